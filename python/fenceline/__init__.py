@@ -1,0 +1,28 @@
+"""Fenceline: an LLM inference server whose graph replays never read stale or racing memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fenceline.version import __version__
+
+if TYPE_CHECKING:
+    from fenceline.entrypoints.engine import Engine
+
+__all__ = ["Engine", "__version__", "demo_model_path"]
+
+
+def demo_model_path() -> str:
+    """The directory of the demo model that ships inside the package; what ``--model-path demo`` means."""
+    from fenceline.config.hub import demo_model_path as path
+
+    return path()
+
+
+def __getattr__(name: str) -> object:
+    # Engine imports torch; `import fenceline` must stay cheap (the command line's --help goes through it).
+    if name == "Engine":
+        from fenceline.entrypoints.engine import Engine
+
+        return Engine
+    raise AttributeError(f"module 'fenceline' has no attribute {name!r}")
