@@ -1,0 +1,107 @@
+"""What a request asks of the sampler. A message struct: it travels between processes as it is."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+MAX_LOGIT_BIAS = 100.0
+MAX_STOP_STRINGS = 64
+TOP_K_ALL = -1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling parameters of one request, with SGLang's names and meanings.
+
+    ``temperature`` 0 means greedy. ``top_k`` -1 means the whole vocabulary. ``seed`` None lets the
+    scheduler draw one from the server's ``--random-seed``; the draw of a token depends on
+    (seed, position) alone. ``repetition_penalty`` looks at prompt and output, ``presence_penalty``
+    and ``frequency_penalty`` at the output. ``stop`` strings are found by the detokenizer,
+    ``stop_token_ids`` by the scheduler.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = TOP_K_ALL
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    seed: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the arg-max is taken: no random draw is made."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def needs_penalties(self) -> bool:
+        """Whether token counts of this request have to be kept on the device."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    def verify(self, vocab_size: int) -> None:
+        """Raise ``ValueError`` with the remedy for the first value out of range."""
+        numbers = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+        }
+        for name, value in numbers.items():
+            if not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, got {value}")
+        _check(self.temperature >= 0.0, f"temperature must be at least 0, got {self.temperature}")
+        _check(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}")
+        _check(0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}")
+        _check(
+            self.top_k == TOP_K_ALL or self.top_k >= 1, f"top_k must be -1 or at least 1, got {self.top_k}"
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = numbers[name]
+            _check(-2.0 <= value <= 2.0, f"{name} must be in [-2, 2], got {value}")
+        _check(
+            0.0 < self.repetition_penalty <= 2.0,
+            f"repetition_penalty must be in (0, 2], got {self.repetition_penalty}",
+        )
+        _check(self.max_new_tokens >= 0, f"max_new_tokens must be at least 0, got {self.max_new_tokens}")
+        _check(
+            0 <= self.min_new_tokens <= self.max_new_tokens,
+            f"min_new_tokens must be in [0, max_new_tokens={self.max_new_tokens}], got {self.min_new_tokens}",
+        )
+        if self.seed is not None:
+            _check(-(2**63) <= self.seed < 2**63, "seed must fit in 64 bits")
+        self._verify_tokens(vocab_size)
+
+    def _verify_tokens(self, vocab_size: int) -> None:
+        _check(len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} stop strings are allowed")
+        _check(all(self.stop), "a stop string must not be empty")
+        for token in self.stop_token_ids:
+            _check(
+                0 <= token < vocab_size, f"stop token id {token} is outside the vocabulary of {vocab_size}"
+            )
+        for token, bias in (self.logit_bias or {}).items():
+            _check(
+                0 <= token < vocab_size,
+                f"logit_bias token id {token} is outside the vocabulary of {vocab_size}",
+            )
+            _check(
+                math.isfinite(bias) and abs(bias) <= MAX_LOGIT_BIAS,
+                f"logit_bias values must be in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}], got {bias}",
+            )
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

@@ -1,0 +1,56 @@
+"""ForwardBatch: the one value a forward may read. Built once per step by the model runner, then frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+if TYPE_CHECKING:
+    from fenceline.layers.attention.base import AttentionPlan
+
+
+class ForwardMode(Enum):
+    """What a step computes: ``EXTEND`` new prompt tokens (after a cached prefix, if any), ``DECODE`` one
+    token for each request."""
+
+    EXTEND = "extend"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """Device views of one step's inputs. B requests, T tokens in request order, L rows of logits.
+
+    All tensors live on the model's device and are written on FORWARD before the model runs.
+    """
+
+    mode: ForwardMode
+    input_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64, position of each token in its request
+    out_slots: torch.Tensor  # [T] int64, KV slot each token's K and V are written to
+    logits_index: torch.Tensor | None  # [L] int64 into the T tokens; None: logits of every token
+    attn: AttentionPlan  # how this batch's attention is computed, planned once for all layers
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.input_ids.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """What an attention backend plans from. Query tokens of request i are the T-axis range
+    ``query_lens_cpu[:i].sum()`` .. ``+ query_lens_cpu[i]``; they are the *last* tokens of its sequence."""
+
+    mode: ForwardMode
+    page_table: torch.Tensor  # [num_rows, max_pages_per_req] int32, all request rows
+    rows: torch.Tensor  # [B] int64, row of each request in page_table
+    seq_lens: torch.Tensor  # [B] int64, tokens of each request including this step's
+    out_slots: torch.Tensor  # [T] int64
+    seq_lens_cpu: npt.NDArray[np.int64]  # [B]
+    query_lens_cpu: npt.NDArray[np.int64]  # [B], tokens of this step; all 1 in DECODE

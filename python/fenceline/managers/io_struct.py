@@ -1,0 +1,256 @@
+"""Messages between the processes: TokenizerManager → Scheduler → DetokenizerManager → TokenizerManager.
+
+Every message is a tagged msgspec struct; :func:`encode` and :func:`decode` are the only wire format.
+Three zmq PULL sockets exist, each bound by its reader: ``scheduler`` (requests and control messages, and
+the detokenizer's stop-string aborts), ``detokenizer`` (:class:`BatchTokenOut`) and ``tokenizer``
+(:class:`BatchStrOut` from the detokenizer, control replies from the scheduler). Under
+``--skip-tokenizer-init`` the scheduler sends its :class:`BatchTokenOut` straight to ``tokenizer``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from fenceline.config.sampling_params import SamplingParams
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all messages; the tag is the class name."""
+
+
+# --- TokenizerManager (and DetokenizerManager) -> Scheduler ------------------------------------------
+
+
+class TokenizedGenerateReq(Message):
+    """One request with its prompt as token ids. ``n`` > 1 is already expanded into ``n`` of these.
+
+    ``logprob_start_len``: the first prompt position whose logprob is wanted (of token i given tokens < i);
+    -1 means none of the prompt's. ``top_logprobs_num``: how many alternatives each position reports.
+    """
+
+    rid: str
+    input_ids: list[int]
+    sampling_params: SamplingParams
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    priority: int = 0
+
+
+class AbortReq(Message):
+    """Abort one request (or all). ``finished`` True when the detokenizer ends it at a stop string: the
+    request is then released silently, its last output is already on its way to the client."""
+
+    rid: str = ""
+    abort_all: bool = False
+    finished: bool = False
+
+
+class FlushCacheReq(Message):
+    """Empty the prefix cache; refused unless idle. Answered by :class:`ControlReply`."""
+
+    id: str
+
+
+class PauseGenerationReq(Message):
+    """Stop scheduling. ``mode``: ``abort`` ends all requests, ``retract`` returns them to the queue and
+    frees their memory, ``in_place`` keeps them where they are. Answered by :class:`ControlReply`."""
+
+    id: str
+    mode: str = "abort"
+
+
+class ContinueGenerationReq(Message):
+    """Resume scheduling after a pause. Answered by :class:`ControlReply`."""
+
+    id: str
+
+
+class ProfileReq(Message):
+    """Start or stop the torch profiler in the scheduler process. Answered by :class:`ControlReply`."""
+
+    id: str
+    action: str  # "start" | "stop"
+    output_dir: str | None = None
+    num_steps: int | None = None
+
+
+class GetInternalStateReq(Message):
+    """Ask for :class:`InternalState`; answered by :class:`ControlReply` with ``state`` set."""
+
+    id: str
+
+
+class ShutdownReq(Message):
+    """Stop the scheduler loop. ``drain`` True lets running requests finish first."""
+
+    drain: bool = True
+
+
+# --- Scheduler -> DetokenizerManager -----------------------------------------------------------------
+
+
+class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request ended. ``type``: ``stop`` | ``length`` | ``abort``. ``matched``: the stop token id or
+    stop string. ``message`` and ``status_code`` describe an abort that is an error."""
+
+    type: str
+    matched: int | str | None = None
+    length: int | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Logprobs of consecutive positions: the chosen tokens' and each position's best alternatives.
+
+    ``logprobs[i]`` may be None (the first token of a prompt has no condition). ``top_logprobs[i]`` holds
+    (logprob, token id) pairs in descending order, empty when none were asked for.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float | None]
+    top_logprobs: list[list[tuple[float, int]]]
+
+
+class TokenOut(msgspec.Struct, frozen=True, kw_only=True):
+    """News of one request: the tokens since the last :class:`TokenOut` of the same request.
+
+    The first one (``decode`` not None) carries what decoding needs. ``output_ids`` of a request over all
+    its messages are its whole output, once each, in order. ``finish_reason`` not None: the last message.
+    """
+
+    rid: str
+    output_ids: list[int]
+    prompt_tokens: int
+    completion_tokens: int  # total so far, including output_ids
+    cached_tokens: int
+    finish_reason: FinishReason | None = None
+    decode: DecodeInfo | None = None
+    input_logprobs: TokenLogprobs | None = None
+    output_logprobs: TokenLogprobs | None = None
+    num_retractions: int = 0
+
+
+class DecodeInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the detokenizer must know of a request before its first token."""
+
+    prompt_tail_ids: list[int]  # last prompt tokens: context for incremental decoding
+    sampling_params: SamplingParams
+    stream: bool
+
+
+class BatchTokenOut(Message):
+    """All news of one scheduler step."""
+
+    outs: list[TokenOut]
+
+
+# --- DetokenizerManager -> TokenizerManager ----------------------------------------------------------
+
+
+class StrOut(msgspec.Struct, frozen=True, kw_only=True):
+    """:class:`TokenOut` with text: ``text`` is the *new* text since the last message (never part of a
+    character, never the beginning of a stop string that may still complete)."""
+
+    token: TokenOut
+    text: str
+
+
+class BatchStrOut(Message):
+    """All news of one :class:`BatchTokenOut`, decoded."""
+
+    outs: list[StrOut]
+
+
+# --- Scheduler -> TokenizerManager -------------------------------------------------------------------
+
+
+class InternalState(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler knows of itself; fields of /get_server_info and the gauges of /metrics."""
+
+    num_running_reqs: int
+    num_queue_reqs: int
+    num_used_tokens: int  # held by requests, the tree's unlocked pages excluded
+    max_total_num_tokens: int
+    token_usage: float
+    cache_hit_rate: float  # of prompt tokens since start
+    gen_throughput: float  # tokens/s over the last log interval
+    num_retractions: int
+    num_aborts: int
+    num_generated_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    new_token_ratio: float
+    paused: bool
+    memory_bytes: dict[str, int]  # "weights", "kv_cache", ...
+
+
+class ControlReply(Message):
+    """Answer to the control message with the same ``id``."""
+
+    id: str
+    success: bool
+    message: str = ""
+    state: InternalState | None = None
+
+
+class StatsReport(Message):
+    """Sent about once a second while there is something to tell, for /metrics and /health."""
+
+    state: InternalState
+
+
+class SchedulerReady(Message):
+    """The scheduler serves: model loaded, memory sized. Sent once to ``tokenizer``."""
+
+    max_total_num_tokens: int
+    max_running_requests: int
+    max_req_input_len: int  # longest admissible prompt in tokens
+    context_length: int
+    memory_bytes: dict[str, int]
+
+
+class FatalError(Message):
+    """The sender is about to exit with a non-zero status, for this reason."""
+
+    source: str
+    message: str
+
+
+SchedulerInput = (
+    TokenizedGenerateReq
+    | AbortReq
+    | FlushCacheReq
+    | PauseGenerationReq
+    | ContinueGenerationReq
+    | ProfileReq
+    | GetInternalStateReq
+    | ShutdownReq
+)
+DetokenizerInput = BatchTokenOut | ShutdownReq
+TokenizerInput = BatchStrOut | BatchTokenOut | ControlReply | StatsReport | SchedulerReady | FatalError
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(
+    SchedulerInput | BatchTokenOut | BatchStrOut | ControlReply | StatsReport | SchedulerReady | FatalError
+)
+
+
+def encode(message: Message) -> bytes:
+    """One message as msgpack."""
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes | memoryview) -> Message:
+    """The inverse of :func:`encode`. Raises ``msgspec.ValidationError`` on anything else."""
+    return _DECODER.decode(data)
+
+
+class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """zmq endpoints (``ipc://`` paths in a private folder) of one server."""
+
+    scheduler: str
+    detokenizer: str
+    tokenizer: str

@@ -1,0 +1,19 @@
+"""The foundation: where memory lives, what runs in which order, who owns what until when."""
+
+from fenceline.memory_order.device import Device, open_device
+from fenceline.memory_order.lease import LeaseError, LeasePool
+from fenceline.memory_order.staging import InputRing, ResultLease, ResultRing
+from fenceline.memory_order.stream import Point, Points, Stream
+
+__all__ = [
+    "Device",
+    "InputRing",
+    "LeaseError",
+    "LeasePool",
+    "Point",
+    "Points",
+    "ResultLease",
+    "ResultRing",
+    "Stream",
+    "open_device",
+]

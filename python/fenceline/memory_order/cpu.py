@@ -1,0 +1,58 @@
+"""The CPU as a device: synchronous, so every Point has passed once it is recorded."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import psutil
+import torch
+
+from fenceline.memory_order.device import Device
+from fenceline.memory_order.edges import StreamName
+from fenceline.memory_order.stream import Point, Stream
+
+
+class CpuStream(Stream):
+    """Work runs when it is submitted."""
+
+    def record(self) -> Point:
+        point = super().record()
+        self.passed_serial = point.serial
+        return point
+
+    def active(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.copy_(src)
+
+    def _record_event(self) -> object:
+        return None
+
+    def _wait_event(self, point: Point) -> None:
+        raise AssertionError(f"{point} had not passed on a synchronous device")
+
+    def _block(self, point: Point) -> None:
+        raise AssertionError(f"{point} had not passed on a synchronous device")
+
+
+class CpuDevice(Device):
+    """Host memory and this process's threads."""
+
+    kind = "cpu"
+
+    def __init__(self, severed: frozenset[str] = frozenset()) -> None:
+        super().__init__(torch.device("cpu"), severed)
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def memory_info(self) -> tuple[int, int]:
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+    def synchronize(self) -> None:
+        return
+
+    def _make_stream(self, name: StreamName) -> Stream:
+        return CpuStream(name, self.severed)

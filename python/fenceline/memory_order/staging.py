@@ -1,0 +1,210 @@
+"""Rings of leased memory through which values cross between host and device.
+
+Inputs: the host packs a step's arrays into one pinned slot, SCHEDULE copies it to a device slot, FORWARD
+takes its own copy. Results: FORWARD packs them into a device slot, COPY brings it to pinned memory, the
+host reads. One copy each way whatever the number of fields. Tensors never cross streams in any other
+memory (F16).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fenceline.memory_order.device import Device
+from fenceline.memory_order.edges import (
+    COPY_AFTER_FORWARD,
+    FORWARD_AFTER_SCHEDULE,
+    HOST_AFTER_COPY,
+    SCHEDULE_AFTER_FORWARD,
+    STAGING_REUSE,
+)
+from fenceline.memory_order.lease import LeaseError
+from fenceline.memory_order.stream import Point, Points
+
+_ALIGN = 16
+_MIN_SLOT_BYTES = 1 << 16
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A pinned buffer and its device twin, with the Points after which each may be written again."""
+
+    host: torch.Tensor  # uint8
+    device: torch.Tensor  # uint8
+    host_after: Point | None = None
+    device_after: Points = Points.none()
+    leased: bool = False
+
+
+def _aligned(nbytes: int) -> int:
+    return (nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
+
+
+class _Ring:
+    def __init__(self, device: Device, depth: int) -> None:
+        self._device = device
+        self._slots = [self._make(_MIN_SLOT_BYTES) for _ in range(depth)]
+        self._next = 0
+
+    def _make(self, nbytes: int) -> _Slot:
+        return _Slot(self._device.host_buffer(nbytes), self._device.device_buffer(nbytes))
+
+    def _take(self, nbytes: int) -> _Slot:
+        """The next slot, grown if need be. Growth waits for the device: it happens a few times in a life."""
+        index = self._next
+        self._next = (index + 1) % len(self._slots)
+        if self._slots[index].host.numel() < nbytes:
+            assert not self._slots[index].leased, "a leased slot is not replaced"
+            self._device.synchronize()
+            self._slots[index] = self._make(1 << (nbytes - 1).bit_length())
+        return self._slots[index]
+
+
+class InputRing(_Ring):
+    """Host arrays to FORWARD's tensors, through SCHEDULE."""
+
+    def __init__(self, device: Device, depth: int = 2) -> None:
+        super().__init__(device, depth)
+
+    def upload(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, torch.Tensor]:
+        """Device tensors with the values that ``arrays`` have now, same shapes and dtypes.
+
+        They are allocated on and ordered by FORWARD: use them there alone. The host may change the
+        arrays as soon as this returns.
+        """
+        offsets, nbytes = _layout(arrays)
+        slot = self._take(nbytes)
+        device = self._device
+        if slot.host_after is not None:  # WAR: an earlier copy may still read the pinned slot
+            device.schedule.synchronize(slot.host_after, STAGING_REUSE)
+        _pack(slot.host, arrays, offsets)
+        device.schedule.wait(slot.device_after, SCHEDULE_AFTER_FORWARD)  # WAR: step k-2 may still read it
+        device.schedule.copy(slot.device[:nbytes], slot.host[:nbytes])
+        slot.host_after = device.schedule.record()
+        device.forward.wait(slot.host_after, FORWARD_AFTER_SCHEDULE)  # RAW: the copy brings our inputs
+        with device.forward.active():
+            block = slot.device[:nbytes].clone()
+        slot.device_after = Points.of(device.forward.record())
+        return _views(block, arrays, offsets)
+
+
+class ResultLease:
+    """Results on their way to the host. :meth:`wait` may be called once; it ends the lease."""
+
+    def __init__(self, ring: ResultRing, slot: _Slot, layout: Mapping[str, _Field], point: Point) -> None:
+        self._ring = ring
+        self._slot: _Slot | None = slot
+        self._layout = layout
+        self._point = point
+
+    def wait(self) -> dict[str, npt.NDArray[np.generic]]:
+        """Block the host until the results are there; arrays of their own, free of the ring.
+
+        Raises :class:`LeaseError` when called again: the slot may by then hold another step's results.
+        """
+        if self._slot is None:
+            raise LeaseError("these results were already taken")
+        slot, self._slot = self._slot, None
+        self._ring.wait_for(self._point)
+        host = slot.host.numpy()
+        values = {name: field.read(host) for name, field in self._layout.items()}
+        slot.leased = False
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+
+    def read(self, host: npt.NDArray[np.uint8]) -> npt.NDArray[np.generic]:
+        count = int(np.prod(self.shape, dtype=np.int64))
+        flat = np.frombuffer(host, dtype=self.dtype, count=count, offset=self.offset)
+        return flat.reshape(self.shape).copy()
+
+
+class ResultRing(_Ring):
+    """FORWARD's tensors to host arrays, through COPY. Depth 2: one step publishes while the next runs."""
+
+    def __init__(self, device: Device, depth: int = 2) -> None:
+        super().__init__(device, depth)
+
+    def download(self, tensors: Mapping[str, torch.Tensor]) -> ResultLease:
+        """Start bringing ``tensors`` to the host; they may be overwritten on FORWARD right away.
+
+        Raises :class:`LeaseError` if the slot's earlier results have not been taken: more steps are in
+        flight than the ring is deep.
+        """
+        layout, nbytes = _tensor_layout(tensors)
+        slot = self._take(nbytes)
+        if slot.leased:
+            raise LeaseError("the result ring is full: publish the earlier step first")
+        slot.leased = True
+        device = self._device
+        # The device slot needs no edge: its last copy was waited for by the host before the lease ended.
+        with device.forward.active():
+            for name, tensor in tensors.items():
+                field = layout[name]
+                target = slot.device[field.offset : field.offset + tensor.nbytes]
+                target.copy_(tensor.contiguous().view(-1).view(torch.uint8))
+        device.copy.wait(device.forward.record(), COPY_AFTER_FORWARD)  # RAW: the step's results
+        device.copy.copy(slot.host[:nbytes], slot.device[:nbytes])
+        return ResultLease(self, slot, layout, device.copy.record())
+
+    def wait_for(self, point: Point) -> None:
+        """Block the host until the copy that ``point`` ends has run."""
+        self._device.copy.synchronize(point, HOST_AFTER_COPY)
+
+
+def _layout(arrays: Mapping[str, npt.NDArray[np.generic]]) -> tuple[list[int], int]:
+    offsets, nbytes = [], 0
+    for array in arrays.values():
+        offsets.append(nbytes)
+        nbytes += _aligned(array.nbytes)
+    return offsets, nbytes
+
+
+def _pack(host: torch.Tensor, arrays: Mapping[str, npt.NDArray[np.generic]], offsets: list[int]) -> None:
+    target = host.numpy()
+    for array, offset in zip(arrays.values(), offsets, strict=True):
+        data = np.ascontiguousarray(array)
+        target[offset : offset + data.nbytes] = data.reshape(-1).view(np.uint8)
+
+
+def _views(
+    block: torch.Tensor, arrays: Mapping[str, npt.NDArray[np.generic]], offsets: list[int]
+) -> dict[str, torch.Tensor]:
+    views = {}
+    for (name, array), offset in zip(arrays.items(), offsets, strict=True):
+        flat = block[offset : offset + array.nbytes].view(_TORCH_DTYPES[array.dtype.str])
+        views[name] = flat.view(array.shape)
+    return views
+
+
+def _tensor_layout(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, _Field], int]:
+    layout, nbytes = {}, 0
+    for name, tensor in tensors.items():
+        layout[name] = _Field(nbytes, tuple(tensor.shape), _NUMPY_DTYPES[tensor.dtype])
+        nbytes += _aligned(tensor.nbytes)
+    return layout, nbytes
+
+
+_TORCH_DTYPES: dict[str, torch.dtype] = {
+    "<i8": torch.int64,
+    "<i4": torch.int32,
+    "<f4": torch.float32,
+    "|b1": torch.bool,
+    "|u1": torch.uint8,
+}
+_NUMPY_DTYPES: dict[torch.dtype, np.dtype[np.generic]] = {
+    torch.int64: np.dtype(np.int64),
+    torch.int32: np.dtype(np.int32),
+    torch.float32: np.dtype(np.float32),
+    torch.bool: np.dtype(np.bool_),
+}

@@ -1,0 +1,143 @@
+"""Stream and Point: the sole owners of raw streams and events.
+
+A Point is a moment on a stream; ``stream.wait(point, edge)`` makes the edge. Nothing else in the package
+orders work across streams.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+
+from fenceline.memory_order.edges import Edge, StreamName
+
+
+class Stream(ABC):
+    """One named, in-order queue of device work.
+
+    ``serial`` counts the Points recorded; ``passed_serial`` is the last one the host knows to have
+    passed, learned only from waits it had to make anyway and never from a query in the hot path.
+    """
+
+    def __init__(self, name: StreamName, severed: frozenset[str]) -> None:
+        self.name = name
+        self.serial = 0
+        self.passed_serial = 0
+        self._severed = severed  # edges that a test has cut; empty in production
+
+    def record(self) -> Point:
+        """A Point after all work submitted to this stream so far."""
+        self.serial += 1
+        return Point(self, self.serial, self._record_event())
+
+    def wait(self, after: Point | Points, edge: Edge) -> None:
+        """Work submitted to this stream from now on runs after ``after``. The host does not block.
+
+        The edge must be declared between these two streams. Points on this stream itself cost nothing:
+        program order already holds.
+        """
+        for point in after if isinstance(after, Points) else (after,):
+            if point.stream is self:
+                continue
+            assert edge.waiter is self.name, f"{edge.name} is not an edge of {self.name}"
+            assert edge.source is point.stream.name, f"{edge.name} does not start at {point.stream.name}"
+            if not point.passed and edge.name not in self._severed:
+                self._wait_event(point)
+
+    def synchronize(self, point: Point, edge: Edge) -> None:
+        """Block the host until ``point``, which is on this stream, has passed."""
+        assert edge.waiter is StreamName.HOST, f"{edge.name} is not an edge of the host"
+        assert edge.source is self.name, f"{edge.name} does not start at {self.name}"
+        assert point.stream is self, "a Point is waited for on its own stream"
+        if point.passed or edge.name in self._severed:
+            return
+        self._block(point)
+        self.passed_serial = max(self.passed_serial, point.serial)
+
+    @abstractmethod
+    def active(self) -> AbstractContextManager[None]:
+        """Inside, torch operations of this thread are submitted to this stream."""
+
+    @abstractmethod
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Submit ``dst.copy_(src)`` without blocking the host. Host memory must be leased (see staging)."""
+
+    @abstractmethod
+    def _record_event(self) -> object: ...
+
+    @abstractmethod
+    def _wait_event(self, point: Point) -> None: ...
+
+    @abstractmethod
+    def _block(self, point: Point) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=True)
+class Point:
+    """A moment on a stream: passed once all work submitted to the stream before it has run."""
+
+    stream: Stream
+    serial: int
+    event: object = field(compare=False, repr=False)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the host already knows this Point to have passed. Never asks the device."""
+        return self.stream.passed_serial >= self.serial
+
+    def __repr__(self) -> str:
+        return f"{self.stream.name.value}@{self.serial}"
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """A set of Points with at most one per stream: the latest, which implies the earlier ones."""
+
+    points: tuple[Point, ...] = ()
+
+    @staticmethod
+    def none() -> Points:
+        """No Points: nothing to wait for."""
+        return _NONE
+
+    @staticmethod
+    def of(*points: Point) -> Points:
+        """The given Points, joined."""
+        return _joined(points)
+
+    def join(self, other: Points) -> Points:
+        """Both sets' Points, the later one where both have one on a stream. Passed Points are dropped."""
+        if not other.points:
+            return self
+        if not self.points:
+            return other
+        return _joined((*self.points, *other.points))
+
+    @property
+    def passed(self) -> bool:
+        """Whether the host knows all of them to have passed. Never asks the device."""
+        return all(point.passed for point in self.points)
+
+    def __iter__(self) -> Iterator[Point]:
+        return iter(self.points)
+
+
+_NONE = Points()
+
+
+def _joined(points: Iterable[Point]) -> Points:
+    latest: dict[StreamName, Point] = {}
+    for point in points:
+        if point.passed:
+            continue
+        known = latest.get(point.stream.name)
+        assert known is None or known.stream is point.stream, "Points of two devices do not join"
+        if known is None or known.serial < point.serial:
+            latest[point.stream.name] = point
+    if not latest:
+        return _NONE
+    return Points(tuple(latest[name] for name in sorted(latest, key=lambda n: n.value)))
