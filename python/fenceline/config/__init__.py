@@ -1,0 +1,1 @@
+"""Configuration: flags (``ServerArgs``) are resolved once into a frozen ``EngineConfig``. Imports no torch."""

@@ -1,0 +1,121 @@
+"""What can be judged from the flags alone: impossible values and conflicts, each with its remedy in one line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fenceline.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fenceline.config.server_args import ServerArgs
+
+_MAX_SEED = 2**63 - 1
+_CHUNKING_OFF = -1
+_AT_LEAST_ONE = (
+    "context_length",
+    "max_queued_requests",
+    "max_total_tokens",
+    "max_running_requests",
+    "max_prefill_tokens",
+    "stream_interval",
+    "decode_log_interval",
+)
+
+
+def check(args: ServerArgs) -> None:
+    """Raise ConfigError for the first impossible value or conflict of ``args``."""
+    _check_model(args)
+    _check_server(args)
+    _check_ranges(args)
+    _check_memory(args)
+    _check_conflicts(args)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _check_model(args: ServerArgs) -> None:
+    _require(
+        args.model_path != "",
+        "--model-path is required: a directory, a hub id, or 'demo' for the model that ships with the package",
+    )
+    _require(
+        args.tokenizer_path != "", "--tokenizer-path is empty: name a directory or hub id, or leave it out"
+    )
+    _require(args.served_model_name != "", "--served-model-name is empty: give a name or leave it out")
+
+
+def _check_server(args: ServerArgs) -> None:
+    _require(
+        args.host != "", "--host is empty: use 127.0.0.1 for this machine only or 0.0.0.0 for every interface"
+    )
+    _require(0 <= args.port <= 65535, f"--port {args.port}: choose 1 to 65535, or 0 for a free one")
+    _require(args.api_key != "", "--api-key is empty: give a key or leave the flag out")
+    _require(
+        args.api_key is None or args.api_key.isascii(),
+        "--api-key: use ASCII characters only, HTTP headers carry nothing else reliably",
+    )
+    _require(
+        args.watchdog_timeout > 0,
+        f"--watchdog-timeout {args.watchdog_timeout:g}: give a number of seconds > 0",
+    )
+
+
+def _check_ranges(args: ServerArgs) -> None:
+    for name in _AT_LEAST_ONE:
+        value = getattr(args, name)
+        _require(value is None or value >= 1, f"--{name.replace('_', '-')} {value}: must be at least 1")
+    fraction = args.mem_fraction_static
+    _require(
+        fraction is None or 0 < fraction < 1,
+        f"--mem-fraction-static {fraction}: must lie between 0 and 1, for example 0.8",
+    )
+    _require(
+        args.schedule_conservativeness > 0,
+        f"--schedule-conservativeness {args.schedule_conservativeness:g}: must be above 0, 1.0 is usual",
+    )
+    seed = args.random_seed
+    _require(seed is None or 0 <= seed <= _MAX_SEED, f"--random-seed {seed}: must lie between 0 and 2^63 - 1")
+
+
+def _check_memory(args: ServerArgs) -> None:
+    page, chunk, prefill = args.page_size, args.chunked_prefill_size, args.max_prefill_tokens
+    pool = args.max_total_tokens
+    _require(
+        pool is None or pool >= page,
+        f"--max-total-tokens {pool}: not even one page of {page}; raise it or lower --page-size",
+    )
+    _require(
+        prefill is None or prefill >= page,
+        f"--max-prefill-tokens {prefill}: not even one page of {page}; raise it or lower --page-size",
+    )
+    if chunk is None or chunk == _CHUNKING_OFF:
+        return
+    _require(
+        chunk >= 1, f"--chunked-prefill-size {chunk}: give a number of tokens, or -1 to turn chunking off"
+    )
+    _require(
+        chunk % page == 0,
+        f"--chunked-prefill-size {chunk}: must be a multiple of --page-size {page}; use {max(chunk // page, 1) * page}",
+    )
+    _require(
+        prefill is None or prefill >= chunk,
+        f"--max-prefill-tokens {prefill}: smaller than --chunked-prefill-size {chunk}; raise the one or lower the"
+        " other",
+    )
+
+
+def _check_conflicts(args: ServerArgs) -> None:
+    _require(
+        not (args.disable_radix_cache and args.schedule_policy == "lpm"),
+        "--schedule-policy lpm sorts by cached prefix and --disable-radix-cache keeps none: use --schedule-policy fcfs",
+    )
+    if args.skip_tokenizer_init:
+        for name in ("tokenizer_path", "chat_template", "reasoning_parser"):
+            option = "--" + name.replace("_", "-")
+            _require(
+                getattr(args, name) is None,
+                f"{option} needs the tokenizer that --skip-tokenizer-init leaves out: drop one of them",
+            )

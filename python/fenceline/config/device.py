@@ -1,0 +1,32 @@
+"""Which device the model will run on, found out without torch where that is possible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fenceline.config.errors import ConfigError
+
+# Where Linux shows an NVIDIA driver: bare metal and containers, WSL, Tegra.
+_DRIVER_MARKS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
+
+
+def cuda_is_available() -> bool:
+    """Whether torch can use a CUDA GPU. Imports torch only where there is a driver."""
+    if not any(Path(mark).exists() for mark in _DRIVER_MARKS):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def choose_device(wanted: str, probe: Callable[[], bool] = cuda_is_available) -> str:
+    """``cpu`` or ``cuda`` for the value of ``--device``. Raises ConfigError if there is no GPU to use."""
+    if wanted == "cpu":
+        return "cpu"
+    available = probe()
+    if wanted == "cuda" and not available:
+        raise ConfigError(
+            "--device cuda: torch sees no CUDA GPU; use --device cpu, or install a torch build for your driver"
+        )
+    return "cuda" if available else "cpu"

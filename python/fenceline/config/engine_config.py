@@ -1,0 +1,79 @@
+"""EngineConfig: the resolved configuration, the only one the engine reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fenceline.config.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that was chosen or defaulted, resolved once by ``fenceline.config.resolve``.
+
+    Plain values only, so that it travels to the scheduler and detokenizer processes as it is. Lengths and sizes are
+    in tokens, times in seconds. ``chunked_prefill_size`` None means that prompts are never split;
+    ``max_total_tokens`` None that the model runner sizes the KV pool from ``mem_fraction_static``;
+    ``max_queued_requests`` None that the queue is unbounded. ``chat_template`` is the template's text.
+    """
+
+    # Model and tokenizer
+    model: ModelConfig
+    model_path: str
+    tokenizer_path: str
+    tokenizer_mode: str
+    skip_tokenizer_init: bool
+    load_format: str
+    dtype: str
+    context_length: int
+    chat_template: str | None
+    served_model_name: str
+    weight_version: str
+
+    # HTTP server
+    host: str
+    port: int
+    api_key: str | None = dataclasses.field(repr=False)
+    max_queued_requests: int | None
+    watchdog_timeout_s: float
+
+    # Memory and scheduling
+    mem_fraction_static: float
+    max_total_tokens: int | None
+    max_running_requests: int
+    page_size: int
+    chunked_prefill_size: int | None
+    max_prefill_tokens: int
+    schedule_policy: str
+    schedule_conservativeness: float
+    disable_radix_cache: bool
+    disable_overlap_schedule: bool
+
+    # Device and kernels
+    device: str
+    attention_backend: str
+    sampling_backend: str
+    random_seed: int
+
+    # API behaviour
+    sampling_defaults: str
+    reasoning_parser: str | None
+    enable_cache_report: bool
+    stream_interval: int
+
+    # Logging and metrics
+    log_level: str
+    log_level_http: str
+    log_requests: bool
+    log_requests_level: int
+    decode_log_interval: int
+    enable_metrics: bool
+
+    def public_dict(self) -> dict[str, object]:
+        """The configuration for logs and /get_server_info: JSON values, the API key replaced by whether one is set."""
+        values = dataclasses.asdict(self)
+        values["api_key"] = self.api_key is not None
+        return values

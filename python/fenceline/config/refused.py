@@ -1,0 +1,115 @@
+"""Flags of the field that this server does not have (yet): each is refused with one line that says what to do.
+
+A flag leaves this table in the commit that makes it work. ``neutral`` values ask for what happens anyway and are
+accepted; ``ANY`` means that every use of the flag does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+ANY = ("*",)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a flag is refused and what to do: ``remedy`` follows "--flag value: not available, "."""
+
+    remedy: str
+    neutral: tuple[str, ...] = ()
+
+
+def complaints(given: Sequence[tuple[str, Sequence[str]]], refused: Mapping[str, Refusal]) -> str | None:
+    """One line against the ``given`` flags and their words, or None if every use is neutral."""
+    by_remedy: dict[str, list[str]] = {}
+    for option, words in given:
+        refusal, value = refused[option], " ".join(words)
+        if refusal.neutral != ANY and value.lower() not in (*refusal.neutral, "false"):
+            by_remedy.setdefault(refusal.remedy, []).append(f"{option} {value}".rstrip())
+    if not by_remedy:
+        return None
+    return "; ".join(f"{', '.join(flags)}: not available, {remedy}" for remedy, flags in by_remedy.items())
+
+
+def _same(options: str, refusal: Refusal) -> dict[str, Refusal]:
+    return dict.fromkeys(options.split(), refusal)
+
+
+_PARALLEL = "this server uses one GPU: leave it out and start one server per GPU"
+_HICACHE = (
+    "there is no host tier yet: leave it out, or give the device more memory with --mem-fraction-static"
+)
+_SPECULATIVE = "there is no speculative decoding yet: leave it out"
+_GRAPHS = "there are no CUDA graphs yet: leave it out"
+_PIECEWISE = "there are no piecewise CUDA graphs yet: leave it out"
+_ATTENTION = "one backend serves prefill and decode: use --attention-backend torch"
+_LORA = "merge the adapter into the model and pass the merged directory as --model-path"
+_QUANTIZED = "weights and KV cache keep --dtype: leave it out"
+_TLS = "put a TLS proxy in front of the server and leave it out"
+
+REFUSED: Mapping[str, Refusal] = {
+    **_same(
+        "--tp --tp-size --tensor-parallel-size --ep --ep-size --expert-parallel-size --dp --dp-size"
+        " --data-parallel-size --pp --pp-size --pipeline-parallel-size --nnodes --moe-dense-tp-size --attn-cp-size",
+        Refusal(_PARALLEL, ("1",)),
+    ),
+    **_same("--node-rank --base-gpu-id", Refusal(_PARALLEL, ("0",))),
+    **_same("--dist-init-addr --nccl-port --enable-dp-attention", Refusal(_PARALLEL)),
+    "--trust-remote-code": Refusal(
+        "code from a model directory is never run: leave it out, the supported architectures are built in"
+    ),
+    **_same("--enable-piecewise-cuda-graph --piecewise-cuda-graph-max-tokens", Refusal(_PIECEWISE)),
+    **_same(
+        "--cuda-graph-max-bs --cuda-graph-bs --debug-cuda-graph --disable-cuda-graph-padding",
+        Refusal(_GRAPHS),
+    ),
+    **_same(
+        "--enable-hierarchical-cache --hicache-ratio --hicache-size --hicache-write-policy --hicache-io-backend"
+        " --hicache-mem-layout --hicache-storage-prefetch-policy --hicache-storage-backend-extra-config",
+        Refusal(_HICACHE),
+    ),
+    "--hicache-storage-backend": Refusal(_HICACHE, ("none",)),
+    **_same(
+        "--speculative-draft-model-path --speculative-num-steps --speculative-eagle-topk"
+        " --speculative-num-draft-tokens --speculative-draft-attention-backend --speculative-token-map"
+        " --speculative-attention-mode",
+        Refusal(_SPECULATIVE),
+    ),
+    "--speculative-algorithm": Refusal(_SPECULATIVE, ("none",)),
+    **_same("--decode-attention-backend --prefill-attention-backend", Refusal(_ATTENTION, ("torch",))),
+    "--dense-as-sparse": Refusal("there is no sparse attention: leave it out"),
+    **_same("--enable-lora --lora-paths --max-loras-per-batch", Refusal(_LORA)),
+    "--quantization": Refusal(_QUANTIZED, ("none",)),
+    "--kv-cache-dtype": Refusal(_QUANTIZED, ("auto",)),
+    **_same("--ssl-keyfile --ssl-certfile", Refusal(_TLS)),
+    "--enable-mixed-chunk": Refusal(
+        "a step is either prefill or decode: leave it out; a smaller --chunked-prefill-size shortens the pauses of"
+        " decode"
+    ),
+    "--enable-torch-compile": Refusal("models run as written: leave it out"),
+    "--memory-check": Refusal(
+        "only the free checks of level off exist yet: use off or leave it out", ("off",)
+    ),
+    "--retract-policy": Refusal("retracted requests recompute: leave it out", ("recompute",)),
+    "--cuda-coredump-dir": Refusal(
+        "leave it out and set CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1 for the driver's own dump"
+    ),
+    "--tool-call-parser": Refusal(
+        "the model's text is returned as it is: leave it out and parse in the client"
+    ),
+    "--grammar-backend": Refusal("there is no constrained decoding yet: leave it out", ("none",)),
+    "--is-embedding": Refusal("only text generation is served: leave it out"),
+    "--enable-multimodal": Refusal("only text models are served: leave it out"),
+    "--disaggregation-mode": Refusal("prefill and decode share one process: leave it out", ("null", "none")),
+    "--cpu-offload-gb": Refusal("weights stay on --device: leave it out", ("0",)),
+    "--num-continuous-decode-steps": Refusal("every step is scheduled: leave it out", ("1",)),
+    "--radix-eviction-policy": Refusal("eviction is least recently used: leave it out", ("lru",)),
+    "--tokenizer-worker-num": Refusal("one process tokenizes: leave it out", ("1",)),
+    # These ask for what happens anyway.
+    "--disable-cuda-graph": Refusal("", ANY),
+    "--disable-piecewise-cuda-graph": Refusal("", ANY),
+    "--disable-custom-all-reduce": Refusal("", ANY),
+    "--sleep-on-idle": Refusal("", ANY),
+    "--skip-server-warmup": Refusal("", ANY),
+}

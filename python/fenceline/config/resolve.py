@@ -1,0 +1,180 @@
+"""From ServerArgs to EngineConfig: checks, downloads, reads the model's configuration and chooses the defaults."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fenceline.config.checks import check
+from fenceline.config.device import choose_device, cuda_is_available
+from fenceline.config.engine_config import EngineConfig
+from fenceline.config.errors import ConfigError
+from fenceline.config.hub import model_directory
+
+if TYPE_CHECKING:
+    from fenceline.config.model_config import ModelConfig
+    from fenceline.config.server_args import ServerArgs
+
+_DTYPES = {"float": "float32", "half": "float16"}
+_MEM_FRACTION = {"cpu": 0.3, "cuda": 0.85}
+_CHUNKED_PREFILL_SIZE = {"cpu": 2048, "cuda": 8192}
+_MAX_PREFILL_TOKENS = 16384
+_MAX_RUNNING_REQUESTS = {"cpu": 256, "cuda": 1024}
+# Memory that the table (request rows x pages of the longest context, int32) may take by default.
+_ROW_TABLE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
+
+
+def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available) -> EngineConfig:
+    """The configuration that ``args`` ask for on this machine. May download the model.
+
+    Raises ConfigError, one line with the remedy, for values and combinations that cannot work.
+    """
+    check(args)
+    overrides = _model_overrides(args)
+    chat_template = _read_chat_template(args)
+    device = choose_device(args.device, cuda_probe)
+    weights = args.load_format != "dummy"
+    path = model_directory(args.model_path, "--model-path", args.revision, args.download_dir, weights)
+    model = _read_model(args, path, overrides)
+    context_length = _context_length(args, model)
+    chunk = _chunked_prefill_size(args, device)
+    return EngineConfig(
+        model=model,
+        model_path=path,
+        tokenizer_path=_tokenizer_path(args, path),
+        tokenizer_mode=args.tokenizer_mode,
+        skip_tokenizer_init=args.skip_tokenizer_init,
+        load_format=args.load_format,
+        dtype=_dtype(args.dtype, device, model.dtype),
+        context_length=context_length,
+        chat_template=chat_template,
+        served_model_name=args.served_model_name or args.model_path,
+        weight_version=args.weight_version,
+        host=args.host,
+        port=args.port,
+        api_key=args.api_key,
+        max_queued_requests=args.max_queued_requests,
+        watchdog_timeout_s=args.watchdog_timeout,
+        mem_fraction_static=args.mem_fraction_static or _MEM_FRACTION[device],
+        max_total_tokens=_whole_pages(args),
+        max_running_requests=_max_running_requests(args, device, context_length),
+        page_size=args.page_size,
+        chunked_prefill_size=chunk,
+        max_prefill_tokens=args.max_prefill_tokens or max(_MAX_PREFILL_TOKENS, chunk or 0),
+        schedule_policy=args.schedule_policy,
+        schedule_conservativeness=args.schedule_conservativeness,
+        disable_radix_cache=args.disable_radix_cache,
+        disable_overlap_schedule=args.disable_overlap_schedule,
+        device=device,
+        attention_backend="torch",
+        sampling_backend="torch",
+        random_seed=args.random_seed if args.random_seed is not None else secrets.randbelow(2**31),
+        sampling_defaults=args.sampling_defaults,
+        reasoning_parser=args.reasoning_parser,
+        enable_cache_report=args.enable_cache_report,
+        stream_interval=args.stream_interval,
+        log_level=args.log_level,
+        log_level_http=args.log_level_http or args.log_level,
+        log_requests=args.log_requests,
+        log_requests_level=args.log_requests_level,
+        decode_log_interval=args.decode_log_interval,
+        enable_metrics=args.enable_metrics,
+    )
+
+
+def _model_overrides(args: ServerArgs) -> dict[str, object]:
+    text = args.json_model_override_args
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--json-model-override-args: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ConfigError(
+            """--json-model-override-args: expected an object, for example '{"rope_theta": 1e6}'"""
+        )
+    return value
+
+
+def _read_chat_template(args: ServerArgs) -> str | None:
+    if args.chat_template is None:
+        return None
+    path = Path(args.chat_template).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"--chat-template {args.chat_template}: no such file; give a file with a Jinja template"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--chat-template {args.chat_template}: cannot be read as UTF-8 text ({error})"
+        ) from error
+
+
+def _read_model(args: ServerArgs, path: str, overrides: dict[str, object]) -> ModelConfig:
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(
+            f"--model-path {args.model_path}: no config.json there; give a Hugging Face model directory"
+        )
+    from fenceline.config.model_config import ModelConfig
+
+    try:
+        return ModelConfig.from_dir(path, overrides)
+    except ValueError as error:
+        raise ConfigError(f"--model-path {args.model_path}: {error}") from error
+
+
+def _tokenizer_path(args: ServerArgs, model_path: str) -> str:
+    if args.tokenizer_path is None:
+        return model_path
+    return model_directory(args.tokenizer_path, "--tokenizer-path", None, args.download_dir, weights=False)
+
+
+def _dtype(wanted: str, device: str, checkpoint: str) -> str:
+    if wanted != "auto":
+        return _DTYPES.get(wanted, wanted)
+    if device == "cpu":
+        return "float32"
+    return "bfloat16" if checkpoint == "float32" else checkpoint
+
+
+def _context_length(args: ServerArgs, model: ModelConfig) -> int:
+    limit = model.max_position_embeddings
+    if args.context_length is None:
+        return limit
+    if args.context_length > limit:
+        raise ConfigError(
+            f"--context-length {args.context_length}: the model was made for {limit}; lower it, or vouch for more with"
+            f""" --json-model-override-args '{{"max_position_embeddings": {args.context_length}}}'"""
+        )
+    return args.context_length
+
+
+def _chunked_prefill_size(args: ServerArgs, device: str) -> int | None:
+    if args.chunked_prefill_size == -1:
+        return None
+    default = _CHUNKED_PREFILL_SIZE[device]
+    if args.max_prefill_tokens is not None:  # chosen alone, it bounds the default chunk too
+        default = max(
+            min(default, args.max_prefill_tokens // args.page_size * args.page_size), args.page_size
+        )
+    return args.chunked_prefill_size or default
+
+
+def _whole_pages(args: ServerArgs) -> int | None:
+    if args.max_total_tokens is None:
+        return None
+    return args.max_total_tokens // args.page_size * args.page_size
+
+
+def _max_running_requests(args: ServerArgs, device: str, context_length: int) -> int:
+    if args.max_running_requests is not None:
+        return args.max_running_requests
+    row_bytes = 4 * -(-context_length // args.page_size)
+    limit = min(_MAX_RUNNING_REQUESTS[device], _ROW_TABLE_BYTES[device] // row_bytes)
+    if args.max_total_tokens is not None:
+        limit = min(limit, args.max_total_tokens // args.page_size)
+    return max(limit, 1)

@@ -1,0 +1,276 @@
+"""ServerArgs: every flag of the server, with SGLang's names wherever SGLang has the flag.
+
+The classes' fields are the single place where a flag is declared: the command line, YAML files, keyword arguments
+of ``fenceline.Engine`` and ``docs/server_arguments.md`` all come from here. Values are as the user gave them;
+``resolve`` turns them into an ``EngineConfig``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from fenceline.config.arg_parser import build_parser, from_mapping, parse_values
+from fenceline.config.errors import ConfigError
+from fenceline.config.flags import flag
+from fenceline.config.refused import REFUSED
+from fenceline.config.resolve import resolve
+
+__all__ = ["ConfigError", "ServerArgs", "exit_with", "parse_args", "resolve"]
+
+_MODEL = "Model and tokenizer"
+_HTTP = "HTTP server"
+_MEMORY = "Memory and scheduling"
+_RUNTIME = "Device and kernels"
+_API = "API behaviour"
+_LOGGING = "Logging and metrics"
+
+_NO_BACKEND = "use --attention-backend torch"
+_REFUSED_BACKENDS = dict.fromkeys(
+    (
+        "fa3",
+        "fa4",
+        "flashinfer",
+        "triton",
+        "flashmla",
+        "trtllm_mha",
+        "minicpm_flashinfer",
+        "torch_native",
+        "aiter",
+    ),
+    _NO_BACKEND,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerArgs:
+    """What the user asked for, unresolved: None means that ``resolve`` chooses."""
+
+    # Model and tokenizer
+    model_path: str = flag(
+        "",
+        "The model: a directory in Hugging Face format, a hub id such as Qwen/Qwen3-0.6B, or 'demo' for the model "
+        "that ships with the package. Required.",
+        group=_MODEL,
+        aliases=("--model",),
+    )
+    tokenizer_path: str | None = flag(
+        None, "The tokenizer's directory or hub id; the model's own unless given.", group=_MODEL
+    )
+    tokenizer_mode: str = flag(
+        "auto",
+        "Which tokenizer implementation to load: auto prefers the fast one, slow insists on the Python one.",
+        group=_MODEL,
+        choices=("auto", "slow"),
+    )
+    skip_tokenizer_init: bool = flag(
+        False, "Run without a tokenizer: requests carry input_ids, answers carry output_ids.", group=_MODEL
+    )
+    revision: str | None = flag(None, "Branch, tag or commit of the hub id of --model-path.", group=_MODEL)
+    download_dir: str | None = flag(
+        None, "Where hub downloads are kept; Hugging Face's own cache unless given.", group=_MODEL
+    )
+    load_format: str = flag(
+        "auto",
+        "How weights are read: auto and safetensors read *.safetensors, dummy makes random weights of the right "
+        "shape without reading any.",
+        group=_MODEL,
+        choices=("auto", "safetensors", "dummy"),
+        refused=dict.fromkeys(
+            ("pt", "npcache", "gguf", "bitsandbytes"),
+            "convert the weights to safetensors and leave the flag out",
+        ),
+    )
+    dtype: str = flag(
+        "auto",
+        "Type of weights, activations and KV cache. auto is float32 on a CPU; on a GPU it is the checkpoint's type, "
+        "bfloat16 for float32 checkpoints.",
+        group=_MODEL,
+        choices=("auto", "float32", "float", "bfloat16", "float16", "half"),
+    )
+    context_length: int | None = flag(
+        None,
+        "Longest sequence in tokens, prompt and answer together; the model's own limit unless given.",
+        group=_MODEL,
+    )
+    json_model_override_args: str = flag(
+        "{}",
+        "A JSON object whose entries replace those of the model's config.json.",
+        group=_MODEL,
+        metavar="JSON",
+    )
+    chat_template: str | None = flag(
+        None,
+        "A file with a Jinja chat template that replaces the tokenizer's own.",
+        group=_MODEL,
+        metavar="FILE",
+    )
+    served_model_name: str | None = flag(
+        None, "The model's name in the API; --model-path as given unless set.", group=_MODEL
+    )
+    weight_version: str = flag("default", "A label for these weights, reported by /model_info.", group=_MODEL)
+
+    # HTTP server
+    host: str = flag("127.0.0.1", "The address to listen on; 0.0.0.0 for every interface.", group=_HTTP)
+    port: int = flag(30000, "The port to listen on; 0 takes a free one.", group=_HTTP)
+    api_key: str | None = flag(
+        None, "Requests must carry this key as 'Authorization: Bearer KEY'; /health stays open.", group=_HTTP
+    )
+    max_queued_requests: int | None = flag(
+        None,
+        "Requests waiting beyond this number are answered with 503; unlimited unless given.",
+        group=_HTTP,
+    )
+    watchdog_timeout: float = flag(
+        300.0, "Seconds that one step may take before the server reports a hang and exits.", group=_HTTP
+    )
+
+    # Memory and scheduling
+    mem_fraction_static: float | None = flag(
+        None,
+        "Share of the device's memory for weights and KV cache together; 0.85 of a GPU, 0.3 of the host's memory on a "
+        "CPU unless given. Lower it when memory runs out.",
+        group=_MEMORY,
+    )
+    max_total_tokens: int | None = flag(
+        None, "Size of the KV cache in tokens; what --mem-fraction-static leaves unless given.", group=_MEMORY
+    )
+    max_running_requests: int | None = flag(
+        None,
+        "Most requests running at once; 1024 on a GPU, 256 on a CPU, or what memory allows.",
+        group=_MEMORY,
+    )
+    page_size: int = flag(
+        1,
+        "Tokens per KV cache page; prefixes are shared in whole pages.",
+        group=_MEMORY,
+        choices=(1, 16, 32, 64),
+    )
+    chunked_prefill_size: int | None = flag(
+        None,
+        "Most prompt tokens of one prefill step, a multiple of --page-size; longer prompts take several steps. -1 "
+        "turns chunking off. 8192 on a GPU, 2048 on a CPU unless given.",
+        group=_MEMORY,
+    )
+    max_prefill_tokens: int | None = flag(
+        None,
+        "Most tokens that prompts admitted to one prefill batch may have in all (a single longer prompt is still "
+        "admitted); 16384 or --chunked-prefill-size if that is larger, unless given.",
+        group=_MEMORY,
+    )
+    schedule_policy: str = flag(
+        "fcfs",
+        "Order of waiting requests: first come first served, longest cached prefix first, or random.",
+        group=_MEMORY,
+        choices=("fcfs", "lpm", "random"),
+    )
+    schedule_conservativeness: float = flag(
+        1.0,
+        "How much of the answers' possible length admission keeps free; raise it if requests are often retracted, "
+        "lower it if memory stays unused.",
+        group=_MEMORY,
+    )
+    disable_radix_cache: bool = flag(False, "Do not share prefixes between requests.", group=_MEMORY)
+    disable_overlap_schedule: bool = flag(
+        False, "Finish each step's results before the next step is launched.", group=_MEMORY
+    )
+
+    # Device and kernels
+    device: str = flag(
+        "auto",
+        "Where the model runs; auto is a CUDA GPU if there is one and the CPU otherwise.",
+        group=_RUNTIME,
+        choices=("auto", "cpu", "cuda"),
+        refused=dict.fromkeys(("xpu", "hpu", "npu", "mps"), "use --device cpu or --device cuda"),
+    )
+    attention_backend: str = flag(
+        "auto",
+        "The attention kernels; torch is the reference in plain torch, for CPU and CUDA. auto chooses.",
+        group=_RUNTIME,
+        choices=("auto", "torch"),
+        refused=_REFUSED_BACKENDS,
+    )
+    sampling_backend: str = flag(
+        "auto",
+        "The sampling kernels; torch (also called pytorch) is plain torch on the device. auto chooses.",
+        group=_RUNTIME,
+        choices=("auto", "torch", "pytorch"),
+        refused={"flashinfer": "use --sampling-backend torch"},
+    )
+    random_seed: int | None = flag(
+        None,
+        "Seed of requests that bring none; a random one unless given, reported at start.",
+        group=_RUNTIME,
+    )
+
+    # API behaviour
+    sampling_defaults: str = flag(
+        "model",
+        "Where sampling parameters that a request leaves out come from: the model's generation_config.json or "
+        "OpenAI's defaults.",
+        group=_API,
+        choices=("model", "openai"),
+    )
+    reasoning_parser: str | None = flag(
+        None,
+        "Split the thinking of reasoning models into reasoning_content: which model's tags to look for.",
+        group=_API,
+        choices=("deepseek-r1", "qwen3", "qwen3-thinking"),
+    )
+    enable_cache_report: bool = flag(
+        False,
+        "Report cached prompt tokens in the usage of OpenAI answers (prompt_tokens_details).",
+        group=_API,
+    )
+    stream_interval: int = flag(
+        1, "Send a streaming client a chunk every this many tokens; larger saves CPU time.", group=_API
+    )
+
+    # Logging and metrics
+    log_level: str = flag(
+        "info",
+        "Least severe level that is logged.",
+        group=_LOGGING,
+        choices=("debug", "info", "warning", "error"),
+    )
+    log_level_http: str | None = flag(
+        None,
+        "The same for the HTTP server's access log; --log-level unless given.",
+        group=_LOGGING,
+        choices=("debug", "info", "warning", "error"),
+    )
+    log_requests: bool = flag(False, "Log every request and its answer.", group=_LOGGING)
+    log_requests_level: int = flag(
+        2,
+        "How much --log-requests shows: 0 ids and counts, 1 also sampling parameters, 2 also the first 2,048 "
+        "characters of prompt and answer, 3 everything.",
+        group=_LOGGING,
+        choices=(0, 1, 2, 3),
+    )
+    decode_log_interval: int = flag(40, "Log a line every this many decode steps.", group=_LOGGING)
+    enable_metrics: bool = flag(False, "Serve Prometheus metrics at /metrics.", group=_LOGGING)
+
+    @classmethod
+    def from_kwargs(cls, values: Mapping[str, object]) -> ServerArgs:
+        """Keyword arguments (``fenceline.Engine(**values)``) as flags, judged like a command line.
+
+        Raises ConfigError for unknown or refused names and values of the wrong type.
+        """
+        return cls(**from_mapping(cls, values, REFUSED))
+
+
+def parse_args(argv: Sequence[str], prog: str = "python -m fenceline.launch_server") -> ServerArgs:
+    """The flags of a command line and of its ``--config`` file. ``-h`` prints the help and exits.
+
+    Raises ConfigError, one line with the remedy, for anything unknown, refused or malformed.
+    """
+    parser = build_parser(ServerArgs, prog, "Serve a language model over HTTP.", REFUSED)
+    return ServerArgs(**parse_values(parser, ServerArgs, argv, REFUSED))
+
+
+def exit_with(error: ConfigError, prog: str) -> NoReturn:
+    """End the process as command lines do for a wrong flag: one line on stderr, status 2."""
+    print(f"{prog}: error: {error}", file=sys.stderr)
+    sys.exit(2)
