@@ -1,0 +1,82 @@
+"""The small JSON files of a Hugging Face model directory, read without transformers or torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from fenceline.config.errors import ConfigError
+
+
+def read_json_object(path: Path) -> dict[str, object]:
+    """The object in ``path``. Raises ``ConfigError`` where the file is unreadable, not JSON, or not an object."""
+    try:
+        value: object = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        detail = str(error).splitlines()[0]
+        raise ConfigError(f"{path}: not valid JSON ({detail}); download the file again") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: a JSON object is expected, got {type(value).__name__}")
+    return value
+
+
+def read_optional(path: Path) -> dict[str, object]:
+    """Like ``read_json_object``, and empty where there is no such file."""
+    return read_json_object(path) if path.is_file() else {}
+
+
+def read_model_json(directory: Path) -> dict[str, object]:
+    """``config.json`` of a model directory, with a remedy where it is missing."""
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: no such model directory; give --model-path a directory or a hub id")
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{directory}: no config.json; --model-path wants a Hugging Face model directory")
+    return read_json_object(path)
+
+
+def token_ids(value: object) -> list[int]:
+    """Token ids of an ``eos_token_id`` entry: an int, a list of ints or nothing."""
+    items = value if isinstance(value, list) else [value]
+    return [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
+
+
+def tokenizer_eos_id(directory: Path) -> int | None:
+    """Id of the tokenizer's end-of-sequence token; None where the directory does not tell."""
+    config = read_optional(directory / "tokenizer_config.json")
+    text = _token_text(config.get("eos_token"))
+    if text is None:
+        text = _token_text(read_optional(directory / "special_tokens_map.json").get("eos_token"))
+    if text is None:
+        return None
+    decoder = config.get("added_tokens_decoder")
+    for number, entry in (decoder if isinstance(decoder, dict) else {}).items():
+        if _token_text(entry) == text and str(number).isdecimal():
+            return int(number)
+    return _find_in_tokenizer_json(read_optional(directory / "tokenizer.json"), text)
+
+
+def _token_text(value: object) -> str | None:
+    """A special token is written as a string or as ``{"content": string, ...}``."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _find_in_tokenizer_json(tokenizer: Mapping[str, object], text: str) -> int | None:
+    added = tokenizer.get("added_tokens")
+    for entry in added if isinstance(added, list) else []:
+        if isinstance(entry, dict) and entry.get("content") == text and isinstance(entry.get("id"), int):
+            return int(entry["id"])
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, dict):  # BPE, WordPiece, WordLevel
+        number = vocab.get(text)
+        return number if isinstance(number, int) else None
+    for number, entry in enumerate(vocab if isinstance(vocab, list) else []):  # Unigram: [piece, score]
+        if isinstance(entry, list) and entry[:1] == [text]:
+            return number
+    return None

@@ -1,0 +1,307 @@
+"""ModelConfig: what a model directory says about its model, checked once. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fenceline.config.errors import ConfigError
+from fenceline.config.hf_files import read_model_json, read_optional, token_ids, tokenizer_eos_id
+from fenceline.config.rope_scaling import RopeScaling, parse_rope, scaled_context_length
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+# --dtype values (SGLang's) to the three types we run in; auto takes the checkpoint's.
+_DTYPES = {
+    "half": "float16",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float": "float32",
+    "float32": "float32",
+}
+_QWEN3_HEAD_DIM = 128  # transformers' default where config.json has no head_dim
+_MISTRAL_WINDOW = 4096  # transformers' default where config.json has no sliding_window
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Sampling parameters recommended by generation_config.json; None where it says nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None  # -1: the whole vocabulary
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def as_dict(self) -> dict[str, float | int]:
+        """Only the parameters that are set, by their ``SamplingParams`` names."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A dense decoder-only model. Sizes are counts, lengths are tokens; ``dtype`` is float32, bfloat16 or float16.
+
+    ``context_length`` is the longest sequence the engine serves, ``sliding_window`` the attention window of the
+    checkpoint (None: full attention), which never binds because it is refused when below ``context_length``.
+    ``eos_token_ids`` is the sorted union of config.json, generation_config.json and the tokenizer.
+    ``attention_bias`` and ``mlp_bias`` are config.json's; what a family makes of them is the model file's business.
+    """
+
+    model_path: str
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_position_embeddings: int
+    context_length: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    sliding_window: int | None
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    dtype: str
+    sampling_defaults: SamplingDefaults
+    hf_config: dict[str, object] = dataclasses.field(repr=False, compare=False)
+
+    @classmethod
+    def from_dir(
+        cls,
+        path: str,
+        overrides: Mapping[str, object] | None = None,
+        context_length: int | None = None,
+        dtype: str = "auto",
+        tokenizer_path: str | None = None,
+    ) -> ModelConfig:
+        """Read a Hugging Face model directory; only config.json has to be there.
+
+        ``overrides`` replace entries of config.json (--json-model-override-args), ``context_length`` tokens shorten
+        the model's own limit, ``tokenizer_path`` is where the tokenizer's files lie unless beside the model's.
+        Raises ``ConfigError`` (a ``ValueError``), one line with the remedy.
+        """
+        directory = Path(path)
+        hf = _apply_overrides(read_model_json(directory), overrides or {})
+        generation = read_optional(directory / "generation_config.json")
+        architecture = _architecture(hf)
+        _refuse_unsupported(hf)
+        reader = _Reader(hf)
+        vocab_size = reader.size("vocab_size")
+        num_heads = reader.size("num_attention_heads")
+        num_kv_heads = reader.size("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise ConfigError(
+                f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key/value heads"
+            )
+        max_position = reader.size("max_position_embeddings")
+        rope_theta, rope_scaling = parse_rope(hf, max_position)
+        length = _context_length(context_length, scaled_context_length(max_position, rope_scaling))
+        num_layers = reader.size("num_hidden_layers")
+        bos = token_ids(hf.get("bos_token_id"))
+        return cls(
+            model_path=path,
+            architecture=architecture,
+            vocab_size=vocab_size,
+            hidden_size=reader.size("hidden_size"),
+            intermediate_size=reader.size("intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=_head_dim(reader, architecture, num_heads),
+            rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            max_position_embeddings=max_position,
+            context_length=length,
+            tie_word_embeddings=reader.switch("tie_word_embeddings"),
+            attention_bias=reader.switch("attention_bias"),
+            mlp_bias=reader.switch("mlp_bias"),
+            sliding_window=_checked_window(_sliding_window(reader, architecture, num_layers), length),
+            eos_token_ids=_eos_ids(hf, generation, Path(tokenizer_path or path), vocab_size),
+            bos_token_id=bos[0] if bos else None,
+            dtype=_resolve_dtype(dtype, hf),
+            sampling_defaults=_sampling_defaults(generation),
+            hf_config=hf,
+        )
+
+
+class _Reader:
+    """Typed reads from config.json; every complaint names the key."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self.values = values
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        if value is None:
+            raise ConfigError(f"config.json: {key} is missing")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"config.json: {key} must be a whole number of at least 1, got {value!r}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"config.json: {key} must be a finite number, got {value!r}")
+        return float(value)
+
+    def switch(self, key: str) -> bool:
+        value = self.values.get(key)
+        if value is None:
+            return False
+        if not isinstance(value, bool):
+            raise ConfigError(f"config.json: {key} must be true or false, got {value!r}")
+        return value
+
+
+def _apply_overrides(hf: dict[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
+    merged = {**hf, **overrides}
+    # transformers 5 keeps theta inside rope_parameters, where a plain `rope_theta` override would be shadowed.
+    if "rope_theta" in overrides:
+        for key in ("rope_parameters", "rope_scaling"):
+            inner = merged.get(key)
+            if isinstance(inner, dict) and key not in overrides:
+                merged[key] = {**inner, "rope_theta": overrides["rope_theta"]}
+    # Likewise a new-style override must win over an old-style entry of the file.
+    if "rope_parameters" in overrides and "rope_scaling" not in overrides:
+        merged.pop("rope_scaling", None)
+    # An old-style override replaces the rule, not the file's theta.
+    inner = hf.get("rope_parameters")
+    if "rope_scaling" in overrides and isinstance(inner, dict):
+        if "rope_theta" in inner and "rope_theta" not in overrides:
+            merged["rope_theta"] = inner["rope_theta"]
+        merged.pop("rope_parameters")
+    return merged
+
+
+def _architecture(hf: Mapping[str, object]) -> str:
+    names = hf.get("architectures")
+    known = [name for name in names if name in SUPPORTED_ARCHITECTURES] if isinstance(names, list) else []
+    if known:
+        return str(known[0])
+    given = ", ".join(map(str, names)) if isinstance(names, list) and names else "none"
+    raise ConfigError(
+        f"config.json: architecture {given} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+    )
+
+
+def _refuse_unsupported(hf: Mapping[str, object]) -> None:
+    if hf.get("quantization_config"):
+        raise ConfigError("quantised checkpoints are not supported; use the model's unquantised weights")
+    activation = hf.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ConfigError(f"config.json: hidden_act {activation!r} is not supported, only silu is")
+
+
+def _head_dim(reader: _Reader, architecture: str, num_heads: int) -> int:
+    hidden_size = reader.size("hidden_size")
+    default = _QWEN3_HEAD_DIM if architecture == "Qwen3ForCausalLM" else max(hidden_size // num_heads, 1)
+    if (
+        reader.values.get("head_dim") is None
+        and architecture != "Qwen3ForCausalLM"
+        and hidden_size % num_heads
+    ):
+        raise ConfigError(
+            f"config.json: hidden_size {hidden_size} is no multiple of {num_heads} heads; set head_dim"
+        )
+    head_dim = reader.size("head_dim", default)
+    if head_dim % 2:
+        raise ConfigError(f"config.json: head_dim must be even for rotary positions, got {head_dim}")
+    return head_dim
+
+
+def _context_length(asked: int | None, limit: int) -> int:
+    if asked is None:
+        return limit
+    if asked < 1:
+        raise ConfigError(f"--context-length must be at least 1, got {asked}")
+    if asked > limit:
+        raise ConfigError(
+            f"--context-length {asked} is beyond the model's {limit} tokens; use --context-length {limit}, or extend "
+            f"the model with --json-model-override-args (rope_scaling)"
+        )
+    return asked
+
+
+def _sliding_window(reader: _Reader, architecture: str, num_layers: int) -> int | None:
+    """The window that some layer uses, by the rules of the family's transformers config."""
+    if architecture == "MistralForCausalLM":
+        if "sliding_window" in reader.values and reader.values["sliding_window"] is None:
+            return None
+        return reader.size("sliding_window", _MISTRAL_WINDOW)
+    if architecture not in ("Qwen2ForCausalLM", "Qwen3ForCausalLM") or not reader.switch(
+        "use_sliding_window"
+    ):
+        return None  # Llama has none, Qwen only with the switch on
+    layer_types = reader.values.get("layer_types")
+    if isinstance(layer_types, list):
+        slides = "sliding_attention" in layer_types
+    else:
+        first_sliding = reader.values.get("max_window_layers", 28)
+        slides = isinstance(first_sliding, int) and first_sliding < num_layers
+    return reader.size("sliding_window", 4096) if slides else None
+
+
+def _checked_window(window: int | None, context_length: int) -> int | None:
+    if window is not None and context_length > window:
+        raise ConfigError(
+            f"the model attends over a sliding window of {window} tokens, which is served only up to that length; "
+            f"use --context-length {window}"
+        )
+    return window
+
+
+def _eos_ids(
+    hf: Mapping[str, object], generation: Mapping[str, object], tokenizer_dir: Path, vocab_size: int
+) -> tuple[int, ...]:
+    # The union: Llama 3's chat turns end with a token that only generation_config.json lists.
+    ids = {*token_ids(hf.get("eos_token_id")), *token_ids(generation.get("eos_token_id"))}
+    from_tokenizer = tokenizer_eos_id(tokenizer_dir)
+    if from_tokenizer is not None:
+        ids.add(from_tokenizer)
+    return tuple(sorted(number for number in ids if 0 <= number < vocab_size))
+
+
+def _resolve_dtype(asked: str, hf: Mapping[str, object]) -> str:
+    if asked != "auto":
+        if asked not in _DTYPES:
+            raise ConfigError(
+                f"--dtype {asked!r} is unknown; use auto, half, float16, bfloat16, float or float32"
+            )
+        return _DTYPES[asked]
+    stored = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    name = str(stored).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ConfigError(f"config.json: weights of type {name} are not supported; choose one with --dtype")
+    return _DTYPES[name]
+
+
+def _sampling_defaults(generation: Mapping[str, object]) -> SamplingDefaults:
+    reader = _Reader(generation)
+
+    def number(key: str) -> float | None:
+        return None if generation.get(key) is None else reader.number(key, 0.0)
+
+    top_k = number("top_k")
+    return SamplingDefaults(
+        temperature=number("temperature"),
+        top_p=number("top_p"),
+        # transformers writes 0 for "no limit", the sampler's word for it is -1
+        top_k=None if top_k is None else int(top_k) if top_k >= 1 else -1,
+        min_p=number("min_p"),
+        repetition_penalty=number("repetition_penalty"),
+    )
