@@ -1,0 +1,102 @@
+"""The zmq ends of the pipeline: PULL sockets bound by their readers, PUSH sockets of the writers."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+
+from fenceline.managers.io_struct import Message, PortArgs, decode, encode
+
+
+class SchedulerLink(Protocol):
+    """How the TokenizerManager reaches the other two managers. In-process runners bring their own."""
+
+    def send(self, message: Message) -> None:
+        """Hand one message to the scheduler; never blocks."""
+        ...
+
+    async def receive(self) -> list[Message]:
+        """Wait for news; everything that has arrived, at least one message."""
+        ...
+
+    def close(self) -> None:
+        """Release sockets."""
+        ...
+
+
+def make_ports() -> PortArgs:
+    """Endpoints in a fresh private folder; :func:`remove_ports` deletes it."""
+    folder = tempfile.mkdtemp(prefix="fenceline-")
+    return PortArgs(
+        scheduler=f"ipc://{folder}/scheduler",
+        detokenizer=f"ipc://{folder}/detokenizer",
+        tokenizer=f"ipc://{folder}/tokenizer",
+    )
+
+
+def remove_ports(ports: PortArgs) -> None:
+    """Delete the sockets' folder; not an error if it is gone."""
+    shutil.rmtree(Path(ports.scheduler.removeprefix("ipc://")).parent, ignore_errors=True)
+
+
+def bind_pull(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    """A PULL socket without a limit on queued messages: a slow reader never blocks the scheduler."""
+    socket = context.socket(zmq.PULL)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.bind(endpoint)
+    return socket
+
+
+def connect_push(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    """A PUSH socket; sending never blocks, on close pending messages get a second."""
+    socket = context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.connect(endpoint)
+    return socket
+
+
+def drain(socket: zmq.Socket[bytes]) -> list[Message]:
+    """Every message that has arrived, without waiting."""
+    messages: list[Message] = []
+    while True:
+        try:
+            messages.append(decode(socket.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            return messages
+
+
+class ZmqLink:
+    """The TokenizerManager's sockets: binds ``ports.tokenizer``, connects to ``ports.scheduler``."""
+
+    def __init__(self, ports: PortArgs) -> None:
+        self._context = zmq.Context()
+        self._inbox = bind_pull(self._context, ports.tokenizer)
+        self._outbox = connect_push(self._context, ports.scheduler)
+        self._readable: zmq.asyncio.Socket | None = None
+
+    def send(self, message: Message) -> None:
+        """See :class:`SchedulerLink`."""
+        self._outbox.send(encode(message), zmq.NOBLOCK)
+
+    async def receive(self) -> list[Message]:
+        """See :class:`SchedulerLink`."""
+        if self._readable is None:
+            self._readable = zmq.asyncio.Socket.from_socket(self._inbox)
+        messages = drain(self._inbox)
+        while not messages:
+            await self._readable.poll()
+            messages = drain(self._inbox)
+        return messages
+
+    def close(self) -> None:
+        """See :class:`SchedulerLink`."""
+        self._inbox.close()
+        self._outbox.close()
+        self._context.term()

@@ -1,0 +1,94 @@
+"""From a GenerateInput to the scheduler's message: tokenise, check, clip."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fenceline.config.sampling_params import SamplingParams
+from fenceline.managers.io_struct import SchedulerReady, TokenizedGenerateReq
+from fenceline.managers.request_types import GenerateInput, RequestError
+from fenceline.managers.tokenizer import Tokenizer
+
+MAX_TOP_LOGPROBS = 128
+
+
+def check_prompt_form(inp: GenerateInput, tokenizer: Tokenizer | None) -> None:
+    """What can be said before tokenising. Raises RequestError."""
+    if (inp.text is None) == (inp.input_ids is None):
+        raise RequestError(400, "give either text or input_ids, not both and not neither", param="text")
+    if inp.text is not None and tokenizer is None:
+        raise RequestError(
+            400, "this server runs with --skip-tokenizer-init: send input_ids, not text", param="text"
+        )
+    if inp.sampling_params.stop and tokenizer is None:
+        raise RequestError(
+            400, "this server runs with --skip-tokenizer-init: stop strings are impossible, use stop_token_ids",
+            param="stop",
+        )  # fmt: skip
+
+
+def check_ids(ids: list[int], vocab_size: int, limits: SchedulerReady) -> None:
+    """Raise RequestError for an empty or oversized prompt and for ids outside the vocabulary."""
+    if not ids:
+        raise RequestError(400, "the prompt is empty", param="prompt")
+    if len(ids) > limits.max_req_input_len:
+        raise RequestError(
+            400,
+            f"the prompt has {len(ids)} tokens, this server takes at most {limits.max_req_input_len} "
+            f"(context length {limits.context_length}); shorten the prompt",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise RequestError(
+            400, f"token id {bad} is outside the vocabulary of {vocab_size}", param="input_ids"
+        )
+
+
+def fit_params(
+    params: SamplingParams, prompt_len: int, vocab_size: int, limits: SchedulerReady
+) -> SamplingParams:
+    """Check ``params`` and clip ``max_new_tokens`` to what context and memory can hold. Raises RequestError."""
+    try:
+        params.verify(vocab_size)
+    except ValueError as error:
+        raise RequestError(400, str(error), param=str(error).split(" ", 1)[0]) from error
+    room = min(limits.context_length, limits.max_total_num_tokens) - prompt_len
+    if params.max_new_tokens <= room:
+        return params
+    return msgspec.structs.replace(
+        params, max_new_tokens=max(room, 0), min_new_tokens=min(params.min_new_tokens, max(room, 0))
+    )
+
+
+def build_message(
+    inp: GenerateInput, ids: list[int], vocab_size: int, limits: SchedulerReady
+) -> TokenizedGenerateReq:
+    """The checked message. Raises RequestError with the remedy for the first thing that is wrong."""
+    check_ids(ids, vocab_size, limits)
+    if not 0 <= inp.top_logprobs_num <= min(MAX_TOP_LOGPROBS, vocab_size):
+        raise RequestError(
+            400,
+            f"top_logprobs_num must be between 0 and {min(MAX_TOP_LOGPROBS, vocab_size)}, "
+            f"got {inp.top_logprobs_num}",
+            param="top_logprobs_num",
+        )
+    if not -1 <= inp.logprob_start_len <= len(ids):
+        raise RequestError(
+            400,
+            f"logprob_start_len must be between -1 and the prompt's length {len(ids)}, "
+            f"got {inp.logprob_start_len}",
+            param="logprob_start_len",
+        )
+    return TokenizedGenerateReq(
+        rid=inp.rid,
+        input_ids=ids,
+        sampling_params=fit_params(inp.sampling_params, len(ids), vocab_size, limits),
+        stream=inp.stream,
+        return_logprob=inp.return_logprob,
+        logprob_start_len=inp.logprob_start_len,
+        top_logprobs_num=inp.top_logprobs_num,
+        priority=inp.priority,
+    )

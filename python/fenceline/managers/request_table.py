@@ -1,0 +1,155 @@
+"""The requests in flight, as the main process knows them, and the limit on waiting ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from fenceline.managers.io_struct import SchedulerReady, TokenizedGenerateReq, TokenOut
+from fenceline.managers.request_stream import RequestStream
+from fenceline.managers.request_types import GenerateChunk, RequestError
+
+
+class RequestEntry:
+    """One request in flight. Times are ``time.perf_counter()`` seconds, 0 where not yet known."""
+
+    __slots__ = (
+        "cached_tokens", "completion_tokens", "created", "first_token", "last_token", "num_prompt_tokens",
+        "num_retractions", "rid", "started", "stream",
+    )  # fmt: skip
+
+    def __init__(self, message: TokenizedGenerateReq, stream: RequestStream) -> None:
+        self.rid = message.rid
+        self.stream = stream
+        self.num_prompt_tokens = len(message.input_ids)
+        self.created = time.perf_counter()
+        self.started = False
+        self.first_token = 0.0
+        self.last_token = 0.0
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self.num_retractions = 0
+
+    @property
+    def num_held_tokens(self) -> int:
+        """KV slots the request is presumed to hold alone."""
+        return self.num_prompt_tokens - self.cached_tokens + self.completion_tokens
+
+    def chunk(self, token: TokenOut, text: str, now: float) -> GenerateChunk:
+        """``token`` as the consumer sees it."""
+        return GenerateChunk(
+            rid=self.rid,
+            text=text,
+            output_ids=token.output_ids,
+            prompt_tokens=token.prompt_tokens,
+            completion_tokens=token.completion_tokens,
+            cached_tokens=token.cached_tokens,
+            e2e_latency=now - self.created,
+            output_logprobs=token.output_logprobs,
+            input_logprobs=token.input_logprobs,
+            finish_reason=token.finish_reason,
+            num_retractions=token.num_retractions,
+        )
+
+
+class RequestTable:
+    """Requests by id. An abandoned one stays as a ghost until its last message has come, so that its id
+    cannot be reused while news of it is on the way: every request gets exactly one last message."""
+
+    def __init__(self, max_queued: int | None) -> None:
+        self._max_queued = max_queued
+        self._active: dict[str, RequestEntry] = {}
+        self._waiting: dict[str, RequestEntry] = {}  # in order of arrival, nothing heard yet
+        self._ghosts: set[str] = set()
+        self._held_tokens = 0  # of started requests
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def __contains__(self, rid: str) -> bool:
+        return rid in self._active or rid in self._ghosts
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests of which nothing has been heard yet."""
+        return len(self._waiting)
+
+    def admit(self, messages: Sequence[TokenizedGenerateReq], limits: SchedulerReady) -> None:
+        """Raise RequestError unless all of ``messages`` may be added: 400 for a duplicate id, 503 beyond
+        --max-queued-requests. No await lies between this and :meth:`add`."""
+        rids = {message.rid for message in messages}
+        taken = next((rid for rid in rids if rid in self), None)
+        if taken is not None or len(rids) < len(messages):
+            duplicate = taken or messages[0].rid
+            raise RequestError(400, f"a request with id {duplicate!r} is already in flight", param="rid")
+        if self._max_queued is not None and self._num_queued(messages, limits) > self._max_queued:
+            raise RequestError(
+                503,
+                f"the queue is full (--max-queued-requests {self._max_queued}); try again later",
+                code="queue_full",
+            )
+
+    def _num_queued(self, messages: Sequence[TokenizedGenerateReq], limits: SchedulerReady) -> int:
+        """How many requests would wait if ``messages`` came: those that fit neither the free places nor the
+        free memory, in order of arrival."""
+        prompts = [entry.num_prompt_tokens for entry in self._waiting.values()]
+        prompts += [len(message.input_ids) for message in messages]
+        places = limits.max_running_requests - (len(self._active) - len(self._waiting))
+        tokens = limits.max_total_num_tokens - self._held_tokens
+        admitted = 0
+        for length in prompts:
+            tokens -= length
+            if admitted >= places or tokens < 0:
+                break
+            admitted += 1
+        return len(prompts) - admitted
+
+    def add(self, message: TokenizedGenerateReq, stream: RequestStream) -> RequestEntry:
+        """Start keeping track of a request that :meth:`admit` allowed."""
+        assert message.rid not in self
+        entry = RequestEntry(message, stream)
+        self._active[message.rid] = self._waiting[message.rid] = entry
+        return entry
+
+    def advance(self, token: TokenOut) -> RequestEntry | None:
+        """Account for news; None if nobody waits for it any more. The last news removes the entry."""
+        entry = self._active.get(token.rid)
+        if entry is None:
+            if token.finish_reason is not None:
+                self._ghosts.discard(token.rid)
+            return None
+        held = entry.num_held_tokens
+        if not entry.started:
+            entry.started = True
+            del self._waiting[token.rid]
+            held = 0
+        entry.completion_tokens = token.completion_tokens
+        entry.cached_tokens = token.cached_tokens
+        entry.num_retractions = token.num_retractions
+        self._held_tokens += entry.num_held_tokens - held
+        if token.finish_reason is not None:
+            self._forget(entry)
+        return entry
+
+    def abandon(self, rid: str) -> RequestEntry | None:
+        """The consumer left: the id becomes a ghost. None if the request had ended."""
+        entry = self._active.get(rid)
+        if entry is not None:
+            self._forget(entry)
+            self._ghosts.add(rid)
+        return entry
+
+    def clear(self) -> list[RequestEntry]:
+        """Forget everything; the entries, for their streams to be failed."""
+        entries = list(self._active.values())
+        self._active.clear()
+        self._waiting.clear()
+        self._ghosts.clear()
+        self._held_tokens = 0
+        return entries
+
+    def _forget(self, entry: RequestEntry) -> None:
+        del self._active[entry.rid]
+        self._waiting.pop(entry.rid, None)
+        if entry.started:
+            self._held_tokens -= entry.num_held_tokens

@@ -1,0 +1,153 @@
+"""What callers of the TokenizerManager hand in and get back: inputs, chunks and the one request error."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from fenceline.config.sampling_params import SamplingParams
+from fenceline.managers.io_struct import FinishReason, TokenLogprobs
+
+MAX_SAMPLES = 128
+
+
+class RequestError(Exception):
+    """A request that cannot be served: the HTTP status and the fields of OpenAI's error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        type: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.type = type or _error_type(status)
+
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+def _error_type(status: int) -> str:
+    return _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "internal_server_error")
+
+
+def new_rid() -> str:
+    """A fresh request id: 32 hexadecimal digits."""
+    return uuid.uuid4().hex
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateInput:
+    """One prompt, one sample. Exactly one of ``text`` and ``input_ids`` is given.
+
+    ``add_special_tokens``: False where ``text`` is a rendered chat template, which writes its own BOS.
+    ``logprob_start_len``: first prompt position whose logprob is wanted, -1 for none of the prompt's.
+    """
+
+    text: str | None = None
+    input_ids: Sequence[int] | None = None
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    rid: str = field(default_factory=new_rid)
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    add_special_tokens: bool = True
+    priority: int = 0
+
+
+class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """The news of one request since its last chunk. Chunks of a slow consumer are merged, never queued.
+
+    ``text``, ``output_ids`` and ``output_logprobs`` are new ones only; the three token counts and
+    ``e2e_latency`` (seconds since the request arrived) are totals. ``input_logprobs`` comes once, with
+    the first chunk. ``finish_reason`` is not None in the last chunk only.
+    """
+
+    rid: str
+    text: str
+    output_ids: list[int]
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    e2e_latency: float
+    output_logprobs: TokenLogprobs | None = None
+    input_logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    num_retractions: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the last chunk."""
+        return self.finish_reason is not None
+
+
+def merge_chunks(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
+    """Consecutive chunks of one request (at least one) as one chunk; linear in their total size."""
+    if len(chunks) == 1:
+        return chunks[0]
+    last = chunks[-1]
+    ids: list[int] = []
+    for chunk in chunks:
+        ids.extend(chunk.output_ids)
+    return msgspec.structs.replace(
+        last,
+        text="".join([chunk.text for chunk in chunks]),
+        output_ids=ids,
+        output_logprobs=_joined([chunk.output_logprobs for chunk in chunks]),
+        input_logprobs=_joined([chunk.input_logprobs for chunk in chunks]),
+    )
+
+
+def _joined(parts: Sequence[TokenLogprobs | None]) -> TokenLogprobs | None:
+    present = [part for part in parts if part is not None]
+    if len(present) <= 1:
+        return present[0] if present else None
+    joined = TokenLogprobs(token_ids=[], logprobs=[], top_logprobs=[])
+    for part in present:
+        joined.token_ids.extend(part.token_ids)
+        joined.logprobs.extend(part.logprobs)
+        joined.top_logprobs.extend(part.top_logprobs)
+    return joined
+
+
+def expand_samples(inp: GenerateInput, n: int) -> list[GenerateInput]:
+    """``n`` independent samples of one prompt. The first keeps the rid; sample i of a seeded request
+    draws with ``seed + i``. Raises RequestError unless 1 <= n <= 128."""
+    if not 1 <= n <= MAX_SAMPLES:
+        raise RequestError(400, f"n must be between 1 and {MAX_SAMPLES}, got {n}", param="n")
+    if n == 1:
+        return [inp]
+    return [inp, *(_sample(inp, index) for index in range(1, n))]
+
+
+def _sample(inp: GenerateInput, index: int) -> GenerateInput:
+    params = inp.sampling_params
+    if params.seed is not None:
+        shifted = (params.seed + index + 2**63) % 2**64 - 2**63
+        params = msgspec.structs.replace(params, seed=shifted)
+    return replace(inp, rid=f"{inp.rid}-{index}", sampling_params=params)
+
+
+def error_of(chunk: GenerateChunk) -> RequestError | None:
+    """The error that ended the request, if it was one: an abort that carries a status code."""
+    reason = chunk.finish_reason
+    if reason is None or reason.type != "abort" or reason.status_code is None:
+        return None
+    return RequestError(reason.status_code, reason.message or "the request was aborted")

@@ -1,0 +1,101 @@
+"""The tokenizer as the server uses it: the Rust one of ``tokenizers``, without transformers or torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer as RustTokenizer
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A loaded tokenizer. ``special_tokens`` maps ``bos_token`` ... to texts, as chat templates read them;
+    ``chat_template`` is the template that came with it, if any. Thread-safe; encoding releases the GIL."""
+
+    def __init__(
+        self,
+        backend: RustTokenizer,
+        special_tokens: dict[str, str] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = False
+        self.backend = backend
+        self.special_tokens = special_tokens or {}
+        self.chat_template = chat_template
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``; special tokens written in the text are recognised."""
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ``ids``, nothing cleaned up; bytes that are no UTF-8 become U+FFFD."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """One token's own text, special tokens included."""
+        return self.backend.decode([token_id], skip_special_tokens=False)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load from a local directory with a ``tokenizer.json``.
+
+    A directory with only a sentencepiece model is converted by transformers, which costs its import.
+    Raises ValueError with the remedy if there is no tokenizer.
+    """
+    folder = Path(path)
+    config = _read_json(folder / "tokenizer_config.json")
+    specials = _special_tokens(config, folder)
+    template = _chat_template(config, folder)
+    if (folder / "tokenizer.json").is_file():
+        return Tokenizer(RustTokenizer.from_file(str(folder / "tokenizer.json")), specials, template)
+    return Tokenizer(_convert(folder), specials, template)
+
+
+def _convert(folder: Path) -> RustTokenizer:
+    try:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)._tokenizer
+    except Exception as error:  # whatever transformers raises, the remedy is the same
+        raise ValueError(
+            f"no tokenizer in {folder}: it needs a tokenizer.json; point --tokenizer-path to one or use "
+            f"--skip-tokenizer-init ({type(error).__name__})"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    if not path.is_file():
+        return {}
+    value = json.loads(path.read_text(encoding="utf-8"))
+    return value if isinstance(value, dict) else {}
+
+
+def _special_tokens(config: dict[str, object], folder: Path) -> dict[str, str]:
+    merged = {**_read_json(folder / "special_tokens_map.json"), **config}
+    found = {}
+    for name in _SPECIAL_NAMES:
+        value = merged.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _chat_template(config: dict[str, object], folder: Path) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    value = config.get("chat_template")
+    if isinstance(value, list):  # several named templates: the default one
+        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None

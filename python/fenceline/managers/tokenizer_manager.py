@@ -1,0 +1,270 @@
+"""TokenizerManager: requests in, chunks out; the main process's end of the pipeline.
+
+::
+
+    manager = TokenizerManager(config, tokenizer, link)
+    async with await manager.submit(inp) as stream:             # RequestError before anything is sent
+        async for chunk in stream: ...                          # GenerateChunk; leaving early aborts
+    async with await manager.submit_many([inp, ...]) as group:  # all are accepted or none
+        async for index, chunk in group: ...
+        answers = await group.collect()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.managers.control import ControlDesk
+from fenceline.managers.io_struct import (
+    AbortReq,
+    BatchStrOut,
+    BatchTokenOut,
+    ControlReply,
+    FatalError,
+    InternalState,
+    Message,
+    SchedulerReady,
+    ShutdownReq,
+    StatsReport,
+    TokenizedGenerateReq,
+    TokenOut,
+)
+from fenceline.managers.ipc import SchedulerLink
+from fenceline.managers.metrics import Metrics
+from fenceline.managers.request_log import RequestLog
+from fenceline.managers.request_prepare import build_message, check_prompt_form
+from fenceline.managers.request_stream import RequestStream, StreamGroup
+from fenceline.managers.request_table import RequestTable
+from fenceline.managers.request_types import GenerateChunk, GenerateInput, RequestError
+from fenceline.managers.tokenizer import Tokenizer
+
+INLINE_TEXT_CHARS = 2048  # longer texts are tokenised in a thread: about half a millisecond
+TOKENIZER_THREADS = 4
+
+
+class TokenizerManager:
+    """Tokenises and validates requests, sends them to the scheduler and routes the news back.
+
+    Lives on one event loop; every method belongs to that loop's thread.
+    ``tokenizer`` is None under --skip-tokenizer-init. ``limits`` is None until the scheduler is ready.
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, link: SchedulerLink) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.vocab_size = config.model.vocab_size
+        self.limits: SchedulerReady | None = None
+        self.state: InternalState | None = None  # the scheduler's latest report
+        self.fatal: str | None = None
+        self.metrics = Metrics(config.served_model_name)
+        self.control = ControlDesk(link.send)
+        self._link = link
+        self._table = RequestTable(config.max_queued_requests)
+        self._log = RequestLog(config)
+        self._pool = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
+        self._ready = asyncio.Event()
+        self._dead = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._draining = False
+
+    # --- requests
+
+    async def submit(self, inp: GenerateInput) -> RequestStream:
+        """Validate and send one request. Raises RequestError; then nothing was sent."""
+        return (await self.submit_many([inp])).streams[0]
+
+    async def submit_many(self, inputs: Sequence[GenerateInput]) -> StreamGroup:
+        """Validate all requests, then send all. Raises RequestError; then none was sent."""
+        self._require_serving()
+        for inp in inputs:
+            check_prompt_form(inp, self.tokenizer)
+        prompts = [await self._prompt_ids(inp) for inp in inputs]
+        limits = self._require_serving()  # tokenising may have taken a while
+        messages = [
+            build_message(inp, ids, self.vocab_size, limits) for inp, ids in zip(inputs, prompts, strict=True)
+        ]
+        self._table.admit(messages, limits)
+        streams = [self._start(inp, message) for inp, message in zip(inputs, messages, strict=True)]
+        return StreamGroup(streams)
+
+    async def generate(self, inp: GenerateInput) -> AsyncIterator[GenerateChunk]:
+        """:meth:`submit` and iterate. Validation happens at the first ``anext``."""
+        async with await self.submit(inp) as stream:
+            async for chunk in stream:
+                yield chunk
+
+    def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
+        """Abort one request or all; unknown ids are ignored. Readers get a last chunk of type ``abort``."""
+        self._link.send(AbortReq(rid=rid, abort_all=abort_all))
+
+    def is_active(self, rid: str) -> bool:
+        """Whether a request of this id is in flight."""
+        return rid in self._table
+
+    @property
+    def num_active(self) -> int:
+        """Requests in flight, waiting ones included."""
+        return len(self._table)
+
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``, off the event loop where that pays. Raises RequestError without a tokenizer."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise RequestError(400, "this server runs with --skip-tokenizer-init and cannot tokenise")
+        if len(text) <= INLINE_TEXT_CHARS:
+            return tokenizer.encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, tokenizer.encode, text, add_special_tokens)
+
+    async def _prompt_ids(self, inp: GenerateInput) -> list[int]:
+        if inp.text is None:
+            return list(inp.input_ids or ())
+        return await self.tokenize(inp.text, inp.add_special_tokens)
+
+    def _start(self, inp: GenerateInput, message: TokenizedGenerateReq) -> RequestStream:
+        stream = RequestStream(message.rid, message.input_ids, self._abandon)
+        self._table.add(message, stream)
+        self._link.send(message)
+        self._log.received(inp, message)
+        return stream
+
+    def _abandon(self, rid: str) -> None:
+        """The consumer went away: forget the request and let the scheduler release it at once."""
+        entry = self._table.abandon(rid)
+        if entry is None:
+            return
+        self._link.send(AbortReq(rid=rid))
+        self.metrics.abandoned(entry)
+        self._log.abandoned(entry)
+        self._note_idle()
+
+    def _require_serving(self) -> SchedulerReady:
+        if self.fatal is not None:
+            raise RequestError(503, f"the engine has stopped: {self.fatal}", code="engine_dead")
+        if self._draining:
+            raise RequestError(503, "the server is shutting down", code="shutting_down")
+        if self.limits is None:
+            raise RequestError(503, "the server is starting: the model is being loaded", code="starting")
+        return self.limits
+
+    # --- news
+
+    async def run(self) -> None:
+        """Route news until cancelled. Start it as a task before waiting for readiness."""
+        while True:
+            for message in await self._link.receive():
+                self.handle(message)
+
+    def handle(self, message: Message) -> None:
+        """Apply one message from the scheduler or the detokenizer."""
+        match message:
+            case BatchStrOut():
+                for out in message.outs:
+                    self._deliver(out.token, out.text)
+            case BatchTokenOut():
+                for token in message.outs:
+                    self._deliver(token, "")
+            case ControlReply():
+                self.control.resolve(message)
+            case StatsReport():
+                self.state = message.state
+                self.metrics.report(message.state)
+            case SchedulerReady():
+                self.limits = message
+                self._ready.set()
+            case FatalError():
+                self.fail(f"{message.source}: {message.message}")
+            case _:
+                raise AssertionError(f"unexpected message {type(message).__name__}")
+
+    def _deliver(self, token: TokenOut, text: str) -> None:
+        now = time.perf_counter()
+        entry = self._table.advance(token)
+        if entry is None:
+            return  # abandoned while its news was on the way
+        self.metrics.observe(entry, token, now)
+        if token.finish_reason is not None:
+            self._log.finished(entry, token)
+            self._note_idle()
+        entry.stream.push(entry.chunk(token, text, now))
+
+    # --- control
+
+    async def flush_cache(self) -> ControlReply:
+        """Empty the prefix cache; ``success`` False while requests are in flight."""
+        return await self.control.flush_cache()
+
+    async def pause_generation(self, mode: str = "abort") -> ControlReply:
+        """Stop scheduling; ``mode`` is abort, retract or in_place."""
+        return await self.control.pause(mode)
+
+    async def continue_generation(self) -> ControlReply:
+        """Resume scheduling."""
+        return await self.control.resume()
+
+    async def profile(
+        self, action: str, output_dir: str | None = None, num_steps: int | None = None
+    ) -> ControlReply:
+        """``start`` or ``stop`` the scheduler's profiler."""
+        return await self.control.profile(action, output_dir, num_steps)
+
+    async def internal_state(self) -> InternalState:
+        """The scheduler's state now. Raises RequestError 503 if it does not answer."""
+        state = (await self.control.internal_state()).state
+        assert state is not None, "a reply to GetInternalStateReq carries the state"
+        self.state = state
+        return state
+
+    # --- life cycle
+
+    async def wait_ready(self) -> SchedulerReady:
+        """Wait until the scheduler serves. Raises RequestError if it dies first."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._ready, self._dead)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
+        return self._require_serving()
+
+    def fail(self, reason: str) -> None:
+        """The engine died: end every stream and refuse everything from now on."""
+        if self.fatal is not None:
+            return
+        self.fatal = reason
+        error = RequestError(503, f"the engine has stopped: {reason}", code="engine_dead")
+        for entry in self._table.clear():
+            entry.stream.fail(error)
+        self.control.fail(error)
+        self._dead.set()
+        self._note_idle()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for those in flight; False if some remained after ``timeout_s``."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                while len(self._table):
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    @property
+    def serving(self) -> bool:
+        """Whether requests are accepted now."""
+        return self.fatal is None and not self._draining and self.limits is not None
+
+    def shutdown(self, *, drain: bool = False) -> None:
+        """Tell the scheduler to stop and release threads. The link stays the caller's to close."""
+        self._link.send(ShutdownReq(drain=drain))
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _note_idle(self) -> None:
+        if not len(self._table):
+            self._idle.set()
