@@ -1,0 +1,70 @@
+"""The values that travel through a benchmark: what to ask, and what came back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Message = dict[str, str]  # {"role": ..., "content": ...}
+Prompt = str | list[int] | list[Message]  # text, token ids, or chat messages
+Content = str | list[int]  # one user turn: text or token ids
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One user turn. ``prompt_len`` counts the tokens of ``content`` alone, without history."""
+
+    content: Content
+    prompt_len: int
+    output_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """One request, or one conversation when it has several turns."""
+
+    turns: tuple[Turn, ...]
+
+    def __post_init__(self) -> None:
+        assert self.turns, "a request has at least one turn"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP request about to be sent."""
+
+    prompt: Prompt
+    output_len: int
+    seed: int | None = None
+    lora_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What one HTTP request gave. Times are seconds; ``start_time`` is on ``time.perf_counter``'s clock.
+
+    ``prompt_tokens`` and ``cached_tokens`` are the server's counts, None where it reports none. ``ttft`` is 0
+    for a reply without tokens. ``itl`` has one entry per token after those of the first chunk.
+    """
+
+    success: bool
+    error: str = ""
+    text: str = ""
+    output_ids: list[int] | None = None
+    output_len: int = 0
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    start_time: float = 0.0
+    latency: float = 0.0
+    ttft: float = 0.0
+    itl: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A reply with its place in the run: request ``index``, ``turn`` (from 0) and what was sent."""
+
+    index: int
+    turn: int
+    call: Call
+    prompt_len: int
+    reply: Reply

@@ -1,0 +1,55 @@
+"""The little of a tokenizer that the benchmark needs, loaded without importing torch where possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, cast
+
+from fenceline.benchmarking.records import Message
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that is used here."""
+
+    vocab_size: int
+    all_special_ids: list[int]
+    chat_template: object
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+
+    def apply_chat_template(
+        self, conversation: list[Message], *, add_generation_prompt: bool, tokenize: bool
+    ) -> str: ...
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer:
+    """Load the tokenizer of a local directory or hub id.
+
+    Raises:
+        ValueError: it cannot be loaded; says what to pass instead.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        if not Path(name).is_dir() or (Path(name) / "tokenizer.json").is_file():
+            # The fast class alone does not import torch; AutoTokenizer does, which costs seconds.
+            return cast(Tokenizer, PreTrainedTokenizerFast.from_pretrained(name))
+    except Exception:  # no tokenizer.json there: AutoTokenizer below converts it or says why it cannot
+        pass
+    from transformers import AutoTokenizer
+
+    try:
+        return cast(Tokenizer, AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"cannot load the tokenizer {name!r} ({reason}): pass --tokenizer with a local directory or hub id"
+        ) from error
+
+
+def count_tokens(tokenizer: Tokenizer, text: str) -> int:
+    """Tokens of ``text`` as a server sees them: special tokens such as BOS included."""
+    return len(tokenizer.encode(text))
