@@ -106,7 +106,7 @@ def from_mapping(
         name = str(key).lstrip("-").replace("-", "_")
         option = "--" + name.replace("_", "-")
         if name in names:
-            found[names[name].name] = coerce(names[name], _as_text(value))
+            found[names[name].name] = coerce(names[name], _as_text(names[name], value))
         elif option in refused:
             if value is not None:
                 refusals.append((option, _words(value)))
@@ -116,9 +116,9 @@ def from_mapping(
     return found
 
 
-def _as_text(value: object) -> object:
-    """Nested values (``json_model_override_args`` written as a mapping) as the JSON text the flag takes."""
-    return json.dumps(value) if isinstance(value, (dict, list)) else value
+def _as_text(flag: Flag, value: object) -> object:
+    """A mapping given to a flag that takes JSON text, as that text; any other value as it is."""
+    return json.dumps(value) if flag.spec.metavar == "JSON" and isinstance(value, dict) else value
 
 
 def _words(value: object) -> list[str]:

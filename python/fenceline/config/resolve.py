@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import secrets
 from collections.abc import Callable
@@ -13,12 +14,11 @@ from fenceline.config.device import choose_device, cuda_is_available
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.errors import ConfigError
 from fenceline.config.hub import model_directory
+from fenceline.config.model_config import ModelConfig
 
 if TYPE_CHECKING:
-    from fenceline.config.model_config import ModelConfig
     from fenceline.config.server_args import ServerArgs
 
-_DTYPES = {"float": "float32", "half": "float16"}
 _MEM_FRACTION = {"cpu": 0.3, "cuda": 0.85}
 _CHUNKED_PREFILL_SIZE = {"cpu": 2048, "cuda": 8192}
 _MAX_PREFILL_TOKENS = 16384
@@ -38,18 +38,18 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
     device = choose_device(args.device, cuda_probe)
     weights = args.load_format != "dummy"
     path = model_directory(args.model_path, "--model-path", args.revision, args.download_dir, weights)
-    model = _read_model(args, path, overrides)
-    context_length = _context_length(args, model)
+    tokenizer_path = _tokenizer_path(args, path)
+    model = _read_model(args, path, tokenizer_path, overrides, device)
     chunk = _chunked_prefill_size(args, device)
     return EngineConfig(
         model=model,
         model_path=path,
-        tokenizer_path=_tokenizer_path(args, path),
+        tokenizer_path=tokenizer_path,
         tokenizer_mode=args.tokenizer_mode,
         skip_tokenizer_init=args.skip_tokenizer_init,
         load_format=args.load_format,
-        dtype=_dtype(args.dtype, device, model.dtype),
-        context_length=context_length,
+        dtype=model.dtype,
+        context_length=model.context_length,
         chat_template=chat_template,
         served_model_name=args.served_model_name or args.model_path,
         weight_version=args.weight_version,
@@ -60,7 +60,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         watchdog_timeout_s=args.watchdog_timeout,
         mem_fraction_static=args.mem_fraction_static or _MEM_FRACTION[device],
         max_total_tokens=_whole_pages(args),
-        max_running_requests=_max_running_requests(args, device, context_length),
+        max_running_requests=_max_running_requests(args, device, model.context_length),
         page_size=args.page_size,
         chunked_prefill_size=chunk,
         max_prefill_tokens=args.max_prefill_tokens or max(_MAX_PREFILL_TOKENS, chunk or 0),
@@ -114,17 +114,19 @@ def _read_chat_template(args: ServerArgs) -> str | None:
         ) from error
 
 
-def _read_model(args: ServerArgs, path: str, overrides: dict[str, object]) -> ModelConfig:
-    if not (Path(path) / "config.json").is_file():
-        raise ConfigError(
-            f"--model-path {args.model_path}: no config.json there; give a Hugging Face model directory"
-        )
-    from fenceline.config.model_config import ModelConfig
-
+def _read_model(
+    args: ServerArgs, path: str, tokenizer_path: str, overrides: dict[str, object], device: str
+) -> ModelConfig:
     try:
-        return ModelConfig.from_dir(path, overrides)
+        model = ModelConfig.from_dir(path, overrides, args.context_length, args.dtype, tokenizer_path)
     except ValueError as error:
-        raise ConfigError(f"--model-path {args.model_path}: {error}") from error
+        about_a_flag = str(error).startswith("--")
+        raise ConfigError(
+            str(error) if about_a_flag else f"--model-path {args.model_path}: {error}"
+        ) from error
+    if args.dtype == "auto":
+        return dataclasses.replace(model, dtype=_auto_dtype(device, model.dtype))
+    return model
 
 
 def _tokenizer_path(args: ServerArgs, model_path: str) -> str:
@@ -133,24 +135,10 @@ def _tokenizer_path(args: ServerArgs, model_path: str) -> str:
     return model_directory(args.tokenizer_path, "--tokenizer-path", None, args.download_dir, weights=False)
 
 
-def _dtype(wanted: str, device: str, checkpoint: str) -> str:
-    if wanted != "auto":
-        return _DTYPES.get(wanted, wanted)
+def _auto_dtype(device: str, checkpoint: str) -> str:
     if device == "cpu":
-        return "float32"
+        return "float32"  # few CPUs compute fast in 16 bits
     return "bfloat16" if checkpoint == "float32" else checkpoint
-
-
-def _context_length(args: ServerArgs, model: ModelConfig) -> int:
-    limit = model.max_position_embeddings
-    if args.context_length is None:
-        return limit
-    if args.context_length > limit:
-        raise ConfigError(
-            f"--context-length {args.context_length}: the model was made for {limit}; lower it, or vouch for more with"
-            f""" --json-model-override-args '{{"max_position_embeddings": {args.context_length}}}'"""
-        )
-    return args.context_length
 
 
 def _chunked_prefill_size(args: ServerArgs, device: str) -> int | None:

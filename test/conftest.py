@@ -1,0 +1,43 @@
+"""What every test shares: one thread per process, repeatable property tests, GPU tests skipped with a reason."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# Read when torch (OpenMP) and huggingface_hub are imported, by this process and the servers that tests start: two
+# cores run several test processes at once, and no test may reach the network.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import hypothesis
+import pytest
+
+hypothesis.settings.register_profile("fenceline", derandomize=True, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("fenceline")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu`` or ``multi_gpu`` where there are not enough GPUs."""
+    wanted = {"gpu": 1, "multi_gpu": 2}
+    marked = [(item, wanted[mark]) for item in items for mark in wanted if item.get_closest_marker(mark)]
+    if not marked:
+        return
+    num_gpus = _num_gpus()
+    for item, needed in marked:
+        if num_gpus < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} NVIDIA GPU(s), found {num_gpus}"))
+
+
+def pytest_runtest_setup() -> None:
+    # OMP_NUM_THREADS does not reach a torch that a plugin imported first.
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,0 +1,253 @@
+"""The command line, YAML files and keyword arguments: what is read, and how what is wrong is answered."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fenceline.config import docs
+from fenceline.config.errors import ConfigError
+from fenceline.config.flags import flags_of
+from fenceline.config.refused import ANY, REFUSED
+from fenceline.config.server_args import ServerArgs, parse_args
+
+# The launch commands of the public threads that this project started from, module renamed.
+THREAD_COMMANDS = {
+    "piecewise-8b": (
+        "--model-path Qwen/Qwen3-8B --enable-piecewise-cuda-graph --tp 4",
+        ["--tp 4", "--enable-piece"],
+    ),
+    "piecewise-7b": (
+        "--model Qwen/Qwen2.5-7B-Instruct --tp 4 --enable-piecewise-cuda-graph --disable-radix-cache",
+        ["--tp 4", "--enable-piecewise-cuda-graph"],
+    ),
+    "piecewise-vl": (
+        "--model Qwen/Qwen2.5-VL-7B-Instruct --tp 4 --enable-piecewise-cuda-graph --disable-radix-cache",
+        ["--tp 4", "--enable-piecewise-cuda-graph"],
+    ),
+    "piecewise-moe": (
+        "--model-path Qwen/Qwen3-Coder-30B-A3B-Instruct --tp 4 --host 0.0.0.0 --enable-piecewise-cuda-graph",
+        ["--tp 4", "--enable-piecewise-cuda-graph"],
+    ),
+    "hicache-reproduction": (
+        "--model-path any-model --enable-hierarchical-cache --mem-fraction-static 0.40 --hicache-io-backend kernel"
+        " --attention-backend fa3 --port 8000",
+        ["--enable-hierarchical-cache", "--hicache-io-backend kernel"],
+    ),
+    "hicache-stress": (
+        "--model-path MiniMaxAI/MiniMax-M2.5 --tp 8 --ep 8 --mem-fraction-static 0.40 --enable-hierarchical-cache"
+        " --hicache-ratio 2.0 --hicache-size 64 --hicache-write-policy write_through --hicache-io-backend kernel"
+        " --attention-backend fa3 --decode-attention-backend flashinfer --chunked-prefill-size 8192 --page-size 64"
+        " --enable-cache-report --trust-remote-code --port 8000",
+        ["--tp 8", "--ep 8", "--hicache-write-policy write_through", "--decode-attention-backend flashinfer"]
+        + ["--trust-remote-code"],
+    ),
+    "sparse": (
+        "--model-path any-model --dense-as-sparse --attention-backend minicpm_flashinfer",
+        ["--dense-as-sparse"],
+    ),
+    "draft-backend": (
+        "--model-path any-model --speculative-draft-attention-backend flashinfer --enable-hierarchical-cache",
+        ["--speculative-draft-attention-backend flashinfer", "--enable-hierarchical-cache"],
+    ),
+}
+
+
+def refusal(argv: list[str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(argv)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("name", THREAD_COMMANDS)
+def test_thread_command_is_refused_in_one_line_that_names_every_flag(name: str) -> None:
+    command, refused = THREAD_COMMANDS[name]
+    message = refusal(shlex.split(command))
+    assert all(flag in message for flag in refused), message
+    assert "leave it out" in message
+
+
+@pytest.mark.parametrize("name", THREAD_COMMANDS)
+def test_thread_command_parses_once_the_remedy_is_followed(name: str) -> None:
+    words = shlex.split(THREAD_COMMANDS[name][0])
+    kept: list[str] = []
+    position = 0
+    while position < len(words):
+        width = 2 if position + 1 < len(words) and not words[position + 1].startswith("--") else 1
+        group = words[position : position + width]
+        position += width
+        if group[0] == "--attention-backend":
+            group = ["--attention-backend", "torch"]
+        kept += [] if group[0] in REFUSED else group
+    args = parse_args(kept)
+    assert args.model_path == words[1]
+    assert args.disable_radix_cache == ("--disable-radix-cache" in words)
+    assert args.enable_cache_report == ("--enable-cache-report" in words)
+    assert args.port == (8000 if "8000" in words else 30000)
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_every_refused_flag_has_an_answer_and_accepts_its_neutral_values(option: str) -> None:
+    known = REFUSED[option]
+    for value in ("",) if known.neutral == ANY else known.neutral:
+        assert parse_args(["--model", "m", option, *value.split()]).model_path == "m"
+    if known.neutral != ANY:
+        message = refusal(["--model", "m", option, "17"])
+        assert message == f"{option} 17: not available, {known.remedy}"
+
+
+def test_no_flag_is_both_known_and_refused() -> None:
+    known = {option for flag in flags_of(ServerArgs).values() for option in flag.options}
+    assert not known & set(REFUSED)
+
+
+def test_values_reach_their_fields() -> None:
+    args = parse_args(
+        shlex.split(
+            "--model-path demo --port 0 --mem-fraction-static 0.5 --page-size 16 --log-requests --random-seed=7"
+            " --chunked-prefill-size -1 --schedule-policy lpm --stream-interval 4"
+        )
+    )
+    assert args == ServerArgs(
+        model_path="demo",
+        port=0,
+        mem_fraction_static=0.5,
+        page_size=16,
+        log_requests=True,
+        random_seed=7,
+        chunked_prefill_size=-1,
+        schedule_policy="lpm",
+        stream_interval=4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--prot 1", "unknown flag --prot; did you mean --port?; see --help"),
+        ("--page-sise=16", "unknown flag --page-sise; did you mean --page-size?; see --help"),
+        ("--zzzz", "unknown flag --zzzz; see --help"),
+        ("some-model", "unexpected argument 'some-model': every setting is a --flag; see --help"),
+        ("--port x", "--port x: expected a whole number"),
+        ("--port 1.5", "--port 1.5: expected a whole number"),
+        ("--watchdog-timeout inf", "--watchdog-timeout inf: expected a number"),
+        ("--mem-fraction-static nan", "--mem-fraction-static nan: expected a number"),
+        ("--page-size 7", "--page-size 7: choose one of 1, 16, 32, 64"),
+        ("--schedule-policy best", "--schedule-policy best: choose one of fcfs, lpm, random"),
+        ("--attention-backend fa3", "--attention-backend fa3: not available, use --attention-backend torch"),
+        ("--load-format gguf", "--load-format gguf: not available, convert the weights to safetensors and"),
+        ("--port", "--port: expected one argument"),
+        ("--config /nowhere.yaml", "--config /nowhere.yaml: cannot be read"),
+        ("--tp 2 --dp 2", "--tp 2, --dp 2: not available, this server uses one GPU: leave it out and"),
+    ],
+)
+def test_wrong_command_lines_are_answered_with_one_line(argv: str, message: str) -> None:
+    assert refusal(argv.split()).startswith(message)
+
+
+def test_yaml_file_gives_values_and_the_command_line_wins(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        "model: demo\npage-size: 16\nport: 1234\ndisable_radix_cache: true\ntp_size: 1\nlog-requests: false\n"
+        "json_model_override_args:\n  rope_theta: 10000.0\nserved_model_name: 7\nquantization: null\n"
+    )
+    args = parse_args(["--config", str(file), "--port", "99"])
+    assert (args.model_path, args.page_size, args.port) == ("demo", 16, 99)
+    assert args.disable_radix_cache
+    assert args.json_model_override_args == '{"rope_theta": 10000.0}'
+    assert args.served_model_name == "7"
+    assert not parse_args(["--config", str(file), "--no-disable-radix-cache"]).disable_radix_cache
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("pagesize: 16", "unknown setting pagesize; did you mean page_size?"),
+        ("port: many", "--port many: expected a whole number"),
+        ("port: true", "--port True: expected a whole number"),
+        ("port: [1, 2]", "--port [1, 2]: expected a whole number"),
+        ("host: [a]", "--host ['a']: expected a text"),
+        ("host: null", "--host None: expected a text"),
+        ("tp: 4", "--tp 4: not available, this server uses one GPU"),
+        ("trust-remote-code: true", "--trust-remote-code: not available, code from a model directory"),
+        ("- model", "--config FILE: expected one mapping, as in 'page_size: 16'"),
+        ("a: [", "--config FILE: not valid YAML at line 1"),
+    ],
+)
+def test_wrong_yaml_files_are_answered_with_one_line(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(text)
+    assert refusal(["--config", str(file)]).replace(str(file), "FILE").startswith(message)
+
+
+def test_empty_yaml_file_is_no_settings(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("# nothing\n")
+    assert parse_args(["--config", str(file), "--model", "m"]) == ServerArgs(model_path="m")
+
+
+def test_keyword_arguments_are_judged_like_flags() -> None:
+    args = ServerArgs.from_kwargs(
+        {"model_path": "demo", "tp_size": 1, "trust_remote_code": False, "page_size": 16}
+    )
+    assert args == ServerArgs(model_path="demo", page_size=16)
+    for values, message in [
+        ({"tp_size": 4}, "--tp-size 4: not available"),
+        ({"trust_remote_code": True}, "--trust-remote-code: not available"),
+        ({"page_sise": 4}, "unknown setting page_sise; did you mean page_size?"),
+        ({"disable_radix_cache": "perhaps"}, "--disable-radix-cache perhaps: expected true or false"),
+        ({"page_size": object()}, "--page-size <object"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            ServerArgs.from_kwargs(values)
+        assert str(caught.value).startswith(message)
+
+
+def test_reference_page_is_fresh() -> None:
+    page = Path(docs.__file__).parents[3] / "docs" / "server_arguments.md"
+    assert page.read_text(encoding="utf-8") == docs.render(), "run: python -m fenceline.config.docs"
+
+
+@pytest.mark.parametrize("command", [["fenceline.launch_server"], ["fenceline", "serve"]])
+def test_wrong_flag_ends_the_process_with_status_2_and_one_line(command: list[str]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", *command, "--model", "m", "--tp", "4"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert "error: --tp 4: not available, this server uses one GPU" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "text"),
+    [
+        (["--version"], 0, "fenceline 0."),
+        ([], 0, "usage: fenceline COMMAND"),
+        (["serv"], 2, "unknown command serv; did you mean serve?"),
+        (["serve", "--help"], 0, "--mem-fraction-static"),
+    ],
+)
+def test_console_script(argv: list[str], status: int, text: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "fenceline", *argv], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == status
+    assert text in result.stdout + result.stderr
+
+
+def test_configuration_imports_no_torch() -> None:
+    code = (
+        "import sys, fenceline, fenceline.config.server_args, fenceline.config.docs, fenceline.config.hub;"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'huggingface_hub')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,319 @@
+"""From flags to the resolved configuration: defaults, refusals with their remedies, models and where they come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import errors
+
+from fenceline.config import hub
+from fenceline.config.device import choose_device
+from fenceline.config.engine_config import EngineConfig
+from fenceline.config.errors import ConfigError
+from fenceline.config.server_args import ServerArgs, parse_args, resolve
+
+CONFIG_JSON = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIG_JSON))
+    return directory
+
+
+def resolved(model_dir: Path, gpu: bool = False, **values: Any) -> EngineConfig:
+    return resolve(ServerArgs(model_path=str(model_dir), **values), cuda_probe=lambda: gpu)
+
+
+def test_defaults_on_a_cpu(model_dir: Path) -> None:
+    config = resolved(model_dir)
+    assert (config.device, config.dtype, config.model.dtype) == ("cpu", "float32", "float32")
+    assert config.model_path == config.tokenizer_path == str(model_dir.resolve())
+    assert config.served_model_name == str(model_dir)
+    assert (config.host, config.port) == ("127.0.0.1", 30000)
+    assert (config.page_size, config.chunked_prefill_size, config.max_prefill_tokens) == (1, 2048, 16384)
+    assert (config.max_running_requests, config.max_total_tokens) == (256, None)
+    assert (config.context_length, config.model.vocab_size) == (4096, 128)
+    assert (config.attention_backend, config.sampling_backend) == ("torch", "torch")
+    assert (config.schedule_policy, config.stream_interval, config.watchdog_timeout_s) == ("fcfs", 1, 300.0)
+    assert config.log_level_http == config.log_level == "info"
+
+
+def test_defaults_on_a_gpu(model_dir: Path) -> None:
+    config = resolved(model_dir, gpu=True)
+    assert (config.device, config.dtype) == ("cuda", "bfloat16")
+    assert (config.mem_fraction_static, config.chunked_prefill_size) == (0.85, 8192)
+    assert config.max_running_requests == 1024
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "gpu", "dtype"),
+    [
+        ("float32", "auto", True, "bfloat16"),
+        ("float16", "auto", True, "float16"),
+        ("float16", "auto", False, "float32"),
+        ("bfloat16", "half", True, "float16"),
+        ("bfloat16", "float", True, "float32"),
+        ("float32", "bfloat16", False, "bfloat16"),
+    ],
+)
+def test_dtype(model_dir: Path, stored: str, wanted: str, gpu: bool, dtype: str) -> None:
+    (model_dir / "config.json").write_text(json.dumps({**CONFIG_JSON, "torch_dtype": stored}))
+    config = resolved(model_dir, gpu, dtype=wanted)
+    assert config.dtype == config.model.dtype == dtype
+
+
+def test_given_values_are_kept(model_dir: Path) -> None:
+    config = resolved(
+        model_dir,
+        page_size=16,
+        chunked_prefill_size=64,
+        max_prefill_tokens=128,
+        max_running_requests=7,
+        max_total_tokens=1001,
+        context_length=512,
+        mem_fraction_static=0.5,
+        random_seed=0,
+        served_model_name="name",
+        log_level_http="warning",
+        max_queued_requests=3,
+    )
+    assert (config.page_size, config.chunked_prefill_size, config.max_prefill_tokens) == (16, 64, 128)
+    assert (config.max_running_requests, config.context_length, config.mem_fraction_static) == (7, 512, 0.5)
+    assert config.max_total_tokens == 992  # whole pages
+    assert (config.random_seed, config.served_model_name) == (0, "name")
+    assert (config.log_level_http, config.max_queued_requests) == ("warning", 3)
+
+
+def test_chunking_off_and_its_bounds(model_dir: Path) -> None:
+    assert resolved(model_dir, chunked_prefill_size=-1).chunked_prefill_size is None
+    assert resolved(model_dir, chunked_prefill_size=32768).max_prefill_tokens == 32768
+    small = resolved(model_dir, max_prefill_tokens=100, page_size=16)
+    assert (small.chunked_prefill_size, small.max_prefill_tokens) == (96, 100)
+
+
+def test_running_requests_follow_memory(model_dir: Path) -> None:
+    assert resolved(model_dir, max_total_tokens=160, page_size=16).max_running_requests == 10
+    overrides = json.dumps({"max_position_embeddings": 1 << 20})
+    long = resolved(model_dir, json_model_override_args=overrides)
+    assert long.context_length == 1 << 20
+    assert long.max_running_requests == 64  # 256 MiB of page table at 4 MiB a row
+
+
+def test_random_seed_is_drawn_once_per_resolution(model_dir: Path) -> None:
+    seeds = {resolved(model_dir).random_seed for _ in range(8)}
+    assert len(seeds) > 1
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_configuration_is_frozen_and_travels_between_processes(model_dir: Path) -> None:
+    config = resolved(model_dir, api_key="secret")
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.port = 1  # type: ignore[misc]
+
+
+def test_api_key_is_never_shown(model_dir: Path) -> None:
+    config = resolved(model_dir, api_key="secret")
+    assert "secret" not in repr(config)
+    assert config.public_dict()["api_key"] is True
+    assert "secret" not in json.dumps(config.public_dict())
+    assert resolved(model_dir).public_dict()["api_key"] is False
+
+
+def test_chat_template_is_read(model_dir: Path, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}")
+    assert resolved(model_dir, chat_template=str(template)).chat_template == "{{ messages }}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--port 70000", "--port 70000: choose 1 to 65535"),
+        ("--port -1", "--port -1: choose 1 to 65535"),
+        ("--mem-fraction-static 1.5", "--mem-fraction-static 1.5: must lie between 0 and 1"),
+        ("--mem-fraction-static 0", "--mem-fraction-static 0.0: must lie between 0 and 1"),
+        ("--max-running-requests 0", "--max-running-requests 0: must be at least 1"),
+        ("--max-queued-requests 0", "--max-queued-requests 0: must be at least 1"),
+        ("--max-total-tokens 0", "--max-total-tokens 0: must be at least 1"),
+        (
+            "--max-total-tokens 31 --page-size 32",
+            "--max-total-tokens 31: not even one page of 32; raise it or",
+        ),
+        (
+            "--max-prefill-tokens 31 --page-size 32",
+            "--max-prefill-tokens 31: not even one page of 32; raise it",
+        ),
+        ("--chunked-prefill-size 0", "--chunked-prefill-size 0: give a number of tokens, or -1"),
+        ("--chunked-prefill-size -2", "--chunked-prefill-size -2: give a number of tokens, or -1"),
+        ("--chunked-prefill-size 100 --page-size 64", "multiple of --page-size 64; use 64"),
+        ("--chunked-prefill-size 63 --page-size 64", "multiple of --page-size 64; use 64"),
+        ("--chunked-prefill-size 512 --max-prefill-tokens 256", "--max-prefill-tokens 256: smaller than"),
+        ("--stream-interval 0", "--stream-interval 0: must be at least 1"),
+        ("--decode-log-interval 0", "--decode-log-interval 0: must be at least 1"),
+        ("--watchdog-timeout 0", "--watchdog-timeout 0: give a number of seconds > 0"),
+        ("--schedule-conservativeness 0", "--schedule-conservativeness 0: must be above 0"),
+        ("--random-seed -3", "--random-seed -3: must lie between"),
+        ("--context-length 0", "--context-length 0: must be at least 1"),
+        ("--context-length 8192", "--context-length 8192 is beyond the model's 4096 tokens; use"),
+        ("--device cuda", "--device cuda: torch sees no CUDA GPU; use --device cpu"),
+        ("--disable-radix-cache --schedule-policy lpm", "use --schedule-policy fcfs"),
+        ("--skip-tokenizer-init --reasoning-parser qwen3", "--reasoning-parser needs the tokenizer that"),
+        ("--skip-tokenizer-init --tokenizer-path x", "--tokenizer-path needs the tokenizer that"),
+        ("--json-model-override-args {", "--json-model-override-args: not valid JSON"),
+        ("--json-model-override-args []", "--json-model-override-args: expected an object"),
+        ("--chat-template /nowhere", "--chat-template /nowhere: no such file"),
+        ("--revision main", "--revision chooses a version of a hub id"),
+        ("--api-key=", "--api-key is empty"),
+        ("--api-key ключ", "--api-key: use ASCII characters only"),
+        ("--host=", "--host is empty"),
+        ("--served-model-name=", "--served-model-name is empty"),
+        ("--tokenizer-path=", "--tokenizer-path is empty"),
+        ("--tokenizer-path /nowhere/at/all", "--tokenizer-path /nowhere/at/all: no such directory"),
+    ],
+)
+def test_impossible_values_are_refused_with_the_remedy(model_dir: Path, flags: str, message: str) -> None:
+    args = parse_args(["--model-path", str(model_dir), *flags.split()])
+    with pytest.raises(ConfigError) as caught:
+        resolve(args, cuda_probe=lambda: False)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+    ],
+)
+def test_unsupported_models_are_refused(model_dir: Path, change: dict[str, Any], message: str) -> None:
+    (model_dir / "config.json").write_text(json.dumps({**CONFIG_JSON, **change}))
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolved(model_dir)
+    assert str(caught.value).startswith(f"--model-path {model_dir}: ")
+
+
+def test_model_path_is_required() -> None:
+    with pytest.raises(ConfigError, match="--model-path is required"):
+        resolve(parse_args([]))
+
+
+def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        resolved(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/no/such/dir", "no such directory"),
+        ("./nothing", "no such directory"),
+        ("a/b/c", "no such directory"),
+        ("ends.with.dot.", "neither a directory here nor a hub id"),
+    ],
+)
+def test_names_that_are_neither_directory_nor_hub_id(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hub.model_directory(name, "--model-path", None, None, weights=True)
+
+
+def test_file_is_not_a_model(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="is a file; give the directory that holds it"):
+        hub.model_directory(str(model_dir / "config.json"), "--model-path", None, None, weights=True)
+
+
+def test_offline_hub_id_that_is_not_cached(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        hub.model_directory("some-owner/some-model", "--model-path", None, str(tmp_path), weights=True)
+    assert str(caught.value).startswith(
+        "--model-path some-owner/some-model: neither a directory here nor in the"
+    )
+
+
+def _http_error(kind: type[errors.HfHubHTTPError]) -> Exception:
+    import httpx
+
+    request = httpx.Request("GET", "https://huggingface.co/x")
+    return kind("first line\nsecond line", response=httpx.Response(404, request=request))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (_http_error(errors.GatedRepoError), "ask for access on its page and set HF_TOKEN"),
+        (_http_error(errors.RepositoryNotFoundError), "neither a directory here nor a repository on the hub"),
+        (_http_error(errors.RevisionNotFoundError), "the repository has no --revision v2"),
+        (_http_error(errors.HfHubHTTPError), "the download failed (first line"),
+        (OSError("disk full"), "the download failed (disk full); try again"),
+        (errors.LocalEntryNotFoundError("no"), "the hub cannot be reached"),
+    ],
+)
+def test_hub_failures_become_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    def fail(*args: object, **kwargs: object) -> str:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(ConfigError) as caught:
+        hub.model_directory("some-owner/some-model", "--model-path", "v2", None, weights=True)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_download_asks_only_for_what_is_read(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def fetch(name: str, **kwargs: Any) -> str:
+        asked.append({"name": name, **kwargs})
+        return str(model_dir)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    args = ServerArgs(
+        model_path="owner/model",
+        tokenizer_path="owner/tok",
+        revision="v2",
+        download_dir="/cache",
+        device="cpu",
+    )
+    config = resolve(args)
+    assert config.served_model_name == "owner/model"
+    assert [(call["name"], call["revision"], call["cache_dir"]) for call in asked] == [
+        ("owner/model", "v2", "/cache"),
+        ("owner/tok", None, "/cache"),
+    ]
+    assert "*.safetensors" in asked[0]["allow_patterns"]
+    assert "*.safetensors" not in asked[1]["allow_patterns"]
+    assert not any(pattern.endswith((".bin", ".py")) for pattern in asked[0]["allow_patterns"])
+    resolve(dataclasses.replace(args, load_format="dummy", tokenizer_path=None))
+    assert "*.safetensors" not in asked[2]["allow_patterns"]
+
+
+def test_device_is_probed_only_when_it_matters() -> None:
+    def probe() -> bool:
+        raise AssertionError("asked for a GPU")
+
+    assert choose_device("cpu", probe) == "cpu"
+    assert choose_device("auto", lambda: True) == choose_device("cuda", lambda: True) == "cuda"
+    assert choose_device("auto", lambda: False) == "cpu"
