@@ -1,0 +1,137 @@
+"""The sampler: logits in, tokens out, everything on the device and in program order on FORWARD.
+
+Order of operations, as in vLLM and SGLang: logit_bias; repetition, frequency, presence penalty; the min_new_tokens
+mask; here the arg-max of greedy requests is taken; temperature; here logprobs are taken; top_k, top_p, min_p
+(jointly); the draw.
+
+Logprobs of outputs are, as SGLang's by default, those of the distribution after bias, penalties, mask and temperature
+and before top_k, top_p and min_p: a token's logprob is its chance in the unfiltered draw. A greedy request has
+temperature 1 there. With neutral parameters that is the model's own log-softmax.
+
+A request's token depends on its own logits, parameters, seed and position, bit by bit: not on its place in the batch
+nor on what else is in it. There is no host synchronisation and no shape that depends on data, so a step can be
+captured; scratch memory is bounded by pieces of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fenceline.model_executor.gumbel import GumbelSampler
+from fenceline.model_executor.logprobs import OutputLogprobs, spread, token_logprobs
+from fenceline.model_executor.sampling_batch import SamplingBatch
+from fenceline.model_executor.sampling_filters import keep_thresholds
+from fenceline.model_executor.token_counts import TokenCounts
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    """One token for each of B requests; tensors are fresh, the caller owns them."""
+
+    next_tokens: torch.Tensor  # [B] int64
+    logprobs: OutputLogprobs | None  # None: no request asked
+
+
+class Sampler:
+    """Samples for request rows ``0 .. num_rows - 1`` over ``vocab_size`` tokens on ``device``.
+
+    Penalty counts (``2 * num_rows * vocab_size`` bytes) are allocated when the first penalised request begins. All
+    methods must be called on the same stream.
+    """
+
+    def __init__(self, vocab_size: int, num_rows: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._num_rows = num_rows
+        self._device = device
+        self._gumbel = GumbelSampler(vocab_size, device)
+        self._counts: TokenCounts | None = None
+
+    def begin_request(self, row: int, prompt_ids: torch.Tensor, output_ids: torch.Tensor) -> None:
+        """(Re)initialise the counts of ``row``: before the first token of a request with ``needs_penalties``, and
+        again, with the tokens so far, when it resumes after retraction. Both 1-D int64 on the device."""
+        if self._counts is None:
+            self._counts = TokenCounts(self._num_rows, self._vocab_size, self._device)
+        self._counts.begin(row, prompt_ids, output_ids)
+
+    def forward(self, logits: torch.Tensor, positions: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
+        """Sample one token per request and count it.
+
+        ``logits`` [B, V] float32, not changed. ``positions`` [B] int64: the position the sampled token will have
+        in its sequence, prompt length plus outputs so far. Every sampled token is counted, so requests whose token
+        will be thrown away (an unfinished prompt chunk) and have penalties must not be in the batch. NaN logits
+        give some token of the vocabulary, never an id outside it.
+        """
+        assert logits.shape == (batch.num_reqs, self._vocab_size), (logits.shape, batch.num_reqs)
+        assert logits.dtype == torch.float32
+        logits = self._adjust(logits, positions, batch)
+        scaled = None if batch.all_greedy and not batch.return_logprob else _scale(logits, batch)
+        next_tokens = self._choose(logits, scaled, positions, batch)
+        if batch.penalty_rows is not None:
+            assert self._counts is not None
+            self._counts.add(batch.penalty_rows, _rows(next_tokens, batch.penalty_index))
+        if scaled is None or not batch.return_logprob:
+            return SampleOutput(next_tokens, None)
+        return SampleOutput(next_tokens, _logprobs(scaled, next_tokens, batch))
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        scaled: torch.Tensor | None,
+        positions: torch.Tensor,
+        batch: SamplingBatch,
+    ) -> torch.Tensor:
+        if scaled is None or batch.seed_keys is None:
+            return logits.argmax(dim=-1)
+        thresholds = keep_thresholds(scaled, batch)
+        return self._gumbel.draw(scaled, batch.seed_keys, positions, batch.noise_scales, thresholds)
+
+    def _adjust(self, logits: torch.Tensor, positions: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """Bias, penalties, mask. Returns ``logits`` itself where nothing is to be done, else a copy."""
+        if batch.bias_index is None and batch.penalty_rows is None and batch.stop_index is None:
+            return logits
+        logits = logits.clone()
+        if batch.bias_index is not None:
+            assert batch.bias_ids is not None and batch.bias_values is not None
+            biased = logits[batch.bias_index, batch.bias_ids] + batch.bias_values
+            logits[batch.bias_index, batch.bias_ids] = biased
+        if batch.penalty_rows is not None:
+            logits = self._penalize(logits, batch)
+        if batch.stop_index is not None:
+            assert batch.stop_ids is not None and batch.stop_until is not None
+            too_early = positions[batch.stop_index] < batch.stop_until
+            old = logits[batch.stop_index, batch.stop_ids]
+            logits[batch.stop_index, batch.stop_ids] = old.masked_fill(too_early, -torch.inf)
+        return logits
+
+    def _penalize(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        assert self._counts is not None, "begin_request comes before the first step of a penalised request"
+        assert batch.penalty_rows is not None and batch.repetition_penalties is not None
+        assert batch.frequency_penalties is not None and batch.presence_penalties is not None
+        penalized = self._counts.apply(
+            _rows(logits, batch.penalty_index),
+            batch.penalty_rows,
+            batch.repetition_penalties,
+            batch.frequency_penalties,
+            batch.presence_penalties,
+        )
+        if batch.penalty_index is None:
+            return penalized
+        return logits.index_copy_(0, batch.penalty_index, penalized)
+
+
+def _scale(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """(logits - row maximum) / temperature, new. The maximum goes first, so that no temperature overflows it."""
+    scaled = logits - logits.amax(dim=-1, keepdim=True)
+    return scaled if batch.temperatures is None else scaled.div_(batch.temperatures[:, None])
+
+
+def _logprobs(scaled: torch.Tensor, next_tokens: torch.Tensor, batch: SamplingBatch) -> OutputLogprobs:
+    index = batch.logprob_index
+    part = token_logprobs(_rows(scaled, index), _rows(next_tokens, index), batch.max_top_logprobs)
+    return part if index is None else spread(part, index, batch.num_reqs)
+
+
+def _rows(values: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    return values if index is None else values.index_select(0, index)
