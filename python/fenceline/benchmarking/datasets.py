@@ -80,9 +80,9 @@ class TextMaker:
             excess = self.count(" ".join(words)) - num_tokens
             if excess == 0:
                 break
-            while excess > 0 and len(words) > 1:
+            while excess > 0 and words:
                 excess -= self._cost_of[words.pop()]
-            while excess < 0:
+            while excess < 0 or not words:
                 word = WORDS[int(self._rng.choice(self._cheap))]
                 words.append(word)
                 excess += self._cost_of[word]
