@@ -12,6 +12,8 @@ import zmq.asyncio
 
 from fenceline.managers.io_struct import Message, PortArgs, decode, encode
 
+_MAX_TMPDIR_CHARS = 64
+
 
 class SchedulerLink(Protocol):
     """How the TokenizerManager reaches the other two managers. In-process runners bring their own."""
@@ -31,7 +33,9 @@ class SchedulerLink(Protocol):
 
 def make_ports() -> PortArgs:
     """Endpoints in a fresh private folder; :func:`remove_ports` deletes it."""
-    folder = tempfile.mkdtemp(prefix="fenceline-")
+    # A socket's path may have about 100 characters, so a long TMPDIR is passed over.
+    root = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _MAX_TMPDIR_CHARS else "/tmp"
+    folder = tempfile.mkdtemp(prefix="fenceline-", dir=root)
     return PortArgs(
         scheduler=f"ipc://{folder}/scheduler",
         detokenizer=f"ipc://{folder}/detokenizer",

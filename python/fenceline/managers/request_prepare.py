@@ -10,6 +10,7 @@ from fenceline.managers.request_types import GenerateInput, RequestError
 from fenceline.managers.tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS = 128
+MAX_STOP_CHARS = 4096  # bounds the work of looking for the beginning of one
 
 
 def check_prompt_form(inp: GenerateInput, tokenizer: Tokenizer | None) -> None:
@@ -20,6 +21,8 @@ def check_prompt_form(inp: GenerateInput, tokenizer: Tokenizer | None) -> None:
         raise RequestError(
             400, "this server runs with --skip-tokenizer-init: send input_ids, not text", param="text"
         )
+    if any(len(stop) > MAX_STOP_CHARS for stop in inp.sampling_params.stop):
+        raise RequestError(400, f"a stop string may have at most {MAX_STOP_CHARS} characters", param="stop")
     if inp.sampling_params.stop and tokenizer is None:
         raise RequestError(
             400, "this server runs with --skip-tokenizer-init: stop strings are impossible, use stop_token_ids",
@@ -64,7 +67,7 @@ def fit_params(
 
 
 def build_message(
-    inp: GenerateInput, ids: list[int], vocab_size: int, limits: SchedulerReady
+    inp: GenerateInput, wire_rid: str, ids: list[int], vocab_size: int, limits: SchedulerReady
 ) -> TokenizedGenerateReq:
     """The checked message. Raises RequestError with the remedy for the first thing that is wrong."""
     check_ids(ids, vocab_size, limits)
@@ -83,7 +86,7 @@ def build_message(
             param="logprob_start_len",
         )
     return TokenizedGenerateReq(
-        rid=inp.rid,
+        rid=wire_rid,
         input_ids=ids,
         sampling_params=fit_params(inp.sampling_params, len(ids), vocab_size, limits),
         stream=inp.stream,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from fenceline.managers.request_types import GenerateChunk, RequestError, merge_chunks
+from fenceline.managers.request_types import GenerateChunk, RequestError, error_of, merge_chunks
 
 
 class RequestStream:
@@ -18,7 +18,7 @@ class RequestStream:
     engine dies or the request ends in an error before any of its chunks was read.
     """
 
-    __slots__ = ("_abort", "_error", "_exhausted", "_pending", "_waiter", "prompt_ids", "rid")
+    __slots__ = ("_abort", "_error", "_exhausted", "_pending", "_waiter", "_whole", "prompt_ids", "rid")
 
     def __init__(self, rid: str, prompt_ids: Sequence[int], abort: Callable[[str], None]) -> None:
         self.rid = rid
@@ -28,21 +28,22 @@ class RequestStream:
         self._waiter: asyncio.Future[None] | None = None
         self._error: RequestError | None = None
         self._exhausted = False
+        self._whole = False
 
     # --- producer's side: called by the TokenizerManager on the event loop
 
     def push(self, chunk: GenerateChunk) -> None:
         """Deliver one chunk."""
         self._pending.append(chunk)
-        self.wake()
+        if not self._whole or chunk.finish_reason is not None:
+            self._wake()
 
     def fail(self, error: RequestError) -> None:
         """End the stream: the consumer gets what is pending, then ``error``."""
         self._error = error
-        self.wake()
+        self._wake()
 
-    def wake(self) -> None:
-        """Let the reader run."""
+    def _wake(self) -> None:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -70,15 +71,27 @@ class RequestStream:
         return chunk
 
     async def collect(self) -> GenerateChunk:
-        """The whole answer as one chunk. Raises RequestError if the request ended in an error."""
-        return merge_chunks([chunk async for chunk in self])
+        """The whole answer as one chunk; wakes up only once. Call it before reading anything.
+
+        Raises RequestError if the request ended in an error or was closed meanwhile.
+        """
+        self._whole = True
+        chunks = [chunk async for chunk in self]
+        if not chunks or not chunks[-1].finished:
+            raise RequestError(499, "the request was closed before it finished", code="closed")
+        error = error_of(chunks[-1])
+        if error is not None:
+            raise error
+        return merge_chunks(chunks)
 
     def close(self) -> None:
-        """Stop reading. Aborts the request in the scheduler unless its last chunk was read."""
+        """Stop reading; a reader waiting now sees the end. Aborts the request in the scheduler unless its
+        last chunk was read. Closing twice is harmless."""
         if not self._exhausted:
             self._exhausted = True
             self._pending.clear()
             self._abort(self.rid)
+            self._wake()
 
     async def __aenter__(self) -> Self:
         return self

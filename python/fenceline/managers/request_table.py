@@ -9,17 +9,20 @@ from fenceline.managers.io_struct import SchedulerReady, TokenizedGenerateReq, T
 from fenceline.managers.request_stream import RequestStream
 from fenceline.managers.request_types import GenerateChunk, RequestError
 
+_MAX_PAST_IDS = 65536  # news of a request is never this late
+
 
 class RequestEntry:
     """One request in flight. Times are ``time.perf_counter()`` seconds, 0 where not yet known."""
 
     __slots__ = (
         "cached_tokens", "completion_tokens", "created", "first_token", "last_token", "num_prompt_tokens",
-        "num_retractions", "rid", "started", "stream",
+        "num_retractions", "rid", "started", "stream", "wire_rid",
     )  # fmt: skip
 
     def __init__(self, message: TokenizedGenerateReq, stream: RequestStream) -> None:
-        self.rid = message.rid
+        self.rid = stream.rid
+        self.wire_rid = message.rid
         self.stream = stream
         self.num_prompt_tokens = len(message.input_ids)
         self.created = time.perf_counter()
@@ -53,47 +56,59 @@ class RequestEntry:
 
 
 class RequestTable:
-    """Requests by id. An abandoned one stays as a ghost until its last message has come, so that its id
-    cannot be reused while news of it is on the way: every request gets exactly one last message."""
+    """Requests by id.
+
+    A caller may use an id again as soon as the request has ended for him, while news of it may still be on
+    its way and the scheduler may not have heard of its end. So a reused id travels under another name, the
+    *wire id*; only news of the wire id counts.
+    """
 
     def __init__(self, max_queued: int | None) -> None:
         self._max_queued = max_queued
-        self._active: dict[str, RequestEntry] = {}
-        self._waiting: dict[str, RequestEntry] = {}  # in order of arrival, nothing heard yet
-        self._ghosts: set[str] = set()
+        self._active: dict[str, RequestEntry] = {}  # by id
+        self._by_wire: dict[str, RequestEntry] = {}
+        self._waiting: dict[str, RequestEntry] = {}  # by id, in order of arrival, nothing heard yet
+        self._past: dict[str, int] = {}  # ids used before (the latest of them) and how often
         self._held_tokens = 0  # of started requests
 
     def __len__(self) -> int:
         return len(self._active)
 
     def __contains__(self, rid: str) -> bool:
-        return rid in self._active or rid in self._ghosts
+        return rid in self._active
+
+    def wire_rid(self, rid: str) -> str:
+        """The name under which a new request ``rid`` travels, or an active one does."""
+        if rid in self._active:
+            return self._active[rid].wire_rid
+        times = self._past.get(rid, 0)
+        return f"{rid}~{times}" if times else rid
 
     @property
     def num_waiting(self) -> int:
         """Requests of which nothing has been heard yet."""
         return len(self._waiting)
 
-    def admit(self, messages: Sequence[TokenizedGenerateReq], limits: SchedulerReady) -> None:
-        """Raise RequestError unless all of ``messages`` may be added: 400 for a duplicate id, 503 beyond
+    def admit(self, rids: Sequence[str], prompt_lens: Sequence[int], limits: SchedulerReady) -> None:
+        """Raise RequestError unless all these requests may be added: 400 for a duplicate id, 503 beyond
         --max-queued-requests. No await lies between this and :meth:`add`."""
-        rids = {message.rid for message in messages}
-        taken = next((rid for rid in rids if rid in self), None)
-        if taken is not None or len(rids) < len(messages):
-            duplicate = taken or messages[0].rid
-            raise RequestError(400, f"a request with id {duplicate!r} is already in flight", param="rid")
-        if self._max_queued is not None and self._num_queued(messages, limits) > self._max_queued:
+        seen: set[str] = set()
+        for rid in rids:
+            if rid in self._active or rid in seen:
+                raise RequestError(400, f"a request with id {rid!r} is already in flight", param="rid")
+            seen.add(rid)
+        if self._max_queued is not None and self._num_queued(prompt_lens, limits) > self._max_queued:
             raise RequestError(
                 503,
                 f"the queue is full (--max-queued-requests {self._max_queued}); try again later",
                 code="queue_full",
             )
 
-    def _num_queued(self, messages: Sequence[TokenizedGenerateReq], limits: SchedulerReady) -> int:
-        """How many requests would wait if ``messages`` came: those that fit neither the free places nor the
+    def _num_queued(self, prompt_lens: Sequence[int], limits: SchedulerReady) -> int:
+        """How many requests would wait if these came too: those that fit neither the free places nor the
         free memory, in order of arrival."""
         prompts = [entry.num_prompt_tokens for entry in self._waiting.values()]
-        prompts += [len(message.input_ids) for message in messages]
+        prompts += prompt_lens
         places = limits.max_running_requests - (len(self._active) - len(self._waiting))
         tokens = limits.max_total_num_tokens - self._held_tokens
         admitted = 0
@@ -106,22 +121,21 @@ class RequestTable:
 
     def add(self, message: TokenizedGenerateReq, stream: RequestStream) -> RequestEntry:
         """Start keeping track of a request that :meth:`admit` allowed."""
-        assert message.rid not in self
+        assert stream.rid not in self._active
+        assert message.rid not in self._by_wire
         entry = RequestEntry(message, stream)
-        self._active[message.rid] = self._waiting[message.rid] = entry
+        self._active[entry.rid] = self._waiting[entry.rid] = self._by_wire[entry.wire_rid] = entry
         return entry
 
     def advance(self, token: TokenOut) -> RequestEntry | None:
         """Account for news; None if nobody waits for it any more. The last news removes the entry."""
-        entry = self._active.get(token.rid)
+        entry = self._by_wire.get(token.rid)
         if entry is None:
-            if token.finish_reason is not None:
-                self._ghosts.discard(token.rid)
             return None
         held = entry.num_held_tokens
         if not entry.started:
             entry.started = True
-            del self._waiting[token.rid]
+            del self._waiting[entry.rid]
             held = 0
         entry.completion_tokens = token.completion_tokens
         entry.cached_tokens = token.cached_tokens
@@ -132,11 +146,10 @@ class RequestTable:
         return entry
 
     def abandon(self, rid: str) -> RequestEntry | None:
-        """The consumer left: the id becomes a ghost. None if the request had ended."""
+        """The consumer left. None if the request had ended."""
         entry = self._active.get(rid)
         if entry is not None:
             self._forget(entry)
-            self._ghosts.add(rid)
         return entry
 
     def clear(self) -> list[RequestEntry]:
@@ -144,12 +157,16 @@ class RequestTable:
         entries = list(self._active.values())
         self._active.clear()
         self._waiting.clear()
-        self._ghosts.clear()
+        self._by_wire.clear()
         self._held_tokens = 0
         return entries
 
     def _forget(self, entry: RequestEntry) -> None:
         del self._active[entry.rid]
+        del self._by_wire[entry.wire_rid]
         self._waiting.pop(entry.rid, None)
         if entry.started:
             self._held_tokens -= entry.num_held_tokens
+        self._past[entry.rid] = self._past.pop(entry.rid, 0) + 1
+        if len(self._past) > _MAX_PAST_IDS:
+            del self._past[next(iter(self._past))]

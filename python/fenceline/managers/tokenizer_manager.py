@@ -85,9 +85,10 @@ class TokenizerManager:
         prompts = [await self._prompt_ids(inp) for inp in inputs]
         limits = self._require_serving()  # tokenising may have taken a while
         messages = [
-            build_message(inp, ids, self.vocab_size, limits) for inp, ids in zip(inputs, prompts, strict=True)
+            build_message(inp, self._table.wire_rid(inp.rid), ids, self.vocab_size, limits)
+            for inp, ids in zip(inputs, prompts, strict=True)
         ]
-        self._table.admit(messages, limits)
+        self._table.admit([inp.rid for inp in inputs], [len(ids) for ids in prompts], limits)
         streams = [self._start(inp, message) for inp, message in zip(inputs, messages, strict=True)]
         return StreamGroup(streams)
 
@@ -99,7 +100,8 @@ class TokenizerManager:
 
     def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
         """Abort one request or all; unknown ids are ignored. Readers get a last chunk of type ``abort``."""
-        self._link.send(AbortReq(rid=rid, abort_all=abort_all))
+        if abort_all or rid in self._table:
+            self._link.send(AbortReq(rid=self._table.wire_rid(rid), abort_all=abort_all))
 
     def is_active(self, rid: str) -> bool:
         """Whether a request of this id is in flight."""
@@ -126,7 +128,7 @@ class TokenizerManager:
         return await self.tokenize(inp.text, inp.add_special_tokens)
 
     def _start(self, inp: GenerateInput, message: TokenizedGenerateReq) -> RequestStream:
-        stream = RequestStream(message.rid, message.input_ids, self._abandon)
+        stream = RequestStream(inp.rid, message.input_ids, self._abandon)
         self._table.add(message, stream)
         self._link.send(message)
         self._log.received(inp, message)
@@ -137,7 +139,7 @@ class TokenizerManager:
         entry = self._table.abandon(rid)
         if entry is None:
             return
-        self._link.send(AbortReq(rid=rid))
+        self._link.send(AbortReq(rid=entry.wire_rid))
         self.metrics.abandoned(entry)
         self._log.abandoned(entry)
         self._note_idle()
