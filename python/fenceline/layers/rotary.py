@@ -1,0 +1,110 @@
+"""Rotary position embedding (RoFormer, arXiv:2104.09864) with the scalings that checkpoints ask for.
+
+Frequencies are computed in float32 exactly as transformers does (``modeling_rope_utils``), because a checkpoint was
+trained with those roundings.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from fenceline.config.rope_scaling import RopeScaling
+
+
+class RotaryEmbedding(nn.Module):
+    """Table of cosines and sines for positions below ``max_positions``, float32, on the default device."""
+
+    def __init__(
+        self, head_dim: int, max_positions: int, theta: float, scaling: RopeScaling | None = None
+    ) -> None:
+        super().__init__()
+        inv_freq, attention_factor = inverse_frequencies(head_dim, theta, scaling)
+        positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
+        angles = positions[:, None] * inv_freq
+        table = torch.cat((angles.cos(), angles.cos(), angles.sin()), dim=-1) * attention_factor
+        self.head_dim = head_dim
+        # [max_positions, 3 * head_dim / 2]: cos twice, since it multiplies the whole head at once, then sin.
+        self.table: torch.Tensor
+        self.register_buffer("table", table.to(torch.get_default_device()), persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions [T] int64 → cos [T, 1, head_dim] and sin [T, 1, head_dim / 2], for ``apply_rotary``."""
+        rows = self.table.index_select(0, positions).unsqueeze(1)
+        return rows[..., : self.head_dim], rows[..., self.head_dim :]
+
+
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (x[i], x[i + head_dim / 2]) of x [T, heads, head_dim] by the token's angles.
+
+    Computed in float32, returned as a new tensor in x's type.
+    """
+    x1, x2 = x.chunk(2, dim=-1)
+    rotated = x * cos
+    first, second = rotated.chunk(2, dim=-1)
+    # In place on our own product: a third of the temporaries of the textbook form, which the CPU feels.
+    first.addcmul_(x2.to(rotated.dtype), sin, value=-1.0)
+    second.addcmul_(x1.to(rotated.dtype), sin)
+    return rotated.to(x.dtype)
+
+
+def inverse_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None
+) -> tuple[torch.Tensor, float]:
+    """``([head_dim / 2] float32 on the CPU, factor on cos and sin)``."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    inv_freq = 1.0 / (theta**exponents)
+    if scaling is None:
+        return inv_freq, 1.0
+    if scaling.rope_type == "linear":
+        return inv_freq / scaling.factor, 1.0
+    if scaling.rope_type == "llama3":
+        return _llama3(inv_freq, scaling), 1.0
+    assert scaling.rope_type == "yarn", scaling.rope_type
+    return _yarn(head_dim, theta, scaling), _yarn_attention_factor(scaling)
+
+
+def _llama3(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Llama 3.1: long waves are slowed by ``factor``, short ones kept, those between interpolated."""
+    original = scaling.original_max_position_embeddings
+    wavelength = 2 * math.pi / inv_freq
+    slowed = inv_freq / scaling.factor
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    keep = (original / wavelength - scaling.low_freq_factor) / span
+    blended = (1 - keep) * inv_freq / scaling.factor + keep * inv_freq
+    result = torch.where(wavelength > original / scaling.low_freq_factor, slowed, blended)
+    return torch.where(wavelength < original / scaling.high_freq_factor, inv_freq, result)
+
+
+def _yarn(head_dim: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
+    """YaRN (arXiv:2309.00071, section 3.2): a ramp over dimensions from extrapolation to interpolation."""
+
+    def dimension_of(num_rotations: float) -> float:
+        ratio = scaling.original_max_position_embeddings / (num_rotations * 2 * math.pi)
+        return head_dim * math.log(ratio) / (2 * math.log(theta))
+
+    low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a ramp of no length would divide by zero
+    steps = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+    extrapolated = 1 - ((steps - low) / (high - low)).clamp(0, 1)
+    waves = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+    return 1.0 / (scaling.factor * waves) * (1 - extrapolated) + 1.0 / waves * extrapolated
+
+
+def _yarn_attention_factor(scaling: RopeScaling) -> float:
+    """YaRN's temperature on the attention logits, its square root applied to cos and sin (section 3.3)."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+
+    def mscale(weight: float) -> float:
+        return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
+    return mscale(1.0)

@@ -1,0 +1,107 @@
+"""load_model: from a model directory to a model on its device, weights streamed file by file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from fenceline.config.hf_files import read_json_object
+from fenceline.config.model_config import ModelConfig
+from fenceline.layers.shard import Shard
+from fenceline.models.decoder import CausalLM
+from fenceline.models.registry import make_model
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_DUMMY_STD = 0.02  # what most families are initialised with
+
+
+def load_model(
+    config: ModelConfig, load_format: str, device: torch.device, shard: Shard, seed: int, progress: bool
+) -> CausalLM:
+    """The model of ``config`` on ``device``, ready for inference: eval mode, no gradients, ``config.dtype``.
+
+    ``load_format``: ``auto`` and ``safetensors`` read ``*.safetensors`` from ``config.model_path``, ``dummy`` draws
+    random weights from ``seed`` and reads nothing. ``progress`` shows a bar on stderr. Raises ``ValueError``, one line
+    with the remedy, for missing, damaged or unfitting files.
+    """
+    if load_format not in ("auto", "safetensors", "dummy"):
+        raise ValueError(f"--load-format {load_format} is not supported; use auto, safetensors or dummy")
+    files = [] if load_format == "dummy" else weight_files(Path(config.model_path))
+    # Allocated where they stay: a large model must not pass through host memory as a whole.
+    with torch.no_grad(), torch.device(device):
+        model = make_model(config, shard)
+        if load_format == "dummy":
+            _randomise(model, seed)
+        else:
+            model.load_weights(read_weights(files, progress))
+    return model.eval()
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The checkpoint's safetensors files, in order. Raises ``ValueError`` where there are none or one is missing."""
+    index = directory / _INDEX
+    if index.is_file():
+        weight_map = read_json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{index}: no weight_map; download the file again")
+        names = sorted({str(name) for name in weight_map.values()})
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise ValueError(
+                f"{directory}: {len(missing)} of {len(names)} weight files are missing, first {missing[0]}; "
+                f"download the model again"
+            )
+        return [directory / name for name in names]
+    if (directory / _SINGLE).is_file():
+        return [directory / _SINGLE]
+    # Mistral's own format lies beside Hugging Face's in some repositories, under this name.
+    found = sorted(p for p in directory.glob("*.safetensors") if not p.name.startswith("consolidated"))
+    if found:
+        return found
+    if any(next(directory.glob(pattern), None) for pattern in ("*.bin", "*.pt", "*.pth")):
+        raise ValueError(
+            f"{directory}: only pickled weights (.bin, .pt), which can run code when read; convert them once with "
+            f"transformers: AutoModelForCausalLM.from_pretrained(dir).save_pretrained(new_dir)"
+        )
+    raise ValueError(f"{directory}: no *.safetensors files; download the weights, or use --load-format dummy")
+
+
+def read_weights(files: Sequence[Path], progress: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) for every tensor of ``files``: memory-mapped on the CPU, valid until the next one is taken."""
+    total_bytes = sum(path.stat().st_size for path in files)
+    with tqdm(
+        total=total_bytes, unit="B", unit_scale=True, desc="Loading weights", disable=not progress
+    ) as bar:
+        for number, path in enumerate(files, start=1):
+            bar.set_postfix_str(f"file {number}/{len(files)}")
+            try:
+                # The default device does not reach into safetensors: its tensors stay on the CPU.
+                with safe_open(path, framework="pt", device="cpu") as file:
+                    for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                        tensor = file.get_tensor(name)
+                        yield name, tensor
+                        bar.update(tensor.nbytes)
+            except SafetensorError as error:
+                raise ValueError(f"{path}: truncated or damaged ({error}); download the file again") from None
+            except OSError as error:
+                raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
+        bar.update(total_bytes - bar.n)  # the headers
+
+
+def _randomise(model: CausalLM, seed: int) -> None:
+    """Weights that keep activations at a sane size: ones for norms, zeros for biases, small noise elsewhere."""
+    for number, (name, param) in enumerate(model.named_parameters()):
+        if name.endswith("bias"):
+            param.zero_()
+        elif param.dim() == 1:
+            param.fill_(1.0)
+        else:
+            # A generator for each tensor, so that its values do not depend on the shapes before it.
+            generator = torch.Generator(param.device).manual_seed(seed * 1_000_003 + number)
+            bound = _DUMMY_STD * 3**0.5
+            param.uniform_(-bound, bound, generator=generator)

@@ -1,0 +1,36 @@
+"""Model classes by the architecture that config.json names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from fenceline.config.model_config import ModelConfig
+from fenceline.layers.shard import Shard
+from fenceline.models.decoder import CausalLM
+from fenceline.models.llama import LlamaForCausalLM
+from fenceline.models.mistral import MistralForCausalLM
+from fenceline.models.qwen2 import Qwen2ForCausalLM
+from fenceline.models.qwen3 import Qwen3ForCausalLM
+
+# Its keys are fenceline.config.model_config.SUPPORTED_ARCHITECTURES; a test keeps the two equal.
+MODELS: Mapping[str, Callable[[ModelConfig, Shard], CausalLM]] = MappingProxyType(
+    {
+        "LlamaForCausalLM": LlamaForCausalLM,
+        "MistralForCausalLM": MistralForCausalLM,
+        "Qwen2ForCausalLM": Qwen2ForCausalLM,
+        "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    }
+)
+
+
+def make_model(config: ModelConfig, shard: Shard) -> CausalLM:
+    """The model of ``config.architecture``, parameters uninitialised on the default device.
+
+    Raises ``ValueError`` naming the supported architectures.
+    """
+    if config.architecture not in MODELS:
+        raise ValueError(
+            f"architecture {config.architecture} is not supported; supported are {', '.join(MODELS)}"
+        )
+    return MODELS[config.architecture](config, shard)
