@@ -1,0 +1,79 @@
+"""Training rows: token ids with a loss mask, a pure function of (seed, step)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .documents import END_OF_TEXT, Document, ledger_document, short_document
+from .tokenizer import FastEncoder
+
+Ids = npt.NDArray[np.uint16]
+Mask = npt.NDArray[np.uint8]
+
+ROW_LENGTHS = (512, 1024, 2048, 4096)
+
+
+@dataclass(frozen=True, slots=True)
+class Curriculum:
+    """Which row length a step trains on: short rows first, all lengths after `warm_steps` steps."""
+
+    seed: int
+    warm_steps: int
+
+    def row_length(self, step: int) -> int:
+        """The row length of `step`, one of ROW_LENGTHS."""
+        progress = step / max(self.warm_steps, 1)
+        if progress < 0.4:
+            weights = (1.0, 0.0, 0.0, 0.0)
+        elif progress < 0.7:
+            weights = (0.6, 0.4, 0.0, 0.0)
+        elif progress < 1.0:
+            weights = (0.5, 0.2, 0.3, 0.0)
+        else:
+            weights = (0.45, 0.1, 0.15, 0.3)
+        return random.Random(f"length:{self.seed}:{step}").choices(ROW_LENGTHS, weights)[0]
+
+
+def encode_document(document: Document, encoder: FastEncoder) -> tuple[list[int], list[int]]:
+    """Token ids of a document, and 1 for each token of an answer, 0 for the rest."""
+    ids: list[int] = []
+    mask: list[int] = []
+    for text, is_answer in document:
+        new = encoder.encode(text)
+        ids += new
+        mask += [int(is_answer)] * len(new)
+    return ids, mask
+
+
+def build_row(rng: random.Random, length: int, encoder: FastEncoder) -> tuple[list[int], list[int]]:
+    """One row of `length` tokens: at most one ledger, the rest short documents, cut at the end."""
+    ids: list[int] = []
+    mask: list[int] = []
+    ledger_at = rng.random() * 1.3  # of the row's length; beyond 1: none
+    if ledger_at < 0.8 and rng.random() < 0.6:
+        ledger_at = 0.0
+    separator = encoder.encode(END_OF_TEXT)
+    while len(ids) < length:
+        if len(ids) >= ledger_at * length and length - len(ids) > 160:
+            document = ledger_document(rng, length - len(ids))
+            ledger_at = 2.0
+        else:
+            document = short_document(rng)
+        new_ids, new_mask = encode_document(document, encoder)
+        ids += new_ids + separator
+        mask += new_mask + [0]
+    return ids[:length], mask[:length]
+
+
+def build_batch(seed: int, step: int, rows: int, length: int, encoder: FastEncoder) -> tuple[Ids, Mask]:
+    """The batch of `step`: ids [rows, length + 1] uint16 and the loss mask of the same shape, uint8."""
+    rng = random.Random(f"batch:{seed}:{step}")
+    built = [build_row(rng, length + 1, encoder) for _ in range(rows)]
+    return (
+        np.array([ids for ids, _ in built], dtype=np.uint16),
+        np.array([mask for _, mask in built], dtype=np.uint8),
+    )

@@ -1,0 +1,165 @@
+"""Items laid out as the model meets them: few-shot text, chat conversations, GSM8K-like problems.
+
+A document is a list of segments (text, is_answer). Every segment starts where the tokenizer splits
+anyway (a space, a newline, a special token), so encoding segments one by one equals encoding the text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from . import arithmetic, sequences, stories
+from .items import TRAIN, Item, Maker, sample
+from .ledger import Ledger, make_ledger
+from .smalltalk import SYSTEM_PROMPTS, make_talk
+
+IM_START = "<|im_start|>"
+IM_END = "<|im_end|>"
+END_OF_TEXT = "<|endoftext|>"
+
+Segment = tuple[str, bool]
+Document = list[Segment]
+
+MAKERS: dict[str, Maker] = {
+    "add": arithmetic.make_add,
+    "sub": arithmetic.make_sub,
+    "mul": arithmetic.make_mul,
+    "word": arithmetic.make_word,
+    "count": sequences.make_count,
+    "sort": sequences.make_sort,
+    "copy": sequences.make_copy,
+    "long_copy": sequences.make_long_copy,
+    "reverse": sequences.make_reverse,
+    "story": stories.make_story,
+}
+
+_WEIGHTS = {
+    "add": 5.0, "sub": 5.0, "mul": 2.0, "word": 3.0, "count": 1.2,
+    "sort": 2.5, "copy": 1.5, "long_copy": 0.4, "reverse": 1.5, "story": 2.5,
+}  # fmt: skip
+
+_NAMES = list(_WEIGHTS)
+_CUMULATIVE = [sum(list(_WEIGHTS.values())[: i + 1]) for i in range(len(_WEIGHTS))]
+
+
+def train_item(rng: random.Random, category: str | None = None) -> Item:
+    """A training item of `category`, or of a random one."""
+    if category is None:
+        category = rng.choices(_NAMES, cum_weights=_CUMULATIVE)[0]
+    return sample(MAKERS[category], rng, TRAIN)
+
+
+def few_shot_text(question: str) -> str:
+    """A question in the few-shot layout, up to where the answer starts."""
+    return f"Q: {question}\nA:"
+
+
+def few_shot(items: list[Item], header: str = "") -> Document:
+    """Question and answer pairs separated by blank lines."""
+    document: Document = [(header, False)] if header else []
+    for item in items:
+        document += [(few_shot_text(item.question), False), (f" {item.answer}\n", True), ("\n", False)]
+    return document
+
+
+def gsm_answer(item: Item) -> str:
+    """A worked answer in GSM8K's form, its value after ####."""
+    value = item.answer.rstrip(".").rsplit(" ", 1)[-1]
+    return f"{item.answer}\n#### {value}"
+
+
+def gsm_shots(items: list[Item]) -> Document:
+    """Problems in GSM8K's few-shot layout."""
+    document: Document = []
+    for item in items:
+        document += [
+            (f"Question: {item.question}\nAnswer:", False),
+            (f" {gsm_answer(item)}\n\n", True),
+        ]
+    return document
+
+
+def equations(items: list[Item]) -> Document:
+    """Bare sums and differences, one a line; the question ends with its equals sign."""
+    document: Document = []
+    for item in items:
+        a, sign, b = item.keys[0].split(":")[1].partition("+" if item.category == "add" else "-")
+        document += [(f"{a} {sign} {b} =", False), (f" {item.answer}\n", True)]
+    return document
+
+
+def chat(turns: list[tuple[str, str]], system: str = "") -> Document:
+    """A conversation in the chat template's layout."""
+    document: Document = [(f"{IM_START}system\n{system}{IM_END}\n", False)] if system else []
+    for question, answer in turns:
+        document.append((f"{IM_START}user\n{question}{IM_END}\n{IM_START}assistant\n", False))
+        document.append((f"{answer}{IM_END}", True))
+        document.append(("\n", False))
+    return document
+
+
+def _few_shot_document(rng: random.Random, room: int) -> Document:
+    category = None if rng.random() < 0.35 else rng.choices(_NAMES, cum_weights=_CUMULATIVE)[0]
+    header = "Answer the questions.\n\n" if rng.random() < 0.2 else ""
+    return few_shot([train_item(rng, category) for _ in range(rng.randrange(2, 13))], header)
+
+
+def _chat_document(rng: random.Random, room: int) -> Document:
+    turns = []
+    for _ in range(rng.randrange(1, 7)):
+        if rng.random() < 0.25:
+            turns.append(make_talk(rng))
+        else:
+            item = train_item(rng)
+            turns.append((item.question, item.answer))
+    system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.3 else ""
+    return chat(turns, system)
+
+
+def _gsm_document(rng: random.Random, room: int) -> Document:
+    category = "word" if rng.random() < 0.7 else "mul"
+    return gsm_shots([train_item(rng, category) for _ in range(rng.randrange(2, 9))])
+
+
+def _equations_document(rng: random.Random, room: int) -> Document:
+    items = [train_item(rng, "add" if rng.random() < 0.5 else "sub") for _ in range(rng.randrange(3, 16))]
+    return equations([item for item in items if item.keys])
+
+
+def _ledger_items(rng: random.Random, ledger: Ledger, count: int) -> list[Item]:
+    items: list[Item] = []
+    for _ in range(count):
+        if len(ledger.facts) >= 3 and rng.random() < 0.3:
+            chosen = rng.sample(ledger.facts, rng.randrange(2, min(6, len(ledger.facts)) + 1))
+            items.append(ledger.list_item(chosen))
+        else:
+            items.append(ledger.recall_item(rng.choice(ledger.facts)))
+    return items
+
+
+def ledger_document(rng: random.Random, room: int) -> Document:
+    """A ledger of up to `room` tokens with its questions, as few-shot text or as a chat."""
+    num_tokens = int(room * rng.uniform(0.25, 1.0))
+    num_questions = min(4 + num_tokens // 100, 24)
+    most = min(64, num_tokens // 24)
+    num_facts = rng.randrange(min(3, most), most + 1)
+    text_tokens = num_tokens - num_questions * 26
+    ledger = make_ledger(rng, num_facts, text_tokens, TRAIN)
+    items = _ledger_items(rng, ledger, num_questions)
+    if rng.random() < 0.6:
+        return few_shot(items, f"{ledger.text}\n\n")
+    turns = [(item.question, item.answer) for item in items]
+    turns[0] = (f"{ledger.text}\n\n{turns[0][0]}", turns[0][1])
+    return chat(turns)
+
+
+_SHORT: list[Callable[[random.Random, int], Document]] = [
+    _few_shot_document, _chat_document, _gsm_document, _equations_document,
+]  # fmt: skip
+_SHORT_CUMULATIVE = [0.48, 0.85, 0.93, 1.0]
+
+
+def short_document(rng: random.Random) -> Document:
+    """A document of some tens to some hundreds of tokens."""
+    return rng.choices(_SHORT, cum_weights=_SHORT_CUMULATIVE)[0](rng, 0)

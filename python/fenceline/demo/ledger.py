@@ -1,0 +1,99 @@
+"""Long-range recall: facts strewn over a long text, and questions about some of them at its end."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from .items import HELD_OUT, Item, is_held_out
+from .stories import filler_sentence
+from .words import NAMES, WORDS
+
+CHARS_PER_TOKEN = 3.7
+"""Characters per token of the ledgers' text under the demo tokenizer (measured; rounded down)."""
+
+MAX_FACTS = len(NAMES)
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """`value` is stated of `name`; `kind` picks the wording of statement and question."""
+
+    kind: int
+    name: str
+    value: str
+
+    @property
+    def key(self) -> str:
+        return f"recall:{self.name}={self.value}"
+
+    def statement(self) -> str:
+        """The sentence that states the fact."""
+        if self.kind == 0:
+            return f"The code of {self.name} is {self.value}."
+        if self.kind == 1:
+            return f"Remember that {self.name} has locker {self.value}."
+        return f"The password of {self.name} is {self.value}."
+
+    def question(self) -> str:
+        """The question that the fact answers."""
+        if self.kind == 0:
+            return f"What is the code of {self.name}?"
+        if self.kind == 1:
+            return f"Which locker does {self.name} have?"
+        return f"What is the password of {self.name}?"
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """A long text and the facts in it, in the order of their statement."""
+
+    text: str
+    facts: tuple[Fact, ...]
+
+    def recall_item(self, fact: Fact) -> Item:
+        """The question about one fact."""
+        return Item("recall", fact.question(), fact.value, (fact.key,))
+
+    def list_item(self, facts: list[Fact]) -> Item:
+        """The question about several facts at once: several places of the text must be right."""
+        names = ", ".join(fact.name for fact in facts)
+        values = ", ".join(fact.value for fact in facts)
+        return Item("ledger", f"List the values of {names}.", values, tuple(fact.key for fact in facts))
+
+
+def _value(rng: random.Random, kind: int) -> str:
+    if kind == 0:
+        return f"{rng.randrange(10000):04d}"
+    if kind == 1:
+        return str(rng.randrange(100, 1000))
+    return f"{WORDS[rng.randrange(len(WORDS))]} {WORDS[rng.randrange(len(WORDS))]}"
+
+
+def make_fact(rng: random.Random, name: str, split: str) -> Fact:
+    """A fact about `name` whose (name, value) pair belongs to `split`."""
+    kind = rng.randrange(3)
+    while True:
+        fact = Fact(kind, name, _value(rng, kind))
+        if is_held_out(fact.key) == (split == HELD_OUT):
+            return fact
+
+
+def make_ledger(rng: random.Random, num_facts: int, num_tokens: int, split: str) -> Ledger:
+    """A text of about `num_tokens` tokens (facts first, then as much filler as fits) on different names.
+
+    Facts and filler are shuffled; every (name, value) pair belongs to `split`.
+    """
+    names = rng.sample(NAMES, min(num_facts, MAX_FACTS))
+    facts = tuple(make_fact(rng, name, split) for name in names)
+    statements = [fact.statement() for fact in facts]
+    room = int(num_tokens * CHARS_PER_TOKEN) - sum(map(len, statements)) - len(statements)
+    filler: list[str] = []
+    while room > 0:
+        filler.append(filler_sentence(rng))
+        room -= len(filler[-1]) + 1
+    slots = sorted(rng.sample(range(len(statements) + len(filler)), len(statements)))
+    sentences = filler
+    for slot, statement in zip(slots, statements, strict=True):
+        sentences.insert(slot, statement)
+    return Ledger(" ".join(sentences), facts)
