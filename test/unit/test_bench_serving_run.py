@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -421,3 +423,24 @@ def test_random_draws_are_replayed_with_their_seed(
     seeds = [body["sampling_params"]["seed"] for body in server.bodies]
     assert sorted(seeds[:5]) == [40, 41, 42, 43, 44]
     assert sorted(seeds[5:]) == [40, 41, 42, 43, 44]
+
+
+def test_a_prompt_that_is_no_json_fails_alone(
+    bench: Callable[..., dict[str, Any]], server: FakeServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "odd.jsonl"
+    path.write_text('{"input_ids": [1, 2]}\n{"input_ids": [3, 99999999999999999999999]}\n')
+    result = bench(dataset_name="custom", dataset_path=str(path), warmup_requests=0)
+    assert (result["completed"], result["failed"]) == (1, 1)
+    assert any("cannot be sent" in error for error in result["errors"])
+
+
+def test_client_capacity_bench_takes_every_token() -> None:
+    script = Path(__file__).parents[2] / "benchmark" / "bench_client_capacity.py"
+    small = ["--num-streams", "4", "--output-len", "20", "--rounds", "2", "--backend", "vllm"]
+    done = subprocess.run(
+        [sys.executable, script, *small], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^tokens +160$", done.stdout, re.M)
+    assert re.search(r"^tokens/s: [1-9]\d*$", done.stdout, re.M)

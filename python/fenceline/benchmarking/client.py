@@ -50,7 +50,10 @@ class Client:
     async def send(self, call: Call) -> Reply:
         """Send ``call`` and wait for its whole reply. Failures come back as replies, never as exceptions."""
         endpoint = self.endpoint
-        body = orjson.dumps(endpoint.payload(call))
+        try:
+            body = orjson.dumps(endpoint.payload(call))
+        except orjson.JSONEncodeError as error:  # a file's prompt may hold half a surrogate pair
+            return Reply(False, f"the prompt cannot be sent as JSON: {error}", start_time=time.perf_counter())
         start = time.perf_counter()
         recorder = new_recorder(endpoint.kind, start)
         try:

@@ -34,7 +34,14 @@ BACKENDS: dict[str, tuple[Kind, int]] = {
 }
 
 # Backends known to answer `continuous_usage_stats`: the token count in every chunk.
-_CONTINUOUS_USAGE = ("sglang-oai", "sglang-oai-chat", "vllm", "vllm-chat")
+_CONTINUOUS_USAGE = (
+    "fenceline-oai",
+    "fenceline-oai-chat",
+    "sglang-oai",
+    "sglang-oai-chat",
+    "vllm",
+    "vllm-chat",
+)
 
 # Keys of --extra-request-body that the native endpoint takes inside sampling_params.
 _SAMPLING_NAMES = (

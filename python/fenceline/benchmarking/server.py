@@ -56,19 +56,18 @@ async def resolve_model(session: aiohttp.ClientSession, root: str, args: BenchAr
     Raises:
         ValueError: the server cannot be reached or names no model.
     """
-    if args.model and (args.tokenizer or args.vocab_size):
+    if args.model:
         return Model(args.served_model_name or args.model, args.tokenizer or args.model)
     info = await get_json(session, root + "/get_model_info") or {}
     listed = await get_json(session, root + "/v1/models") or {}
     models = listed.get("data")
     first: dict[str, Any] = models[0] if isinstance(models, list) and models else {}
-    names = (args.served_model_name, args.model, first.get("id"), info.get("model_path"))
+    names = (args.served_model_name, first.get("id"), info.get("model_path"))
     name = next((str(n) for n in names if n), None)
     if name is None:
         raise ValueError(f"{root} names no model at /get_model_info or /v1/models: pass --model")
     tokenizers = (
         args.tokenizer,
-        args.model,
         info.get("tokenizer_path"),
         info.get("model_path"),
         first.get("root"),
