@@ -9,16 +9,19 @@ import msgspec
 MAX_LOGIT_BIAS = 100.0
 MAX_STOP_STRINGS = 64
 TOP_K_ALL = -1
+GREEDY_BELOW = 1e-6  # temperatures below are 0, as in SGLang
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters of one request, with SGLang's names and meanings.
 
-    ``temperature`` 0 means greedy. ``top_k`` -1 means the whole vocabulary. ``seed`` None lets the
-    scheduler draw one from the server's ``--random-seed``; the draw of a token depends on
-    (seed, position) alone. ``repetition_penalty`` looks at prompt and output, ``presence_penalty``
-    and ``frequency_penalty`` at the output. ``stop`` strings are found by the detokenizer,
-    ``stop_token_ids`` by the scheduler.
+    ``temperature`` 0 (or below 1e-6) means greedy, and so does ``top_k`` 1. ``top_k`` -1 means the whole
+    vocabulary. ``top_k``, ``top_p`` and ``min_p`` each look at the full distribution after temperature; a token
+    has to pass all of them, and one that ties with the last token kept is kept. ``seed`` None lets the scheduler
+    draw one from the server's ``--random-seed``; the draw of a token depends on (seed, position) alone.
+    ``repetition_penalty`` looks at prompt and output, ``presence_penalty`` and ``frequency_penalty`` at the
+    output; ``logit_bias`` is added before them. Until ``min_new_tokens`` tokens exist, no end-of-sequence or stop
+    token is sampled. ``stop`` strings are found by the detokenizer, ``stop_token_ids`` by the scheduler.
     """
 
     max_new_tokens: int = 128
@@ -42,7 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_greedy(self) -> bool:
         """Whether the arg-max is taken: no random draw is made."""
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     @property
     def needs_penalties(self) -> bool:

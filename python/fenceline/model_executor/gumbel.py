@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fenceline.model_executor.row_chunks import row_chunks
+
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
 _MIX_A = 0xBF58476D1CE4E5B9
 _MIX_B = 0x94D049BB133111EB
@@ -25,9 +27,6 @@ _TOKEN_STRIDE = 0x9E3779B1  # odd, so distinct ids stay distinct
 _ROUND_A = 0x7FEB352D
 _ROUND_B = 0x846CA68B
 _MASK_64 = 2**64 - 1
-
-# Rows are worked on in pieces of at most this many elements: temporaries stay bounded, and inside a GPU's L2.
-CHUNK_ELEMENTS = 1 << 22
 
 
 def _signed(value: int, bits: int) -> int:
@@ -45,12 +44,6 @@ def mix_seeds(seeds: Sequence[int]) -> npt.NDArray[np.int64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_A)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_B)
     return (z ^ (z >> np.uint64(31))).view(np.int64)
-
-
-def row_chunks(num_rows: int, num_columns: int) -> list[slice]:
-    """Slices that cut ``num_rows`` rows into pieces of at most ``CHUNK_ELEMENTS`` elements (at least one row)."""
-    step = max(1, CHUNK_ELEMENTS // max(1, num_columns))
-    return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
 class GumbelSampler:

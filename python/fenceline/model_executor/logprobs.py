@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fenceline.model_executor.gumbel import row_chunks
+from fenceline.model_executor.row_chunks import row_chunks, take_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +22,18 @@ class OutputLogprobs:
     top_ids: torch.Tensor  # [N, K] int64
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, top_k: int) -> OutputLogprobs:
-    """Log-softmax of ``logits`` [N, V] (any float dtype; computed in float32; not changed) at ``token_ids`` [N] int64
-    and at its ``min(top_k, V)`` largest entries. A row's values do not depend on the other rows."""
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, top_k: int, index: torch.Tensor | None = None
+) -> OutputLogprobs:
+    """Log-softmax of ``logits`` [M, V] (any float dtype; computed in float32; not changed) at ``token_ids`` [M] int64
+    and at its ``min(top_k, V)`` largest entries, for the N rows ``index`` [N] int64; None: for all, N = M. A row's
+    values do not depend on the other rows."""
+    num_rows = logits.shape[0] if index is None else index.shape[0]
     num_top = min(top_k, logits.shape[1])
     chosen, values, ids = [], [], []
-    for rows in row_chunks(*logits.shape):
-        logprobs = torch.log_softmax(logits[rows], dim=-1, dtype=torch.float32)
-        chosen.append(logprobs.gather(1, token_ids[rows, None]).squeeze(1))
+    for rows in row_chunks(num_rows, logits.shape[1]):
+        logprobs = torch.log_softmax(take_rows(logits, index, rows), dim=-1, dtype=torch.float32)
+        chosen.append(logprobs.gather(1, take_rows(token_ids, index, rows)[:, None]).squeeze(1))
         if num_top:
             top = logprobs.topk(num_top, dim=-1)
             values.append(top.values)
@@ -37,8 +41,8 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, top_k: int) ->
     if not chosen:
         chosen.append(logits.new_empty(0, dtype=torch.float32))
     if not values:
-        values.append(logits.new_empty((logits.shape[0], num_top), dtype=torch.float32))
-        ids.append(logits.new_empty((logits.shape[0], num_top), dtype=torch.int64))
+        values.append(logits.new_empty((num_rows, num_top), dtype=torch.float32))
+        ids.append(logits.new_empty((num_rows, num_top), dtype=torch.int64))
     return OutputLogprobs(_finite(torch.cat(chosen)), _finite(torch.cat(values)), torch.cat(ids))
 
 

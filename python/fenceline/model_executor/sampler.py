@@ -10,7 +10,7 @@ temperature 1 there. With neutral parameters that is the model's own log-softmax
 
 A request's token depends on its own logits, parameters, seed and position, bit by bit: not on its place in the batch
 nor on what else is in it. There is no host synchronisation and no shape that depends on data, so a step can be
-captured; scratch memory is bounded by pieces of rows.
+captured. Scratch memory is at most two copies of the logits and a few pieces of ``CHUNK_ELEMENTS``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from dataclasses import dataclass
 import torch
 
 from fenceline.model_executor.gumbel import GumbelSampler
-from fenceline.model_executor.logprobs import OutputLogprobs, spread, token_logprobs
+from fenceline.model_executor.logprobs import OutputLogprobs, prompt_logprobs, spread, token_logprobs
+from fenceline.model_executor.row_chunks import row_chunks, take_rows
 from fenceline.model_executor.sampling_batch import SamplingBatch
 from fenceline.model_executor.sampling_filters import keep_thresholds
 from fenceline.model_executor.token_counts import TokenCounts
+
+__all__ = ["OutputLogprobs", "SampleOutput", "Sampler", "prompt_logprobs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,9 @@ class Sampler:
         next_tokens = self._choose(logits, scaled, positions, batch)
         if batch.penalty_rows is not None:
             assert self._counts is not None
-            self._counts.add(batch.penalty_rows, _rows(next_tokens, batch.penalty_index))
+            index = batch.penalty_index
+            sampled = next_tokens if index is None else next_tokens.index_select(0, index)
+            self._counts.add(batch.penalty_rows, sampled)
         if scaled is None or not batch.return_logprob:
             return SampleOutput(next_tokens, None)
         return SampleOutput(next_tokens, _logprobs(scaled, next_tokens, batch))
@@ -97,7 +102,7 @@ class Sampler:
             biased = logits[batch.bias_index, batch.bias_ids] + batch.bias_values
             logits[batch.bias_index, batch.bias_ids] = biased
         if batch.penalty_rows is not None:
-            logits = self._penalize(logits, batch)
+            self._penalize_(logits, batch)
         if batch.stop_index is not None:
             assert batch.stop_ids is not None and batch.stop_until is not None
             too_early = positions[batch.stop_index] < batch.stop_until
@@ -105,20 +110,22 @@ class Sampler:
             logits[batch.stop_index, batch.stop_ids] = old.masked_fill(too_early, -torch.inf)
         return logits
 
-    def _penalize(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    def _penalize_(self, logits: torch.Tensor, batch: SamplingBatch) -> None:
         assert self._counts is not None, "begin_request comes before the first step of a penalised request"
         assert batch.penalty_rows is not None and batch.repetition_penalties is not None
         assert batch.frequency_penalties is not None and batch.presence_penalties is not None
-        penalized = self._counts.apply(
-            _rows(logits, batch.penalty_index),
-            batch.penalty_rows,
-            batch.repetition_penalties,
-            batch.frequency_penalties,
-            batch.presence_penalties,
-        )
-        if batch.penalty_index is None:
-            return penalized
-        return logits.index_copy_(0, batch.penalty_index, penalized)
+        for rows in row_chunks(batch.penalty_rows.shape[0], self._vocab_size):
+            penalized = self._counts.apply(
+                take_rows(logits, batch.penalty_index, rows),
+                batch.penalty_rows[rows],
+                batch.repetition_penalties[rows],
+                batch.frequency_penalties[rows],
+                batch.presence_penalties[rows],
+            )
+            if batch.penalty_index is None:
+                logits[rows] = penalized
+            else:
+                logits.index_copy_(0, batch.penalty_index[rows], penalized)
 
 
 def _scale(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
@@ -129,9 +136,5 @@ def _scale(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 def _logprobs(scaled: torch.Tensor, next_tokens: torch.Tensor, batch: SamplingBatch) -> OutputLogprobs:
     index = batch.logprob_index
-    part = token_logprobs(_rows(scaled, index), _rows(next_tokens, index), batch.max_top_logprobs)
+    part = token_logprobs(scaled, next_tokens, batch.max_top_logprobs, index)
     return part if index is None else spread(part, index, batch.num_reqs)
-
-
-def _rows(values: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-    return values if index is None else values.index_select(0, index)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -177,7 +177,8 @@ class SamplingBatch:
 
     @staticmethod
     def from_views(reqs: Sequence[ReqSampling], views: Mapping[str, torch.Tensor]) -> SamplingBatch:
-        """``views`` are the arrays of ``sampling_arrays(reqs)`` on the device, under the same names."""
+        """``views`` hold the arrays of ``sampling_arrays(reqs)`` on the device, under the same names; other inputs
+        of the step may lie beside them."""
         filtered = [r.params for r in reqs if not r.params.is_greedy]
         filtered = [p for p in filtered if _has_top_k(p) or _has_top_p(p)]
         return SamplingBatch(
@@ -185,7 +186,7 @@ class SamplingBatch:
             return_logprob=any(r.return_logprob for r in reqs),
             max_top_logprobs=max((r.top_logprobs_num for r in reqs if r.return_logprob), default=0),
             max_top_k=max((p.top_k if _has_top_k(p) else UNLIMITED_K for p in filtered), default=0),
-            **views,
+            **{name: views[name] for name in _ARRAY_NAMES if name in views},
         )
 
     @property
@@ -197,3 +198,7 @@ class SamplingBatch:
     def needs_penalties(self) -> bool:
         """Some request has token counts."""
         return self.penalty_rows is not None
+
+
+_HOST_FACTS = ("num_reqs", "return_logprob", "max_top_logprobs", "max_top_k")
+_ARRAY_NAMES = tuple(f.name for f in fields(SamplingBatch) if f.name not in _HOST_FACTS)

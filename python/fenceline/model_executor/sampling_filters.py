@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from fenceline.model_executor.gumbel import row_chunks
+from fenceline.model_executor.row_chunks import row_chunks, take_rows
 from fenceline.model_executor.sampling_batch import SamplingBatch
 
 # Probabilities relative to the row's largest become integers of this unit. Sums of integers are exact in any order,
@@ -33,12 +33,11 @@ def keep_thresholds(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor 
 def _sorted_thresholds(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor | None:
     if batch.top_ks is None:
         return None
-    index = batch.filter_index
-    chosen = scaled if index is None else scaled.index_select(0, index)
+    index, top_ks = batch.filter_index, batch.top_ks
     pieces = []
-    for rows in row_chunks(*chosen.shape):
+    for rows in row_chunks(top_ks.shape[0], scaled.shape[1]):
         top_ps = None if batch.top_ps is None else batch.top_ps[rows]
-        pieces.append(_lowest_kept(chosen[rows], batch.max_top_k, batch.top_ks[rows], top_ps))
+        pieces.append(_lowest_kept(take_rows(scaled, index, rows), batch.max_top_k, top_ks[rows], top_ps))
     lowest = torch.cat(pieces)
     if index is None:
         return lowest

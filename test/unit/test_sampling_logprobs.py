@@ -1,0 +1,38 @@
+"""Prompt logprobs against log_softmax."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fenceline.model_executor import row_chunks
+from fenceline.model_executor.sampler import prompt_logprobs
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 5, 30, 99])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num", [0, 1, 13])
+def test_prompt_logprobs(num: int, dtype: torch.dtype, top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_chunks, "CHUNK_ELEMENTS", 4 * 30)
+    generator = torch.Generator().manual_seed(num)
+    logits = (torch.randn(num, 30, generator=generator) * 4).to(dtype)
+    targets = torch.randint(0, 30, (num,), generator=generator)
+    out = prompt_logprobs(logits, targets, top_k)
+    expected = torch.log_softmax(logits.double(), -1)
+    width = min(top_k, 30)
+    assert out.chosen.shape == (num,) and out.chosen.dtype == torch.float32
+    assert out.top_logprobs.shape == out.top_ids.shape == (num, width)
+    assert out.top_ids.dtype == torch.int64
+    torch.testing.assert_close(
+        out.chosen.double(), expected.gather(1, targets[:, None])[:, 0], atol=1e-5, rtol=0
+    )
+    top = expected.sort(-1, descending=True).values[:, :width]
+    torch.testing.assert_close(out.top_logprobs.double(), top, atol=1e-5, rtol=0)
+    torch.testing.assert_close(expected.gather(1, out.top_ids), top, atol=1e-5, rtol=0)
+
+
+def test_values_survive_json() -> None:
+    logits = torch.tensor([[0.0, -torch.inf, 1.0], [torch.nan, 0.0, 1.0]])
+    out = prompt_logprobs(logits, torch.tensor([1, 2]), 3)
+    assert out.chosen.tolist() == [torch.finfo(torch.float32).min] * 2
+    assert torch.isfinite(out.top_logprobs).all()
