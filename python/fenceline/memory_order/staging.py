@@ -37,7 +37,7 @@ class _Slot:
     host: torch.Tensor  # uint8
     device: torch.Tensor  # uint8
     host_after: Point | None = None
-    device_after: Points = Points.none()
+    device_after: Points = Points()
     leased: bool = False
 
 
@@ -59,7 +59,6 @@ class _Ring:
         index = self._next
         self._next = (index + 1) % len(self._slots)
         if self._slots[index].host.numel() < nbytes:
-            assert not self._slots[index].leased, "a leased slot is not replaced"
             self._device.synchronize()
             self._slots[index] = self._make(1 << (nbytes - 1).bit_length())
         return self._slots[index]
@@ -94,13 +93,19 @@ class InputRing(_Ring):
 
 
 class ResultLease:
-    """Results on their way to the host. :meth:`wait` may be called once; it ends the lease."""
+    """Results on their way to the host. :meth:`wait` may be called once; it ends the lease.
 
-    def __init__(self, ring: ResultRing, slot: _Slot, layout: Mapping[str, _Field], point: Point) -> None:
+    ``produced`` is the Point on FORWARD after which the results were packed, with all work before it.
+    """
+
+    def __init__(
+        self, ring: ResultRing, slot: _Slot, layout: Mapping[str, _Field], produced: Point, copied: Point
+    ) -> None:
+        self.produced = produced
         self._ring = ring
         self._slot: _Slot | None = slot
         self._layout = layout
-        self._point = point
+        self._copied = copied
 
     def wait(self) -> dict[str, npt.NDArray[np.generic]]:
         """Block the host until the results are there; arrays of their own, free of the ring.
@@ -110,7 +115,8 @@ class ResultLease:
         if self._slot is None:
             raise LeaseError("these results were already taken")
         slot, self._slot = self._slot, None
-        self._ring.wait_for(self._point)
+        self._ring.wait_for(self._copied)
+        self.produced.stream.note_passed(self.produced)  # the copy ran after it
         host = slot.host.numpy()
         values = {name: field.read(host) for name, field in self._layout.items()}
         slot.leased = False
@@ -142,9 +148,9 @@ class ResultRing(_Ring):
         flight than the ring is deep.
         """
         layout, nbytes = _tensor_layout(tensors)
-        slot = self._take(nbytes)
-        if slot.leased:
+        if self._slots[self._next].leased:
             raise LeaseError("the result ring is full: publish the earlier step first")
+        slot = self._take(nbytes)
         slot.leased = True
         device = self._device
         # The device slot needs no edge: its last copy was waited for by the host before the lease ended.
@@ -153,9 +159,10 @@ class ResultRing(_Ring):
                 field = layout[name]
                 target = slot.device[field.offset : field.offset + tensor.nbytes]
                 target.copy_(tensor.contiguous().view(-1).view(torch.uint8))
-        device.copy.wait(device.forward.record(), COPY_AFTER_FORWARD)  # RAW: the step's results
+        produced = device.forward.record()
+        device.copy.wait(produced, COPY_AFTER_FORWARD)  # RAW: the step's results
         device.copy.copy(slot.host[:nbytes], slot.device[:nbytes])
-        return ResultLease(self, slot, layout, device.copy.record())
+        return ResultLease(self, slot, layout, produced, device.copy.record())
 
     def wait_for(self, point: Point) -> None:
         """Block the host until the copy that ``point`` ends has run."""

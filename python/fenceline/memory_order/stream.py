@@ -56,6 +56,11 @@ class Stream(ABC):
         if point.passed or edge.name in self._severed:
             return
         self._block(point)
+        self.note_passed(point)
+
+    def note_passed(self, point: Point) -> None:
+        """Record that the host has learned, by other means than :meth:`synchronize`, that ``point`` passed."""
+        assert point.stream is self, "a Point is noted on its own stream"
         self.passed_serial = max(self.passed_serial, point.serial)
 
     @abstractmethod

@@ -1,0 +1,95 @@
+"""OutputSender: what the scheduler tells the detokenizer about each request, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fenceline.managers.io_struct import BatchTokenOut, FinishReason, TokenLogprobs, TokenOut
+from fenceline.managers.req import LogprobLog, Req
+from fenceline.model_executor.forward_result import LogprobValues
+
+
+class OutputSender:
+    """Collects the news of one step and sends them as one message."""
+
+    def __init__(self, send: Callable[[BatchTokenOut], None], stream_interval: int) -> None:
+        self._send = send
+        self._stream_interval = stream_interval
+        self._outs: list[TokenOut] = []
+
+    def token(self, req: Req) -> None:
+        """``req`` goes on and has a new token; it is told to the detokenizer when its interval is full."""
+        num_new = len(req.output_ids) - req.num_emitted
+        if req.num_emitted == 0 or num_new >= req.emit_interval(self._stream_interval):
+            self._add(req, None)
+
+    def finish(self, req: Req, reason: FinishReason) -> None:
+        """The last news of ``req``."""
+        self._add(req, reason)
+
+    def flush(self) -> None:
+        """Send what has been collected."""
+        if self._outs:
+            outs, self._outs = self._outs, []
+            self._send(BatchTokenOut(outs=outs))
+
+    def _add(self, req: Req, reason: FinishReason | None) -> None:
+        num_outputs = len(req.output_ids)
+        decode = None
+        if not req.announced:
+            req.announced = True
+            decode = req.decode_info()
+        output_logprobs = input_logprobs = None
+        if req.output_log is not None:
+            output_logprobs, req.output_log = _taken(req.output_log), LogprobLog()
+        if req.prompt_log is not None and (req.output_ids or reason is not None):
+            input_logprobs, req.prompt_log = _taken(req.prompt_log), None
+        self._outs.append(
+            TokenOut(
+                rid=req.rid,
+                output_ids=req.output_ids[req.num_emitted :],
+                prompt_tokens=len(req.prompt_ids),
+                completion_tokens=num_outputs,
+                cached_tokens=req.cached_tokens,
+                finish_reason=reason,
+                decode=decode,
+                input_logprobs=input_logprobs,
+                output_logprobs=output_logprobs,
+                num_retractions=req.num_retractions,
+            )
+        )
+        req.num_emitted = num_outputs
+
+
+def log_output(req: Req, token: int, values: LogprobValues, index: int) -> None:
+    """Note the logprob of a sampled token."""
+    if req.output_log is not None:
+        _append(req.output_log, token, values, index, req.source.top_logprobs_num)
+
+
+def log_prompt(req: Req, first_position: int, tokens: list[int], values: LogprobValues, start: int) -> None:
+    """Note the logprobs of consecutive prompt ``tokens`` from ``first_position`` on.
+
+    Their values begin at ``start`` in the step's. Position 0 has no condition and no logprob.
+    """
+    log = req.prompt_log
+    if log is None:
+        return
+    if first_position == 1 and req.source.logprob_start_len == 0:
+        log.token_ids.append(int(req.prompt_ids[0]))
+        log.logprobs.append(None)
+        log.top.append([])
+    for offset, token in enumerate(tokens):
+        _append(log, token, values, start + offset, req.source.top_logprobs_num)
+
+
+def _append(log: LogprobLog, token: int, values: LogprobValues, index: int, num_top: int) -> None:
+    log.token_ids.append(token)
+    log.logprobs.append(float(values.chosen[index]))
+    top = values.top[index, :num_top].tolist() if num_top else []
+    ids = values.top_ids[index, :num_top].tolist() if num_top else []
+    log.top.append(list(zip(top, ids, strict=True)))
+
+
+def _taken(log: LogprobLog) -> TokenLogprobs:
+    return TokenLogprobs(token_ids=log.token_ids, logprobs=log.logprobs, top_logprobs=log.top)

@@ -1,0 +1,202 @@
+"""PrefillPlanner: which prompts, and how much of them, the next extend step computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from fenceline.managers.req import LogprobLog, Req
+from fenceline.managers.request_memory import Remap, RequestMemory
+from fenceline.memory_order import Points
+from fenceline.model_executor.schedule_batch import ExtendBatch, ExtendSeq, PageWrites
+
+I64 = npt.NDArray[np.int64]
+
+# A request is not expected to use more new tokens than this when it is admitted, whatever it may.
+CLIP_NEW_TOKENS = 4096
+# Logits of prompt positions are a vocabulary wide: prompts that want them are computed in chunks this long.
+_LOGPROB_CHUNK = 1024
+
+
+@dataclass(slots=True)
+class _Budget:
+    """What is left of a step's tokens, and of memory (in tokens)."""
+
+    step_tokens: int
+    memory_tokens: int
+
+
+@dataclass(slots=True)
+class _Plan:
+    reqs: list[Req] = field(default_factory=list)
+    seqs: list[ExtendSeq] = field(default_factory=list)
+    page_rows: list[I64] = field(default_factory=list)
+    page_columns: list[I64] = field(default_factory=list)
+    page_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    after: Points = field(default_factory=Points.none)
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """An extend step: its batch, its requests in the same order, and the request left half-way, if any."""
+
+    batch: ExtendBatch
+    reqs: tuple[Req, ...]
+    chunked: Req | None
+    num_cached_tokens: int
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens the step computes."""
+        return sum(len(seq.token_ids) for seq in self.batch.seqs)
+
+
+class PrefillPlanner:
+    """Admits waiting requests in order, as long as step and memory have room for them.
+
+    ``chunk_size``: tokens of one step that prompts may take when split, None to never split;
+    ``max_prefill_tokens``: tokens of one step whatever the split (one whole prompt always goes).
+    """
+
+    def __init__(self, memory: RequestMemory, chunk_size: int | None, max_prefill_tokens: int) -> None:
+        self._memory = memory
+        self._page_size = memory.page_size
+        self._chunk_size = chunk_size
+        self._max_prefill_tokens = max_prefill_tokens
+
+    def plan(
+        self, waiting: list[Req], chunked: Req | None, num_running: int, reserved_tokens: int
+    ) -> PrefillPlan | None:
+        """The next extend step, or None if nothing fits. Admitted requests are removed from ``waiting``.
+
+        ``chunked`` is the request whose prompt an earlier step left half-way; it goes first.
+        ``reserved_tokens`` is the memory that running requests are expected to need.
+        """
+        plan = _Plan()
+        step_tokens = self._max_prefill_tokens
+        if self._chunk_size is not None:
+            step_tokens = min(step_tokens, self._chunk_size)
+        available = self._memory.num_available_pages * self._page_size
+        budget = _Budget(step_tokens, available - reserved_tokens)
+        if chunked is not None:
+            self._add_chunk(plan, chunked, budget)
+        # A half-way prompt has used up its step; there is at most one such prompt.
+        if chunked is None or chunked.computed_len == chunked.num_tokens:
+            self._admit_waiting(plan, waiting, num_running, budget)
+        if not plan.reqs:
+            return None
+        last = plan.reqs[-1]
+        writes = PageWrites()
+        if plan.page_rows:
+            writes = PageWrites(
+                *(np.concatenate(c) for c in (plan.page_rows, plan.page_columns, plan.page_ids))
+            )
+        return PrefillPlan(
+            batch=ExtendBatch(tuple(plan.seqs), writes, plan.after),
+            reqs=tuple(plan.reqs),
+            chunked=last if last.computed_len < last.num_tokens else None,
+            num_cached_tokens=plan.num_cached_tokens,
+        )
+
+    def _admit_waiting(self, plan: _Plan, waiting: list[Req], num_running: int, budget: _Budget) -> None:
+        while waiting and budget.step_tokens > 0 and self._memory.rows.num_free:
+            req = waiting[0]
+            alone = num_running == 0 and not plan.reqs
+            if not self._admit(plan, req, budget, alone):
+                return
+            waiting.pop(0)
+            self._add_chunk(plan, req, budget)
+            if req.computed_len < req.num_tokens:
+                return
+
+    def _admit(self, plan: _Plan, req: Req, budget: _Budget, alone: bool) -> bool:
+        """Give ``req`` its memory if step and memory have room. ``alone``: it may use whatever there is."""
+        memory = self._memory
+        prefix = memory.match(req)
+        num_new = req.num_tokens - prefix.num_tokens
+        splits = self._chunk_size is not None
+        if not splits and plan.reqs and num_new > budget.step_tokens:
+            return False
+        free_before = memory.num_available_pages
+        memory.tree.lock(prefix.node)
+        pinned = (free_before - memory.num_available_pages) * self._page_size
+        num_pages = memory.num_pages_for(req.num_tokens) - len(prefix.pages)
+        expected = min(req.final_len - req.num_tokens + 1, CLIP_NEW_TOKENS)
+        needed = num_pages * self._page_size + expected + pinned
+        if num_pages > memory.num_available_pages or (needed > budget.memory_tokens and not alone):
+            memory.tree.unlock(prefix.node, Points.none())
+            return False
+        budget.memory_tokens -= needed
+        plan.after = plan.after.join(memory.admit(req, prefix))
+        if not req.was_admitted:
+            req.was_admitted = True
+            req.cached_tokens = prefix.num_tokens
+            plan.num_cached_tokens += prefix.num_tokens
+        plan.page_rows.append(np.full(len(req.pages), req.row, dtype=np.int64))
+        plan.page_columns.append(np.arange(len(req.pages), dtype=np.int64))
+        plan.page_ids.append(np.array(req.pages, dtype=np.int32))
+        return True
+
+    def _add_chunk(self, plan: _Plan, req: Req, budget: _Budget) -> None:
+        """Schedule as much of the request's prompt as the step has room for."""
+        tokens = req.token_ids()
+        remaining = len(tokens) - req.computed_len
+        size = remaining
+        if self._chunk_size is not None:
+            size = min(size, budget.step_tokens)
+        if _wants_prompt_logprobs(req):
+            size = min(size, _LOGPROB_CHUNK)
+        start, end = req.computed_len, req.computed_len + size
+        done = end == len(tokens)
+        plan.reqs.append(req)
+        plan.seqs.append(self._seq(req, tokens, start, end, done))
+        req.computed_len = end
+        budget.step_tokens -= size
+
+    def _seq(self, req: Req, tokens: I64, start: int, end: int, done: bool) -> ExtendSeq:
+        params = req.source.sampling_params
+        positions = np.arange(start, end, dtype=np.int64)
+        pages = np.array(req.pages, dtype=np.int64)
+        wants_prompt = _wants_prompt_logprobs(req)
+        first_scored = max(req.source.logprob_start_len, 1, start + 1) if wants_prompt else None
+        history = None
+        if done and params.needs_penalties:
+            history = (req.prompt_ids, np.array(req.output_ids, dtype=np.int64))
+        return ExtendSeq(
+            row=req.row,
+            token_ids=tokens[start:end],
+            prefix_len=start,
+            out_slots=pages[positions // self._page_size] * self._page_size + positions % self._page_size,
+            sampling=req.sampling() if done else None,
+            prompt_logprobs_from=first_scored,
+            prompt_top_logprobs=req.source.top_logprobs_num if wants_prompt else 0,
+            next_token=None if done else int(tokens[end]),
+            history=history,
+        )
+
+
+def _wants_prompt_logprobs(req: Req) -> bool:
+    """Whether prompt tokens are scored: asked for, and not already done before a retraction."""
+    return req.source.return_logprob and req.source.logprob_start_len >= 0 and not req.output_ids
+
+
+def remap_writes(remaps: list[Remap]) -> PageWrites:
+    """Page-table writes that move requests onto the tree's pages."""
+    return PageWrites(
+        rows=np.concatenate([np.full(len(r.pages), r.req.row, dtype=np.int64) for r in remaps]),
+        columns=np.concatenate(
+            [np.arange(r.first_column, r.first_column + len(r.pages), dtype=np.int64) for r in remaps]
+        ),
+        pages=np.concatenate([r.pages for r in remaps]),
+    )
+
+
+def new_logs(req: Req) -> None:
+    """Start the logprob logs of a request that wants them."""
+    if req.source.return_logprob:
+        req.output_log = LogprobLog()
+        if req.source.logprob_start_len >= 0:
+            req.prompt_log = LogprobLog()

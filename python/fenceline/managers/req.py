@@ -1,0 +1,138 @@
+"""Req: one request as the scheduler knows it. Owned and mutated by the scheduler alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from fenceline.managers.io_struct import DecodeInfo, FinishReason, TokenizedGenerateReq
+from fenceline.mem_cache.radix_cache import TreeNode
+from fenceline.memory_order import Points
+from fenceline.model_executor.sampling_batch import ReqSampling
+
+I64 = npt.NDArray[np.int64]
+
+# Prompt tokens the detokenizer gets as context for decoding the first output tokens.
+_DECODE_CONTEXT = 8
+# Tokens between messages for a request that nobody watches.
+_QUIET_INTERVAL = 64
+
+
+@dataclass(slots=True)
+class LogprobLog:
+    """Logprobs gathered since the last message: tokens, their logprobs and the alternatives."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    top: list[list[tuple[float, int]]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Req:
+    """One request between its arrival and its departure.
+
+    Two lengths matter and differ while a step is in flight: ``computed_len`` counts tokens whose KV has
+    been *submitted*, ``published_len`` those whose step the host has seen finish. ``output_ids`` are
+    published tokens only. ``left`` is set once, when the request finishes, is aborted or retracted; a
+    retracted one goes on as a new Req (:meth:`resumed`), so tokens in flight for the old one fall away.
+    """
+
+    source: TokenizedGenerateReq
+    prompt_ids: I64
+    stop_ids: frozenset[int]
+    seed: int
+    max_new_tokens: int
+    output_ids: list[int] = field(default_factory=list)
+    num_retractions: int = 0
+    cached_tokens: int = 0  # of the prompt, as reported; set at first admission
+    was_admitted: bool = False
+    num_emitted: int = 0
+    announced: bool = False  # the detokenizer knows this request
+    prompt_log: LogprobLog | None = None
+    output_log: LogprobLog | None = None
+
+    # Memory, while admitted
+    row: int = 0
+    pages: list[int] = field(default_factory=list)
+    node: TreeNode | None = None
+    shared_len: int = 0  # leading tokens whose pages belong to the tree
+    computed_len: int = 0
+    published_len: int = 0
+    last_flight: Points = field(default_factory=Points.none)
+    left: bool = False
+
+    @property
+    def rid(self) -> str:
+        return self.source.rid
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and published output."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def final_len(self) -> int:
+        """``computed_len`` after the last step: the last sampled token needs no KV of its own."""
+        return len(self.prompt_ids) + max(self.max_new_tokens, 1) - 1
+
+    def emit_interval(self, stream_interval: int) -> int:
+        """Tokens between two messages to the detokenizer: few where somebody looks at each, or a stop
+        string may end the request."""
+        watched = self.source.stream or self.source.sampling_params.stop
+        return stream_interval if watched else _QUIET_INTERVAL
+
+    def token_ids(self) -> I64:
+        """Prompt and published output as one array."""
+        if not self.output_ids:
+            return self.prompt_ids
+        return np.concatenate([self.prompt_ids, np.array(self.output_ids, dtype=np.int64)])
+
+    def sampling(self) -> ReqSampling:
+        """What the sampler needs to know; the row must be assigned."""
+        return ReqSampling(
+            params=self.source.sampling_params,
+            seed=self.seed,
+            row=self.row,
+            prompt_len=len(self.prompt_ids),
+            stop_ids=tuple(sorted(self.stop_ids)),
+            return_logprob=self.source.return_logprob,
+            top_logprobs_num=self.source.top_logprobs_num,
+        )
+
+    def decode_info(self) -> DecodeInfo:
+        """What the detokenizer needs to know before the first token."""
+        return DecodeInfo(
+            prompt_tail_ids=self.prompt_ids[-_DECODE_CONTEXT:].tolist(),
+            sampling_params=self.source.sampling_params,
+            stream=self.source.stream,
+        )
+
+    def finish_reason_after(self, token: int) -> FinishReason | None:
+        """Why the request ends with ``token`` as its newest output, or None if it goes on."""
+        num_outputs = len(self.output_ids)
+        if token in self.stop_ids and num_outputs >= self.source.sampling_params.min_new_tokens:
+            return FinishReason(type="stop", matched=token)
+        if num_outputs >= self.max_new_tokens:
+            return FinishReason(type="length", length=num_outputs)
+        return None
+
+    def resumed(self) -> Req:
+        """The request as it waits for memory again: all its published tokens, none of its memory."""
+        return Req(
+            source=self.source,
+            prompt_ids=self.prompt_ids,
+            stop_ids=self.stop_ids,
+            seed=self.seed,
+            max_new_tokens=self.max_new_tokens,
+            output_ids=self.output_ids,
+            num_retractions=self.num_retractions + 1,
+            cached_tokens=self.cached_tokens,
+            was_admitted=True,
+            num_emitted=self.num_emitted,
+            announced=self.announced,
+            # A prompt that was left half-way is scored anew.
+            prompt_log=LogprobLog() if self.prompt_log and not self.output_ids else self.prompt_log,
+            output_log=self.output_log,
+        )

@@ -1,0 +1,70 @@
+"""Which waiting requests go first, and how many fit: order, admission by a token budget, its adaptation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from fenceline.managers.req import Req
+from fenceline.mem_cache.radix_cache import MatchResult
+
+# As in SGLang: longest-prefix-match over a longer queue costs more than it wins, fcfs takes over.
+_LPM_MAX_QUEUE = 128
+# A request that shares at least this many more tokens with one ahead of it than with the tree waits for it.
+_IN_BATCH_MIN_SHARED = 32
+
+
+class NewTokenRatio:
+    """The share of its remaining tokens that a running request is expected to ask for.
+
+    Starts at 0.7 of ``conservativeness``, sinks to a seventh of that over 600 decode steps, and jumps to
+    what the running requests really needed when memory ran short.
+    """
+
+    _INITIAL, _MIN_FACTOR, _DECAY_STEPS = 0.7, 0.14, 600
+
+    def __init__(self, conservativeness: float) -> None:
+        self._initial = min(self._INITIAL * conservativeness, 1.0)
+        self._min = self._initial * self._MIN_FACTOR
+        self._decay = (self._initial - self._min) / self._DECAY_STEPS
+        self.value = self._initial
+
+    def decay(self) -> None:
+        """One decode step went well."""
+        self.value = max(self.value - self._decay, self._min)
+
+    def after_retraction(self, num_decoded: int, num_running: int, num_max_new: int) -> None:
+        """Memory ran short with ``num_running`` requests left, ``num_decoded`` of ``num_max_new`` tokens in."""
+        self.value = min((num_decoded + 20 * num_running) / max(num_max_new, 1), 1.0)
+
+
+def order_waiting(
+    waiting: list[Req], policy: str, match: Callable[[Req], MatchResult], random: Random
+) -> list[Req]:
+    """The waiting requests in the order in which they should be tried. Resumed ones keep their place."""
+    if policy == "random":
+        shuffled = list(waiting)
+        random.shuffle(shuffled)
+        return shuffled
+    if policy == "lpm" and len(waiting) <= _LPM_MAX_QUEUE:
+        matched = {req.rid: match(req).num_tokens for req in waiting}
+        first, later = _split_shared(waiting, matched)
+        return sorted(first, key=lambda req: -matched[req.rid]) + later
+    return waiting
+
+
+def _split_shared(waiting: list[Req], matched: dict[str, int]) -> tuple[list[Req], list[Req]]:
+    """Requests to try now, and those that would find a longer prefix once one of the former has run."""
+    first: list[Req] = []
+    later: list[Req] = []
+    heads: set[bytes] = set()
+    for req in waiting:
+        known = matched[req.rid]
+        tokens = req.prompt_ids[known : known + _IN_BATCH_MIN_SHARED]
+        head = req.prompt_ids[:known].tobytes() + tokens.tobytes()
+        if len(tokens) == _IN_BATCH_MIN_SHARED and head in heads:
+            later.append(req)
+        else:
+            heads.add(head)
+            first.append(req)
+    return first, later

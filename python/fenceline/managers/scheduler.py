@@ -1,0 +1,371 @@
+"""Scheduler: decides, step by step, what the device computes, and publishes what it has computed.
+
+Decisions are a function of the inbox's messages alone: no wall-clock, no unordered iteration, so that
+ranks (and replays) that see the same messages decide the same. ``step`` is the only place that sequences
+a step; in-flight state is its argument and its return value::
+
+    step k-1:  launch k-1 | publish k-2 ...            the CPU
+    step k  :               launch k    | publish k-1
+    GPU     :      [ step k-1      ][ step k       ]   never waits for the CPU
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+import numpy as np
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.managers.io_struct import AbortReq, BatchTokenOut, FinishReason, Message, TokenizedGenerateReq
+from fenceline.managers.output import OutputSender, log_output, log_prompt
+from fenceline.managers.prefill import CLIP_NEW_TOKENS, PrefillPlan, PrefillPlanner, new_logs, remap_writes
+from fenceline.managers.req import Req
+from fenceline.managers.request_memory import Remap, RequestMemory
+from fenceline.managers.running_batch import RunningBatch
+from fenceline.managers.schedule_policy import NewTokenRatio, order_waiting
+from fenceline.managers.scheduler_control import SchedulerControl
+from fenceline.managers.scheduler_stats import SchedulerStats
+from fenceline.mem_cache.radix_cache import RadixCache
+from fenceline.mem_cache.req_pool import ReqPool
+from fenceline.memory_order import LeasePool, Points
+from fenceline.model_executor.forward_result import ForwardResult, StepOutput
+from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, PageWrites, ScheduleBatch
+
+logger = logging.getLogger(__name__)
+
+
+class Inbox(Protocol):
+    """Where requests and control messages come from."""
+
+    def drain(self, block: bool) -> Sequence[Message]:
+        """All messages that have arrived; with ``block`` wait until there is one."""
+        ...
+
+
+class Outbox(Protocol):
+    """Where news go."""
+
+    def to_detokenizer(self, message: BatchTokenOut) -> None:
+        """Tokens."""
+        ...
+
+    def to_tokenizer(self, message: Message) -> None:
+        """Replies to control messages, statistics."""
+        ...
+
+
+class Worker(Protocol):
+    """What computes steps: a ModelRunner, or a stand-in that benchmarks measure the scheduler with."""
+
+    pages: LeasePool
+    req_pool: ReqPool
+    memory_bytes: dict[str, int]
+
+    def launch(self, batch: ScheduleBatch) -> ForwardResult:
+        """Submit one step without waiting for it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A launched step: its batch, its requests in batch order, and its result to come."""
+
+    batch: ScheduleBatch
+    reqs: Sequence[Req]
+    result: ForwardResult
+
+
+class Scheduler:
+    """The requests of one engine and the loop that serves them."""
+
+    def __init__(self, config: EngineConfig, worker: Worker, inbox: Inbox, outbox: Outbox) -> None:
+        self.config = config
+        self.worker = worker
+        self.inbox = inbox
+        tree = RadixCache(worker.pages, config.page_size, disabled=config.disable_radix_cache)
+        self.memory = RequestMemory(worker.pages, worker.req_pool.rows, tree, config.page_size)
+        self.planner = PrefillPlanner(self.memory, config.chunked_prefill_size, config.max_prefill_tokens)
+        self.output = OutputSender(outbox.to_detokenizer, config.stream_interval)
+        self.stats = SchedulerStats(self.memory, worker.memory_bytes, config.decode_log_interval, outbox)
+        self.control = SchedulerControl(self, outbox)
+        self.ratio = NewTokenRatio(config.schedule_conservativeness)
+        self.random = Random(config.random_seed)
+        self.reqs: dict[str, Req] = {}  # all that have not left, by rid
+        self.waiting: list[Req] = []
+        self.chunked: Req | None = None
+        self.running = RunningBatch(config.page_size)
+        self.joining: list[Req] = []  # prompts just submitted whole; they decode from the next step on
+        self.departed: list[Req] = []
+        self.remaps: list[Remap] = []
+        self.paused = False
+        self.draining = False
+        self.books_checked = True
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing can be scheduled until a message comes."""
+        return self.paused or not (self.waiting or self.chunked or self.joining or len(self.running))
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the loop should end: told so, and no request is left."""
+        return self.draining and not self.reqs
+
+    def step(self, prev: InFlight | None) -> InFlight | None:
+        """One turn of the loop. ``prev`` is the step in flight; returns the step now in flight."""
+        self.ingest(self.inbox.drain(block=prev is None and self.idle and not self.stopped))
+        flight = self.launch_next()
+        if prev is not None:
+            self.publish(prev)
+        if flight is not None and self.config.disable_overlap_schedule:
+            self.publish(flight)
+            flight = None
+        self.retire_departed()
+        if flight is None and not self.reqs:
+            self.check_books()
+        return flight
+
+    # --- in ------------------------------------------------------------------------------------------
+
+    def ingest(self, messages: Sequence[Message]) -> None:
+        """Take in everything that has arrived."""
+        for message in messages:
+            match message:
+                case TokenizedGenerateReq():
+                    self.accept(message)
+                case AbortReq():
+                    self.abort(message)
+                case _:
+                    self.control.handle(message)
+
+    def accept(self, message: TokenizedGenerateReq) -> None:
+        """Queue a request. The front end has checked its values; sizes are limited here once more."""
+        params = message.sampling_params
+        eos = () if params.ignore_eos else self.config.model.eos_token_ids
+        capacity = min(self.config.context_length, self.memory.num_pages * self.config.page_size)
+        req = Req(
+            source=message,
+            prompt_ids=np.array(message.input_ids, dtype=np.int64),
+            stop_ids=frozenset((*eos, *params.stop_token_ids)),
+            seed=self.random.getrandbits(63) if params.seed is None else params.seed,
+            max_new_tokens=min(params.max_new_tokens, capacity - len(message.input_ids)),
+        )
+        if message.rid in self.reqs:
+            self.output.finish(req, _error(f"request id {message.rid!r} is already in use"))
+        elif req.max_new_tokens < min(params.max_new_tokens, 1) or len(req.prompt_ids) == 0:
+            self.output.finish(req, _error(f"a prompt must have 1 to {capacity - 1} tokens"))
+        else:
+            new_logs(req)
+            self.reqs[req.rid] = req
+            self.waiting.append(req)
+            self.stats.num_prompt_tokens += len(req.prompt_ids)
+            return
+        self.output.flush()
+
+    def abort(self, message: AbortReq) -> None:
+        """End one request, or all. ``finished`` means the detokenizer has already told the client."""
+        rids = list(self.reqs) if message.abort_all else [message.rid]
+        for rid in rids:
+            req = self.reqs.get(rid)
+            if req is None:
+                continue
+            if not message.finished:
+                self.stats.num_aborts += 1
+                self.output.finish(req, FinishReason(type="abort", message="aborted"))
+            self.depart(req)
+        self.output.flush()
+
+    # --- launch --------------------------------------------------------------------------------------
+
+    def launch_next(self) -> InFlight | None:
+        """Submit the next step: prompts first, else one token for every running request."""
+        self.running.drop_departed()
+        self.running.add([req for req in self.joining if not req.left])
+        self.joining = []
+        if self.paused:
+            return None
+        plan = self.plan_prefill()
+        if plan is not None:
+            return self.launch_prefill(plan)
+        if len(self.running):
+            return self.launch_decode()
+        return None
+
+    def plan_prefill(self) -> PrefillPlan | None:
+        """Choose among chunked and waiting requests."""
+        if not self.waiting and self.chunked is None:
+            return None
+        reserved = self.running.reserved_tokens(self.ratio.value, CLIP_NEW_TOKENS)
+        self.waiting = order_waiting(
+            self.waiting, self.config.schedule_policy, self.memory.match, self.random
+        )
+        plan = self.planner.plan(self.waiting, self.chunked, len(self.running), reserved)
+        if plan is not None:
+            self.chunked = plan.chunked
+        return plan
+
+    def launch_prefill(self, plan: PrefillPlan) -> InFlight:
+        """Submit prompts; those that are complete decode from the next step on."""
+        writes = self.with_remaps(plan.batch.page_writes)
+        batch = ExtendBatch(plan.batch.seqs, writes, plan.batch.after)
+        self.joining = [
+            req for req in plan.reqs if req is not plan.chunked and req.computed_len < req.final_len
+        ]
+        self.stats.prefill(plan, len(self.running), len(self.waiting))
+        return self.launch(batch, plan.reqs)
+
+    def launch_decode(self) -> InFlight:
+        """Submit one token for every running request, retracting some if memory does not suffice."""
+        self.make_room()
+        available = self.memory.num_available_pages
+        batch = self.running.schedule_step(available, self.memory.grow)
+        writes = self.with_remaps(batch.page_writes)
+        if writes is not batch.page_writes:
+            batch = DecodeBatch(
+                batch.composition, batch.rows, batch.seq_lens, batch.sampling, writes, batch.after
+            )
+        self.ratio.decay()
+        self.stats.decode(self.running.num_tokens, len(self.running), len(self.waiting))
+        return self.launch(batch, list(self.running.reqs))
+
+    def launch(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> InFlight:
+        """Hand a batch to the worker and note it as its requests' last flight."""
+        result = self.worker.launch(batch)
+        done = Points.of(result.done)
+        for req in reqs:
+            req.last_flight = done
+        self.books_checked = False
+        self.control.after_step()
+        return InFlight(batch, reqs, result)
+
+    def make_room(self) -> None:
+        """Retract running requests until the next token of the others fits."""
+        retracted = 0
+        while self.running.num_pages_needed() > self.memory.num_available_pages:
+            assert len(self.running) > 1, "one request alone always fits: its length was limited on arrival"
+            # As in SGLang: those with the fewest outputs lose least, among them the longest prompt.
+            victim = min(self.running.reqs, key=lambda r: (len(r.output_ids), -len(r.prompt_ids)))
+            self.retract(victim)
+            retracted += 1
+        if retracted:
+            reqs = self.running.reqs
+            decoded = sum(len(req.output_ids) for req in reqs)
+            self.ratio.after_retraction(decoded, len(reqs), sum(req.max_new_tokens for req in reqs))
+            self.stats.retracted(retracted, self.ratio.value)
+
+    def retract(self, req: Req) -> None:
+        """Take all memory from ``req``; it waits at the head of the queue and computes its tokens again."""
+        if req in self.running.reqs:
+            self.running.remove(req)
+        self.depart(req)
+        self.retire_departed()
+        resumed = req.resumed()
+        self.reqs[resumed.rid] = resumed
+        self.waiting.insert(0, resumed)
+
+    def with_remaps(self, writes: PageWrites) -> PageWrites:
+        """``writes`` and those that move requests onto the tree's pages, before anybody reads their rows."""
+        live = [remap for remap in self.remaps if not remap.req.left]
+        self.remaps = []
+        if not live:
+            return writes
+        moved = remap_writes(live)
+        return PageWrites(
+            np.concatenate([writes.rows, moved.rows]),
+            np.concatenate([writes.columns, moved.columns]),
+            np.concatenate([writes.pages, moved.pages]),
+        )
+
+    # --- publish -------------------------------------------------------------------------------------
+
+    def publish(self, flight: InFlight) -> None:
+        """Take a step's results: append tokens, end requests, tell the detokenizer."""
+        out = flight.result.wait()
+        if isinstance(flight.batch, DecodeBatch):
+            self.publish_decode(flight.reqs, out)
+        else:
+            self.publish_extend(flight.batch, flight.reqs, out)
+        self.output.flush()
+        self.stats.report(self)
+
+    def publish_decode(self, reqs: Sequence[Req], out: StepOutput) -> None:
+        """One token for each request that has not left since."""
+        for index, (req, token) in enumerate(zip(reqs, out.next_tokens.tolist(), strict=True)):
+            if req.left:
+                continue
+            req.published_len += 1
+            self.publish_token(req, token, out, index)
+
+    def publish_extend(self, batch: ExtendBatch, reqs: Sequence[Req], out: StepOutput) -> None:
+        """First tokens of completed prompts, prompt logprobs, and whole prompts into the tree."""
+        tokens = out.next_tokens.tolist()
+        num_sampled = num_scored = 0
+        for seq, req in zip(batch.seqs, reqs, strict=True):
+            first, last = seq.prompt_logprob_offsets()
+            scored, num_scored = num_scored, num_scored + max(last - first, 0)
+            sampled, num_sampled = num_sampled, num_sampled + (seq.sampling is not None)
+            if req.left:
+                continue
+            req.published_len = seq.seq_len
+            if first < last and out.prompt_logprobs is not None:
+                position = seq.prefix_len + first + 1
+                targets = req.prompt_ids[position : position + last - first].tolist()
+                log_prompt(req, position, targets, out.prompt_logprobs, scored)
+            if seq.sampling is not None:
+                remap = self.memory.cache_prompt(req)
+                if remap is not None:
+                    self.remaps.append(remap)
+                self.publish_token(req, tokens[sampled], out, sampled)
+
+    def publish_token(self, req: Req, token: int, out: StepOutput, index: int) -> None:
+        """Append one token and end the request if it was the last."""
+        if req.max_new_tokens == 0:  # only the prompt was wanted
+            self.finish(req, FinishReason(type="length", length=0))
+            return
+        req.output_ids.append(token)
+        self.stats.num_generated_tokens += 1
+        if out.logprobs is not None:
+            log_output(req, token, out.logprobs, index)
+        reason = req.finish_reason_after(token)
+        if reason is None:
+            self.output.token(req)
+        else:
+            self.finish(req, reason)
+
+    def finish(self, req: Req, reason: FinishReason) -> None:
+        """End a request with its last news."""
+        self.output.finish(req, reason)
+        self.depart(req)
+
+    # --- out -----------------------------------------------------------------------------------------
+
+    def depart(self, req: Req) -> None:
+        """The request leaves; its memory follows in :meth:`retire_departed`, after its last flight."""
+        req.left = True
+        del self.reqs[req.rid]
+        if req.row == 0:
+            self.waiting.remove(req)
+        if self.chunked is req:
+            self.chunked = None
+        self.departed.append(req)
+
+    def retire_departed(self) -> None:
+        """Give back what departed requests held, each after its own last flight (F13)."""
+        for req in self.departed:
+            self.memory.release(req)
+        self.departed.clear()
+
+    def check_books(self) -> None:
+        """Once each time the engine falls idle: every page and row is accounted for."""
+        if not self.books_checked:
+            self.memory.check_books()
+            self.books_checked = True
+            self.stats.report(self, force=True)
+
+
+def _error(message: str) -> FinishReason:
+    return FinishReason(type="abort", message=message, status_code=400)

@@ -1,0 +1,146 @@
+"""The scheduler's process: sockets around a Scheduler, a watchdog beside it."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.managers.io_struct import BatchTokenOut, FatalError, Message, PortArgs, SchedulerReady, encode
+from fenceline.managers.ipc import bind_pull, connect_push, drain
+from fenceline.managers.process import prepare_child
+from fenceline.managers.scheduler import InFlight, Scheduler
+from fenceline.memory_order import open_device
+from fenceline.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+_WATCHDOG_EXIT = 1
+
+
+class Watchdog:
+    """Ends the process when a step does not end. Waiting for messages is not a step."""
+
+    def __init__(self, timeout_s: float, on_hang: Callable[[str], None]) -> None:
+        self._timeout_s = timeout_s
+        self._on_hang = on_hang
+        self._busy_since: float | None = None
+        if timeout_s > 0:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def busy(self) -> None:
+        """A step begins."""
+        self._busy_since = time.monotonic()
+
+    def waiting(self) -> None:
+        """Nothing to do until a message comes."""
+        self._busy_since = None
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(min(self._timeout_s / 4, 1.0))
+            since = self._busy_since
+            if since is not None and time.monotonic() - since > self._timeout_s:
+                self._on_hang(f"a step has not ended for {self._timeout_s:g} s (--watchdog-timeout)")
+                return
+
+
+class ZmqInbox:
+    """The scheduler's messages."""
+
+    def __init__(self, socket: zmq.Socket[bytes], watchdog: Watchdog) -> None:
+        self._socket = socket
+        self._watchdog = watchdog
+
+    def drain(self, block: bool) -> Sequence[Message]:
+        """See :class:`fenceline.managers.scheduler.Inbox`."""
+        if block:
+            self._watchdog.waiting()
+            self._socket.poll()
+        self._watchdog.busy()
+        return drain(self._socket)
+
+
+class ZmqOutbox:
+    """The scheduler's news. Without a detokenizer tokens go straight to the tokenizer manager."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], ports: PortArgs, skip_detokenizer: bool
+    ) -> None:
+        self._tokenizer = connect_push(context, ports.tokenizer)
+        self._tokens = self._tokenizer if skip_detokenizer else connect_push(context, ports.detokenizer)
+
+    def to_detokenizer(self, message: BatchTokenOut) -> None:
+        """See :class:`fenceline.managers.scheduler.Outbox`."""
+        self._tokens.send(encode(message), zmq.NOBLOCK)
+
+    def to_tokenizer(self, message: Message) -> None:
+        """See :class:`fenceline.managers.scheduler.Outbox`."""
+        self._tokenizer.send(encode(message), zmq.NOBLOCK)
+
+
+def ready_message(config: EngineConfig, scheduler: Scheduler) -> SchedulerReady:
+    """What the front end must know of the scheduler's limits."""
+    num_tokens = scheduler.memory.num_pages * config.page_size
+    return SchedulerReady(
+        max_total_num_tokens=num_tokens,
+        max_running_requests=config.max_running_requests,
+        max_req_input_len=min(config.context_length, num_tokens) - 1,
+        context_length=config.context_length,
+        memory_bytes=scheduler.worker.memory_bytes,
+    )
+
+
+def run_loop(scheduler: Scheduler) -> None:
+    """Serve until told to stop and every request is done."""
+    flight: InFlight | None = None
+    while flight is not None or not scheduler.stopped:
+        flight = scheduler.step(flight)
+
+
+def run_scheduler_process(config: EngineConfig, ports: PortArgs) -> None:
+    """Entry of the scheduler process: load the model, say so, serve.
+
+    Whatever goes wrong is told to the front end as :class:`FatalError` and ends the process with status 1.
+    """
+    prepare_child("scheduler", config.log_level, ports)
+    faulthandler.enable()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        inbox_socket = bind_pull(context, ports.scheduler)
+        outbox = ZmqOutbox(context, ports, config.skip_tokenizer_init)
+        watchdog = Watchdog(config.watchdog_timeout_s, lambda reason: _die_of_hang(ports, reason))
+        worker = ModelRunner(config, open_device(config.device))
+        scheduler = Scheduler(config, worker, ZmqInbox(inbox_socket, watchdog), outbox)
+        outbox.to_tokenizer(ready_message(config, scheduler))
+        gc.collect()
+        gc.freeze()  # the model's objects live as long as the process: no need to look at them again
+        run_loop(scheduler)
+        watchdog.waiting()
+    except Exception as error:
+        logger.exception("the scheduler fails")
+        _tell_fatal(context, ports, f"{type(error).__name__}: {error}")
+        sys.exit(1)
+    context.destroy(linger=1000)
+
+
+def _tell_fatal(context: zmq.Context[zmq.Socket[bytes]], ports: PortArgs, message: str) -> None:
+    socket = connect_push(context, ports.tokenizer)
+    socket.send(encode(FatalError(source="scheduler", message=message)))
+    context.destroy(linger=1000)
+
+
+def _die_of_hang(ports: PortArgs, reason: str) -> None:
+    """From the watchdog's thread: say why, show where, and go. Sockets of the hung thread are not touched."""
+    faulthandler.dump_traceback(all_threads=True)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    _tell_fatal(context, ports, reason)
+    os._exit(_WATCHDOG_EXIT)

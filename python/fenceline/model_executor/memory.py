@@ -1,0 +1,39 @@
+"""How large the KV pool is."""
+
+from __future__ import annotations
+
+import torch
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.memory_order import Device
+
+# A CPU serves from the memory that everything else on the machine lives in, so the default stays modest.
+_CPU_KV_BYTES = 4 << 30
+
+
+def num_kv_pages(config: EngineConfig, device: Device, dtype: torch.dtype) -> int:
+    """Pages of the KV pool, the sink page included.
+
+    ``--max-total-tokens`` if given; else what ``--mem-fraction-static`` leaves beside the weights (which
+    are loaded by now), but no more than all running requests can use. Raises ``ValueError`` with the
+    remedy when that is less than one request of two pages.
+    """
+    model, page_size = config.model, config.page_size
+    page_bytes = KVPool.bytes_per_page(page_size, model.num_layers, model.num_kv_heads, model.head_dim, dtype)
+    if config.max_total_tokens is not None:
+        num_pages = config.max_total_tokens // page_size
+    else:
+        free, total = device.memory_info()
+        if device.kind == "cpu":
+            budget = min(int(free * config.mem_fraction_static), _CPU_KV_BYTES)
+        else:
+            budget = free - int(total * (1 - config.mem_fraction_static))
+        useful = config.max_running_requests * -(-config.context_length // page_size)
+        num_pages = min(budget // page_bytes, useful)
+    if num_pages < 2:
+        raise ValueError(
+            f"no room for the KV cache: {num_pages} pages of {page_bytes} bytes; "
+            "raise --mem-fraction-static or --max-total-tokens, or use a smaller model"
+        )
+    return num_pages + 1

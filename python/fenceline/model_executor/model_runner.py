@@ -1,0 +1,264 @@
+"""ModelRunner: turns a ScheduleBatch into work on the device, and gives back a ForwardResult.
+
+Everything it submits goes to FORWARD in program order; inputs arrive through the input ring, results
+leave through the result ring. The next tokens stay on the device: a decode step reads what the step
+before it sampled without the host having seen it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.layers.attention.registry import create_attention_backend
+from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
+from fenceline.layers.linear import Shard
+from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.mem_cache.req_pool import ReqPool
+from fenceline.memory_order import Device, InputRing, LeasePool, ResultRing
+from fenceline.model_executor.forward_result import ForwardResult
+from fenceline.model_executor.memory import num_kv_pages
+from fenceline.model_executor.sampler import OutputLogprobs, Sampler, prompt_logprobs
+from fenceline.model_executor.sampling_batch import SamplingBatch, sampling_arrays
+from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, ExtendSeq, ScheduleBatch
+from fenceline.models.loader import load_model
+
+Arrays = dict[str, npt.NDArray[np.generic]]
+Views = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeState:
+    """A decode batch's inputs as they live on the device from step to step. ``seq_lens`` advances there."""
+
+    composition: int
+    rows: torch.Tensor  # [B] int64
+    seq_lens: torch.Tensor  # [B] int64
+    sampling: SamplingBatch
+
+
+class ModelRunner:
+    """Owns the model, the KV pool, the request rows and the sampler of one device."""
+
+    def __init__(self, config: EngineConfig, device: Device, show_progress: bool = True) -> None:
+        self.device = device
+        self.page_size = config.page_size
+        model = config.model
+        dtype = getattr(torch, model.dtype)
+        self.model = load_model(
+            model,
+            load_format=config.load_format,
+            device=device.torch_device,
+            shard=Shard(rank=0, size=1),
+            seed=config.random_seed,
+            progress=show_progress,
+        )
+        num_pages = num_kv_pages(config, device, dtype)
+        self.kv_pool = KVPool(
+            num_pages,
+            config.page_size,
+            model.num_layers,
+            model.num_kv_heads,
+            model.head_dim,
+            dtype,
+            device.torch_device,
+        )
+        self.pages = LeasePool("KV pages", num_pages, reserved=1)
+        max_pages_per_req = -(-config.context_length // config.page_size) + 1
+        self.req_pool = ReqPool(config.max_running_requests + 1, max_pages_per_req, device.torch_device)
+        self.sampler = Sampler(model.vocab_size, self.req_pool.num_rows, device.torch_device)
+        self._attention = create_attention_backend(config.attention_backend, self.kv_pool)
+        self._inputs = InputRing(device)
+        self._results = ResultRing(device)
+        self._decode: _DecodeState | None = None
+        device.synchronize()  # start-up: weights and pools were written on the default stream
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of the long-lived allocations by name."""
+        weights = sum(p.nbytes for p in self.model.parameters())
+        return {"weights": weights, "kv_cache": self.kv_pool.nbytes}
+
+    @torch.inference_mode()
+    def launch(self, batch: ScheduleBatch) -> ForwardResult:
+        """Submit one step. Does not wait for the device."""
+        for point in batch.after:  # retired memory: so far only FORWARD touches it, and orders it itself
+            assert point.stream is self.device.forward, f"no edge is declared from {point} to FORWARD"
+        if isinstance(batch, ExtendBatch):
+            return self._launch_extend(batch)
+        return self._launch_decode(batch)
+
+    # --- extend --------------------------------------------------------------------------------------
+
+    def _launch_extend(self, batch: ExtendBatch) -> ForwardResult:
+        arrays = _extend_arrays(batch)
+        sampled = [seq.sampling for seq in batch.seqs if seq.sampling is not None]
+        arrays |= sampling_arrays(sampled)
+        views = self._inputs.upload(arrays)
+        with self.device.forward.active():
+            self._write_pages(views)
+            self._begin_penalties(batch, views)
+            forward_batch = ForwardBatch(
+                mode=ForwardMode.EXTEND,
+                input_ids=views["input_ids"],
+                positions=views["positions"],
+                out_slots=views["out_slots"],
+                logits_index=views["logits_index"],
+                attn=self._attention.plan(_extend_attention(batch, views, self.req_pool.page_table)),
+            )
+            logits = self.model(forward_batch)
+            results: Views = {}
+            num_sampled = len(sampled)
+            if num_sampled:
+                sampling = SamplingBatch.from_views(sampled, views)
+                positions = views["sample_positions"]
+                results |= self._sample(logits[:num_sampled], positions, views["sample_rows"], sampling)
+            if "prompt_targets" in views:
+                top_k = max(seq.prompt_top_logprobs for seq in batch.seqs)
+                values = prompt_logprobs(logits[num_sampled:], views["prompt_targets"], top_k)
+                results |= _logprob_results("prompt", values)
+        return self._finish(results)
+
+    def _begin_penalties(self, batch: ExtendBatch, views: Views) -> None:
+        for index, seq in enumerate(batch.seqs):
+            if seq.history is not None:
+                prompt, output = views[f"history_prompt_{index}"], views[f"history_output_{index}"]
+                self.sampler.begin_request(seq.row, prompt, output)
+
+    # --- decode --------------------------------------------------------------------------------------
+
+    def _launch_decode(self, batch: DecodeBatch) -> ForwardResult:
+        state = self._decode
+        steady = state is not None and state.composition == batch.composition
+        arrays: Arrays = {}
+        if not steady:
+            arrays = {"rows": batch.rows, "seq_lens": batch.seq_lens - 1} | sampling_arrays(batch.sampling)
+        if len(batch.page_writes):
+            arrays |= _page_write_arrays(batch)
+        views = self._inputs.upload(arrays) if arrays else {}
+        with self.device.forward.active():
+            self._write_pages(views)
+            if not steady:
+                state = _DecodeState(
+                    composition=batch.composition,
+                    rows=views["rows"],
+                    seq_lens=views["seq_lens"],
+                    sampling=SamplingBatch.from_views(batch.sampling, views),
+                )
+                self._decode = state
+            assert state is not None
+            state.seq_lens.add_(1)  # in place: only FORWARD reads it, in program order
+            return self._decode_forward(batch, state)
+
+    def _decode_forward(self, batch: DecodeBatch, state: _DecodeState) -> ForwardResult:
+        positions = state.seq_lens - 1
+        out_slots = self.req_pool.slots(state.rows, positions, self.page_size)
+        attention = AttentionInputs(
+            mode=ForwardMode.DECODE,
+            page_table=self.req_pool.page_table,
+            rows=state.rows,
+            seq_lens=state.seq_lens,
+            out_slots=out_slots,
+            seq_lens_cpu=batch.seq_lens,
+            query_lens_cpu=np.ones(len(batch.rows), dtype=np.int64),
+        )
+        forward_batch = ForwardBatch(
+            mode=ForwardMode.DECODE,
+            input_ids=self.req_pool.last_tokens[state.rows],
+            positions=positions,
+            out_slots=out_slots,
+            logits_index=None,
+            attn=self._attention.plan(attention),
+        )
+        logits = self.model(forward_batch)
+        return self._finish(self._sample(logits, state.seq_lens, state.rows, state.sampling))
+
+    # --- both ----------------------------------------------------------------------------------------
+
+    def _write_pages(self, views: Views) -> None:
+        if "page_rows" in views:
+            self.req_pool.write_pages(views["page_rows"], views["page_columns"], views["page_ids"])
+
+    def _sample(
+        self, logits: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, batch: SamplingBatch
+    ) -> Views:
+        out = self.sampler.forward(logits, positions, batch)
+        self.req_pool.last_tokens[rows] = out.next_tokens
+        results = {"next_tokens": out.next_tokens}
+        if out.logprobs is not None:
+            results |= _logprob_results("out", out.logprobs)
+        return results
+
+    def _finish(self, results: Views) -> ForwardResult:
+        if "next_tokens" not in results:
+            none = torch.empty(0, dtype=torch.int64, device=self.device.torch_device)
+            results = {"next_tokens": none} | results
+        return ForwardResult(self._results.download(results))
+
+
+def _logprob_results(prefix: str, values: OutputLogprobs) -> Views:
+    return {
+        f"{prefix}_chosen": values.chosen,
+        f"{prefix}_top": values.top_logprobs,
+        f"{prefix}_top_ids": values.top_ids,
+    }
+
+
+def _page_write_arrays(batch: ScheduleBatch) -> Arrays:
+    writes = batch.page_writes
+    return {"page_rows": writes.rows, "page_columns": writes.columns, "page_ids": writes.pages}
+
+
+def _extend_arrays(batch: ExtendBatch) -> Arrays:
+    """All host inputs of an extend step, to be packed into one upload."""
+    seqs = batch.seqs
+    starts = np.cumsum([0] + [len(seq.token_ids) for seq in seqs])
+    sampled = [i for i, seq in enumerate(seqs) if seq.sampling is not None]
+    arrays: Arrays = {
+        "input_ids": np.concatenate([seq.token_ids for seq in seqs]),
+        "positions": np.concatenate([np.arange(seq.prefix_len, seq.seq_len, dtype=np.int64) for seq in seqs]),
+        "out_slots": np.concatenate([seq.out_slots for seq in seqs]),
+        "rows": np.array([seq.row for seq in seqs], dtype=np.int64),
+        "seq_lens": np.array([seq.seq_len for seq in seqs], dtype=np.int64),
+        "sample_rows": np.array([seqs[i].row for i in sampled], dtype=np.int64),
+        "sample_positions": np.array([seqs[i].seq_len for i in sampled], dtype=np.int64),
+    }
+    logits_index = [np.array([starts[i + 1] - 1 for i in sampled], dtype=np.int64)]
+    targets = []
+    for i, seq in enumerate(seqs):
+        first, last = seq.prompt_logprob_offsets()
+        if first < last:
+            logits_index.append(np.arange(starts[i] + first, starts[i] + last, dtype=np.int64))
+            targets.append(_prompt_targets(seq, first, last))
+    arrays["logits_index"] = np.concatenate(logits_index)
+    if targets:
+        arrays["prompt_targets"] = np.concatenate(targets)
+    for i, seq in enumerate(seqs):
+        if seq.history is not None:
+            arrays[f"history_prompt_{i}"], arrays[f"history_output_{i}"] = seq.history
+    if len(batch.page_writes):
+        arrays |= _page_write_arrays(batch)
+    return arrays
+
+
+def _prompt_targets(seq: ExtendSeq, first: int, last: int) -> npt.NDArray[np.int64]:
+    """The tokens that the logits of chunk offsets ``first`` .. ``last - 1`` score: each one's successor."""
+    following = [] if seq.next_token is None else [seq.next_token]
+    tokens = np.concatenate([seq.token_ids[1:], np.array(following, dtype=np.int64)])
+    return tokens[first:last]
+
+
+def _extend_attention(batch: ExtendBatch, views: Views, page_table: torch.Tensor) -> AttentionInputs:
+    return AttentionInputs(
+        mode=ForwardMode.EXTEND,
+        page_table=page_table,
+        rows=views["rows"],
+        seq_lens=views["seq_lens"],
+        out_slots=views["out_slots"],
+        seq_lens_cpu=np.array([seq.seq_len for seq in batch.seqs], dtype=np.int64),
+        query_lens_cpu=np.array([len(seq.token_ids) for seq in batch.seqs], dtype=np.int64),
+    )

@@ -1,0 +1,128 @@
+"""Drives a Scheduler in this process: requests in, whole outputs out, one step at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from token_worker import VOCAB_SIZE, TokenWorker, next_token
+
+import fenceline
+from fenceline.config.engine_config import EngineConfig
+from fenceline.config.resolve import resolve
+from fenceline.config.sampling_params import SamplingParams
+from fenceline.config.server_args import ServerArgs
+from fenceline.managers.io_struct import BatchTokenOut, FinishReason, Message, TokenizedGenerateReq, TokenOut
+from fenceline.managers.scheduler import InFlight, Scheduler
+
+
+@dataclass
+class Answer:
+    """What the detokenizer was told about one request."""
+
+    output_ids: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    last: TokenOut | None = None
+    num_messages: int = 0
+
+
+@dataclass
+class Driver:
+    """Inbox and outbox of a Scheduler under test, and the loop around it."""
+
+    config: EngineConfig
+    worker: TokenWorker
+    pending: deque[Message] = field(default_factory=deque)
+    answers: dict[str, Answer] = field(default_factory=dict)
+    replies: list[Message] = field(default_factory=list)
+    flight: InFlight | None = None
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.config, self.worker, self, self)
+
+    def drain(self, block: bool) -> Sequence[Message]:
+        assert not block or self.pending, "the scheduler blocks although requests are waiting for it"
+        messages, self.pending = list(self.pending), deque()
+        return messages
+
+    def to_detokenizer(self, message: BatchTokenOut) -> None:
+        for out in message.outs:
+            answer = self.answers.setdefault(out.rid, Answer())
+            assert answer.finish is None, f"{out.rid} speaks after its end"
+            assert (out.decode is not None) == (answer.num_messages == 0)
+            answer.output_ids += out.output_ids
+            answer.finish, answer.last = out.finish_reason, out
+            answer.num_messages += 1
+            assert out.completion_tokens == len(answer.output_ids)
+
+    def to_tokenizer(self, message: Message) -> None:
+        self.replies.append(message)
+
+    def send(self, *messages: Message) -> None:
+        self.pending.extend(messages)
+
+    def step(self) -> None:
+        """One turn of the loop; nothing if the scheduler would sleep."""
+        if self.pending or self.flight is not None or not self.scheduler.idle:
+            self.flight = self.scheduler.step(self.flight)
+            self.scheduler.memory.tree.check()
+
+    def run(self, max_steps: int = 5000) -> None:
+        """Until everything is answered; the books are then checked by the scheduler itself."""
+        for _ in range(max_steps):
+            if not (self.pending or self.scheduler.reqs or self.flight is not None):
+                break
+            self.step()
+        else:
+            raise AssertionError(f"not done after {max_steps} steps")
+        self.scheduler.memory.check_books()
+
+
+def make_driver(
+    num_pages: int = 64, page_size: int = 4, num_rows: int = 8, context_length: int = 256, **flags: object
+) -> Driver:
+    """A scheduler over a TokenWorker; ``flags`` are ServerArgs fields."""
+    flags.setdefault("chunked_prefill_size", 16 * page_size)
+    args = ServerArgs(
+        model_path=fenceline.demo_model_path(), device="cpu", random_seed=7, page_size=1, **flags
+    )  # type: ignore[arg-type]
+    config = resolve(args)
+    import dataclasses
+
+    config = dataclasses.replace(
+        config,
+        page_size=page_size,
+        max_running_requests=num_rows,
+        context_length=context_length,
+        model=dataclasses.replace(config.model, vocab_size=VOCAB_SIZE, eos_token_ids=(0,)),
+    )
+    return Driver(config, TokenWorker(num_pages, page_size, num_rows, context_length))
+
+
+def request(rid: str, prompt: list[int], seed: int = 0, **params: object) -> TokenizedGenerateReq:
+    """A request with ``seed`` 0 unless told otherwise, so that the reference knows it."""
+    stream = bool(params.pop("stream", True))
+    logprobs = {name: params.pop(name) for name in list(params) if "logprob" in name}
+    return TokenizedGenerateReq(
+        rid=rid,
+        input_ids=prompt,
+        sampling_params=SamplingParams(seed=seed, **params),  # type: ignore[arg-type]
+        stream=stream,
+        **logprobs,  # type: ignore[arg-type]
+    )
+
+
+def expected_output(req: TokenizedGenerateReq, capacity: int, eos: int = 0) -> list[int]:
+    """What ``req`` must answer, computed alone."""
+    params = req.sampling_params
+    history, output = list(req.input_ids), []
+    assert params.seed is not None
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {eos})
+    for _ in range(min(params.max_new_tokens, capacity - len(req.input_ids))):
+        token = next_token(history, params.seed)
+        history.append(token)
+        output.append(token)
+        if token in stops:
+            break
+    return output

@@ -1,0 +1,331 @@
+"""The scheduler's outcomes: every request gets exactly its own tokens, and all memory comes back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_driver import Driver, expected_output, make_driver, request
+
+from fenceline.managers.io_struct import (
+    AbortReq,
+    ContinueGenerationReq,
+    ControlReply,
+    FlushCacheReq,
+    GetInternalStateReq,
+    PauseGenerationReq,
+    ShutdownReq,
+    TokenizedGenerateReq,
+)
+
+
+def capacity(driver: Driver) -> int:
+    return min(driver.config.context_length, driver.scheduler.memory.num_pages * driver.config.page_size)
+
+
+def assert_right(driver: Driver, reqs: list[TokenizedGenerateReq]) -> None:
+    for req in reqs:
+        answer = driver.answers[req.rid]
+        assert answer.output_ids == expected_output(req, capacity(driver)), req.rid
+        assert answer.finish is not None and answer.finish.type in ("stop", "length")
+
+
+def test_one_request() -> None:
+    driver = make_driver()
+    req = request("a", [5, 6, 7], max_new_tokens=9, ignore_eos=True)
+    driver.send(req)
+    driver.run()
+    assert_right(driver, [req])
+    assert driver.answers["a"].finish.length == 9
+
+
+def test_stops_at_eos_and_stop_token_and_drops_the_token_in_flight() -> None:
+    driver = make_driver()
+    free = request("free", [1, 2, 3], max_new_tokens=40, ignore_eos=True)
+    driver.send(free)
+    driver.run()
+    stop = driver.answers["free"].output_ids[10]
+    first = driver.answers["free"].output_ids.index(stop)
+    driver.send(request("stop", [1, 2, 3], max_new_tokens=40, ignore_eos=True, stop_token_ids=(stop,)))
+    driver.run()
+    answer = driver.answers["stop"]
+    assert answer.output_ids == driver.answers["free"].output_ids[: first + 1]
+    assert answer.finish.type == "stop" and answer.finish.matched == stop
+
+
+def test_second_request_reuses_the_prefix() -> None:
+    driver = make_driver(page_size=4)
+    prompt = list(range(20, 60))
+    driver.send(request("a", prompt, max_new_tokens=5))
+    driver.run()
+    driver.send(request("b", [*prompt, 1, 2], max_new_tokens=5))
+    driver.run()
+    assert driver.answers["a"].last.cached_tokens == 0
+    assert driver.answers["b"].last.cached_tokens == 40
+    assert_right(driver, [request("b", [*prompt, 1, 2], max_new_tokens=5)])
+
+
+def test_whole_prompt_cached_still_computes_one_token() -> None:
+    driver = make_driver(page_size=4)
+    prompt = list(range(20, 40))
+    for rid in ("a", "b"):
+        driver.send(request(rid, prompt, max_new_tokens=3))
+        driver.run()
+    assert driver.answers["b"].last.cached_tokens == 16
+    assert driver.answers["a"].output_ids == driver.answers["b"].output_ids
+
+
+def test_disabled_radix_cache_reuses_nothing() -> None:
+    driver = make_driver(disable_radix_cache=True)
+    reqs = [request(rid, list(range(20, 60)), max_new_tokens=5) for rid in "ab"]
+    for req in reqs:
+        driver.send(req)
+        driver.run()
+    assert driver.answers["b"].last.cached_tokens == 0
+    assert_right(driver, reqs)
+    assert driver.worker.pages.num_leased == 0
+
+
+def test_same_prompt_at_once_shares_pages_afterwards() -> None:
+    """Requests that brought the same tokens at the same time move onto one copy."""
+    driver = make_driver(num_pages=200, page_size=4, num_rows=8, chunked_prefill_size=-1)
+    prompt = list(range(1, 41))
+    reqs = [request(f"r{i}", [*prompt, 100 + i], max_new_tokens=12, ignore_eos=True) for i in range(6)]
+    driver.send(*reqs)
+    for _ in range(3):
+        driver.step()
+    tree, pages = driver.scheduler.memory.tree, driver.worker.pages
+    assert tree.num_locked_pages >= 10
+    # 10 shared pages once, and at most 7 pages of its own for each request's tail and output.
+    assert pages.num_leased <= 10 + 6 * 7
+    driver.run()
+    assert_right(driver, reqs)
+
+
+@pytest.mark.parametrize("disable_overlap_schedule", [False, True])
+def test_chunked_prefill_interleaves_with_nothing_lost(disable_overlap_schedule: bool) -> None:
+    driver = make_driver(
+        num_pages=128, page_size=4, chunked_prefill_size=8, disable_overlap_schedule=disable_overlap_schedule
+    )
+    reqs = [request(f"r{i}", [i + 1] * (13 + 17 * i), max_new_tokens=6, ignore_eos=True) for i in range(4)]
+    driver.send(*reqs)
+    driver.run()
+    assert_right(driver, reqs)
+
+
+def test_retraction_changes_no_token() -> None:
+    """A pool far too small for all: requests are retracted, resume, and answer the same."""
+    driver = make_driver(num_pages=24, page_size=4, num_rows=8, schedule_conservativeness=0.05)
+    reqs = [request(f"r{i}", [i + 1, i + 2, i + 3], max_new_tokens=50, ignore_eos=True) for i in range(8)]
+    driver.send(*reqs)
+    driver.run()
+    assert_right(driver, reqs)
+    assert driver.scheduler.stats.num_retractions > 0
+    assert any(driver.answers[req.rid].last.num_retractions for req in reqs)
+
+
+def test_abort_waiting_running_and_half_way() -> None:
+    driver = make_driver(num_pages=64, page_size=4, num_rows=2, chunked_prefill_size=8)
+    reqs = [request(f"r{i}", [i + 1] * 40, max_new_tokens=30, ignore_eos=True) for i in range(4)]
+    driver.send(*reqs)
+    driver.step()
+    driver.step()
+    assert driver.scheduler.chunked is not None
+    driver.send(AbortReq(rid="r3"), AbortReq(rid=driver.scheduler.chunked.rid), AbortReq(rid="unknown"))
+    for _ in range(9):
+        driver.step()
+    driver.send(AbortReq(rid="r1"))
+    driver.run()
+    assert {driver.answers[r].finish.type for r in ("r0", "r1", "r3")} == {"abort"}
+    assert_right(driver, [reqs[2]])
+
+
+def test_detokenizer_stop_is_silent() -> None:
+    driver = make_driver()
+    driver.send(request("a", [1, 2], max_new_tokens=100, ignore_eos=True))
+    for _ in range(5):
+        driver.step()
+    driver.send(AbortReq(rid="a", finished=True))
+    driver.run()
+    assert driver.answers["a"].finish is None
+    assert driver.scheduler.stats.num_aborts == 0
+
+
+def test_row_is_reused_while_its_last_step_is_in_flight() -> None:
+    """F13's shape: one row, its owner ends while a step that writes it is in flight, the next one gets it."""
+    driver = make_driver(num_pages=64, page_size=1, num_rows=1)
+    stop = expected_output(request("x", [9, 9], max_new_tokens=3, ignore_eos=True), 999)[2]
+    reqs = [
+        request(f"r{i}", [9, 9], max_new_tokens=30, ignore_eos=True, stop_token_ids=(stop,)) for i in range(5)
+    ]
+    driver.send(*reqs)
+    driver.run()
+    assert_right(driver, reqs)
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_pause_and_continue(mode: str) -> None:
+    driver = make_driver()
+    reqs = [request(f"r{i}", [i + 1, 5], max_new_tokens=20, ignore_eos=True) for i in range(3)]
+    driver.send(*reqs)
+    for _ in range(6):
+        driver.step()
+    driver.send(PauseGenerationReq(id="p", mode=mode))
+    for _ in range(4):
+        driver.step()
+    steps = driver.worker.num_steps
+    driver.send(GetInternalStateReq(id="s"))
+    driver.step()
+    assert driver.worker.num_steps == steps, "a paused scheduler launches nothing"
+    state = [r for r in driver.replies if isinstance(r, ControlReply) and r.id == "s"][0].state
+    assert state.paused
+    assert state.num_running_reqs == {"abort": 0, "retract": 0, "in_place": 3}[mode]
+    driver.send(ContinueGenerationReq(id="c"))
+    driver.run()
+    if mode == "abort":
+        assert all(driver.answers[req.rid].finish.type == "abort" for req in reqs)
+    else:
+        assert_right(driver, reqs)
+
+
+def test_flush_only_when_idle() -> None:
+    driver = make_driver()
+    driver.send(request("a", list(range(30)), max_new_tokens=4))
+    driver.step()
+    driver.send(FlushCacheReq(id="busy"))
+    driver.run()
+    driver.send(FlushCacheReq(id="idle"))
+    driver.step()
+    replies = {r.id: r.success for r in driver.replies if isinstance(r, ControlReply)}
+    assert replies == {"busy": False, "idle": True}
+    assert driver.worker.pages.num_leased == 0
+
+
+def test_prompt_that_cannot_fit_is_refused() -> None:
+    driver = make_driver(num_pages=8, page_size=4)
+    driver.send(request("big", [1] * 32, max_new_tokens=4), request("none", [], max_new_tokens=4))
+    driver.send(request("most", [1] * 31, max_new_tokens=4, ignore_eos=True))
+    driver.run()
+    assert driver.answers["big"].finish.status_code == driver.answers["none"].finish.status_code == 400
+    assert len(driver.answers["most"].output_ids) == 1, "clipped to what the pool can ever hold"
+
+
+def test_max_new_tokens_zero_scores_the_prompt() -> None:
+    driver = make_driver(chunked_prefill_size=4)
+    prompt = [7, 8, 9, 10, 11, 12, 13]
+    driver.send(request("a", prompt, max_new_tokens=0, return_logprob=True, logprob_start_len=0))
+    driver.run()
+    answer = driver.answers["a"]
+    assert answer.output_ids == []
+    assert answer.last.input_logprobs.token_ids == prompt
+    # The stand-in reports each scored position's own number.
+    assert answer.last.input_logprobs.logprobs == [None, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+@pytest.mark.parametrize("start", [1, 3, 6])
+def test_prompt_logprobs_from_a_position_recompute_no_more_than_needed(start: int) -> None:
+    driver = make_driver(page_size=1)
+    prompt = [7, 8, 9, 10, 11, 12, 13]
+    driver.send(request("first", prompt, max_new_tokens=2))
+    driver.run()
+    driver.send(request("a", prompt, max_new_tokens=2, return_logprob=True, logprob_start_len=start))
+    driver.run()
+    last = driver.answers["a"].last
+    assert last.cached_tokens == start - 1
+
+
+def test_shutdown_drains() -> None:
+    driver = make_driver()
+    req = request("a", [1, 2, 3], max_new_tokens=10, ignore_eos=True)
+    driver.send(req)
+    driver.step()
+    driver.send(ShutdownReq(drain=True))
+    driver.run()
+    assert driver.scheduler.stopped
+    assert_right(driver, [req])
+
+
+def test_messages_of_unwatched_requests_are_few() -> None:
+    driver = make_driver(context_length=512, num_pages=128)
+    driver.send(request("quiet", [1], max_new_tokens=200, ignore_eos=True, stream=False))
+    driver.send(request("loud", [2], max_new_tokens=200, ignore_eos=True, stream=True))
+    driver.run()
+    assert driver.answers["quiet"].num_messages <= 6
+    assert driver.answers["loud"].num_messages == 200
+
+
+def test_books_name_a_lost_page() -> None:
+    driver = make_driver()
+    driver.send(request("a", [1, 2, 3], max_new_tokens=2))
+    driver.run()
+    lost = driver.worker.pages.alloc(1)
+    assert lost is not None
+    with pytest.raises(RuntimeError, match=rf"leased to nobody \[{int(lost[0][0])}\]"):
+        driver.scheduler.memory.check_books()
+
+
+prompts = st.lists(st.integers(1, 3), min_size=1, max_size=24)
+
+
+@st.composite
+def workloads(
+    draw: st.DrawFn,
+) -> tuple[dict[str, object], list[tuple[int, TokenizedGenerateReq]], list[tuple[int, str]]]:
+    flags: dict[str, object] = {
+        "page_size": draw(st.sampled_from([1, 2, 4])),
+        "num_rows": draw(st.integers(1, 6)),
+        **draw(
+            st.sampled_from(
+                [
+                    {"schedule_policy": "fcfs"},
+                    {"schedule_policy": "fcfs", "disable_radix_cache": True},
+                    {"schedule_policy": "lpm"},
+                    {"schedule_policy": "random"},
+                ]
+            )
+        ),
+        "disable_overlap_schedule": draw(st.booleans()),
+        "schedule_conservativeness": draw(st.sampled_from([0.01, 0.3, 1.0])),
+        "max_prefill_tokens": draw(st.sampled_from([16, 64])),
+        "chunked_prefill_size": draw(st.sampled_from([4, 16, -1])),
+    }
+    flags["num_pages"] = draw(st.integers(48, 120)) // int(str(flags["page_size"]))
+    reqs = []
+    for i in range(draw(st.integers(1, 10))):
+        req = request(
+            f"r{i}",
+            draw(prompts),
+            seed=draw(st.integers(0, 1)),
+            max_new_tokens=draw(st.integers(0, 24)),
+            ignore_eos=draw(st.booleans()),
+            stream=draw(st.booleans()),
+        )
+        reqs.append((draw(st.integers(0, 20)), req))
+    aborts = [
+        (draw(st.integers(0, 30)), f"r{draw(st.integers(0, 9))}") for _ in range(draw(st.integers(0, 3)))
+    ]
+    return flags, reqs, aborts
+
+
+@settings(max_examples=150)
+@given(workloads())
+def test_any_workload(
+    workload: tuple[dict[str, object], list[tuple[int, TokenizedGenerateReq]], list[tuple[int, str]]],
+) -> None:
+    """Whatever arrives and leaves when: the right tokens, each once, and clean books at the end."""
+    flags, reqs, aborts = workload
+    driver = make_driver(**flags)  # type: ignore[arg-type]
+    aborted = {rid for _, rid in aborts}
+    for now in range(40):
+        driver.send(*(req for when, req in reqs if when == now))
+        driver.send(*(AbortReq(rid=rid) for when, rid in aborts if when == now))
+        driver.step()
+    driver.run()
+    for _, req in reqs:
+        answer = driver.answers[req.rid]
+        expected = expected_output(req, capacity(driver))
+        if req.rid in aborted and answer.finish is not None and answer.finish.type == "abort":
+            assert answer.output_ids == expected[: len(answer.output_ids)]
+        else:
+            assert answer.output_ids == expected
+            assert answer.finish is not None
