@@ -1,0 +1,238 @@
+"""Make or refresh the environment .venv that scripts/serve and scripts/test run in; prints its Python's path.
+
+Usage: setup_env.py [EXTRA ...]. Standard library only. Nothing is done when the environment is up to date: a stamp in
+it names what it was made from. A mark stands in it while an installation runs; where one is found, the last
+installation was killed half-way through some package and the environment is made anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pick_torch
+from pick_torch import Choice, NoTorch
+
+ROOT = Path(__file__).resolve().parent.parent
+STAMP = "fenceline-stamp.json"
+UNFINISHED = "fenceline-unfinished"
+_INPUTS = ("pyproject.toml", "constraints-cpu.txt", "scripts/setup_env.py", "scripts/pick_torch.py")
+
+Run = Callable[[Sequence[str]], bool]
+
+
+class SetupError(Exception):
+    """The environment cannot be made; the message is one line with the remedy."""
+
+
+@dataclass(frozen=True)
+class Env:
+    """A virtual environment at ``path``."""
+
+    path: Path
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return self.path / "bin" / "python"
+
+    def key(self, root: Path, torch: str) -> str:
+        """What an installation depends on besides its extras."""
+        digest = hashlib.sha256()
+        for name in _INPUTS:
+            digest.update((root / name).read_bytes())
+        config = self.path / "pyvenv.cfg"
+        version = (
+            re.search(r"^version\S* = (.*)$", config.read_text(), re.MULTILINE) if config.exists() else None
+        )
+        for text in (str(root), version.group(1) if version else "", platform.machine(), torch):
+            digest.update(text.encode() + b"\0")
+        return digest.hexdigest()
+
+    def installed_extras(self, key: str) -> set[str] | None:
+        """The extras that an installation for ``key`` has, None if there is none or it was interrupted."""
+        try:
+            stamp = json.loads((self.path / STAMP).read_text())
+        except (OSError, ValueError):
+            return None
+        usable = os.access(self.python, os.X_OK) and not (self.path / UNFINISHED).exists()
+        return set(stamp["extras"]) if usable and stamp["key"] == key else None
+
+    def write_stamp(self, key: str, extras: set[str]) -> None:
+        """Record a finished installation, atomically."""
+        new = self.path / (STAMP + ".new")
+        new.write_text(json.dumps({"key": key, "extras": sorted(extras)}))
+        new.replace(self.path / STAMP)
+
+    def distributions(self) -> list[str]:
+        """Names of the installed distributions, from their metadata directories."""
+        found = self.path.glob("lib/python*/site-packages/*.dist-info")
+        return sorted(path.name.split("-")[0].lower() for path in found)
+
+
+def say(message: str) -> None:
+    """Progress goes to stderr: stdout carries the interpreter's path."""
+    print(f"[set-up] {message}", file=sys.stderr, flush=True)
+
+
+def pip_runner(env: Env) -> Run:
+    """Runs the environment's pip with ``args``; True if it succeeded."""
+
+    def run(args: Sequence[str]) -> bool:
+        quiet = [] if sys.stderr.isatty() else ["--quiet"]
+        command = [str(env.python), "-m", "pip", args[0], "--disable-pip-version-check", *quiet, *args[1:]]
+        return subprocess.run(command, stdout=sys.stderr, check=False).returncode == 0
+
+    return run
+
+
+def ensure(root: Path, env: Env, extras: Sequence[str]) -> None:
+    """Bring ``env`` up to date with ``root``, with at least ``extras``. Raises SetupError or NoTorch."""
+    choice = torch_choice()
+    env.path.parent.mkdir(parents=True, exist_ok=True)
+    with open(env.path.parent / f"{env.path.name}.lock", "w") as lock:
+        fcntl.flock(
+            lock, fcntl.LOCK_EX
+        )  # two scripts started at once: the second finds the first's work done
+        key = env.key(root, repr(choice))
+        installed = env.installed_extras(key)
+        if installed is not None and installed >= set(extras):
+            return
+        wanted = set(extras) | (installed or set())
+        create(env)
+        unfinished = env.path / UNFINISHED
+        unfinished.touch()
+        (env.path / STAMP).unlink(missing_ok=True)
+        try:
+            install(root, env, choice, sorted(wanted), pip_runner(env))
+        except SetupError:
+            unfinished.unlink()  # pip gave up in good order
+            raise
+        env.write_stamp(env.key(root, repr(choice)), wanted)
+        unfinished.unlink()
+
+
+def torch_choice() -> Choice:
+    """What to install here; FENCELINE_TORCH=cpu overrules a driver. Raises NoTorch."""
+    if os.environ.get("FENCELINE_TORCH") == "cpu":
+        return pick_torch.choose(pick_torch.Machine(platform.system()))
+    return pick_torch.choose(pick_torch.look(platform.system()))
+
+
+def create(env: Env) -> None:
+    """Make the virtual environment unless there is one that works. Raises SetupError."""
+    unfinished = (env.path / UNFINISHED).exists()
+    if not unfinished and env.python.exists() and _answers([str(env.python), "-m", "pip", "--version"]):
+        return
+    if env.path.exists():
+        if not (env.path / "pyvenv.cfg").exists() and any(env.path.iterdir()):
+            raise SetupError(f"{env.path} is not a virtual environment: move it away")
+        say(f"{env.path} is {'half-made' if unfinished else 'broken'}, making it anew")
+        shutil.rmtree(env.path)
+    say(f"making {env.path} with Python {platform.python_version()}")
+    result = subprocess.run(
+        [sys.executable, "-m", "venv", str(env.path)], capture_output=True, text=True, check=False
+    )
+    if result.returncode != 0:
+        raise SetupError(
+            "this Python cannot make virtual environments: install its venv package (python3-venv)"
+        )
+
+
+def _answers(command: Sequence[str]) -> bool:
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def install(root: Path, env: Env, choice: Choice, extras: Sequence[str], pip: Run) -> None:
+    """torch first, alone, then the package with its other dependencies. Raises SetupError."""
+    say(f"installing {choice.summary} (first time only)")
+    install_torch(choice, pip)
+    names = [*extras, *(["cuda"] if choice.cuda is not None else [])]
+    package = str(root) + (f"[{','.join(names)}]" if names else "")
+    say(f"installing the package{' with ' + ', '.join(names) if names else ''}")
+    with tempfile.TemporaryDirectory() as folder:
+        constraints = Path(folder) / "constraints.txt"
+        constraints.write_text(constraints_for(choice, (root / "constraints-cpu.txt").read_text()))
+        pinned = ["--constraint", str(constraints)]
+        built = pip(["install", *pinned, "setuptools"]) and pip(
+            ["install", *pinned, "--no-build-isolation", "--editable", package]
+        )
+    if not built:
+        raise SetupError(
+            "pip could not install the package (see above): check the network and run this again"
+        )
+    check_torch(env, choice)
+
+
+def install_torch(choice: Choice, pip: Run) -> None:
+    """Try the indexes in order. Raises SetupError if none has the wheel."""
+    for requirement, index in choice.requirements:
+        # The CPU wheel comes without its dependencies: the pinned ones follow with the package.
+        alone = ["--no-deps"] if choice.cuda is None else []
+        where = ["--index-url", index] if index is not None else []
+        if pip(["install", "--retries", "2", "--timeout", "15", *alone, *where, requirement]):
+            return
+    wanted, index = choice.requirements[0]
+    raise SetupError(
+        f"no index has {wanted} for Python {platform.python_version()}: make {index or 'PyPI'} reachable, or put the"
+        " wheel into a folder and name it in PIP_FIND_LINKS"
+    )
+
+
+def constraints_for(choice: Choice, text: str) -> str:
+    """The pins of constraints-cpu.txt with the torch line of ``choice``; a CUDA torch brings its own."""
+    lines = [line for line in text.splitlines() if not line.startswith("torch==")]
+    if choice.cuda is None:
+        lines.append(choice.requirements[0][0])
+    return "\n".join(lines) + "\n"
+
+
+def check_torch(env: Env, choice: Choice) -> None:
+    """Raise SetupError if the torch in ``env`` is not the one that was chosen."""
+    if choice.cuda is None:
+        cuda_packages = [name for name in env.distributions() if name.startswith("nvidia")]
+        if cuda_packages:
+            raise SetupError(
+                f"CUDA packages were installed although there is no NVIDIA driver ({', '.join(cuda_packages)}): remove"
+                f" {env.path} and make {pick_torch.WHEELS}/cpu reachable"
+            )
+        return
+    code = "import torch.version as v; print(v.cuda or '0.0')"
+    built = subprocess.run(
+        [str(env.python), "-c", code], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    version = tuple(int(part) for part in built.split(".")[:2]) if built else (0, 0)
+    if version[0] != choice.cuda[0]:
+        raise SetupError(
+            f"torch was built for CUDA {built or 'nothing'}, the driver wants {choice.cuda}: see above"
+        )
+
+
+def main(extras: Sequence[str]) -> int:
+    """Entry point; the exit status."""
+    env = Env(Path(os.environ.get("FENCELINE_VENV", ROOT / ".venv")).absolute())
+    try:
+        ensure(ROOT, env, extras)
+    except (SetupError, NoTorch) as error:
+        print(f"[set-up] error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("[set-up] interrupted; the next call starts it again", file=sys.stderr)
+        return 130
+    print(env.python)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,199 @@
+"""The walls of the house: imports point down, and raw ordering primitives stay inside memory_order.
+
+Usage: tidy.py [SOURCE_DIR], python/ unless given. Prints one line per violation and exits with 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = "fenceline"
+
+# Rooms from the ground up; a room may import itself and what stands before it. Rooms of one tuple are neighbours that
+# do not know each other.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("memory_order",),
+    ("mem_cache", "distributed"),
+    ("layers",),
+    ("models",),
+    ("model_executor",),
+    ("speculative",),
+    ("managers",),
+    ("entrypoints",),
+)
+# May be imported from anywhere and import no room themselves.
+EVERYWHERE = ("config", "managers.io_struct", "version")
+# May import everything but vgpu: command lines and tools around the server.
+ATTIC = ("", "__main__", "cli", "launch_server", "bench_serving", "benchmarking", "demo")
+# Nothing outside may import it, it may import everything.
+TEST_ONLY = "vgpu"
+# Run in processes, or at moments, where torch must not be loaded. Importing it inside a function is allowed in config
+# alone, to ask for a GPU.
+NO_TORCH = ("config", "managers.io_struct", "mem_cache.radix_cache")
+ORDERING_ROOMS = ("memory_order", TEST_ONLY)
+
+_RAW_CLASSES = {"Stream", "Event", "ExternalStream", "CUDAGraph", "graph", "graph_pool_handle"}
+_RAW_METHODS = {"record_stream", "wait_stream"}
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken rule, printed as ``path:line: message``."""
+
+    path: Path
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.message}"
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import of ``module`` (full dotted name), at module level or inside a function."""
+
+    module: str
+    line: int
+    at_top: bool
+    for_types: bool
+
+
+def violations(source: Path) -> list[Violation]:
+    """Every violation in the package below ``source``, in order of files and lines."""
+    found: list[Violation] = []
+    for path in sorted((source / PACKAGE).rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        module = _module_name(path, source)
+        imports = list(_imports(tree, _package_of(module, path)))
+        found += [Violation(path, line, text) for line, text in _direction(module, imports)]
+        found += [Violation(path, line, text) for line, text in _torch_free(module, imports)]
+        if _room(module) not in ORDERING_ROOMS:
+            found += [Violation(path, line, text) for line, text in _raw_ordering(tree)]
+    return found
+
+
+def _module_name(path: Path, source: Path) -> str:
+    """``managers.scheduler`` for its file, the empty text for the package itself."""
+    parts = path.relative_to(source / PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _package_of(module: str, path: Path) -> str:
+    full = f"{PACKAGE}.{module}".rstrip(".")
+    return full if path.name == "__init__.py" else full.rpartition(".")[0]
+
+
+def _room(module: str) -> str:
+    return module.split(".")[0]
+
+
+def _within(module: str, places: tuple[str, ...]) -> bool:
+    return any(module == place or (place and module.startswith(place + ".")) for place in places)
+
+
+def _imports(tree: ast.Module, package: str) -> Iterator[Import]:
+    """The imports of a file, relative ones resolved. ``from a import b`` counts as ``a.b``, which may be a module."""
+
+    def visit(node: ast.AST, at_top: bool, for_types: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, at_top, for_types)
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(node, package)
+            for alias in node.names:
+                yield Import(f"{base}.{alias.name}", node.lineno, at_top, for_types)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for child in node.body:
+                yield from visit(child, at_top, True)
+            for child in node.orelse:
+                yield from visit(child, at_top, for_types)
+        else:
+            inner = at_top and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            for child in ast.iter_child_nodes(node):
+                yield from visit(child, inner, for_types)
+
+    yield from visit(tree, True, False)
+
+
+def _absolute(node: ast.ImportFrom, package: str) -> str:
+    if node.level == 0:
+        return node.module or ""
+    base = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
+    return f"{base}.{node.module}" if node.module else base
+
+
+def _direction(module: str, imports: list[Import]) -> Iterator[tuple[int, str]]:
+    room = _room(module)
+    for item in imports:
+        target = item.module.removeprefix(PACKAGE + ".") if item.module.startswith(PACKAGE + ".") else None
+        if target is None or (item.for_types and not _within(target, (TEST_ONLY,))):
+            continue
+        if _within(target, (TEST_ONLY,)):
+            if room != TEST_ONLY:
+                yield item.line, f"imports {item.module}: nothing outside {TEST_ONLY} may"
+        elif not _may_import(module, target):
+            yield item.line, f"imports {item.module}: imports point down (see docs/architecture.md)"
+
+
+def _may_import(module: str, target: str) -> bool:
+    room, other = _room(module), _room(target)
+    if _within(module, EVERYWHERE):
+        return _within(target, EVERYWHERE)
+    if room in (*ATTIC, TEST_ONLY) or room == other or _within(target, EVERYWHERE):
+        return True
+    floors = {name: level for level, names in enumerate(FLOORS) for name in names}
+    if room not in floors:
+        return False
+    # What is no room is a name of the package itself (fenceline.__version__) or a command line: not for rooms.
+    return other in floors and floors[other] < floors[room]
+
+
+def _torch_free(module: str, imports: list[Import]) -> Iterator[tuple[int, str]]:
+    if not _within(module, NO_TORCH):
+        return
+    for item in imports:
+        if item.module.split(".")[0] != "torch" or item.for_types:
+            continue
+        if item.at_top or _room(module) != "config":
+            yield item.line, f"imports torch: {module} runs without it"
+
+
+def _raw_ordering(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        name = _raw_name(node)
+        if name is not None:
+            yield getattr(node, "lineno", 0), f"{name}: ordering belongs to memory_order"
+
+
+def _raw_name(node: ast.AST) -> str | None:
+    """The raw ordering primitive that ``node`` is, if it is one."""
+    if isinstance(node, ast.Attribute):
+        owner = ast.unparse(node.value)
+        if node.attr in _RAW_CLASSES and owner in ("torch.cuda", "torch", "cuda", "torch.cuda.graphs"):
+            return f"{owner}.{node.attr}"
+        if node.attr in _RAW_METHODS:
+            return node.attr
+    if isinstance(node, ast.ImportFrom) and node.module in ("torch", "torch.cuda", "torch.cuda.graphs"):
+        raw = [alias.name for alias in node.names if alias.name in _RAW_CLASSES]
+        return f"{node.module}.{raw[0]}" if raw else None
+    if isinstance(node, ast.keyword) and node.arg == "non_blocking":
+        harmless = isinstance(node.value, ast.Constant) and node.value.value is False
+        return None if harmless else "non_blocking"
+    return None
+
+
+def main(source: Path) -> int:
+    """Print the violations below ``source``; 1 if there are any."""
+    found = violations(source)
+    for violation in found:
+        print(violation)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    default = Path(__file__).resolve().parent.parent / "python"
+    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else default))

@@ -1,0 +1,139 @@
+"""scripts/tidy.py on planted violations: each rule fires where it must and stays silent where it may not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import setup_env
+import tidy
+
+
+def complaints(tmp_path: Path, module: str, code: str) -> list[str]:
+    path = tmp_path / "fenceline" / (module.replace(".", "/") + ".py")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(code)
+    return [violation.message for violation in tidy.violations(tmp_path)]
+
+
+def test_the_package_is_tidy() -> None:
+    assert [str(violation) for violation in tidy.violations(setup_env.ROOT / "python")] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("memory_order.lease", "from fenceline.mem_cache.kv_pool import KVPool"),
+        ("mem_cache.radix_cache", "import fenceline.managers.scheduler"),
+        ("mem_cache.kv_pool", "from fenceline.distributed import parallel_state"),
+        ("layers.linear", "from fenceline.models import llama"),
+        ("layers.linear", "from ..models import llama"),
+        ("layers.attention.torch_backend", "from ...models.llama import Llama"),
+        ("model_executor.runner", "def f():\n    from fenceline.managers.scheduler import Scheduler"),
+        (
+            "model_executor.runner",
+            "try:\n    import fenceline.entrypoints.engine\nexcept ImportError:\n    pass",
+        ),
+        ("managers.scheduler", "from fenceline.entrypoints.http_server import app"),
+        ("managers.scheduler", "from fenceline import launch_server"),
+        ("managers.scheduler", "from fenceline.launch_server import main"),
+        ("config.resolve", "from fenceline.managers.tokenizer import Tokenizer"),
+        ("managers.io_struct", "from fenceline.managers.tokenizer import Tokenizer"),
+        ("unknown_room.x", "from fenceline.models import llama"),
+    ],
+)
+def test_imports_that_point_up_are_found(tmp_path: Path, module: str, line: str) -> None:
+    (message,) = complaints(tmp_path, module, line)
+    assert "imports point down" in message
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("managers.scheduler", "from fenceline.vgpu import device"),
+        ("cli", "import fenceline.vgpu"),
+        ("config.x", "def f():\n    import fenceline.vgpu.prove"),
+        (
+            "model_executor.x",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import fenceline.vgpu.device",
+        ),
+    ],
+)
+def test_production_imports_nothing_of_vgpu(tmp_path: Path, module: str, line: str) -> None:
+    assert any("nothing outside vgpu may" in message for message in complaints(tmp_path, module, line))
+
+
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        ("config.x", "import torch"),
+        ("config.x", "from torch import nn"),
+        ("managers.io_struct", "import torch.cuda"),
+        ("managers.io_struct", "def f():\n    import torch"),
+        ("mem_cache.radix_cache", "def f():\n    import torch"),
+    ],
+)
+def test_torch_is_found_where_it_may_not_be(tmp_path: Path, module: str, code: str) -> None:
+    (message,) = complaints(tmp_path, module, code)
+    assert "imports torch" in message
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "s = torch.cuda.Stream()",
+        "e = torch.cuda.Event(enable_timing=True)",
+        "e = torch.Event()",
+        "s = torch.Stream(device='cuda')",
+        "g = torch.cuda.CUDAGraph()",
+        "with torch.cuda.graph(g):\n    pass",
+        "from torch.cuda import Event",
+        "from torch import cuda\ns = cuda.Stream()",
+        "x.record_stream(s)",
+        "s.wait_stream(t)",
+        "y = x.to('cuda', non_blocking=True)",
+        "y.copy_(x, non_blocking=flag)",
+    ],
+)
+def test_raw_ordering_is_found_outside_memory_order_only(tmp_path: Path, code: str) -> None:
+    assert "ordering belongs to memory_order" in complaints(tmp_path, "model_executor.x", code)[-1]
+    (tmp_path / "fenceline/model_executor/x.py").unlink()
+    assert complaints(tmp_path, "memory_order.cuda", code) == []
+    assert complaints(tmp_path, "vgpu.device", code) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        (
+            "entrypoints.http_server",
+            "from fenceline.managers.tokenizer_manager import TokenizerManager\nimport torch",
+        ),
+        (
+            "managers.scheduler",
+            "from fenceline.config.engine_config import EngineConfig\nimport fenceline.layers.linear",
+        ),
+        ("managers.scheduler", "from fenceline.managers.io_struct import Abort"),
+        ("memory_order.x", "from fenceline.config.errors import ConfigError"),
+        ("layers.attention.x", "from .torch_backend import Torch\nfrom ..linear import Linear"),
+        ("config.device", "def f():\n    import torch"),
+        (
+            "models.x",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from fenceline.managers import scheduler",
+        ),
+        ("launch_server", "from fenceline.entrypoints.http_server import launch_server"),
+        ("vgpu.prove", "from fenceline.entrypoints.engine import Engine"),
+        ("model_executor.x", "y = x.to('cuda', non_blocking=False)\nself.graph = None\nstream.wait(point)"),
+        ("model_executor.x", "from fenceline.memory_order.stream import Stream\ns: Stream"),
+    ],
+)
+def test_what_is_allowed_passes(tmp_path: Path, module: str, code: str) -> None:
+    assert complaints(tmp_path, module, code) == []
+
+
+def test_command_line_prints_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tidy.main(tmp_path) == 0
+    complaints(tmp_path, "layers.x", "\nimport fenceline.entrypoints")
+    assert tidy.main(tmp_path) == 1
+    assert "fenceline/layers/x.py:2: imports fenceline.entrypoints: " in capsys.readouterr().out
