@@ -177,7 +177,7 @@ def test_pause_and_continue(mode: str) -> None:
     driver.send(GetInternalStateReq(id="s"))
     driver.step()
     assert driver.worker.num_steps == steps, "a paused scheduler launches nothing"
-    state = [r for r in driver.replies if isinstance(r, ControlReply) and r.id == "s"][0].state
+    state = next(r for r in driver.replies if isinstance(r, ControlReply) and r.id == "s").state
     assert state.paused
     assert state.num_running_reqs == {"abort": 0, "retract": 0, "in_place": 3}[mode]
     driver.send(ContinueGenerationReq(id="c"))
@@ -264,6 +264,9 @@ def test_books_name_a_lost_page() -> None:
         driver.scheduler.memory.check_books()
 
 
+# Flags; (step, request) arrivals; (step, rid) aborts.
+Workload = tuple[dict[str, object], list[tuple[int, TokenizedGenerateReq]], list[tuple[int, str]]]
+
 prompts = st.lists(st.integers(1, 3), min_size=1, max_size=24)
 
 
@@ -309,9 +312,7 @@ def workloads(
 
 @settings(max_examples=150)
 @given(workloads())
-def test_any_workload(
-    workload: tuple[dict[str, object], list[tuple[int, TokenizedGenerateReq]], list[tuple[int, str]]],
-) -> None:
+def test_any_workload(workload: Workload) -> None:
     """Whatever arrives and leaves when: the right tokens, each once, and clean books at the end."""
     flags, reqs, aborts = workload
     driver = make_driver(**flags)  # type: ignore[arg-type]

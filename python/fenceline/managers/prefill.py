@@ -92,7 +92,9 @@ class PrefillPlanner:
         writes = PageWrites()
         if plan.page_rows:
             writes = PageWrites(
-                *(np.concatenate(c) for c in (plan.page_rows, plan.page_columns, plan.page_ids))
+                rows=np.concatenate(plan.page_rows),
+                columns=np.concatenate(plan.page_columns),
+                pages=np.concatenate(plan.page_ids),
             )
         return PrefillPlan(
             batch=ExtendBatch(tuple(plan.seqs), writes, plan.after),

@@ -1,0 +1,128 @@
+"""CPU time of the scheduler per decode step, with a worker that computes nothing.
+
+    python benchmark/bench_scheduler.py [--running 1,16,64,256] [--steps 400] [--repeats 5]
+
+Everything that the scheduler process does in a steady decode step is timed: draining the inbox, planning,
+publishing one token for every (streaming) request and encoding the message to the detokenizer. The line
+fitted through the medians gives the base and the cost of each added request. The device's own submission
+cost is not in it: it belongs to the model runner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+import fenceline
+from fenceline.config.resolve import resolve
+from fenceline.config.sampling_params import SamplingParams
+from fenceline.config.server_args import ServerArgs
+from fenceline.managers.io_struct import BatchTokenOut, Message, TokenizedGenerateReq, encode
+from fenceline.managers.scheduler import InFlight, Scheduler
+from fenceline.mem_cache.req_pool import ReqPool
+from fenceline.memory_order import LeasePool, Point, open_device
+from fenceline.model_executor.forward_result import StepOutput
+from fenceline.model_executor.schedule_batch import DecodeBatch, ScheduleBatch
+
+_TOKEN = 42
+
+
+class NullResult:
+    """A step that was done before it began."""
+
+    def __init__(self, num_tokens: int, done: Point) -> None:
+        self._num_tokens = num_tokens
+        self.done = done
+
+    def wait(self) -> StepOutput:
+        return StepOutput(np.full(self._num_tokens, _TOKEN, dtype=np.int64), None, None)
+
+
+class NullWorker:
+    """Answers every step with the same token and touches no memory."""
+
+    def __init__(self, num_pages: int, num_rows: int) -> None:
+        self.pages = LeasePool("KV pages", num_pages + 1)
+        self.req_pool = ReqPool(num_rows + 1, 1, torch.device("cpu"))
+        self.memory_bytes = {"weights": 0, "kv_cache": 0}
+        self._forward = open_device("cpu").forward
+
+    def launch(self, batch: ScheduleBatch) -> NullResult:
+        if isinstance(batch, DecodeBatch):
+            num_tokens = len(batch.rows)
+        else:
+            num_tokens = sum(seq.sampling is not None for seq in batch.seqs)
+        return NullResult(num_tokens, self._forward.record())
+
+
+class NullBox:
+    """An inbox that hands over what it was given, an outbox that encodes and forgets."""
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self.messages = messages
+        self.num_bytes = 0
+
+    def drain(self, block: bool) -> Sequence[Message]:
+        messages, self.messages = self.messages, ()
+        return messages
+
+    def to_detokenizer(self, message: BatchTokenOut) -> None:
+        self.num_bytes += len(encode(message))
+
+    def to_tokenizer(self, message: Message) -> None:
+        self.num_bytes += len(encode(message))
+
+
+def step_time_us(num_running: int, num_steps: int, page_size: int) -> float:
+    """Mean CPU time of one decode step in microseconds."""
+    context = 64 + num_steps
+    args = ServerArgs(
+        model_path=fenceline.demo_model_path(), device="cpu", page_size=page_size, decode_log_interval=10**9
+    )
+    config = dataclasses.replace(resolve(args), max_running_requests=num_running, context_length=context)
+    params = SamplingParams(max_new_tokens=context, ignore_eos=True, temperature=0.0)
+    box = NullBox(
+        [
+            TokenizedGenerateReq(rid=f"req-{i}", input_ids=[i + 1] * 8, sampling_params=params, stream=True)
+            for i in range(num_running)
+        ]
+    )
+    worker = NullWorker(num_running * (context // page_size + 2), num_running)
+    scheduler = Scheduler(config, worker, box, box)
+    flight: InFlight | None = None
+    for _ in range(32):  # prompts in, then warm
+        flight = scheduler.step(flight)
+    assert len(scheduler.running) == num_running
+    begin = time.process_time()
+    for _ in range(num_steps):
+        flight = scheduler.step(flight)
+    return (time.process_time() - begin) / num_steps * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--running", default="1,16,64,256", help="numbers of running requests")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--page-size", type=int, default=1)
+    args = parser.parse_args()
+    sizes = [int(n) for n in args.running.split(",")]
+    medians = []
+    print(f"{'running':>8} {'median us/step':>15} {'min':>9} {'max':>9}")
+    for size in sizes:
+        times = [step_time_us(size, args.steps, args.page_size) for _ in range(args.repeats)]
+        medians.append(statistics.median(times))
+        print(f"{size:>8} {medians[-1]:>15.1f} {min(times):>9.1f} {max(times):>9.1f}")
+    if len(sizes) > 1:
+        slope, base = np.polyfit(sizes, medians, 1)
+        print(f"base {base:.1f} us, {slope:.2f} us for each added request")
+
+
+if __name__ == "__main__":
+    main()
