@@ -91,15 +91,35 @@ def test_a_chunk_of_several_tokens_shares_its_gap() -> None:
     assert (reply.prompt_tokens, reply.cached_tokens) == (7, 3)
 
 
-def test_an_incremental_native_stream_is_joined() -> None:
+@pytest.mark.parametrize("whole_text", [False, True])
+def test_an_incremental_native_stream_is_joined(whole_text: bool) -> None:
     recorder = NativeRecorder(start=0.0)
     for i in range(4):
-        recorder.feed(native_event(i + 1, text=f"<{i}>", ids=[40 + i]), 1.0 + i)
+        text = "".join(f"<{k}>" for k in range(i + 1)) if whole_text else f"<{i}>"
+        recorder.feed(native_event(i + 1, text=text, ids=[40 + i]), 1.0 + i)
     recorder.feed(b"data: [DONE]\n\n", 5.0)
     reply = recorder.finish(5.0)
     assert reply.text == "<0><1><2><3>"
     assert reply.output_ids == [40, 41, 42, 43]
     assert reply.itl == pytest.approx([1.0] * 3)
+
+
+def test_a_last_event_without_news_loses_nothing() -> None:
+    for ids, text in (([5], "a"), ([], "")):  # everything so far, or increments
+        recorder = NativeRecorder(start=0.0)
+        recorder.feed(native_event(0, text="", ids=[]), 0.5)
+        recorder.feed(native_event(1, text="a", ids=[5]), 1.0)
+        recorder.feed(native_event(1, text=text, ids=ids) + b"data: [DONE]\n\n", 2.0)
+        reply = recorder.finish(2.0)
+        assert (reply.text, reply.output_ids, reply.ttft) == ("a", [5], 1.0)
+
+
+def test_an_increment_that_repeats_is_no_whole_text() -> None:
+    recorder = NativeRecorder(start=0.0)
+    for i in range(3):
+        recorder.feed(native_event(i + 1, text=" a", ids=[5]), 1.0 + i)
+    recorder.feed(b"data: [DONE]\n\n", 5.0)
+    assert recorder.finish(5.0).text == " a a a"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import orjson
@@ -85,8 +86,8 @@ def _error_text(event: object) -> str | None:
 class NativeRecorder:
     """Reads /generate. Its events hold everything so far, so only the last one of a read is looked at.
 
-    A server that streams increments instead (``text`` and ``output_ids`` of the new tokens only) is recognised by
-    its second event, whose ids are fewer than ``completion_tokens``.
+    A server that streams increments instead is recognised by its second event, whose ids are fewer than
+    ``completion_tokens``. SGLang has both a mode where ids and text and one where only ids are increments.
     """
 
     def __init__(self, start: float) -> None:
@@ -94,9 +95,8 @@ class NativeRecorder:
         self._splitter = SseSplitter()
         self._pending = b""  # the last event of a cumulative stream, parsed at the end
         self._incremental: bool | None = None
-        self._text = ""
+        self._texts: list[str] = []  # of every event that was parsed
         self._ids: list[int] = []
-        self._has_ids = True
         self._meta: dict[str, Any] = {}
         self._error = ""
         self._done = False
@@ -135,8 +135,8 @@ class NativeRecorder:
         return Reply(
             success=not self._error,
             error=self._error,
-            text=self._text,
-            output_ids=self._ids if self._has_ids and len(self._ids) == clock.num_tokens else None,
+            text=_whole_text(self._texts) if self._incremental else "".join(self._texts[-1:]),
+            output_ids=self._ids if len(self._ids) == clock.num_tokens else None,
             output_len=clock.num_tokens,
             prompt_tokens=_count(self._meta, "prompt_tokens"),
             cached_tokens=_count(self._meta, "cached_tokens"),
@@ -152,19 +152,21 @@ class NativeRecorder:
             self._error = self._error or error or f"unexpected reply: {str(event)[:200]}"
             return
         self._meta = event.get("meta_info") or {}
+        self._texts.append(event.get("text") or "")
         ids = event.get("output_ids")
-        self._has_ids = isinstance(ids, list)
-        num = int(self._meta.get("completion_tokens", 0))
-        if self._incremental is None and self._ids and isinstance(ids, list) and ids:
-            self._incremental = len(ids) < num
-        elif self._incremental is None and not self._has_ids and self._text:
-            self._incremental = not str(event.get("text", "")).startswith(self._text)
-        if self._incremental:
-            self._text += event.get("text") or ""
-            self._ids += ids or []
-        else:
-            self._text = event.get("text") or ""
-            self._ids = ids if isinstance(ids, list) else []
+        if not isinstance(ids, list):
+            return
+        if self._incremental is None and self._ids:
+            self._incremental = len(ids) < int(self._meta.get("completion_tokens", 0))
+        self._ids = self._ids + ids if self._incremental else ids
+
+
+def _whole_text(texts: list[str]) -> str:
+    """The text of a stream whose events hold new ids only, and either all text so far or only what is new."""
+    grows = all(later.startswith(earlier) for earlier, later in pairwise(texts))
+    if texts and texts[0] != texts[-1] and grows:
+        return texts[-1]
+    return "".join(texts)
 
 
 class OpenAIRecorder:
