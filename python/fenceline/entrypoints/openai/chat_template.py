@@ -1,0 +1,211 @@
+"""Chat templates: a conversation as the one text that the model was trained to continue.
+
+Templates are Jinja programs that come with models. They are rendered in Jinja's sandbox with the same environment and
+names as in ``transformers`` (``apply_chat_template``), so that the text is the same, character by character.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+Message = Mapping[str, object]
+
+# The trailing blank tells a template that keeps the end of a message from one that trims it.
+_CUT_HERE = "(the final message goes on here) "
+# What the renderer sets itself; everything else in chat_template_kwargs is the template's own business.
+_RESERVED = frozenset(
+    (
+        "messages",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tools",
+        "documents",
+        "chat_template",
+        "tokenize",
+    )
+)
+
+
+class ChatTemplate:
+    """A compiled chat template. Immutable after construction."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """``special_tokens``: texts by name (``bos_token`` ...). Raises ValueError if ``source`` is no template."""
+        environment = _environment()
+        try:
+            self._template = environment.from_string(source)
+            self.loops_over_content = _loops_over_content(environment.parse(source))
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"not a valid Jinja template, line {error.lineno}: {error.message}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt text, special tokens written out: tokenise it without adding any.
+
+        ``continue_final_message`` leaves the last message open, so that the model goes on with it. ``variables`` are
+        the request's ``chat_template_kwargs``. Raises ValueError with the template's own complaint if it has one.
+        """
+        variables = dict(variables or {})
+        if taken := _RESERVED.intersection(variables):
+            raise ValueError(f"chat_template_kwargs cannot set {', '.join(sorted(taken))}")
+        conversation = [self._plain(message) for message in messages]
+        if continue_final_message:
+            conversation[-1] = _marked(conversation[-1])
+        context = {
+            **self._special_tokens,
+            **variables,
+            "messages": conversation,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+        }
+        text = self._render(context)
+        return _cut(text) if continue_final_message else text
+
+    def _render(self, context: Mapping[str, object]) -> str:
+        try:
+            return self._template.render(context)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
+        except (
+            TypeError,
+            ValueError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
+            # Templates are programs: unexpected values in a message fail inside them like in any other.
+            raise ValueError(
+                f"the chat template cannot render these messages: {type(error).__name__}: {error}"
+            ) from error
+
+    def _plain(self, message: Message) -> dict[str, object]:
+        """As templates expect it: no None, parts joined unless looped over, call arguments as objects."""
+        plain = {name: value for name, value in message.items() if value is not None}
+        content = plain.get("content")
+        if isinstance(content, list) and not self.loops_over_content:
+            plain["content"] = "\n".join(part["text"] for part in content)
+        if "reasoning_content" in plain:
+            plain.setdefault("thinking", plain["reasoning_content"])  # the name that some templates read
+        calls = plain.get("tool_calls")
+        if isinstance(calls, list):
+            plain["tool_calls"] = [_plain_call(call) for call in calls]
+        return plain
+
+
+def _plain_call(call: Mapping[str, object]) -> Mapping[str, object]:
+    """OpenAI sends a call's arguments as JSON text, templates want the object."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except json.JSONDecodeError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _marked(message: dict[str, object]) -> dict[str, object]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": content + _CUT_HERE}
+    if isinstance(content, list) and content:
+        *rest, last = content
+        return {**message, "content": [*rest, {**last, "text": last["text"] + _CUT_HERE}]}
+    raise ValueError("continue_final_message needs a last message with content to go on with")
+
+
+def _cut(text: str) -> str:
+    mark = text.rfind(_CUT_HERE.rstrip())
+    if mark < 0:
+        raise ValueError(
+            "continue_final_message: the chat template drops the last message, it cannot be continued"
+        )
+    kept = text[:mark]
+    return kept if text.startswith(_CUT_HERE, mark) else kept.rstrip()
+
+
+# --- the environment that templates are written for
+
+
+class _GenerationBlock(Extension):
+    """``{% generation %} ... {% endgeneration %}`` marks the assistant's words for training; here it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(lineno)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML, which no model was trained on."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _loops_over_content(tree: nodes.Template) -> bool:
+    """Whether the template walks a message's content as a list of parts.
+
+    Those that do are handed the parts as the client sent them; the others get one text.
+    """
+    return any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
+
+
+def _is_content(node: nodes.Node | None) -> bool:
+    match node:
+        case nodes.Filter():  # message.content | selectattr(...)
+            return _is_content(node.node)
+        case nodes.Getattr():
+            return node.attr == "content"
+        case nodes.Getitem(arg=nodes.Slice()):
+            return _is_content(node.node)
+        case nodes.Getitem(arg=nodes.Const(value=key)):
+            return bool(key == "content")
+        case nodes.Name():  # a macro's parameter, or {% set content = message.content %}
+            return node.name == "content"
+    return False

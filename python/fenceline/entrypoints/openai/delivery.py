@@ -1,0 +1,136 @@
+"""How an answer leaves: collected into one JSON object, or chunk by chunk as server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fenceline.entrypoints.openai.answer import UsageCounter
+from fenceline.entrypoints.openai.protocol import GenerationBody
+from fenceline.entrypoints.sse import DONE, EventStream, collect_or_abort
+from fenceline.managers.request_stream import StreamGroup
+from fenceline.managers.request_types import GenerateChunk, error_of
+
+
+@dataclass(frozen=True, slots=True)
+class StreamShape:
+    """What the frames of one stream carry beside their choice."""
+
+    fields: Mapping[str, object]
+    include_usage: bool
+    continuous_usage: bool
+
+    @classmethod
+    def of(cls, body: GenerationBody, fields: Mapping[str, object]) -> StreamShape:
+        """As the request's ``stream_options`` say."""
+        options = body.stream_options
+        return cls(
+            fields,
+            include_usage=options is not None and options.include_usage,
+            continuous_usage=options is not None and options.continuous_usage_stats,
+        )
+
+    def frame(self, choice: Mapping[str, object], usage: Mapping[str, object] | None) -> bytes:
+        """One event with one choice; ``usage`` is the choice's, sent only where it was asked for."""
+        value: dict[str, object] = {**self.fields, "choices": [choice]}
+        if self.include_usage or self.continuous_usage:
+            value["usage"] = usage if self.continuous_usage else None
+        return event(value)
+
+    def usage_frame(self, usage: Mapping[str, object]) -> bytes:
+        """The last event before the end: all choices' usage, or nothing where it was not asked for."""
+        if not self.include_usage:
+            return b""
+        return event({**self.fields, "choices": [], "usage": usage})
+
+    def text_frame(self, choice_with_mark: Mapping[str, object]) -> TextFrame | None:
+        """A frame that differs only in its text, prepared once; None if frames carry changing usage."""
+        if self.continuous_usage:
+            return None
+        before, after = self.frame(choice_with_mark, None).split(orjson.dumps(TextFrame.MARK), 1)
+        return TextFrame(before, after)
+
+
+@dataclass(frozen=True, slots=True)
+class TextFrame:
+    """The bytes around the text of a frame: the hot path of streaming joins three pieces."""
+
+    before: bytes
+    after: bytes
+
+    MARK = "\x00text\x00"
+
+    def fill(self, text: str) -> bytes:
+        """The frame with this text."""
+        return self.before + orjson.dumps(text) + self.after
+
+
+class ChoiceWriter(Protocol):
+    """Writes one choice of an answer, either whole or as frames of a stream; keeps what the pieces have in common."""
+
+    def whole(self, chunk: GenerateChunk) -> dict[str, object]:
+        """The choice of an answer that does not stream; ``chunk`` is everything."""
+
+    def frames(self, chunk: GenerateChunk, shape: StreamShape, usage: Mapping[str, object]) -> bytes:
+        """The events that ``chunk`` makes, maybe none (no bytes). ``usage`` is the choice's."""
+
+    def text_frame(self, shape: StreamShape) -> TextFrame | None:
+        """What :meth:`frames` makes of an unfinished chunk from the second one on, prepared; None if it brings more
+        than text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A submitted request on its way to the client: ``choices[i]`` writes what ``group.streams[i]`` brings."""
+
+    group: StreamGroup
+    choices: Sequence[ChoiceWriter]
+    usage: UsageCounter
+
+    def stream(self, shape: StreamShape) -> Response:
+        """Answer with events. A RequestError on the way is the last event before the end."""
+        return EventStream(self._events(shape), self.group.close)
+
+    async def whole(self, fields: Mapping[str, object], request: Request) -> Response:
+        """Answer with one object that begins with ``fields``, unless ``request``'s client leaves meanwhile.
+
+        Raises RequestError for the first request of the group that failed.
+        """
+        chunks = await collect_or_abort(request, self.group)
+        for index, chunk in enumerate(chunks):
+            self.usage.note(index, chunk)
+        choices = [choice.whole(chunk) for choice, chunk in zip(self.choices, chunks, strict=True)]
+        return json_response({**fields, "choices": choices, "usage": self.usage.total()})
+
+    async def _events(self, shape: StreamShape) -> AsyncGenerator[bytes, None]:
+        prepared: list[TextFrame | None] = [None] * len(self.choices)
+        async for index, chunk in self.group:
+            self.usage.note(index, chunk)
+            frame = prepared[index]
+            if frame is not None and chunk.finish_reason is None:
+                if chunk.text:
+                    yield frame.fill(chunk.text)
+                continue
+            if (error := error_of(chunk)) is not None:
+                raise error
+            choice = self.choices[index]
+            if data := choice.frames(chunk, shape, self.usage.of_choice(index)):
+                yield data
+            if chunk.finish_reason is None:
+                prepared[index] = choice.text_frame(shape)
+        yield shape.usage_frame(self.usage.total()) + DONE
+
+
+def event(value: object) -> bytes:
+    """One server-sent event with ``value`` as JSON."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def json_response(value: object) -> Response:
+    """``value`` as a JSON answer."""
+    return Response(orjson.dumps(value), media_type="application/json")

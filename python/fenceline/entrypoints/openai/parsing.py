@@ -1,0 +1,147 @@
+"""From the bytes of a request to a checked body; every mistake becomes one readable line."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import orjson
+from pydantic import BaseModel, ValidationError
+
+from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody, GenerationBody
+from fenceline.managers.request_types import RequestError
+
+Body = TypeVar("Body", bound=BaseModel)
+
+_MAX_DEPTH = 64  # of JSON nesting: a chat template walks what it is given
+
+
+def parse_body(body_type: type[Body], raw: bytes) -> Body:
+    """The body of a request. Raises RequestError (400) for bad JSON, missing fields, wrong types and ranges."""
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(400, f"the request's body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError(400, "the request's body must be a JSON object")
+    _check_depth(value)
+    try:
+        return body_type.model_validate({key: item for key, item in value.items() if item is not None})
+    except ValidationError as error:
+        raise _readable(error) from None
+
+
+def _check_depth(value: object) -> None:
+    level: list[object] = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [item for node in level for item in _children(node)]
+        if not level:
+            return
+    raise RequestError(400, f"the request's body is nested more than {_MAX_DEPTH} levels deep")
+
+
+def _children(node: object) -> list[object]:
+    items = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return [item for item in items if isinstance(item, dict | list)]
+
+
+def _readable(error: ValidationError) -> RequestError:
+    """The first complaint as ``messages[1].role: ...``, without pydantic's vocabulary."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    steps = [step for step in first["loc"] if not _is_union_tag(step)]
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")
+    text = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "missing":
+        message = f"{path}: this field is required"
+    elif first["type"] == "value_error":
+        message = f"{path} {text}"
+    else:
+        message = f"{path}: {text[:1].lower()}{text[1:]}{_given(first['input'])}"
+    return RequestError(400, message, param=path or None)
+
+
+def _is_union_tag(step: int | str) -> bool:
+    """pydantic puts the tried member of a union into the path; clients never wrote it."""
+    return isinstance(step, str) and (step in ("str", "dict[str,any]", "dict[str,object]") or "[" in step)
+
+
+def _given(value: object) -> str:
+    if isinstance(value, str | int | float) and len(str(value)[:41]) <= 40:
+        return f", got {value!r}"
+    return ""
+
+
+def refuse_unavailable(body: GenerationBody) -> None:
+    """Raise RequestError (400) for what the field knows and this server cannot do (yet)."""
+    _refuse_constrained(body)
+    for name, remedy in _UNAVAILABLE.items():
+        if getattr(body, name):
+            raise RequestError(400, f"{name} is not available: {remedy}", param=name)
+    if body.stream_options is not None and not body.stream:
+        raise RequestError(400, "stream_options is only allowed when stream is true", param="stream_options")
+
+
+_UNAVAILABLE = {
+    "lora_path": "this server has no adapters; leave it out",
+    "custom_logit_processor": "use logit_bias, or leave it out",
+    "return_hidden_states": "leave it out",
+}
+
+
+def _refuse_constrained(body: GenerationBody) -> None:
+    kind = (body.response_format or {}).get("type", "text")
+    if kind != "text":
+        raise RequestError(
+            400,
+            f"response_format of type {kind!r} is not available: there is no constrained decoding yet; use "
+            '{"type": "text"} and ask for the format in the prompt',
+            param="response_format",
+        )
+    for name in ("json_schema", "regex", "ebnf", "structural_tag"):
+        if getattr(body, name):
+            raise RequestError(
+                400,
+                f"{name} is not available: there is no constrained decoding yet; ask for the format in the prompt",
+                param=name,
+            )
+
+
+def refuse_completion(body: CompletionBody) -> None:
+    """:func:`refuse_unavailable` for completions."""
+    refuse_unavailable(body)
+    if body.suffix:
+        raise RequestError(
+            400,
+            "suffix is not available: the models served here continue text, they do not fill in the middle; put what "
+            "must be known into the prompt",
+            param="suffix",
+        )
+    if body.best_of is not None and body.best_of != body.n:
+        raise RequestError(
+            400,
+            f"best_of must equal n={body.n} here, got {body.best_of}: ask for n choices with logprobs and choose",
+            param="best_of",
+        )
+
+
+def refuse_chat(body: ChatBody) -> None:
+    """:func:`refuse_unavailable` for chat, and fields that contradict each other."""
+    refuse_unavailable(body)
+    if (body.tools and body.tool_choice != "none") or body.tool_choice not in (None, "none", "auto"):
+        raise RequestError(
+            400,
+            "tools is not available: tool calls are not parsed yet; leave tools out or set tool_choice to 'none'",
+            param="tools",
+        )
+    for name in ("functions", "function_call"):
+        if getattr(body, name) not in (None, [], "none"):
+            raise RequestError(400, f"{name} is not available: tool calls are not parsed yet", param=name)
+    if body.modalities is not None and set(body.modalities) - {"text"}:
+        raise RequestError(400, "modalities: only text is generated here", param="modalities")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError(400, "top_logprobs is only allowed when logprobs is true", param="top_logprobs")
+    if body.continue_final_message and body.add_generation_prompt:
+        raise RequestError(
+            400,
+            "continue_final_message and add_generation_prompt exclude each other; set one of them",
+            param="continue_final_message",
+        )

@@ -1,0 +1,186 @@
+"""What a client may send: the bodies of /v1/completions and /v1/chat/completions.
+
+Field names are OpenAI's plus SGLang's extras. A field that is absent or null takes its default; fields that nobody
+knows are ignored, as OpenAI clients send new ones before servers learn them. Types are strict: ``"n": "2"`` is a
+mistake of the client's and is answered as one. Ranges of sampling parameters are checked by ``SamplingParams``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+
+from fenceline.managers.request_types import MAX_SAMPLES
+
+MAX_TOP_LOGPROBS = 20
+MAX_PROMPTS = 1024
+MAX_RID_LENGTH = 256
+
+Prompt = str | list[int]
+JsonObject = dict[str, object]
+
+
+def parse_prompts(value: object) -> list[Prompt]:
+    """The four forms of ``prompt`` (text, texts, token ids, lists of token ids) as a list of prompts.
+
+    Raises ValueError for any other form and for empty prompts.
+    """
+    if isinstance(value, str):
+        return [_checked_text(value)]
+    if not isinstance(value, list):
+        raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+    if not value:
+        raise ValueError("is empty; give at least one character or token id")
+    if _all_ids(value):
+        return [value]
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"has {len(value)} prompts, at most {MAX_PROMPTS} are taken in one request")
+    if all(isinstance(item, str) for item in value):
+        return [_checked_text(item) for item in value]
+    if not all(isinstance(item, list) and _all_ids(item) for item in value):
+        raise ValueError(
+            "must not mix forms: give a string, a list of strings, a list of token ids (whole numbers) or a list of "
+            "such lists"
+        )
+    if not all(value):
+        raise ValueError("has an empty list of token ids; give at least one token id")
+    return value
+
+
+def _checked_text(text: str) -> str:
+    if not text:
+        raise ValueError("is empty; give at least one character or token id")
+    return text
+
+
+def _all_ids(items: list[object]) -> bool:
+    return set(map(type, items)) <= {int}  # bool is not int here
+
+
+def _stop_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries beside the text."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationBody(BaseModel):
+    """The fields that completions and chat completions share."""
+
+    model_config = ConfigDict(
+        strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    model: str | None = None
+    n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = Field(default=None, ge=0, le=2**53)
+    min_tokens: int = Field(default=0, ge=0, le=2**53)
+    stop: Annotated[list[str], BeforeValidator(_stop_list)] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+
+    rid: str | None = Field(default=None, min_length=1, max_length=MAX_RID_LENGTH)
+    priority: int = Field(default=0, ge=-(2**31), lt=2**31)
+
+    # Known to the field, not to this server: refused with a clear message unless empty (see ``refusals``).
+    response_format: JsonObject | None = None
+    json_schema: object = None
+    regex: object = None
+    ebnf: object = None
+    structural_tag: object = None
+    lora_path: object = None
+    custom_logit_processor: object = None
+    return_hidden_states: object = None
+
+
+class CompletionBody(GenerationBody):
+    """The body of /v1/completions."""
+
+    prompt: Annotated[list[Prompt], PlainValidator(parse_prompts)]
+    echo: bool = False
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    best_of: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
+    suffix: str = ""
+
+
+class TextPart(BaseModel):
+    """A text part of a message's content."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    type: Literal["text"]
+    text: str
+
+
+def _text_parts_only(value: object) -> object:
+    """Say plainly which part of a message is not understood, before the types of its fields are looked at."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of text parts")
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise ValueError(
+                f"has a part of type {kind!r}; this server reads text only: send parts of the form "
+                '{"type": "text", "text": ...}'
+            )
+    return value
+
+
+class ChatMessage(BaseModel):
+    """One message of a conversation. ``developer`` is OpenAI's newer word for ``system``."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | list[TextPart] | None, BeforeValidator(_text_parts_only)] = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[JsonObject] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatBody(GenerationBody):
+    """The body of /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1, le=2**53)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=2**53)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    chat_template_kwargs: JsonObject = Field(default_factory=dict)
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
+
+    tools: list[JsonObject] = Field(default_factory=list)
+    tool_choice: str | JsonObject | None = None
+    functions: object = None
+    function_call: object = None
+    modalities: list[str] | None = None

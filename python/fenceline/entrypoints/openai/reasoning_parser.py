@@ -1,0 +1,142 @@
+"""--reasoning-parser: splits a model's thinking from its answer, whole or while it streams.
+
+The thinking stands between two tags at the beginning of the output. Blank space around the tags belongs to neither
+part. Text reaches the client as early as possible: only what may still turn out to be (the blank space before) a tag
+is held back. The result does not depend on how the text was cut into chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a model marks its thinking. ``assumed``: it thinks from the first token on, tag or no tag."""
+
+    start: str
+    end: str
+    assumed: bool
+
+    def is_open_after(self, prompt: str) -> bool:
+        """Whether output that follows ``prompt`` begins inside the thinking.
+
+        Templates may open the tag themselves, or close it at once where thinking is switched off.
+        """
+        tail = prompt.rstrip()
+        if tail.endswith(self.start):
+            return True
+        return self.assumed and not tail.endswith(self.end)
+
+    def is_open_within(self, text: str) -> bool:
+        """Whether ``text``, the beginning of an answer that is to be continued, stops inside the thinking."""
+        if self.start in text or self.end in text:
+            return text.rfind(self.start) > text.rfind(self.end)
+        return self.assumed
+
+
+# SGLang's names.
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "deepseek-r1": ReasoningFormat("<think>", "</think>", assumed=True),
+    "qwen3": ReasoningFormat("<think>", "</think>", assumed=False),
+    "qwen3-thinking": ReasoningFormat("<think>", "</think>", assumed=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """New text of each part; either may be empty."""
+
+    reasoning: str
+    content: str
+
+
+class _Stage(Enum):
+    START = auto()  # no text yet that tells whether the output begins with the tag
+    REASONING_START = auto()  # inside; blank space so far
+    REASONING = auto()
+    CONTENT_START = auto()  # behind the end tag; blank space so far
+    CONTENT = auto()
+
+
+class ReasoningParser:
+    """The state of one output. Feed it all text in order, then call :meth:`finish` once."""
+
+    __slots__ = ("_format", "_held", "_inside", "_stage")
+
+    def __init__(self, form: ReasoningFormat, inside: bool) -> None:
+        """``inside``: the output begins within the thinking; a start tag may still come first and is dropped."""
+        self._format = form
+        self._inside = inside
+        self._stage = _Stage.START
+        self._held = ""
+
+    def feed(self, text: str) -> Split:
+        """What can be told apart with ``text`` added."""
+        if self._stage is _Stage.CONTENT:
+            return Split("", text)
+        self._held += text
+        if self._stage is _Stage.START:
+            self._try_start()
+        if self._stage is _Stage.REASONING_START:
+            self._skip_blank(_Stage.REASONING)
+        reasoning = self._take_reasoning() if self._stage is _Stage.REASONING else ""
+        if self._stage is _Stage.CONTENT_START:
+            self._skip_blank(_Stage.CONTENT)
+        return Split(reasoning, self._take_held() if self._stage is _Stage.CONTENT else "")
+
+    def finish(self) -> Split:
+        """What was held back, now that no more text comes."""
+        rest = self._take_held()
+        match self._stage:
+            case _Stage.START:
+                return Split(rest.strip(), "") if self._inside else Split("", rest)
+            case _Stage.REASONING:
+                return Split(rest.rstrip(), "")
+        return Split("", "")
+
+    def _try_start(self) -> None:
+        tag = self._format.start
+        text = self._held.lstrip()
+        if text.startswith(tag):
+            self._held = text[len(tag) :]
+            self._stage = _Stage.REASONING_START
+        elif not tag.startswith(text):  # neither the tag nor a beginning of it
+            self._stage = _Stage.REASONING_START if self._inside else _Stage.CONTENT
+
+    def _skip_blank(self, then: _Stage) -> None:
+        self._held = self._held.lstrip()
+        if self._held:
+            self._stage = then
+
+    def _take_reasoning(self) -> str:
+        text, end = self._held, self._format.end
+        found = text.find(end)
+        if found >= 0:
+            self._held = text[found + len(end) :]
+            self._stage = _Stage.CONTENT_START
+            return text[:found].rstrip()
+        ready = len(text[: len(text) - _tag_begun(text, end)].rstrip())
+        self._held = text[ready:]
+        return text[:ready]
+
+    def _take_held(self) -> str:
+        text, self._held = self._held, ""
+        return text
+
+
+def _tag_begun(text: str, tag: str) -> int:
+    """Length of the longest end of ``text`` that begins ``tag`` without completing it."""
+    for length in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:length]):
+            return length
+    return 0
+
+
+def split_reasoning(form: ReasoningFormat, inside: bool, text: str) -> Split:
+    """The two parts of a whole output."""
+    parser = ReasoningParser(form, inside)
+    fed, rest = parser.feed(text), parser.finish()
+    return Split(fed.reasoning + rest.reasoning, fed.content + rest.content)

@@ -1,0 +1,119 @@
+"""The routes of the OpenAI API. Handlers read, answer and turn every RequestError into OpenAI's error object."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.entrypoints.errors import error_response
+from fenceline.entrypoints.front_door import REQUEST_ID
+from fenceline.entrypoints.openai.answer import AnswerHead, Generator, ServedModel
+from fenceline.entrypoints.openai.chat_template import ChatTemplate
+from fenceline.entrypoints.openai.delivery import json_response
+from fenceline.entrypoints.openai.parsing import parse_body
+from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody, GenerationBody
+from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS
+from fenceline.entrypoints.openai.serving_chat import ChatServing
+from fenceline.entrypoints.openai.serving_completions import CompletionServing
+from fenceline.entrypoints.openai.token_texts import TokenTexts
+from fenceline.managers.request_types import RequestError, new_rid
+from fenceline.managers.tokenizer import Tokenizer
+
+_CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what the access log shows
+
+
+def create_router(manager: Generator, config: EngineConfig) -> APIRouter:
+    """All ``/v1`` routes over ``manager``, usually the TokenizerManager.
+
+    Raises ValueError if --chat-template is not a valid template or --reasoning-parser is unknown.
+    """
+    model = ServedModel.from_config(config)
+    texts = TokenTexts(manager.tokenizer) if manager.tokenizer is not None else None
+    reasoning = REASONING_FORMATS[config.reasoning_parser] if config.reasoning_parser is not None else None
+    completions = CompletionServing(manager, model, texts)
+    chat = ChatServing(manager, model, texts, _chat_template(manager.tokenizer, config), reasoning)
+    router = APIRouter()
+    _add_model_routes(router, model)
+
+    @router.post("/v1/completions")
+    async def create_completion(request: Request) -> Response:
+        """Continue a prompt: text, token ids or a batch of either."""
+        try:
+            body = parse_body(CompletionBody, await request.body())
+            head = AnswerHead.now(_rid("cmpl", body, request, manager), model.name)
+            return await completions.respond(body, head, request)
+        except RequestError as error:
+            return error_response(error)
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+    @router.post("/v1/chat/completions")
+    async def create_chat_completion(request: Request) -> Response:
+        """Write the assistant's next message of a conversation."""
+        try:
+            body = parse_body(ChatBody, await request.body())
+            head = AnswerHead.now(_rid("chatcmpl", body, request, manager), model.name)
+            return await chat.respond(body, head, request)
+        except RequestError as error:
+            return error_response(error)
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+    return router
+
+
+def _add_model_routes(router: APIRouter, model: ServedModel) -> None:
+    card = {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "fenceline",
+        "root": model.name,
+        "parent": None,
+        "max_model_len": model.context_length,
+    }
+
+    @router.get("/v1/models")
+    async def list_models() -> Response:
+        """The served model, as a list of one."""
+        return json_response({"object": "list", "data": [card]})
+
+    @router.get("/v1/models/{name:path}")
+    async def retrieve_model(name: str) -> Response:
+        """The served model by its name."""
+        try:
+            model.check_name(name)
+        except RequestError as error:
+            return error_response(error)
+        return json_response(card)
+
+
+def _rid(prefix: str, body: GenerationBody, request: Request, manager: Generator) -> str:
+    """The answer's id, by which it can be aborted: the client's own, else made from the HTTP request's id."""
+    if body.rid is not None:
+        return body.rid
+    rid = f"{prefix}-{request.scope.get(REQUEST_ID) or new_rid()}"
+    # Clients may send one X-Request-Id with several requests; only ``rid`` promises to be unique.
+    return f"{prefix}-{new_rid()}" if manager.is_active(rid) else rid
+
+
+def _chat_template(tokenizer: Tokenizer | None, config: EngineConfig) -> ChatTemplate | str:
+    """The template, or why there is none: completions work all the same."""
+    if tokenizer is None:
+        return "this server runs with --skip-tokenizer-init and has no chat template; use /generate with input_ids"
+    if config.chat_template is not None:
+        try:
+            return ChatTemplate(config.chat_template, tokenizer.special_tokens)
+        except ValueError as error:
+            raise ValueError(f"--chat-template: {error}") from error
+    if tokenizer.chat_template is None:
+        return (
+            "the model has no chat template: start the server with --chat-template FILE (a Jinja template), or use "
+            "/v1/completions"
+        )
+    try:
+        return ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+    except ValueError as error:
+        return f"the model's chat template is broken ({error}): start the server with --chat-template FILE"

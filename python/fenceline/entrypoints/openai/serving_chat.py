@@ -1,0 +1,111 @@
+"""/v1/chat/completions: a conversation in, the assistant's next message out."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fenceline.entrypoints.openai.answer import (
+    AnswerHead,
+    Generator,
+    ServedModel,
+    UsageCounter,
+    required_tokenizer,
+)
+from fenceline.entrypoints.openai.chat_choice import ChatChoice
+from fenceline.entrypoints.openai.chat_template import ChatTemplate
+from fenceline.entrypoints.openai.delivery import Answer, StreamShape
+from fenceline.entrypoints.openai.parsing import refuse_chat
+from fenceline.entrypoints.openai.protocol import ChatBody, ChatMessage
+from fenceline.entrypoints.openai.reasoning_parser import ReasoningFormat, ReasoningParser
+from fenceline.entrypoints.openai.sampling import sampling_params
+from fenceline.entrypoints.openai.token_texts import TokenTexts
+from fenceline.managers.request_types import GenerateInput, RequestError, expand_samples
+
+
+class ChatServing:
+    """Answers chat requests."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        model: ServedModel,
+        texts: TokenTexts | None,
+        template: ChatTemplate | str,
+        reasoning: ReasoningFormat | None,
+    ) -> None:
+        """``template`` may be the reason why there is none; it is what chat requests are then told."""
+        self._generator = generator
+        self._model = model
+        self._texts = texts
+        self._template = template
+        self._reasoning = reasoning
+
+    async def respond(self, body: ChatBody, head: AnswerHead, request: Request) -> Response:
+        """The answer, whole or as a stream. Raises RequestError; then nothing was sent."""
+        required_tokenizer(self._generator)
+        self._model.check_name(body.model)
+        refuse_chat(body)
+        prompt = self._render(body)
+        group = await self._generator.submit_many(await self._inputs(body, prompt, head.id))
+        choices = [self._choice(index, body, prompt) for index in range(body.n)]
+        answer = Answer(group, choices, UsageCounter(body.n, body.n, self._model.cache_report))
+        if body.stream:
+            return answer.stream(StreamShape.of(body, head.fields("chat.completion.chunk")))
+        return await answer.whole(head.fields("chat.completion"), request)
+
+    def _render(self, body: ChatBody) -> str:
+        if isinstance(self._template, str):
+            raise RequestError(400, self._template)
+        variables = dict(body.chat_template_kwargs)
+        if body.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", body.reasoning_effort)
+        try:
+            return self._template.render(
+                [_template_message(message) for message in body.messages],
+                add_generation_prompt=body.add_generation_prompt is not False,
+                continue_final_message=body.continue_final_message,
+                variables=variables,
+            )
+        except ValueError as error:
+            raise RequestError(400, str(error), param="messages") from error
+
+    async def _inputs(self, body: ChatBody, prompt: str, rid: str) -> list[GenerateInput]:
+        asked = body.max_completion_tokens or body.max_tokens
+        # Without a limit the answer may fill the context; the manager clips to what the prompt leaves.
+        params = sampling_params(body, asked or self._model.context_length, self._model.sampling_defaults)
+        # The template has written its own BOS, so none is added here.
+        ids = None if body.n == 1 else await self._generator.tokenize(prompt, add_special_tokens=False)
+        first = GenerateInput(
+            text=prompt if ids is None else None,
+            input_ids=ids,
+            sampling_params=params,
+            rid=rid,
+            stream=body.stream,
+            return_logprob=body.logprobs,
+            top_logprobs_num=body.top_logprobs or 0,
+            add_special_tokens=False,
+            priority=body.priority,
+        )
+        return expand_samples(first, body.n)
+
+    def _choice(self, index: int, body: ChatBody, prompt: str) -> ChatChoice:
+        assert self._texts is not None  # there is a tokenizer
+        return ChatChoice(index, body, self._texts, self._parser(body, prompt))
+
+    def _parser(self, body: ChatBody, prompt: str) -> ReasoningParser | None:
+        form = self._reasoning
+        if form is None or not body.separate_reasoning:
+            return None
+        if not body.continue_final_message:
+            return ReasoningParser(form, form.is_open_after(prompt))
+        content = body.messages[-1].content
+        begun = content if isinstance(content, str) else "".join(part.text for part in content or ())
+        return ReasoningParser(form, inside=True) if form.is_open_within(begun) else None
+
+
+def _template_message(message: ChatMessage) -> dict[str, object]:
+    values = message.model_dump(exclude_none=True)
+    if message.role == "developer":
+        values["role"] = "system"  # the name that templates know
+    return values

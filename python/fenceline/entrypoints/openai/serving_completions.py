@@ -1,0 +1,138 @@
+"""/v1/completions: text or token ids in, their continuations out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fenceline.entrypoints.openai.answer import (
+    AnswerHead,
+    Generator,
+    ServedModel,
+    UsageCounter,
+    check_choices,
+    finish_fields,
+    required_tokenizer,
+)
+from fenceline.entrypoints.openai.delivery import Answer, StreamShape, TextFrame
+from fenceline.entrypoints.openai.logprobs import LegacyLogprobs, LegacyLogprobsWriter, join_legacy
+from fenceline.entrypoints.openai.parsing import refuse_completion
+from fenceline.entrypoints.openai.protocol import CompletionBody, Prompt
+from fenceline.entrypoints.openai.sampling import sampling_params
+from fenceline.entrypoints.openai.token_texts import TokenTexts
+from fenceline.managers.request_stream import StreamGroup
+from fenceline.managers.request_types import GenerateChunk, GenerateInput, expand_samples
+from fenceline.managers.tokenizer import Tokenizer
+
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+class CompletionServing:
+    """Answers completion requests."""
+
+    def __init__(self, generator: Generator, model: ServedModel, texts: TokenTexts | None) -> None:
+        """``texts`` is None exactly where the server runs without a tokenizer."""
+        self._generator = generator
+        self._model = model
+        self._texts = texts
+
+    async def respond(self, body: CompletionBody, head: AnswerHead, request: Request) -> Response:
+        """The answer, whole or as a stream. Raises RequestError; then nothing was sent."""
+        tokenizer = required_tokenizer(self._generator)
+        assert self._texts is not None
+        self._model.check_name(body.model)
+        refuse_completion(body)
+        check_choices(len(body.prompt), body.n)
+        group = await self._generator.submit_many(await self._inputs(body, head.id))
+        choices = [
+            CompletionChoice(index, body, self._texts, _echoed(body, group, tokenizer, index))
+            for index in range(len(group.streams))
+        ]
+        usage = UsageCounter(len(choices), body.n, self._model.cache_report)
+        answer = Answer(group, choices, usage)
+        fields = head.fields("text_completion")
+        if body.stream:
+            return answer.stream(StreamShape.of(body, fields))
+        return await answer.whole(fields, request)
+
+    async def _inputs(self, body: CompletionBody, rid: str) -> list[GenerateInput]:
+        max_new_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        params = sampling_params(body, max_new_tokens, self._model.sampling_defaults)
+        inputs: list[GenerateInput] = []
+        for index, prompt in enumerate(body.prompt):
+            text, ids = await self._prompt(prompt, body.n)
+            first = GenerateInput(
+                text=text,
+                input_ids=ids,
+                sampling_params=params,
+                rid=rid if index == 0 else f"{rid}-{index * body.n}",
+                stream=body.stream,
+                return_logprob=body.logprobs is not None,
+                logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
+                top_logprobs_num=body.logprobs or 0,
+                priority=body.priority,
+            )
+            inputs.extend(expand_samples(first, body.n))
+        return inputs
+
+    async def _prompt(self, prompt: Prompt, n: int) -> tuple[str | None, Sequence[int] | None]:
+        if isinstance(prompt, list):
+            return None, prompt
+        if n == 1:
+            return prompt, None
+        return None, await self._generator.tokenize(prompt)  # once for all samples
+
+
+def _echoed(body: CompletionBody, group: StreamGroup, tokenizer: Tokenizer, index: int) -> str:
+    if not body.echo:
+        return ""
+    prompt = body.prompt[index // body.n]
+    if isinstance(prompt, str):
+        return prompt
+    return tokenizer.decode(group.streams[index].prompt_ids, skip_special_tokens=body.skip_special_tokens)
+
+
+class CompletionChoice:
+    """Writes one choice, whole or chunk by chunk."""
+
+    def __init__(self, index: int, body: CompletionBody, texts: TokenTexts, echoed: str) -> None:
+        self.index = index
+        self._logprobs: LegacyLogprobsWriter | None = None
+        if body.logprobs is not None:
+            self._logprobs = LegacyLogprobsWriter(texts, body.logprobs, body.skip_special_tokens, echoed)
+        self._echoed = echoed
+
+    def whole(self, chunk: GenerateChunk) -> dict[str, object]:
+        """The choice with the news of ``chunk``; the echoed prompt comes first."""
+        text, self._echoed = self._echoed + chunk.text, ""
+        return {
+            "index": self.index,
+            "text": text,
+            "logprobs": self._render_logprobs(chunk),
+            **finish_fields(chunk.finish_reason),
+        }
+
+    def _render_logprobs(self, chunk: GenerateChunk) -> LegacyLogprobs | None:
+        writer = self._logprobs
+        if writer is None:
+            return None
+        prompt = writer.write(chunk.input_logprobs) if chunk.input_logprobs is not None else None
+        return join_legacy(
+            prompt, writer.write(chunk.output_logprobs) if chunk.output_logprobs is not None else None
+        )
+
+    def text_frame(self, shape: StreamShape) -> TextFrame | None:
+        """The prepared frame of chunks that bring nothing but text; None if none are like that."""
+        if self._logprobs is not None:
+            return None
+        choice = {"index": self.index, "text": TextFrame.MARK, "logprobs": None, **finish_fields(None)}
+        return shape.text_frame(choice)
+
+    def frames(self, chunk: GenerateChunk, shape: StreamShape, usage: Mapping[str, object]) -> bytes:
+        """The chunk as one event, or nothing if it brings nothing."""
+        choice = self.whole(chunk)
+        if not choice["text"] and choice["logprobs"] is None and chunk.finish_reason is None:
+            return b""
+        return shape.frame(choice, usage)

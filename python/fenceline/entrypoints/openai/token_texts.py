@@ -1,0 +1,76 @@
+"""The bytes of single tokens, which logprobs report: a token may be half a character."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+from fenceline.managers.tokenizer import Tokenizer
+
+
+@cache
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's alphabet of byte-level BPE: printable bytes stand for themselves, the others for U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    table.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
+    return table
+
+
+class TokenTexts:
+    """Bytes and display texts of a tokenizer's tokens, computed once per token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {
+            index: token.content for index, token in tokenizer.backend.get_added_tokens_decoder().items()
+        }
+        kinds = _decoder_kinds(tokenizer)
+        self._byte_level = "ByteLevel" in kinds
+        self._blank_marks = bool(kinds & {"Metaspace", "Replace"})
+        self._cache: dict[int, tuple[str, bytes]] = {}
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is left out of texts by ``skip_special_tokens``."""
+        return token_id in self._tokenizer.special_ids
+
+    def look_up(self, token_id: int) -> tuple[str, bytes]:
+        """(display text, bytes). Bytes that are no whole characters show as ``bytes:\\xe2\\x82``."""
+        known = self._cache.get(token_id)
+        if known is None:
+            raw = self._bytes(token_id)
+            known = self._cache[token_id] = (_display(raw), raw)
+        return known
+
+    def _bytes(self, token_id: int) -> bytes:
+        added = self._added.get(token_id)
+        if added is not None:
+            return added.encode()
+        piece = self._tokenizer.backend.id_to_token(token_id)
+        if piece is None:
+            return b""  # the model's vocabulary may be padded beyond the tokenizer's
+        if self._byte_level:
+            table = _byte_of_char()
+            if all(char in table for char in piece):
+                return bytes(table[char] for char in piece)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])  # byte fallback of sentencepiece
+        if self._blank_marks:
+            return piece.replace("\u2581", " ").encode()
+        return self._tokenizer.token_text(token_id).encode()
+
+
+def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
+    decoder = tokenizer.backend.decoder
+    if decoder is None:
+        return set()
+    state = json.loads(decoder.__getstate__())
+    return {part["type"] for part in (state, *state.get("decoders", ()))}
+
+
+def _display(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

@@ -1,0 +1,239 @@
+"""A server with everything real but the scheduler and detokenizer, which follow a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import openai
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as RustTokenizer
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.config.server_args import ServerArgs, resolve
+from fenceline.entrypoints.errors import install_error_handlers
+from fenceline.entrypoints.front_door import FrontDoor
+from fenceline.entrypoints.openai.router import create_router
+from fenceline.managers.io_struct import (
+    AbortReq,
+    BatchStrOut,
+    FinishReason,
+    Message,
+    SchedulerReady,
+    StrOut,
+    TokenizedGenerateReq,
+    TokenLogprobs,
+    TokenOut,
+)
+from fenceline.managers.tokenizer import Tokenizer, load_tokenizer
+from fenceline.managers.tokenizer_manager import TokenizerManager
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CONTEXT_LENGTH = 512
+
+
+@dataclass
+class Script:
+    """What the model says to every request: ``pieces`` of text, one chunk each, every token its own bytes."""
+
+    pieces: list[str] = field(default_factory=lambda: ["Hello", " w", "ör", "ld"])
+    finish: FinishReason = field(default_factory=lambda: FinishReason(type="stop", matched=0))
+    cached_tokens: int = 0
+    endless: bool = False
+    answer_of: Callable[[TokenizedGenerateReq], list[str]] | None = None
+
+    def say(self, message: TokenizedGenerateReq) -> list[str]:
+        """The pieces for one request, none where it may generate nothing."""
+        if message.sampling_params.max_new_tokens == 0:
+            return []
+        return self.pieces if self.answer_of is None else self.answer_of(message)
+
+
+class ScriptedLink:
+    """Stands in for the two other processes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.script = Script()
+        self.sent: list[TokenizedGenerateReq] = []
+        self.aborted: list[str] = []
+        self.manager: TokenizerManager | None = None
+        self._tokenizer = tokenizer
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def send(self, message: Message) -> None:
+        """Start to answer a request."""
+        if isinstance(message, TokenizedGenerateReq):
+            self.sent.append(message)
+            task = asyncio.ensure_future(self._answer(message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif isinstance(message, AbortReq):
+            self.aborted.append(message.rid)
+
+    async def receive(self) -> list[Message]:
+        """Nothing comes this way: answers go straight to the manager."""
+        await asyncio.Event().wait()
+        return []
+
+    def close(self) -> None:
+        """Stop answering."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _answer(self, message: TokenizedGenerateReq) -> None:
+        pieces, count = self.script.say(message), 0
+        while self.script.endless and message.rid not in self.aborted:
+            count += 1
+            self._deliver(message, "x", [5], count, None)
+            await asyncio.sleep(0)
+        for piece in pieces:
+            ids = self._tokenizer.encode(piece, False)
+            count += len(ids)
+            self._deliver(message, piece, ids, count, None)
+            # Let the reader come by, so that chunks arrive one by one.
+            for _ in range(5):
+                await asyncio.sleep(0)
+        self._deliver(message, "", [], count, self.script.finish)
+
+    def _deliver(
+        self,
+        message: TokenizedGenerateReq,
+        text: str,
+        ids: list[int],
+        count: int,
+        finish: FinishReason | None,
+    ) -> None:
+        first = count == len(ids)
+        wants_prompt = message.return_logprob and message.logprob_start_len == 0 and first
+        token = TokenOut(
+            rid=message.rid,
+            output_ids=ids,
+            prompt_tokens=len(message.input_ids),
+            completion_tokens=count,
+            cached_tokens=self.script.cached_tokens,
+            finish_reason=finish,
+            output_logprobs=_logprobs(ids, message.top_logprobs_num)
+            if message.return_logprob and ids
+            else None,
+            input_logprobs=_logprobs(message.input_ids, message.top_logprobs_num, True)
+            if wants_prompt
+            else None,
+        )
+        assert self.manager is not None
+        self.manager.handle(BatchStrOut(outs=[StrOut(token=token, text=text)]))
+
+
+def _logprobs(ids: list[int], num_top: int, of_prompt: bool = False) -> TokenLogprobs:
+    """-0.5 for every token, which is the second best; the best is always token 7; the rest cannot be."""
+    top = [(-0.25, 7), (-0.5, 0), *((float("-inf"), 20 + i) for i in range(18))]
+    tops = [
+        [(value, ids[i] if other == 0 else other) for value, other in top[:num_top]] for i in range(len(ids))
+    ]
+    values: list[float | None] = [-0.5] * len(ids)
+    if of_prompt:
+        values[0], tops[0] = None, []
+    return TokenLogprobs(token_ids=list(ids), logprobs=values, top_logprobs=tops)
+
+
+@dataclass
+class Server:
+    """A live server and what is behind it."""
+
+    url: str
+    config: EngineConfig
+    manager: TokenizerManager
+    link: ScriptedLink
+    tokenizer: Tokenizer
+    client: openai.AsyncOpenAI
+
+    @property
+    def script(self) -> Script:
+        """What the model will say."""
+        return self.link.script
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory with a byte-level tokenizer: every byte is a token, a few pairs and specials too."""
+    folder = tmp_path_factory.mktemp("byte-model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: index for index, char in enumerate(alphabet)}
+    vocab |= {"He": 256, "ll": 257}
+    backend = RustTokenizer(models.BPE(vocab=vocab, merges=[("H", "e"), ("l", "l")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(
+        [AddedToken(text, special=True) for text in ("<s>", "<|im_start|>", "<|im_end|>")]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 261, "hidden_size": 16,
+        "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "max_position_embeddings": CONTEXT_LENGTH, "rms_norm_eps": 1e-5, "eos_token_id": 260, "bos_token_id": 258,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.6, "top_k": 20, "top_p": 0.95})
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": CHATML}))
+    return folder
+
+
+Serve = Callable[..., "asyncio.AbstractServer"]
+
+
+@pytest.fixture
+def serve(model_dir: Path) -> Callable[..., object]:
+    """``async with serve(**server_args) as server``: a live server with these flags."""
+
+    @asynccontextmanager
+    async def start(tokenizer: Tokenizer | None = None, **flags: object) -> AsyncIterator[Server]:
+        args = {"model_path": str(model_dir), "served_model_name": "byte", "load_format": "dummy", **flags}
+        config = resolve(ServerArgs.from_kwargs(args))
+        tokenizer = tokenizer or load_tokenizer(model_dir)
+        link = ScriptedLink(tokenizer)
+        manager = TokenizerManager(config, None if config.skip_tokenizer_init else tokenizer, link)
+        link.manager = manager
+        manager.handle(
+            SchedulerReady(
+                max_total_num_tokens=4096, max_running_requests=64, max_req_input_len=CONTEXT_LENGTH - 1,
+                context_length=CONTEXT_LENGTH, memory_bytes={},
+            )
+        )  # fmt: skip
+        app = FastAPI()
+        install_error_handlers(app)
+        app.include_router(create_router(manager, config))
+        app.add_middleware(FrontDoor, api_key=config.api_key)
+        async with _running(app) as url:
+            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=config.api_key or "none", max_retries=0)
+            async with client:
+                yield Server(url, config, manager, link, tokenizer, client)
+            link.close()
+
+    return start
+
+
+@asynccontextmanager
+async def _running(app: FastAPI) -> AsyncIterator[str]:
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
+    )
+    sock = server.config.bind_socket()
+    task = asyncio.ensure_future(server.serve(sockets=[sock]))
+    while not server.started:
+        await asyncio.sleep(0.001)
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
