@@ -63,6 +63,7 @@ class EngineConfig:
     reasoning_parser: str | None
     enable_cache_report: bool
     stream_interval: int
+    incremental_streaming_output: bool
 
     # Logging and metrics
     log_level: str

@@ -76,6 +76,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         reasoning_parser=args.reasoning_parser,
         enable_cache_report=args.enable_cache_report,
         stream_interval=args.stream_interval,
+        incremental_streaming_output=args.incremental_streaming_output,
         log_level=args.log_level,
         log_level_http=args.log_level_http or args.log_level,
         log_requests=args.log_requests,

@@ -228,6 +228,12 @@ class ServerArgs:
         1, "Send a streaming client a chunk every this many tokens; larger saves CPU time.", group=_API
     )
 
+    incremental_streaming_output: bool = flag(
+        False,
+        "Events of a streaming /generate carry only what is new instead of everything so far.",
+        group=_API,
+    )
+
     # Logging and metrics
     log_level: str = flag(
         "info",

@@ -100,7 +100,9 @@ class ZmqLink:
         return messages
 
     def close(self) -> None:
-        """See :class:`SchedulerLink`."""
+        """See :class:`SchedulerLink`. On the event loop's thread; nobody may be receiving."""
+        if self._readable is not None:
+            self._readable.close()
         self._inbox.close()
         self._outbox.close()
         self._context.term()

@@ -233,6 +233,12 @@ class TokenizerManager:
                 task.cancel()
         return self._require_serving()
 
+    async def wait_dead(self) -> str:
+        """Wait until the engine has died; the reason."""
+        await self._dead.wait()
+        assert self.fatal is not None
+        return self.fatal
+
     def fail(self, reason: str) -> None:
         """The engine died: end every stream and refuse everything from now on."""
         if self.fatal is not None:

@@ -1,0 +1,83 @@
+"""One error object for every error of every endpoint: OpenAI's."""
+
+from __future__ import annotations
+
+import logging
+
+import orjson
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fenceline.managers.request_types import RequestError
+
+logger = logging.getLogger(__name__)
+
+
+def error_body(error: RequestError) -> dict[str, dict[str, object]]:
+    """``{"error": {"message", "type", "param", "code"}}``; ``code`` is the status unless a word fits better."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.type,
+            "param": error.param,
+            "code": error.code if error.code is not None else error.status,
+        }
+    }
+
+
+def error_bytes(error: RequestError) -> bytes:
+    """:func:`error_body` as JSON."""
+    return orjson.dumps(error_body(error))
+
+
+def error_response(error: RequestError) -> Response:
+    """The HTTP answer to a request that failed before anything was sent."""
+    headers = {"Retry-After": "1"} if error.status == 503 else {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return Response(
+        error_bytes(error), status_code=error.status, media_type="application/json", headers=headers
+    )
+
+
+def internal_error(error: BaseException) -> RequestError:
+    """What a client learns of a defect of ours; the log has the rest."""
+    return RequestError(500, f"internal error: {type(error).__name__}; see the server's log")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Every way in which a request can fail ends in :func:`error_response`."""
+
+    async def on_request_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        return error_response(error)
+
+    async def on_http_exception(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return error_response(RequestError(error.status_code, _http_message(request, error)))
+
+    async def on_validation_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        return error_response(RequestError(400, f"{where}: {first['msg']}", param=where or None))
+
+    async def on_defect(request: Request, error: Exception) -> Response:
+        # The traceback is logged by the server, which sees the exception after this answer.
+        return error_response(internal_error(error))
+
+    app.add_exception_handler(RequestError, on_request_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+    app.add_exception_handler(Exception, on_defect)
+
+
+def _http_message(request: Request, error: HTTPException) -> str:
+    if error.status_code == 404:
+        return f"no such endpoint: {request.url.path}; docs/api.md lists them all"
+    if error.status_code == 405:
+        return f"{request.method} is not allowed on {request.url.path}"
+    return str(error.detail)

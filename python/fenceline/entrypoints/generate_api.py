@@ -1,0 +1,154 @@
+"""/generate: answers as SGLang gives them, whole or as a stream of events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import msgspec
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.entrypoints.front_door import REQUEST_ID
+from fenceline.entrypoints.generate_body import GenerateBody, expand
+from fenceline.entrypoints.json_body import read_body
+from fenceline.entrypoints.sse import DONE, EventStream, collect_or_abort
+from fenceline.managers.io_struct import FinishReason, TokenLogprobs
+from fenceline.managers.request_stream import StreamGroup
+from fenceline.managers.request_types import GenerateChunk, GenerateInput, error_of
+from fenceline.managers.tokenizer import Tokenizer
+from fenceline.managers.tokenizer_manager import TokenizerManager
+
+
+async def generate(manager: TokenizerManager, config: EngineConfig, request: Request) -> Response:
+    """Answer one request to /generate. Raises RequestError before anything is sent."""
+    body = await read_body(request, GenerateBody)
+    request_id: str = request.scope[REQUEST_ID]
+    expanded = expand(body, config, None if manager.is_active(request_id) else request_id)
+    group = await manager.submit_many(expanded.inputs)
+    tokenizer = manager.tokenizer if body.return_text_in_logprobs else None
+    writers = [
+        AnswerWriter(inp, config, tokenizer, None if expanded.single else index)
+        for index, inp in enumerate(expanded.inputs)
+    ]
+    if body.stream:
+        return EventStream(_events(group, writers, config.incremental_streaming_output), group.close)
+    chunks = await collect_or_abort(request, group)
+    answers = [b"".join(writer.whole(chunk)) for writer, chunk in zip(writers, chunks, strict=True)]
+    content = answers[0] if expanded.single else b"[" + b",".join(answers) + b"]"
+    return Response(content, media_type="application/json")
+
+
+async def _events(
+    group: StreamGroup, writers: Sequence[AnswerWriter], incremental: bool
+) -> AsyncIterator[bytes]:
+    async for index, chunk in group:
+        error = error_of(chunk)
+        if error is not None:
+            raise error
+        writer = writers[index]
+        parts = writer.piece(chunk) if incremental else writer.so_far(chunk)
+        yield b"".join((b"data: ", *parts, b"\n\n"))
+    yield DONE
+
+
+class AnswerWriter:
+    """Writes the answers of one request as JSON, in pieces to be joined.
+
+    Streams repeat the whole text and all ids in each event, as SGLang's do. Encoding all of it anew each
+    time would cost time quadratic in the answer's length; what was encoded before is kept and only copied.
+    """
+
+    def __init__(
+        self, inp: GenerateInput, config: EngineConfig, tokenizer: Tokenizer | None, index: int | None
+    ) -> None:
+        self._head = b'"meta_info":{"id":' + orjson.dumps(inp.rid)
+        self._tail = b',"weight_version":' + orjson.dumps(config.weight_version) + b"}"
+        self._tail += b"}" if index is None else b',"index":%d}' % index
+        self._has_text = not config.skip_tokenizer_init
+        self._return_logprob = inp.return_logprob
+        self._with_top = inp.top_logprobs_num > 0
+        self._tokenizer = tokenizer
+        self._text = bytearray()
+        self._ids = bytearray()
+        self._input = _LogprobText()
+        self._output = _LogprobText()
+
+    def whole(self, chunk: GenerateChunk) -> list[bytes]:
+        """The answer to a request that does not stream; ``chunk`` is all of it."""
+        return self.so_far(chunk)
+
+    def so_far(self, chunk: GenerateChunk) -> list[bytes]:
+        """The event for ``chunk`` that repeats everything before it."""
+        self._text += orjson.dumps(chunk.text)[1:-1]
+        ids = orjson.dumps(chunk.output_ids)[1:-1]
+        if ids:
+            self._ids += b"," + ids if self._ids else ids
+        return self._write(chunk, bytes(self._text), bytes(self._ids))
+
+    def piece(self, chunk: GenerateChunk) -> list[bytes]:
+        """The event for ``chunk`` alone (--incremental-streaming-output)."""
+        self._output = _LogprobText()
+        return self._write(chunk, orjson.dumps(chunk.text)[1:-1], orjson.dumps(chunk.output_ids)[1:-1])
+
+    def _write(self, chunk: GenerateChunk, text: bytes, ids: bytes) -> list[bytes]:
+        parts = [b'{"text":"', text, b'","output_ids":['] if self._has_text else [b'{"output_ids":[']
+        parts += (ids, b"],", self._head)
+        parts.append(
+            b',"prompt_tokens":%d,"completion_tokens":%d,"cached_tokens":%d,"num_retractions":%d,"finish_reason":'
+            % (chunk.prompt_tokens, chunk.completion_tokens, chunk.cached_tokens, chunk.num_retractions)
+        )
+        reason = chunk.finish_reason
+        parts.append(b"null" if reason is None else orjson.dumps(finish_reason_object(reason)))
+        if reason is not None:
+            parts.append(b',"e2e_latency":%.6f' % chunk.e2e_latency)
+        if self._return_logprob:
+            self._input.add(chunk.input_logprobs, self._tokenizer)
+            self._output.add(chunk.output_logprobs, self._tokenizer)
+            parts += self._input.fields(b"input", self._with_top)
+            parts += self._output.fields(b"output", self._with_top)
+        parts.append(self._tail)
+        return parts
+
+
+class _LogprobText:
+    """Logprobs as JSON, growing: ``[[logprob, id, text], ...]`` and a list of such lists for alternatives."""
+
+    def __init__(self) -> None:
+        self._chosen = bytearray()
+        self._top = bytearray()
+
+    def add(self, logprobs: TokenLogprobs | None, tokenizer: Tokenizer | None) -> None:
+        """Append the logprobs of consecutive positions."""
+        if logprobs is None or not logprobs.token_ids:
+            return
+        chosen = [
+            _entry(value, index, tokenizer)
+            for value, index in zip(logprobs.logprobs, logprobs.token_ids, strict=True)
+        ]
+        top = [
+            [_entry(value, index, tokenizer) for value, index in alternatives] or None
+            for alternatives in logprobs.top_logprobs
+        ]
+        self._chosen += (b"," if self._chosen else b"") + orjson.dumps(chosen)[1:-1]
+        self._top += (b"," if self._top else b"") + orjson.dumps(top)[1:-1]
+
+    def fields(self, side: bytes, with_top: bool) -> list[bytes]:
+        """The fields of meta_info."""
+        parts = [b',"%b_token_logprobs":[' % side, bytes(self._chosen), b"]"]
+        if with_top:
+            parts += (b',"%b_top_logprobs":[' % side, bytes(self._top), b"]")
+        return parts
+
+
+def _entry(
+    value: float | None, index: int, tokenizer: Tokenizer | None
+) -> tuple[float | None, int, str | None]:
+    return value, index, None if tokenizer is None else tokenizer.token_text(index)
+
+
+def finish_reason_object(reason: FinishReason) -> dict[str, object]:
+    """``{"type": ..., ...}`` with the fields that say something."""
+    fields: dict[str, object] = msgspec.to_builtins(reason)
+    return {name: value for name, value in fields.items() if value is not None}

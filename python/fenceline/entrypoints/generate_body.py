@@ -1,0 +1,216 @@
+"""The body of /generate: parsed, checked and expanded into one GenerateInput per prompt and sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import msgspec
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.config.sampling_params import SamplingParams
+from fenceline.managers.request_types import MAX_SAMPLES, GenerateInput, RequestError, expand_samples
+
+T = TypeVar("T")
+MAX_PROMPTS = 4096
+
+
+class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """``sampling_params`` as clients write them: SGLang's names, None or absent for the default."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    sampling_seed: int | None = None
+    seed: int | None = None
+    n: int | None = None
+    # Understood and refused unless null.
+    json_schema: msgspec.Raw | None = None
+    regex: msgspec.Raw | None = None
+    ebnf: msgspec.Raw | None = None
+    structural_tag: msgspec.Raw | None = None
+    stop_regex: msgspec.Raw | None = None
+    custom_params: msgspec.Raw | None = None
+
+
+_REFUSED_SAMPLING = {
+    "json_schema": "constrained decoding is not available yet",
+    "regex": "constrained decoding is not available yet",
+    "ebnf": "constrained decoding is not available yet",
+    "structural_tag": "constrained decoding is not available yet",
+    "stop_regex": "use stop strings",
+    "custom_params": "custom logit processors are not available",
+}
+
+
+class GenerateBody(msgspec.Struct, kw_only=True):
+    """The body of /generate. Fields of SGLang that change nothing here are ignored."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int] | list[list[int]] | None = None
+    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    rid: str | list[str] | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    return_text_in_logprobs: bool = False
+    stream: bool = False
+    priority: int | None = None
+    # Understood and refused unless null.
+    input_embeds: msgspec.Raw | None = None
+    image_data: msgspec.Raw | None = None
+    video_data: msgspec.Raw | None = None
+    audio_data: msgspec.Raw | None = None
+    token_ids_logprob: msgspec.Raw | None = None
+    lora_path: msgspec.Raw | None = None
+    session_params: msgspec.Raw | None = None
+    custom_logit_processor: msgspec.Raw | None = None
+    return_hidden_states: bool | list[bool] = False
+
+
+_REFUSED = {
+    "input_embeds": "send text or input_ids",
+    "image_data": "only text models are served",
+    "video_data": "only text models are served",
+    "audio_data": "only text models are served",
+    "token_ids_logprob": "use top_logprobs_num",
+    "lora_path": "merge the adapter into the model",
+    "session_params": "send the whole conversation; its prefix is cached",
+    "custom_logit_processor": "use logit_bias",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """The requests of one body. ``single``: the answer is one object, not a list."""
+
+    inputs: list[GenerateInput]
+    single: bool
+
+
+def expand(body: GenerateBody, config: EngineConfig, default_rid: str | None) -> Expanded:
+    """One GenerateInput per prompt and sample, samples of a prompt side by side. Raises RequestError."""
+    _refuse(body, _REFUSED)
+    if body.return_hidden_states is True or (
+        isinstance(body.return_hidden_states, list) and any(body.return_hidden_states)
+    ):
+        raise RequestError(400, "return_hidden_states is not available", param="return_hidden_states")
+    prompts, single = _prompts(body)
+    num = len(prompts)
+    sampling = _spread(body.sampling_params or NativeSampling(), num, "sampling_params")
+    n = _num_samples(sampling)
+    if num * n > MAX_PROMPTS:
+        raise RequestError(
+            400, f"{num} prompts with {n} samples are more than {MAX_PROMPTS} in one request", param="n"
+        )
+    rids = _rids(body.rid, num, default_rid)
+    logprob = _spread(body.return_logprob or False, num, "return_logprob")
+    start = _spread(
+        -1 if body.logprob_start_len is None else body.logprob_start_len, num, "logprob_start_len"
+    )
+    top = _spread(body.top_logprobs_num or 0, num, "top_logprobs_num")
+    inputs: list[GenerateInput] = []
+    for index, prompt in enumerate(prompts):
+        one = replace(
+            prompt,
+            sampling_params=_to_params(sampling[index], config),
+            stream=body.stream,
+            return_logprob=logprob[index],
+            logprob_start_len=start[index],
+            top_logprobs_num=top[index],
+            priority=body.priority or 0,
+        )
+        if rids is not None:
+            one = replace(one, rid=rids[index])
+        inputs.extend(expand_samples(one, n))
+    return Expanded(inputs, single and n == 1)
+
+
+def _prompts(body: GenerateBody) -> tuple[list[GenerateInput], bool]:
+    if (body.text is None) == (body.input_ids is None):
+        raise RequestError(400, "give either text or input_ids, not both and not neither", param="text")
+    if body.text is not None:
+        if isinstance(body.text, str):
+            return [GenerateInput(text=body.text)], True
+        return _some([GenerateInput(text=text) for text in body.text], "text"), False
+    assert body.input_ids is not None
+    nested = [ids for ids in body.input_ids if isinstance(ids, list)]
+    if nested:
+        return [GenerateInput(input_ids=ids) for ids in nested], False
+    flat = [index for index in body.input_ids if isinstance(index, int)]
+    return [GenerateInput(input_ids=flat)], True
+
+
+def _some(prompts: list[GenerateInput], name: str) -> list[GenerateInput]:
+    if not prompts:
+        raise RequestError(400, f"{name} is an empty list: there is nothing to do", param=name)
+    return prompts
+
+
+def _spread(value: T | list[T], num: int, name: str) -> list[T]:
+    """A value for each prompt: a list must have one per prompt, anything else holds for all."""
+    if not isinstance(value, list):
+        return [value] * num
+    if len(value) != num:
+        raise RequestError(400, f"{name} has {len(value)} entries for {num} prompts", param=name)
+    return value
+
+
+def _rids(rid: str | list[str] | None, num: int, default: str | None) -> list[str] | None:
+    if rid is None:
+        if default is None:
+            return None
+        rid = default
+    if isinstance(rid, str):
+        if not rid:
+            raise RequestError(400, "rid must not be empty", param="rid")
+        return [rid] if num == 1 else [f"{rid}_{index}" for index in range(num)]
+    return _spread(rid, num, "rid")
+
+
+def _num_samples(sampling: Sequence[NativeSampling]) -> int:
+    counts = {1 if params.n is None else params.n for params in sampling}
+    if len(counts) > 1:
+        raise RequestError(400, "n must be the same for all prompts of a request", param="n")
+    n = counts.pop()
+    if not 1 <= n <= MAX_SAMPLES:
+        raise RequestError(400, f"n must be between 1 and {MAX_SAMPLES}, got {n}", param="n")
+    return n
+
+
+def _refuse(struct: msgspec.Struct, table: dict[str, str]) -> None:
+    for name, remedy in table.items():
+        value = getattr(struct, name)
+        if value is not None and bytes(value) not in (b"null", b"[]", b"{}"):
+            raise RequestError(400, f"{name} is not available: {remedy}", param=name, code="unsupported")
+
+
+def _to_params(native: NativeSampling, config: EngineConfig) -> SamplingParams:
+    _refuse(native, _REFUSED_SAMPLING)
+    values: dict[str, object] = {}
+    if config.sampling_defaults == "model":
+        values.update(config.model.sampling_defaults.as_dict())
+    for name in SamplingParams.__struct_fields__:
+        value = getattr(native, name)
+        if value is not None:
+            values[name] = value
+    if native.sampling_seed is not None:
+        values["seed"] = native.sampling_seed
+    stop = native.stop
+    values["stop"] = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    values["stop_token_ids"] = tuple(native.stop_token_ids or ())
+    return SamplingParams(**values)  # type: ignore[arg-type]  # both structs declare the same types

@@ -1,0 +1,122 @@
+"""The server's processes: starting, watching and stopping them."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import signal
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from typing import Protocol
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.managers.io_struct import PortArgs
+from fenceline.managers.ipc import SchedulerLink, ZmqLink, make_ports, remove_ports
+from fenceline.managers.tokenizer import load_tokenizer
+from fenceline.managers.tokenizer_manager import TokenizerManager
+
+ProcessEntry = Callable[[EngineConfig, PortArgs], None]
+
+
+class EngineBackend(Protocol):
+    """Where scheduler and detokenizer run: in processes, or in the caller's."""
+
+    @property
+    def link(self) -> SchedulerLink:
+        """The TokenizerManager's connection to them."""
+        ...
+
+    def watch(self, on_death: Callable[[str], None]) -> None:
+        """Call ``on_death(reason)`` on the running event loop if one of them ends unasked."""
+        ...
+
+    def stop(self, timeout_s: float) -> None:
+        """Wait up to ``timeout_s`` for the scheduler to end (ShutdownReq was sent), then end everything by
+        force. May be called again, and from any thread. ``link`` stays the caller's to close."""
+        ...
+
+
+def run_scheduler(config: EngineConfig, ports: PortArgs) -> None:
+    """The scheduler process' entry. Its imports (torch, the model) happen in the child only."""
+    from fenceline.managers.scheduler import run_scheduler_process
+
+    run_scheduler_process(config, ports)
+
+
+def run_detokenizer(config: EngineConfig, ports: PortArgs) -> None:
+    """The detokenizer process' entry."""
+    from fenceline.managers.detokenizer_manager import run_detokenizer_process
+
+    run_detokenizer_process(config, ports)
+
+
+class EngineProcesses:
+    """Scheduler and detokenizer as child processes that end with this one, however it ends."""
+
+    def __init__(self, processes: list[BaseProcess], ports: PortArgs, link: SchedulerLink) -> None:
+        self.processes = processes
+        self.link = link
+        self._ports = ports
+        self._stopping = False
+
+    def watch(self, on_death: Callable[[str], None]) -> None:
+        """See :class:`EngineBackend`."""
+        loop = asyncio.get_running_loop()
+
+        def died(process: BaseProcess) -> None:
+            loop.remove_reader(process.sentinel)
+            process.join()
+            if not self._stopping:
+                on_death(f"the {process.name} process ended unexpectedly ({_how(process.exitcode)})")
+
+        for process in self.processes:
+            loop.add_reader(process.sentinel, died, process)
+
+    def stop(self, timeout_s: float) -> None:
+        """See :class:`EngineBackend`."""
+        self._stopping = True
+        for process in self.processes[:1]:  # without the scheduler the detokenizer has nothing left to do
+            process.join(timeout_s)
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        remove_ports(self._ports)
+
+
+def _how(exitcode: int | None) -> str:
+    if exitcode is None or exitcode >= 0:
+        return f"exit status {exitcode}"
+    name = signal.Signals(-exitcode).name
+    return f"killed by {name}" + ("; out of memory?" if name == "SIGKILL" else "")
+
+
+def launch_processes(
+    config: EngineConfig,
+    scheduler_entry: ProcessEntry = run_scheduler,
+    detokenizer_entry: ProcessEntry = run_detokenizer,
+) -> EngineProcesses:
+    """Start the scheduler and, unless --skip-tokenizer-init, the detokenizer. Entries must be importable."""
+    context = multiprocessing.get_context("spawn")
+    ports = make_ports()
+    link = ZmqLink(ports)
+    entries = {"scheduler": scheduler_entry}
+    if not config.skip_tokenizer_init:
+        entries["detokenizer"] = detokenizer_entry
+    processes: list[BaseProcess] = []
+    backend = EngineProcesses(processes, ports, link)
+    try:
+        for name, entry in entries.items():
+            process = context.Process(target=entry, args=(config, ports), name=name, daemon=True)
+            process.start()
+            processes.append(process)
+    except BaseException:
+        backend.stop(0.0)
+        raise
+    return backend
+
+
+def make_manager(config: EngineConfig, link: SchedulerLink) -> TokenizerManager:
+    """The TokenizerManager with its tokenizer. Raises ValueError if there is none to load."""
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
+    return TokenizerManager(config, tokenizer, link)

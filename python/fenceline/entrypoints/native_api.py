@@ -1,0 +1,249 @@
+"""The native API: SGLang's endpoints other than OpenAI's, apart from /generate."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.config.sampling_params import SamplingParams
+from fenceline.entrypoints.generate_api import generate
+from fenceline.entrypoints.json_body import read_body
+from fenceline.managers.io_struct import ControlReply
+from fenceline.managers.request_types import GenerateInput, RequestError, new_rid
+from fenceline.managers.tokenizer_manager import TokenizerManager
+from fenceline.version import __version__
+
+logger = logging.getLogger(__name__)
+
+HEALTH_TIMEOUT_S = 20.0
+
+
+class AbortBody(msgspec.Struct):
+    """/abort_request."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class PauseBody(msgspec.Struct):
+    """/pause_generation."""
+
+    mode: str = "abort"
+
+
+class ProfileBody(msgspec.Struct):
+    """/start_profile."""
+
+    output_dir: str | None = None
+    num_steps: int | None = None
+
+
+class TokenizeBody(msgspec.Struct):
+    """/tokenize."""
+
+    prompt: str | list[str]
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(msgspec.Struct):
+    """/detokenize."""
+
+    tokens: list[int] | list[list[int]]
+    skip_special_tokens: bool = True
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """``value`` as JSON."""
+    return Response(orjson.dumps(value), status_code=status, media_type="application/json")
+
+
+class NativeApi:
+    """Handlers of the native endpoints; each takes the request and gives a response."""
+
+    def __init__(self, manager: TokenizerManager, config: EngineConfig) -> None:
+        self._manager = manager
+        self._config = config
+
+    def router(self) -> APIRouter:
+        """All native routes."""
+        router = APIRouter(tags=["native"])
+        both = ["GET", "POST"]
+        router.add_api_route("/generate", self.generate, methods=["POST", "PUT"])
+        router.add_api_route("/health", self.health, methods=["GET"])
+        router.add_api_route("/health_generate", self.health_generate, methods=["GET"])
+        for prefix in ("/get_model_info", "/model_info"):
+            router.add_api_route(prefix, self.model_info, methods=["GET"])
+        for prefix in ("/get_server_info", "/server_info"):
+            router.add_api_route(prefix, self.server_info, methods=["GET"])
+        router.add_api_route("/flush_cache", self.flush_cache, methods=both)
+        router.add_api_route("/abort_request", self.abort_request, methods=["POST"])
+        router.add_api_route("/pause_generation", self.pause_generation, methods=["POST"])
+        router.add_api_route("/continue_generation", self.continue_generation, methods=["POST"])
+        router.add_api_route("/start_profile", self.start_profile, methods=both)
+        router.add_api_route("/stop_profile", self.stop_profile, methods=both)
+        for prefix in ("", "/v1"):
+            router.add_api_route(f"{prefix}/tokenize", self.tokenize, methods=["POST"])
+            router.add_api_route(f"{prefix}/detokenize", self.detokenize, methods=["POST"])
+        router.add_api_route("/metrics", self.metrics, methods=["GET"])
+        return router
+
+    # --- generation
+
+    async def generate(self, request: Request) -> Response:
+        """Complete one prompt or several; see docs/api.md."""
+        return await generate(self._manager, self._config, request)
+
+    # --- health and information
+
+    async def health(self) -> Response:
+        """200 while requests are accepted, else 503."""
+        return Response(status_code=200 if self._manager.serving else 503)
+
+    async def health_generate(self) -> Response:
+        """200 if the engine generates a token within 20 seconds, else 503 with the reason."""
+        probe = GenerateInput(
+            rid=f"HEALTH_CHECK_{new_rid()}",
+            input_ids=[self._config.model.bos_token_id or 0],
+            sampling_params=SamplingParams(max_new_tokens=1, temperature=0.0),
+        )
+        stream = await self._manager.submit(probe)
+        async with stream:
+            try:
+                await asyncio.wait_for(stream.collect(), HEALTH_TIMEOUT_S)
+            except TimeoutError:
+                raise RequestError(
+                    503, f"the engine generated nothing within {HEALTH_TIMEOUT_S:g} s", code="unhealthy"
+                ) from None
+        return Response(status_code=200)
+
+    async def model_info(self) -> Response:
+        """What is being served."""
+        config = self._config
+        return json_response(
+            {
+                "model_path": config.model_path,
+                "tokenizer_path": config.tokenizer_path,
+                "served_model_name": config.served_model_name,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": config.weight_version,
+                "architecture": config.model.architecture,
+                "vocab_size": config.model.vocab_size,
+                "context_length": config.context_length,
+                "dtype": config.dtype,
+            }
+        )
+
+    async def server_info(self) -> Response:
+        """The resolved arguments, the limits found at start and the scheduler's state now."""
+        state = msgspec.to_builtins(await self._manager.internal_state())
+        limits = self._manager.limits
+        return json_response(
+            {
+                **self._config.public_dict(),
+                **({} if limits is None else _without_tag(limits)),
+                "internal_states": [state],
+                "num_active_requests": self._manager.num_active,
+                "version": __version__,
+            }
+        )
+
+    async def metrics(self) -> Response:
+        """Prometheus' text format; 404 without --enable-metrics."""
+        if not self._config.enable_metrics:
+            raise RequestError(404, "start the server with --enable-metrics to have /metrics")
+        return Response(
+            self._manager.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
+
+    # --- control
+
+    async def flush_cache(self) -> Response:
+        """Empty the prefix cache; 400 while requests are running or waiting."""
+        reply = await self._manager.flush_cache()
+        if not reply.success:
+            raise RequestError(400, reply.message or "the cache is in use; wait for the running requests")
+        return PlainTextResponse("Cache flushed.\n")
+
+    async def abort_request(self, request: Request) -> Response:
+        """Abort one request by its id or all; an unknown id is no error: it may just have finished."""
+        body = await read_body(request, AbortBody)
+        if not body.rid and not body.abort_all:
+            raise RequestError(400, "give rid, or abort_all: true", param="rid")
+        self._manager.abort(body.rid, abort_all=body.abort_all)
+        return Response(status_code=200)
+
+    async def pause_generation(self, request: Request) -> Response:
+        """Stop scheduling: ``mode`` is abort, retract or in_place."""
+        body = await read_body(request, PauseBody, optional=True)
+        return _control_response(await self._manager.pause_generation(body.mode))
+
+    async def continue_generation(self) -> Response:
+        """Resume scheduling."""
+        return _control_response(await self._manager.continue_generation())
+
+    async def start_profile(self, request: Request) -> Response:
+        """Start the profiler, optionally for a number of steps."""
+        body = await read_body(request, ProfileBody, optional=True)
+        if body.num_steps is not None and body.num_steps < 1:
+            raise RequestError(400, f"num_steps must be at least 1, got {body.num_steps}", param="num_steps")
+        return _control_response(await self._manager.profile("start", body.output_dir, body.num_steps))
+
+    async def stop_profile(self) -> Response:
+        """Stop the profiler; the answer says where the trace is."""
+        return _control_response(await self._manager.profile("stop"))
+
+    # --- tokenizer
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of one text or several."""
+        body = await read_body(request, TokenizeBody)
+        texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        tokens = [await self._manager.tokenize(text, body.add_special_tokens) for text in texts]
+        counts = [len(ids) for ids in tokens]
+        single = isinstance(body.prompt, str)
+        return json_response(
+            {
+                "tokens": tokens[0] if single else tokens,
+                "count": counts[0] if single else counts,
+                "max_model_len": self._config.context_length,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of one list of token ids or several."""
+        body = await read_body(request, DetokenizeBody)
+        tokenizer = self._manager.tokenizer
+        if tokenizer is None:
+            raise RequestError(400, "this server runs with --skip-tokenizer-init and cannot detokenise")
+        nested = bool(body.tokens) and isinstance(body.tokens[0], list)
+        lists: list[list[int]] = body.tokens if nested else [body.tokens]  # type: ignore[assignment,list-item]
+        for ids in lists:
+            bad = next((index for index in ids if not 0 <= index < self._manager.vocab_size), None)
+            if bad is not None:
+                raise RequestError(
+                    400,
+                    f"token id {bad} is outside the vocabulary of {self._manager.vocab_size}",
+                    param="tokens",
+                )
+        texts = [tokenizer.decode(ids, body.skip_special_tokens) for ids in lists]
+        return json_response({"text": texts if nested else texts[0]})
+
+
+def _without_tag(message: msgspec.Struct) -> dict[str, object]:
+    fields: dict[str, object] = msgspec.to_builtins(message)
+    fields.pop("type", None)
+    return fields
+
+
+def _control_response(reply: ControlReply) -> Response:
+    if not reply.success:
+        raise RequestError(400, reply.message or "the scheduler refused")
+    return json_response({"success": True, "message": reply.message})

@@ -1,0 +1,80 @@
+"""Server-sent events written straight to the ASGI server, and answers that end when their client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from fenceline.entrypoints.errors import error_bytes, internal_error
+from fenceline.managers.request_stream import StreamGroup
+from fenceline.managers.request_types import GenerateChunk, RequestError
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class EventStream(Response):
+    """Sends each item of ``events`` as it comes; an item is one or more whole events (``data: ...\\n\\n``).
+
+    ``close`` is called exactly once at the end, at once if the client disconnects, and must make ``events``
+    end: ``StreamGroup.close``. A RequestError raised by ``events`` becomes an error event, then ``[DONE]``.
+    While the client's connection is full, sending waits; meanwhile ``StreamGroup`` merges chunks.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        super().__init__()
+        self._events = events
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the stream."""
+        gone = asyncio.ensure_future(_on_disconnect(receive, self._close))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            async for event in self._guarded():
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            gone.cancel()
+            self._close()
+
+    async def _guarded(self) -> AsyncIterator[bytes]:
+        try:
+            async for event in self._events:
+                yield event
+        except RequestError as error:
+            yield b"data: " + error_bytes(error) + b"\n\n" + DONE
+        except Exception as error:  # too late for a status code: the client still gets a reason
+            logger.exception("a stream failed")
+            yield b"data: " + error_bytes(internal_error(error)) + b"\n\n" + DONE
+
+
+async def collect_or_abort(request: Request, group: StreamGroup) -> list[GenerateChunk]:
+    """All answers of ``group``, whose requests are aborted if the client disconnects meanwhile.
+
+    The request's body must have been read. Raises RequestError for the first request that failed, and
+    499 if the client has gone.
+    """
+    gone = asyncio.ensure_future(_on_disconnect(request.receive, group.close))
+    try:
+        return await group.collect()
+    finally:
+        gone.cancel()
+        group.close()
+
+
+async def _on_disconnect(receive: Receive, close: Callable[[], None]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    close()

@@ -1,0 +1,191 @@
+"""The main process: brings the server up, waits for a reason to stop, brings it down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+
+import uvloop
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.entrypoints.http_server import HttpServer, create_app
+from fenceline.entrypoints.launch import (
+    EngineBackend,
+    ProcessEntry,
+    launch_processes,
+    make_manager,
+    run_scheduler,
+)
+from fenceline.managers.process import setup_logging
+from fenceline.managers.tokenizer_manager import TokenizerManager
+
+logger = logging.getLogger(__name__)
+
+DRAIN_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 5.0
+LAST_WORDS_S = 0.5  # a dying process's FatalError may arrive after its death was noticed
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Why the server stops. ``status`` 0: it was asked to, and finishes what runs."""
+
+    status: int
+    reason: str
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """A bound socket, not listening yet. Raises ValueError, one line, if the address cannot be had."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(
+                f"port {port} on {host} is in use: stop the other server or choose another with --port"
+            ) from error
+        raise ValueError(
+            f"cannot listen on {host}:{port} ({error.strerror}): check --host, --port"
+        ) from error
+    return sock
+
+
+def serve_until_stopped(config: EngineConfig, scheduler_entry: ProcessEntry = run_scheduler) -> int:
+    """Run the whole server. Returns the exit status: 0 if it was asked to stop, else the reason was logged."""
+    setup_logging(config.log_level)
+    try:
+        sock = bind_socket(config.host, config.port)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    with sock:
+        backend = launch_processes(config, scheduler_entry)
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(Supervisor(config, backend, sock).run())
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        finally:
+            backend.stop(0.0)
+            backend.link.close()
+
+
+class Supervisor:
+    """One server's life on one event loop."""
+
+    def __init__(self, config: EngineConfig, backend: EngineBackend, sock: socket.socket) -> None:
+        self._config = config
+        self._backend = backend
+        self._sock = sock
+        self._stop: asyncio.Queue[Stop] = asyncio.Queue()
+        self._signals: list[int] = []
+        self._forced = asyncio.Event()
+
+    async def run(self) -> int:
+        """Until the end; returns the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            manager = make_manager(self._config, self._backend.link)
+        except ValueError as error:
+            logger.error("error: %s", error)
+            return 1
+        tasks = [asyncio.ensure_future(work) for work in (manager.run(), self._report_death(manager))]
+        self._backend.watch(lambda reason: tasks.append(asyncio.ensure_future(_fail_soon(manager, reason))))
+        try:
+            return await self._serve(manager)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _on_signal(self, number: int) -> None:
+        self._signals.append(number)
+        if len(self._signals) > 1:
+            self._forced.set()
+        self._stop.put_nowait(Stop(0, signal.Signals(number).name))
+
+    async def _report_death(self, manager: TokenizerManager) -> None:
+        self._stop.put_nowait(Stop(1, await manager.wait_dead()))
+
+    async def _serve(self, manager: TokenizerManager) -> int:
+        stop = asyncio.ensure_future(self._stop.get())
+        ready = asyncio.ensure_future(manager.wait_ready())
+        await asyncio.wait((stop, ready), return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if manager.limits is None or stop.done():
+            return await self._finish(manager, await stop)
+        server = HttpServer(create_app(manager, self._config), self._config)
+        serving = asyncio.ensure_future(server.serve(sockets=[self._sock]))
+        self._announce(manager)
+        try:
+            return await self._finish(manager, await stop)
+        finally:
+            server.should_exit = True
+            await serving
+
+    def _announce(self, manager: TokenizerManager) -> None:
+        host, port = self._sock.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        shown = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(shown, shown)
+        limits = manager.limits
+        assert limits is not None
+        logger.info(
+            "max_total_num_tokens=%d, max_running_requests=%d, context_length=%d",
+            limits.max_total_num_tokens, limits.max_running_requests, limits.context_length,
+        )  # fmt: skip
+        key = "" if self._config.api_key is None else " -H 'Authorization: Bearer YOUR_KEY'"
+        logger.info("The server is fired up and ready to roll!")
+        print(
+            f"\nFenceline serves {self._config.served_model_name} at http://{shown}:{port}\n"
+            f"Try it:\n  curl http://{shown}:{port}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
+            f"""    -d '{{"messages": [{{"role": "user", "content": "What is 12 + 30?"}}]}}'\n""",
+            flush=True,
+        )
+
+    async def _finish(self, manager: TokenizerManager, stop: Stop) -> int:
+        """Let requests end as ``stop`` says, then end the engine. The reason of a failure is logged last."""
+        if stop.status == 0 and manager.fatal is None:
+            stop = await self._drain(manager, stop)
+        manager.fail(stop.reason)  # whoever still waits learns why
+        manager.shutdown()
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._backend.stop, 0.0 if stop.status else STOP_TIMEOUT_S)
+        if stop.status:
+            logger.error("The server stops: %s", stop.reason)
+        else:
+            logger.info("The server has stopped (%s).", stop.reason)
+        return stop.status
+
+    async def _drain(self, manager: TokenizerManager, stop: Stop) -> Stop:
+        if manager.num_active:
+            logger.info(
+                "%s: finishing %d requests, for at most %g s; the same signal again stops now",
+                stop.reason, manager.num_active, DRAIN_TIMEOUT_S,
+            )  # fmt: skip
+        drain = asyncio.ensure_future(manager.drain(DRAIN_TIMEOUT_S))
+        forced = asyncio.ensure_future(self._forced.wait())
+        dead = asyncio.ensure_future(manager.wait_dead())
+        await asyncio.wait((drain, forced, dead), return_when=asyncio.FIRST_COMPLETED)
+        for task in (drain, forced, dead):
+            task.cancel()
+        if manager.fatal is not None:
+            return Stop(1, manager.fatal)
+        if self._forced.is_set():
+            return Stop(
+                128 + self._signals[-1], f"a second signal came with {manager.num_active} requests running"
+            )
+        return stop
+
+
+async def _fail_soon(manager: TokenizerManager, reason: str) -> None:
+    await asyncio.sleep(LAST_WORDS_S)
+    manager.fail(reason)
