@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,14 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.config.resolve import resolve
 from fenceline.config.sampling_params import SamplingParams
 from fenceline.config.server_args import ServerArgs
-from fenceline.managers.io_struct import BatchTokenOut, FinishReason, Message, TokenizedGenerateReq, TokenOut
+from fenceline.managers.io_struct import (
+    BatchTokenOut,
+    FinishReason,
+    Message,
+    TokenizedGenerateReq,
+    TokenLogprobs,
+    TokenOut,
+)
 from fenceline.managers.scheduler import InFlight, Scheduler
 
 
@@ -35,6 +43,8 @@ class Driver:
     worker: TokenWorker
     pending: deque[Message] = field(default_factory=deque)
     answers: dict[str, Answer] = field(default_factory=dict)
+    first_logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    output_logprobs: dict[str, list[float | None]] = field(default_factory=dict)
     replies: list[Message] = field(default_factory=list)
     flight: InFlight | None = None
 
@@ -54,6 +64,10 @@ class Driver:
             answer.output_ids += out.output_ids
             answer.finish, answer.last = out.finish_reason, out
             answer.num_messages += 1
+            if out.input_logprobs is not None:
+                self.first_logprobs[out.rid] = out.input_logprobs
+            if out.output_logprobs is not None:
+                self.output_logprobs.setdefault(out.rid, []).extend(out.output_logprobs.logprobs)
             assert out.completion_tokens == len(answer.output_ids)
 
     def to_tokenizer(self, message: Message) -> None:
@@ -88,8 +102,6 @@ def make_driver(
         model_path=fenceline.demo_model_path(), device="cpu", random_seed=7, page_size=1, **flags
     )  # type: ignore[arg-type]
     config = resolve(args)
-    import dataclasses
-
     config = dataclasses.replace(
         config,
         page_size=page_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 
 import psutil
@@ -43,6 +44,10 @@ class CpuDevice(Device):
 
     def __init__(self, severed: frozenset[str] = frozenset()) -> None:
         super().__init__(torch.device("cpu"), severed)
+        # One core stays for the front end's processes: OpenMP threads that wait for a core that somebody
+        # else holds make every operation many times slower. OMP_NUM_THREADS asks for fewer still.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(min(torch.get_num_threads(), max(cores - 1, 1)))
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)

@@ -206,6 +206,7 @@ _TORCH_DTYPES: dict[str, torch.dtype] = {
     "<i8": torch.int64,
     "<i4": torch.int32,
     "<f4": torch.float32,
+    "<f8": torch.float64,
     "|b1": torch.bool,
     "|u1": torch.uint8,
 }
@@ -213,5 +214,6 @@ _NUMPY_DTYPES: dict[torch.dtype, np.dtype[np.generic]] = {
     torch.int64: np.dtype(np.int64),
     torch.int32: np.dtype(np.int32),
     torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
     torch.bool: np.dtype(np.bool_),
 }

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.layers.attention.registry import create_attention_backend
+from fenceline.layers.attention.registry import make_attention_backend
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
-from fenceline.layers.linear import Shard
+from fenceline.layers.shard import Shard
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.memory_order import Device, InputRing, LeasePool, ResultRing
@@ -71,7 +71,7 @@ class ModelRunner:
         max_pages_per_req = -(-config.context_length // config.page_size) + 1
         self.req_pool = ReqPool(config.max_running_requests + 1, max_pages_per_req, device.torch_device)
         self.sampler = Sampler(model.vocab_size, self.req_pool.num_rows, device.torch_device)
-        self._attention = create_attention_backend(config.attention_backend, self.kv_pool)
+        self._attention = make_attention_backend(config.attention_backend, self.kv_pool)
         self._inputs = InputRing(device)
         self._results = ResultRing(device)
         self._decode: _DecodeState | None = None

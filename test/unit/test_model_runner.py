@@ -1,0 +1,152 @@
+"""The model runner under the scheduler, with the demo model: same tokens however a request is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+
+import pytest
+import torch
+from scheduler_driver import Driver, request
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import fenceline
+from fenceline.config.resolve import resolve
+from fenceline.config.server_args import ServerArgs
+from fenceline.managers.io_struct import TokenizedGenerateReq
+from fenceline.memory_order import open_device
+from fenceline.model_executor.model_runner import ModelRunner
+
+TEXTS = [
+    "Q: 12 + 7 = ?\nA:",
+    "Hello, who are you?",
+    "Copy: apple pear plum fig. " * 9,
+    "1 2 3 4 5 6",
+    "Once upon a time there was a girl named Mia. " * 5,
+]
+
+
+@lru_cache
+def prompts() -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(fenceline.demo_model_path())
+    return [tokenizer(text)["input_ids"] for text in TEXTS]
+
+
+def make_driver(num_rows: int = 8, **flags: object) -> Driver:
+    flags = {"max_total_tokens": 4096, "page_size": 16, "random_seed": 1} | flags
+    args = ServerArgs(model_path=fenceline.demo_model_path(), device="cpu", dtype="float32", **flags)  # type: ignore[arg-type]
+    config = dataclasses.replace(resolve(args), max_running_requests=num_rows)
+    return Driver(config, ModelRunner(config, open_device("cpu"), show_progress=False))  # type: ignore[arg-type]
+
+
+def run(driver: Driver, reqs: list[TokenizedGenerateReq]) -> list[list[int]]:
+    driver.send(*reqs)
+    driver.run()
+    return [driver.answers[req.rid].output_ids for req in reqs]
+
+
+def greedy_requests(num_tokens: int = 24) -> list[TokenizedGenerateReq]:
+    return [
+        request(f"r{i}", ids, temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True)
+        for i, ids in enumerate(prompts())
+    ]
+
+
+def sampled_requests(num_tokens: int = 40) -> list[TokenizedGenerateReq]:
+    """Every sampling feature at once, so that a resumed request has all its state to rebuild."""
+    return [
+        request(
+            f"r{i}",
+            ids,
+            seed=100 + i,
+            temperature=0.7 + 0.1 * i,
+            top_p=0.95,
+            top_k=50,
+            min_p=0.01,
+            max_new_tokens=num_tokens,
+            min_new_tokens=5,
+            repetition_penalty=1.1,
+            presence_penalty=0.2,
+            frequency_penalty=0.1,
+            logit_bias={7: 2.0},
+            ignore_eos=True,
+        )
+        for i, ids in enumerate(prompts())
+    ]
+
+
+@lru_cache
+def sampled_reference() -> list[list[int]]:
+    """Each request alone, one step at a time, whole prompts, nothing cached."""
+    driver = make_driver(disable_overlap_schedule=True, disable_radix_cache=True, chunked_prefill_size=-1)
+    return [run(driver, [req])[0] for req in sampled_requests()]
+
+
+def test_greedy_equals_transformers() -> None:
+    model = AutoModelForCausalLM.from_pretrained(fenceline.demo_model_path(), dtype=torch.float32)
+    expected = [
+        model.generate(
+            torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0, len(ids) :].tolist()
+        for ids in prompts()
+    ]
+    assert run(make_driver(), greedy_requests()) == expected
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"page_size": 1},
+        {"chunked_prefill_size": 16},
+        {"disable_overlap_schedule": True},
+        {"disable_radix_cache": True},
+        {"page_size": 64, "max_total_tokens": 2048},
+    ],
+    ids=str,
+)
+def test_seeded_sampling_does_not_depend_on_how_it_is_computed(flags: dict[str, object]) -> None:
+    driver = make_driver(**flags)
+    assert run(driver, sampled_requests()) == sampled_reference()
+    if not flags.get("disable_radix_cache"):
+        driver.answers.clear()
+        assert run(driver, sampled_requests()) == sampled_reference(), "the same with cached prefixes"
+
+
+def test_retraction_keeps_every_token() -> None:
+    driver = make_driver(
+        page_size=1, max_total_tokens=300, schedule_conservativeness=0.01, chunked_prefill_size=64
+    )
+    assert run(driver, sampled_requests()) == sampled_reference()
+    assert driver.scheduler.stats.num_retractions > 0
+
+
+def test_logprobs_of_prompt_and_output_equal_transformers() -> None:
+    model = AutoModelForCausalLM.from_pretrained(fenceline.demo_model_path(), dtype=torch.float32)
+    ids = prompts()[2]
+    req = request(
+        "a",
+        ids,
+        temperature=0.0,
+        max_new_tokens=6,
+        ignore_eos=True,
+        stream=False,
+        return_logprob=True,
+        logprob_start_len=0,
+        top_logprobs_num=3,
+    )
+    driver = make_driver(chunked_prefill_size=32)
+    output = run(driver, [req])[0]
+    last = driver.answers["a"].last
+    assert last is not None
+    with torch.no_grad():
+        logprobs = model(torch.tensor([ids + output])).logits[0].log_softmax(-1)
+    chosen = [float(logprobs[p - 1, t]) for p, t in enumerate(ids + output) if p > 0]
+    first, second = driver.first_logprobs["a"], driver.output_logprobs["a"]
+    assert first.token_ids == ids and first.logprobs[0] is None
+    torch.testing.assert_close(
+        torch.tensor(first.logprobs[1:] + second), torch.tensor(chosen), rtol=1e-4, atol=1e-4
+    )
+    for position in (1, len(ids) - 1):
+        best = logprobs[position - 1].topk(3)
+        assert [token for _, token in first.top_logprobs[position]] == best.indices.tolist()
