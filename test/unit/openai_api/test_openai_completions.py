@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import chain
 
 import openai
 import pytest
@@ -148,7 +149,7 @@ async def test_logprobs_stream_like_the_whole(serve):
         parts = [chunk.choices[0].logprobs async for chunk in stream if chunk.choices[0].logprobs]
         expected = whole.choices[0].logprobs
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-            assert sum((getattr(part, name) for part in parts), []) == getattr(expected, name)
+            assert list(chain.from_iterable(getattr(part, name) for part in parts)) == getattr(expected, name)
         assert expected.top_logprobs[-1][server.tokenizer.token_text(20)] == -9999.0  # JSON has no -inf
         text = whole.choices[0].text
         at = expected.tokens.index("He")

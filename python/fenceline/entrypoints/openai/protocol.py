@@ -156,7 +156,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | list[TextPart] | None, BeforeValidator(_text_parts_only)] = None
+    content: Annotated[list[TextPart] | str | None, BeforeValidator(_text_parts_only)] = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[JsonObject] | None = None

@@ -1,0 +1,271 @@
+"""Chat templates render as in transformers, character by character."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from fenceline.entrypoints.openai.chat_template import ChatTemplate
+from fenceline.managers.tokenizer import load_tokenizer
+
+# Templates in the manner of the families that are served, using what those templates use of Jinja.
+CHATML = """{%- if messages[0]['role'] == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+{%- else %}
+    {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- for call in message.tool_calls %}
+            {{- '<tool_call>' + call.function.name + call.function.arguments | tojson + '</tool_call>' }}
+        {%- endfor %}
+    {%- elif message.role == 'tool' %}
+        {{- '<tool_response>' ~ message.content ~ '</tool_response>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+QWEN3 = """{%- set ns = namespace(last=messages|length - 1, seen=false) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if not ns.seen and message.role == "user" and message.content is string %}
+        {%- set ns.seen = true %}
+        {%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == "assistant" %}
+        {%- set reasoning = message.reasoning_content if message.reasoning_content is defined else '' %}
+        {%- if not reasoning and '</think>' in content %}
+            {%- set reasoning = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last and reasoning %}
+            {{- '<|im_start|>assistant\\n<think>\\n' + reasoning + '\\n</think>\\n\\n' + content + '<|im_end|>\\n' }}
+        {%- else %}
+            {{- '<|im_start|>assistant\\n' + content + '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+LLAMA3 = """{{- bos_token }}
+{%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date_string + "\\n\\n" + system_message }}
+{{- "<|eot_id|>" }}
+{% for message in messages %}
+    {%- if message.role == 'tool' or message.role == 'ipython' %}{% continue %}{% endif %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {%- generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+MISTRAL = """{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('conversation roles must alternate user/assistant') }}
+    {%- endif %}
+    {%- if message["role"] == "user" %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST] " + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- else %}
+        {{- " " + message["content"]|trim + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+PARTS = """{%- macro text_of(content) %}
+    {%- if content is string %}{{ content }}{%- else %}
+        {%- for part in content %}{{ '(' ~ part.text ~ ')' }}{%- endfor %}
+    {%- endif %}
+{%- endmacro %}
+{%- for message in messages %}{{ message.role ~ ': ' ~ text_of(message.content) }}
+{% endfor %}"""
+TEMPLATES = {"chatml": CHATML, "qwen3": QWEN3, "llama3": LLAMA3, "mistral": MISTRAL, "parts": PARTS}
+
+USER = {"role": "user", "content": ' What\'s <2+2> & "why"? ünï '}
+SYSTEM = {"role": "system", "content": "Be brief.\n"}
+ASSISTANT = {"role": "assistant", "content": "<think>\nsum\n</think>\n\n4 "}
+CONVERSATIONS = {
+    "one": [USER],
+    "system": [SYSTEM, USER],
+    "turns": [SYSTEM, USER, ASSISTANT, {"role": "user", "content": "Sure?"}],
+    "answered": [USER, ASSISTANT],
+    "thought": [USER, {"role": "assistant", "content": "4", "reasoning_content": "sum"}],
+    "tool": [
+        USER,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "<é>"}}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "R"},
+    ],
+}
+TAKE_NO_TOOL_CALLS = ("llama3", "mistral", "parts")
+PAIRS = [
+    (name, conversation)
+    for name in TEMPLATES
+    for conversation in CONVERSATIONS
+    if conversation != "tool" or name not in TAKE_NO_TOOL_CALLS
+]
+
+
+@pytest.fixture(scope="module")
+def peer(model_dir):
+    """transformers' tokenizer of the same directory."""
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(model_dir / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
+    )
+
+
+@pytest.fixture(scope="module")
+def render(peer):
+    """Render with ours and with transformers' renderer; both must agree."""
+
+    def both(source: str, messages: list[dict], **options: object) -> str:
+        template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
+        variables = options.pop("variables", {})
+        ours = template.render(messages, variables=variables, **options)
+        theirs = peer.apply_chat_template(
+            messages, chat_template=source, tokenize=False, **options, **variables
+        )
+        assert ours == theirs
+        return ours
+
+    return both
+
+
+@pytest.mark.parametrize(("name", "conversation"), PAIRS)
+@pytest.mark.parametrize("prompt", [True, False])
+def test_parity(render, name, conversation, prompt):
+    text = render(TEMPLATES[name], CONVERSATIONS[conversation], add_generation_prompt=prompt)
+    assert "2+2" in text
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("content", ["Four is", "Four is  ", "a\n", "Four."])
+def test_parity_of_continued_messages(render, name, content):
+    messages = [USER, {"role": "assistant", "content": content}]
+    text = render(TEMPLATES[name], messages, continue_final_message=True, add_generation_prompt=False)
+    assert text.rstrip().endswith(content.rstrip())
+
+
+def test_parity_of_template_variables(render):
+    closed = render(QWEN3, [USER], add_generation_prompt=True, variables={"enable_thinking": False})
+    assert closed.endswith("<think>\n\n</think>\n\n")
+    assert (
+        render(LLAMA3, [USER], add_generation_prompt=True, variables={"date_string": "1 May"}).count("1 May")
+        == 1
+    )
+    assert datetime.now().strftime("%Y") in render(LLAMA3, [USER], add_generation_prompt=True)
+    assert render("{{ bos_token }}", [USER], variables={"bos_token": "B"}) == "B"
+
+
+def test_parity_of_parts(render):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert "(a)(b)" in render(PARTS, messages)
+
+
+@pytest.mark.parametrize(
+    ("source", "loops"),
+    [
+        (CHATML, False), (QWEN3, False), (LLAMA3, False), (MISTRAL, False), (PARTS, True),
+        ("{% for m in messages %}{% for c in m['content'] %}{% endfor %}{% endfor %}", True),
+        ("{% for m in messages %}{% for c in m.content | selectattr('type') %}{% endfor %}{% endfor %}", True),
+        ("{% for m in messages %}{% for line in m.content.split('x') %}{% endfor %}{% endfor %}", False),
+    ],
+)  # fmt: skip
+def test_which_templates_take_parts(source, loops):
+    assert ChatTemplate(source, {}).loops_over_content is loops
+
+
+def test_parts_become_one_text_for_other_templates():
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert "user\na\nb<|im_end|>" in ChatTemplate(CHATML, {}).render(messages)
+
+
+def test_arguments_of_calls_are_objects():
+    call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    broken = {"function": {"name": "f", "arguments": "{a"}}
+    template = ChatTemplate("{{ messages[0].tool_calls | tojson }}", {})
+    assert '"arguments": {"a": 1}' in template.render([{"role": "assistant", "tool_calls": [call]}])
+    assert '"arguments": "{a"' in template.render([{"role": "assistant", "tool_calls": [broken]}])
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "options", "complaint"),
+    [
+        (MISTRAL, [USER, USER], {}, "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", [USER], {}, "cannot render these messages: TypeError"),
+        ("{{ 1 // 0 }}", [USER], {}, "cannot render"),
+        ("{{ nothing.at.all }}", [USER], {}, "refuses these messages: 'nothing' is undefined"),
+        ("{{ messages.append(1) }}", [USER], {}, "refuses"),
+        ("{{ ''.__class__.__mro__ }}", [USER], {}, "refuses"),
+        (CHATML, [USER], {"variables": {"messages": []}}, "cannot set messages"),
+        ("x", [USER], {"continue_final_message": True}, "drops the last message"),
+        (
+            CHATML,
+            [{"role": "assistant"}],
+            {"continue_final_message": True},
+            "needs a last message with content",
+        ),
+    ],
+)
+def test_complaints(source, messages, options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        ChatTemplate(source, {}).render(messages, **options)
+
+
+def test_broken_template_names_the_line():
+    with pytest.raises(ValueError, match="line 2"):
+        ChatTemplate("a\n{% if %}", {})
+
+
+def test_rendering_leaves_messages_alone():
+    messages = [USER, {"role": "assistant", "content": "Well", "reasoning_content": "r"}]
+    before = [dict(message) for message in messages]
+    ChatTemplate(CHATML, {}).render(messages, continue_final_message=True)
+    assert messages == before
+
+
+def test_model_directory_with_transformers(model_dir):
+    """The whole way from a model directory, its own template and special tokens included."""
+    from transformers import AutoTokenizer
+
+    ours, theirs = load_tokenizer(model_dir), AutoTokenizer.from_pretrained(str(model_dir))
+    text = ChatTemplate(ours.chat_template, ours.special_tokens).render([SYSTEM, USER])
+    assert text == theirs.apply_chat_template([SYSTEM, USER], tokenize=False, add_generation_prompt=True)
+    assert ours.encode(text, add_special_tokens=False) == theirs.apply_chat_template(
+        [SYSTEM, USER], add_generation_prompt=True, return_dict=False
+    )
