@@ -12,7 +12,9 @@ from fenceline.entrypoints.errors import error_response
 from fenceline.entrypoints.json_body import MAX_BODY_BYTES
 from fenceline.managers.request_types import RequestError, new_rid
 
-REQUEST_ID = "fenceline.request_id"  # key in the ASGI scope
+# Keys in the ASGI scope.
+REQUEST_ID = "fenceline.request_id"
+BODY_SEND = "fenceline.send"  # for the body of a started answer: past the wrappers that only watch its start
 _ID_PATTERN = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _OPEN_PREFIXES = ("/health", "/metrics")  # reachable without the key, as probes and scrapers carry none
 
@@ -33,6 +35,7 @@ class FrontDoor:
         given = headers.get(b"x-request-id", b"")
         request_id = given if _ID_PATTERN.fullmatch(given) else new_rid().encode()
         scope[REQUEST_ID] = request_id.decode()
+        scope[BODY_SEND] = send
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -61,7 +61,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     """The body of /generate. Fields of SGLang that change nothing here are ignored."""
 
     text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
+    input_ids: list[int | list[int]] | None = None
     sampling_params: NativeSampling | list[NativeSampling] | None = None
     rid: str | list[str] | None = None
     return_logprob: bool | list[bool] | None = None
@@ -149,9 +149,13 @@ def _prompts(body: GenerateBody) -> tuple[list[GenerateInput], bool]:
         return _some([GenerateInput(text=text) for text in body.text], "text"), False
     assert body.input_ids is not None
     nested = [ids for ids in body.input_ids if isinstance(ids, list)]
+    flat = [index for index in body.input_ids if isinstance(index, int)]
+    if nested and flat:
+        raise RequestError(
+            400, "input_ids mixes ids and lists of ids: send one or the other", param="input_ids"
+        )
     if nested:
         return [GenerateInput(input_ids=ids) for ids in nested], False
-    flat = [index for index in body.input_ids if isinstance(index, int)]
     return [GenerateInput(input_ids=flat)], True
 
 

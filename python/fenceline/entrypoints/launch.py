@@ -38,7 +38,7 @@ class EngineBackend(Protocol):
 
 def run_scheduler(config: EngineConfig, ports: PortArgs) -> None:
     """The scheduler process' entry. Its imports (torch, the model) happen in the child only."""
-    from fenceline.managers.scheduler import run_scheduler_process
+    from fenceline.managers.scheduler_process import run_scheduler_process
 
     run_scheduler_process(config, ports)
 

@@ -55,7 +55,7 @@ class TokenizeBody(msgspec.Struct):
 class DetokenizeBody(msgspec.Struct):
     """/detokenize."""
 
-    tokens: list[int] | list[list[int]]
+    tokens: list[int | list[int]]
     skip_special_tokens: bool = True
 
 
@@ -223,8 +223,13 @@ class NativeApi:
         tokenizer = self._manager.tokenizer
         if tokenizer is None:
             raise RequestError(400, "this server runs with --skip-tokenizer-init and cannot detokenise")
-        nested = bool(body.tokens) and isinstance(body.tokens[0], list)
-        lists: list[list[int]] = body.tokens if nested else [body.tokens]  # type: ignore[assignment,list-item]
+        nested = [ids for ids in body.tokens if isinstance(ids, list)]
+        flat = [index for index in body.tokens if isinstance(index, int)]
+        if nested and flat:
+            raise RequestError(
+                400, "tokens mixes ids and lists of ids: send one or the other", param="tokens"
+            )
+        lists = nested or [flat]
         for ids in lists:
             bad = next((index for index in ids if not 0 <= index < self._manager.vocab_size), None)
             if bad is not None:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fenceline.entrypoints.errors import error_bytes, internal_error
+from fenceline.entrypoints.front_door import BODY_SEND
 from fenceline.managers.request_stream import StreamGroup
 from fenceline.managers.request_types import GenerateChunk, RequestError
 
@@ -42,8 +43,9 @@ class EventStream(Response):
         gone = asyncio.ensure_future(_on_disconnect(receive, self._close))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            send_body: Send = scope.get(BODY_SEND, send)
             async for event in self._guarded():
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send_body({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             gone.cancel()

@@ -1,0 +1,315 @@
+"""A scheduler without a model: it speaks the real messages and echoes the prompt, over and over.
+
+The answer to prompt ids p is p[0], p[1], ..., p[0], ...; an end-of-sequence id or a stop token id among
+them ends it, as does ``max_new_tokens``. The logprob of token t is ``-(t % 8) / 8``. A prompt seen before is
+cached except for its last token. Special seeds ask for trouble: see ``Seed``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import zmq
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.managers.io_struct import (
+    AbortReq,
+    BatchTokenOut,
+    ContinueGenerationReq,
+    ControlReply,
+    DecodeInfo,
+    FatalError,
+    FinishReason,
+    FlushCacheReq,
+    GetInternalStateReq,
+    InternalState,
+    Message,
+    PauseGenerationReq,
+    PortArgs,
+    ProfileReq,
+    SchedulerReady,
+    ShutdownReq,
+    StatsReport,
+    TokenizedGenerateReq,
+    TokenLogprobs,
+    TokenOut,
+    decode,
+    encode,
+)
+from fenceline.managers.ipc import bind_pull, connect_push, drain
+from fenceline.managers.process import prepare_child
+
+CAPACITY_TOKENS = 4096
+MAX_RUNNING = 64
+CONTEXT_LENGTH = 1024
+SLOW_STEP_S = 0.02
+
+
+class Seed:
+    """``sampling_params.seed`` values with a meaning."""
+
+    HANG = 7001  # never answers; holds its place until aborted
+    SLOW = 7002  # one token every 20 ms
+    RAISE = 7003  # the scheduler fails with an exception
+    DIE = 7004  # the scheduler process ends without a word
+    REFUSE = 7005  # ends in an error of its own, status 507
+    BURST = 7006  # all tokens in one message
+
+
+class FakeFailure(Exception):
+    """What ``Seed.RAISE`` asks for."""
+
+
+@dataclass(slots=True)
+class Running:
+    """One request: what was asked and how many tokens are out."""
+
+    req: TokenizedGenerateReq
+    cached_tokens: int
+    num_out: int = 0
+    next_time: float = 0.0
+
+
+class FakeScheduler:
+    """The requests and the answers; knows no sockets."""
+
+    def __init__(self, eos_ids: tuple[int, ...]) -> None:
+        self.eos_ids = frozenset(eos_ids)
+        self.running: dict[str, Running] = {}
+        self.waiting: dict[str, Running] = {}
+        self.seen: set[tuple[int, ...]] = set()
+        self.paused = False
+        self.stopping = False
+        self.num_aborts = 0
+        self.num_generated = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step may have something to say."""
+        active = any(running.req.sampling_params.seed != Seed.HANG for running in self.running.values())
+        return not self.paused and (active or bool(self.waiting))
+
+    def handle(self, message: Message) -> tuple[list[TokenOut], list[Message]]:
+        """Apply one message: the news and the replies it causes."""
+        match message:
+            case TokenizedGenerateReq():
+                return self.accept(message), []
+            case AbortReq():
+                return self.abort(message), []
+            case FlushCacheReq(id=id):
+                return [], [self.flush(id)]
+            case PauseGenerationReq(id=id, mode=mode):
+                self.paused = True
+                outs = self.abort(AbortReq(abort_all=True)) if mode == "abort" else []
+                return outs, [ControlReply(id=id, success=True)]
+            case ContinueGenerationReq(id=id):
+                self.paused = False
+                return [], [ControlReply(id=id, success=True)]
+            case GetInternalStateReq(id=id):
+                return [], [ControlReply(id=id, success=True, state=self.state())]
+            case ProfileReq(id=id, action=action):
+                return [], [ControlReply(id=id, success=action == "start", message=f"profile {action}")]
+            case ShutdownReq():
+                self.stopping = True
+        return [], []
+
+    def accept(self, req: TokenizedGenerateReq) -> list[TokenOut]:
+        """Put a request into the queue."""
+        assert req.rid not in self.running, req.rid
+        assert req.rid not in self.waiting, req.rid
+        seed = req.sampling_params.seed
+        if seed == Seed.RAISE:
+            raise FakeFailure("as the request asked")
+        if seed == Seed.DIE:
+            os._exit(77)
+        if seed == Seed.REFUSE:
+            reason = FinishReason(type="abort", message="no room for this one", status_code=507)
+            return [TokenOut(rid=req.rid, output_ids=[], prompt_tokens=len(req.input_ids), completion_tokens=0,
+                             cached_tokens=0, finish_reason=reason)]  # fmt: skip
+        key = tuple(req.input_ids)
+        self.waiting[req.rid] = Running(req, len(key) - 1 if key in self.seen else 0)
+        self.seen.add(key)
+        return []
+
+    def abort(self, message: AbortReq) -> list[TokenOut]:
+        """End requests; silently if the detokenizer already told the client."""
+        rids = [*self.running, *self.waiting] if message.abort_all else [message.rid]
+        outs: list[TokenOut] = []
+        for rid in rids:
+            running = self.running.pop(rid, None) or self.waiting.pop(rid, None)
+            if running is None:
+                continue
+            self.num_aborts += not message.finished
+            if not message.finished:
+                outs.append(self.out(running, [], FinishReason(type="abort", message="aborted")))
+        return outs
+
+    def flush(self, id: str) -> ControlReply:
+        """Refused unless idle."""
+        idle = not self.running and not self.waiting
+        if idle:
+            self.seen.clear()
+        return ControlReply(id=id, success=idle, message="" if idle else "requests are running")
+
+    def step(self, now: float) -> list[TokenOut]:
+        """A token for every running request that is due."""
+        if self.paused:
+            return []
+        while self.waiting and len(self.running) < MAX_RUNNING:
+            rid = next(iter(self.waiting))
+            self.running[rid] = self.waiting.pop(rid)
+        outs: list[TokenOut] = []
+        for running in list(self.running.values()):
+            seed = running.req.sampling_params.seed
+            if seed == Seed.HANG or now < running.next_time:
+                continue
+            if seed == Seed.SLOW:
+                running.next_time = now + SLOW_STEP_S
+            count = running.req.sampling_params.max_new_tokens if seed == Seed.BURST else 1
+            outs.append(self.advance(running, max(count, 1)))
+        return outs
+
+    def advance(self, running: Running, count: int) -> TokenOut:
+        """The next ``count`` tokens of a request, fewer if it ends."""
+        params = running.req.sampling_params
+        prompt = running.req.input_ids
+        new: list[int] = []
+        reason: FinishReason | None = None
+        while reason is None and len(new) < count:
+            total = running.num_out + len(new)
+            if total >= params.max_new_tokens:
+                reason = FinishReason(type="length", length=params.max_new_tokens)
+                break
+            token = prompt[total % len(prompt)]
+            new.append(token)
+            ends = token in params.stop_token_ids or (token in self.eos_ids and not params.ignore_eos)
+            if ends and total + 1 >= params.min_new_tokens:
+                reason = FinishReason(type="stop", matched=token)
+            elif total + 1 >= params.max_new_tokens:
+                reason = FinishReason(type="length", length=params.max_new_tokens)
+        if reason is not None:
+            del self.running[running.req.rid]
+        self.num_generated += len(new)
+        return self.out(running, new, reason)
+
+    def out(self, running: Running, new: list[int], reason: FinishReason | None) -> TokenOut:
+        """News of one request as a message."""
+        req = running.req
+        first = running.num_out == 0
+        running.num_out += len(new)
+        info = DecodeInfo(
+            prompt_tail_ids=req.input_ids[-8:], sampling_params=req.sampling_params, stream=req.stream
+        )
+        wants_input = first and req.return_logprob and req.logprob_start_len >= 0
+        return TokenOut(
+            rid=req.rid,
+            output_ids=new,
+            prompt_tokens=len(req.input_ids),
+            completion_tokens=running.num_out,
+            cached_tokens=running.cached_tokens,
+            finish_reason=reason,
+            decode=info if first and (new or reason is None or reason.type != "abort") else None,
+            input_logprobs=logprobs_of(req.input_ids, req.logprob_start_len, req) if wants_input else None,
+            output_logprobs=logprobs_of(new, -1, req) if req.return_logprob else None,
+        )
+
+    def state(self) -> InternalState:
+        """What the scheduler knows of itself."""
+        used = sum(len(running.req.input_ids) + running.num_out for running in self.running.values())
+        return InternalState(
+            num_running_reqs=len(self.running), num_queue_reqs=len(self.waiting), num_used_tokens=used,
+            max_total_num_tokens=CAPACITY_TOKENS, token_usage=used / CAPACITY_TOKENS, cache_hit_rate=0.25,
+            gen_throughput=123.0, num_retractions=3, num_aborts=self.num_aborts,
+            num_generated_tokens=self.num_generated, num_prompt_tokens=0, num_cached_tokens=0,
+            new_token_ratio=0.5, paused=self.paused, memory_bytes={"weights": 1, "kv_cache": 2},
+        )  # fmt: skip
+
+
+def logprobs_of(ids: list[int], start: int, req: TokenizedGenerateReq) -> TokenLogprobs:
+    """Logprobs of ``ids`` from position ``start`` on (-1: all of an output)."""
+    chosen = ids if start < 0 else ids[start:]
+    logprobs: list[float | None] = [-(token % 8) / 8 for token in chosen]
+    if start == 0 and logprobs:
+        logprobs[0] = None
+    top = [
+        [(-(rank + 1) / 8, (token + rank) % 256) for rank in range(req.top_logprobs_num)] for token in chosen
+    ]
+    if start == 0 and top:
+        top[0] = []
+    return TokenLogprobs(token_ids=chosen, logprobs=logprobs, top_logprobs=top)
+
+
+class FakeProcess:
+    """The sockets around a FakeScheduler."""
+
+    def __init__(self, scheduler: FakeScheduler, ports: PortArgs, *, to_tokenizer: bool) -> None:
+        self.scheduler = scheduler
+        self.context = zmq.Context()
+        self.inbox = bind_pull(self.context, ports.scheduler)
+        self.tokenizer = connect_push(self.context, ports.tokenizer)
+        self.detokenizer = self.tokenizer if to_tokenizer else connect_push(self.context, ports.detokenizer)
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        self.tokenizer.send(
+            encode(
+                SchedulerReady(
+                    max_total_num_tokens=CAPACITY_TOKENS, max_running_requests=MAX_RUNNING,
+                    max_req_input_len=CONTEXT_LENGTH - 1, context_length=CONTEXT_LENGTH,
+                    memory_bytes={"weights": 1, "kv_cache": 2},
+                )
+            )
+        )  # fmt: skip
+        while not self.scheduler.stopping:
+            outs: list[TokenOut] = []
+            for message in self.receive():
+                news, replies = self.scheduler.handle(message)
+                outs += news
+                for reply in replies:
+                    self.tokenizer.send(encode(reply))
+            outs += self.scheduler.step(time.monotonic())
+            if outs:
+                self.detokenizer.send(encode(BatchTokenOut(outs=outs)))
+                self.tokenizer.send(encode(StatsReport(state=self.scheduler.state())))
+        self.close()
+
+    def receive(self) -> list[Message]:
+        """What has arrived; waits while there is nothing to do, and a moment between steps."""
+        if self.scheduler.busy:
+            self.inbox.poll(1)
+            return drain(self.inbox)
+        return [decode(self.inbox.recv()), *drain(self.inbox)]
+
+    def fail(self, error: Exception) -> None:
+        """Tell the main process."""
+        self.tokenizer.send(
+            encode(FatalError(source="scheduler", message=f"{type(error).__name__}: {error}"))
+        )
+        self.close()
+
+    def close(self) -> None:
+        """Close the sockets; what was sent is still delivered."""
+        self.inbox.close()
+        self.tokenizer.close()
+        self.detokenizer.close()
+        self.context.term()
+
+
+def run_fake_scheduler(config: EngineConfig, ports: PortArgs) -> None:
+    """A scheduler process' entry."""
+    prepare_child("scheduler", config.log_level, ports)
+    eos_ids = config.model.eos_token_ids
+    process = FakeProcess(FakeScheduler(eos_ids), ports, to_tokenizer=config.skip_tokenizer_init)
+    try:
+        process.run()
+    except FakeFailure as error:
+        process.fail(error)
+        raise SystemExit(1) from error
+
+
+def run_stillborn_scheduler(config: EngineConfig, ports: PortArgs) -> None:
+    """A scheduler process that fails while it loads its model."""
+    prepare_child("scheduler", config.log_level, ports)
+    raise SystemExit(3)
