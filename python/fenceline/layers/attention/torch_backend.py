@@ -23,7 +23,7 @@ from fenceline.mem_cache.kv_pool import KVPool
 
 # Keys and values gathered at once in decode. On a CPU they should still lie in its cache when they are used: freshly
 # touched memory costs several times the arithmetic. On a GPU the bound only keeps the workspace small.
-_GATHER_BYTES = {"cpu": 8 << 20}
+_GATHER_BYTES = {"cpu": 2 << 20}
 _GATHER_BYTES_DEFAULT = 256 << 20
 # Requests share a gather if padding them to its longest adds at most a quarter, or these few tokens.
 _SLACK_TOKENS = 64

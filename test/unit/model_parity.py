@@ -1,0 +1,209 @@
+"""Random small checkpoints in Hugging Face's format, transformers' answers, and ours through paged memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+from fenceline.config.model_config import ModelConfig
+from fenceline.layers.attention.registry import make_attention_backend
+from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
+from fenceline.layers.shard import Shard
+from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.models.loader import load_model
+
+CONTEXT = 256
+_SIZES: dict[str, object] = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 70,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+}
+_ROPES: dict[str, dict[str, object]] = {
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5},
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn-mscale": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.4,
+        "truncate": False,
+    },
+    "yarn-attention-factor": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.3,
+    },
+}
+
+# Family, then what differs from _SIZES. Names are test ids.
+CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied-biased": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama-mha-one-layer": ("Llama", {"num_key_value_heads": 6, "num_hidden_layers": 1, "vocab_size": 1009}),
+    **{f"llama-{name}": ("Llama", {"rope_parameters": rope}) for name, rope in _ROPES.items()},
+    "qwen2": ("Qwen2", {"num_key_value_heads": 1}),
+    "qwen2-tied-yarn": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": _ROPES["yarn"]}),
+    "qwen3": ("Qwen3", {"head_dim": 20, "rms_norm_eps": 1e-5}),
+    "qwen3-tied-biased": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
+    "mistral": ("Mistral", {"head_dim": 14, "sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": CONTEXT}),
+}
+
+
+def save_checkpoint(name: str, directory: Path) -> transformers.PreTrainedModel:
+    """A random model of ``CHECKPOINTS[name]``, saved in several safetensors files; float32, in eval mode."""
+    family, changes = CHECKPOINTS[name]
+    config_class = getattr(transformers, f"{family}Config")
+    model_class: Callable[..., transformers.PreTrainedModel] = getattr(transformers, f"{family}ForCausalLM")
+    config = config_class(**{**_SIZES, **changes, "attn_implementation": "eager"})
+    model = model_class(config).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for param in model.parameters():
+            # Wide enough that attention is far from uniform and every bias and norm weight shows in the logits.
+            offset = 1.0 if param.dim() == 1 else 0.0
+            param.copy_(torch.randn(param.shape, generator=generator) * 0.3 + offset)
+    model.save_pretrained(directory, max_shard_size="40KB")
+    return model
+
+
+def reference_logits(
+    model: transformers.PreTrainedModel, prompts: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """transformers' logits [len(prompt), vocab_size] of every prompt, each computed alone."""
+    with torch.no_grad():
+        return [model(prompt.to(model.device)[None]).logits[0].float().cpu() for prompt in prompts]
+
+
+class PagedModel:
+    """Our model with a KV pool whose pages are handed out in random order."""
+
+    def __init__(self, directory: Path, page_size: int, device: str, num_rows: int = 8) -> None:
+        self.config = ModelConfig.from_dir(str(directory))
+        self.device = torch.device(device)
+        self.model = load_model(self.config, "auto", self.device, Shard(), seed=0, progress=False)
+        self.page_size = page_size
+        pages_per_row = -(-CONTEXT // page_size)
+        num_pages = num_rows * pages_per_row + 1
+        config = self.config
+        self.pool = KVPool(
+            num_pages,
+            page_size,
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            torch.float32,
+            self.device,
+        )
+        # Whatever nobody wrote must not matter: only the sink stays finite.
+        for layer in range(config.num_layers):
+            self.pool.k(layer)[page_size:] = float("nan")
+            self.pool.v(layer)[page_size:] = float("nan")
+        self.backend = make_attention_backend("torch", self.pool)
+        pages = np.random.default_rng(3).permutation(np.arange(1, num_pages))
+        self.page_table = pages.reshape(num_rows, pages_per_row).astype(np.int32)
+
+    def share_prefix(self, source: int, target: int, num_pages: int) -> None:
+        """Row ``target`` begins with the first pages of row ``source``, as after a prefix hit."""
+        self.page_table[target, :num_pages] = self.page_table[source, :num_pages]
+
+    def step(
+        self,
+        work: Sequence[tuple[int, torch.Tensor, int, int]],
+        mode: ForwardMode,
+        logits_index: Sequence[int] | None = None,
+    ) -> list[torch.Tensor]:
+        """Run tokens ``[start, end)`` of (row, prompt, start, end) in one batch → logits, one tensor for each."""
+        spans = [np.arange(start, end) for _, _, start, end in work]
+        slots = [
+            self.page_table[row, span // self.page_size].astype(np.int64) * self.page_size
+            + span % self.page_size
+            for (row, *_), span in zip(work, spans, strict=True)
+        ]
+        out_slots = self._tensor(np.concatenate(slots))
+        seq_lens = np.array([end for *_, end in work], dtype=np.int64)
+        inputs = AttentionInputs(
+            mode=mode,
+            page_table=self._tensor(self.page_table),
+            rows=self._tensor(np.array([row for row, *_ in work], dtype=np.int64)),
+            seq_lens=self._tensor(seq_lens),
+            out_slots=out_slots,
+            seq_lens_cpu=seq_lens,
+            query_lens_cpu=np.array([len(span) for span in spans], dtype=np.int64),
+        )
+        batch = ForwardBatch(
+            mode=mode,
+            input_ids=torch.cat([prompt[start:end] for _, prompt, start, end in work]).to(self.device),
+            positions=self._tensor(np.concatenate(spans)),
+            out_slots=out_slots,
+            logits_index=None if logits_index is None else torch.tensor(logits_index, device=self.device),
+            attn=self.backend.plan(inputs),
+        )
+        with torch.inference_mode():
+            logits = self.model(batch).cpu()
+        if logits_index is not None:
+            return [logits]
+        return list(logits.split([len(span) for span in spans]))
+
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values.copy()).to(self.device)
+
+
+def check_parity(
+    directory: Path, reference: transformers.PreTrainedModel, page_size: int, device: str
+) -> None:
+    """Prefill, chunked prefill, prefix hit and decode of ragged batches against ``reference``, to 1e-4."""
+    generator = torch.Generator().manual_seed(2)
+    vocab_size = reference.config.vocab_size
+    prompts = [torch.randint(0, vocab_size, (n,), generator=generator) for n in (150, 3, 67, 1)]
+    shared_pages = 96 // page_size
+    hit = torch.cat([prompts[0][:96], torch.randint(0, vocab_size, (41,), generator=generator)])
+    prompts.append(hit)
+    expected = reference_logits(reference, prompts)
+    ours = PagedModel(directory, page_size, device)
+    rows = [5, 0, 3, 7, 2]
+    decode_from = [140, 2, 61, 1, 130]  # the rest of each prompt is decoded, fed token by token
+
+    def run(work: list[tuple[int, int, int]], mode: ForwardMode) -> None:
+        results = ours.step([(rows[i], prompts[i], start, end) for i, start, end in work], mode)
+        for (i, start, end), logits in zip(work, results, strict=True):
+            torch.testing.assert_close(logits, expected[i][start:end], atol=1e-4, rtol=0)
+
+    # One request in three chunks, beside others that prefill at once.
+    run([(0, 0, 53), (1, 0, 2)], ForwardMode.EXTEND)
+    run([(2, 0, 61), (0, 53, 54), (3, 0, 1)], ForwardMode.EXTEND)
+    run([(0, 54, 140)], ForwardMode.EXTEND)
+    ours.share_prefix(rows[0], rows[4], shared_pages)
+    run([(4, 96, 130)], ForwardMode.EXTEND)
+    positions = list(decode_from)
+    while live := [i for i, prompt in enumerate(prompts) if positions[i] < len(prompt)]:
+        run([(i, positions[i], positions[i] + 1) for i in live], ForwardMode.DECODE)
+        for i in live:
+            positions[i] += 1

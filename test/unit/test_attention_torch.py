@@ -1,0 +1,195 @@
+"""The torch attention backend against the textbook in float64, over random page tables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fenceline.layers.attention.registry import ATTENTION_BACKENDS, make_attention_backend
+from fenceline.layers.attention.torch_backend import TorchAttentionBackend, decode_groups
+from fenceline.layers.forward_batch import AttentionInputs, ForwardMode
+from fenceline.mem_cache.kv_pool import KVPool
+
+SCALE = 0.3
+
+
+class Case:
+    """Requests with histories in a pool whose other bytes are NaN, and this step's q, k, v."""
+
+    def __init__(
+        self,
+        seq_lens: list[int],
+        query_lens: list[int],
+        page_size: int,
+        heads: tuple[int, int],
+        seed: int,
+        dtype: torch.dtype = torch.float32,
+        head_dim: int = 8,
+    ) -> None:
+        self.seq_lens, self.query_lens = seq_lens, query_lens
+        num_heads, num_kv_heads = heads
+        generator = torch.Generator().manual_seed(seed)
+        pages = [-(-n // page_size) for n in seq_lens]
+        num_pages = sum(pages) + 3
+        self.pool = KVPool(num_pages, page_size, 2, num_kv_heads, head_dim, dtype, torch.device("cpu"))
+        for tensor in (self.pool.k(1), self.pool.v(1)):
+            tensor[page_size:] = float("nan")
+        free = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()
+        # Columns past a request's pages name other requests' pages: a table is not cleared when rows change hands.
+        self.page_table = torch.randint(
+            1, num_pages, (len(seq_lens) + 2, max(pages) + 2), generator=generator
+        ).int()
+        self.rows = torch.randperm(len(seq_lens) + 2, generator=generator)[: len(seq_lens)]
+        self.slots = []
+        for row, count, length in zip(self.rows, pages, seq_lens, strict=True):
+            self.page_table[row, :count] = torch.tensor([free.pop() for _ in range(count)], dtype=torch.int32)
+            position = torch.arange(length)
+            self.slots.append(
+                self.page_table[row, position // page_size].long() * page_size + position % page_size
+            )
+        self.keys = [torch.randn(n, num_kv_heads, head_dim, generator=generator).to(dtype) for n in seq_lens]
+        self.values = [
+            torch.randn(n, num_kv_heads, head_dim, generator=generator).to(dtype) for n in seq_lens
+        ]
+        self.queries = [
+            torch.randn(n, num_heads, head_dim, generator=generator).to(dtype) for n in query_lens
+        ]
+        for slots, keys, values, new in zip(self.slots, self.keys, self.values, query_lens, strict=True):
+            self.pool.store(1, slots[:-new], keys[:-new], values[:-new])
+
+    def run(self, mode: ForwardMode) -> list[torch.Tensor]:
+        inputs = AttentionInputs(
+            mode=mode,
+            page_table=self.page_table,
+            rows=self.rows,
+            seq_lens=torch.tensor(self.seq_lens),
+            out_slots=torch.cat(self._last(self.slots)),
+            seq_lens_cpu=np.array(self.seq_lens, dtype=np.int64),
+            query_lens_cpu=np.array(self.query_lens, dtype=np.int64),
+        )
+        plan = TorchAttentionBackend(self.pool).plan(inputs)
+        new_k, new_v = torch.cat(self._last(self.keys)), torch.cat(self._last(self.values))
+        output = plan.forward(1, torch.cat(self.queries), new_k, new_v, SCALE)
+        return list(output.split(self.query_lens))
+
+    def expected(self) -> list[torch.Tensor]:
+        """softmax(q k^T) v for one query and one head at a time, in float64."""
+        results = []
+        for q, k, v in zip(self.queries, self.keys, self.values, strict=True):
+            group = q.shape[1] // k.shape[1]
+            result = torch.empty(q.shape, dtype=torch.float64)
+            for token in range(len(q)):
+                visible = len(k) - len(q) + token + 1
+                for head in range(q.shape[1]):
+                    keys, values = k[:visible, head // group].double(), v[:visible, head // group].double()
+                    weights = torch.softmax(keys @ q[token, head].double() * SCALE, dim=0)
+                    result[token, head] = weights @ values
+            results.append(result)
+        return results
+
+    def check(self, mode: ForwardMode, tolerance: float = 1e-5) -> None:
+        for ours, expected in zip(self.run(mode), self.expected(), strict=True):
+            torch.testing.assert_close(ours.double(), expected, atol=tolerance, rtol=0)
+        for slots, keys, values in zip(self.slots, self.keys, self.values, strict=True):
+            assert torch.equal(self.pool.k(1)[slots], keys)
+            assert torch.equal(self.pool.v(1)[slots], values)
+
+    def _last(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor[-new:] for tensor, new in zip(tensors, self.query_lens, strict=True)]
+
+
+heads = st.sampled_from([(1, 1), (4, 4), (6, 2), (4, 1)])
+page_sizes = st.sampled_from([1, 16, 32, 64])
+
+
+@given(st.lists(st.integers(1, 140), min_size=1, max_size=9), page_sizes, heads, st.integers(0, 99))
+def test_decode_equals_the_textbook(
+    seq_lens: list[int], page_size: int, heads: tuple[int, int], seed: int
+) -> None:
+    Case(seq_lens, [1] * len(seq_lens), page_size, heads, seed).check(ForwardMode.DECODE)
+
+
+@given(st.lists(st.tuples(st.integers(0, 70), st.integers(1, 40)), min_size=1, max_size=5), page_sizes, heads)
+def test_extend_equals_the_textbook(
+    requests: list[tuple[int, int]], page_size: int, heads: tuple[int, int]
+) -> None:
+    seq_lens = [prefix + new for prefix, new in requests]
+    Case(seq_lens, [new for _, new in requests], page_size, heads, seed=7).check(ForwardMode.EXTEND)
+
+
+def test_extend_in_several_query_blocks() -> None:
+    """Chunks longer than a block, after prefixes of different lengths, share one mask."""
+    Case([700, 300, 258, 600], [600, 257, 256, 1], 16, (2, 1), seed=1).check(ForwardMode.EXTEND)
+
+
+def test_decode_of_many_requests_with_a_few_long_ones() -> None:
+    lens = [50 + i % 7 for i in range(60)] + [1500, 900]
+    Case(lens, [1] * len(lens), 16, (2, 1), seed=5).check(ForwardMode.DECODE)
+
+
+@pytest.mark.parametrize("mode", list(ForwardMode))
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_half_precision(mode: ForwardMode, dtype: torch.dtype, tolerance: float) -> None:
+    new = [1, 1, 1] if mode is ForwardMode.DECODE else [5, 30, 2]
+    case = Case([5, 90, 40], new, 16, (4, 2), seed=2, dtype=dtype, head_dim=16)
+    assert all(output.dtype == dtype for output in case.run(mode))
+    case.check(mode, tolerance)
+
+
+def test_a_batch_does_not_change_a_requests_result() -> None:
+    """Padding to a longer neighbour must not leak in: alone and in company the output is the same."""
+    together = Case([60, 61, 100, 9], [1] * 4, 16, (4, 2), seed=3)
+    outputs = together.run(ForwardMode.DECODE)
+    for i, length in enumerate(together.seq_lens):
+        alone = Case([length], [1], 16, (4, 2), seed=3)
+        alone.pool, alone.page_table = together.pool, together.page_table
+        alone.rows, alone.slots = together.rows[i : i + 1], together.slots[i : i + 1]
+        alone.keys, alone.values = together.keys[i : i + 1], together.values[i : i + 1]
+        alone.queries = together.queries[i : i + 1]
+        torch.testing.assert_close(alone.run(ForwardMode.DECODE)[0], outputs[i], atol=1e-6, rtol=0)
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=200), st.integers(1, 20000))
+def test_decode_groups_bound_waste_and_memory(lens: list[int], max_tokens: int) -> None:
+    descending = np.array(sorted(lens, reverse=True), dtype=np.int64)
+    groups = decode_groups(descending, max_tokens)
+    assert [first for first, _ in groups] == [0, *(last for _, last in groups[:-1])]
+    assert groups[-1][1] == len(lens)
+    for first, last in groups:
+        longest, shortest = int(descending[first]), int(descending[last - 1])
+        assert last - first == 1 or (last - first) * longest <= max_tokens
+        assert longest - shortest <= max(longest // 4, 64)
+
+
+def test_a_few_long_requests_cost_only_themselves() -> None:
+    lens = np.array([3500] * 4 + [100] * 196, dtype=np.int64)
+    gathered = sum((last - first) * int(lens[first]) for first, last in decode_groups(lens, 4096))
+    assert gathered == lens.sum()
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "query_lens"), [([], []), ([4], [0]), ([4], [5])], ids=["empty", "no query", "query beyond"]
+)
+def test_impossible_batches_are_refused(seq_lens: list[int], query_lens: list[int]) -> None:
+    pool = KVPool(4, 16, 1, 1, 8, torch.float32, torch.device("cpu"))
+    inputs = AttentionInputs(
+        mode=ForwardMode.EXTEND,
+        page_table=torch.ones(1, 2, dtype=torch.int32),
+        rows=torch.zeros(len(seq_lens), dtype=torch.int64),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int64),
+        out_slots=torch.arange(sum(query_lens)),
+        seq_lens_cpu=np.array(seq_lens, dtype=np.int64),
+        query_lens_cpu=np.array(query_lens, dtype=np.int64),
+    )
+    with pytest.raises(AssertionError):
+        TorchAttentionBackend(pool).plan(inputs)
+
+
+def test_registry_names_the_known_backends() -> None:
+    pool = KVPool(2, 1, 1, 1, 8, torch.float32, torch.device("cpu"))
+    assert isinstance(make_attention_backend("torch", pool), TorchAttentionBackend)
+    with pytest.raises(ValueError, match=", ".join(ATTENTION_BACKENDS)):
+        make_attention_backend("fa9", pool)

@@ -1,0 +1,65 @@
+"""Every family's logits against transformers', through paged memory, in float32 on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from model_parity import CHECKPOINTS, PagedModel, check_parity, reference_logits, save_checkpoint
+
+from fenceline.config.model_config import SUPPORTED_ARCHITECTURES
+from fenceline.layers.forward_batch import ForwardMode
+from fenceline.models.registry import MODELS
+
+Saved = tuple[Path, transformers.PreTrainedModel]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    """Checkpoint directory and transformers' model by name, each made once."""
+    made: dict[str, Saved] = {}
+
+    def get(name: str) -> Saved:
+        if name not in made:
+            directory = tmp_path_factory.mktemp(name)
+            made[name] = (directory, save_checkpoint(name, directory))
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_logits_equal_transformers(saved: Callable[[str], Saved], name: str, page_size: int) -> None:
+    directory, reference = saved(name)
+    check_parity(directory, reference, page_size, "cpu")
+
+
+def test_logits_index_selects_rows_in_any_order(saved: Callable[[str], Saved]) -> None:
+    directory, reference = saved("qwen3")
+    prompts = [torch.arange(1, 8), torch.arange(20, 25)]
+    first, second = reference_logits(reference, prompts)
+    work = [(1, prompts[0], 0, 7), (4, prompts[1], 0, 5)]
+    (logits,) = PagedModel(directory, 16, "cpu").step(work, ForwardMode.EXTEND, logits_index=[11, 6, 0])
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, torch.stack([second[4], first[6], first[0]]), atol=1e-4, rtol=0)
+
+
+def test_a_foreign_token_changes_the_logits(saved: Callable[[str], Saved]) -> None:
+    """The parity test would see one wrong page: corrupt one token of a prefix and the logits move."""
+    directory, reference = saved("llama")
+    prompt = torch.arange(1, 60)
+    ours = PagedModel(directory, 16, "cpu")
+    ours.step([(0, prompt, 0, 58)], ForwardMode.EXTEND)
+    page = int(ours.page_table[0, 1])
+    ours.pool.k(0)[page * 16] += 1.0
+    (logits,) = ours.step([(0, prompt, 58, 59)], ForwardMode.DECODE)
+    (expected,) = reference_logits(reference, [prompt])
+    assert (logits[0] - expected[58]).abs().max() > 1e-3
+
+
+def test_registry_and_config_name_the_same_architectures() -> None:
+    assert sorted(MODELS) == sorted(SUPPORTED_ARCHITECTURES)
