@@ -100,7 +100,7 @@ def edges_markdown() -> str:
         "# Edges",
         "",
         "Every cross-stream edge, generated from `python/fenceline/memory_order/edges.py`",
-        "(`python -m fenceline.memory_order.edges > docs/edges.md`). Do not edit by hand.",
+        "(`python -m fenceline.memory_order > docs/edges.md`). Do not edit by hand.",
         "",
         "| edge | waiter ← source | hazard | protects | failure |",
         "|---|---|---|---|---|",
@@ -112,7 +112,3 @@ def edges_markdown() -> str:
             f"| {edge.protects} | {edge.failure or '-'} |"
         )
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(edges_markdown(), end="")
