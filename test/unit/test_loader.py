@@ -1,0 +1,187 @@
+"""load_model: files found, streamed and refused; dummy weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from model_parity import save_checkpoint
+from safetensors.torch import load_file, save_file
+
+from fenceline.config.model_config import ModelConfig
+from fenceline.layers.shard import Shard
+from fenceline.models.decoder import CausalLM
+from fenceline.models.loader import load_model, weight_files
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """An untied Llama in several safetensors files."""
+    save_checkpoint("llama", tmp_path)
+    return tmp_path
+
+
+def load(directory: Path, load_format: str = "auto", seed: int = 0, **changes: object) -> CausalLM:
+    config = dataclasses.replace(ModelConfig.from_dir(str(directory)), **changes)
+    return load_model(config, load_format, CPU, Shard(), seed, progress=False)
+
+
+def merged(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the checkpoint, whose files and index are removed."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in weight_files(directory):
+        tensors.update({name: tensor.clone() for name, tensor in load_file(path).items()})
+        path.unlink()
+    (directory / "model.safetensors.index.json").unlink()
+    return tensors
+
+
+def same(a: CausalLM, b: CausalLM) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_sharded_single_and_unindexed_files_load_alike(checkpoint: Path) -> None:
+    assert len(weight_files(checkpoint)) > 1
+    sharded = load(checkpoint)
+    tensors = merged(checkpoint)
+    save_file(tensors, checkpoint / "model.safetensors")
+    assert same(sharded, load(checkpoint, "safetensors"))
+    (checkpoint / "model.safetensors").rename(checkpoint / "weights.safetensors")
+    # Mistral's own format lies beside the other in some repositories and must not be read.
+    save_file({"norm.weight": torch.zeros(3)}, checkpoint / "consolidated.safetensors")
+    assert same(sharded, load(checkpoint))
+
+
+def test_model_is_ready_for_inference(checkpoint: Path) -> None:
+    model = load(checkpoint, dtype="bfloat16")
+    assert not model.training
+    assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in model.parameters())
+    assert model.rotary.table.dtype == torch.float32
+    expected = load(checkpoint).norm.weight.to(torch.bfloat16)
+    assert torch.equal(model.norm.weight, expected)
+
+
+def test_progress_goes_to_stderr(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load_model(ModelConfig.from_dir(str(checkpoint)), "auto", CPU, Shard(), 0, progress=True)
+    captured = capsys.readouterr()
+    assert "Loading weights: 100%" in captured.err
+    assert captured.out == ""
+
+
+def test_missing_file_is_named(checkpoint: Path) -> None:
+    path = weight_files(checkpoint)[1]
+    path.unlink()
+    with pytest.raises(ValueError, match=f"missing, first {path.name}; download"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "keep", [0, 5, 100, -10], ids=["empty", "no header", "half header", "last bytes gone"]
+)
+def test_truncated_file_is_named(checkpoint: Path, keep: int) -> None:
+    path = weight_files(checkpoint)[2]
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=f"{path.name}: truncated or damaged.*download") as caught:
+        load(checkpoint)
+    assert "\n" not in str(caught.value)
+
+
+def test_index_without_a_map(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}}))
+    with pytest.raises(ValueError, match="no weight_map"):
+        load(checkpoint)
+
+
+def test_pickled_weights_are_refused_with_the_conversion(checkpoint: Path) -> None:
+    merged(checkpoint)
+    (checkpoint / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"convert.*save_pretrained"):
+        load(checkpoint)
+
+
+def test_no_weights_at_all(checkpoint: Path) -> None:
+    merged(checkpoint)
+    with pytest.raises(ValueError, match="--load-format dummy"):
+        load(checkpoint)
+
+
+def test_unknown_load_format(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="use auto, safetensors or dummy"):
+        load(checkpoint, "pt")
+
+
+def rewrite(directory: Path, change: dict[str, torch.Tensor | None]) -> None:
+    """Save the checkpoint again as one file, with tensors added, replaced or (None) removed."""
+    tensors = {**merged(directory), **change}
+    save_file({k: v for k, v in tensors.items() if v is not None}, directory / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"model.layers.1.mlp.up_proj.weight": None},
+            r"lacks weights: model\.layers\.1\.mlp\.up_proj\.weight",
+        ),
+        ({"lm_head.weight": None}, "lacks weights: lm_head.weight; check.*tie_word_embeddings"),
+        (
+            {"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)},
+            "does not have: .*q_proj.bias.*attention_bias",
+        ),
+        (
+            {"model.layers.3.mlp.up_proj.weight": torch.zeros(2)},
+            r"does not have: model\.layers\.3.*num_hidden_layers",
+        ),
+        (
+            {"model.norm.weight": torch.zeros(47)},
+            r"model.norm.weight has shape \[47\], config.json asks for \[48\]",
+        ),
+        ({"model.norm.weight": torch.zeros(48, dtype=torch.int8)}, "unquantised"),
+    ],
+)
+def test_weights_that_do_not_fit(
+    checkpoint: Path, change: dict[str, torch.Tensor | None], message: str
+) -> None:
+    rewrite(checkpoint, change)
+    with pytest.raises(ValueError, match=message):
+        load(checkpoint)
+
+
+def test_a_weight_in_two_files_is_refused(checkpoint: Path) -> None:
+    tensors = merged(checkpoint)
+    save_file(tensors, checkpoint / "a.safetensors")
+    save_file({"model.norm.weight": tensors["model.norm.weight"]}, checkpoint / "b.safetensors")
+    with pytest.raises(ValueError, match="model.norm.weight comes twice"):
+        load(checkpoint)
+
+
+def test_old_rotary_tables_and_tied_heads_are_ignored(tmp_path: Path) -> None:
+    save_checkpoint("qwen3-tied-biased", tmp_path)
+    before = load(tmp_path)
+    (single,) = [merged(tmp_path)]
+    single["lm_head.weight"] = single["model.embed_tokens.weight"].clone()
+    single["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    save_file(single, tmp_path / "model.safetensors")
+    assert same(before, load(tmp_path))
+
+
+def test_dummy_needs_only_config_json_and_follows_the_seed(checkpoint: Path) -> None:
+    merged(checkpoint)
+    model = load(checkpoint, "dummy", seed=1)
+    assert same(model, load(checkpoint, "dummy", seed=1))
+    other = load(checkpoint, "dummy", seed=2)
+    assert not torch.equal(model.lm_head.weight, other.lm_head.weight)
+    assert torch.equal(model.norm.weight, torch.ones(48))
+    assert 0.01 < model.lm_head.weight.std() < 0.03
+
+
+def test_load_weights_takes_any_order(checkpoint: Path) -> None:
+    expected = load(checkpoint)
+    model = load(checkpoint, "dummy")
+    model.load_weights(reversed(merged(checkpoint).items()))
+    assert same(model, expected)

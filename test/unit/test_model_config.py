@@ -1,0 +1,325 @@
+"""ModelConfig: what config.json, generation_config.json and the tokenizer's files become."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fenceline.config.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
+
+Json = dict[str, object]
+LLAMA: Json = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write(directory: Path, config: Json, **others: Json) -> str:
+    """Write config.json and ``others`` (file name without .json → content); returns the directory."""
+    for name, content in {"config": config, **others}.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return str(directory)
+
+
+def test_reads_sizes_and_defaults(tmp_path: Path) -> None:
+    config = ModelConfig.from_dir(write(tmp_path, LLAMA))
+    assert (config.architecture, config.num_layers, config.num_heads) == ("LlamaForCausalLM", 4, 8)
+    assert (config.num_kv_heads, config.head_dim, config.context_length) == (2, 8, 4096)
+    assert (config.rms_norm_eps, config.rope_theta, config.rope_scaling) == (1e-6, 500000.0, None)
+    assert (config.tie_word_embeddings, config.attention_bias, config.mlp_bias) == (False, False, False)
+    assert (config.dtype, config.sliding_window, config.eos_token_ids) == ("bfloat16", None, ())
+    assert config.hf_config["torch_dtype"] == "bfloat16"
+
+
+def test_travels_between_processes(tmp_path: Path) -> None:
+    config = ModelConfig.from_dir(write(tmp_path, LLAMA))
+    copy = pickle.loads(pickle.dumps(config))
+    assert copy == config
+    assert copy.hf_config == config.hf_config
+
+
+def test_imports_no_torch() -> None:
+    code = "import sys, fenceline.config.model_config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_head_dim_of_its_own(tmp_path: Path) -> None:
+    assert ModelConfig.from_dir(write(tmp_path, {**LLAMA, "head_dim": 32})).head_dim == 32
+    qwen3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
+    assert ModelConfig.from_dir(write(tmp_path, qwen3)).head_dim == 128  # as transformers has it
+
+
+LLAMA3_ROPE: Json = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": LLAMA3_ROPE, "rope_theta": 7e5},
+        {"rope_parameters": {**LLAMA3_ROPE, "rope_theta": 7e5}, "rope_theta": None},
+        {"rope_scaling": {**LLAMA3_ROPE, "rope_type": None, "type": "llama3"}, "rope_theta": 7e5},
+    ],
+    ids=["old", "transformers 5", "oldest"],
+)
+def test_both_notations_of_rope_scaling(tmp_path: Path, rope: Json) -> None:
+    config = ModelConfig.from_dir(write(tmp_path, {**LLAMA, **rope}))
+    assert config.rope_theta == 7e5
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.rope_type == "llama3"
+    assert config.rope_scaling.original_max_position_embeddings == 1024
+    assert config.context_length == 4096  # llama3's max_position_embeddings is the scaled length
+
+
+@pytest.mark.parametrize(
+    ("rope", "context_length"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+        ({"type": "yarn", "factor": 2.0}, 8192),
+        ({"type": "linear", "factor": 2.5}, 10240),
+        ({"type": "default"}, 4096),
+    ],
+)
+def test_scaling_extends_the_context(tmp_path: Path, rope: Json, context_length: int) -> None:
+    assert (
+        ModelConfig.from_dir(write(tmp_path, {**LLAMA, "rope_scaling": rope})).context_length
+        == context_length
+    )
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic' is not supported"),
+        ({"rope_type": "longrope", "factor": 2.0}, "linear, llama3, yarn"),
+        ({"rope_type": "yarn"}, "needs a factor"),
+        ({"rope_type": "linear", "factor": 0.5}, "at least 1"),
+        ({"rope_type": "linear", "factor": "2"}, "finite number"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"full_attention": {"rope_theta": 1e4}}, "layer type"),
+        ({**LLAMA3_ROPE, "high_freq_factor": 1.0}, "low_freq_factor < high_freq_factor"),
+        ([], None),
+        ([1], "must be an object"),
+    ],
+)
+def test_rope_that_cannot_work_is_refused(tmp_path: Path, rope: object, message: str | None) -> None:
+    path = write(tmp_path, {**LLAMA, "rope_scaling": rope})
+    if message is None:
+        assert ModelConfig.from_dir(path).rope_scaling is None
+    else:
+        with pytest.raises(ValueError, match=message):
+            ModelConfig.from_dir(path)
+
+
+def test_overrides_replace_entries_in_either_notation(tmp_path: Path) -> None:
+    path = write(tmp_path, {**LLAMA, "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 7e5}})
+    assert ModelConfig.from_dir(path, {"num_hidden_layers": 1}).num_layers == 1
+    theta = ModelConfig.from_dir(path, {"rope_theta": 123.0})
+    assert (theta.rope_theta, theta.rope_scaling is not None) == (123.0, True)
+    linear = ModelConfig.from_dir(path, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}})
+    assert linear.rope_scaling is not None
+    assert (linear.rope_theta, linear.rope_scaling.rope_type) == (7e5, "linear")
+    plain = ModelConfig.from_dir(path, {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}})
+    assert (plain.rope_theta, plain.rope_scaling) == (9.0, None)
+
+
+def test_eos_is_the_union_of_all_sources(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        {**LLAMA, "eos_token_id": 2, "bos_token_id": 1},
+        generation_config={"eos_token_id": [2, 7, 5000]},
+        tokenizer_config={
+            "eos_token": {"content": "<|eot|>"},
+            "added_tokens_decoder": {"9": {"content": "<|eot|>"}, "8": {"content": "<|x|>"}},
+        },
+    )
+    config = ModelConfig.from_dir(path)
+    assert config.eos_token_ids == (2, 7, 9)  # 5000 is outside the vocabulary
+    assert config.bos_token_id == 1
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {"added_tokens": [{"id": 11, "content": "</s>"}], "model": {"vocab": {"</s>": 4}}},
+        {"model": {"vocab": {"a": 0, "</s>": 11}}},
+        {"model": {"vocab": [[f"p{i}", 0.0] for i in range(11)] + [["</s>", 0.0]]}},
+    ],
+    ids=["added", "bpe", "unigram"],
+)
+def test_eos_from_tokenizer_json(tmp_path: Path, tokenizer: Json) -> None:
+    path = write(tmp_path, LLAMA, tokenizer=tokenizer, special_tokens_map={"eos_token": "</s>"})
+    assert ModelConfig.from_dir(path).eos_token_ids == (11,)
+
+
+def test_eos_from_a_tokenizer_elsewhere(tmp_path: Path) -> None:
+    model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
+    model.mkdir()
+    tokenizer.mkdir()
+    write(tokenizer, {}, tokenizer_config={"eos_token": "E"}, tokenizer={"model": {"vocab": {"E": 3}}})
+    path = write(model, LLAMA)
+    assert ModelConfig.from_dir(path, tokenizer_path=str(tokenizer)).eos_token_ids == (3,)
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype"),
+    [
+        ("auto", "bfloat16"),
+        ("half", "float16"),
+        ("float16", "float16"),
+        ("bfloat16", "bfloat16"),
+        ("float", "float32"),
+    ],
+)
+def test_dtype(tmp_path: Path, asked: str, dtype: str) -> None:
+    assert ModelConfig.from_dir(write(tmp_path, LLAMA), dtype=asked).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("entries", "dtype"),
+    [
+        ({"dtype": "float16"}, "float16"),
+        ({"torch_dtype": "torch.float32"}, "float32"),
+        ({"torch_dtype": None}, "float32"),
+    ],
+)
+def test_dtype_of_the_checkpoint(tmp_path: Path, entries: Json, dtype: str) -> None:
+    assert ModelConfig.from_dir(write(tmp_path, {**LLAMA, **entries})).dtype == dtype
+
+
+def test_sampling_defaults_of_the_model(tmp_path: Path) -> None:
+    generation: Json = {
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 20,
+        "repetition_penalty": None,
+        "do_sample": True,
+    }
+    config = ModelConfig.from_dir(write(tmp_path, LLAMA, generation_config=generation))
+    assert config.sampling_defaults.as_dict() == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    config = ModelConfig.from_dir(write(tmp_path, LLAMA, generation_config={"top_k": 0}))
+    assert config.sampling_defaults.as_dict() == {"top_k": -1}
+
+
+MISTRAL: Json = {**LLAMA, "architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}
+QWEN: Json = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 512}
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        ({**MISTRAL, "sliding_window": 1024}, 1024),
+        (MISTRAL, 4096),  # transformers' default for a missing entry
+        ({**QWEN, "use_sliding_window": True, "max_window_layers": 3}, 512),
+        ({**QWEN, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, 512),
+    ],
+)
+def test_a_window_below_the_context_is_refused_with_its_remedy(
+    tmp_path: Path, config: Json, window: int
+) -> None:
+    path = write(tmp_path, config)
+    with pytest.raises(ValueError, match=f"--context-length {window}$"):
+        ModelConfig.from_dir(path)
+    served = ModelConfig.from_dir(path, context_length=window)
+    assert (served.sliding_window, served.context_length) == (window, window)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**MISTRAL, "sliding_window": None},
+        {**QWEN, "use_sliding_window": False},
+        {**QWEN, "use_sliding_window": True, "max_window_layers": 4},
+        {**QWEN, "use_sliding_window": True, "max_window_layers": 0, "layer_types": ["full_attention"] * 4},
+        {**LLAMA, "sliding_window": 16},
+    ],
+)
+def test_a_window_that_no_layer_uses_is_ignored(tmp_path: Path, config: Json) -> None:
+    assert ModelConfig.from_dir(write(tmp_path, config)).sliding_window is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "GPT2LMHeadModel is not supported.*" + SUPPORTED_ARCHITECTURES[0],
+        ),
+        ({"architectures": None}, "supported are"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"vocab_size": 0}, "vocab_size must be a whole number"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers must be"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be"),
+        ({"num_key_value_heads": 3}, "cannot share 3"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 6}, "set head_dim"),
+        ({"head_dim": 7}, "even"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number"),
+        ({"tie_word_embeddings": "yes"}, "true or false"),
+        ({"hidden_act": "gelu"}, "only silu"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "unquantised"),
+        ({"torch_dtype": "int8"}, "--dtype"),
+        ({"rope_theta": -1.0}, "rope_theta"),
+    ],
+)
+def test_configs_that_cannot_work_are_refused_in_one_line(
+    tmp_path: Path, changes: Json, message: str
+) -> None:
+    path = write(tmp_path, {**LLAMA, **changes})
+    with pytest.raises(ValueError, match=message) as caught:
+        ModelConfig.from_dir(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "not valid JSON"),
+        (b"[1]", "object is expected"),
+        (b"\xff\xfe{", "not valid JSON"),
+        (None, "no config.json"),
+    ],
+)
+def test_broken_config_json(tmp_path: Path, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        ModelConfig.from_dir(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such model directory"):
+        ModelConfig.from_dir(str(tmp_path / "nowhere"))
+
+
+def test_context_length_beyond_the_model_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, LLAMA)
+    assert ModelConfig.from_dir(path, context_length=100).context_length == 100
+    with pytest.raises(ValueError, match="use --context-length 4096"):
+        ModelConfig.from_dir(path, context_length=4097)
+    with pytest.raises(ValueError, match="at least 1"):
+        ModelConfig.from_dir(path, context_length=0)
+
+
+def test_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="use auto, half"):
+        ModelConfig.from_dir(write(tmp_path, LLAMA), dtype="int4")
