@@ -28,7 +28,7 @@ def _serve(argv: Sequence[str]) -> None:
 def _bench(argv: Sequence[str]) -> None:
     from fenceline.bench_serving import main as bench
 
-    bench(list(argv))
+    sys.exit(bench(list(argv)))
 
 
 _COMMANDS: Mapping[str, Callable[[Sequence[str]], None]] = {"serve": _serve, "bench": _bench}
