@@ -364,6 +364,7 @@ class RadixMachine(RuleBasedStateMachine):
         return self.pending({p.stream.name: p.serial for p in points})
 
 
+@pytest.mark.timeout(900)  # a failure needs minutes to shrink
 @pytest.mark.parametrize(
     ("page_size", "disabled"), [(1, False), (4, False), (16, False), (4, True)], ids=["1", "4", "16", "off"]
 )
@@ -372,7 +373,7 @@ def test_tree_and_pool_equal_the_naive_model(page_size: int, disabled: bool) -> 
     run_machine(
         machine,
         settings=settings(
-            max_examples=150,
+            max_examples=100,
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
