@@ -91,7 +91,7 @@ class ShutdownReq(Message):
 # --- Scheduler -> DetokenizerManager -----------------------------------------------------------------
 
 
-class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
+class FinishReason(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Why a request ended. ``type``: ``stop`` | ``length`` | ``abort``. ``matched``: the stop token id or
     stop string. ``message`` and ``status_code`` describe an abort that is an error."""
 
@@ -102,7 +102,7 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
     status_code: int | None = None
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Logprobs of consecutive positions: the chosen tokens' and each position's best alternatives.
 
     ``logprobs[i]`` may be None (the first token of a prompt has no condition). ``top_logprobs[i]`` holds
@@ -114,7 +114,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: list[list[tuple[float, int]]]
 
 
-class TokenOut(msgspec.Struct, frozen=True, kw_only=True):
+class TokenOut(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """News of one request: the tokens since the last :class:`TokenOut` of the same request.
 
     The first one (``decode`` not None) carries what decoding needs. ``output_ids`` of a request over all
@@ -133,7 +133,7 @@ class TokenOut(msgspec.Struct, frozen=True, kw_only=True):
     num_retractions: int = 0
 
 
-class DecodeInfo(msgspec.Struct, frozen=True, kw_only=True):
+class DecodeInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What the detokenizer must know of a request before its first token."""
 
     prompt_tail_ids: list[int]  # last prompt tokens: context for incremental decoding
@@ -150,7 +150,7 @@ class BatchTokenOut(Message):
 # --- DetokenizerManager -> TokenizerManager ----------------------------------------------------------
 
 
-class StrOut(msgspec.Struct, frozen=True, kw_only=True):
+class StrOut(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """:class:`TokenOut` with text: ``text`` is the *new* text since the last message (never part of a
     character, never the beginning of a stop string that may still complete)."""
 

@@ -12,15 +12,14 @@ from fenceline.model_executor.forward_result import LogprobValues
 class OutputSender:
     """Collects the news of one step and sends them as one message."""
 
-    def __init__(self, send: Callable[[BatchTokenOut], None], stream_interval: int) -> None:
+    def __init__(self, send: Callable[[BatchTokenOut], None]) -> None:
         self._send = send
-        self._stream_interval = stream_interval
         self._outs: list[TokenOut] = []
 
     def token(self, req: Req) -> None:
         """``req`` goes on and has a new token; it is told to the detokenizer when its interval is full."""
-        num_new = len(req.output_ids) - req.num_emitted
-        if req.num_emitted == 0 or num_new >= req.emit_interval(self._stream_interval):
+        emitted = req.num_emitted
+        if emitted == 0 or len(req.output_ids) - emitted >= req.emit_interval:
             self._add(req, None)
 
     def finish(self, req: Req, reason: FinishReason) -> None:

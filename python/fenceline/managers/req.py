@@ -20,6 +20,13 @@ _DECODE_CONTEXT = 8
 _QUIET_INTERVAL = 64
 
 
+def emit_interval(message: TokenizedGenerateReq, stream_interval: int) -> int:
+    """Tokens between two messages to the detokenizer: few where somebody looks at each of them, or where a
+    stop string may end the request."""
+    watched = message.stream or message.sampling_params.stop
+    return stream_interval if watched else _QUIET_INTERVAL
+
+
 @dataclass(slots=True)
 class LogprobLog:
     """Logprobs gathered since the last message: tokens, their logprobs and the alternatives."""
@@ -44,6 +51,7 @@ class Req:
     stop_ids: frozenset[int]
     seed: int
     max_new_tokens: int
+    emit_interval: int  # tokens between two messages to the detokenizer
     output_ids: list[int] = field(default_factory=list)
     num_retractions: int = 0
     cached_tokens: int = 0  # of the prompt, as reported; set at first admission
@@ -76,12 +84,6 @@ class Req:
     def final_len(self) -> int:
         """``computed_len`` after the last step: the last sampled token needs no KV of its own."""
         return len(self.prompt_ids) + max(self.max_new_tokens, 1) - 1
-
-    def emit_interval(self, stream_interval: int) -> int:
-        """Tokens between two messages to the detokenizer: few where somebody looks at each, or a stop
-        string may end the request."""
-        watched = self.source.stream or self.source.sampling_params.stop
-        return stream_interval if watched else _QUIET_INTERVAL
 
     def token_ids(self) -> I64:
         """Prompt and published output as one array."""
@@ -126,6 +128,7 @@ class Req:
             stop_ids=self.stop_ids,
             seed=self.seed,
             max_new_tokens=self.max_new_tokens,
+            emit_interval=self.emit_interval,
             output_ids=self.output_ids,
             num_retractions=self.num_retractions + 1,
             cached_tokens=self.cached_tokens,

@@ -23,7 +23,7 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.managers.io_struct import AbortReq, BatchTokenOut, FinishReason, Message, TokenizedGenerateReq
 from fenceline.managers.output import OutputSender, log_output, log_prompt
 from fenceline.managers.prefill import CLIP_NEW_TOKENS, PrefillPlan, PrefillPlanner, new_logs, remap_writes
-from fenceline.managers.req import Req
+from fenceline.managers.req import Req, emit_interval
 from fenceline.managers.request_memory import Remap, RequestMemory
 from fenceline.managers.running_batch import RunningBatch
 from fenceline.managers.schedule_policy import NewTokenRatio, order_waiting
@@ -89,7 +89,7 @@ class Scheduler:
         tree = RadixCache(worker.pages, config.page_size, disabled=config.disable_radix_cache)
         self.memory = RequestMemory(worker.pages, worker.req_pool.rows, tree, config.page_size)
         self.planner = PrefillPlanner(self.memory, config.chunked_prefill_size, config.max_prefill_tokens)
-        self.output = OutputSender(outbox.to_detokenizer, config.stream_interval)
+        self.output = OutputSender(outbox.to_detokenizer)
         self.stats = SchedulerStats(self.memory, worker.memory_bytes, config.decode_log_interval, outbox)
         self.control = SchedulerControl(self, outbox)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
@@ -153,6 +153,7 @@ class Scheduler:
             stop_ids=frozenset((*eos, *params.stop_token_ids)),
             seed=self.random.getrandbits(63) if params.seed is None else params.seed,
             max_new_tokens=min(params.max_new_tokens, capacity - len(message.input_ids)),
+            emit_interval=emit_interval(message, self.config.stream_interval),
         )
         if message.rid in self.reqs:
             self.output.finish(req, _error(f"request id {message.rid!r} is already in use"))
@@ -293,12 +294,24 @@ class Scheduler:
         self.stats.report(self)
 
     def publish_decode(self, reqs: Sequence[Req], out: StepOutput) -> None:
-        """One token for each request that has not left since."""
-        for index, (req, token) in enumerate(zip(reqs, out.next_tokens.tolist(), strict=True)):
+        """One token for each request that has not left since. The hot loop: what is rare is elsewhere."""
+        tokens = out.next_tokens.tolist()
+        num_dropped = 0
+        for index, req in enumerate(reqs):
             if req.left:
+                num_dropped += 1
                 continue
             req.published_len += 1
-            self.publish_token(req, token, out, index)
+            token = tokens[index]
+            if out.logprobs is not None or token in req.stop_ids:
+                self.publish_token(req, token, out, index)
+                continue
+            req.output_ids.append(token)
+            if len(req.output_ids) < req.max_new_tokens:
+                self.output.token(req)
+            else:
+                self.finish(req, req.finish_reason_after(token))
+        self.stats.num_generated_tokens += len(tokens) - num_dropped
 
     def publish_extend(self, batch: ExtendBatch, reqs: Sequence[Req], out: StepOutput) -> None:
         """First tokens of completed prompts, prompt logprobs, and whole prompts into the tree."""
@@ -320,6 +333,7 @@ class Scheduler:
                 if remap is not None:
                     self.remaps.append(remap)
                 self.publish_token(req, tokens[sampled], out, sampled)
+                self.stats.num_generated_tokens += 1
 
     def publish_token(self, req: Req, token: int, out: StepOutput, index: int) -> None:
         """Append one token and end the request if it was the last."""
@@ -327,7 +341,6 @@ class Scheduler:
             self.finish(req, FinishReason(type="length", length=0))
             return
         req.output_ids.append(token)
-        self.stats.num_generated_tokens += 1
         if out.logprobs is not None:
             log_output(req, token, out.logprobs, index)
         reason = req.finish_reason_after(token)
@@ -336,8 +349,9 @@ class Scheduler:
         else:
             self.finish(req, reason)
 
-    def finish(self, req: Req, reason: FinishReason) -> None:
+    def finish(self, req: Req, reason: FinishReason | None) -> None:
         """End a request with its last news."""
+        assert reason is not None, f"{req.rid} has no reason to end"
         self.output.finish(req, reason)
         self.depart(req)
 
