@@ -141,6 +141,8 @@ def create(env: Env) -> None:
         say(f"{env.path} is {'half-made' if unfinished else 'broken'}, making it anew")
         shutil.rmtree(env.path)
     say(f"making {env.path} with Python {platform.python_version()}")
+    env.path.mkdir(parents=True)
+    (env.path / UNFINISHED).touch()
     result = subprocess.run(
         [sys.executable, "-m", "venv", str(env.path)], capture_output=True, text=True, check=False
     )

@@ -186,7 +186,9 @@ def test_half_made_environment_is_made_anew(env: Env, monkeypatch: pytest.Monkey
     (env.path / UNFINISHED).touch()
     setup_env.create(env)
     assert made == [[sys.executable, "-m", "venv", str(env.path)]]
-    assert not env.path.exists()
+    assert [path.name for path in env.path.iterdir()] == [
+        UNFINISHED
+    ]  # the old one is gone, the new one is marked
 
 
 class Done:
