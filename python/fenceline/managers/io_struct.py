@@ -91,7 +91,7 @@ class ShutdownReq(Message):
 # --- Scheduler -> DetokenizerManager -----------------------------------------------------------------
 
 
-class FinishReason(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
     """Why a request ended. ``type``: ``stop`` | ``length`` | ``abort``. ``matched``: the stop token id or
     stop string. ``message`` and ``status_code`` describe an abort that is an error."""
 
