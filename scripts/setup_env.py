@@ -136,7 +136,7 @@ def create(env: Env) -> None:
     if not unfinished and env.python.exists() and _answers([str(env.python), "-m", "pip", "--version"]):
         return
     if env.path.exists():
-        if not (env.path / "pyvenv.cfg").exists() and any(env.path.iterdir()):
+        if not unfinished and not (env.path / "pyvenv.cfg").exists() and any(env.path.iterdir()):
             raise SetupError(f"{env.path} is not a virtual environment: move it away")
         say(f"{env.path} is {'half-made' if unfinished else 'broken'}, making it anew")
         shutil.rmtree(env.path)

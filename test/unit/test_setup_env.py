@@ -275,3 +275,14 @@ def test_installed_packages_are_in_bounds() -> None:
         assert requirement.specifier.contains(Version(installed), prereleases=True), (
             f"{requirement} {installed}"
         )
+
+
+def test_environment_killed_at_its_first_moment_is_made_anew(
+    env: Env, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup_env.subprocess, "run", lambda command, **_: Done())
+    (env.path / "pyvenv.cfg").unlink()
+    env.python.unlink()
+    (env.path / UNFINISHED).touch()
+    setup_env.create(env)
+    assert [path.name for path in env.path.iterdir()] == [UNFINISHED]
