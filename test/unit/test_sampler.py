@@ -466,16 +466,17 @@ def test_a_resumed_request_goes_on_as_if_never_interrupted(cut: int) -> None:
 
 
 def test_counts_stop_at_their_maximum_instead_of_wrapping() -> None:
-    sampler = Sampler(VOCAB, 1, CPU)
-    req = ReqSampling(
-        SamplingParams(temperature=0, frequency_penalty=1.0), 0, 0, 1, return_logprob=True, top_logprobs_num=2
+    sampler, batch = (
+        Sampler(VOCAB, 1, CPU),
+        make_batch([ReqSampling(SamplingParams(temperature=0, frequency_penalty=1.0), 0, 0, 1)]),
     )
     sampler.begin_request(0, ids([5]), torch.full((70_000,), 5, dtype=torch.int64))
     logits = torch.full((1, VOCAB), -1e6)
-    logits[0, 5], logits[0, 6] = 30_000.0, 10_000.0
-    for position in range(3):
-        out = sampler.forward(logits, ids([position]), make_batch([req]))
-        assert out.next_tokens.item() == 5  # 30000 - 16383 is still above 10000
+    logits[0, 5], logits[0, 6] = 1e6, 20_000.0
+    for position in range(3):  # counted beyond the maximum
+        assert sampler.forward(logits, ids([position]), batch).next_tokens.item() == 5
+    logits[0, 5] = 30_000.0  # less the maximum, 16383, is below 20000
+    assert sampler.forward(logits, ids([3]), batch).next_tokens.item() == 6
 
 
 def test_counts_are_allocated_at_the_first_penalised_request() -> None:
