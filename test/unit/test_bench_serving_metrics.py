@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
+from typing import cast
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fenceline.benchmarking.client import Client
+from fenceline.benchmarking.conversation import Conversation
 from fenceline.benchmarking.determinism import compare
-from fenceline.benchmarking.load import LoadResult, arrival_times
+from fenceline.benchmarking.load import LoadPlan, LoadResult, arrival_times, run_load
 from fenceline.benchmarking.metrics import (
     Summary,
     calculate_metrics,
@@ -18,7 +22,7 @@ from fenceline.benchmarking.metrics import (
     peak_token_rate,
     token_times,
 )
-from fenceline.benchmarking.records import Call, Reply, RequestOutput
+from fenceline.benchmarking.records import BenchRequest, Call, Reply, RequestOutput, Turn
 from fenceline.benchmarking.stream import NativeRecorder, OpenAIRecorder, SseSplitter, TokenClock
 
 GAPS = st.lists(st.tuples(st.integers(0, 9), st.floats(0.001, 5.0)), min_size=1, max_size=30)
@@ -254,3 +258,20 @@ def test_compare_names_the_first_difference() -> None:
     shorter = compare(run, Reply(True, text="abc"))  # no ids: text decides
     assert shorter is not None
     assert (shorter.unit, shorter.position, shorter.in_replay) == ("character", 3, "(ended after 3)")
+
+
+async def test_requests_are_not_sent_before_their_arrival() -> None:
+    sent: list[float] = []
+
+    class Stub:
+        async def send(self, call: Call) -> Reply:
+            sent.append(time.perf_counter())
+            return Reply(True)
+
+    requests = [BenchRequest((Turn("hi", 1, 1),))] * 12
+    plan = LoadPlan(request_rate=200.0, seed=3)
+    load = await run_load(cast(Client, Stub()), requests, plan, lambda: Conversation("plain"))
+    arrivals = arrival_times(12, 200.0, np.random.default_rng([3, 1]))
+    assert arrivals[-1] > 0.02
+    # Lateness is the machine's business, earliness would be a fault (the event loop's clock ticks in ms).
+    assert all(at - load.start_time > due - 0.002 for at, due in zip(sent, arrivals, strict=True))
