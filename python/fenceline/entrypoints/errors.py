@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import orjson
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -12,8 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fenceline.managers.request_types import RequestError
-
-logger = logging.getLogger(__name__)
 
 
 def error_body(error: RequestError) -> dict[str, dict[str, object]]:
@@ -49,7 +45,7 @@ def internal_error(error: BaseException) -> RequestError:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Every way in which a request can fail ends in :func:`error_response`."""
+    """Every way in which a request can be wrong ends in :func:`error_response`; defects are the front door's."""
 
     async def on_request_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
@@ -65,14 +61,9 @@ def install_error_handlers(app: FastAPI) -> None:
         where = ".".join(str(part) for part in first["loc"] if part != "body")
         return error_response(RequestError(400, f"{where}: {first['msg']}", param=where or None))
 
-    async def on_defect(request: Request, error: Exception) -> Response:
-        # The traceback is logged by the server, which sees the exception after this answer.
-        return error_response(internal_error(error))
-
     app.add_exception_handler(RequestError, on_request_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(RequestValidationError, on_validation_error)
-    app.add_exception_handler(Exception, on_defect)
 
 
 def _http_message(request: Request, error: HTTPException) -> str:

@@ -4,13 +4,16 @@ chunks passes through it."""
 from __future__ import annotations
 
 import hmac
+import logging
 import re
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fenceline.entrypoints.errors import error_response
+from fenceline.entrypoints.errors import error_response, internal_error
 from fenceline.entrypoints.json_body import MAX_BODY_BYTES
 from fenceline.managers.request_types import RequestError, new_rid
+
+logger = logging.getLogger(__name__)
 
 # Keys in the ASGI scope.
 REQUEST_ID = "fenceline.request_id"
@@ -21,7 +24,7 @@ _OPEN_PREFIXES = ("/health", "/metrics")  # reachable without the key, as probes
 
 class FrontDoor:
     """Gives every request an id (the client's ``x-request-id`` or a fresh one) that its answer carries too,
-    compares the key in constant time and refuses bodies over 64 MiB."""
+    compares the key in constant time, refuses bodies over 64 MiB and answers for our own defects."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self._app = app
@@ -37,8 +40,12 @@ class FrontDoor:
         scope[REQUEST_ID] = request_id.decode()
         scope[BODY_SEND] = send
 
+        started = False
+
         async def send_with_id(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
@@ -46,7 +53,12 @@ class FrontDoor:
         if error is not None:
             await error_response(error)(scope, receive, send_with_id)
             return
-        await self._app(scope, _limited(receive), send_with_id)
+        try:
+            await self._app(scope, _limited(receive), send_with_id)
+        except Exception as defect:
+            logger.exception("request %s failed", scope[REQUEST_ID])
+            if not started:
+                await error_response(internal_error(defect))(scope, receive, send_with_id)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> RequestError | None:
         length = headers.get(b"content-length", b"0")

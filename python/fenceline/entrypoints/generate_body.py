@@ -111,7 +111,8 @@ def expand(body: GenerateBody, config: EngineConfig, default_rid: str | None) ->
         raise RequestError(400, "return_hidden_states is not available", param="return_hidden_states")
     prompts, single = _prompts(body)
     num = len(prompts)
-    sampling = _spread(body.sampling_params or NativeSampling(), num, "sampling_params")
+    given = NativeSampling() if body.sampling_params is None else body.sampling_params
+    sampling = _spread(given, num, "sampling_params")
     n = _num_samples(sampling)
     if num * n > MAX_PROMPTS:
         raise RequestError(

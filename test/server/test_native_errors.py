@@ -1,0 +1,148 @@
+"""Whatever a client sends: a 4xx with OpenAI's error object and a clear message, and the server goes on."""
+
+from __future__ import annotations
+
+import socket
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from live_server import LiveServer
+
+VOCAB = 1024
+LONG = [7] * 1024
+
+BAD_GENERATE = [
+    (b"", "JSON"),
+    (b"{", "JSON"),
+    (b'{"text": "\xff"}', "JSON"),
+    (b'{"text":' * 100_000, "text"),
+    (b'{"unknown":' + b"[" * 100_000, "JSON"),
+    (b"[]", "object"),
+    (b'"text"', "object"),
+    (b"{}", "text or input_ids"),
+    (b'{"text": "a", "input_ids": [1]}', "text or input_ids"),
+    (b'{"text": 5}', "text"),
+    (b'{"text": ""}', "empty"),
+    (b'{"text": []}', "empty"),
+    (b'{"text": ["a", 7]}', "text"),
+    (b'{"input_ids": []}', "empty"),
+    (b'{"input_ids": [[]]}', "empty"),
+    (b'{"input_ids": [1, [2]]}', "mixes"),
+    (b'{"input_ids": [1.5]}', "input_ids"),
+    (b'{"input_ids": [true]}', "input_ids"),
+    (b'{"input_ids": [-1]}', "outside the vocabulary"),
+    (b'{"input_ids": [1024]}', "outside the vocabulary"),
+    (b'{"input_ids": [123456789012345678901234567890]}', "outside the vocabulary"),
+    (b'{"text": "a", "stream": "yes"}', "stream"),
+    (b'{"text": "a", "sampling_params": 3}', "sampling_params"),
+    (b'{"text": "a", "sampling_params": []}', "sampling_params"),
+    (b'{"text": "a", "sampling_params": [{}, {}]}', "sampling_params"),
+    (b'{"text": "a", "sampling_params": {"temprature": 1}}', "temprature"),
+    (b'{"text": "a", "sampling_params": {"temperature": -1}}', "temperature"),
+    (b'{"text": "a", "sampling_params": {"temperature": NaN}}', "JSON"),
+    (b'{"text": "a", "sampling_params": {"temperature": Infinity}}', "JSON"),
+    (b'{"text": "a", "sampling_params": {"temperature": 1e999}}', "out of range"),
+    (b'{"text": "a", "sampling_params": {"temperature": "hot"}}', "temperature"),
+    (b'{"text": "a", "sampling_params": {"top_p": 0}}', "top_p"),
+    (b'{"text": "a", "sampling_params": {"top_p": 1.5}}', "top_p"),
+    (b'{"text": "a", "sampling_params": {"top_k": 0}}', "top_k"),
+    (b'{"text": "a", "sampling_params": {"top_k": -2}}', "top_k"),
+    (b'{"text": "a", "sampling_params": {"min_p": 2}}', "min_p"),
+    (b'{"text": "a", "sampling_params": {"max_new_tokens": -1}}', "max_new_tokens"),
+    (b'{"text": "a", "sampling_params": {"min_new_tokens": 9, "max_new_tokens": 3}}', "min_new_tokens"),
+    (b'{"text": "a", "sampling_params": {"presence_penalty": 9}}', "presence_penalty"),
+    (b'{"text": "a", "sampling_params": {"repetition_penalty": 0}}', "repetition_penalty"),
+    (b'{"text": "a", "sampling_params": {"logit_bias": {"5000": 1}}}', "logit_bias"),
+    (b'{"text": "a", "sampling_params": {"logit_bias": {"x": 1}}}', "logit_bias"),
+    (b'{"text": "a", "sampling_params": {"stop": [""]}}', "stop"),
+    (b'{"text": "a", "sampling_params": {"stop": [1]}}', "stop"),
+    (b'{"text": "a", "sampling_params": {"stop_token_ids": [-5]}}', "stop token id"),
+    (b'{"text": "a", "sampling_params": {"seed": 99999999999999999999}}', "seed"),
+    (b'{"text": "a", "sampling_params": {"n": 0}}', "n must be"),
+    (b'{"text": "a", "sampling_params": {"n": 129}}', "n must be"),
+    (b'{"text": "a", "sampling_params": {"n": 1000000000}}', "n must be"),
+    (b'{"text": "a", "sampling_params": {"regex": "a+"}}', "regex"),
+    (b'{"text": "a", "sampling_params": {"json_schema": "{}"}}', "json_schema"),
+    (b'{"text": "a", "return_logprob": true, "top_logprobs_num": -1}', "top_logprobs_num"),
+    (b'{"text": "a", "return_logprob": true, "top_logprobs_num": 5000}', "top_logprobs_num"),
+    (b'{"text": "a", "return_logprob": true, "logprob_start_len": -7}', "logprob_start_len"),
+    (b'{"text": "a", "return_logprob": true, "logprob_start_len": 700}', "logprob_start_len"),
+    (b'{"text": "a", "rid": ""}', "rid"),
+    (b'{"text": ["a", "b"], "rid": ["x", "x"]}', "already in flight"),
+    (b'{"text": ["a", "b"], "rid": ["x"]}', "rid"),
+    (b'{"text": "a", "image_data": "x"}', "image_data"),
+    (b'{"text": "a", "lora_path": "x"}', "lora_path"),
+]
+
+
+def check_error(response: httpx.Response, status: int, words: str) -> dict:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert words in error["message"], error
+    assert "Traceback" not in response.text
+    assert response.headers["x-request-id"]
+    return error
+
+
+@pytest.mark.parametrize(("body", "words"), BAD_GENERATE, ids=lambda value: str(value)[:60])
+def test_bad_bodies_of_generate(client: httpx.Client, body: bytes, words: str) -> None:
+    check_error(client.post("/generate", content=body), 400, words)
+    assert client.get("/health").status_code == 200
+
+
+def test_prompt_too_long_names_the_limit(client: httpx.Client) -> None:
+    error = check_error(client.post("/generate", json={"input_ids": LONG}), 400, "at most 1023")
+    assert error["code"] == "context_length_exceeded"
+    check_error(client.post("/generate", json={"text": "word " * 50_000}), 400, "at most 1023")
+
+
+def test_a_bad_prompt_in_a_batch_sends_none(client: httpx.Client) -> None:
+    before = client.get("/server_info").json()["internal_states"][0]["num_generated_tokens"]
+    check_error(client.post("/generate", json={"input_ids": [[1, 2], [5000]]}), 400, "outside")
+    assert client.get("/server_info").json()["internal_states"][0]["num_generated_tokens"] == before
+
+
+def test_too_large_bodies_are_refused_declared_or_not(client: httpx.Client) -> None:
+    address = urlsplit(str(client.base_url))
+    with socket.create_connection((address.hostname, address.port)) as raw:
+        raw.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n{" % (1 << 40))
+        assert raw.recv(12) == b"HTTP/1.1 413"
+    chunks = (b"[" + b" " * (1 << 20) for _ in range(70))
+    try:
+        response = client.post("/generate", content=chunks)
+    except httpx.WriteError:
+        return  # refused while it was still being sent
+    check_error(response, 413, "64 MiB")
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/abort_request", "/pause_generation"])
+@pytest.mark.parametrize("body", [b"{", b"[]", b'{"prompt": 3, "tokens": "a", "rid": 4, "mode": "never"}'])
+def test_other_endpoints_refuse_nonsense(client: httpx.Client, path: str, body: bytes) -> None:
+    check_error(client.post(path, content=body), 400, "")
+
+
+def test_detokenize_refuses_ids_outside_the_vocabulary(client: httpx.Client) -> None:
+    check_error(client.post("/detokenize", json={"tokens": [1, VOCAB]}), 400, "outside the vocabulary")
+    check_error(client.post("/detokenize", json={"tokens": [[1], [-1]]}), 400, "outside the vocabulary")
+
+
+def test_unknown_paths_and_methods(client: httpx.Client) -> None:
+    check_error(client.get("/nothing"), 404, "/nothing")
+    check_error(client.get("/generate"), 405, "GET")
+
+
+def test_profile_refusal_of_the_scheduler_is_shown(client: httpx.Client) -> None:
+    assert client.post("/start_profile", json={"num_steps": 3}).json()["message"] == "profile start"
+    check_error(client.post("/start_profile", json={"num_steps": 0}), 400, "num_steps")
+    check_error(client.post("/stop_profile"), 400, "profile stop")
+
+
+def test_duplicate_id_is_refused_while_in_flight(server: LiveServer) -> None:
+    with server.client() as client:
+        body = {"input_ids": [1], "rid": "twice", "stream": True, "sampling_params": {"seed": 7002}}
+        with client.stream("POST", "/generate", json=body) as response:
+            assert response.status_code == 200
+            check_error(client.post("/generate", json={"input_ids": [1], "rid": "twice"}), 400, "in flight")
