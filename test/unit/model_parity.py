@@ -163,7 +163,9 @@ class PagedModel:
             input_ids=torch.cat([prompt[start:end] for _, prompt, start, end in work]).to(self.device),
             positions=self._tensor(np.concatenate(spans)),
             out_slots=out_slots,
-            logits_index=None if logits_index is None else torch.tensor(logits_index, device=self.device),
+            logits_index=None
+            if logits_index is None
+            else torch.tensor(logits_index, dtype=torch.int64, device=self.device),
             attn=self.backend.plan(inputs),
         )
         with torch.inference_mode():

@@ -48,6 +48,13 @@ def test_logits_index_selects_rows_in_any_order(saved: Callable[[str], Saved]) -
     torch.testing.assert_close(logits, torch.stack([second[4], first[6], first[0]]), atol=1e-4, rtol=0)
 
 
+def test_a_chunk_may_want_no_logits_at_all(saved: Callable[[str], Saved]) -> None:
+    directory, _ = saved("qwen3")
+    work = [(0, torch.arange(9), 0, 9)]
+    (logits,) = PagedModel(directory, 1, "cpu").step(work, ForwardMode.EXTEND, logits_index=[])
+    assert logits.shape == (0, 101)
+
+
 def test_a_foreign_token_changes_the_logits(saved: Callable[[str], Saved]) -> None:
     """The parity test would see one wrong page: corrupt one token of a prefix and the logits move."""
     directory, reference = saved("llama")

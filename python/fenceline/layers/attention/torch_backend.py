@@ -198,8 +198,8 @@ class _ExtendPlan(AttentionPlan):
         self.kv_pool = kv_pool
         self.out_slots = out_slots
         self.requests = requests
-        # [rows, width] bool, the causal triangle in its bottom right corner. Cut from that corner it is the mask of
-        # any block of queries over any number of keys, so that one serves the whole batch.
+        # [rows, width], true or 0 where visible, the causal triangle in its bottom right corner. Cut from that corner
+        # it is the mask of any block of queries over any number of keys, so that one serves the whole batch.
         self.mask = mask
 
     def forward(
@@ -273,14 +273,14 @@ def _plan_extend(kv_pool: KVPool, inputs: AttentionInputs) -> _ExtendPlan:
             rows, width = max(rows, min(num_queries, _QUERY_BLOCK)), max(width, num_tokens)
         requests.append(_ExtendRequest(first, first + num_queries, num_tokens, slots))
         first += num_queries
-    return _ExtendPlan(
-        kv_pool, inputs.out_slots, requests, _corner_mask(rows, width, inputs.out_slots.device)
-    )
+    return _ExtendPlan(kv_pool, inputs.out_slots, requests, _corner_mask(rows, width, kv_pool.k(0)))
 
 
-def _corner_mask(rows: int, width: int, device: torch.device) -> torch.Tensor | None:
+def _corner_mask(rows: int, width: int, like: torch.Tensor) -> torch.Tensor | None:
     if rows <= 1:
         return None
-    query = torch.arange(rows, device=device).unsqueeze(1)
-    key = torch.arange(width, device=device)
-    return key <= query + (width - rows)
+    query = torch.arange(rows, device=like.device).unsqueeze(1)
+    visible = torch.arange(width, device=like.device) <= query + (width - rows)
+    if like.device.type != "cpu":
+        return visible  # made additive on each use, which gives the kernel the alignment that a cut-out lacks
+    return torch.zeros(visible.shape, dtype=like.dtype).masked_fill_(~visible, float("-inf"))
