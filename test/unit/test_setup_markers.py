@@ -1,0 +1,60 @@
+"""Tests for GPUs are skipped with a reason where there are too few."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+
+import pytest
+import setup_env
+
+
+@pytest.fixture
+def conftest() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("shared_conftest", setup_env.ROOT / "test" / "conftest.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Item:
+    """As much of a collected test as the hook looks at."""
+
+    def __init__(self, *marks: str) -> None:
+        self.marks = marks
+        self.added: list[str] = []
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.marks else None
+
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.added.append(mark.kwargs["reason"])
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "reasons"),
+    [
+        (0, [[], ["needs 1 NVIDIA GPU(s), found 0"], ["needs 2 NVIDIA GPU(s), found 0"]]),
+        (1, [[], [], ["needs 2 NVIDIA GPU(s), found 1"]]),
+        (2, [[], [], []]),
+    ],
+)
+def test_marked_tests_are_skipped_where_gpus_are_missing(
+    conftest: ModuleType, monkeypatch: pytest.MonkeyPatch, num_gpus: int, reasons: list[list[str]]
+) -> None:
+    monkeypatch.setattr(conftest, "_num_gpus", lambda: num_gpus)
+    items = [Item(), Item("gpu"), Item("multi_gpu")]
+    conftest.pytest_collection_modifyitems(items)
+    assert [item.added for item in items] == reasons
+
+
+def test_nobody_asks_for_gpus_without_a_marked_test(
+    conftest: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask() -> int:
+        raise AssertionError("imported torch to count GPUs")
+
+    monkeypatch.setattr(conftest, "_num_gpus", ask)
+    conftest.pytest_collection_modifyitems([Item()])
