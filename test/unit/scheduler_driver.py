@@ -22,7 +22,9 @@ from fenceline.managers.io_struct import (
     TokenLogprobs,
     TokenOut,
 )
-from fenceline.managers.scheduler import InFlight, Scheduler
+from fenceline.managers.scheduler import InFlight, Scheduler, Worker
+from fenceline.memory_order import open_device
+from fenceline.model_executor.model_runner import ModelRunner
 
 
 @dataclass
@@ -40,7 +42,7 @@ class Driver:
     """Inbox and outbox of a Scheduler under test, and the loop around it."""
 
     config: EngineConfig
-    worker: TokenWorker
+    worker: Worker
     pending: deque[Message] = field(default_factory=deque)
     answers: dict[str, Answer] = field(default_factory=dict)
     first_logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
@@ -110,6 +112,14 @@ def make_driver(
         model=dataclasses.replace(config.model, vocab_size=VOCAB_SIZE, eos_token_ids=(0,)),
     )
     return Driver(config, TokenWorker(num_pages, page_size, num_rows, context_length))
+
+
+def make_model_driver(num_rows: int = 8, device: str = "cpu", **flags: object) -> Driver:
+    """A scheduler over the real ModelRunner with the demo model in fp32; ``flags`` are ServerArgs fields."""
+    flags = {"max_total_tokens": 4096, "page_size": 16, "random_seed": 1} | flags
+    args = ServerArgs(model_path=fenceline.demo_model_path(), device=device, dtype="float32", **flags)  # type: ignore[arg-type]
+    config = dataclasses.replace(resolve(args), max_running_requests=num_rows)
+    return Driver(config, ModelRunner(config, open_device(device), show_progress=False))
 
 
 def request(rid: str, prompt: list[int], seed: int = 0, **params: object) -> TokenizedGenerateReq:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import lru_cache
 
 import pytest
 import torch
-from scheduler_driver import Driver, request
+from scheduler_driver import Driver, make_model_driver, request
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fenceline
-from fenceline.config.resolve import resolve
-from fenceline.config.server_args import ServerArgs
 from fenceline.managers.io_struct import TokenizedGenerateReq
-from fenceline.memory_order import open_device
-from fenceline.model_executor.model_runner import ModelRunner
 
 TEXTS = [
     "Q: 12 + 7 = ?\nA:",
@@ -30,13 +25,6 @@ TEXTS = [
 def prompts() -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(fenceline.demo_model_path())
     return [tokenizer(text)["input_ids"] for text in TEXTS]
-
-
-def make_driver(num_rows: int = 8, **flags: object) -> Driver:
-    flags = {"max_total_tokens": 4096, "page_size": 16, "random_seed": 1} | flags
-    args = ServerArgs(model_path=fenceline.demo_model_path(), device="cpu", dtype="float32", **flags)  # type: ignore[arg-type]
-    config = dataclasses.replace(resolve(args), max_running_requests=num_rows)
-    return Driver(config, ModelRunner(config, open_device("cpu"), show_progress=False))  # type: ignore[arg-type]
 
 
 def run(driver: Driver, reqs: list[TokenizedGenerateReq]) -> list[list[int]]:
@@ -78,7 +66,9 @@ def sampled_requests(num_tokens: int = 40) -> list[TokenizedGenerateReq]:
 @lru_cache
 def sampled_reference() -> list[list[int]]:
     """Each request alone, one step at a time, whole prompts, nothing cached."""
-    driver = make_driver(disable_overlap_schedule=True, disable_radix_cache=True, chunked_prefill_size=-1)
+    driver = make_model_driver(
+        disable_overlap_schedule=True, disable_radix_cache=True, chunked_prefill_size=-1
+    )
     return [run(driver, [req])[0] for req in sampled_requests()]
 
 
@@ -90,7 +80,7 @@ def test_greedy_equals_transformers() -> None:
         )[0, len(ids) :].tolist()
         for ids in prompts()
     ]
-    assert run(make_driver(), greedy_requests()) == expected
+    assert run(make_model_driver(), greedy_requests()) == expected
 
 
 @pytest.mark.parametrize(
@@ -106,7 +96,7 @@ def test_greedy_equals_transformers() -> None:
     ids=str,
 )
 def test_seeded_sampling_does_not_depend_on_how_it_is_computed(flags: dict[str, object]) -> None:
-    driver = make_driver(**flags)
+    driver = make_model_driver(**flags)
     assert run(driver, sampled_requests()) == sampled_reference()
     if not flags.get("disable_radix_cache"):
         driver.answers.clear()
@@ -114,7 +104,7 @@ def test_seeded_sampling_does_not_depend_on_how_it_is_computed(flags: dict[str, 
 
 
 def test_retraction_keeps_every_token() -> None:
-    driver = make_driver(
+    driver = make_model_driver(
         page_size=1, max_total_tokens=300, schedule_conservativeness=0.01, chunked_prefill_size=64
     )
     assert run(driver, sampled_requests()) == sampled_reference()
@@ -135,7 +125,7 @@ def test_logprobs_of_prompt_and_output_equal_transformers() -> None:
         logprob_start_len=0,
         top_logprobs_num=3,
     )
-    driver = make_driver(chunked_prefill_size=32)
+    driver = make_model_driver(chunked_prefill_size=32)
     output = run(driver, [req])[0]
     last = driver.answers["a"].last
     assert last is not None

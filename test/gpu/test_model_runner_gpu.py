@@ -1,0 +1,42 @@
+"""The engine on a CUDA device: overlap, reuse and retraction change no token, run after run."""
+
+from __future__ import annotations
+
+import pytest
+import test_model_runner as cpu
+from scheduler_driver import make_model_driver
+
+pytestmark = pytest.mark.gpu
+
+
+def test_greedy_equals_the_cpu() -> None:
+    assert cpu.run(make_model_driver(device="cuda"), cpu.greedy_requests()) == cpu.run(
+        make_model_driver(device="cpu"), cpu.greedy_requests()
+    )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"page_size": 1}, {"chunked_prefill_size": 16}, {"disable_radix_cache": True}],
+    ids=str,
+)
+def test_seeded_sampling_does_not_depend_on_how_it_is_computed(flags: dict[str, object]) -> None:
+    alone = make_model_driver(device="cuda", disable_overlap_schedule=True, disable_radix_cache=True)
+    reference = [cpu.run(alone, [req])[0] for req in cpu.sampled_requests()]
+    driver = make_model_driver(device="cuda", **flags)
+    for _ in range(5):
+        driver.answers.clear()
+        assert cpu.run(driver, cpu.sampled_requests()) == reference
+
+
+def test_retraction_keeps_every_token() -> None:
+    driver = make_model_driver(
+        device="cuda",
+        page_size=1,
+        max_total_tokens=300,
+        schedule_conservativeness=0.01,
+        chunked_prefill_size=64,
+    )
+    roomy = make_model_driver(device="cuda")
+    assert cpu.run(driver, cpu.sampled_requests()) == cpu.run(roomy, cpu.sampled_requests())
+    assert driver.scheduler.stats.num_retractions > 0
