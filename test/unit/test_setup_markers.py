@@ -6,6 +6,7 @@ import importlib.util
 from types import ModuleType
 
 import pytest
+
 import setup_env
 
 
