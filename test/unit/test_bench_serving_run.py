@@ -273,7 +273,7 @@ def test_failures_are_counted_with_their_reasons(
     assert (result["completed"], result["failed"]) == (2, 3)
     assert result["total_output_tokens"] == 16
     assert re.search(r"^Failed requests: +3 ", printed, re.M)
-    assert "3 of 5 requests failed:" in printed and "3 x HTTP 503" in printed and "no room" in printed
+    assert "3 of 5 requests failed:" in printed and "3 x HTTP 503 Service Unavailable: no room\n" in printed
 
 
 def command(server: FakeServer, tmp_path: Path, *extra: str) -> int:

@@ -10,7 +10,7 @@ import orjson
 
 from fenceline.benchmarking.endpoints import Endpoint
 from fenceline.benchmarking.records import Call, Reply
-from fenceline.benchmarking.stream import new_recorder
+from fenceline.benchmarking.stream import error_text, new_recorder
 
 _TIMEOUT_S = 6 * 60 * 60
 _READ_BUFFER_BYTES = 10 * 1024**2  # a slow event loop must not push back on the server it measures
@@ -59,9 +59,9 @@ class Client:
         try:
             async with self._session.post(endpoint.url, data=body, headers=self._headers) as response:
                 if response.status != 200:
-                    text = (await response.text(errors="replace")).strip()
-                    reason = f"HTTP {response.status} {response.reason or ''}: {text[:500]}"
-                    return Reply(False, reason, start_time=start)
+                    reason = _reason(await response.read())
+                    status = f"HTTP {response.status} {response.reason or ''}"
+                    return Reply(False, f"{status}: {reason}", start_time=start)
                 if endpoint.stream:
                     read = response.content.readany
                     while data := await read():
@@ -74,3 +74,12 @@ class Client:
             return Reply(False, f"{type(error).__name__}: {error}", start_time=start)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             return Reply(False, f"unreadable reply: {type(error).__name__}: {error}", start_time=start)
+
+
+def _reason(body: bytes) -> str:
+    """What an error's body says: the message of an error object, else the start of the body."""
+    try:
+        message = error_text(orjson.loads(body))
+    except orjson.JSONDecodeError:
+        message = None
+    return message or body[:500].decode(errors="replace").strip()

@@ -74,7 +74,7 @@ def new_recorder(kind: Kind, start: float) -> Recorder:
     return NativeRecorder(start) if kind == "generate" else OpenAIRecorder(kind, start)
 
 
-def _error_text(event: object) -> str | None:
+def error_text(event: object) -> str | None:
     """The message of an error event or body, None if it is no error."""
     if not isinstance(event, dict) or not event.get("error"):
         return None
@@ -147,7 +147,7 @@ class NativeRecorder:
         )
 
     def _take(self, event: object) -> None:
-        error = _error_text(event)
+        error = error_text(event)
         if error is not None or not isinstance(event, dict):
             self._error = self._error or error or f"unexpected reply: {str(event)[:200]}"
             return
@@ -241,7 +241,7 @@ class OpenAIRecorder:
 
     def _take(self, event: object) -> bool:
         """Read one event; True if it brought text along with a token count."""
-        error = _error_text(event)
+        error = error_text(event)
         if error is not None or not isinstance(event, dict):
             self._error = self._error or error or f"unexpected reply: {str(event)[:200]}"
             return False

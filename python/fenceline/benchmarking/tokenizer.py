@@ -8,6 +8,8 @@ from typing import Protocol, cast
 
 from fenceline.benchmarking.records import Message
 
+_NO_LIMIT = 10**30  # tokens are only counted here: no warning about texts longer than the model's context
+
 
 class Tokenizer(Protocol):
     """The part of a transformers tokenizer that is used here."""
@@ -36,13 +38,16 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer:
     try:
         if not Path(name).is_dir() or (Path(name) / "tokenizer.json").is_file():
             # The fast class alone does not import torch; AutoTokenizer does, which costs seconds.
-            return cast(Tokenizer, PreTrainedTokenizerFast.from_pretrained(name))
+            return cast(Tokenizer, PreTrainedTokenizerFast.from_pretrained(name, model_max_length=_NO_LIMIT))
     except Exception:  # no tokenizer.json there: AutoTokenizer below converts it or says why it cannot
         pass
     from transformers import AutoTokenizer
 
     try:
-        return cast(Tokenizer, AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code))
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=trust_remote_code, model_max_length=_NO_LIMIT
+        )
+        return cast(Tokenizer, tokenizer)
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
