@@ -69,7 +69,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _check(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}")
         _check(0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}")
         _check(
-            self.top_k == TOP_K_ALL or self.top_k >= 1, f"top_k must be -1 or at least 1, got {self.top_k}"
+            self.top_k == TOP_K_ALL or 1 <= self.top_k < 2**63,  # it becomes an int64
+            f"top_k must be -1 or at least 1, got {self.top_k}",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = numbers[name]

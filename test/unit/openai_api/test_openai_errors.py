@@ -41,6 +41,7 @@ COMPLETION_MISTAKES = [
     ({"top_p": 0}, "top_p", "(0, 1]"),
     ({"top_p": 1.1}, "top_p", "(0, 1]"),
     ({"top_k": 0}, "top_k", "-1 or at least 1"),
+    ({"top_k": 2**64 - 1}, "top_k", "-1 or at least 1"),
     ({"min_p": 2}, "min_p", "[0, 1]"),
     ({"presence_penalty": 3}, "presence_penalty", "[-2, 2]"),
     ({"frequency_penalty": -3}, "frequency_penalty", "[-2, 2]"),
@@ -110,6 +111,7 @@ CHAT_MISTAKES = [
 TOLERATED = {
     "user": "ann", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "something_new": [1],
     "parallel_tool_calls": True, "response_format": {"type": "text"}, "n": None, "stop": None, "logit_bias": None,
+    "stream": True, "stream_options": {"include_usage": None},
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fenceline.entrypoints.openai.answer import UsageCounter
-from fenceline.entrypoints.openai.protocol import GenerationBody
+from fenceline.entrypoints.openai.protocol import GenerationBody, StreamOptions
 from fenceline.entrypoints.sse import DONE, EventStream, collect_or_abort
 from fenceline.managers.request_stream import StreamGroup
 from fenceline.managers.request_types import GenerateChunk, error_of
@@ -28,12 +28,8 @@ class StreamShape:
     @classmethod
     def of(cls, body: GenerationBody, fields: Mapping[str, object]) -> StreamShape:
         """As the request's ``stream_options`` say."""
-        options = body.stream_options
-        return cls(
-            fields,
-            include_usage=options is not None and options.include_usage,
-            continuous_usage=options is not None and options.continuous_usage_stats,
-        )
+        options = body.stream_options or StreamOptions()
+        return cls(fields, bool(options.include_usage), bool(options.continuous_usage_stats))
 
     def frame(self, choice: Mapping[str, object], usage: Mapping[str, object] | None) -> bytes:
         """One event with one choice; ``usage`` is the choice's, sent only where it was asked for."""

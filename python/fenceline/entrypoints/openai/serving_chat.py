@@ -57,18 +57,7 @@ class ChatServing:
     def _render(self, body: ChatBody) -> str:
         if isinstance(self._template, str):
             raise RequestError(400, self._template)
-        variables = dict(body.chat_template_kwargs)
-        if body.reasoning_effort is not None:
-            variables.setdefault("reasoning_effort", body.reasoning_effort)
-        try:
-            return self._template.render(
-                [_template_message(message) for message in body.messages],
-                add_generation_prompt=body.add_generation_prompt is not False,
-                continue_final_message=body.continue_final_message,
-                variables=variables,
-            )
-        except ValueError as error:
-            raise RequestError(400, str(error), param="messages") from error
+        return render_chat(self._template, body)
 
     async def _inputs(self, body: ChatBody, prompt: str, rid: str) -> list[GenerateInput]:
         asked = body.max_completion_tokens or body.max_tokens
@@ -102,6 +91,22 @@ class ChatServing:
         content = body.messages[-1].content
         begun = content if isinstance(content, str) else "".join(part.text for part in content or ())
         return ReasoningParser(form, inside=True) if form.is_open_within(begun) else None
+
+
+def render_chat(template: ChatTemplate, body: ChatBody) -> str:
+    """The prompt text of a conversation. Raises RequestError (400) with the template's complaint."""
+    variables = dict(body.chat_template_kwargs)
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    try:
+        return template.render(
+            [_template_message(message) for message in body.messages],
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=body.continue_final_message,
+            variables=variables,
+        )
+    except ValueError as error:
+        raise RequestError(400, str(error), param="messages") from error
 
 
 def _template_message(message: ChatMessage) -> dict[str, object]:

@@ -1,0 +1,110 @@
+"""Whatever JSON a client sends: a request that the engine can take, or a RequestError. Nothing else."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fenceline.entrypoints.openai.chat_template import ChatTemplate
+from fenceline.entrypoints.openai.parsing import parse_body, refuse_chat, refuse_completion
+from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
+from fenceline.entrypoints.openai.sampling import sampling_params
+from fenceline.entrypoints.openai.serving_chat import render_chat
+from fenceline.managers.io_struct import SchedulerReady, TokenizedGenerateReq, decode, encode
+from fenceline.managers.request_prepare import build_message
+from fenceline.managers.request_types import GenerateInput, RequestError
+
+VOCAB = 100
+LIMITS = SchedulerReady(
+    max_total_num_tokens=64, max_running_requests=4, max_req_input_len=63, context_length=64, memory_bytes={}
+)
+TEMPLATE = ChatTemplate("{% for m in messages %}{{ m.role + m.content }}{% endfor %}", {})
+
+NUMBERS = st.sampled_from(
+    [0, 1, -1, 2, 20, 128, 129, 2**31, 2**63, 2**64 - 1, -(2**63), 0.5, 1.0, -2.0, 1e-320, 1e308]
+)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | NUMBERS
+    | st.sampled_from(["", "a", "1", "-5", "user", "assistant", "text", "none"])
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "text", "role", "content", "5", "x", "include_usage"]), inner, max_size=3
+        )
+    ),
+    max_leaves=6,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system", "tool", "developer"]), "content": VALUES},
+        optional={"name": VALUES, "tool_calls": VALUES, "reasoning_content": VALUES},
+    )
+    | VALUES,
+    max_size=3,
+)
+
+
+def bodies(kind: type, **valid: st.SearchStrategy) -> st.SearchStrategy:
+    """Bodies with some fields of anything, mostly around valid required ones."""
+    fields = {name: VALUES for name in kind.model_fields if name not in valid}
+    return st.fixed_dictionaries(
+        {name: value | VALUES for name, value in valid.items()}, optional=fields
+    ).flatmap(
+        # Few wrong fields at a time, or nothing would ever get past the first check.
+        lambda body: st.lists(st.sampled_from(sorted(body)), unique=True, max_size=4).map(
+            lambda kept: {name: value for name, value in body.items() if name in kept or name in valid}
+        )
+    )
+
+
+def submit(body: CompletionBody | ChatBody, ids: list[int]) -> None:
+    params = sampling_params(body, 16 if body.max_tokens is None else body.max_tokens, {})
+    inp = GenerateInput(input_ids=ids, sampling_params=params, priority=body.priority)
+    message = build_message(inp, "rid", ids, VOCAB, LIMITS)
+    sent = decode(encode(message))
+    assert isinstance(sent, TokenizedGenerateReq)
+    assert sent.sampling_params.max_new_tokens <= 64
+
+
+@settings(max_examples=400)
+@given(body=bodies(CompletionBody, prompt=st.just("a") | st.just([1, 2])))
+def test_completions(body):
+    try:
+        parsed = parse_body(CompletionBody, orjson.dumps(body))
+        refuse_completion(parsed)
+        for prompt in parsed.prompt:
+            submit(parsed, prompt if isinstance(prompt, list) else [1])
+    except RequestError as error:
+        check(error)
+
+
+@settings(max_examples=400)
+@given(body=bodies(ChatBody, messages=MESSAGES))
+def test_chat(body):
+    try:
+        parsed = parse_body(ChatBody, orjson.dumps(body))
+        refuse_chat(parsed)
+        render_chat(TEMPLATE, parsed)
+        submit(parsed, [1])
+    except RequestError as error:
+        check(error)
+
+
+def check(error: RequestError) -> None:
+    assert error.status == 400
+    assert error.message and "\n" not in error.message
+    assert "pydantic" not in error.message
+
+
+@pytest.mark.parametrize("raw", [b'{"prompt": "a"}', b'{"prompt": ["a", "b"], "n": 2, "stop": ["x"]}'])
+def test_good_bodies_get_through(raw):
+    body = parse_body(CompletionBody, raw)
+    refuse_completion(body)
+    submit(body, [1])
