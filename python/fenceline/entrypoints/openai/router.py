@@ -27,7 +27,7 @@ _CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what the access log shows
 def create_router(manager: Generator, config: EngineConfig) -> APIRouter:
     """All ``/v1`` routes over ``manager``, usually the TokenizerManager.
 
-    Raises ValueError if --chat-template is not a valid template or --reasoning-parser is unknown.
+    Raises ValueError if --chat-template is not a valid template.
     """
     model = ServedModel.from_config(config)
     texts = TokenTexts(manager.tokenizer) if manager.tokenizer is not None else None
