@@ -32,7 +32,8 @@ def make_add(rng: random.Random) -> Item:
         f"{a} + {b} = ?",
         f"Add {a} and {b}.",
         f"Calculate {a} + {b}.",
-    )[rng.randrange(4)]
+        f"{a}+{b}",
+    )[rng.randrange(5)]
     return Item("add", question, str(a + b), add_key(a, b))
 
 
@@ -46,7 +47,8 @@ def make_sub(rng: random.Random) -> Item:
         f"{a} - {b} = ?",
         f"Subtract {b} from {a}.",
         f"Calculate {a} - {b}.",
-    )[rng.randrange(4)]
+        f"{a}-{b}",
+    )[rng.randrange(5)]
     return Item("sub", question, str(a - b), sub_key(a, b))
 
 
@@ -68,7 +70,8 @@ def make_mul(rng: random.Random) -> Item:
         f"{a} * {b} = ?",
         f"Multiply {a} by {b}.",
         f"Calculate {a} * {b}.",
-    )[rng.randrange(4)]
+        f"{a}*{b}",
+    )[rng.randrange(5)]
     return Item("mul", question, steps, (f"mul:{a}*{b}", *keys))
 
 

@@ -52,7 +52,7 @@ def _ledger_questions(seed: int, category: str, group: int) -> tuple[Ledger, lis
     ledger = make_ledger(rng, rng.randrange(16, 49), rng.randrange(*LEDGER_TOKENS), HELD_OUT)
     if category == "recall":
         return ledger, [ledger.recall_item(f) for f in rng.sample(ledger.facts, QUESTIONS_PER_LEDGER)]
-    chosen = [rng.sample(ledger.facts, rng.randrange(3, 7)) for _ in range(QUESTIONS_PER_LEDGER)]
+    chosen = [ledger.pick_alike(rng, rng.randrange(3, 7)) for _ in range(QUESTIONS_PER_LEDGER)]
     return ledger, [ledger.list_item(facts) for facts in chosen]
 
 

@@ -14,6 +14,8 @@ CHARS_PER_TOKEN = 3.7
 
 MAX_FACTS = len(NAMES)
 
+KINDS = ("code", "locker", "password")
+
 
 @dataclass(frozen=True, slots=True)
 class Fact:
@@ -28,20 +30,12 @@ class Fact:
         return f"recall:{self.name}={self.value}"
 
     def statement(self) -> str:
-        """The sentence that states the fact."""
-        if self.kind == 0:
-            return f"The code of {self.name} is {self.value}."
-        if self.kind == 1:
-            return f"Remember that {self.name} has locker {self.value}."
-        return f"The password of {self.name} is {self.value}."
+        """The sentence that states the fact, in the text and in the answer."""
+        return f"The {KINDS[self.kind]} of {self.name} is {self.value}."
 
     def question(self) -> str:
         """The question that the fact answers."""
-        if self.kind == 0:
-            return f"What is the code of {self.name}?"
-        if self.kind == 1:
-            return f"Which locker does {self.name} have?"
-        return f"What is the password of {self.name}?"
+        return f"What is the {KINDS[self.kind]} of {self.name}?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +47,21 @@ class Ledger:
 
     def recall_item(self, fact: Fact) -> Item:
         """The question about one fact."""
-        return Item("recall", fact.question(), fact.value, (fact.key,))
+        return Item("recall", fact.question(), fact.statement(), (fact.key,))
 
     def list_item(self, facts: list[Fact]) -> Item:
-        """The question about several facts at once: several places of the text must be right."""
+        """The question about several facts of one kind: several places of the text must be right."""
+        assert len({fact.kind for fact in facts}) == 1, "a list asks for one kind of fact"
         names = ", ".join(fact.name for fact in facts)
-        values = ", ".join(fact.value for fact in facts)
-        return Item("ledger", f"List the values of {names}.", values, tuple(fact.key for fact in facts))
+        answer = " ".join(fact.statement() for fact in facts)
+        question = f"List the {KINDS[facts[0].kind]}s of {names}."
+        return Item("ledger", question, answer, tuple(fact.key for fact in facts))
+
+    def pick_alike(self, rng: random.Random, most: int) -> list[Fact]:
+        """Up to `most` different facts of one kind, in random order."""
+        kind = rng.choice(self.facts).kind
+        alike = [fact for fact in self.facts if fact.kind == kind]
+        return rng.sample(alike, min(most, len(alike)))
 
 
 def _value(rng: random.Random, kind: int) -> str:

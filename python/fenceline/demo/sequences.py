@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from .items import Item
-from .words import WORDS
+from .stories import filler_sentence
+from .words import COLORS, NAMES, PLACES, WORDS
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -45,12 +46,25 @@ def make_sort(rng: random.Random) -> Item:
     return Item("sort", question, " ".join(map(str, ordered)), (key,))
 
 
+def _mixed_words(rng: random.Random) -> str:
+    pools = (WORDS, NAMES, COLORS, PLACES)
+    words = []
+    for _ in range(rng.randrange(2, 10)):
+        pool = pools[rng.randrange(4)]
+        words.append(str(rng.randrange(1000)) if rng.random() < 0.2 else pool[rng.randrange(len(pool))])
+    return " ".join(words)
+
+
 def _copy_text(rng: random.Random) -> str:
     kind = rng.random()
-    if kind < 0.45:
+    if kind < 0.3:
         return " ".join(rng.sample(WORDS, rng.randrange(3, 13)))
-    if kind < 0.75:
+    if kind < 0.5:
         return " ".join(str(rng.randrange(10, 1000)) for _ in range(rng.randrange(2, 7)))
+    if kind < 0.65:
+        return _mixed_words(rng)
+    if kind < 0.8:
+        return " ".join(filler_sentence(rng) for _ in range(rng.randrange(1, 4)))
     groups = []
     for _ in range(rng.randrange(2, 5)):
         letters = _LETTERS[rng.randrange(26)] + _LETTERS[rng.randrange(26)]
@@ -59,7 +73,7 @@ def _copy_text(rng: random.Random) -> str:
 
 
 def make_copy(rng: random.Random) -> Item:
-    """A few words, numbers or made-up codes to say again."""
+    """A few words, numbers, made-up codes or sentences to say again."""
     text = _copy_text(rng)
     question = (f"Repeat: {text}", f"Copy this: {text}", f"Say again: {text}")[rng.randrange(3)]
     return Item("copy", question, text, (f"copy:{text}",))

@@ -24,8 +24,8 @@ def make_story(rng: random.Random) -> Item:
             where[person] = place
         else:
             thing = things[rng.randrange(2)]
-            verb = ("took", "picked up", "got")[rng.randrange(3)]
-            lines.append(f"{person} {verb} the {thing}.")
+            verb = ("now belongs to", "was given to", "went to")[rng.randrange(3)]
+            lines.append(f"The {thing} {verb} {person}.")
             owner[thing] = person
     story = " ".join(lines)
     if owner and (not where or rng.random() < 0.4):
