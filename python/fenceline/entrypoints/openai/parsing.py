@@ -12,8 +12,6 @@ from fenceline.managers.request_types import RequestError
 
 Body = TypeVar("Body", bound=BaseModel)
 
-_MAX_DEPTH = 64  # of JSON nesting: a chat template walks what it is given
-
 
 def parse_body(body_type: type[Body], raw: bytes) -> Body:
     """The body of a request. Raises RequestError (400) for bad JSON, missing fields, wrong types and ranges."""
@@ -23,25 +21,10 @@ def parse_body(body_type: type[Body], raw: bytes) -> Body:
         raise RequestError(400, f"the request's body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise RequestError(400, "the request's body must be a JSON object")
-    _check_depth(value)
     try:
         return body_type.model_validate({key: item for key, item in value.items() if item is not None})
     except ValidationError as error:
         raise _readable(error) from None
-
-
-def _check_depth(value: object) -> None:
-    level: list[object] = [value]
-    for _ in range(_MAX_DEPTH):
-        level = [item for node in level for item in _children(node)]
-        if not level:
-            return
-    raise RequestError(400, f"the request's body is nested more than {_MAX_DEPTH} levels deep")
-
-
-def _children(node: object) -> list[object]:
-    items = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    return [item for item in items if isinstance(item, dict | list)]
 
 
 def _readable(error: ValidationError) -> RequestError:

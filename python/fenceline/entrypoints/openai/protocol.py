@@ -2,14 +2,15 @@
 
 Field names are OpenAI's plus SGLang's extras. A field that is absent or null takes its default; fields that nobody
 knows are ignored, as OpenAI clients send new ones before servers learn them. Types are strict: ``"n": "2"`` is a
-mistake of the client's and is answered as one. Ranges of sampling parameters are checked by ``SamplingParams``.
+mistake of the client's and is answered as one. Ranges of sampling parameters are checked by ``SamplingParams``. Lists
+fail fast: a million wrong entries are one mistake.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
 
 from fenceline.managers.request_types import MAX_SAMPLES
 
@@ -94,8 +95,8 @@ class GenerationBody(BaseModel):
     seed: int | None = None
     max_tokens: int | None = Field(default=None, ge=0, le=2**53)
     min_tokens: int = Field(default=0, ge=0, le=2**53)
-    stop: Annotated[list[str], BeforeValidator(_stop_list)] = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop: Annotated[list[str], FailFast(), BeforeValidator(_stop_list)] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[int], FailFast()] = Field(default_factory=list)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -147,6 +148,8 @@ def _text_parts_only(value: object) -> object:
                 f"has a part of type {kind!r}; this server reads text only: send parts of the form "
                 '{"type": "text", "text": ...}'
             )
+        if not isinstance(part.get("text"), str):
+            raise ValueError("has a text part whose text is not a string")
     return value
 
 
@@ -166,7 +169,7 @@ class ChatMessage(BaseModel):
 class ChatBody(GenerationBody):
     """The body of /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], FailFast()] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1, le=2**53)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**53)
     logprobs: bool = False
