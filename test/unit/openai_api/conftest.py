@@ -189,9 +189,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-Serve = Callable[..., "asyncio.AbstractServer"]
-
-
 @pytest.fixture
 def serve(model_dir: Path) -> Callable[..., object]:
     """``async with serve(**server_args) as server``: a live server with these flags."""
