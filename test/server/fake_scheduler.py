@@ -8,6 +8,7 @@ cached except for its last token. Special seeds ask for trouble: see ``Seed``.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from dataclasses import dataclass
 
@@ -313,3 +314,9 @@ def run_stillborn_scheduler(config: EngineConfig, ports: PortArgs) -> None:
     """A scheduler process that fails while it loads its model."""
     prepare_child("scheduler", config.log_level, ports)
     raise SystemExit(3)
+
+
+def run_never_ready_scheduler(config: EngineConfig, ports: PortArgs) -> None:
+    """A scheduler process that loads its model for ever."""
+    prepare_child("scheduler", config.log_level, ports)
+    threading.Event().wait()

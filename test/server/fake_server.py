@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import fake_scheduler
+
 from fenceline.config.server_args import parse_args, resolve
 from fenceline.entrypoints.supervisor import serve_until_stopped
 

@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 import httpx
 import orjson
 import pytest
-
 from fake_scheduler import Seed
 from live_server import LiveServer
 

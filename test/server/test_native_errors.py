@@ -7,7 +7,6 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-
 from live_server import LiveServer
 
 VOCAB = 1024

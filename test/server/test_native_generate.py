@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import httpx
 import orjson
 import pytest
-
 from fake_scheduler import Seed
 
 TEXT = "The quick brown fox: 12 + 30 = 42."

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.front_door import REQUEST_ID
-from fenceline.entrypoints.generate_body import GenerateBody, expand
+from fenceline.entrypoints.generate_body import Expanded, GenerateBody, expand
 from fenceline.entrypoints.json_body import read_body
 from fenceline.entrypoints.sse import DONE, EventStream, collect_or_abort
 from fenceline.managers.io_struct import FinishReason, TokenLogprobs
@@ -27,29 +27,47 @@ async def generate(manager: TokenizerManager, config: EngineConfig, request: Req
     request_id: str = request.scope[REQUEST_ID]
     expanded = expand(body, config, None if manager.is_active(request_id) else request_id)
     group = await manager.submit_many(expanded.inputs)
-    tokenizer = manager.tokenizer if body.return_text_in_logprobs else None
-    writers = [
-        AnswerWriter(inp, config, tokenizer, None if expanded.single else index)
-        for index, inp in enumerate(expanded.inputs)
-    ]
+    writers = make_writers(expanded, body, config, manager.tokenizer)
     if body.stream:
         return EventStream(_events(group, writers, config.incremental_streaming_output), group.close)
-    chunks = await collect_or_abort(request, group)
-    answers = [b"".join(writer.whole(chunk)) for writer, chunk in zip(writers, chunks, strict=True)]
+    answers = answers_of(await collect_or_abort(request, group), writers)
     content = answers[0] if expanded.single else b"[" + b",".join(answers) + b"]"
     return Response(content, media_type="application/json")
 
 
-async def _events(
+def make_writers(
+    expanded: Expanded, body: GenerateBody, config: EngineConfig, tokenizer: Tokenizer | None
+) -> list[AnswerWriter]:
+    """A writer for each request of a body."""
+    shown = tokenizer if body.return_text_in_logprobs else None
+    return [
+        AnswerWriter(inp, config, shown, None if expanded.single else index)
+        for index, inp in enumerate(expanded.inputs)
+    ]
+
+
+def answers_of(chunks: Sequence[GenerateChunk], writers: Sequence[AnswerWriter]) -> list[bytes]:
+    """The JSON objects of requests that did not stream."""
+    return [b"".join(writer.so_far(chunk)) for writer, chunk in zip(writers, chunks, strict=True)]
+
+
+async def stream_answers(
     group: StreamGroup, writers: Sequence[AnswerWriter], incremental: bool
 ) -> AsyncIterator[bytes]:
+    """The JSON objects of a stream as they come. Raises the RequestError that ends one of its requests."""
     async for index, chunk in group:
         error = error_of(chunk)
         if error is not None:
             raise error
         writer = writers[index]
-        parts = writer.piece(chunk) if incremental else writer.so_far(chunk)
-        yield b"".join((b"data: ", *parts, b"\n\n"))
+        yield b"".join(writer.piece(chunk) if incremental else writer.so_far(chunk))
+
+
+async def _events(
+    group: StreamGroup, writers: Sequence[AnswerWriter], incremental: bool
+) -> AsyncIterator[bytes]:
+    async for answer in stream_answers(group, writers, incremental):
+        yield b"data: " + answer + b"\n\n"
     yield DONE
 
 
@@ -74,10 +92,6 @@ class AnswerWriter:
         self._ids = bytearray()
         self._input = _LogprobText()
         self._output = _LogprobText()
-
-    def whole(self, chunk: GenerateChunk) -> list[bytes]:
-        """The answer to a request that does not stream; ``chunk`` is all of it."""
-        return self.so_far(chunk)
 
     def so_far(self, chunk: GenerateChunk) -> list[bytes]:
         """The event for ``chunk`` that repeats everything before it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 import signal
 from collections.abc import Callable
@@ -14,6 +15,10 @@ from fenceline.managers.io_struct import PortArgs
 from fenceline.managers.ipc import SchedulerLink, ZmqLink, make_ports, remove_ports
 from fenceline.managers.tokenizer import load_tokenizer
 from fenceline.managers.tokenizer_manager import TokenizerManager
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS_S = 0.5  # a dying process's FatalError may arrive after its death was noticed
 
 ProcessEntry = Callable[[EngineConfig, PortArgs], None]
 
@@ -120,3 +125,34 @@ def make_manager(config: EngineConfig, link: SchedulerLink) -> TokenizerManager:
     """The TokenizerManager with its tokenizer. Raises ValueError if there is none to load."""
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
     return TokenizerManager(config, tokenizer, link)
+
+
+class FrontEnd:
+    """The TokenizerManager of a backend and the tasks that bring it news. Lives on the running event loop."""
+
+    def __init__(self, config: EngineConfig, backend: EngineBackend) -> None:
+        self.manager = make_manager(config, backend.link)
+        self._tasks = [asyncio.ensure_future(self._listen())]
+        self._link = backend.link
+        backend.watch(self._on_death)
+
+    async def _listen(self) -> None:
+        try:
+            await self.manager.run()
+        except Exception as error:
+            logger.exception("the front end failed")
+            self.manager.fail(f"front end: {type(error).__name__}: {error}")
+
+    def _on_death(self, reason: str) -> None:
+        self._tasks.append(asyncio.ensure_future(self._fail_soon(reason)))
+
+    async def _fail_soon(self, reason: str) -> None:
+        await asyncio.sleep(LAST_WORDS_S)
+        self.manager.fail(reason)
+
+    async def close(self) -> None:
+        """Stop listening and close the link. The backend must have been told to stop before."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._link.close()

@@ -143,17 +143,7 @@ class NativeApi:
 
     async def server_info(self) -> Response:
         """The resolved arguments, the limits found at start and the scheduler's state now."""
-        state = msgspec.to_builtins(await self._manager.internal_state())
-        limits = self._manager.limits
-        return json_response(
-            {
-                **self._config.public_dict(),
-                **({} if limits is None else _without_tag(limits)),
-                "internal_states": [state],
-                "num_active_requests": self._manager.num_active,
-                "version": __version__,
-            }
-        )
+        return json_response(await describe_server(self._manager, self._config))
 
     async def metrics(self) -> Response:
         """Prometheus' text format; 404 without --enable-metrics."""
@@ -240,6 +230,18 @@ class NativeApi:
                 )
         texts = [tokenizer.decode(ids, body.skip_special_tokens) for ids in lists]
         return json_response({"text": texts if nested else texts[0]})
+
+
+async def describe_server(manager: TokenizerManager, config: EngineConfig) -> dict[str, object]:
+    """What /server_info says."""
+    state = msgspec.to_builtins(await manager.internal_state())
+    return {
+        **config.public_dict(),
+        **({} if manager.limits is None else _without_tag(manager.limits)),
+        "internal_states": [state],
+        "num_active_requests": manager.num_active,
+        "version": __version__,
+    }
 
 
 def _without_tag(message: msgspec.Struct) -> dict[str, object]:

@@ -16,9 +16,9 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.http_server import HttpServer, create_app
 from fenceline.entrypoints.launch import (
     EngineBackend,
+    FrontEnd,
     ProcessEntry,
     launch_processes,
-    make_manager,
     run_scheduler,
 )
 from fenceline.managers.process import setup_logging
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
-LAST_WORDS_S = 0.5  # a dying process's FatalError may arrive after its death was noticed
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,6 @@ def serve_until_stopped(config: EngineConfig, scheduler_entry: ProcessEntry = ru
             return 128 + signal.SIGINT
         finally:
             backend.stop(0.0)
-            backend.link.close()
 
 
 class Supervisor:
@@ -94,18 +92,16 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
         try:
-            manager = make_manager(self._config, self._backend.link)
+            front_end = FrontEnd(self._config, self._backend)
         except ValueError as error:
             logger.error("error: %s", error)
             return 1
-        tasks = [asyncio.ensure_future(work) for work in (manager.run(), self._report_death(manager))]
-        self._backend.watch(lambda reason: tasks.append(asyncio.ensure_future(_fail_soon(manager, reason))))
+        death = asyncio.ensure_future(self._report_death(front_end.manager))
         try:
-            return await self._serve(manager)
+            return await self._serve(front_end.manager)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            death.cancel()
+            await front_end.close()
 
     def _on_signal(self, number: int) -> None:
         self._signals.append(number)
@@ -157,8 +153,8 @@ class Supervisor:
             stop = await self._drain(manager, stop)
         manager.fail(stop.reason)  # whoever still waits learns why
         manager.shutdown()
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._backend.stop, 0.0 if stop.status else STOP_TIMEOUT_S)
+        patience_s = STOP_TIMEOUT_S if stop.status == 0 and manager.limits is not None else 0.0
+        await asyncio.to_thread(self._backend.stop, patience_s)
         if stop.status:
             logger.error("The server stops: %s", stop.reason)
         else:
@@ -184,8 +180,3 @@ class Supervisor:
                 128 + self._signals[-1], f"a second signal came with {manager.num_active} requests running"
             )
         return stop
-
-
-async def _fail_soon(manager: TokenizerManager, reason: str) -> None:
-    await asyncio.sleep(LAST_WORDS_S)
-    manager.fail(reason)

@@ -1,0 +1,256 @@
+"""Engine: the same processes without HTTP, for use from Python."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import msgspec
+import orjson
+import uvloop
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.config.server_args import ServerArgs, resolve
+from fenceline.entrypoints.generate_api import AnswerWriter, answers_of, make_writers, stream_answers
+from fenceline.entrypoints.generate_body import GenerateBody, expand
+from fenceline.entrypoints.launch import EngineBackend, FrontEnd, launch_processes
+from fenceline.entrypoints.native_api import describe_server
+from fenceline.managers.process import setup_logging
+from fenceline.managers.request_stream import StreamGroup
+from fenceline.managers.request_types import RequestError
+from fenceline.managers.tokenizer_manager import TokenizerManager
+
+T = TypeVar("T")
+Answer = dict[str, Any]  # the JSON object that /generate answers with
+
+STOP_TIMEOUT_S = 5.0
+
+
+class Engine:
+    """An engine in child processes, driven from any thread.
+
+    ::
+
+        if __name__ == "__main__":  # the child processes import the main module
+            with fenceline.Engine(model_path="demo") as engine:
+                print(engine.generate("Once upon a time", {"max_new_tokens": 32})["text"])
+
+    Keyword arguments are the server's flags. ``launch`` starts the backend; the default starts processes.
+    Raises ConfigError for wrong arguments and RuntimeError if the engine does not come up.
+    """
+
+    def __init__(
+        self, launch: Callable[[EngineConfig], EngineBackend] = launch_processes, **server_args: Any
+    ) -> None:
+        self.config = resolve(ServerArgs.from_kwargs({"log_level": "error", **server_args}))
+        setup_logging(self.config.log_level)
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine-loop", daemon=True)
+        self._closed = False
+        self._front_end: FrontEnd | None = None
+        self._backend = launch(self.config)
+        self._thread.start()
+        atexit.register(self.shutdown)
+        try:
+            self._front_end = self._run(self._start())
+        except BaseException:
+            self.shutdown()
+            raise
+
+    async def _start(self) -> FrontEnd:
+        front_end = FrontEnd(self.config, self._backend)
+        await front_end.manager.wait_ready()
+        return front_end
+
+    # --- generation
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        stream: bool = False,
+        **options: Any,
+    ) -> Answer | list[Answer] | Iterator[Answer]:
+        """Complete one prompt or several, given as text or token ids.
+
+        Returns what /generate answers: one dict for one prompt, a list for several or ``n`` > 1, an iterator
+        of dicts with ``stream``. ``options`` are /generate's other fields (``return_logprob``, ``rid``, ...).
+        Raises ValueError for a wrong request and RuntimeError if the engine cannot serve it.
+        """
+        body = _body(prompt, sampling_params, input_ids, stream, options)
+        if stream:
+            return self._iterate(body)
+        return self._run(self._answer(body))
+
+    async def async_generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        stream: bool = False,
+        **options: Any,
+    ) -> Answer | list[Answer] | AsyncIterator[Answer]:
+        """:meth:`generate` for a caller with an event loop of his own; with ``stream`` an async iterator."""
+        body = _body(prompt, sampling_params, input_ids, stream, options)
+        if stream:
+            return self._aiterate(body)
+        return await self._await(self._answer(body))
+
+    async def _submit(self, body: GenerateBody) -> tuple[StreamGroup, list[AnswerWriter], bool]:
+        expanded = expand(body, self.config, None)
+        group = await self._manager.submit_many(expanded.inputs)
+        return group, make_writers(expanded, body, self.config, self._manager.tokenizer), expanded.single
+
+    async def _answer(self, body: GenerateBody) -> Answer | list[Answer]:
+        group, writers, single = await self._submit(body)
+        async with group:
+            answers = [orjson.loads(answer) for answer in answers_of(await group.collect(), writers)]
+        return answers[0] if single else answers
+
+    def _iterate(self, body: GenerateBody) -> Iterator[Answer]:
+        group, writers, _ = self._run(self._submit(body))
+        answers = stream_answers(group, writers, self.config.incremental_streaming_output)
+        try:
+            while (answer := self._run(_next(answers))) is not None:
+                yield orjson.loads(answer)
+        finally:
+            self._loop.call_soon_threadsafe(group.close)
+
+    async def _aiterate(self, body: GenerateBody) -> AsyncIterator[Answer]:
+        group, writers, _ = await self._await(self._submit(body))
+        answers = stream_answers(group, writers, self.config.incremental_streaming_output)
+        try:
+            while (answer := await self._await(_next(answers))) is not None:
+                yield orjson.loads(answer)
+        finally:
+            self._loop.call_soon_threadsafe(group.close)
+
+    # --- control
+
+    def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
+        """Abort one request by its id, or all. Their callers get what was generated so far."""
+
+        async def abort() -> None:
+            self._manager.abort(rid, abort_all=abort_all)
+
+        self._run(abort())
+
+    def flush_cache(self) -> bool:
+        """Empty the prefix cache; False, and nothing done, while requests are in flight."""
+        return self._run(self._manager.flush_cache()).success
+
+    def get_server_info(self) -> dict[str, Any]:
+        """What /server_info says."""
+        return self._run(describe_server(self._manager, self.config))
+
+    def start_profile(self, output_dir: str | None = None, num_steps: int | None = None) -> None:
+        """Start the scheduler's profiler. Raises RuntimeError if it refuses."""
+        self._profile("start", output_dir, num_steps)
+
+    def stop_profile(self) -> str:
+        """Stop the profiler; says where the trace is. Raises RuntimeError if none was running."""
+        return self._profile("stop", None, None)
+
+    def _profile(self, action: str, output_dir: str | None, num_steps: int | None) -> str:
+        reply = self._run(self._manager.profile(action, output_dir, num_steps))
+        if not reply.success:
+            raise RuntimeError(reply.message)
+        return reply.message
+
+    # --- life cycle
+
+    @property
+    def _manager(self) -> TokenizerManager:
+        if self._front_end is None or self._closed:
+            raise RuntimeError("the engine was shut down")
+        return self._front_end.manager
+
+    def shutdown(self) -> None:
+        """End the engine and its processes; requests in flight fail. Harmless to repeat."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.shutdown)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _stop(self) -> None:
+        if self._front_end is None:
+            await asyncio.to_thread(self._backend.stop, 0.0)
+            return
+        manager = self._front_end.manager
+        manager.fail("it was shut down")
+        manager.shutdown()
+        await asyncio.to_thread(self._backend.stop, STOP_TIMEOUT_S)
+        await self._front_end.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    # --- between threads
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``, run on the engine's loop while this thread waits."""
+        if self._closed:
+            work.close()
+            raise RuntimeError("the engine was shut down")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except RequestError as error:
+            raise _python_error(error) from error
+        except BaseException:  # Ctrl-C while waiting: the request is not wanted any more
+            future.cancel()
+            raise
+
+    async def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._closed:
+            work.close()
+            raise RuntimeError("the engine was shut down")
+        try:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        except RequestError as error:
+            raise _python_error(error) from error
+
+
+async def _next(answers: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(answers, None)
+
+
+def _python_error(error: RequestError) -> ValueError | RuntimeError:
+    return ValueError(error.message) if 400 <= error.status < 499 else RuntimeError(error.message)
+
+
+def _body(
+    prompt: str | Sequence[str] | None,
+    sampling_params: dict[str, Any] | Sequence[dict[str, Any]] | None,
+    input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+    stream: bool,
+    options: dict[str, Any],
+) -> GenerateBody:
+    """The request as /generate would get it, checked the same way. Raises ValueError."""
+    unknown = set(options) - set(GenerateBody.__struct_fields__)
+    if unknown:
+        raise ValueError(f"generate() has no option {sorted(unknown)[0]!r}; see /generate in docs/api.md")
+    fields = {
+        "text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, "stream": stream, **options,
+    }  # fmt: skip
+    try:
+        return msgspec.json.decode(json.dumps(fields, allow_nan=False), type=GenerateBody)
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        raise ValueError(str(error).replace("`$.", "`")) from error

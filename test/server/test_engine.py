@@ -1,0 +1,130 @@
+"""The offline Engine over the fake scheduler: the same answers as over HTTP, from any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+
+import pytest
+from fake_scheduler import Seed, run_fake_scheduler, run_stillborn_scheduler
+
+import fenceline
+from fenceline.config.engine_config import EngineConfig
+from fenceline.config.errors import ConfigError
+from fenceline.entrypoints.launch import EngineProcesses, launch_processes
+
+FAKE = partial(launch_processes, scheduler_entry=run_fake_scheduler)
+
+
+def start(**flags: object) -> fenceline.Engine:
+    return fenceline.Engine(launch=FAKE, model_path="demo", device="cpu", **flags)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[fenceline.Engine]:
+    with start() as engine:
+        yield engine
+
+
+def test_single_batch_and_samples(engine: fenceline.Engine) -> None:
+    answer = engine.generate("The fox", {"max_new_tokens": 64, "stop": "fox"})
+    assert answer["text"] == "The "
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "fox"}
+    answers = engine.generate(
+        input_ids=[[5, 6], [7, 8]], sampling_params=[{"max_new_tokens": 1}, {"max_new_tokens": 3}]
+    )
+    assert [answer["output_ids"] for answer in answers] == [[5], [7, 8, 7]]
+    assert len(engine.generate(["a", "b"], {"max_new_tokens": 1, "n": 2})) == 4
+
+
+def test_options_of_generate(engine: fenceline.Engine) -> None:
+    meta = engine.generate(
+        input_ids=[5, 6],
+        sampling_params={"max_new_tokens": 2},
+        return_logprob=True,
+        logprob_start_len=0,
+        rid="mine",
+    )["meta_info"]
+    assert meta["id"] == "mine"
+    assert [entry[1] for entry in meta["input_token_logprobs"]] == [5, 6]
+
+
+def test_stream_grows_and_leaving_it_aborts(engine: fenceline.Engine) -> None:
+    texts = [event["text"] for event in engine.generate("The quick fox", {"max_new_tokens": 5}, stream=True)]
+    assert all(after.startswith(before) for before, after in zip(texts, texts[1:], strict=False))
+    whole = engine.generate("The quick fox", {"max_new_tokens": 5})["text"]
+    assert texts[-1] == whole
+    events = engine.generate("The fox", {"max_new_tokens": 900, "seed": Seed.SLOW}, stream=True)
+    next(events)
+    events.close()
+    assert engine.get_server_info()["internal_states"][0]["num_running_reqs"] == 0
+
+
+async def test_async_generate_from_another_loop(engine: fenceline.Engine) -> None:
+    both = await asyncio.gather(
+        *(engine.async_generate(input_ids=[i], sampling_params={"max_new_tokens": 2}) for i in (5, 6))
+    )
+    assert [answer["output_ids"] for answer in both] == [[5, 5], [6, 6]]
+    stream = await engine.async_generate(input_ids=[5], sampling_params={"max_new_tokens": 3}, stream=True)
+    assert isinstance(stream, AsyncIterator)
+    assert [event async for event in stream][-1]["output_ids"] == [5, 5, 5]
+
+
+def test_abort_from_another_thread(engine: fenceline.Engine) -> None:
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(
+        engine.generate(input_ids=[5], sampling_params={"seed": Seed.HANG}, rid="hang")))  # fmt: skip
+    thread.start()
+    while engine.get_server_info()["internal_states"][0]["num_running_reqs"] == 0:
+        pass
+    assert engine.flush_cache() is False
+    engine.abort("hang")
+    thread.join(30)
+    assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert engine.flush_cache() is True
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"prompt": ""}, "empty"), ({}, "text or input_ids"), ({"input_ids": [5000]}, "vocabulary"),
+    ({"prompt": "a", "sampling_params": {"top_p": 2}}, "top_p"), ({"prompt": "a", "temperature": 1}, "temperature"),
+    ({"prompt": 5}, "text"), ({"prompt": "a", "sampling_params": {"temperature": float("nan")}}, "Out of range float"),
+])  # fmt: skip
+def test_wrong_requests_raise_value_error(engine: fenceline.Engine, options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        engine.generate(**options)
+
+
+def test_shutdown_ends_processes_and_further_calls() -> None:
+    started: list[EngineProcesses] = []
+
+    def launch(config: EngineConfig) -> EngineProcesses:
+        started.append(FAKE(config))
+        return started[0]
+
+    engine = fenceline.Engine(launch=launch, model_path="demo", device="cpu")
+    engine.shutdown()
+    engine.shutdown()
+    assert [process.is_alive() for process in started[0].processes] == [False, False]
+    with pytest.raises(RuntimeError, match="shut down"):
+        engine.generate("a")
+
+
+def test_death_of_the_scheduler_reaches_the_caller() -> None:
+    with start() as engine:
+        with pytest.raises(RuntimeError, match="exit status 77"):
+            engine.generate(input_ids=[5], sampling_params={"seed": Seed.DIE})
+        with pytest.raises(RuntimeError, match="has stopped"):
+            engine.generate(input_ids=[5])
+
+
+def test_failure_to_start_raises() -> None:
+    with pytest.raises(RuntimeError, match="exit status 3"):
+        fenceline.Engine(
+            launch=partial(launch_processes, scheduler_entry=run_stillborn_scheduler),
+            model_path="demo",
+            device="cpu",
+        )
+    with pytest.raises(ConfigError):
+        fenceline.Engine(model_path="demo", no_such_flag=1)

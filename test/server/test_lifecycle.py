@@ -1,0 +1,206 @@
+"""Starting, failing and stopping: exit statuses, last lines, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import orjson
+import psutil
+import pytest
+from fake_scheduler import Seed
+from live_server import LiveServer
+
+WAIT_S = 30.0
+HANGING = {"input_ids": [5, 6], "sampling_params": {"seed": Seed.HANG}}
+SLOW = {"input_ids": [5, 6], "sampling_params": {"seed": Seed.SLOW, "max_new_tokens": 100}}
+
+
+@pytest.fixture
+def sockets_dir() -> Iterator[Path]:
+    """The servers' TMPDIR, short enough for socket paths."""
+    folder = Path(tempfile.mkdtemp(prefix="fl", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def start(sockets_dir: Path, entry: str = "run_fake_scheduler", *flags: str) -> LiveServer:
+    return LiveServer.fake(*flags, entry=entry, env={"TMPDIR": str(sockets_dir)})
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+
+
+def engine_processes(server: LiveServer) -> list[psutil.Process]:
+    children = [child for child in server.children() if "resource_tracker" not in " ".join(child.cmdline())]
+    assert len(children) == 2
+    return children
+
+
+def assert_all_gone(children: list[psutil.Process], sockets_dir: Path) -> None:
+    _, alive = psutil.wait_procs(children, timeout=WAIT_S)
+    assert alive == []
+    wait_for(lambda: not list(sockets_dir.glob("fenceline-*")))
+
+
+def post_in_thread(server: LiveServer, body: dict) -> tuple[threading.Thread, list[httpx.Response]]:
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        with server.client() as client:
+            answers.append(client.post("/generate", json=body))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread, answers
+
+
+def wait_running(server: LiveServer, num: int = 1) -> None:
+    with server.client() as client:
+        wait_for(lambda: client.get("/server_info").json()["internal_states"][0]["num_running_reqs"] == num)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_idle_server_stops_cleanly(sockets_dir: Path, number: int) -> None:
+    with start(sockets_dir) as server:
+        children = engine_processes(server.wait_ready())
+        assert list(sockets_dir.glob("fenceline-*"))
+        server.signal(number)
+        assert server.wait_exit() == 0
+        assert_all_gone(children, sockets_dir)
+        assert "Traceback" not in server.output
+        assert "error" not in server.output.lower()
+
+
+def test_signal_to_the_whole_group_drains_too(sockets_dir: Path) -> None:
+    """Ctrl-C reaches the children as well, and so does a service manager's SIGTERM."""
+    with start(sockets_dir) as server:
+        children = engine_processes(server.wait_ready())
+        thread, answers = post_in_thread(server, SLOW)
+        wait_running(server)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            for child in children:
+                child.send_signal(number)
+        server.signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+        thread.join(WAIT_S)
+        assert answers[0].json()["meta_info"]["completion_tokens"] == 100
+        assert_all_gone(children, sockets_dir)
+
+
+def test_sigterm_finishes_streams_and_refuses_new_requests(sockets_dir: Path) -> None:
+    with start(sockets_dir) as server, server.wait_ready().client() as client:
+        children = engine_processes(server)
+        with client.stream("POST", "/generate", json={**SLOW, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.signal(signal.SIGTERM)
+            with server.client() as other:
+                wait_for(lambda: other.get("/health").status_code == 503)
+                refused = other.post("/generate", json=SLOW)
+                assert refused.status_code == 503
+                assert refused.json()["error"]["code"] == "shutting_down"
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert orjson.loads(rest[-2][6:])["meta_info"]["completion_tokens"] == 100
+        assert server.wait_exit() == 0
+        assert_all_gone(children, sockets_dir)
+
+
+def test_second_signal_stops_now(sockets_dir: Path) -> None:
+    with start(sockets_dir) as server:
+        children = engine_processes(server.wait_ready())
+        thread, answers = post_in_thread(server, HANGING)
+        wait_running(server)
+        server.signal(signal.SIGTERM)
+        wait_for(lambda: "finishing 1 requests" in server.output)
+        server.signal(signal.SIGTERM)
+        assert server.wait_exit() == 128 + signal.SIGTERM
+        thread.join(WAIT_S)
+        assert answers[0].status_code == 503
+        assert_all_gone(children, sockets_dir)
+
+
+@pytest.mark.parametrize(
+    ("seed", "reason"),
+    [
+        (Seed.RAISE, "FakeFailure: as the request asked"),
+        (Seed.DIE, "scheduler process ended unexpectedly (exit status 77)"),
+    ],
+)  # fmt: skip
+def test_scheduler_failure_takes_the_server_down(sockets_dir: Path, seed: int, reason: str) -> None:
+    with start(sockets_dir) as server, server.wait_ready().client() as client:
+        children = engine_processes(server)
+        thread, answers = post_in_thread(server, HANGING)
+        wait_running(server)
+        with client.stream("POST", "/generate", json={**HANGING, "stream": True}) as stream:
+            killer, _ = post_in_thread(server, {"input_ids": [1], "sampling_params": {"seed": seed}})
+            lines = [line for line in stream.iter_lines() if line]
+        thread.join(WAIT_S)
+        killer.join(WAIT_S)
+        assert server.wait_exit() == 1
+        assert reason in "".join(server.lines[-4:])
+        assert reason in answers[0].json()["error"]["message"]
+        assert answers[0].status_code == 503
+        assert reason in orjson.loads(lines[-2][6:])["error"]["message"]
+        assert lines[-1] == "data: [DONE]"
+        assert_all_gone(children, sockets_dir)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_killed_child_takes_the_server_down(sockets_dir: Path, which: int) -> None:
+    with start(sockets_dir) as server:
+        children = engine_processes(server.wait_ready())
+        children[which].kill()
+        assert server.wait_exit() == 1
+        assert "process ended unexpectedly (killed by SIGKILL" in "".join(server.lines[-4:])
+        assert_all_gone(children, sockets_dir)
+
+
+def test_children_follow_a_killed_server(sockets_dir: Path) -> None:
+    with start(sockets_dir) as server:
+        children = engine_processes(server.wait_ready())
+        server.signal(signal.SIGKILL)
+        assert server.wait_exit() == -signal.SIGKILL
+        assert_all_gone(children, sockets_dir)
+
+
+def test_scheduler_that_dies_while_loading(sockets_dir: Path) -> None:
+    with start(sockets_dir, "run_stillborn_scheduler") as server:
+        assert server.wait_exit() == 1
+        assert "scheduler process ended unexpectedly (exit status 3)" in server.lines[-1]
+        assert_all_gone([], sockets_dir)
+
+
+def test_signal_while_loading(sockets_dir: Path) -> None:
+    with start(sockets_dir, "run_never_ready_scheduler") as server:
+        wait_for(lambda: len(server.children()) == 3)
+        children = server.children()
+        wait_for(lambda: bool(list(sockets_dir.glob("fenceline-*/tokenizer"))))
+        server.signal(signal.SIGINT)
+        assert server.wait_exit() in (0, 128 + signal.SIGINT)
+        assert_all_gone(children, sockets_dir)
+
+
+def test_busy_port_is_refused_in_one_line(sockets_dir: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with start(sockets_dir, "run_fake_scheduler", "--port", str(port)) as server:
+            assert server.wait_exit() == 1
+            assert server.output.count("\n") == 1
+            assert f"port {port} on 127.0.0.1 is in use" in server.output
+            assert "--port" in server.output
+    assert os.listdir(sockets_dir) == []
