@@ -15,20 +15,20 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 
 import torch
+from tokenizers import Tokenizer
+
 from demo_training.data import Feed, start, to_device
 from demo_training.evaluate import Row, accuracy, make_rows
 from demo_training.export import check_export, export
 from demo_training.model import DemoModel, Shape
 from demo_training.optimizer import Optimizer
-from tokenizers import Tokenizer
-
 from fenceline.demo.corpus import Curriculum, Ids, Mask
 from fenceline.demo.tokenizer import VOCAB_SIZE, build_tokenizer
 
@@ -135,7 +135,8 @@ class Trainer:
         print(f"held-out at step {progress.step}: {words}", flush=True)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -161,7 +162,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def main() -> None:

@@ -85,7 +85,11 @@ class DemoModel(nn.Module):
         super().__init__()
         s = self.shape = shape
         self.dtype = dtype
-        n, q_dim, kv_dim = s.num_hidden_layers, s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
+        n, q_dim, kv_dim = (
+            s.num_hidden_layers,
+            s.num_attention_heads * s.head_dim,
+            s.num_key_value_heads * s.head_dim,
+        )
 
         def matrix(rows: int, columns: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(n, rows, columns) * columns**-0.5)
@@ -122,7 +126,9 @@ class DemoModel(nn.Module):
     def rotary(self, rows: int, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin [rows * length, head_dim / 2] of positions 0 .. length - 1 in each row, fp32."""
         half = torch.arange(0, self.shape.head_dim, 2, device=self.embed.device).float() / self.shape.head_dim
-        angles = torch.outer(torch.arange(length, device=self.embed.device).float(), self.shape.rope_theta**-half)
+        angles = torch.outer(
+            torch.arange(length, device=self.embed.device).float(), self.shape.rope_theta**-half
+        )
         angles = angles.repeat(rows, 1)
         return angles.cos(), angles.sin()
 

@@ -7,7 +7,8 @@ Nothing here imports torch: training, the evaluation client and the tests share 
     documents   items laid out as few-shot text, chat conversations or GSM8K-like problems
     tokenizer   the byte-level BPE tokenizer, its chat template, a fast encoder for the corpus
     corpus      training rows: token ids and loss mask, a function of (seed, step)
-    heldout     prompts for evaluation; evaluation scores and compares answers
+    heldout     prompts for evaluation; evaluation scores and compares answers, client asks a server
+    gsm_file    a small file of GSM8K-shaped problems
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ def make_word(rng: random.Random) -> Item:
     name, other = rng.sample(NAMES, 2)
     thing = THINGS[rng.randrange(len(THINGS))]
     total = rng.randrange(5, 100)
-    story, steps, keys = [f"{name} has {total} {thing}."], [], []
+    story, steps = [f"{name} has {total} {thing}."], []
+    keys: list[str] = []
     for _ in range(1 + (rng.random() < 0.4)):
         if rng.random() < 0.5:
             change = rng.randrange(2, 100)

@@ -15,7 +15,6 @@ CATEGORIES = (*MAKERS, *LEDGER_CATEGORIES)
 NUM_SHOTS = 6
 QUESTIONS_PER_LEDGER = 4
 LEDGER_TOKENS = (1000, 3500)
-MAX_ANSWER_TOKENS = 260
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,5 +79,3 @@ def held_out_items(seed: int, num_items: int, categories: tuple[str, ...] = CATE
             item, context = sample(MAKERS[name], rngs[name], HELD_OUT), ""
         out.append(EvalItem(f"{name}-{number}", item, context, shots[name]))
     return out
-
-

@@ -72,7 +72,9 @@ def make_talk(rng: random.Random) -> tuple[str, str]:
         return lines[rng.randrange(len(lines))], reply
     if kind < 0.75:
         name = NAMES[rng.randrange(len(NAMES))]
-        return (f"Tell me a story about {name}.", f"Write a story about {name}.")[rng.randrange(2)], tale(name)
+        return (f"Tell me a story about {name}.", f"Write a story about {name}.")[rng.randrange(2)], tale(
+            name
+        )
     if kind < 0.8:
         return ("Tell me a story.", "Tell me a story", "Write a story.")[rng.randrange(3)], tale("Mira")
     return _unknown_question(rng), _UNKNOWN
