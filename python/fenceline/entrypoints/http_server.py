@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ class HttpServer(uvicorn.Server):
                 ws="none",
             )
         )
+        logging.getLogger("uvicorn.error").setLevel("WARNING")  # start and stop are the supervisor's to report
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
