@@ -69,15 +69,11 @@ def log_output(req: Req, token: int, values: LogprobValues, index: int) -> None:
 def log_prompt(req: Req, first_position: int, tokens: list[int], values: LogprobValues, start: int) -> None:
     """Note the logprobs of consecutive prompt ``tokens`` from ``first_position`` on.
 
-    Their values begin at ``start`` in the step's. Position 0 has no condition and no logprob.
+    Their values begin at ``start`` in the step's.
     """
     log = req.prompt_log
     if log is None:
         return
-    if first_position == 1 and req.source.logprob_start_len == 0:
-        log.token_ids.append(int(req.prompt_ids[0]))
-        log.logprobs.append(None)
-        log.top.append([])
     for offset, token in enumerate(tokens):
         _append(log, token, values, start + offset, req.source.top_logprobs_num)
 

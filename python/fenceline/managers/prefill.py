@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from fenceline.managers.req import LogprobLog, Req
+from fenceline.managers.req import Req
 from fenceline.managers.request_memory import Remap, RequestMemory
 from fenceline.memory_order import Points
 from fenceline.model_executor.schedule_batch import ExtendBatch, ExtendSeq, PageWrites
@@ -16,16 +16,17 @@ I64 = npt.NDArray[np.int64]
 
 # A request is not expected to use more new tokens than this when it is admitted, whatever it may.
 CLIP_NEW_TOKENS = 4096
-# Logits of prompt positions are a vocabulary wide: prompts that want them are computed in chunks this long.
-_LOGPROB_CHUNK = 1024
+# Logits of prompt positions are a vocabulary wide: a step computes at most this many, of all prompts together.
+_MAX_SCORED_TOKENS = 1024
 
 
 @dataclass(slots=True)
 class _Budget:
-    """What is left of a step's tokens, and of memory (in tokens)."""
+    """What is left of a step's tokens, of those whose prompt logprobs it computes, and of memory (in tokens)."""
 
     step_tokens: int
     memory_tokens: int
+    scored_tokens: int = _MAX_SCORED_TOKENS
 
 
 @dataclass(slots=True)
@@ -107,6 +108,8 @@ class PrefillPlanner:
         while waiting and budget.step_tokens > 0 and self._memory.rows.num_free:
             req = waiting[0]
             alone = num_running == 0 and not plan.reqs
+            if _wants_prompt_logprobs(req) and budget.scored_tokens <= 0:
+                return
             if not self._admit(plan, req, budget, alone):
                 return
             waiting.pop(0)
@@ -150,7 +153,9 @@ class PrefillPlanner:
         if self._chunk_size is not None:
             size = min(size, budget.step_tokens)
         if _wants_prompt_logprobs(req):
-            size = min(size, _LOGPROB_CHUNK)
+            unscored = max(req.source.logprob_start_len - 1 - req.computed_len, 0)
+            size = min(size, unscored + budget.scored_tokens)
+            budget.scored_tokens -= max(size - unscored, 0)
         start, end = req.computed_len, req.computed_len + size
         done = end == len(tokens)
         plan.reqs.append(req)
@@ -194,11 +199,3 @@ def remap_writes(remaps: list[Remap]) -> PageWrites:
         ),
         pages=np.concatenate([r.pages for r in remaps]),
     )
-
-
-def new_logs(req: Req) -> None:
-    """Start the logprob logs of a request that wants them."""
-    if req.source.return_logprob:
-        req.output_log = LogprobLog()
-        if req.source.logprob_start_len >= 0:
-            req.prompt_log = LogprobLog()

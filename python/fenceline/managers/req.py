@@ -35,6 +35,16 @@ class LogprobLog:
     logprobs: list[float | None] = field(default_factory=list)
     top: list[list[tuple[float, int]]] = field(default_factory=list)
 
+    @staticmethod
+    def of_prompt(source: TokenizedGenerateReq) -> LogprobLog | None:
+        """The log of a prompt of which nothing is scored yet; None if nothing will be. Position 0 has no
+        condition and no logprob."""
+        if not source.return_logprob or source.logprob_start_len < 0:
+            return None
+        if source.logprob_start_len > 0:
+            return LogprobLog()
+        return LogprobLog([source.input_ids[0]], [None], [[]])
+
 
 @dataclass(slots=True, eq=False)
 class Req:
@@ -136,6 +146,6 @@ class Req:
             num_emitted=self.num_emitted,
             announced=self.announced,
             # A prompt that was left half-way is scored anew.
-            prompt_log=LogprobLog() if self.prompt_log and not self.output_ids else self.prompt_log,
+            prompt_log=self.prompt_log if self.output_ids else LogprobLog.of_prompt(self.source),
             output_log=self.output_log,
         )

@@ -41,16 +41,19 @@ class NewTokenRatio:
 def order_waiting(
     waiting: list[Req], policy: str, match: Callable[[Req], MatchResult], random: Random
 ) -> list[Req]:
-    """The waiting requests in the order in which they should be tried. Resumed ones keep their place."""
+    """The waiting requests in the order in which they should be tried. Retracted ones stay at the head,
+    whatever the policy: they have run already, and newcomers must not pass them for ever."""
+    if policy == "fcfs":
+        return waiting
+    retracted = [req for req in waiting if req.num_retractions]
+    fresh = [req for req in waiting if not req.num_retractions]
     if policy == "random":
-        shuffled = list(waiting)
-        random.shuffle(shuffled)
-        return shuffled
-    if policy == "lpm" and len(waiting) <= _LPM_MAX_QUEUE:
-        matched = {req.rid: match(req).num_tokens for req in waiting}
-        first, later = _split_shared(waiting, matched)
-        return sorted(first, key=lambda req: -matched[req.rid]) + later
-    return waiting
+        random.shuffle(fresh)
+    elif len(fresh) <= _LPM_MAX_QUEUE:
+        matched = {req.rid: match(req).num_tokens for req in fresh}
+        first, later = _split_shared(fresh, matched)
+        fresh = sorted(first, key=lambda req: -matched[req.rid]) + later
+    return retracted + fresh
 
 
 def _split_shared(waiting: list[Req], matched: dict[str, int]) -> tuple[list[Req], list[Req]]:

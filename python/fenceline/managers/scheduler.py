@@ -22,8 +22,8 @@ import numpy as np
 from fenceline.config.engine_config import EngineConfig
 from fenceline.managers.io_struct import AbortReq, BatchTokenOut, FinishReason, Message, TokenizedGenerateReq
 from fenceline.managers.output import OutputSender, log_output, log_prompt
-from fenceline.managers.prefill import CLIP_NEW_TOKENS, PrefillPlan, PrefillPlanner, new_logs, remap_writes
-from fenceline.managers.req import Req, emit_interval
+from fenceline.managers.prefill import CLIP_NEW_TOKENS, PrefillPlan, PrefillPlanner, remap_writes
+from fenceline.managers.req import LogprobLog, Req, emit_interval
 from fenceline.managers.request_memory import Remap, RequestMemory
 from fenceline.managers.running_batch import RunningBatch
 from fenceline.managers.schedule_policy import NewTokenRatio, order_waiting
@@ -63,7 +63,11 @@ class Worker(Protocol):
 
     pages: LeasePool
     req_pool: ReqPool
-    memory_bytes: dict[str, int]
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        """Long-lived allocations by name."""
+        ...
 
     def launch(self, batch: ScheduleBatch) -> ForwardResult:
         """Submit one step without waiting for it."""
@@ -93,7 +97,8 @@ class Scheduler:
         self.stats = SchedulerStats(self.memory, worker.memory_bytes, config.decode_log_interval, outbox)
         self.control = SchedulerControl(self, outbox)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
-        self.random = Random(config.random_seed)
+        self.seeds = Random(config.random_seed)
+        self.shuffler = Random(config.random_seed)  # its own: how often the queue is shuffled moves no seed
         self.reqs: dict[str, Req] = {}  # all that have not left, by rid
         self.waiting: list[Req] = []
         self.chunked: Req | None = None
@@ -118,6 +123,7 @@ class Scheduler:
     def step(self, prev: InFlight | None) -> InFlight | None:
         """One turn of the loop. ``prev`` is the step in flight; returns the step now in flight."""
         self.ingest(self.inbox.drain(block=prev is None and self.idle and not self.stopped))
+        self.retire_departed()  # what aborts free is there for the next step
         flight = self.launch_next()
         if prev is not None:
             self.publish(prev)
@@ -151,7 +157,7 @@ class Scheduler:
             source=message,
             prompt_ids=np.array(message.input_ids, dtype=np.int64),
             stop_ids=frozenset((*eos, *params.stop_token_ids)),
-            seed=self.random.getrandbits(63) if params.seed is None else params.seed,
+            seed=self.seeds.getrandbits(63) if params.seed is None else params.seed,
             max_new_tokens=min(params.max_new_tokens, capacity - len(message.input_ids)),
             emit_interval=emit_interval(message, self.config.stream_interval),
         )
@@ -160,7 +166,8 @@ class Scheduler:
         elif req.max_new_tokens < min(params.max_new_tokens, 1) or len(req.prompt_ids) == 0:
             self.output.finish(req, _error(f"a prompt must have 1 to {capacity - 1} tokens"))
         else:
-            new_logs(req)
+            req.prompt_log = LogprobLog.of_prompt(message)
+            req.output_log = LogprobLog() if message.return_logprob else None
             self.reqs[req.rid] = req
             self.waiting.append(req)
             self.stats.num_prompt_tokens += len(req.prompt_ids)
@@ -198,11 +205,11 @@ class Scheduler:
 
     def plan_prefill(self) -> PrefillPlan | None:
         """Choose among chunked and waiting requests."""
-        if not self.waiting and self.chunked is None:
+        if self.chunked is None and not (self.waiting and self.memory.rows.num_free):
             return None
         reserved = self.running.reserved_tokens(self.ratio.value, CLIP_NEW_TOKENS)
         self.waiting = order_waiting(
-            self.waiting, self.config.schedule_policy, self.memory.match, self.random
+            self.waiting, self.config.schedule_policy, self.memory.match, self.shuffler
         )
         plan = self.planner.plan(self.waiting, self.chunked, len(self.running), reserved)
         if plan is not None:
@@ -219,9 +226,13 @@ class Scheduler:
         self.stats.prefill(plan, len(self.running), len(self.waiting))
         return self.launch(batch, plan.reqs)
 
-    def launch_decode(self) -> InFlight:
-        """Submit one token for every running request, retracting some if memory does not suffice."""
-        self.make_room()
+    def launch_decode(self) -> InFlight | None:
+        """Submit one token for every running request, retracting some if memory does not suffice.
+
+        None while requests whose last step is in flight hold what is missing.
+        """
+        if not self.make_room():
+            return None
         available = self.memory.num_available_pages
         batch = self.running.schedule_step(available, self.memory.grow)
         writes = self.with_remaps(batch.page_writes)
@@ -243,10 +254,13 @@ class Scheduler:
         self.control.after_step()
         return InFlight(batch, reqs, result)
 
-    def make_room(self) -> None:
-        """Retract running requests until the next token of the others fits."""
+    def make_room(self) -> bool:
+        """Retract running requests until the next token of the others fits. False: memory is about to be
+        free without that, with the step in flight."""
         retracted = 0
         while self.running.num_pages_needed() > self.memory.num_available_pages:
+            if len(self.reqs) > len(self.waiting) + len(self.running):
+                return False
             assert len(self.running) > 1, "one request alone always fits: its length was limited on arrival"
             # As in SGLang: those with the fewest outputs lose least, among them the longest prompt.
             victim = min(self.running.reqs, key=lambda r: (len(r.output_ids), -len(r.prompt_ids)))
@@ -257,6 +271,7 @@ class Scheduler:
             decoded = sum(len(req.output_ids) for req in reqs)
             self.ratio.after_retraction(decoded, len(reqs), sum(req.max_new_tokens for req in reqs))
             self.stats.retracted(retracted, self.ratio.value)
+        return True
 
     def retract(self, req: Req) -> None:
         """Take all memory from ``req``; it waits at the head of the queue and computes its tokens again."""
@@ -332,8 +347,8 @@ class Scheduler:
                 remap = self.memory.cache_prompt(req)
                 if remap is not None:
                     self.remaps.append(remap)
+                self.stats.num_generated_tokens += req.max_new_tokens > 0
                 self.publish_token(req, tokens[sampled], out, sampled)
-                self.stats.num_generated_tokens += 1
 
     def publish_token(self, req: Req, token: int, out: StepOutput, index: int) -> None:
         """Append one token and end the request if it was the last."""

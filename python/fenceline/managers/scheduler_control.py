@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ from fenceline.managers.io_struct import (
 
 if TYPE_CHECKING:
     from fenceline.managers.scheduler import Outbox, Scheduler
+
+logger = logging.getLogger(__name__)
 
 _PROFILE_DIR = "/tmp/fenceline-profile"
 
@@ -60,6 +63,7 @@ class SchedulerControl:
 
     def _flush(self) -> tuple[bool, str]:
         scheduler = self._scheduler
+        scheduler.retire_departed()  # requests aborted by the messages just before still lock their prefixes
         if scheduler.reqs:
             return False, f"cache not flushed: {len(scheduler.reqs)} requests are pending"
         num_pages = scheduler.memory.tree.reset()
@@ -69,6 +73,8 @@ class SchedulerControl:
         scheduler = self._scheduler
         if mode not in ("abort", "retract", "in_place"):
             return False, f"unknown mode {mode!r}: use abort, retract or in_place"
+        if scheduler.draining:
+            return False, "the server is shutting down: its last requests must be allowed to end"
         scheduler.paused = True
         if mode == "abort":
             scheduler.abort(AbortReq(abort_all=True))
@@ -107,7 +113,10 @@ class StepProfiler:
         """Begin a trace; with ``num_steps`` it ends by itself."""
         if self._profile is not None:
             return False, "a profile is already running: stop it first"
-        os.makedirs(output_dir, exist_ok=True)
+        try:
+            os.makedirs(output_dir, exist_ok=True)
+        except OSError as error:
+            return False, f"cannot make the folder for the trace: {error}"
         self._path = os.path.join(
             output_dir, f"fenceline-{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}.trace.json"
         )
@@ -125,7 +134,8 @@ class StepProfiler:
             return
         self._steps_left -= 1
         if self._steps_left <= 0:
-            self.stop()
+            _, message = self.stop()
+            logger.info("%s", message)
 
     def stop(self) -> tuple[bool, str]:
         """End the trace and write it."""
@@ -133,5 +143,8 @@ class StepProfiler:
             return False, "no profile is running: start one first"
         profile, self._profile = self._profile, None
         profile.stop()
-        profile.export_chrome_trace(self._path)
+        try:
+            profile.export_chrome_trace(self._path)
+        except (OSError, RuntimeError) as error:
+            return False, f"the trace could not be written to {self._path}: {error}"
         return True, f"trace written to {self._path}"

@@ -1,0 +1,216 @@
+"""Orders of events that once broke the scheduler, and the rules that keep them from doing so again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from scheduler_driver import Driver, make_driver, request
+from test_scheduler import assert_right
+
+from fenceline.managers.io_struct import (
+    AbortReq,
+    ContinueGenerationReq,
+    ControlReply,
+    FlushCacheReq,
+    PauseGenerationReq,
+    ProfileReq,
+    ShutdownReq,
+    TokenizedGenerateReq,
+)
+
+
+def reply(driver: Driver, id: str) -> ControlReply:
+    return next(r for r in driver.replies if isinstance(r, ControlReply) and r.id == id)
+
+
+def steps(driver: Driver, count: int) -> None:
+    for _ in range(count):
+        driver.step()
+
+
+# --- memory that is on its way back -----------------------------------------------------------------
+
+
+def two_running(num_pages: int, first: TokenizedGenerateReq, second: TokenizedGenerateReq) -> Driver:
+    """Both are admitted, although the pool cannot hold both to their ends."""
+    driver = make_driver(num_pages=num_pages, page_size=1, num_rows=2, schedule_conservativeness=0.01)
+    driver.send(first)
+    steps(driver, 2)
+    driver.send(second)
+    steps(driver, 2)
+    assert first.rid in driver.scheduler.reqs
+    assert driver.scheduler.reqs[second.rid].row
+    return driver
+
+
+@pytest.mark.parametrize("num_pages", range(20, 27))
+def test_memory_of_a_request_whose_last_token_is_in_flight_is_waited_for(num_pages: int) -> None:
+    """The pool is full, one of two requests has its last step in flight: the other cannot grow yet."""
+    long = request("long", [2] * 5, max_new_tokens=15, ignore_eos=True)
+    short = request("short", [1] * 5, max_new_tokens=6, ignore_eos=True)
+    driver = two_running(num_pages, long, short)
+    driver.run()
+    assert_right(driver, [short, long])
+    if num_pages == 23:
+        assert driver.scheduler.stats.num_retractions == 0, "what is about to be free retracts nobody"
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_memory_of_an_aborted_request_is_back_before_the_next_step(finished: bool) -> None:
+    stays = request("stays", [2] * 5, max_new_tokens=15, ignore_eos=True)
+    gone = request("gone", [1] * 5, max_new_tokens=9, ignore_eos=True)
+    driver = two_running(21, stays, gone)
+    while driver.worker.pages.num_free:
+        driver.step()
+    assert driver.scheduler.stats.num_retractions == 0, "the pool is just full"
+    driver.send(AbortReq(rid="gone", finished=finished))
+    driver.run()
+    assert_right(driver, [stays])
+    assert driver.scheduler.stats.num_retractions == 0, "the abort freed all that was needed"
+
+
+def test_flush_right_behind_the_abort_of_the_last_request() -> None:
+    """Both arrive in one step: what the request held is given back before the tree is emptied."""
+    driver = make_driver(page_size=4)
+    driver.send(request("a", [1] * 30, max_new_tokens=50, ignore_eos=True))
+    steps(driver, 4)
+    driver.send(AbortReq(rid="a"), FlushCacheReq(id="f"))
+    driver.run()
+    assert reply(driver, "f").success
+    assert driver.worker.pages.num_leased == 0
+
+
+# --- control ----------------------------------------------------------------------------------------
+
+
+def test_profile_into_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    driver = make_driver()
+    driver.send(ProfileReq(id="p", action="start", output_dir=str(file / "folder")))
+    driver.step()
+    assert not reply(driver, "p").success
+    assert str(file) in reply(driver, "p").message
+    driver.send(ProfileReq(id="q", action="start", output_dir=str(tmp_path), num_steps=2))
+    driver.send(request("a", [1, 2], max_new_tokens=5))
+    driver.run()
+    assert len(list(tmp_path.glob("*.trace.json"))) == 1
+
+
+def test_profile_that_cannot_be_written_does_not_end_the_server(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    driver = make_driver()
+    driver.send(ProfileReq(id="p", action="start", output_dir=str(folder), num_steps=2))
+    req = request("a", [1, 2], max_new_tokens=5, ignore_eos=True)
+    driver.send(req)
+    driver.step()
+    folder.rmdir()
+    driver.run()
+    assert_right(driver, [req])
+    driver.send(ProfileReq(id="q", action="stop"))
+    driver.step()
+    assert reply(driver, "q").message == "no profile is running: start one first"
+
+
+def test_a_server_that_drains_cannot_be_paused() -> None:
+    driver = make_driver()
+    req = request("a", [1, 2], max_new_tokens=5, ignore_eos=True)
+    driver.send(req, ShutdownReq(drain=True), PauseGenerationReq(id="p", mode="in_place"))
+    driver.run()
+    assert driver.scheduler.stopped
+    assert not reply(driver, "p").success
+    assert_right(driver, [req])
+
+
+# --- prompt logprobs --------------------------------------------------------------------------------
+
+
+def test_prompt_of_one_token_reports_its_unconditioned_position() -> None:
+    driver = make_driver()
+    driver.send(request("a", [9], max_new_tokens=2, return_logprob=True, logprob_start_len=0))
+    driver.run()
+    assert driver.scheduler.stats.num_generated_tokens == len(driver.answers["a"].output_ids)
+    log = driver.first_logprobs["a"]
+    assert (log.token_ids, log.logprobs) == ([9], [None])
+
+
+@pytest.mark.parametrize("chunked_prefill_size", [4096, -1])
+def test_a_step_scores_a_bounded_number_of_prompt_tokens(chunked_prefill_size: int) -> None:
+    """Every scored position costs a vocabulary of logits, whoever asks for it."""
+    driver = make_driver(
+        num_pages=2000, page_size=4, context_length=2048, chunked_prefill_size=chunked_prefill_size
+    )
+    prompts = [[i + 1] * 700 for i in range(5)]
+    for i, prompt in enumerate(prompts):
+        driver.send(request(f"r{i}", prompt, max_new_tokens=2, return_logprob=True, logprob_start_len=0))
+    while driver.scheduler.reqs or driver.pending:
+        driver.step()
+        if driver.flight is not None and hasattr(driver.flight.batch, "seqs"):
+            offsets = [seq.prompt_logprob_offsets() for seq in driver.flight.batch.seqs]
+            assert sum(last - first for first, last in offsets) <= 1024
+    driver.run()
+    for i, prompt in enumerate(prompts):
+        log = driver.first_logprobs[f"r{i}"]
+        assert log.token_ids == prompt
+        assert log.logprobs == [None, *range(1, 700)]
+
+
+def test_prompt_tokens_that_are_not_scored_do_not_count() -> None:
+    driver = make_driver(num_pages=2000, page_size=4, context_length=4096, chunked_prefill_size=4096)
+    prompt = [1] * 3000
+    driver.send(request("a", prompt, max_new_tokens=0, return_logprob=True, logprob_start_len=2900))
+    driver.run()
+    assert driver.worker.num_steps == 1
+    assert driver.first_logprobs["a"].logprobs == [*range(2900, 3000)]
+    assert driver.scheduler.stats.num_generated_tokens == 0, "only the prompt was wanted"
+
+
+@pytest.mark.parametrize("start", [7, 8, 10**6])
+def test_prompt_logprobs_from_beyond_the_prompt_are_none(start: int) -> None:
+    driver = make_driver()
+    driver.send(request("a", [7] * 7, max_new_tokens=2, return_logprob=True, logprob_start_len=start))
+    driver.run()
+    assert driver.first_logprobs["a"].token_ids == []
+
+
+# --- order and randomness ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "random"])
+def test_seeds_depend_on_the_order_of_arrival_alone(policy: str) -> None:
+    """However many steps pass between arrivals, a request without a seed gets the same one."""
+
+    def seeds(num_steps: int) -> list[int]:
+        driver = make_driver(num_rows=2, schedule_policy=policy)
+        found = []
+        for i in range(6):
+            message = request(f"r{i}", [i + 1] * 9, max_new_tokens=30, ignore_eos=True)
+            driver.send(
+                msgspec.structs.replace(
+                    message, sampling_params=msgspec.structs.replace(message.sampling_params, seed=None)
+                )
+            )
+            driver.step()
+            found.append(driver.scheduler.reqs[f"r{i}"].seed)
+            steps(driver, num_steps)
+        return found
+
+    assert seeds(0) == seeds(3)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "random"])
+def test_a_retracted_request_goes_before_those_that_never_ran(policy: str) -> None:
+    """It has spent steps already, and its pages may be gone from the tree: others' long prefixes do not pass it."""
+    driver = make_driver(page_size=1, num_rows=1, schedule_policy=policy)
+    driver.send(request("warm", [5] * 40, max_new_tokens=1))
+    driver.run()
+    driver.send(request("old", [1] * 4, max_new_tokens=9, ignore_eos=True))
+    steps(driver, 3)
+    driver.send(*(request(f"n{i}", [5] * 40 + [i], max_new_tokens=9, ignore_eos=True) for i in range(5)))
+    driver.send(PauseGenerationReq(id="p", mode="retract"), ContinueGenerationReq(id="c"))
+    driver.step()
+    assert driver.scheduler.reqs["old"].num_retractions == 1
+    assert driver.scheduler.reqs["old"].row != 0, "it is the first to be admitted again"
+    driver.run()
