@@ -19,6 +19,8 @@ BAD_GENERATE = [
     (b'{"text":' * 100_000, "text"),
     (b'{"unknown":' + b"[" * 100_000, "JSON"),
     (b"[]", "object"),
+    (b'{"text": "\\ud800"}', "JSON"),
+    (b'{"text": "a", "sampling_params": {"stop": "\\udfff"}}', "JSON"),
     (b'"text"', "object"),
     (b"{}", "text or input_ids"),
     (b'{"text": "a", "input_ids": [1]}', "text or input_ids"),
@@ -137,6 +139,15 @@ def test_profile_refusal_of_the_scheduler_is_shown(client: httpx.Client) -> None
     assert client.post("/start_profile", json={"num_steps": 3}).json()["message"] == "profile start"
     check_error(client.post("/start_profile", json={"num_steps": 0}), 400, "num_steps")
     check_error(client.post("/stop_profile"), 400, "profile stop")
+
+
+def test_client_that_leaves_while_it_sends(server: LiveServer, client: httpx.Client) -> None:
+    address = urlsplit(server.base_url)
+    num_lines = len(server.lines)
+    with socket.create_connection((address.hostname, address.port)) as raw:
+        raw.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    assert client.get("/health").status_code == 200
+    assert "Traceback" not in "".join(server.lines[num_lines:])
 
 
 def test_duplicate_id_is_refused_while_in_flight(server: LiveServer) -> None:

@@ -6,10 +6,12 @@ import orjson
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from fenceline.managers.request_types import RequestError
+
+CLIENT_GONE = 499  # nobody reads it; it is what the access log shows
 
 
 def error_body(error: RequestError) -> dict[str, dict[str, object]]:
@@ -61,6 +63,10 @@ def install_error_handlers(app: FastAPI) -> None:
         where = ".".join(str(part) for part in first["loc"] if part != "body")
         return error_response(RequestError(400, f"{where}: {first['msg']}", param=where or None))
 
+    async def on_client_gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    app.add_exception_handler(ClientDisconnect, on_client_gone)
     app.add_exception_handler(RequestError, on_request_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(RequestValidationError, on_validation_error)

@@ -25,7 +25,7 @@ from fenceline.managers.io_struct import (
     decode,
     encode,
 )
-from fenceline.managers.ipc import bind_pull, connect_push, drain
+from fenceline.managers.ipc import MAX_DRAINED, bind_pull, connect_push, drain
 from fenceline.managers.process import prepare_child
 from fenceline.managers.stop_strings import StopMatch, StopScanner
 from fenceline.managers.tokenizer import Tokenizer, load_tokenizer
@@ -154,9 +154,9 @@ class DetokenizerManager:
         self._to_scheduler = connect_push(self._context, ports.scheduler)
 
     def run(self) -> None:
-        """Decode until told to stop. Whatever has piled up goes out as one message."""
+        """Decode until told to stop. What has piled up meanwhile goes out as few messages."""
         while True:
-            messages: list[Message] = [decode(self._inbox.recv()), *drain(self._inbox)]
+            messages: list[Message] = [decode(self._inbox.recv()), *drain(self._inbox, MAX_DRAINED - 1)]
             outs: list[StrOut] = []
             for message in messages:
                 if isinstance(message, ShutdownReq):

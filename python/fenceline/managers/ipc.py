@@ -12,6 +12,7 @@ import zmq.asyncio
 
 from fenceline.managers.io_struct import Message, PortArgs, decode, encode
 
+MAX_DRAINED = 16  # messages handled in one go: bounds the time until those who wait for them run
 _MAX_TMPDIR_CHARS = 64
 
 
@@ -23,7 +24,7 @@ class SchedulerLink(Protocol):
         ...
 
     async def receive(self) -> list[Message]:
-        """Wait for news; everything that has arrived, at least one message."""
+        """Wait for news; at least one message, and no more than it takes a moment to handle."""
         ...
 
     def close(self) -> None:
@@ -66,14 +67,15 @@ def connect_push(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.
     return socket
 
 
-def drain(socket: zmq.Socket[bytes]) -> list[Message]:
-    """Every message that has arrived, without waiting."""
+def drain(socket: zmq.Socket[bytes], limit: int | None = None) -> list[Message]:
+    """The messages that have arrived, at most ``limit``, without waiting."""
     messages: list[Message] = []
-    while True:
+    while limit is None or len(messages) < limit:
         try:
             messages.append(decode(socket.recv(zmq.NOBLOCK)))
         except zmq.Again:
-            return messages
+            break
+    return messages
 
 
 class ZmqLink:
@@ -93,10 +95,10 @@ class ZmqLink:
         """See :class:`SchedulerLink`."""
         if self._readable is None:
             self._readable = zmq.asyncio.Socket.from_socket(self._inbox)
-        messages = drain(self._inbox)
+        messages = drain(self._inbox, MAX_DRAINED)
         while not messages:
             await self._readable.poll()
-            messages = drain(self._inbox)
+            messages = drain(self._inbox, MAX_DRAINED)
         return messages
 
     def close(self) -> None:

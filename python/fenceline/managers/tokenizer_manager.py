@@ -70,6 +70,7 @@ class TokenizerManager:
         self._dead = asyncio.Event()
         self._idle = asyncio.Event()
         self._draining = False
+        self.last_news = 0.0  # time.perf_counter() of the latest news of any request
 
     # --- requests
 
@@ -160,6 +161,7 @@ class TokenizerManager:
         while True:
             for message in await self._link.receive():
                 self.handle(message)
+            await asyncio.sleep(0)  # in a flood the readers must run too, else all they do is fall behind
 
     def handle(self, message: Message) -> None:
         """Apply one message from the scheduler or the detokenizer."""
@@ -184,7 +186,7 @@ class TokenizerManager:
                 raise AssertionError(f"unexpected message {type(message).__name__}")
 
     def _deliver(self, token: TokenOut, text: str) -> None:
-        now = time.perf_counter()
+        now = self.last_news = time.perf_counter()
         entry = self._table.advance(token)
         if entry is None:
             return  # abandoned while its news was on the way

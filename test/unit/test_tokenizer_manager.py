@@ -1,0 +1,386 @@
+"""TokenizerManager over a link in memory: what is sent, what is delivered, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_tokenizers import byte_level
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.config.sampling_params import SamplingParams
+from fenceline.config.server_args import ServerArgs, resolve
+from fenceline.managers.io_struct import (
+    AbortReq,
+    BatchStrOut,
+    ControlReply,
+    FatalError,
+    FinishReason,
+    FlushCacheReq,
+    Message,
+    SchedulerReady,
+    ShutdownReq,
+    StrOut,
+    TokenizedGenerateReq,
+    TokenLogprobs,
+    TokenOut,
+)
+from fenceline.managers.request_types import (
+    GenerateChunk,
+    GenerateInput,
+    RequestError,
+    error_of,
+    expand_samples,
+    merge_chunks,
+)
+from fenceline.managers.tokenizer_manager import INLINE_TEXT_CHARS, TokenizerManager
+
+READY = SchedulerReady(
+    max_total_num_tokens=100, max_running_requests=2, max_req_input_len=63, context_length=64, memory_bytes={}
+)
+STOP = FinishReason(type="stop", matched=2)
+
+
+@cache
+def demo_config() -> EngineConfig:
+    return resolve(ServerArgs(model_path="demo", device="cpu"))
+
+
+class MemoryLink:
+    """Keeps what the manager sends."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    async def receive(self) -> list[Message]:
+        raise AssertionError("tests hand messages to the manager themselves")
+
+    def close(self) -> None:
+        pass
+
+    def requests(self) -> list[TokenizedGenerateReq]:
+        return [message for message in self.sent if isinstance(message, TokenizedGenerateReq)]
+
+
+class Bench:
+    """A ready manager and its link."""
+
+    def __init__(self, **config: object) -> None:
+        from dataclasses import replace
+
+        self.link = MemoryLink()
+        self.manager = TokenizerManager(replace(demo_config(), **config), byte_level(), self.link)
+        self.manager.handle(READY)
+
+    def news(
+        self, rid: str, ids: list[int], total: int, end: FinishReason | None = None, text: str = ""
+    ) -> None:
+        token = TokenOut(
+            rid=rid, output_ids=ids, prompt_tokens=3, completion_tokens=total, cached_tokens=1, finish_reason=end,
+            output_logprobs=TokenLogprobs(token_ids=ids, logprobs=[-1.0] * len(ids), top_logprobs=[[]] * len(ids)),
+        )  # fmt: skip
+        self.manager.handle(BatchStrOut(outs=[StrOut(token=token, text=text)]))
+
+
+def ids_input(*ids: int, rid: str = "r", **params: object) -> GenerateInput:
+    return GenerateInput(input_ids=ids, rid=rid, sampling_params=SamplingParams(**params))
+
+
+async def test_chunks_of_a_slow_reader_are_merged() -> None:
+    bench = Bench()
+    stream = await bench.manager.submit(ids_input(5, 6, 7))
+    bench.news("r", [10], 1, text="a")
+    assert (await anext(stream)).text == "a"
+    bench.news("r", [11], 2, text="b")
+    bench.news("r", [12, 13], 4, text="c")
+    bench.news("r", [2], 5, STOP, text="d")
+    chunk = await anext(stream)
+    assert (chunk.text, chunk.output_ids, chunk.completion_tokens) == ("bcd", [11, 12, 13, 2], 5)
+    assert chunk.finish_reason == STOP
+    assert chunk.output_logprobs is not None
+    assert chunk.output_logprobs.token_ids == [11, 12, 13, 2]
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    assert bench.manager.num_active == 0
+
+
+async def test_leaving_a_stream_aborts_once_and_late_news_is_dropped() -> None:
+    bench = Bench()
+    async with await bench.manager.submit(ids_input(5)) as stream:
+        bench.news("r", [1], 1)
+        await anext(stream)
+    stream.close()
+    assert [message for message in bench.link.sent if isinstance(message, AbortReq)] == [AbortReq(rid="r")]
+    bench.news("r", [1], 2)
+    assert stream.take() is None
+    assert bench.manager.num_active == 0
+
+
+async def test_cancelled_reader_aborts() -> None:
+    bench = Bench()
+
+    async def read() -> None:
+        async for _ in bench.manager.generate(ids_input(5)):
+            pass
+
+    task = asyncio.ensure_future(read())
+    while not bench.link.sent:
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert bench.link.sent[-1] == AbortReq(rid="r")
+
+
+async def test_finished_request_is_not_aborted() -> None:
+    bench = Bench()
+    async with await bench.manager.submit(ids_input(5)) as stream:
+        bench.news("r", [2], 1, STOP)
+        assert (await stream.collect()).finish_reason == STOP
+    assert len(bench.link.sent) == 1
+
+
+async def test_reused_id_travels_under_another_name() -> None:
+    """News of the first request that is still on its way must not reach the second."""
+    bench = Bench()
+    (await bench.manager.submit(ids_input(5))).close()
+    second = await bench.manager.submit(ids_input(6))
+    wire = bench.link.requests()[1].rid
+    assert wire != "r"
+    bench.news("r", [99], 1, FinishReason(type="abort"))
+    bench.news(wire, [6], 1)
+    chunk = await anext(second)
+    assert (chunk.rid, chunk.output_ids) == ("r", [6])
+    bench.manager.abort("r")
+    assert bench.link.sent[-1] == AbortReq(rid=wire)
+
+
+async def test_group_interleaves_and_closes_what_is_open() -> None:
+    bench = Bench()
+    group = await bench.manager.submit_many([ids_input(5, rid="a"), ids_input(6, rid="b")])
+    seen: list[tuple[int, list[int]]] = []
+    async with group:
+        bench.news("b", [1], 1)
+        bench.news("a", [2], 1)
+        bench.news("b", [3], 2, STOP)
+        async for index, chunk in group:
+            seen.append((index, chunk.output_ids))
+            if len(seen) == 2:
+                break
+    assert sorted(seen) == [(0, [2]), (1, [1, 3])]
+    assert bench.link.sent[-1] == AbortReq(rid="a")
+
+
+async def test_invalid_request_of_a_group_sends_none() -> None:
+    bench = Bench()
+    with pytest.raises(RequestError):
+        await bench.manager.submit_many([ids_input(5, rid="a"), ids_input(1024, rid="b")])
+    assert bench.link.sent == []
+
+
+@pytest.mark.parametrize(("inp", "words"), [
+    (ids_input(), "empty"), (GenerateInput(text=""), "empty"), (ids_input(*[5] * 64), "at most 63"),
+    (ids_input(1024), "outside"), (ids_input(-1), "outside"), (GenerateInput(), "either"),
+    (ids_input(5, temperature=-1.0), "temperature"), (ids_input(5, stop=("x" * 5000,)), "stop"),
+    (GenerateInput(input_ids=[5], logprob_start_len=2), "logprob_start_len"),
+    (GenerateInput(input_ids=[5], top_logprobs_num=129), "top_logprobs_num"),
+])  # fmt: skip
+async def test_refusals(inp: GenerateInput, words: str) -> None:
+    bench = Bench()
+    with pytest.raises(RequestError, match=words) as caught:
+        await bench.manager.submit(inp)
+    assert caught.value.status == 400
+    assert bench.link.sent == []
+
+
+async def test_max_new_tokens_is_clipped_to_context_and_memory() -> None:
+    bench = Bench()
+    await bench.manager.submit(ids_input(5, 6, 7, 8, max_new_tokens=1000, min_new_tokens=500))
+    params = bench.link.requests()[0].sampling_params
+    assert (params.max_new_tokens, params.min_new_tokens) == (60, 60)
+
+
+async def test_long_text_is_tokenised_off_the_loop_and_equally() -> None:
+    bench = Bench()
+    text = "the quick " * INLINE_TEXT_CHARS
+    assert await bench.manager.tokenize(text) == byte_level().encode(text)
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.booleans(), st.booleans()), max_size=14), st.integers(0, 3))
+def test_queue_limit_counts_what_fits_neither_places_nor_memory(
+    arrivals: Sequence[tuple[int, bool, bool]], max_queued: int
+) -> None:
+    """Each arrival may be followed by the first token, or the end, of the oldest request that has none."""
+
+    async def run() -> None:
+        bench = Bench(max_queued_requests=max_queued)
+        started: dict[str, int] = {}
+        waiting: dict[str, int] = {}
+        for number, (length, starts, ends) in enumerate(arrivals):
+            rid = str(number)
+            expected = _num_queued(list(started.values()), [*waiting.values(), length])
+            try:
+                await bench.manager.submit(ids_input(*[5] * length, rid=rid))
+            except RequestError as error:
+                assert (error.status, error.code) == (503, "queue_full")
+                assert expected > max_queued
+            else:
+                assert expected <= max_queued
+                waiting[rid] = length
+            if starts and waiting:
+                oldest = next(iter(waiting))
+                started[oldest] = waiting.pop(oldest) - 1 + 2  # one cached, two generated
+                bench.news(oldest, [1, 1], 2)
+            if ends and started:
+                gone = next(iter(started))
+                del started[gone]
+                bench.news(gone, [2], 3, STOP)
+
+    asyncio.run(run())
+
+
+def _num_queued(held: list[int], waiting: list[int]) -> int:
+    places, tokens = READY.max_running_requests - len(held), READY.max_total_num_tokens - sum(held)
+    for index, length in enumerate(waiting):
+        if index >= places or sum(waiting[: index + 1]) > tokens:
+            return len(waiting) - index
+    return 0
+
+
+async def test_not_ready_draining_and_dead_refuse_with_503() -> None:
+    manager = TokenizerManager(demo_config(), byte_level(), MemoryLink())
+    for code, change in [
+        ("starting", lambda: manager.handle(READY)),
+        ("shutting_down", lambda: manager.fail("it broke")),
+        ("engine_dead", lambda: None),
+    ]:
+        if code == "shutting_down":
+            assert await manager.drain(1.0)
+        with pytest.raises(RequestError) as caught:
+            await manager.submit(ids_input(5))
+        assert (caught.value.status, caught.value.code) == (503, code)
+        change()
+
+
+async def test_drain_waits_for_the_last_request() -> None:
+    bench = Bench()
+    stream = await bench.manager.submit(ids_input(5))
+    drain = asyncio.ensure_future(bench.manager.drain(30.0))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not drain.done()
+    bench.news("r", [2], 1, STOP)
+    assert await drain is True
+    assert (await stream.collect()).finish_reason == STOP
+    slow = Bench()
+    await slow.manager.submit(ids_input(5))
+    assert await slow.manager.drain(0.01) is False
+
+
+async def test_fatal_error_ends_streams_control_and_waiters() -> None:
+    bench = Bench()
+    stream = await bench.manager.submit(ids_input(5))
+    bench.news("r", [1], 1, text="a")
+    flush = asyncio.ensure_future(bench.manager.flush_cache())
+    await asyncio.sleep(0)
+    bench.manager.handle(FatalError(source="scheduler", message="out of memory"))
+    assert (await anext(stream)).text == "a"
+    for work in (anext(stream), flush, bench.manager.flush_cache()):
+        with pytest.raises(RequestError, match="scheduler: out of memory") as caught:
+            await work
+        assert caught.value.status == 503
+    assert await bench.manager.wait_dead() == "scheduler: out of memory"
+
+
+async def test_control_replies_find_their_callers() -> None:
+    bench = Bench()
+    calls = [asyncio.ensure_future(bench.manager.flush_cache()) for _ in range(2)]
+    await asyncio.sleep(0)
+    first, second = [message for message in bench.link.sent if isinstance(message, FlushCacheReq)]
+    bench.manager.handle(ControlReply(id="nobody", success=True))
+    bench.manager.handle(ControlReply(id=second.id, success=False, message="busy"))
+    bench.manager.handle(ControlReply(id=first.id, success=True))
+    assert [(await call).success for call in calls] == [True, False]
+
+
+async def test_shutdown_tells_the_scheduler() -> None:
+    bench = Bench()
+    bench.manager.shutdown()
+    assert bench.link.sent == [ShutdownReq(drain=False)]
+
+
+def test_samples_have_own_ids_and_seeds() -> None:
+    samples = expand_samples(ids_input(5, seed=2**63 - 1), 3)
+    assert [sample.rid for sample in samples] == ["r", "r-1", "r-2"]
+    assert [sample.sampling_params.seed for sample in samples] == [2**63 - 1, -(2**63), -(2**63) + 1]
+    for n in (0, 129):
+        with pytest.raises(RequestError):
+            expand_samples(ids_input(5), n)
+
+
+def chunk(text: str, ids: list[int], **fields: object) -> GenerateChunk:
+    values = {
+        "rid": "r",
+        "prompt_tokens": 1,
+        "completion_tokens": 0,
+        "cached_tokens": 0,
+        "e2e_latency": 0.0,
+        **fields,
+    }
+    return GenerateChunk(text=text, output_ids=ids, **values)
+
+
+def test_merging_keeps_parts_and_takes_the_last_totals() -> None:
+    prompt = TokenLogprobs(token_ids=[1], logprobs=[None], top_logprobs=[[]])
+    merged = merge_chunks([
+        chunk("a", [1], input_logprobs=prompt), chunk("", [], e2e_latency=1.0),
+        chunk("b", [2], completion_tokens=2, e2e_latency=2.0, finish_reason=STOP),
+    ])  # fmt: skip
+    assert (merged.text, merged.output_ids, merged.completion_tokens) == ("ab", [1, 2], 2)
+    assert (merged.e2e_latency, merged.finish_reason, merged.input_logprobs) == (2.0, STOP, prompt)
+
+
+def test_only_aborts_with_a_status_are_errors() -> None:
+    assert error_of(chunk("", [], finish_reason=STOP)) is None
+    assert error_of(chunk("", [], finish_reason=FinishReason(type="abort", message="user"))) is None
+    error = error_of(
+        chunk("", [], finish_reason=FinishReason(type="abort", message="no room", status_code=507))
+    )
+    assert error is not None
+    assert (error.status, error.message) == (507, "no room")
+
+
+def test_front_end_imports_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, fenceline.entrypoints.supervisor, fenceline.managers.detokenizer_manager;"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("template_file", [False, True])
+def test_tokenizer_reads_special_tokens_and_template(tmp_path: Path, template_file: bool) -> None:
+    from fenceline.managers.tokenizer import load_tokenizer
+
+    byte_level().backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"bos_token": {"content": "<|im_start|>"}, "eos_token": "<|im_end|>", "pad_token": null,'
+        ' "chat_template": [{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}]}'
+    )
+    if template_file:
+        (tmp_path / "chat_template.jinja").write_text("F")
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    assert tokenizer.chat_template == ("F" if template_file else "D")
+    with pytest.raises(ValueError, match="--tokenizer-path"):
+        load_tokenizer(tmp_path / "missing")
