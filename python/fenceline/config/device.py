@@ -11,6 +11,15 @@ from fenceline.config.errors import ConfigError
 _DRIVER_MARKS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
 
 
+# Kinds beside cpu and cuda that somebody has registered; see memory_order.register_device.
+_registered: set[str] = set()
+
+
+def register_kind(kind: str) -> None:
+    """Let the configuration name ``kind`` as a device. Limits that depend on the device are the CPU's."""
+    _registered.add(kind)
+
+
 def cuda_is_available() -> bool:
     """Whether torch can use a CUDA GPU. Imports torch only where there is a driver."""
     if not any(Path(mark).exists() for mark in _DRIVER_MARKS):
@@ -21,9 +30,12 @@ def cuda_is_available() -> bool:
 
 
 def choose_device(wanted: str, probe: Callable[[], bool] = cuda_is_available) -> str:
-    """``cpu`` or ``cuda`` for the value of ``--device``. Raises ConfigError if there is no GPU to use."""
-    if wanted == "cpu":
-        return "cpu"
+    """``cpu`` or ``cuda`` for the value of ``--device``, or a registered kind.
+
+    Raises ConfigError if there is no GPU to use.
+    """
+    if wanted == "cpu" or wanted in _registered:
+        return wanted
     available = probe()
     if wanted == "cuda" and not available:
         raise ConfigError(

@@ -58,7 +58,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         api_key=args.api_key,
         max_queued_requests=args.max_queued_requests,
         watchdog_timeout_s=args.watchdog_timeout,
-        mem_fraction_static=args.mem_fraction_static or _MEM_FRACTION[device],
+        mem_fraction_static=args.mem_fraction_static or _MEM_FRACTION[_limits_of(device)],
         max_total_tokens=_whole_pages(args),
         max_running_requests=_max_running_requests(args, device, model.context_length),
         page_size=args.page_size,
@@ -84,6 +84,10 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         decode_log_interval=args.decode_log_interval,
         enable_metrics=args.enable_metrics,
     )
+
+
+def _limits_of(device: str) -> str:
+    return "cuda" if device == "cuda" else "cpu"
 
 
 def _model_overrides(args: ServerArgs) -> dict[str, object]:
@@ -137,7 +141,7 @@ def _tokenizer_path(args: ServerArgs, model_path: str) -> str:
 
 
 def _auto_dtype(device: str, checkpoint: str) -> str:
-    if device == "cpu":
+    if device != "cuda":
         return "float32"  # few CPUs compute fast in 16 bits
     return "bfloat16" if checkpoint == "float32" else checkpoint
 
@@ -145,7 +149,7 @@ def _auto_dtype(device: str, checkpoint: str) -> str:
 def _chunked_prefill_size(args: ServerArgs, device: str) -> int | None:
     if args.chunked_prefill_size == -1:
         return None
-    default = _CHUNKED_PREFILL_SIZE[device]
+    default = _CHUNKED_PREFILL_SIZE[_limits_of(device)]
     if args.max_prefill_tokens is not None:  # chosen alone, it bounds the default chunk too
         default = max(
             min(default, args.max_prefill_tokens // args.page_size * args.page_size), args.page_size
@@ -163,7 +167,7 @@ def _max_running_requests(args: ServerArgs, device: str, context_length: int) ->
     if args.max_running_requests is not None:
         return args.max_running_requests
     row_bytes = 4 * -(-context_length // args.page_size)
-    limit = min(_MAX_RUNNING_REQUESTS[device], _ROW_TABLE_BYTES[device] // row_bytes)
+    limit = min(_MAX_RUNNING_REQUESTS[_limits_of(device)], _ROW_TABLE_BYTES[_limits_of(device)] // row_bytes)
     if args.max_total_tokens is not None:
         limit = min(limit, args.max_total_tokens // args.page_size)
     return max(limit, 1)

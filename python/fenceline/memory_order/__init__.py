@@ -1,6 +1,6 @@
 """The foundation: where memory lives, what runs in which order, who owns what until when."""
 
-from fenceline.memory_order.device import Device, open_device
+from fenceline.memory_order.device import Device, open_device, register_device
 from fenceline.memory_order.lease import LeaseError, LeasePool
 from fenceline.memory_order.staging import InputRing, ResultLease, ResultRing
 from fenceline.memory_order.stream import Point, Points, Stream
@@ -16,4 +16,5 @@ __all__ = [
     "ResultRing",
     "Stream",
     "open_device",
+    "register_device",
 ]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 
+from fenceline.config.device import register_kind
 from fenceline.memory_order.edges import EDGES, StreamName
 from fenceline.memory_order.stream import Stream
 
@@ -44,12 +46,37 @@ class Device(ABC):
     def synchronize(self) -> None:
         """Block the host until all streams are empty: start-up and shut-down only."""
 
+    def name_memory(self, tensor: torch.Tensor, name: str, row_bytes: int | None = None) -> None:
+        """Tell what reports should call the memory of ``tensor``, made of rows of ``row_bytes`` bytes if given.
+
+        For devices that watch their memory; others ignore it.
+        """
+        return
+
+    def host_access(self, buffer: torch.Tensor, write: bool, what: str) -> None:
+        """The host reads or writes ``buffer``, from :meth:`host_buffer`, past torch: now, and says so first.
+
+        For devices that watch their memory; others ignore it.
+        """
+        return
+
     @abstractmethod
     def _make_stream(self, name: StreamName) -> Stream: ...
 
 
+DeviceFactory = Callable[[frozenset[str]], Device]
+
+_registered: dict[str, DeviceFactory] = {}
+
+
+def register_device(kind: str, factory: DeviceFactory) -> None:
+    """Let :func:`open_device` and the configuration know another kind of device; ``factory`` takes ``severed``."""
+    _registered[kind] = factory
+    register_kind(kind)
+
+
 def open_device(kind: str, severed: frozenset[str] = frozenset()) -> Device:
-    """The device of that kind: ``cpu`` or ``cuda`` (the current CUDA device).
+    """The device of that kind: ``cpu``, ``cuda`` (the current CUDA device) or a registered one.
 
     Raises ``ValueError`` with the remedy where it is not available.
     """
@@ -61,4 +88,6 @@ def open_device(kind: str, severed: frozenset[str] = frozenset()) -> Device:
         from fenceline.memory_order.cuda import CudaDevice
 
         return CudaDevice(severed)
+    if kind in _registered:
+        return _registered[kind](severed)
     raise ValueError(f"unknown device {kind!r}: use --device cpu or --device cuda")

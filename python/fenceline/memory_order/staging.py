@@ -46,13 +46,18 @@ def _aligned(nbytes: int) -> int:
 
 
 class _Ring:
+    name: str
+
     def __init__(self, device: Device, depth: int) -> None:
         self._device = device
-        self._slots = [self._make(_MIN_SLOT_BYTES) for _ in range(depth)]
+        self._slots = [self._make(index, _MIN_SLOT_BYTES) for index in range(depth)]
         self._next = 0
 
-    def _make(self, nbytes: int) -> _Slot:
-        return _Slot(self._device.host_buffer(nbytes), self._device.device_buffer(nbytes))
+    def _make(self, index: int, nbytes: int) -> _Slot:
+        slot = _Slot(self._device.host_buffer(nbytes), self._device.device_buffer(nbytes))
+        self._device.name_memory(slot.host, f"{self.name}.pinned[{index}]")
+        self._device.name_memory(slot.device, f"{self.name}.device[{index}]")
+        return slot
 
     def _take(self, nbytes: int) -> _Slot:
         """The next slot, grown if need be. Growth waits for the device: it happens a few times in a life."""
@@ -60,12 +65,14 @@ class _Ring:
         self._next = (index + 1) % len(self._slots)
         if self._slots[index].host.numel() < nbytes:
             self._device.synchronize()
-            self._slots[index] = self._make(1 << (nbytes - 1).bit_length())
+            self._slots[index] = self._make(index, 1 << (nbytes - 1).bit_length())
         return self._slots[index]
 
 
 class InputRing(_Ring):
     """Host arrays to FORWARD's tensors, through SCHEDULE."""
+
+    name = "input_ring"
 
     def __init__(self, device: Device, depth: int = 2) -> None:
         super().__init__(device, depth)
@@ -81,6 +88,7 @@ class InputRing(_Ring):
         device = self._device
         if slot.host_after is not None:  # WAR: an earlier copy may still read the pinned slot
             device.schedule.synchronize(slot.host_after, STAGING_REUSE)
+        device.host_access(slot.host[:nbytes], True, "pack of the step's inputs")
         _pack(slot.host, arrays, offsets)
         device.schedule.wait(slot.device_after, SCHEDULE_AFTER_FORWARD)  # WAR: step k-2 may still read it
         device.schedule.copy(slot.device[:nbytes], slot.host[:nbytes])
@@ -99,12 +107,19 @@ class ResultLease:
     """
 
     def __init__(
-        self, ring: ResultRing, slot: _Slot, layout: Mapping[str, _Field], produced: Point, copied: Point
+        self,
+        ring: ResultRing,
+        slot: _Slot,
+        layout: Mapping[str, _Field],
+        nbytes: int,
+        produced: Point,
+        copied: Point,
     ) -> None:
         self.produced = produced
         self._ring = ring
         self._slot: _Slot | None = slot
         self._layout = layout
+        self._nbytes = nbytes
         self._copied = copied
 
     def wait(self) -> dict[str, npt.NDArray[np.generic]]:
@@ -116,6 +131,7 @@ class ResultLease:
             raise LeaseError("these results were already taken")
         slot, self._slot = self._slot, None
         self._ring.wait_for(self._copied)
+        self._ring.read_by_host(slot.host[: self._nbytes])
         self.produced.stream.note_passed(self.produced)  # the copy ran after it
         host = slot.host.numpy()
         values = {name: field.read(host) for name, field in self._layout.items()}
@@ -137,6 +153,8 @@ class _Field:
 
 class ResultRing(_Ring):
     """FORWARD's tensors to host arrays, through COPY. Depth 2: one step publishes while the next runs."""
+
+    name = "result_ring"
 
     def __init__(self, device: Device, depth: int = 2) -> None:
         super().__init__(device, depth)
@@ -162,11 +180,15 @@ class ResultRing(_Ring):
         produced = device.forward.record()
         device.copy.wait(produced, COPY_AFTER_FORWARD)  # RAW: the step's results
         device.copy.copy(slot.host[:nbytes], slot.device[:nbytes])
-        return ResultLease(self, slot, layout, produced, device.copy.record())
+        return ResultLease(self, slot, layout, nbytes, produced, device.copy.record())
 
     def wait_for(self, point: Point) -> None:
         """Block the host until the copy that ``point`` ends has run."""
         self._device.copy.synchronize(point, HOST_AFTER_COPY)
+
+    def read_by_host(self, buffer: torch.Tensor) -> None:
+        """Say that the host reads results now."""
+        self._device.host_access(buffer, False, "read of the step's results")
 
 
 def _layout(arrays: Mapping[str, npt.NDArray[np.generic]]) -> tuple[list[int], int]:

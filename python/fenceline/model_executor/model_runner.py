@@ -67,9 +67,15 @@ class ModelRunner:
             dtype,
             device.torch_device,
         )
+        for layer in range(model.num_layers):
+            for part, tensor in (("k", self.kv_pool.k(layer)), ("v", self.kv_pool.v(layer))):
+                device.name_memory(tensor, f"kv_pool.layer{layer}.{part}", tensor[0].nbytes)
         self.pages = LeasePool("KV pages", num_pages, reserved=1)
         max_pages_per_req = -(-config.context_length // config.page_size) + 1
         self.req_pool = ReqPool(config.max_running_requests + 1, max_pages_per_req, device.torch_device)
+        page_table, last_tokens = self.req_pool.page_table, self.req_pool.last_tokens
+        device.name_memory(page_table, "req_pool.page_table", page_table[0].nbytes)
+        device.name_memory(last_tokens, "req_pool.last_tokens", last_tokens.itemsize)
         self.sampler = Sampler(model.vocab_size, self.req_pool.num_rows, device.torch_device)
         self._attention = make_attention_backend(config.attention_backend, self.kv_pool)
         self._inputs = InputRing(device)

@@ -1,0 +1,70 @@
+"""The one file that touches torch's private parts: a Python backend called ``vgpu`` on the PrivateUse1 key.
+
+torch offers this through ``torch.utils.backend_registration`` without promising to keep it; ``test_backend.py`` is the
+smoke test that says so when it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import backend_registration
+
+if TYPE_CHECKING:
+    from fenceline.vgpu.layout import Form
+
+NAME = "vgpu"
+TORCH_DEVICE_INDEX = 0
+
+Kernel = Callable[..., Any]
+
+_libraries: list[torch.library.Library] = []  # torch undoes registrations with the library's life
+
+
+def install(kernels: Mapping[str, Kernel], autograd_kernels: Mapping[str, Kernel]) -> torch.device:
+    """Make ``vgpu`` a device of torch, once per process.
+
+    ``kernels`` are operators that reach a backend without an argument of ours (factories). ``autograd_kernels`` are
+    composites that must not be taken apart outside inference mode. Raises ``RuntimeError`` if another package has
+    taken torch's one slot for outside backends.
+    """
+    if not _libraries:
+        taken = torch._C._get_privateuse1_backend_name()
+        if taken not in ("privateuseone", NAME):
+            raise RuntimeError(f"torch's PrivateUse1 backend is already in use by {taken!r}; vgpu needs it")
+        backend_registration._setup_privateuseone_for_python_backend(NAME)
+        library = torch.library.Library("aten", "IMPL")
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, "PrivateUse1")
+        for name, kernel in autograd_kernels.items():
+            library.impl(name, kernel, "AutogradPrivateUse1")
+        _libraries.append(library)
+    return torch.device(NAME, TORCH_DEVICE_INDEX)
+
+
+def make_wrapper(cls: type, form: Form, offset: int) -> Any:
+    """A tensor of class ``cls`` on the vgpu that has sizes but no memory of torch's."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, form.shape, strides=form.stride, storage_offset=offset, dtype=form.dtype, device=_DEVICE
+    )
+
+
+def is_composite(func: torch._ops.OpOverload) -> bool:
+    """Whether torch can express ``func`` by other operators; under inference mode such ones arrive whole."""
+    return bool(func._can_decompose())
+
+
+def decompose(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``func`` as those other operators."""
+    return func.decompose(*args, **kwargs)
+
+
+class NoTorchFunction:
+    """Base of tensor classes that take part in dispatch only, below torch's Python API."""
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+
+_DEVICE: Any = f"{NAME}:{TORCH_DEVICE_INDEX}"

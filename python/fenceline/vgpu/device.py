@@ -1,0 +1,78 @@
+"""The virtual GPU as a Device of memory_order, for the engine to run on unchanged."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+
+from fenceline.memory_order.device import Device, register_device
+from fenceline.memory_order.edges import StreamName
+from fenceline.memory_order.stream import Point, Stream
+from fenceline.vgpu.factories import use
+from fenceline.vgpu.gpu import VirtualGpu
+from fenceline.vgpu.operation import Operation, here
+from fenceline.vgpu.streams import VirtualStream
+
+
+class VgpuStream(Stream):
+    """A virtual stream under one of the engine's names."""
+
+    def __init__(self, name: StreamName, severed: frozenset[str], gpu: VirtualGpu) -> None:
+        super().__init__(name, severed)
+        self.gpu = gpu
+        self.raw: VirtualStream = gpu.stream(name.value)
+
+    def active(self) -> AbstractContextManager[None]:
+        return self.gpu.on(self.raw)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        host = dst if dst.device.type == "cpu" else src
+        assert host.device.type != "cpu" or self.gpu.pinned.find(host) is not None, (
+            "a copy of pageable memory would block the host"
+        )
+        with self.gpu.on(self.raw):
+            dst.copy_(src, non_blocking=True)
+
+    def _record_event(self) -> object:
+        return self.gpu.record(self.raw)
+
+    def _wait_event(self, point: Point) -> None:
+        assert isinstance(point.event, Operation)
+        self.gpu.wait(self.raw, point.event)
+
+    def _block(self, point: Point) -> None:
+        assert isinstance(point.event, Operation)
+        self.gpu.synchronize(point.event)
+
+
+class VgpuDevice(Device):
+    """A Device over ``gpu``, which becomes the one that ``device="vgpu"`` means to torch."""
+
+    kind = "vgpu"
+
+    def __init__(self, severed: frozenset[str] = frozenset(), gpu: VirtualGpu | None = None) -> None:
+        self.gpu = VirtualGpu() if gpu is None else gpu
+        super().__init__(use(self.gpu), severed)
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        return self.gpu.pinned.buffer(nbytes, here())
+
+    def memory_info(self) -> tuple[int, int]:
+        pool = self.gpu.pool
+        return pool.total_bytes - pool.used_bytes, pool.total_bytes
+
+    def synchronize(self) -> None:
+        self.gpu.synchronize_all()
+
+    def name_memory(self, tensor: torch.Tensor, name: str, row_bytes: int | None = None) -> None:
+        self.gpu.name_memory(tensor, name, row_bytes or 0)
+
+    def host_access(self, buffer: torch.Tensor, write: bool, what: str) -> None:
+        self.gpu.host_access(buffer, write, what)
+
+    def _make_stream(self, name: StreamName) -> Stream:
+        return VgpuStream(name, self.severed, self.gpu)
+
+
+register_device(VgpuDevice.kind, VgpuDevice)

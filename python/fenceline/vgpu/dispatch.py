@@ -1,0 +1,386 @@
+"""From torch operators to operations in a queue.
+
+Views are metadata and happen at once. Everything else is queued: its outputs are allocated now, with the shape and
+strides that the CPU's kernel gives, and their values arrive when the operation runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+
+from fenceline.vgpu import backend
+from fenceline.vgpu.copies import copy_, to_copy
+from fenceline.vgpu.errors import VgpuError
+from fenceline.vgpu.footprint import row_indexes
+from fenceline.vgpu.gpu import VirtualGpu
+from fenceline.vgpu.layout import Form, form_of
+from fenceline.vgpu.operation import NO_ACCESS, Access, here
+from fenceline.vgpu.tensor import VTensor, new_tensor, wrap
+
+Kwargs = Mapping[str, Any]
+Handler = Callable[["_Operator", tuple[Any, ...], Kwargs], Any]
+
+# Composites that run as one kernel; all others are taken apart.
+_WHOLE = {
+    "aten::linear", "aten::matmul", "aten::rms_norm", "aten::layer_norm", "aten::scaled_dot_product_attention",
+    "aten::log_softmax", "aten::softmax", "aten::argsort", "aten::einsum",
+}  # fmt: skip
+# Their output's shape or value is needed by the host, which therefore waits.
+_SYNCHRONISING = {
+    "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
+    "aten::bincount", "aten::equal", "aten::_local_scalar_dense", "aten::repeat_interleave", "aten::histc",
+}  # fmt: skip
+_VIEWS_BY_NATURE = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"}
+_REFUSED = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::record_stream"}
+
+
+class _Kind(Enum):
+    COMPOSITE = "composite"
+    VIEW = "view"
+    KERNEL = "kernel"
+    LIKE = "like"  # a factory that looks only at its argument's form
+    EMPTY = "empty"  # the same without a value
+    SYNC = "sync"
+    COPY = "copy"
+    TO_COPY = "to_copy"
+    REFUSED = "refused"
+
+
+class _Operator:
+    """What the schema of an operator says, worked out once."""
+
+    __slots__ = ("func", "kind", "label", "mutated", "name", "outputs", "rows", "takes_generator")
+
+    def __init__(self, func: torch._ops.OpOverload) -> None:
+        schema = func._schema
+        self.func = func
+        self.name = schema.name
+        self.label = schema.name.removeprefix("aten::")
+        # Positions and names of arguments that are written.
+        self.mutated = [
+            (i, a.name)
+            for i, a in enumerate(schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
+        # For each return: the name of the argument that it is, or None for a new tensor.
+        self.outputs = [_aliased(schema, result) for result in schema.returns]
+        self.rows = row_indexes(self.label)
+        self.takes_generator = any(a.name == "generator" for a in schema.arguments)
+        self.kind = self._kind()
+
+    def _kind(self) -> _Kind:
+        schema, name = self.func._schema, self.name
+        if name in _REFUSED:
+            return _Kind.REFUSED
+        if name == "aten::copy_":
+            return _Kind.COPY
+        if name == "aten::_to_copy":
+            return _Kind.TO_COPY
+        if name in _SYNCHRONISING:
+            return _Kind.SYNC
+        if name in _VIEWS_BY_NATURE:
+            return _Kind.VIEW
+        if self.label.endswith("_like") or self.label.startswith("new_"):
+            return _Kind.EMPTY if "empty" in self.label else _Kind.LIKE
+        if name not in _WHOLE and backend.is_composite(self.func):
+            return _Kind.COMPOSITE
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+            return _Kind.VIEW
+        return _Kind.KERNEL
+
+
+def _aliased(schema: Any, result: Any) -> str | None:
+    if result.alias_info is None or not result.alias_info.is_write:
+        return None
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.before_set == result.alias_info.before_set:
+            return str(argument.name)
+    return None
+
+
+_operators: dict[Any, _Operator] = {}
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    """Run, queue or refuse one operator that has a VTensor among its arguments."""
+    operator = _operators.get(func)
+    if operator is None:
+        operator = _operators[func] = _Operator(func)
+    return _HANDLERS[operator.kind](operator, args, kwargs)
+
+
+# --- arguments -------------------------------------------------------------------------------------------
+
+
+class _Call:
+    """An operator's arguments: as the kernel will see them, and as a key of everything but values."""
+
+    __slots__ = ("args", "key", "kwargs", "tensors")
+
+    def __init__(self, operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> None:
+        self.key: list[Any] = [operator]
+        self.tensors: list[VTensor] = []
+        self.args = [self._plain(arg) for arg in args]
+        self.kwargs = {name: self._plain(arg, name) for name, arg in kwargs.items()} if kwargs else {}
+
+    def _plain(self, arg: Any, name: str = "") -> Any:
+        kind = type(arg)
+        if kind is VTensor or isinstance(arg, VTensor):
+            self.tensors.append(arg)
+            self.key.append(arg.layout_.form)
+            return arg.plain
+        if kind is list or kind is tuple:
+            self.key.append(len(arg))
+            return [self._plain(item) for item in arg]
+        if name:
+            self.key.append(name)
+        if isinstance(arg, torch.Tensor):
+            self.key.append((arg.shape, arg.dtype))
+            return arg.clone()  # host values are taken at the call
+        if kind is torch.device:
+            return _CPU
+        self.key.append((kind, arg))
+        return arg
+
+    @property
+    def gpu(self) -> VirtualGpu:
+        return self.tensors[0].gpu
+
+
+_CPU = torch.device("cpu")
+
+
+def _argument(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs, position: int, name: str) -> Any:
+    return args[position] if position < len(args) else kwargs.get(name)
+
+
+def _written(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> list[VTensor]:
+    found: list[VTensor] = []
+    for position, name in operator.mutated:
+        value = _argument(operator, args, kwargs, position, name)
+        if isinstance(value, torch.Tensor) and not isinstance(value, VTensor):
+            raise VgpuError(f"{operator.label} would write a host tensor; only copy_ does that")
+        found += value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    return found
+
+
+# --- outputs ---------------------------------------------------------------------------------------------
+
+_outputs: dict[tuple[Any, ...], Any] = {}
+
+
+def _output_forms(call: _Call, operator: _Operator, written: list[VTensor]) -> Any:
+    """Form, or tuple of forms, of the new tensors; checks the arguments on the way, as the CPU's kernel does."""
+    key = tuple(call.key)
+    try:
+        return _outputs[key]
+    except KeyError:
+        pass
+    except TypeError:  # an argument that cannot be hashed
+        return _forms(_dry_run(call, operator, written))
+    forms = _outputs[key] = _forms(_dry_run(call, operator, written))
+    return forms
+
+
+def _dry_run(call: _Call, operator: _Operator, written: list[VTensor]) -> Any:
+    """The kernel's answer to arguments of the right form; their values do not matter."""
+    targets = {id(tensor.plain) for tensor in written}
+    for value in (0, 1):
+        plain = {id(t.plain): _stand_in(t.plain, id(t.plain) in targets, value) for t in call.tensors}
+
+        def swap(arg: Any, plain: dict[int, torch.Tensor] = plain) -> Any:
+            if isinstance(arg, list):
+                return [swap(item) for item in arg]
+            return plain.get(id(arg), arg)
+
+        try:
+            with torch.inference_mode():
+                return operator.func(*swap(call.args), **{k: swap(v) for k, v in call.kwargs.items()})
+        except ZeroDivisionError:
+            continue
+        except RuntimeError as error:
+            if "ZeroDivision" not in str(error):
+                raise
+    raise AssertionError("an integer division by one cannot fail")
+
+
+def _stand_in(plain: torch.Tensor, written: bool, value: int) -> torch.Tensor:
+    if plain.is_floating_point() and not written:
+        return plain
+    with torch.inference_mode():
+        form = (tuple(plain.shape), plain.stride())
+        return torch.empty_strided(*form, dtype=plain.dtype).fill_(value)
+
+
+def _forms(result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return form_of(tuple(result.shape), result.stride(), result.dtype)
+    if isinstance(result, (tuple, list)):
+        return tuple(_forms(item) for item in result)
+    return None
+
+
+# --- handlers --------------------------------------------------------------------------------------------
+
+
+def _composite(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    return backend.decompose(operator.func, args, kwargs)
+
+
+def _view(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    base: VTensor = args[0]
+    result = operator.func(base.plain, *args[1:], **kwargs)
+    # Inside inference mode a view of a normal tensor is a normal tensor, and torch checks.
+    if not base.is_inference() and torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return _wrap_views(base, result)
+    return _wrap_views(base, result)
+
+
+def _wrap_views(base: VTensor, result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return wrap(base.gpu, result, base.allocation)
+    return [wrap(base.gpu, item, base.allocation) for item in result]
+
+
+def _kernel(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    if operator.rows is not None and _has_mask(args):
+        return _sync(operator, args, kwargs)
+    call = _Call(operator, args, kwargs)
+    written = _written(operator, args, kwargs) if operator.mutated else []
+    forms = _output_forms(call, operator, written)
+    gpu, place = call.gpu, here()
+    if operator.takes_generator:
+        call.kwargs["generator"] = torch.Generator().manual_seed(gpu.draw_seed())
+    rows = None if operator.rows is None else operator.rows(call.args)
+    reads = [_access(t, rows) for t in call.tensors]
+    writes = [_access(t, rows) for t in written]
+    func, plain_args, plain_kwargs = operator.func, call.args, call.kwargs
+    if operator.outputs and None not in operator.outputs:
+        gpu.submit(operator.label, lambda: func(*plain_args, **plain_kwargs), reads, writes, place)
+        return _same(operator, args, kwargs)
+    outputs = _new_outputs(gpu, forms, operator, place)
+    writes += [Access(t.allocation.tag, t.layout_) for t in outputs]
+    targets = [t.plain for t in outputs]
+
+    def run() -> None:
+        _store(func(*plain_args, **plain_kwargs), targets)
+
+    gpu.submit(operator.label, run, reads, writes, place)
+    return outputs[0] if isinstance(forms, Form) else _returned(operator, args, kwargs, forms, outputs)
+
+
+def _access(tensor: VTensor, rows: tuple[torch.Tensor, torch.Tensor] | None) -> Access:
+    if rows is not None and tensor.plain is rows[0]:
+        return Access(tensor.allocation.tag, tensor.layout_, rows[1])
+    return Access(tensor.allocation.tag, tensor.layout_)
+
+
+def _new_outputs(gpu: VirtualGpu, forms: Any, operator: _Operator, place: Any) -> list[VTensor]:
+    if isinstance(forms, Form):
+        return [new_tensor(gpu, forms, place)]
+    flat: list[VTensor] = []
+    for index, form in enumerate(forms or ()):
+        if isinstance(form, tuple):  # a list of tensors
+            flat += [new_tensor(gpu, item, place) for item in form]
+        elif form is not None and not (index < len(operator.outputs) and operator.outputs[index]):
+            flat.append(new_tensor(gpu, form, place))
+    return flat
+
+
+def _store(result: Any, targets: list[torch.Tensor]) -> None:
+    if isinstance(result, torch.Tensor):
+        targets[0].copy_(result)
+        return
+    values = [item for part in result for item in (part if isinstance(part, (list, tuple)) else (part,))]
+    fresh = [value for value in values if isinstance(value, torch.Tensor)]
+    for target, value in zip(targets, fresh, strict=True):
+        target.copy_(value)
+
+
+def _same(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    positions = {name: position for position, name in operator.mutated}
+    results = [_argument(operator, args, kwargs, positions[name], name) for name in operator.outputs if name]
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _returned(operator: _Operator, args: Any, kwargs: Kwargs, forms: Any, outputs: list[VTensor]) -> Any:
+    if len(operator.outputs) == 1:  # one list of tensors
+        return outputs
+    assert all(name is None for name in operator.outputs), f"{operator.label} both writes and returns"
+    return tuple(outputs)
+
+
+def _has_mask(args: tuple[Any, ...]) -> bool:
+    indices = args[1] if len(args) > 1 else None
+    if not isinstance(indices, (list, tuple)):
+        return False
+    return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+
+
+def _sync(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    """Queue the operator, wait for its answer, and give that answer memory."""
+    call = _Call(operator, args, kwargs)
+    written = _written(operator, args, kwargs) if operator.mutated else []
+    gpu, place = call.gpu, here()
+    box: list[Any] = []
+    reads = [_access(t, None) for t in call.tensors]
+    writes = [_access(t, None) for t in written]
+    func, plain_args, plain_kwargs = operator.func, call.args, call.kwargs
+    done = gpu.submit(
+        operator.label, lambda: box.append(func(*plain_args, **plain_kwargs)), reads, writes, place
+    )
+    gpu.synchronize(done)
+    if written:
+        return _same(operator, args, kwargs)
+    result = box[0]
+    if not isinstance(result, (torch.Tensor, tuple, list)):
+        return result
+    values = [result] if isinstance(result, torch.Tensor) else list(result)
+    outputs = [new_tensor(gpu, form, place) for form in (_forms(value) for value in values)]
+    targets = [t.plain for t in outputs]
+    fills = [Access(t.allocation.tag, t.layout_) for t in outputs]
+    gpu.submit(operator.label, lambda: _store(tuple(values), targets), NO_ACCESS, fills, place)
+    return outputs[0] if isinstance(result, torch.Tensor) else tuple(outputs)
+
+
+def _like(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    call = _Call(operator, args, kwargs)
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != backend.NAME:
+        with torch.inference_mode():
+            return operator.func(*call.args, **call.kwargs)
+    form = _output_forms(call, operator, [])
+    gpu, place = call.gpu, here()
+    if operator.takes_generator:
+        call.kwargs["generator"] = torch.Generator().manual_seed(gpu.draw_seed())
+    output = new_tensor(gpu, form, place)
+    if operator.kind is _Kind.LIKE:
+        func, plain_args, plain_kwargs, target = operator.func, call.args, call.kwargs, output.plain
+
+        def run() -> None:
+            target.copy_(func(*plain_args, **plain_kwargs))
+
+        gpu.submit(operator.label, run, NO_ACCESS, [Access(output.allocation.tag, output.layout_)], place)
+    return output
+
+
+def _refused(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    raise VgpuError(f"{operator.label} is not available on the virtual GPU")
+
+
+_HANDLERS: dict[_Kind, Handler] = {
+    _Kind.COMPOSITE: _composite,
+    _Kind.VIEW: _view,
+    _Kind.KERNEL: _kernel,
+    _Kind.LIKE: _like,
+    _Kind.EMPTY: _like,
+    _Kind.SYNC: _sync,
+    _Kind.COPY: lambda operator, args, kwargs: copy_(*args, **kwargs),
+    _Kind.TO_COPY: lambda operator, args, kwargs: to_copy(*args, **kwargs),
+    _Kind.REFUSED: _refused,
+}

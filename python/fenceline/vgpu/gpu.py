@@ -1,0 +1,265 @@
+"""VirtualGpu: streams whose work runs later, in an order that a seed decides."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from random import Random
+
+import torch
+
+from fenceline.vgpu.detector import Detector
+from fenceline.vgpu.errors import DeadlockError, KernelError, RaceError
+from fenceline.vgpu.layout import Form, layout_at
+from fenceline.vgpu.memory import Allocation, PinnedMemory, Pool, Tag, whole
+from fenceline.vgpu.operation import NO_ACCESS, Accesses, Operation, Place, here
+from fenceline.vgpu.policy import Policy, make_policy
+from fenceline.vgpu.streams import HostThread, VirtualStream
+
+_DEFAULT_BYTES = 1 << 30
+
+
+class VirtualGpu:
+    """One virtual GPU: its memory, its streams, the host threads that use it, and the schedule.
+
+    ``policy`` is a name of ``policy.POLICIES`` or a Policy. ``detect`` keeps vector clocks and raises ``RaceError`` at
+    the first race (``collect``: keeps all in ``races`` instead). Not thread-safe by itself: host threads take turns.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        policy: str | Policy = "random",
+        detect: bool = True,
+        collect: bool = False,
+        total_bytes: int = _DEFAULT_BYTES,
+    ) -> None:
+        self.seed = seed
+        self.policy = make_policy(policy, seed) if isinstance(policy, str) else policy
+        self.detector = Detector(self.history_of) if detect else None
+        self.collect = collect
+        self.races: list[RaceError] = []
+        self.pool = Pool(total_bytes)
+        self.pinned = PinnedMemory()
+        self.num_run = 0
+        self.streams: list[VirtualStream] = []
+        self._agents: list[VirtualStream | HostThread] = []
+        self._random = Random(seed)  # of random numbers drawn on the device, not of the schedule
+        self._seq = 0
+        self._released: list[tuple[Tag, VirtualStream]] = []
+        self._local = threading.local()
+        self._failure: BaseException | None = None
+        self.default_stream = self.stream("default")
+        self._main = self._thread("host")
+        self._local.thread = self._main
+
+    # --- agents --------------------------------------------------------------------------------------
+
+    def stream(self, name: str) -> VirtualStream:
+        """A new stream. It is ordered with no other, the default stream included."""
+        stream = VirtualStream(len(self._agents), name)
+        self._agents.append(stream)
+        self.streams.append(stream)
+        return stream
+
+    def _thread(self, name: str) -> HostThread:
+        thread = HostThread(len(self._agents), name, self.default_stream)
+        self._agents.append(thread)
+        return thread
+
+    @property
+    def thread(self) -> HostThread:
+        """The calling thread."""
+        thread: HostThread = getattr(self._local, "thread", self._main)
+        return thread
+
+    @contextmanager
+    def on(self, stream: VirtualStream) -> Iterator[None]:
+        """Inside, torch operations of this thread go to ``stream``."""
+        thread = self.thread
+        before, thread.current = thread.current, stream
+        try:
+            yield
+        finally:
+            thread.current = before
+
+    def history_of(self, agent: int, index: int) -> Operation:
+        """The ``index``-th action (from 1) of an agent."""
+        return self._agents[agent].history[index - 1]
+
+    # --- memory --------------------------------------------------------------------------------------
+
+    def allocate(self, form: Form, place: Place) -> tuple[torch.Tensor, Allocation]:
+        """Memory for a tensor of ``form`` from the current stream's pool: its plain view, and the tenancy."""
+        stream = self.thread.current
+        self._collect_released()
+        region = self.pool.take(stream, form.nbytes)
+        tag = Tag(region, place, form.shape)
+        return region.view(layout_at(form, 0)), Allocation(tag, stream, self._release)
+
+    def _release(self, tag: Tag, stream: VirtualStream) -> None:
+        self._released.append((tag, stream))  # may be called at any moment, by Python's collector
+
+    def _collect_released(self) -> None:
+        while self._released:
+            tag, stream = self._released.pop(0)
+            region = tag.region
+            op = Operation(f"free of {tag}", tag.place, region.poison, writes=(whole(tag),))
+            self._append(stream, op)
+            self.pool.put(stream, region)
+
+    def name_memory(self, tensor: torch.Tensor, name: str, row_bytes: int = 0) -> None:
+        """Let reports call the memory of ``tensor``, on the device or pinned, ``name`` and count rows in it."""
+        tag = getattr(tensor, "allocation", None) or self.pinned.find(tensor)
+        tag = tag.tag if isinstance(tag, Allocation) else tag
+        assert tag is not None, "pageable memory is nobody's but the host's"
+        tag.name, tag.row_bytes = name, row_bytes
+
+    # --- submission ----------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        label: str,
+        run: Callable[[], None],
+        reads: Accesses = NO_ACCESS,
+        writes: Accesses = NO_ACCESS,
+        place: Place | None = None,
+        stream: VirtualStream | None = None,
+    ) -> Operation:
+        """Queue an operation on ``stream`` (default: the current one). The device may run some work now."""
+        op = Operation(label, here() if place is None else place, run, reads, writes)
+        self._collect_released()
+        self._append(self.thread.current if stream is None else stream, op)
+        self._drift()
+        return op
+
+    def _append(self, stream: VirtualStream, op: Operation) -> None:
+        self._seq += 1
+        op.seq = self._seq
+        stream.append(op, self.thread.submitting)
+
+    def record(self, stream: VirtualStream) -> Operation:
+        """A mark after everything submitted to ``stream`` so far."""
+        op = Operation("record", here(), None)
+        self._collect_released()
+        self._append(stream, op)
+        self._drift()
+        return op
+
+    def wait(self, stream: VirtualStream, mark: Operation) -> None:
+        """What is submitted to ``stream`` from now on runs after ``mark``. The host does not block."""
+        self._collect_released()
+        self._append(stream, Operation("wait", here(), None, after=mark))
+        self._drift()
+
+    # --- the host ------------------------------------------------------------------------------------
+
+    def synchronize(self, op: Operation) -> None:
+        """Block the calling thread until ``op`` has run."""
+        self._collect_released()
+        self._run_until(op)
+        self.thread.heard(op)
+
+    def synchronize_all(self) -> None:
+        """Block the calling thread until every stream is empty."""
+        for mark in [self.record(stream) for stream in self.streams]:
+            self.synchronize(mark)
+
+    def query(self, op: Operation) -> bool:
+        """Whether ``op`` has run. If so, the calling thread has learned it."""
+        self._drift()
+        if op.done:
+            self.thread.heard(op)
+        return op.done
+
+    def host_access(self, tensor: torch.Tensor, write: bool, what: str) -> None:
+        """Declare that the calling thread reads or writes ``tensor``, which lies in pinned memory, now."""
+        self._collect_released()
+        if self.detector is not None:
+            tag = self.pinned.find(tensor)
+            assert tag is not None, "only pinned memory is touched by both sides"
+            op = Operation(what, here(), None)
+            self._seq += 1
+            op.seq = self._seq
+            self.thread.act(op)
+            self._report(self.detector.host_access(op, tag, tensor, write))
+        self._drift()
+
+    def draw_seed(self) -> int:
+        """A seed for an operation that draws random numbers, chosen in program order."""
+        return self._random.getrandbits(63)
+
+    # --- running -------------------------------------------------------------------------------------
+
+    def _drift(self) -> None:
+        """Let the device run as far as the policy wants while the host is free to go on."""
+        policy = self.policy
+        while runnable := [stream for stream in self.streams if stream.queue and stream.runnable]:
+            stream = policy.pick(runnable, None)
+            if stream is None:
+                return
+            self._run_head(stream)
+
+    def _run_until(self, op: Operation) -> None:
+        while not op.done:
+            runnable = [stream for stream in self.streams if stream.queue and stream.runnable]
+            if not runnable:
+                raise DeadlockError(self._stuck(op))
+            stream = self.policy.pick(runnable, _needed(op))
+            assert stream is not None, "a blocked host cannot go on"
+            self._run_head(stream)
+
+    def _run_head(self, stream: VirtualStream) -> None:
+        if self._failure is not None:
+            raise self._failure
+        op = stream.queue.popleft()
+        if op.run is not None:
+            if self.detector is not None:
+                self._report(self.detector.check(op))
+            try:
+                with torch.inference_mode():
+                    op.run()
+            except Exception as error:
+                self._fail(op, error)
+            op.run = None
+            op.reads = op.writes = NO_ACCESS
+            self.num_run += 1
+        op.done = True
+        op.after = None
+
+    def _fail(self, op: Operation, error: Exception) -> None:
+        """A kernel failed. Where it read what a race left there, the race is the news."""
+        if self.detector is not None:
+            for stream in self.streams:
+                for other in stream.queue:
+                    if other.run is not None:
+                        self._report(self.detector.check(other, lenient=True))
+        self._failure = KernelError(f"{op.label} on {op.where} failed: {error}\n  submitted at {op.place}")
+        raise self._failure from error
+
+    def _report(self, race: RaceError | None) -> None:
+        if race is None:
+            return
+        self.races.append(race)
+        if not self.collect:
+            self._failure = race
+            raise race
+
+    def _stuck(self, op: Operation) -> str:
+        waits = [
+            f"  {stream.name} waits for {stream.queue[0].after.where} at {stream.queue[0].place}"
+            for stream in self.streams
+            if stream.queue and stream.queue[0].after is not None
+        ]
+        return "\n".join([f"deadlock: {op.label} on {op.where} can never run", *waits])
+
+
+def _needed(op: Operation) -> VirtualStream:
+    """A runnable stream without whose progress ``op`` cannot run."""
+    stream = op.stream
+    assert stream is not None, "only work on a stream is waited for"
+    while stream.queue and (after := stream.queue[0].after) is not None and not after.done:
+        assert after.stream is not None, "a mark lies on a stream"
+        stream = after.stream
+    return stream

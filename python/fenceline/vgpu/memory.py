@@ -1,0 +1,144 @@
+"""Device memory as a caching allocator hands it out, and the host memory that copies may use asynchronously.
+
+A Region is memory; an Allocation is one tenancy of it, ended by Python when the last tensor dies, as in torch. Like
+torch's allocator without ``record_stream``, freed memory goes back to the pool of the stream it was allocated on and
+may be handed out there at once, whatever other streams still do with it. Memory without a value is poisoned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from fenceline.vgpu.layout import Layout, contiguous_form, layout_at
+from fenceline.vgpu.operation import Access, Place
+
+if TYPE_CHECKING:
+    from fenceline.vgpu.shadow import Shadow
+    from fenceline.vgpu.streams import VirtualStream
+
+# In every type of two bytes or more: NaN, or a number far outside any index range.
+_POISON = 0x7FF8
+_MIN_BYTES = 512
+_ALIGN = 64  # as torch's CPU allocator, so that kernels take the same path as on plain CPU tensors
+
+
+class Region:
+    """A piece of memory, on the device or pinned on the host. ``shadow`` is the detector's."""
+
+    __slots__ = ("_halves", "_views", "capacity", "number", "shadow", "storage", "whole")
+
+    def __init__(self, number: int, capacity: int) -> None:
+        self.number = number
+        self.capacity = capacity
+        buffer = torch.empty(capacity, dtype=torch.uint8)
+        self.storage = buffer.untyped_storage()
+        self._halves = torch.empty(0, dtype=torch.int16).set_(self.storage, 0, (capacity // 2,), (1,))
+        self._views: dict[Layout, torch.Tensor] = {}
+        self.whole = layout_at(contiguous_form((capacity,), torch.uint8), 0)
+        self.shadow: Shadow | None = None
+        self.poison()
+
+    def poison(self) -> None:
+        """Overwrite everything with values that are wrong in every type."""
+        self._halves.fill_(_POISON)
+
+    def view(self, layout: Layout) -> torch.Tensor:
+        """The memory as a plain tensor of that layout."""
+        tensor = self._views.get(layout)
+        if tensor is None:
+            with torch.inference_mode(False):
+                form = layout.form
+                tensor = torch.empty(0, dtype=form.dtype)
+                tensor.set_(self.storage, layout.offset, form.shape, form.stride)  # type: ignore[call-overload]
+            self._views[layout] = tensor
+        return tensor
+
+
+class Tag:
+    """What reports call one tenancy of a region, and the rows its memory is divided into."""
+
+    __slots__ = ("is_host", "name", "place", "region", "row_bytes", "shape")
+
+    def __init__(self, region: Region, place: Place, shape: tuple[int, ...], is_host: bool = False) -> None:
+        self.region = region
+        self.place = place
+        self.shape = shape
+        self.name = ""
+        self.row_bytes = 0
+        self.is_host = is_host
+
+    def __str__(self) -> str:
+        if self.name:
+            return self.name
+        kind = "pinned memory" if self.is_host else "tensor"
+        return f"{kind} {list(self.shape)} allocated at {self.place}"
+
+
+class Allocation:
+    """One tenancy of device memory; it ends with the last tensor that holds it."""
+
+    __slots__ = ("_release", "stream", "tag")
+
+    def __init__(
+        self, tag: Tag, stream: VirtualStream, release: Callable[[Tag, VirtualStream], None]
+    ) -> None:
+        self.tag = tag
+        self.stream = stream
+        self._release = release
+
+    def __del__(self) -> None:
+        self._release(self.tag, self.stream)
+
+
+class Pool:
+    """Free device memory by the stream it belongs to and its size. Reuse is last in, first out: at once."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self.used_bytes = 0
+        self._free: dict[tuple[str, int], list[Region]] = {}
+        self._num_regions = 0
+
+    def take(self, stream: VirtualStream, nbytes: int) -> Region:
+        """Memory for at least ``nbytes``. Raises ``torch.OutOfMemoryError``."""
+        capacity = max(_MIN_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
+        free = self._free.get((stream.pool, capacity))
+        if free:
+            return free.pop()
+        if self.used_bytes + capacity > self.total_bytes:
+            raise torch.OutOfMemoryError(
+                f"vgpu is out of memory: {capacity} bytes wanted, {self.total_bytes - self.used_bytes} of "
+                f"{self.total_bytes} left; give VirtualGpu more total_bytes"
+            )
+        self.used_bytes += capacity
+        self._num_regions += 1
+        return Region(self._num_regions, capacity)
+
+    def put(self, stream: VirtualStream, region: Region) -> None:
+        """Give memory back to its stream's pool."""
+        self._free.setdefault((stream.pool, region.capacity), []).append(region)
+
+
+class PinnedMemory:
+    """Host memory handed out by :meth:`buffer`, found again by the address of its storage."""
+
+    def __init__(self) -> None:
+        self._tags: dict[int, Tag] = {}
+
+    def buffer(self, nbytes: int, place: Place) -> torch.Tensor:
+        """Poisoned host memory [nbytes] uint8."""
+        region = Region(-1 - len(self._tags), max(_ALIGN, nbytes + (-nbytes) % _ALIGN))
+        self._tags[region.storage.data_ptr()] = Tag(region, place, (nbytes,), is_host=True)
+        return region.view(layout_at(contiguous_form((nbytes,), torch.uint8), 0))
+
+    def find(self, tensor: torch.Tensor) -> Tag | None:
+        """The memory that ``tensor`` lies in, None if it is pageable."""
+        return self._tags.get(tensor.untyped_storage().data_ptr())
+
+
+def whole(tag: Tag) -> Access:
+    """All bytes of a region."""
+    return Access(tag, tag.region.whole)

@@ -1,0 +1,127 @@
+"""Operation: one entry of a stream's queue, and where in the program it came from."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import CodeType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from fenceline.vgpu.layout import Layout
+
+if TYPE_CHECKING:
+    from fenceline.vgpu.memory import Tag
+    from fenceline.vgpu.streams import VirtualStream
+
+_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_outside: dict[CodeType, bool] = {}
+
+
+def _is_outside(code: CodeType) -> bool:
+    known = _outside.get(code)
+    if known is None:
+        name = code.co_filename
+        known = _outside[code] = not (name.startswith(_ROOTS) or name.startswith("<") or "contextlib" in name)
+    return known
+
+
+class Place(NamedTuple):
+    """A line of the program, kept as code and instruction: cheap to take, resolved when somebody asks."""
+
+    code: CodeType | None
+    instruction: int
+
+    @property
+    def line(self) -> int:
+        """The line number, 0 if unknown."""
+        if self.code is None:
+            return 0
+        for index, (first, *_) in enumerate(self.code.co_positions()):
+            if index * 2 >= self.instruction:
+                return first or 0
+        return 0
+
+    def __str__(self) -> str:
+        if self.code is None:
+            return "an unknown line"
+        text = linecache.getline(self.code.co_filename, self.line).strip()
+        return f"{_short(self.code.co_filename)}:{self.line} in {self.code.co_name}: {text}"
+
+
+def _short(filename: str) -> str:
+    path = Path(filename)
+    parts = path.parts
+    if "fenceline" in parts:
+        return "/".join(parts[len(parts) - 1 - parts[::-1].index("fenceline") :])
+    return path.name
+
+
+def here() -> Place:
+    """The innermost line outside torch and vgpu that led to this call."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if _outside.get(code) or _is_outside(code):
+            return Place(code, frame.f_lasti)
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return Place(None, 0)
+
+
+class Access(NamedTuple):
+    """Memory that an operation touches: the bytes of ``layout``, or of its rows named by ``rows`` when it runs."""
+
+    tag: Tag
+    layout: Layout
+    rows: torch.Tensor | None = None
+
+
+Accesses = Sequence[Access]
+Clock = tuple[int, ...]  # for each agent, the number of its operations that happened before
+NO_ACCESS: Accesses = ()
+
+
+class Operation:
+    """Work on a stream. ``agent`` and ``index`` name it for vector clocks, ``seq`` is its place in program order.
+
+    ``run`` is None for a mark or a wait. ``after`` is the mark that a wait waits for. Once ``done``, what it needed to
+    run is dropped.
+    """
+
+    __slots__ = (
+        "after", "agent", "clock", "done", "index", "label", "place", "reads", "run", "seq", "stream", "where",
+        "writes",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        label: str,
+        place: Place,
+        run: Callable[[], None] | None,
+        reads: Accesses = NO_ACCESS,
+        writes: Accesses = NO_ACCESS,
+        after: Operation | None = None,
+    ) -> None:
+        self.label = label
+        self.place = place
+        self.run = run
+        self.reads = reads
+        self.writes = writes
+        self.after = after
+        self.done = False
+        self.stream: VirtualStream | None = None
+        self.agent = self.index = self.seq = 0
+        self.where = ""  # the agent's name
+        self.clock: Clock = ()
+
+    @property
+    def passed(self) -> Clock:
+        """The clock of what happens after this operation."""
+        clock = list(self.clock) + [0] * (self.agent + 1 - len(self.clock))
+        clock[self.agent] = self.index
+        return tuple(clock)

@@ -1,0 +1,123 @@
+"""Who goes next: the host or one of the streams whose head is runnable. Each policy is a function of its seed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from random import Random
+
+from fenceline.vgpu.streams import VirtualStream
+
+
+class Policy(ABC):
+    """Chooses the schedule. ``needed`` streams are those without which a blocked host cannot go on."""
+
+    @abstractmethod
+    def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
+        """The stream whose head runs next, or None: the host goes on.
+
+        ``needed`` is None while the host is free to go on; otherwise the host is blocked and one of ``runnable``
+        must be chosen; running ``needed`` brings the host closer to going on. ``runnable`` is never empty.
+        """
+
+
+class Fifo(Policy):
+    """In the order of submission, and only when the host waits."""
+
+    def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
+        """See Policy."""
+        return None if needed is None else _oldest(runnable)
+
+
+class Eager(Policy):
+    """In the order of submission and at once: a device that is infinitely fast."""
+
+    def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
+        """See Policy."""
+        return _oldest(runnable)
+
+
+class Laziest(Policy):
+    """Nothing that the host does not need."""
+
+    def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
+        """See Policy."""
+        return needed
+
+
+class Uniform(Policy):
+    """Any stream, with odds drawn from the seed, so that some runs are lopsided."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+        self._host = self._random.choice((0.1, 0.5, 0.8, 0.95, 1.0))
+        self._weights: dict[int, float] = {}
+
+    def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
+        """See Policy."""
+        if needed is None and self._random.random() < self._host:
+            return None
+        if len(runnable) == 1:
+            return runnable[0]
+        weights = [self._weight(stream.number) for stream in runnable]
+        return self._random.choices(runnable, weights)[0]
+
+    def _weight(self, number: int) -> float:
+        weight = self._weights.get(number)
+        if weight is None:
+            weight = self._weights[number] = 10.0 ** self._random.uniform(-2, 0)
+        return weight
+
+
+class Pct(Policy):
+    """Priorities with few changes: finds any bug of ``depth`` ordering constraints with a known chance.
+
+    Burckhardt et al., "A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs", ASPLOS 2010. ``length``
+    estimates the number of choices of a run.
+    """
+
+    def __init__(self, seed: int, depth: int = 3, length: int = 2000) -> None:
+        self._random = Random(seed)
+        self._priorities: dict[int, float] = {}
+        self._changes = {self._random.randrange(length) for _ in range(depth - 1)}
+        self._lowest = 0.0
+        self._step = 0
+
+    def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
+        """See Policy."""
+        best = max(runnable, key=lambda stream: self._priority(stream.number))
+        host_first = needed is None and self._priority(-1) > self._priority(best.number)
+        self._step += 1
+        if self._step in self._changes:
+            self._lowest -= 1.0
+            self._priorities[-1 if host_first else best.number] = self._lowest
+        return None if host_first else best
+
+    def _priority(self, number: int) -> float:
+        priority = self._priorities.get(number)
+        if priority is None:
+            priority = self._priorities[number] = self._random.random()
+        return priority
+
+
+POLICIES = ("fifo", "eager", "laziest", "random", "pct")
+
+
+def make_policy(name: str, seed: int, depth: int = 3) -> Policy:
+    """The policy called ``name``, one of ``POLICIES``; ``depth`` is for ``pct``."""
+    match name:
+        case "fifo":
+            return Fifo()
+        case "eager":
+            return Eager()
+        case "laziest":
+            return Laziest()
+        case "random":
+            return Uniform(seed)
+        case "pct":
+            return Pct(seed, depth)
+    raise ValueError(f"unknown policy {name!r}: use one of {', '.join(POLICIES)}")
+
+
+def _oldest(runnable: Sequence[VirtualStream]) -> VirtualStream:
+    return min(runnable, key=lambda stream: stream.queue[0].seq)

@@ -1,0 +1,5 @@
+"""Shadow."""
+
+
+class Shadow:
+    pass

@@ -1,0 +1,110 @@
+"""VirtualStream: a first-in first-out queue of operations, and its vector clock."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from fenceline.vgpu.operation import Clock, Operation
+
+
+class Agent:
+    """Who does things in an order of its own: a stream, or a thread of the host.
+
+    ``clock`` says what happened before its next action. Positions of other agents only; its own is ``count``.
+    """
+
+    __slots__ = ("clock", "count", "history", "name", "number")
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number = number
+        self.name = name
+        self.count = 0
+        self.clock: Clock = ()
+        self.history: list[Operation] = []  # by index - 1
+
+    def join(self, clock: Clock) -> None:
+        """Everything in ``clock`` happened before what follows."""
+        self.clock = joined(self.clock, clock)
+
+    def note(self, op: Operation) -> None:
+        """Make ``op`` the next action of this agent."""
+        self.count += 1
+        op.agent = self.number
+        op.where = self.name
+        op.index = self.count
+        self.history.append(op)
+
+    def now(self) -> Clock:
+        """The clock of something that happens after all that this agent has done."""
+        clock = list(self.clock) + [0] * (self.number + 1 - len(self.clock))
+        clock[self.number] = self.count
+        return tuple(clock)
+
+
+class HostThread(Agent):
+    """A thread of the host."""
+
+    __slots__ = ("_now", "current")
+
+    def __init__(self, number: int, name: str, current: VirtualStream) -> None:
+        super().__init__(number, name)
+        self.current = current  # the stream that torch operations of this thread go to
+        self._now: Clock = self.now()
+
+    @property
+    def submitting(self) -> Clock:
+        """The clock of whatever this thread submits now; the same object until something changes."""
+        return self._now
+
+    def heard(self, op: Operation) -> None:
+        """The thread has learned that ``op`` and all before it on its stream have run."""
+        self.join(op.passed)
+        self._now = self.now()
+
+    def act(self, op: Operation) -> None:
+        """Note an action of the thread itself, such as an access to pinned memory."""
+        op.clock = self.clock
+        self.note(op)
+        self._now = self.now()
+
+
+class VirtualStream(Agent):
+    """Operations run in order, one after the other; between streams nothing is promised."""
+
+    __slots__ = ("_heard", "capture", "pool", "queue")
+
+    def __init__(self, number: int, name: str) -> None:
+        super().__init__(number, name)
+        self.queue: deque[Operation] = deque()
+        self.pool = name  # which memory its allocations come from
+        self._heard: Clock | None = None
+
+    @property
+    def runnable(self) -> bool:
+        """Whether the head of the queue may run now."""
+        if not self.queue:
+            return False
+        after = self.queue[0].after
+        return after is None or after.done
+
+    def append(self, op: Operation, submitter: Clock) -> None:
+        """Queue ``op``, which happens after everything in ``submitter``, the clock of the thread that submits it."""
+        if submitter is not self._heard:
+            self.clock = joined(self.clock, submitter)
+            self._heard = submitter
+        if op.after is not None:
+            self.clock = joined(self.clock, op.after.passed)
+        op.stream = self
+        op.clock = self.clock
+        self.note(op)
+        self.queue.append(op)
+
+
+def joined(a: Clock, b: Clock) -> Clock:
+    """The element-wise maximum."""
+    if a is b or not b:
+        return a
+    if len(a) < len(b):
+        a, b = b, a
+    result = tuple([x if x > y else y for x, y in zip(a, b, strict=False)]) + a[len(b) :]
+    return a if result == a else result

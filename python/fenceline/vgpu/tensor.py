@@ -1,0 +1,67 @@
+"""VTensor: a torch tensor on the virtual GPU. Every operator ends in :func:`dispatch`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+
+from fenceline.vgpu import backend
+from fenceline.vgpu.gpu import VirtualGpu
+from fenceline.vgpu.layout import Form, Layout, layout_at, layout_of
+from fenceline.vgpu.memory import Allocation
+from fenceline.vgpu.operation import Place
+
+_NOTHING: Mapping[str, Any] = {}
+
+
+class VTensor(backend.NoTorchFunction, torch.Tensor):  # type: ignore[misc]
+    """``plain`` is the memory as a CPU tensor: for kernels when they run, never for the host to look at."""
+
+    plain: torch.Tensor
+    allocation: Allocation
+    layout_: Layout
+    gpu: VirtualGpu
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        from fenceline.vgpu.dispatch import dispatch
+
+        return dispatch(func, args, kwargs or _NOTHING)
+
+    def tolist(self) -> Any:
+        """As torch: copies to the host, which waits for it."""
+        return self.cpu().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As torch on a GPU: only with ``force``, which copies to the host."""
+        if not force:
+            raise TypeError(
+                "can't convert a vgpu tensor to numpy: use Tensor.cpu() to copy it to host memory first"
+            )
+        return self.cpu().numpy()
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return f"vgpu {self.cpu()!r}"
+
+
+def wrap(
+    gpu: VirtualGpu, plain: torch.Tensor, allocation: Allocation, layout: Layout | None = None
+) -> VTensor:
+    """A VTensor over ``plain``, a view of the memory of ``allocation``."""
+    layout = layout_of(plain) if layout is None else layout
+    tensor = cast(VTensor, backend.make_wrapper(VTensor, layout.form, layout.offset))
+    tensor.plain = plain
+    tensor.allocation = allocation
+    tensor.layout_ = layout
+    tensor.gpu = gpu
+    return tensor
+
+
+def new_tensor(gpu: VirtualGpu, form: Form, place: Place) -> VTensor:
+    """An uninitialised (poisoned) tensor on the current stream."""
+    plain, allocation = gpu.allocate(form, place)
+    return wrap(gpu, plain, allocation, layout_at(form, 0))
