@@ -67,6 +67,7 @@ class Driver:
             answer.finish, answer.last = out.finish_reason, out
             answer.num_messages += 1
             if out.input_logprobs is not None:
+                assert out.rid not in self.first_logprobs, "the prompt's logprobs are told once"
                 self.first_logprobs[out.rid] = out.input_logprobs
             if out.output_logprobs is not None:
                 self.output_logprobs.setdefault(out.rid, []).extend(out.output_logprobs.logprobs)

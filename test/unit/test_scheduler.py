@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_driver import Driver, expected_output, make_driver, request
+from scheduler_driver import Answer, Driver, expected_output, make_driver, request
 
 from fenceline.managers.io_struct import (
     AbortReq,
@@ -13,6 +13,7 @@ from fenceline.managers.io_struct import (
     ControlReply,
     FlushCacheReq,
     GetInternalStateReq,
+    Message,
     PauseGenerationReq,
     ShutdownReq,
     TokenizedGenerateReq,
@@ -264,16 +265,50 @@ def test_books_name_a_lost_page() -> None:
         driver.scheduler.memory.check_books()
 
 
-# Flags; (step, request) arrivals; (step, rid) aborts.
-Workload = tuple[dict[str, object], list[tuple[int, TokenizedGenerateReq]], list[tuple[int, str]]]
+# Flags; what arrives at which step.
+Workload = tuple[dict[str, object], list[tuple[int, Message]]]
 
-prompts = st.lists(st.integers(1, 3), min_size=1, max_size=24)
+# Few tokens, so that prefixes meet; some prompts are chunks of one long text, so that they share pages.
+_TEXT = [1 + i * i % 7 for i in range(40)]
+prompts = st.one_of(
+    st.lists(st.integers(1, 3), min_size=1, max_size=24),
+    st.builds(
+        lambda length, tail: _TEXT[:length] + tail,
+        st.integers(4, 40),
+        st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    ),
+)
 
 
 @st.composite
-def workloads(
-    draw: st.DrawFn,
-) -> tuple[dict[str, object], list[tuple[int, TokenizedGenerateReq]], list[tuple[int, str]]]:
+def requests(draw: st.DrawFn, rid: str) -> TokenizedGenerateReq:
+    prompt = draw(prompts)
+    return_logprob = draw(st.integers(0, 3)) == 0
+    return request(
+        rid,
+        prompt,
+        seed=draw(st.integers(0, 1)),
+        max_new_tokens=draw(st.integers(0, 24)),
+        ignore_eos=draw(st.booleans()),
+        stop_token_ids=tuple(draw(st.lists(st.integers(0, 210), max_size=12))),
+        stream=draw(st.booleans()),
+        return_logprob=return_logprob,
+        logprob_start_len=draw(st.integers(-1, len(prompt))) if return_logprob else -1,
+    )
+
+
+@st.composite
+def events(draw: st.DrawFn, when: int, num_reqs: int) -> Message:
+    kind = draw(st.integers(0, 9))
+    if kind < 5:
+        return AbortReq(rid=f"r{draw(st.integers(0, num_reqs - 1))}", finished=kind < 2)
+    if kind < 7:
+        return PauseGenerationReq(id=f"p{when}", mode=draw(st.sampled_from(["retract", "in_place"])))
+    return ContinueGenerationReq(id=f"c{when}") if kind == 7 else FlushCacheReq(id=f"f{when}")
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
     flags: dict[str, object] = {
         "page_size": draw(st.sampled_from([1, 2, 4])),
         "num_rows": draw(st.integers(1, 6)),
@@ -293,40 +328,54 @@ def workloads(
         "chunked_prefill_size": draw(st.sampled_from([4, 16, -1])),
     }
     flags["num_pages"] = draw(st.integers(48, 120)) // int(str(flags["page_size"]))
-    reqs = []
-    for i in range(draw(st.integers(1, 10))):
-        req = request(
-            f"r{i}",
-            draw(prompts),
-            seed=draw(st.integers(0, 1)),
-            max_new_tokens=draw(st.integers(0, 24)),
-            ignore_eos=draw(st.booleans()),
-            stream=draw(st.booleans()),
-        )
-        reqs.append((draw(st.integers(0, 20)), req))
-    aborts = [
-        (draw(st.integers(0, 30)), f"r{draw(st.integers(0, 9))}") for _ in range(draw(st.integers(0, 3)))
+    num_reqs = draw(st.integers(1, 10))
+    messages: list[tuple[int, Message]] = [
+        (draw(st.integers(0, 20)), draw(requests(f"r{i}"))) for i in range(num_reqs)
     ]
-    return flags, reqs, aborts
+    for _ in range(draw(st.integers(0, 6))):
+        when = draw(st.integers(0, 30))
+        messages.append((when, draw(events(when, num_reqs))))
+    return flags, messages
 
 
-@settings(max_examples=150)
+def assert_answer(driver: Driver, req: TokenizedGenerateReq, aborted: bool, silent: bool) -> None:
+    """All of what it should say, or a beginning of that if it was aborted; logprobs of just that."""
+    answer = driver.answers.get(req.rid, Answer())
+    expected = expected_output(req, capacity(driver))
+    ended = answer.finish is not None and answer.finish.type in ("stop", "length")
+    if ended:
+        assert answer.output_ids == expected
+        stops = set(req.sampling_params.stop_token_ids) | (set() if req.sampling_params.ignore_eos else {0})
+        assert answer.finish.type == ("stop" if expected and expected[-1] in stops else "length")
+    else:
+        assert aborted if answer.finish is not None else silent
+        assert answer.output_ids == expected[: len(answer.output_ids)]
+    if req.return_logprob:
+        tokens = [-float(t) for t in answer.output_ids]
+        assert driver.output_logprobs.get(req.rid, []) == tokens
+    if req.logprob_start_len >= 0 and ended:
+        log, start = driver.first_logprobs[req.rid], req.logprob_start_len
+        assert log.token_ids == req.input_ids[start:]
+        assert log.logprobs == [p if p else None for p in range(start, len(req.input_ids))]
+    elif not ended and req.rid in driver.first_logprobs:
+        log = driver.first_logprobs[req.rid]
+        assert log.token_ids == req.input_ids[req.logprob_start_len :][: len(log.token_ids)]
+
+
+@settings(max_examples=200)
 @given(workloads())
 def test_any_workload(workload: Workload) -> None:
     """Whatever arrives and leaves when: the right tokens, each once, and clean books at the end."""
-    flags, reqs, aborts = workload
+    flags, messages = workload
     driver = make_driver(**flags)  # type: ignore[arg-type]
-    aborted = {rid for _, rid in aborts}
     for now in range(40):
-        driver.send(*(req for when, req in reqs if when == now))
-        driver.send(*(AbortReq(rid=rid) for when, rid in aborts if when == now))
+        driver.send(*(message for when, message in messages if when == now))
         driver.step()
+    driver.send(ContinueGenerationReq(id="last"))
     driver.run()
-    for _, req in reqs:
-        answer = driver.answers[req.rid]
-        expected = expected_output(req, capacity(driver))
-        if req.rid in aborted and answer.finish is not None and answer.finish.type == "abort":
-            assert answer.output_ids == expected[: len(answer.output_ids)]
-        else:
-            assert answer.output_ids == expected
-            assert answer.finish is not None
+    aborts = [message for _, message in messages if isinstance(message, AbortReq)]
+    for _, message in messages:
+        if isinstance(message, TokenizedGenerateReq):
+            mine = [abort for abort in aborts if abort.rid == message.rid]
+            silent = any(abort.finished for abort in mine)
+            assert_answer(driver, message, any(not abort.finished for abort in mine), silent)

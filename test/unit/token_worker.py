@@ -2,14 +2,15 @@
 
 Every slot of its pool stores the token whose KV it would hold. The next token is a hash of the request's
 whole history *as read back through the page table*: a page lost, shared wrongly or overwritten gives another
-token. Steps run only when their result is waited for, as on a device that is always behind.
+token. Steps run only when their result is waited for, as on a device that is always behind. What a batch is
+given anew must come with the Points of whoever touched it last.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -19,6 +20,7 @@ from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.memory_order import LeasePool, Point, Points, Stream
 from fenceline.memory_order.edges import StreamName
 from fenceline.model_executor.forward_result import LogprobValues, StepOutput
+from fenceline.model_executor.sampling_batch import ReqSampling
 from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, PageWrites, ScheduleBatch
 
 VOCAB_SIZE = 211
@@ -64,13 +66,43 @@ class TokenResult:
         return output
 
 
+class AuditedPool(LeasePool):
+    """Notes which steps touch which ids, and that ids handed out again come with those steps' Points."""
+
+    def __init__(self, name: str, size: int) -> None:
+        super().__init__(name, size, reserved=1)
+        self._fresh: set[int] = set()
+        self._touched = np.zeros(size, dtype=np.int64)  # serial of the last step
+
+    def alloc(self, n: int) -> tuple[np.ndarray, Points] | None:
+        leased = super().alloc(n)
+        if leased is not None:
+            self._fresh |= set(leased[0].tolist())
+        return leased
+
+    def submitted(self, touched: np.ndarray, done: Point, after: Points) -> None:
+        """A step that touches ``touched`` is submitted; all that was handed out since the last one is for it."""
+        waited = max((point.serial for point in after), default=done.stream.passed_serial)
+        for id in self._fresh:
+            assert self._touched[id] <= max(waited, done.stream.passed_serial), (
+                f"{self.name}: {id} was handed out without waiting for {done.stream.name}@{self._touched[id]}"
+            )
+        self._fresh.clear()
+        assert self._leased[touched].all(), (
+            f"{self.name}: a step uses {touched[~self._leased[touched]]}, leased to nobody"
+        )
+        self._touched[touched] = done.serial
+
+
 class TokenWorker:
     """Stands in for a ModelRunner (see the module's docstring)."""
 
     def __init__(self, num_pages: int, page_size: int, num_rows: int, context_length: int) -> None:
         self.page_size = page_size
-        self.pages = LeasePool("KV pages", num_pages + 1)
+        self.pages = AuditedPool("KV pages", num_pages + 1)
         self.req_pool = ReqPool(num_rows + 1, -(-context_length // page_size) + 1, torch.device("cpu"))
+        self.req_pool.rows = AuditedPool("request rows", num_rows + 1)
+        self._page_table = np.zeros(self.req_pool.page_table.shape, dtype=np.int32)  # as of what is submitted
         self.memory_bytes = {"weights": 0, "kv_cache": 0}
         self.forward = LaggingStream(StreamName.FORWARD, frozenset())
         self.num_steps = 0
@@ -82,11 +114,21 @@ class TokenWorker:
         self.num_steps += 1
         if isinstance(batch, ExtendBatch):
             run = lambda: self._extend(batch)  # noqa: E731
+            lens = {seq.row: seq.seq_len for seq in batch.seqs}
         else:
             run = lambda: self._decode(batch)  # noqa: E731
+            lens = dict(zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True))
         result = TokenResult(self, run, self.forward.record())
+        self._audit(batch, lens, result.done)
         self._queue.append(result)
         return result
+
+    def _audit(self, batch: ScheduleBatch, lens: dict[int, int], done: Point) -> None:
+        writes = batch.page_writes
+        self._page_table[writes.rows, writes.columns] = writes.pages
+        used = [self._page_table[row, : -(-length // self.page_size)] for row, length in lens.items()]
+        self.pages.submitted(np.concatenate(used), done, batch.after)
+        self.req_pool.rows.submitted(np.array(list(lens)), done, batch.after)
 
     def run_until(self, result: TokenResult) -> None:
         while result.output is None:
@@ -112,7 +154,7 @@ class TokenWorker:
 
     def _extend(self, batch: ExtendBatch) -> StepOutput:
         self._write_pages(batch.page_writes)
-        tokens, scored = [], []
+        tokens, scored, sampled = [], [], []
         for seq in batch.seqs:
             slots = [self._slot(seq.row, p) for p in range(seq.prefix_len, seq.seq_len)]
             assert slots == seq.out_slots.tolist()
@@ -121,10 +163,11 @@ class TokenWorker:
                 token = next_token(self._history(seq.row, seq.seq_len), seq.sampling.seed)
                 self.req_pool.last_tokens[seq.row] = token
                 tokens.append(token)
+                sampled.append(seq.sampling)
             first, last = seq.prompt_logprob_offsets()
             scored += [float(seq.prefix_len + offset + 1) for offset in range(first, last)]
         prompt = _values(scored) if scored else None
-        return StepOutput(np.array(tokens, dtype=np.int64), _values([-float(t) for t in tokens]), prompt)
+        return StepOutput(np.array(tokens, dtype=np.int64), _logprobs(tokens, sampled), prompt)
 
     def _decode(self, batch: DecodeBatch) -> StepOutput:
         self._write_pages(batch.page_writes)
@@ -141,7 +184,12 @@ class TokenWorker:
             token = next_token(self._history(row, length), sampling.seed)
             self.req_pool.last_tokens[row] = token
             tokens.append(token)
-        return StepOutput(np.array(tokens, dtype=np.int64), _values([-float(t) for t in tokens]), None)
+        return StepOutput(np.array(tokens, dtype=np.int64), _logprobs(tokens, batch.sampling), None)
+
+
+def _logprobs(tokens: list[int], sampling: Sequence[ReqSampling]) -> LogprobValues | None:
+    """A token's "logprob" is the token; there is one if anybody in the batch asked, as the runner does it."""
+    return _values([-float(t) for t in tokens]) if any(s.return_logprob for s in sampling) else None
 
 
 def _values(chosen: list[float]) -> LogprobValues:
