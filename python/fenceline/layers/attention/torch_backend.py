@@ -38,6 +38,10 @@ class TorchAttentionBackend(AttentionBackend):
 
     def __init__(self, kv_pool: KVPool) -> None:
         self.kv_pool = kv_pool
+        if kv_pool.k(0).is_cuda:
+            # cuDNN's attention builds a plan for each new shape, tens of milliseconds each, and every step here
+            # has new shapes: on an H200 a bf16 evaluation took 86 s with it and as long as fp32's 5 s without.
+            torch.backends.cuda.enable_cudnn_sdp(False)
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """A plan for the batch; allocates its index tensors on the current stream. No host synchronisation."""
