@@ -8,14 +8,18 @@ from functools import cache
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from fenceline.managers.incremental_decode import ByteDecoder, DecoderFactory, IncrementalDecoder, WindowDecoder
-from fenceline.managers.tokenizer import Tokenizer
 from tiny_tokenizers import byte_fallback, byte_level, word_piece
 
-TEXTS = st.text(
-    st.sampled_from("the quickbrown fox.stop\n\t é漢字🙂🙃Ωμ\u200d\ufffd12+=") | st.characters(codec="utf-8"), max_size=40
+from fenceline.managers.incremental_decode import (
+    ByteDecoder,
+    DecoderFactory,
+    IncrementalDecoder,
+    WindowDecoder,
 )
+from fenceline.managers.tokenizer import Tokenizer
+
+COMMON = st.sampled_from("the quickbrown fox.stop\n\t é漢字🙂🙃Ωμ\u200d\ufffd12+=")
+TEXTS = st.text(COMMON | st.characters(codec="utf-8"), max_size=40)
 
 
 @cache
@@ -61,7 +65,9 @@ def test_text_survives_a_byte_level_round_trip_and_characters_stay_whole(text: s
 
 
 @given(TEXTS, TEXTS, st.lists(st.integers(0, 4), max_size=8))
-def test_output_after_a_prompt_is_what_the_prompt_does_not_have(prompt: str, text: str, cuts: list[int]) -> None:
+def test_output_after_a_prompt_is_what_the_prompt_does_not_have(
+    prompt: str, text: str, cuts: list[int]
+) -> None:
     tok = tokenizer("byte_fallback")
     prompt_ids, ids = tok.encode("x" + prompt), tok.encode(text)
     decoder = factory("byte_fallback").make(prompt_ids[-8:], True)

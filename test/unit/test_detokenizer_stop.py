@@ -5,12 +5,19 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_tokenizers import byte_level
 
 from fenceline.config.sampling_params import SamplingParams
 from fenceline.managers.detokenizer_manager import Detokenizer
-from fenceline.managers.io_struct import BatchTokenOut, DecodeInfo, FinishReason, StrOut, TokenLogprobs, TokenOut
+from fenceline.managers.io_struct import (
+    BatchTokenOut,
+    DecodeInfo,
+    FinishReason,
+    StrOut,
+    TokenLogprobs,
+    TokenOut,
+)
 from fenceline.managers.stop_strings import StopMatch, StopScanner
-from tiny_tokenizers import byte_level
 
 TOKENIZER = byte_level()
 LETTERS = st.sampled_from("aab ")
@@ -46,12 +53,22 @@ def test_scanner_agrees_with_the_naive_reference(pieces: list[str], stops: list[
     assert shown + scanner.flush() == text
 
 
+def test_match_passed_over_while_unarmed_does_not_come_back() -> None:
+    scanner = StopScanner(["a", "ab c"])
+    assert scanner.feed("a", armed=False) == ""  # may yet become "ab c"
+    assert scanner.feed("b") == ""
+    assert scanner.feed(" x") == "ab x"
+    assert scanner.feed("a") == StopMatch("a", "")
+
+
 def news(ids: list[int], total: int, **fields: object) -> TokenOut:
     values = {"rid": "r", "prompt_tokens": 3, "cached_tokens": 0, **fields}
     return TokenOut(output_ids=ids, completion_tokens=total, **values)
 
 
-def serve(ids: list[int], cuts: list[int], params: SamplingParams, end: FinishReason) -> tuple[list[StrOut], bool]:
+def serve(
+    ids: list[int], cuts: list[int], params: SamplingParams, end: FinishReason
+) -> tuple[list[StrOut], bool]:
     """All news of one request cut into messages; whether the scheduler was told to release it."""
     detokenizer = Detokenizer(TOKENIZER)
     info = DecodeInfo(prompt_tail_ids=TOKENIZER.encode("stop: ")[-3:], sampling_params=params, stream=True)
@@ -62,7 +79,9 @@ def serve(ids: list[int], cuts: list[int], params: SamplingParams, end: FinishRe
         piece = ids[position : position + length]
         position += len(piece)
         last = position == len(ids)
-        token = news(piece, position, decode=info if number == 0 else None, finish_reason=end if last else None)
+        token = news(
+            piece, position, decode=info if number == 0 else None, finish_reason=end if last else None
+        )
         batch, stopped = detokenizer.process(BatchTokenOut(outs=[token]))
         outs += batch.outs
         released = released or bool(stopped)
@@ -91,7 +110,9 @@ def test_answer_does_not_depend_on_the_cuts(
     outs, _ = serve(ids, cuts, params, LENGTH)
     single, _ = serve(ids, [1] * len(ids), params, LENGTH)
     assert "".join(out.text for out in outs) == "".join(out.text for out in single)
-    assert sum((out.token.output_ids for out in outs), []) == sum((out.token.output_ids for out in single), [])
+    assert sum((out.token.output_ids for out in outs), []) == sum(
+        (out.token.output_ids for out in single), []
+    )
     assert outs[-1].token.finish_reason == single[-1].token.finish_reason
     assert outs[-1].token.completion_tokens == sum(len(out.token.output_ids) for out in outs)
     assert all(out.token.finish_reason is None for out in outs[:-1])
@@ -147,7 +168,8 @@ def test_tokens_after_a_stop_string_are_dropped_and_the_id_may_return() -> None:
     ids = TOKENIZER.encode("fox")
     first, _ = detokenizer.process(BatchTokenOut(outs=[news(ids, len(ids), decode=info)]))
     assert first.outs[0].token.finish_reason is not None
-    late, stopped = detokenizer.process(BatchTokenOut(outs=[news(ids, 2 * len(ids)), news([], 9, finish_reason=LENGTH)]))
+    more = [news(ids, 2 * len(ids)), news([], 9, finish_reason=LENGTH)]
+    late, stopped = detokenizer.process(BatchTokenOut(outs=more))
     assert (late.outs, stopped) == ([], [])
     again, _ = detokenizer.process(BatchTokenOut(outs=[news(TOKENIZER.encode("dog"), 1, decode=info)]))
     assert again.outs[0].text == "dog"

@@ -248,7 +248,7 @@ def test_queue_limit_counts_what_fits_neither_places_nor_memory(
 
 def _num_queued(held: list[int], waiting: list[int]) -> int:
     places, tokens = READY.max_running_requests - len(held), READY.max_total_num_tokens - sum(held)
-    for index, length in enumerate(waiting):
+    for index in range(len(waiting)):
         if index >= places or sum(waiting[: index + 1]) > tokens:
             return len(waiting) - index
     return 0

@@ -48,7 +48,8 @@ class HttpServer(uvicorn.Server):
                 ws="none",
             )
         )
-        logging.getLogger("uvicorn.error").setLevel("WARNING")  # start and stop are the supervisor's to report
+        # Start and stop are the supervisor's to report.
+        logging.getLogger("uvicorn.error").setLevel("WARNING")
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -245,7 +245,8 @@ def encode(message: Message) -> bytes:
 
 def decode(data: bytes | memoryview) -> Message:
     """The inverse of :func:`encode`. Raises ``msgspec.ValidationError`` on anything else."""
-    return _DECODER.decode(data)
+    message: Message = _DECODER.decode(data)
+    return message
 
 
 class PortArgs(msgspec.Struct, frozen=True, kw_only=True):

@@ -99,7 +99,7 @@ class Metrics:
         self._cached_tokens = 0
         self._num_requests = 0
         self._num_aborted = 0
-        self.registry.register(self)  # type: ignore[arg-type]  # a collector is whatever has collect()
+        self.registry.register(self)
 
     def observe(self, entry: RequestEntry, token: TokenOut, now: float) -> None:
         """News of a request arrived at ``now`` (``time.perf_counter()``)."""

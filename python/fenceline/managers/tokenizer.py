@@ -63,7 +63,8 @@ def _convert(folder: Path) -> RustTokenizer:
     try:
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)._tokenizer
+        backend: RustTokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)._tokenizer
+        return backend
     except Exception as error:  # whatever transformers raises, the remedy is the same
         raise ValueError(
             f"no tokenizer in {folder}: it needs a tokenizer.json; point --tokenizer-path to one or use "
