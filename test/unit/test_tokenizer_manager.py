@@ -269,6 +269,18 @@ async def test_not_ready_draining_and_dead_refuse_with_503() -> None:
         change()
 
 
+async def test_death_while_a_long_text_is_tokenised_sends_nothing() -> None:
+    bench = Bench()
+    text = "x" * (INLINE_TEXT_CHARS + 1)
+    submit = asyncio.ensure_future(bench.manager.submit(GenerateInput(text=text)))
+    await asyncio.sleep(0)
+    assert not submit.done()
+    bench.manager.fail("it broke")
+    with pytest.raises(RequestError, match="it broke"):
+        await submit
+    assert bench.link.sent == []
+
+
 async def test_drain_waits_for_the_last_request() -> None:
     bench = Bench()
     stream = await bench.manager.submit(ids_input(5))

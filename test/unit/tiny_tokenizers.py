@@ -35,25 +35,7 @@ def byte_fallback() -> Tokenizer:
     """As Llama 2 and Mistral have it: spaces are ▁, unknown characters are <0x..> bytes."""
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
     pieces += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
-    words = [
-        "▁the",
-        "▁quick",
-        "▁fox",
-        "▁",
-        "the",
-        "stop",
-        "▁stop",
-        "s",
-        "t",
-        "o",
-        "p",
-        "e",
-        "é",
-        "漢",
-        "fox",
-        ".",
-        "▁▁",
-    ]
+    words = ["▁the", "▁quick", "▁fox", "▁", "the", "stop", "▁stop", "fox", "▁▁", *"stopeé漢."]
     pieces += [(word, -float(rank + 1)) for rank, word in enumerate(words)]
     backend = RustTokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

@@ -63,7 +63,11 @@ def _convert(folder: Path) -> RustTokenizer:
     try:
         from transformers import AutoTokenizer
 
-        backend: RustTokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)._tokenizer
+        backend: RustTokenizer | None = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True
+        )._tokenizer
+        if backend is None:
+            raise TypeError("it has no fast implementation")
         return backend
     except Exception as error:  # whatever transformers raises, the remedy is the same
         raise ValueError(
