@@ -19,6 +19,7 @@ from fenceline.managers.io_struct import (
     ShutdownReq,
     TokenizedGenerateReq,
 )
+from fenceline.model_executor.schedule_batch import DecodeBatch
 
 
 def reply(driver: Driver, id: str) -> ControlReply:
@@ -69,6 +70,53 @@ def test_memory_of_an_aborted_request_is_back_before_the_next_step(finished: boo
     driver.run()
     assert_right(driver, [stays])
     assert driver.scheduler.stats.num_retractions == 0, "the abort freed all that was needed"
+
+
+def test_pages_of_a_prefix_wait_for_its_last_reader() -> None:
+    """A reader of cached pages leaves with a step in flight, and another request evicts them at once."""
+    driver = make_driver(num_pages=6, page_size=4, num_rows=2)
+    driver.send(request("warm", [1] * 12, max_new_tokens=1))
+    driver.run()
+    waits = request("waits", [3] * 15, max_new_tokens=2, ignore_eos=True)
+    driver.send(request("reader", [1] * 12 + [2], max_new_tokens=9, ignore_eos=True), waits)
+    steps(driver, 2)
+    assert driver.scheduler.waiting, "the reader's prefix is in the way"
+    assert driver.answers["reader"].last.cached_tokens == 12
+    driver.send(AbortReq(rid="reader"))
+    driver.step()
+    assert not driver.scheduler.waiting, "evicted while the reader's last step is in flight"
+    driver.run()
+    assert_right(driver, [waits])
+
+
+def test_pages_that_a_request_leaves_to_the_tree_wait_for_its_last_step() -> None:
+    """A request leaves its output's pages to the tree with a step in flight; another evicts them at once."""
+    driver = make_driver(num_pages=6, page_size=4, num_rows=2)
+    driver.send(request("writer", [1] * 8, max_new_tokens=16, ignore_eos=True))
+    driver.step()
+    while driver.scheduler.reqs["writer"].published_len < 17:
+        driver.step()
+    assert driver.worker.pages.num_free == 1
+    next_one = request("next", [3] * 11, max_new_tokens=2, ignore_eos=True)
+    driver.send(AbortReq(rid="writer"), next_one)
+    driver.step()
+    assert driver.scheduler.reqs["next"].row, "admitted while the writer's last step is in flight"
+    driver.run()
+    assert_right(driver, [next_one])
+
+
+def test_a_request_moves_onto_the_pages_of_the_tree_once() -> None:
+    """In steady decode no page table changes, whatever was remapped before."""
+    driver = make_driver(num_pages=400, page_size=16, num_rows=4, context_length=1024)
+    driver.send(*(request(f"r{i}", [1] * 64 + [i], max_new_tokens=40, ignore_eos=True) for i in range(3)))
+    num_written = 0
+    while driver.scheduler.reqs or driver.pending:
+        driver.step()
+        if driver.flight is not None and isinstance(driver.flight.batch, DecodeBatch):
+            num_written += len(driver.flight.batch.page_writes)
+    driver.run()
+    # Two of them move 4 pages of the prompt; each grows from 65 + 15 to 65 + 39 tokens, a page at a time.
+    assert num_written == 2 * 4 + 3 * 2
 
 
 def test_flush_right_behind_the_abort_of_the_last_request() -> None:

@@ -125,6 +125,7 @@ class TokenWorker:
 
     def _audit(self, batch: ScheduleBatch, lens: dict[int, int], done: Point) -> None:
         writes = batch.page_writes
+        assert (writes.rows > 0).all(), "the page table of the sink row names only the sink page"
         self._page_table[writes.rows, writes.columns] = writes.pages
         used = [self._page_table[row, : -(-length // self.page_size)] for row, length in lens.items()]
         self.pages.submitted(np.concatenate(used), done, batch.after)
