@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 from fake_scheduler import Seed, run_fake_scheduler, run_stillborn_scheduler
@@ -109,6 +113,28 @@ def test_shutdown_ends_processes_and_further_calls() -> None:
     assert [process.is_alive() for process in started[0].processes] == [False, False]
     with pytest.raises(RuntimeError, match="shut down"):
         engine.generate("a")
+
+
+def test_program_that_forgets_to_shut_down_ends_cleanly(tmp_path: Path) -> None:
+    program = tmp_path / "forgetful.py"
+    program.write_text(
+        "from functools import partial\n"
+        "import fenceline, fake_scheduler\n"
+        "from fenceline.entrypoints.launch import launch_processes\n"
+        "if __name__ == '__main__':\n"
+        "    launch = partial(launch_processes, scheduler_entry=fake_scheduler.run_fake_scheduler)\n"
+        "    engine = fenceline.Engine(launch=launch, model_path='demo', device='cpu')\n"
+        "    print(engine.generate(input_ids=[5], sampling_params={'max_new_tokens': 2})['output_ids'])\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[5, 5]\n", "")
 
 
 def test_death_of_the_scheduler_reaches_the_caller() -> None:

@@ -20,7 +20,6 @@ from fenceline.entrypoints.generate_api import AnswerWriter, answers_of, make_wr
 from fenceline.entrypoints.generate_body import GenerateBody, expand
 from fenceline.entrypoints.launch import EngineBackend, FrontEnd, launch_processes
 from fenceline.entrypoints.native_api import describe_server
-from fenceline.managers.process import setup_logging
 from fenceline.managers.request_stream import StreamGroup
 from fenceline.managers.request_types import RequestError
 from fenceline.managers.tokenizer_manager import TokenizerManager
@@ -48,7 +47,6 @@ class Engine:
         self, launch: Callable[[EngineConfig], EngineBackend] = launch_processes, **server_args: Any
     ) -> None:
         self.config = resolve(ServerArgs.from_kwargs({"log_level": "error", **server_args}))
-        setup_logging(self.config.log_level)
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine-loop", daemon=True)
         self._closed = False
@@ -179,20 +177,19 @@ class Engine:
             return
         self._closed = True
         atexit.unregister(self.shutdown)
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        front_end = self._front_end
+        if front_end is None:
+            self._backend.stop(0.0)
+        else:
+            self._wait(_say_goodbye(front_end.manager))
+            self._backend.stop(STOP_TIMEOUT_S)  # in this thread: at exit no other can be started any more
+            self._wait(front_end.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    async def _stop(self) -> None:
-        if self._front_end is None:
-            await asyncio.to_thread(self._backend.stop, 0.0)
-            return
-        manager = self._front_end.manager
-        manager.fail("it was shut down")
-        manager.shutdown()
-        await asyncio.to_thread(self._backend.stop, STOP_TIMEOUT_S)
-        await self._front_end.close()
+    def _wait(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def __enter__(self) -> Self:
         return self
@@ -226,6 +223,11 @@ class Engine:
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
         except RequestError as error:
             raise _python_error(error) from error
+
+
+async def _say_goodbye(manager: TokenizerManager) -> None:
+    manager.fail("it was shut down")
+    manager.shutdown()
 
 
 async def _next(answers: AsyncIterator[bytes]) -> bytes | None:

@@ -70,8 +70,8 @@ class EngineProcesses:
 
         def died(process: BaseProcess) -> None:
             loop.remove_reader(process.sentinel)
-            process.join()
             if not self._stopping:
+                process.join()
                 on_death(f"the {process.name} process ended unexpectedly ({_how(process.exitcode)})")
 
         for process in self.processes:
