@@ -5,14 +5,17 @@ Importing this package makes ``vgpu`` a device that ``memory_order.open_device``
 
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.errors import CaptureError, DeadlockError, KernelError, RaceError, VgpuError
-from fenceline.vgpu.gpu import VirtualGpu
+from fenceline.vgpu.factories import use
+from fenceline.vgpu.gpu import Event, VirtualGpu
 
 __all__ = [
     "CaptureError",
     "DeadlockError",
+    "Event",
     "KernelError",
     "RaceError",
     "VgpuDevice",
     "VgpuError",
     "VirtualGpu",
+    "use",
 ]

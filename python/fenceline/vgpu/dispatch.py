@@ -7,7 +7,6 @@ strides that the CPU's kernel gives, and their values arrive when the operation 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from enum import Enum
 from typing import Any
 
 import torch
@@ -15,101 +14,23 @@ import torch
 from fenceline.vgpu import backend
 from fenceline.vgpu.copies import copy_, to_copy
 from fenceline.vgpu.errors import VgpuError
-from fenceline.vgpu.footprint import row_indexes
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.layout import Form, form_of
 from fenceline.vgpu.operation import NO_ACCESS, Access, here
+from fenceline.vgpu.operators import Kind, Operator
 from fenceline.vgpu.tensor import VTensor, new_tensor, wrap
 
 Kwargs = Mapping[str, Any]
-Handler = Callable[["_Operator", tuple[Any, ...], Kwargs], Any]
+Handler = Callable[["Operator", tuple[Any, ...], Kwargs], Any]
 
-# Composites that run as one kernel; all others are taken apart.
-_WHOLE = {
-    "aten::linear", "aten::matmul", "aten::rms_norm", "aten::layer_norm", "aten::scaled_dot_product_attention",
-    "aten::log_softmax", "aten::softmax", "aten::argsort", "aten::einsum",
-}  # fmt: skip
-# Their output's shape or value is needed by the host, which therefore waits.
-_SYNCHRONISING = {
-    "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
-    "aten::bincount", "aten::equal", "aten::_local_scalar_dense", "aten::repeat_interleave", "aten::histc",
-}  # fmt: skip
-_VIEWS_BY_NATURE = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"}
-_REFUSED = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::record_stream"}
-
-
-class _Kind(Enum):
-    COMPOSITE = "composite"
-    VIEW = "view"
-    KERNEL = "kernel"
-    LIKE = "like"  # a factory that looks only at its argument's form
-    EMPTY = "empty"  # the same without a value
-    SYNC = "sync"
-    COPY = "copy"
-    TO_COPY = "to_copy"
-    REFUSED = "refused"
-
-
-class _Operator:
-    """What the schema of an operator says, worked out once."""
-
-    __slots__ = ("func", "kind", "label", "mutated", "name", "outputs", "rows", "takes_generator")
-
-    def __init__(self, func: torch._ops.OpOverload) -> None:
-        schema = func._schema
-        self.func = func
-        self.name = schema.name
-        self.label = schema.name.removeprefix("aten::")
-        # Positions and names of arguments that are written.
-        self.mutated = [
-            (i, a.name)
-            for i, a in enumerate(schema.arguments)
-            if a.alias_info is not None and a.alias_info.is_write
-        ]
-        # For each return: the name of the argument that it is, or None for a new tensor.
-        self.outputs = [_aliased(schema, result) for result in schema.returns]
-        self.rows = row_indexes(self.label)
-        self.takes_generator = any(a.name == "generator" for a in schema.arguments)
-        self.kind = self._kind()
-
-    def _kind(self) -> _Kind:
-        schema, name = self.func._schema, self.name
-        if name in _REFUSED:
-            return _Kind.REFUSED
-        if name == "aten::copy_":
-            return _Kind.COPY
-        if name == "aten::_to_copy":
-            return _Kind.TO_COPY
-        if name in _SYNCHRONISING:
-            return _Kind.SYNC
-        if name in _VIEWS_BY_NATURE:
-            return _Kind.VIEW
-        if self.label.endswith("_like") or self.label.startswith("new_"):
-            return _Kind.EMPTY if "empty" in self.label else _Kind.LIKE
-        if name not in _WHOLE and backend.is_composite(self.func):
-            return _Kind.COMPOSITE
-        if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
-            return _Kind.VIEW
-        return _Kind.KERNEL
-
-
-def _aliased(schema: Any, result: Any) -> str | None:
-    if result.alias_info is None or not result.alias_info.is_write:
-        return None
-    for argument in schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.before_set == result.alias_info.before_set:
-            return str(argument.name)
-    return None
-
-
-_operators: dict[Any, _Operator] = {}
+_operators: dict[Any, Operator] = {}
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     """Run, queue or refuse one operator that has a VTensor among its arguments."""
     operator = _operators.get(func)
     if operator is None:
-        operator = _operators[func] = _Operator(func)
+        operator = _operators[func] = Operator(func)
     return _HANDLERS[operator.kind](operator, args, kwargs)
 
 
@@ -121,7 +42,7 @@ class _Call:
 
     __slots__ = ("args", "key", "kwargs", "tensors")
 
-    def __init__(self, operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> None:
+    def __init__(self, operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> None:
         self.key: list[Any] = [operator]
         self.tensors: list[VTensor] = []
         self.args = [self._plain(arg) for arg in args]
@@ -154,11 +75,11 @@ class _Call:
 _CPU = torch.device("cpu")
 
 
-def _argument(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs, position: int, name: str) -> Any:
+def _argument(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs, position: int, name: str) -> Any:
     return args[position] if position < len(args) else kwargs.get(name)
 
 
-def _written(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> list[VTensor]:
+def _written(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> list[VTensor]:
     found: list[VTensor] = []
     for position, name in operator.mutated:
         value = _argument(operator, args, kwargs, position, name)
@@ -173,7 +94,7 @@ def _written(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> list
 _outputs: dict[tuple[Any, ...], Any] = {}
 
 
-def _output_forms(call: _Call, operator: _Operator, written: list[VTensor]) -> Any:
+def _output_forms(call: _Call, operator: Operator, written: list[VTensor]) -> Any:
     """Form, or tuple of forms, of the new tensors; checks the arguments on the way, as the CPU's kernel does."""
     key = tuple(call.key)
     try:
@@ -186,7 +107,7 @@ def _output_forms(call: _Call, operator: _Operator, written: list[VTensor]) -> A
     return forms
 
 
-def _dry_run(call: _Call, operator: _Operator, written: list[VTensor]) -> Any:
+def _dry_run(call: _Call, operator: Operator, written: list[VTensor]) -> Any:
     """The kernel's answer to arguments of the right form; their values do not matter."""
     targets = {id(tensor.plain) for tensor in written}
     for value in (0, 1):
@@ -227,11 +148,11 @@ def _forms(result: Any) -> Any:
 # --- handlers --------------------------------------------------------------------------------------------
 
 
-def _composite(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+def _composite(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     return backend.decompose(operator.func, args, kwargs)
 
 
-def _view(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+def _view(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     base: VTensor = args[0]
     result = operator.func(base.plain, *args[1:], **kwargs)
     # Inside inference mode a view of a normal tensor is a normal tensor, and torch checks.
@@ -247,7 +168,7 @@ def _wrap_views(base: VTensor, result: Any) -> Any:
     return [wrap(base.gpu, item, base.allocation) for item in result]
 
 
-def _kernel(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+def _kernel(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     if operator.rows is not None and _has_mask(args):
         return _sync(operator, args, kwargs)
     call = _Call(operator, args, kwargs)
@@ -257,7 +178,11 @@ def _kernel(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     if operator.takes_generator:
         call.kwargs["generator"] = torch.Generator().manual_seed(gpu.draw_seed())
     rows = None if operator.rows is None else operator.rows(call.args)
-    reads = [_access(t, rows) for t in call.tensors]
+    if operator.overwrites:
+        fresh = {id(t) for t in written}
+        reads = [_access(t, rows) for t in call.tensors if id(t) not in fresh]
+    else:
+        reads = [_access(t, rows) for t in call.tensors]
     writes = [_access(t, rows) for t in written]
     func, plain_args, plain_kwargs = operator.func, call.args, call.kwargs
     if operator.outputs and None not in operator.outputs:
@@ -280,7 +205,7 @@ def _access(tensor: VTensor, rows: tuple[torch.Tensor, torch.Tensor] | None) -> 
     return Access(tensor.allocation.tag, tensor.layout_)
 
 
-def _new_outputs(gpu: VirtualGpu, forms: Any, operator: _Operator, place: Any) -> list[VTensor]:
+def _new_outputs(gpu: VirtualGpu, forms: Any, operator: Operator, place: Any) -> list[VTensor]:
     if isinstance(forms, Form):
         return [new_tensor(gpu, forms, place)]
     flat: list[VTensor] = []
@@ -302,13 +227,13 @@ def _store(result: Any, targets: list[torch.Tensor]) -> None:
         target.copy_(value)
 
 
-def _same(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+def _same(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     positions = {name: position for position, name in operator.mutated}
     results = [_argument(operator, args, kwargs, positions[name], name) for name in operator.outputs if name]
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _returned(operator: _Operator, args: Any, kwargs: Kwargs, forms: Any, outputs: list[VTensor]) -> Any:
+def _returned(operator: Operator, args: Any, kwargs: Kwargs, forms: Any, outputs: list[VTensor]) -> Any:
     if len(operator.outputs) == 1:  # one list of tensors
         return outputs
     assert all(name is None for name in operator.outputs), f"{operator.label} both writes and returns"
@@ -322,7 +247,7 @@ def _has_mask(args: tuple[Any, ...]) -> bool:
     return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
-def _sync(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+def _sync(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     """Queue the operator, wait for its answer, and give that answer memory."""
     call = _Call(operator, args, kwargs)
     written = _written(operator, args, kwargs) if operator.mutated else []
@@ -348,7 +273,7 @@ def _sync(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     return outputs[0] if isinstance(result, torch.Tensor) else tuple(outputs)
 
 
-def _like(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+def _like(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     call = _Call(operator, args, kwargs)
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != backend.NAME:
@@ -359,7 +284,7 @@ def _like(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     if operator.takes_generator:
         call.kwargs["generator"] = torch.Generator().manual_seed(gpu.draw_seed())
     output = new_tensor(gpu, form, place)
-    if operator.kind is _Kind.LIKE:
+    if operator.kind is Kind.LIKE:
         func, plain_args, plain_kwargs, target = operator.func, call.args, call.kwargs, output.plain
 
         def run() -> None:
@@ -369,18 +294,18 @@ def _like(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     return output
 
 
-def _refused(operator: _Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+def _refused(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     raise VgpuError(f"{operator.label} is not available on the virtual GPU")
 
 
-_HANDLERS: dict[_Kind, Handler] = {
-    _Kind.COMPOSITE: _composite,
-    _Kind.VIEW: _view,
-    _Kind.KERNEL: _kernel,
-    _Kind.LIKE: _like,
-    _Kind.EMPTY: _like,
-    _Kind.SYNC: _sync,
-    _Kind.COPY: lambda operator, args, kwargs: copy_(*args, **kwargs),
-    _Kind.TO_COPY: lambda operator, args, kwargs: to_copy(*args, **kwargs),
-    _Kind.REFUSED: _refused,
+_HANDLERS: dict[Kind, Handler] = {
+    Kind.COMPOSITE: _composite,
+    Kind.VIEW: _view,
+    Kind.KERNEL: _kernel,
+    Kind.LIKE: _like,
+    Kind.EMPTY: _like,
+    Kind.SYNC: _sync,
+    Kind.COPY: lambda operator, args, kwargs: copy_(*args, **kwargs),
+    Kind.TO_COPY: lambda operator, args, kwargs: to_copy(*args, **kwargs),
+    Kind.REFUSED: _refused,
 }

@@ -20,8 +20,27 @@ class CaptureError(VgpuError):
 
 
 class RaceError(VgpuError):
-    """Two operations touch the same memory and nothing orders them. ``edge``: the missing edge, "" if none fits."""
+    """Two operations touch the same memory and nothing orders them.
 
-    def __init__(self, message: str, edge: str = "") -> None:
+    ``edges``: the declared edges that would, ``edge`` the first of them, "" if none fits. ``hazard``: RAW, WAR, WAW or
+    exclusive. ``memory``: its name and rows. ``places``: the source lines of the two, in program order. ``order``:
+    where in the program the race is; of several races the one with the least is the cause of the others.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        edge: str = "",
+        edges: tuple[str, ...] = (),
+        hazard: str = "",
+        memory: str = "",
+        places: tuple[str, ...] = (),
+        order: tuple[int, int] = (0, 0),
+    ) -> None:
         super().__init__(message)
         self.edge = edge
+        self.edges = edges
+        self.hazard = hazard
+        self.memory = memory
+        self.places = places
+        self.order = order

@@ -109,6 +109,10 @@ class VirtualGpu:
             self._append(stream, op)
             self.pool.put(stream, region)
 
+    def pinned_buffer(self, nbytes: int) -> torch.Tensor:
+        """Poisoned host memory [nbytes] uint8 that copies may use while the host goes on."""
+        return self.pinned.buffer(nbytes, here())
+
     def name_memory(self, tensor: torch.Tensor, name: str, row_bytes: int = 0) -> None:
         """Let reports call the memory of ``tensor``, on the device or pinned, ``name`` and count rows in it."""
         tag = getattr(tensor, "allocation", None) or self.pinned.find(tensor)
@@ -165,6 +169,10 @@ class VirtualGpu:
         """Block the calling thread until every stream is empty."""
         for mark in [self.record(stream) for stream in self.streams]:
             self.synchronize(mark)
+
+    def event(self) -> Event:
+        """A new event, recorded nowhere."""
+        return Event(self)
 
     def query(self, op: Operation) -> bool:
         """Whether ``op`` has run. If so, the calling thread has learned it."""
@@ -230,21 +238,31 @@ class VirtualGpu:
 
     def _fail(self, op: Operation, error: Exception) -> None:
         """A kernel failed. Where it read what a race left there, the race is the news."""
-        if self.detector is not None:
-            for stream in self.streams:
-                for other in stream.queue:
-                    if other.run is not None:
-                        self._report(self.detector.check(other, lenient=True))
+        self._raise_first(self._look_ahead())
         self._failure = KernelError(f"{op.label} on {op.where} failed: {error}\n  submitted at {op.place}")
         raise self._failure from error
 
-    def _report(self, race: RaceError | None) -> None:
-        if race is None:
-            return
-        self.races.append(race)
-        if not self.collect:
-            self._failure = race
-            raise race
+    def _report(self, races: list[RaceError]) -> None:
+        if races and not self.collect:
+            self._raise_first([*races, *self._look_ahead()])
+        self._keep(races)
+
+    def _keep(self, races: list[RaceError]) -> None:
+        known = {(race.places, race.hazard) for race in self.races}
+        self.races += [race for race in races if (race.places, race.hazard) not in known]
+
+    def _look_ahead(self) -> list[RaceError]:
+        """Races of work that is queued: a schedule may show an effect before the cause."""
+        if self.detector is None:
+            return []
+        queued = [op for stream in self.streams for op in stream.queue if op.run is not None]
+        return [race for op in queued for race in self.detector.look_ahead(op)]
+
+    def _raise_first(self, races: list[RaceError]) -> None:
+        if races:
+            self._failure = min(races, key=lambda race: race.order)
+            self._keep(races)
+            raise self._failure
 
     def _stuck(self, op: Operation) -> str:
         waits = [
@@ -253,6 +271,32 @@ class VirtualGpu:
             if stream.queue and stream.queue[0].after is not None
         ]
         return "\n".join([f"deadlock: {op.label} on {op.where} can never run", *waits])
+
+
+class Event:
+    """As CUDA's: a wait is for the latest record at the time of the call; without one it is for nothing."""
+
+    def __init__(self, gpu: VirtualGpu) -> None:
+        self._gpu = gpu
+        self._mark: Operation | None = None
+
+    def record(self, stream: VirtualStream) -> None:
+        """Let the event stand for everything submitted to ``stream`` so far."""
+        self._mark = self._gpu.record(stream)
+
+    def wait(self, stream: VirtualStream) -> None:
+        """What is submitted to ``stream`` from now on runs after the event's latest record."""
+        if self._mark is not None:
+            self._gpu.wait(stream, self._mark)
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the event's latest record has passed."""
+        if self._mark is not None:
+            self._gpu.synchronize(self._mark)
+
+    def query(self) -> bool:
+        """Whether the event's latest record has passed."""
+        return self._mark is None or self._gpu.query(self._mark)
 
 
 def _needed(op: Operation) -> VirtualStream:

@@ -60,7 +60,7 @@ class Region:
 class Tag:
     """What reports call one tenancy of a region, and the rows its memory is divided into."""
 
-    __slots__ = ("is_host", "name", "place", "region", "row_bytes", "shape")
+    __slots__ = ("is_exclusive", "is_host", "name", "place", "region", "row_bytes", "shape")
 
     def __init__(self, region: Region, place: Place, shape: tuple[int, ...], is_host: bool = False) -> None:
         self.region = region
@@ -69,6 +69,7 @@ class Tag:
         self.name = ""
         self.row_bytes = 0
         self.is_host = is_host
+        self.is_exclusive = False  # a resource that bears one user at a time, not memory
 
     def __str__(self) -> str:
         if self.name:

@@ -1,5 +1,137 @@
-"""Shadow."""
+"""Shadow: who touched which bytes of a region last, as positions in the agents' own orders.
+
+Most memory is touched by one agent, or in an order that is plain to see, so accesses are only logged, with the latest
+of each agent kept beside. The log is spread over per-unit arrays when that is not enough to tell.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fenceline.vgpu.layout import Layout
+from fenceline.vgpu.operation import Clock
+
+Units = slice | npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int64]
+
+_DEFAULT_UNIT_BYTES = 16
+_MAX_UNITS = 1 << 18
+_MAX_LOG = 512
+
+
+class Past(NamedTuple):
+    """An access not known to have happened before: by ``agent``, as its ``action``-th, to ``units``."""
+
+    agent: int
+    action: int
+    was_write: bool
+    units: npt.NDArray[np.int64]
 
 
 class Shadow:
-    pass
+    """Accesses to one region of ``capacity`` bytes."""
+
+    __slots__ = ("_log", "_reads", "_writes", "capacity", "last_reads", "last_writes", "unit_bytes")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.unit_bytes = 0  # chosen when the arrays are made
+        self.last_reads: dict[int, int] = {}  # agent → its latest action that read
+        self.last_writes: dict[int, int] = {}
+        self._log: list[tuple[int, int, bool, Layout, Rows | None]] = []
+        self._reads: npt.NDArray[np.int32] | None = None  # [agents, units]
+        self._writes: npt.NDArray[np.int32] | None = None
+
+    def note(self, agent: int, index: int, write: bool, layout: Layout, rows: Rows | None, unit: int) -> None:
+        """Remember an access."""
+        (self.last_writes if write else self.last_reads)[agent] = index
+        self._log.append((agent, index, write, layout, rows))
+        if len(self._log) > _MAX_LOG:
+            self._spread(unit)
+
+    def forget_before(self, agent: int, index: int, whole: Layout) -> None:
+        """``agent``'s action ``index`` wrote everything after all earlier accesses: it stands for them."""
+        self.last_reads.clear()
+        self.last_writes.clear()
+        self.last_writes[agent] = index
+        self._log[:] = [(agent, index, True, whole, None)]
+        if self._writes is not None and self._reads is not None:
+            self._reads.fill(0)
+            self._writes.fill(0)
+
+    def unordered(
+        self, agent: int, clock: Clock, write: bool, layout: Layout, rows: Rows | None, unit: int
+    ) -> list[Past]:
+        """Conflicting accesses to the same units that are not before ``clock``; ``unit``: see ``note``."""
+        self._spread(unit)
+        assert self._reads is not None and self._writes is not None
+        units = self._units(layout, rows)
+        found = []
+        kinds = [(True, self.last_writes, self._writes)]
+        if write:
+            kinds.append((False, self.last_reads, self._reads))
+        for was_write, latest, table in kinds:
+            for other, last in latest.items():
+                known = clock[other] if other < len(clock) else 0
+                if other == agent or last <= known:
+                    continue
+                indexes = table[other][units]
+                mask = indexes > known
+                if mask.any():
+                    numbers = np.arange(table.shape[1])[units][mask]
+                    first = int(indexes[mask].min())
+                    found.append(Past(other, first, was_write, np.unique(numbers[indexes[mask] == first])))
+        return found
+
+    def _spread(self, unit: int) -> None:
+        agents = 1 + max((entry[0] for entry in self._log), default=0)
+        if self._reads is None or self._writes is None:
+            self.unit_bytes = unit or _DEFAULT_UNIT_BYTES
+            while self.capacity // self.unit_bytes > _MAX_UNITS:
+                self.unit_bytes *= 2
+            num_units = -(-self.capacity // self.unit_bytes)
+            self._reads = np.zeros((agents, num_units), np.int32)
+            self._writes = np.zeros((agents, num_units), np.int32)
+        if self._reads.shape[0] < agents:
+            more = ((0, agents - self._reads.shape[0]), (0, 0))
+            self._reads, self._writes = np.pad(self._reads, more), np.pad(self._writes, more)
+        for agent, index, write, layout, rows in self._log:
+            (self._writes if write else self._reads)[agent][self._units(layout, rows)] = index
+        self._log.clear()
+
+    def _units(self, layout: Layout, rows: Rows | None) -> Units:
+        if rows is not None:
+            return self._row_units(layout, rows)
+        unit = self.unit_bytes
+        pieces = [(start // unit, -(-end // unit)) for start, end in layout.ranges]
+        if len(pieces) == 1:
+            return slice(*pieces[0])
+        if not pieces:
+            return slice(0, 0)
+        return np.concatenate([np.arange(first, last) for first, last in pieces])
+
+    def _row_units(self, layout: Layout, rows: Rows) -> Units:
+        form, unit = layout.form, self.unit_bytes
+        num_rows = form.shape[0]
+        rows = np.where(rows < 0, rows + num_rows, rows)
+        rows = rows[(rows >= 0) & (rows < num_rows)]  # the kernel will complain about the others
+        step = form.stride[0] * form.itemsize
+        starts = layout.offset * form.itemsize + rows * step
+        span = form.nbytes - (num_rows - 1) * step
+        if span <= unit and step % unit == 0 and layout.offset * form.itemsize % unit == 0:
+            return starts // unit
+        first, last = starts // unit, -(-(starts + span) // unit)
+        width = int((last - first).max(initial=0))
+        units = np.minimum(first[:, None] + np.arange(width), last[:, None] - 1)
+        return np.unique(units)
+
+
+def row_numbers(units: npt.NDArray[np.int64]) -> str:
+    """``17-32, 40`` for those numbers."""
+    breaks = np.flatnonzero(np.diff(units) != 1) + 1
+    runs = [(int(run[0]), int(run[-1])) for run in np.split(units, breaks) if len(run)]
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:6]]
+    return ", ".join(shown) + (f" and {len(runs) - 6} more runs" if len(runs) > 6 else "")

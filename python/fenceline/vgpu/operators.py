@@ -1,0 +1,112 @@
+"""What the schema of a torch operator says about how to run it on the virtual GPU."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+
+from fenceline.vgpu import backend
+from fenceline.vgpu.footprint import row_indexes
+
+# Composites that run as one kernel; all others are taken apart.
+_WHOLE = {
+    "aten::linear", "aten::matmul", "aten::rms_norm", "aten::layer_norm", "aten::scaled_dot_product_attention",
+    "aten::log_softmax", "aten::softmax", "aten::argsort", "aten::einsum",
+}  # fmt: skip
+# Their output's shape or value is needed by the host, which therefore waits.
+_SYNCHRONISING = {
+    "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
+    "aten::bincount", "aten::equal", "aten::_local_scalar_dense", "aten::repeat_interleave", "aten::histc",
+}  # fmt: skip
+# In place without a look at what was there.
+_OVERWRITING = {
+    "zero_",
+    "fill_",
+    "index_put_",
+    "index_copy_",
+    "index_fill_",
+    "scatter_",
+    "uniform_",
+    "normal_",
+}
+_VIEWS_BY_NATURE = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"}
+_REFUSED = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::record_stream"}
+
+
+class Kind(Enum):
+    """How an operator is run."""
+
+    COMPOSITE = "composite"
+    VIEW = "view"
+    KERNEL = "kernel"
+    LIKE = "like"  # a factory that looks only at its argument's form
+    EMPTY = "empty"  # the same without a value
+    SYNC = "sync"
+    COPY = "copy"
+    TO_COPY = "to_copy"
+    REFUSED = "refused"
+
+
+class Operator:
+    """What the schema of an operator says, worked out once."""
+
+    __slots__ = (
+        "func",
+        "kind",
+        "label",
+        "mutated",
+        "name",
+        "outputs",
+        "overwrites",
+        "rows",
+        "takes_generator",
+    )
+
+    def __init__(self, func: torch._ops.OpOverload) -> None:
+        schema = func._schema
+        self.func = func
+        self.name = schema.name
+        self.label = schema.name.removeprefix("aten::")
+        # Positions and names of arguments that are written.
+        self.mutated = [
+            (i, a.name)
+            for i, a in enumerate(schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
+        # For each return: the name of the argument that it is, or None for a new tensor.
+        self.outputs = [_aliased(schema, result) for result in schema.returns]
+        self.rows = row_indexes(self.label)
+        self.overwrites = self.label in _OVERWRITING or func._overloadname.endswith("out")
+        self.takes_generator = any(a.name == "generator" for a in schema.arguments)
+        self.kind = self._find_kind()
+
+    def _find_kind(self) -> Kind:
+        schema, name = self.func._schema, self.name
+        if name in _REFUSED:
+            return Kind.REFUSED
+        if name == "aten::copy_":
+            return Kind.COPY
+        if name == "aten::_to_copy":
+            return Kind.TO_COPY
+        if name in _SYNCHRONISING:
+            return Kind.SYNC
+        if name in _VIEWS_BY_NATURE:
+            return Kind.VIEW
+        if self.label.endswith("_like") or self.label.startswith("new_"):
+            return Kind.EMPTY if "empty" in self.label else Kind.LIKE
+        if name not in _WHOLE and backend.is_composite(self.func):
+            return Kind.COMPOSITE
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+            return Kind.VIEW
+        return Kind.KERNEL
+
+
+def _aliased(schema: Any, result: Any) -> str | None:
+    if result.alias_info is None or not result.alias_info.is_write:
+        return None
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.before_set == result.alias_info.before_set:
+            return str(argument.name)
+    return None

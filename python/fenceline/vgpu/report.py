@@ -1,0 +1,105 @@
+"""What the detector says: both operations, the memory, the hazard and the missing edge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fenceline.memory_order.edges import EDGES, Edge, Hazard, StreamName
+from fenceline.vgpu.errors import RaceError
+from fenceline.vgpu.memory import Tag
+from fenceline.vgpu.operation import Operation
+from fenceline.vgpu.shadow import row_numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """``op`` and ``other`` touch ``units`` (of ``unit_bytes`` each) of ``tag``'s memory in no order."""
+
+    op: Operation
+    op_writes: bool
+    other: Operation
+    other_wrote: bool
+    tag: Tag
+    units: npt.NDArray[np.int64]
+    unit_bytes: int
+
+    @property
+    def in_program_order(self) -> tuple[tuple[Operation, bool], tuple[Operation, bool]]:
+        """The two with whether each writes, the one submitted first first, whichever the schedule ran first."""
+        pair = ((self.other, self.other_wrote), (self.op, self.op_writes))
+        return pair if self.other.seq < self.op.seq else (pair[1], pair[0])
+
+    @property
+    def hazard(self) -> Hazard:
+        """What the missing order would prevent."""
+        if self.tag.is_exclusive:
+            return Hazard.EXCLUSIVE
+        (_, first_writes), (_, second_writes) = self.in_program_order
+        if first_writes and second_writes:
+            return Hazard.WAW
+        return Hazard.RAW if first_writes else Hazard.WAR
+
+    @property
+    def edges(self) -> list[Edge]:
+        """Declared edges that would order the two."""
+        (first, _), (second, _) = self.in_program_order
+        names = {first.where, second.where}
+        return [
+            edge
+            for edge in EDGES.values()
+            if self.hazard in edge.hazards
+            and (
+                (edge.waiter.value == _stream_name(second) and edge.source.value == _stream_name(first))
+                or (self.hazard is Hazard.EXCLUSIVE and {edge.waiter.value, edge.source.value} == names)
+            )
+        ]
+
+    @property
+    def memory(self) -> str:
+        """The memory by its name, with rows where it has any and bytes where not."""
+        if self.tag.is_exclusive:
+            return f"resource {self.tag.name}"
+        if self.tag.row_bytes == self.unit_bytes:
+            return f"{self.tag} row{'s' * (len(self.units) > 1)} {row_numbers(self.units)}"
+        first, last = int(self.units[0]) * self.unit_bytes, (int(self.units[-1]) + 1) * self.unit_bytes
+        return f"{self.tag} bytes {first}..{last}"
+
+
+def _stream_name(op: Operation) -> str:
+    return StreamName.HOST.value if op.stream is None else op.where
+
+
+def race_error(conflict: Conflict) -> RaceError:
+    """The report of a conflict."""
+    (first, first_writes), (second, second_writes) = conflict.in_program_order
+    edges = conflict.edges
+    names = " or ".join(edge.name for edge in edges)
+    lines = [
+        f"race: {conflict.hazard.value} on {conflict.memory}",
+        f"  1. {_describe(first, first_writes)}",
+        f"  2. {_describe(second, second_writes)}",
+        "  nothing orders them; "
+        + (
+            f"missing edge: {names}"
+            if edges
+            else "no edge of memory_order/edges.py fits: "
+            f"{second.where} has to wait, before 2, for {first.where} after 1"
+        ),
+    ]
+    return RaceError(
+        "\n".join(lines),
+        edge=edges[0].name if edges else "",
+        edges=tuple(edge.name for edge in edges),
+        hazard=conflict.hazard.value,
+        memory=conflict.memory,
+        places=(str(first.place), str(second.place)),
+        order=(second.seq, first.seq),
+    )
+
+
+def _describe(op: Operation, writes: bool) -> str:
+    verb = "writes" if writes else "reads"
+    return f"{op.label} {verb} it on {op.where} ({op.where}#{op.index}), {op.place}"
