@@ -86,14 +86,14 @@ class Driver:
             self.scheduler.memory.tree.check()
 
     def run(self, max_steps: int = 5000) -> None:
-        """Until everything is answered; the books are then checked by the scheduler itself."""
+        """Until everything is answered; the books are then checked page by page."""
         for _ in range(max_steps):
             if not (self.pending or self.scheduler.reqs or self.flight is not None):
                 break
             self.step()
         else:
             raise AssertionError(f"not done after {max_steps} steps")
-        self.scheduler.memory.check_books()
+        self.scheduler.memory.check_books(every_page=True)
 
 
 def make_driver(

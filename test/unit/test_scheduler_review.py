@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from scheduler_driver import Driver, make_driver, request
+from scheduler_driver import Driver, expected_output, make_driver, request
 from test_scheduler import assert_right
 
 from fenceline.managers.io_struct import (
@@ -119,6 +119,20 @@ def test_a_request_moves_onto_the_pages_of_the_tree_once() -> None:
     assert num_written == 2 * 4 + 3 * 2
 
 
+def test_pages_ahead_end_with_the_page_table() -> None:
+    """However plentiful memory is, a request near the context length gets no page that its row has no column for."""
+    driver = make_driver(num_pages=2000, page_size=1, context_length=64)
+    req = request("a", [1] * 6, max_new_tokens=1000, ignore_eos=True)
+    driver.send(req)
+    most = 0
+    while driver.scheduler.reqs or driver.pending:
+        driver.step()
+        most = max(most, driver.worker.pages.num_leased)
+    driver.run()
+    assert_right(driver, [req])
+    assert most == 63, "the last token needs no KV"
+
+
 def test_flush_right_behind_the_abort_of_the_last_request() -> None:
     """Both arrive in one step: what the request held is given back before the tree is emptied."""
     driver = make_driver(page_size=4)
@@ -128,6 +142,29 @@ def test_flush_right_behind_the_abort_of_the_last_request() -> None:
     driver.run()
     assert reply(driver, "f").success
     assert driver.worker.pages.num_leased == 0
+
+
+def test_a_retraction_makes_admission_more_careful() -> None:
+    driver = make_driver(num_pages=24, page_size=4, schedule_conservativeness=0.05)
+    driver.send(*(request(f"r{i}", [i + 1] * 3, max_new_tokens=50, ignore_eos=True) for i in range(8)))
+    ratio = driver.scheduler.ratio
+    while not driver.scheduler.stats.num_retractions:
+        before = ratio.value
+        driver.step()
+        assert ratio.value <= before or driver.scheduler.stats.num_retractions
+    assert ratio.value > 2 * before
+    driver.run()
+
+
+def test_a_stop_token_before_min_new_tokens_ends_nothing() -> None:
+    driver = make_driver()
+    free = expected_output(request("x", [4, 5], max_new_tokens=12, ignore_eos=True), 256)
+    req = request(
+        "a", [4, 5], max_new_tokens=12, ignore_eos=True, min_new_tokens=5, stop_token_ids=(free[1], free[8])
+    )
+    driver.send(req)
+    driver.run()
+    assert driver.answers["a"].output_ids == free[:9]
 
 
 # --- control ----------------------------------------------------------------------------------------

@@ -227,10 +227,7 @@ class Scheduler:
         return self.launch(batch, plan.reqs)
 
     def launch_decode(self) -> InFlight | None:
-        """Submit one token for every running request, retracting some if memory does not suffice.
-
-        None while requests whose last step is in flight hold what is missing.
-        """
+        """Submit one token for every running request; None while requests that are ending hold what it takes."""
         if not self.make_room():
             return None
         available = self.memory.num_available_pages
