@@ -4,16 +4,27 @@ Importing this package makes ``vgpu`` a device that ``memory_order.open_device``
 """
 
 from fenceline.vgpu.device import VgpuDevice
-from fenceline.vgpu.errors import CaptureError, DeadlockError, KernelError, RaceError, VgpuError
+from fenceline.vgpu.errors import (
+    CaptureError,
+    DeadlockError,
+    KernelError,
+    RaceError,
+    StaleMemoryError,
+    VgpuError,
+)
+from fenceline.vgpu.event import Event
 from fenceline.vgpu.factories import use
-from fenceline.vgpu.gpu import Event, VirtualGpu
+from fenceline.vgpu.gpu import VirtualGpu
+from fenceline.vgpu.graph import Graph
 
 __all__ = [
     "CaptureError",
     "DeadlockError",
     "Event",
+    "Graph",
     "KernelError",
     "RaceError",
+    "StaleMemoryError",
     "VgpuDevice",
     "VgpuError",
     "VirtualGpu",

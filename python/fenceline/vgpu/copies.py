@@ -45,6 +45,8 @@ def _run(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _to_device(dst: VTensor, src: torch.Tensor, non_blocking: bool) -> None:
     tag = dst.gpu.pinned.find(src)
+    if tag is None:
+        dst.gpu.forbid_in_capture("a copy from pageable memory", dst.gpu.thread.current)
     source = src.detach() if tag is not None and non_blocking else src.detach().clone()
     reads = [Access(tag, layout_of(src))] if tag is not None and non_blocking else []
     target = dst.plain
@@ -55,6 +57,8 @@ def _to_device(dst: VTensor, src: torch.Tensor, non_blocking: bool) -> None:
 
 def _to_host(dst: torch.Tensor, src: VTensor, non_blocking: bool) -> Operation:
     tag = src.gpu.pinned.find(dst)
+    if tag is None:
+        src.gpu.forbid_in_capture("a copy to pageable memory", src.gpu.thread.current)
     writes = [] if tag is None else [Access(tag, layout_of(dst))]
     target, source = dst.detach(), src.plain
     op = src.gpu.submit("copy to host", lambda: _run(target, source), [_access(src)], writes, here())

@@ -18,7 +18,7 @@ from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.layout import Form, form_of
 from fenceline.vgpu.operation import NO_ACCESS, Access, here
 from fenceline.vgpu.operators import Kind, Operator
-from fenceline.vgpu.tensor import VTensor, new_tensor, wrap
+from fenceline.vgpu.tensor import VTensor, new_tensor, set_dispatch, wrap
 
 Kwargs = Mapping[str, Any]
 Handler = Callable[["Operator", tuple[Any, ...], Kwargs], Any]
@@ -309,3 +309,6 @@ _HANDLERS: dict[Kind, Handler] = {
     Kind.TO_COPY: lambda operator, args, kwargs: to_copy(*args, **kwargs),
     Kind.REFUSED: _refused,
 }
+
+
+set_dispatch(dispatch)

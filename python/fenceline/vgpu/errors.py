@@ -19,6 +19,10 @@ class CaptureError(VgpuError):
     """Something was done during graph capture that cannot be part of a graph."""
 
 
+class StaleMemoryError(VgpuError):
+    """Memory was used after the tenancy it was meant for had ended."""
+
+
 class RaceError(VgpuError):
     """Two operations touch the same memory and nothing orders them.
 

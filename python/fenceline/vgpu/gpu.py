@@ -10,7 +10,9 @@ from random import Random
 import torch
 
 from fenceline.vgpu.detector import Detector
-from fenceline.vgpu.errors import DeadlockError, KernelError, RaceError
+from fenceline.vgpu.errors import CaptureError, DeadlockError, KernelError, RaceError
+from fenceline.vgpu.event import Event
+from fenceline.vgpu.graph import Capture, Graph
 from fenceline.vgpu.layout import Form, layout_at
 from fenceline.vgpu.memory import Allocation, PinnedMemory, Pool, Tag, whole
 from fenceline.vgpu.operation import NO_ACCESS, Accesses, Operation, Place, here
@@ -48,6 +50,8 @@ class VirtualGpu:
         self._random = Random(seed)  # of random numbers drawn on the device, not of the schedule
         self._seq = 0
         self._released: list[tuple[Tag, VirtualStream]] = []
+        self.capturing: Capture | None = None
+        self._num_graphs = 0
         self._local = threading.local()
         self._failure: BaseException | None = None
         self.default_stream = self.stream("default")
@@ -94,9 +98,11 @@ class VirtualGpu:
         """Memory for a tensor of ``form`` from the current stream's pool: its plain view, and the tenancy."""
         stream = self.thread.current
         self._collect_released()
-        region = self.pool.take(stream, form.nbytes)
-        tag = Tag(region, place, form.shape)
-        return region.view(layout_at(form, 0)), Allocation(tag, stream, self._release)
+        capture = stream.capture
+        pool = f"stream {stream.number}" if capture is None else capture.graph.pool
+        tag = Tag(self.pool.take(pool, form.nbytes), place, form.shape)
+        tag.pool = pool
+        return tag.region.view(layout_at(form, 0)), Allocation(tag, stream, self._release)
 
     def _release(self, tag: Tag, stream: VirtualStream) -> None:
         self._released.append((tag, stream))  # may be called at any moment, by Python's collector
@@ -105,9 +111,14 @@ class VirtualGpu:
         while self._released:
             tag, stream = self._released.pop(0)
             region = tag.region
-            op = Operation(f"free of {tag}", tag.place, region.poison, writes=(whole(tag),))
-            self._append(stream, op)
-            self.pool.put(stream, region)
+            tag.ended = True
+            op = Operation("return to the allocator", tag.place, region.poison, writes=(whole(tag),))
+            if not tag.pool.startswith("graph "):
+                self._queue(stream, op)
+            elif stream.capture is not None:
+                self.enqueue(stream, op)
+            # Else a graph's output was dropped after the capture: its replays write there all the same.
+            self.pool.put(tag.pool, region)
 
     def pinned_buffer(self, nbytes: int) -> torch.Tensor:
         """Poisoned host memory [nbytes] uint8 that copies may use while the host goes on."""
@@ -134,11 +145,22 @@ class VirtualGpu:
         """Queue an operation on ``stream`` (default: the current one). The device may run some work now."""
         op = Operation(label, here() if place is None else place, run, reads, writes)
         self._collect_released()
-        self._append(self.thread.current if stream is None else stream, op)
+        self.enqueue(self.thread.current if stream is None else stream, op)
         self._drift()
         return op
 
-    def _append(self, stream: VirtualStream, op: Operation) -> None:
+    def enqueue(self, stream: VirtualStream, op: Operation, event: Event | None = None) -> None:
+        """Put ``op`` into the queue of ``stream``, or into the graph that is being captured."""
+        after = op.after
+        capture = stream.capture or (None if after is None else after.capture)
+        if capture is not None:
+            if stream.capture is None and capture is not self.capturing:
+                raise CaptureError(f"{stream.name} waits for a mark inside a graph, recorded at {after}")
+            capture.add(stream, op, event)
+        else:
+            self._queue(stream, op)
+
+    def _queue(self, stream: VirtualStream, op: Operation) -> None:
         self._seq += 1
         op.seq = self._seq
         stream.append(op, self.thread.submitting)
@@ -147,14 +169,42 @@ class VirtualGpu:
         """A mark after everything submitted to ``stream`` so far."""
         op = Operation("record", here(), None)
         self._collect_released()
-        self._append(stream, op)
+        self.enqueue(stream, op)
         self._drift()
         return op
+
+    def graph(self, name: str = "graph", pool: Graph | None = None) -> Graph:
+        """A graph to capture into, with memory of its own or that of ``pool``."""
+        self._num_graphs += 1
+        return Graph(self, name, f"graph {self._num_graphs}" if pool is None else pool.pool)
+
+    @contextmanager
+    def capture(self, graph: Graph) -> Iterator[None]:
+        """Inside, work submitted to the current stream, and to streams that wait for it, is captured, not queued."""
+        if self.capturing is not None:
+            raise CaptureError("another capture is in progress")
+        self._collect_released()
+        capture = self.capturing = Capture(graph, self.thread.current)
+        try:
+            yield
+        except BaseException:
+            self.capturing = None
+            capture.end(self, completed=False)
+            raise
+        self._collect_released()
+        self.capturing = None
+        capture.end(self, completed=True)
+
+    def forbid_in_capture(self, what: str, stream: VirtualStream | None = None) -> None:
+        """Raise ``CaptureError`` if ``stream`` (default: any) is being captured."""
+        if self.capturing is not None and (stream is None or stream.capture is not None):
+            self.capturing.graph.failed = True
+            raise CaptureError(f"{what} is not allowed while {self.capturing.graph.name} is being captured")
 
     def wait(self, stream: VirtualStream, mark: Operation) -> None:
         """What is submitted to ``stream`` from now on runs after ``mark``. The host does not block."""
         self._collect_released()
-        self._append(stream, Operation("wait", here(), None, after=mark))
+        self.enqueue(stream, Operation("wait", here(), None, after=mark))
         self._drift()
 
     # --- the host ------------------------------------------------------------------------------------
@@ -162,6 +212,7 @@ class VirtualGpu:
     def synchronize(self, op: Operation) -> None:
         """Block the calling thread until ``op`` has run."""
         self._collect_released()
+        self.forbid_in_capture("making the host wait")
         self._run_until(op)
         self.thread.heard(op)
 
@@ -176,6 +227,7 @@ class VirtualGpu:
 
     def query(self, op: Operation) -> bool:
         """Whether ``op`` has run. If so, the calling thread has learned it."""
+        self.forbid_in_capture("asking whether work is done")
         self._drift()
         if op.done:
             self.thread.heard(op)
@@ -207,16 +259,18 @@ class VirtualGpu:
             stream = policy.pick(runnable, None)
             if stream is None:
                 return
-            self._run_head(stream)
+            with torch.inference_mode():
+                self._run_head(stream)
 
     def _run_until(self, op: Operation) -> None:
-        while not op.done:
-            runnable = [stream for stream in self.streams if stream.queue and stream.runnable]
-            if not runnable:
-                raise DeadlockError(self._stuck(op))
-            stream = self.policy.pick(runnable, _needed(op))
-            assert stream is not None, "a blocked host cannot go on"
-            self._run_head(stream)
+        with torch.inference_mode():
+            while not op.done:
+                runnable = [stream for stream in self.streams if stream.queue and stream.runnable]
+                if not runnable:
+                    raise DeadlockError(self._stuck(op))
+                stream = self.policy.pick(runnable, _needed(op))
+                assert stream is not None, "a blocked host cannot go on"
+                self._run_head(stream)
 
     def _run_head(self, stream: VirtualStream) -> None:
         if self._failure is not None:
@@ -226,8 +280,7 @@ class VirtualGpu:
             if self.detector is not None:
                 self._report(self.detector.check(op))
             try:
-                with torch.inference_mode():
-                    op.run()
+                op.run()
             except Exception as error:
                 self._fail(op, error)
             op.run = None
@@ -271,32 +324,6 @@ class VirtualGpu:
             if stream.queue and stream.queue[0].after is not None
         ]
         return "\n".join([f"deadlock: {op.label} on {op.where} can never run", *waits])
-
-
-class Event:
-    """As CUDA's: a wait is for the latest record at the time of the call; without one it is for nothing."""
-
-    def __init__(self, gpu: VirtualGpu) -> None:
-        self._gpu = gpu
-        self._mark: Operation | None = None
-
-    def record(self, stream: VirtualStream) -> None:
-        """Let the event stand for everything submitted to ``stream`` so far."""
-        self._mark = self._gpu.record(stream)
-
-    def wait(self, stream: VirtualStream) -> None:
-        """What is submitted to ``stream`` from now on runs after the event's latest record."""
-        if self._mark is not None:
-            self._gpu.wait(stream, self._mark)
-
-    def synchronize(self) -> None:
-        """Block the calling thread until the event's latest record has passed."""
-        if self._mark is not None:
-            self._gpu.synchronize(self._mark)
-
-    def query(self) -> bool:
-        """Whether the event's latest record has passed."""
-        return self._mark is None or self._gpu.query(self._mark)
 
 
 def _needed(op: Operation) -> VirtualStream:

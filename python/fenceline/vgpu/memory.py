@@ -60,7 +60,7 @@ class Region:
 class Tag:
     """What reports call one tenancy of a region, and the rows its memory is divided into."""
 
-    __slots__ = ("is_exclusive", "is_host", "name", "place", "region", "row_bytes", "shape")
+    __slots__ = ("ended", "is_exclusive", "is_host", "name", "place", "pool", "region", "row_bytes", "shape")
 
     def __init__(self, region: Region, place: Place, shape: tuple[int, ...], is_host: bool = False) -> None:
         self.region = region
@@ -69,6 +69,8 @@ class Tag:
         self.name = ""
         self.row_bytes = 0
         self.is_host = is_host
+        self.pool = ""
+        self.ended = False
         self.is_exclusive = False  # a resource that bears one user at a time, not memory
 
     def __str__(self) -> str:
@@ -95,7 +97,7 @@ class Allocation:
 
 
 class Pool:
-    """Free device memory by the stream it belongs to and its size. Reuse is last in, first out: at once."""
+    """Free device memory by pool (a stream, or a graph) and size. Reuse is last in, first out: at once."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
@@ -103,10 +105,10 @@ class Pool:
         self._free: dict[tuple[str, int], list[Region]] = {}
         self._num_regions = 0
 
-    def take(self, stream: VirtualStream, nbytes: int) -> Region:
-        """Memory for at least ``nbytes``. Raises ``torch.OutOfMemoryError``."""
+    def take(self, pool: str, nbytes: int) -> Region:
+        """Memory for at least ``nbytes``, of that pool. Raises ``torch.OutOfMemoryError``."""
         capacity = max(_MIN_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
-        free = self._free.get((stream.pool, capacity))
+        free = self._free.get((pool, capacity))
         if free:
             return free.pop()
         if self.used_bytes + capacity > self.total_bytes:
@@ -118,9 +120,9 @@ class Pool:
         self._num_regions += 1
         return Region(self._num_regions, capacity)
 
-    def put(self, stream: VirtualStream, region: Region) -> None:
-        """Give memory back to its stream's pool."""
-        self._free.setdefault((stream.pool, region.capacity), []).append(region)
+    def put(self, pool: str, region: Region) -> None:
+        """Give memory back to its pool."""
+        self._free.setdefault((pool, region.capacity), []).append(region)
 
 
 class PinnedMemory:

@@ -14,6 +14,7 @@ import torch
 from fenceline.vgpu.layout import Layout
 
 if TYPE_CHECKING:
+    from fenceline.vgpu.graph import Capture
     from fenceline.vgpu.memory import Tag
     from fenceline.vgpu.streams import VirtualStream
 
@@ -94,8 +95,8 @@ class Operation:
     """
 
     __slots__ = (
-        "after", "agent", "clock", "done", "index", "label", "place", "reads", "run", "seq", "stream", "where",
-        "writes",
+        "after", "agent", "capture", "clock", "done", "index", "label", "place", "reads", "run", "seq", "stream",
+        "where", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -114,6 +115,7 @@ class Operation:
         self.writes = writes
         self.after = after
         self.done = False
+        self.capture: Capture | None = None  # the capture that it is part of; such a one never runs itself
         self.stream: VirtualStream | None = None
         self.agent = self.index = self.seq = 0
         self.where = ""  # the agent's name

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 from fenceline.vgpu.operation import Clock, Operation
+
+if TYPE_CHECKING:
+    from fenceline.vgpu.graph import Capture
 
 
 class Agent:
@@ -71,12 +75,12 @@ class HostThread(Agent):
 class VirtualStream(Agent):
     """Operations run in order, one after the other; between streams nothing is promised."""
 
-    __slots__ = ("_heard", "capture", "pool", "queue")
+    __slots__ = ("_heard", "capture", "queue")
 
     def __init__(self, number: int, name: str) -> None:
         super().__init__(number, name)
         self.queue: deque[Operation] = deque()
-        self.pool = name  # which memory its allocations come from
+        self.capture: Capture | None = None
         self._heard: Clock | None = None
 
     @property

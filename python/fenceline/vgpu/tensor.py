@@ -1,8 +1,8 @@
-"""VTensor: a torch tensor on the virtual GPU. Every operator ends in :func:`dispatch`."""
+"""VTensor: a torch tensor on the virtual GPU. Every operator ends in ``dispatch.dispatch``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,14 @@ from fenceline.vgpu.memory import Allocation
 from fenceline.vgpu.operation import Place
 
 _NOTHING: Mapping[str, Any] = {}
+_dispatch: list[
+    Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+] = []  # set by the module of that name
+
+
+def set_dispatch(dispatch: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
+    """Let ``dispatch`` run every operator that has a VTensor among its arguments."""
+    _dispatch[:] = [dispatch]
 
 
 class VTensor(backend.NoTorchFunction, torch.Tensor):  # type: ignore[misc]
@@ -28,9 +36,7 @@ class VTensor(backend.NoTorchFunction, torch.Tensor):  # type: ignore[misc]
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        from fenceline.vgpu.dispatch import dispatch
-
-        return dispatch(func, args, kwargs or _NOTHING)
+        return _dispatch[0](func, args, kwargs or _NOTHING)
 
     def tolist(self) -> Any:
         """As torch: copies to the host, which waits for it."""
