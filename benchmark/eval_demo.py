@@ -70,9 +70,9 @@ def print_report(answers: Sequence[Answer], duration_s: float, num_wrong_shown: 
     right, cached = sum(a.correct for a in answers), sum(a.cached_tokens for a in answers)
     print(f"{'overall':<12}{len(answers):>7}{right:>7}{accuracy(answers):>10.2%}")
     asked = sum(a.prompt_tokens for a in answers)
-    print(
-        f"{duration_s:.1f} s, {asked} prompt tokens, {cached} of them from the prefix cache, {len(errors)} errors"
-    )
+    # A server reports no cached tokens unless started with --enable-cache-report.
+    hits = f", {cached} of them from the prefix cache" if cached else ""
+    print(f"{duration_s:.1f} s, {asked} prompt tokens{hits}, {len(errors)} errors")
     for a in [a for a in answers if not a.correct][:num_wrong_shown]:
         print(f"  {a.item_id}: expected {a.expected!r}, got {a.error or repr(a.text)}")
 

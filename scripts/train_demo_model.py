@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains the built-in demo model on one GPU in minutes and writes the directory that ships.
 
-    python scripts/train_demo_model.py --output-dir demo_out --max-seconds 480
+    python scripts/train_demo_model.py --output-dir demo_out --max-seconds 400
     python scripts/train_demo_model.py --output-dir demo_out --resume demo_out/checkpoint --max-steps 20000
 
 The data of every step is a function of the seed and the step number. With --max-steps and --decay-steps
@@ -143,14 +143,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output-dir", type=Path, required=True, help="export, checkpoint and log go here")
     parser.add_argument("--resume", type=Path, help="checkpoint directory to continue from")
     parser.add_argument("--new-schedule", action="store_true", help="with --resume: warm up again")
-    parser.add_argument("--max-seconds", type=float, default=480.0, help="training time when no --max-steps")
+    parser.add_argument("--max-seconds", type=float, default=400.0, help="training time when no --max-steps")
     parser.add_argument("--max-steps", type=int, help="last step (instead of --max-seconds)")
     parser.add_argument(
         "--decay-steps", type=int, help="length of the decay (default: a third of --max-steps)"
     )
-    parser.add_argument("--decay-fraction", type=float, default=0.35, help="of --max-seconds, spent decaying")
+    parser.add_argument("--decay-fraction", type=float, default=0.4, help="of --max-seconds, spent decaying")
     parser.add_argument("--tokens-per-step", type=int, default=65536)
-    parser.add_argument("--curriculum-steps", type=int, default=3000, help="steps until all row lengths mix")
+    parser.add_argument("--curriculum-steps", type=int, default=2000, help="steps until all row lengths mix")
     parser.add_argument("--warmup-steps", type=int, default=150)
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=0.003)

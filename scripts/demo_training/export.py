@@ -19,7 +19,7 @@ from .model import DemoModel
 
 def named_weights(model: DemoModel) -> dict[str, Tensor]:
     """The weights under their Hugging Face names, bf16, contiguous, on the CPU."""
-    out = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.final_norm}
+    out: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.final_norm}
     layer_names = {
         "self_attn.q_proj": model.wq, "self_attn.k_proj": model.wk, "self_attn.v_proj": model.wv,
         "self_attn.o_proj": model.wo, "self_attn.q_norm": model.q_norm, "self_attn.k_norm": model.k_norm,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, TypedDict
+
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +37,13 @@ def _muon_update(
     update = orthogonalize(grad.lerp(momentum, beta), dtype)  # Nesterov
     scale = max(1.0, param.size(-2) / param.size(-1)) ** 0.5
     param.mul_(1 - lr * weight_decay).sub_(update.to(param.dtype) * (lr * scale))
+
+
+class OptimizerState(TypedDict):
+    """What a checkpoint keeps: Muon's momenta and AdamW's own state."""
+
+    momenta: list[Tensor]
+    adam: dict[str, Any]
 
 
 class Muon:
@@ -74,10 +83,12 @@ class Optimizer:
         self.adam.step()
         self.adam.zero_grad(set_to_none=True)
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> OptimizerState:
+        """The state to save; tensors are shared, not copied."""
         return {"momenta": self.muon.momenta, "adam": self.adam.state_dict()}
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
+    def load_state_dict(self, state: OptimizerState) -> None:
+        """Restores a saved state."""
         for momentum, saved in zip(self.muon.momenta, state["momenta"], strict=True):
             momentum.copy_(saved)
         self.adam.load_state_dict(state["adam"])

@@ -129,11 +129,10 @@ def test_sequence_answers_are_right() -> None:
 
 
 def test_recall_asks_over_more_than_a_thousand_tokens() -> None:
-    items = held_out_items(seed=1, num_items=40, categories=("recall", "ledger"))
+    items = held_out_items(seed=1, num_items=200, categories=("recall", "ledger"))
     lengths = [len(_tokenizer().encode(item.prompt()).ids) for item in items]
-    assert min(lengths) > 900
-    assert sum(n > 1000 for n in lengths) >= 36
-    assert 3000 < max(lengths) < 3900
+    assert min(lengths) > 1000
+    assert 3000 < max(lengths) < 3800
     for item in items:
         assert all(value in item.context for value in re.findall(r"is ([^.]+)\.", item.item.answer))
     assert len({item.context for item in items}) < len(items) / 2  # ledgers are shared

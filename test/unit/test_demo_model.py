@@ -16,7 +16,7 @@ from demo_training.model import DemoModel, Shape
 from demo_training.optimizer import orthogonalize
 from fenceline.demo import demo_model_path
 from fenceline.demo.corpus import Ids, Mask, build_batch
-from fenceline.demo.heldout import CATEGORIES, held_out_items
+from fenceline.demo.heldout import CATEGORIES, EvalItem, held_out_items
 from fenceline.demo.tokenizer import FastEncoder
 from train_demo_model import Progress, Trainer, load_checkpoint, lr_scale, parse_args, plan_decay
 
@@ -106,6 +106,34 @@ def test_held_out_items_are_answered_with_a_clear_margin(
         margins.append(float((top.values[:, 0] - top.values[:, 1]).min()))
     assert right == len(items)
     assert sorted(margins)[len(margins) // 2] > 3.0
+
+
+def _answer_after_page_swap(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, item: EvalItem, swap: bool
+) -> bool:
+    """Whether the answer comes out right, after overwriting the page that holds its fact with another one."""
+    prompt, page_size = item.prompt(), 16
+    ids = tokenizer(prompt).input_ids
+    answer = tokenizer(f" {item.item.answer}\n").input_ids
+    fact = item.item.answer.rstrip(".")
+    value_end = len(tokenizer(prompt[: prompt.index(fact) + len(fact)]).input_ids)
+    page = (value_end - 1) // page_size * page_size
+    other = page - 10 * page_size if page >= 10 * page_size else page + 10 * page_size
+    with torch.no_grad():
+        cache = model(torch.tensor([ids[:-1]]), use_cache=True).past_key_values
+        for layer in cache.layers if swap else []:
+            for kv in (layer.keys, layer.values):
+                kv[:, :, page : page + page_size] = kv[:, :, other : other + page_size].clone()
+        logits = model(torch.tensor([[ids[-1], *answer]]), past_key_values=cache).logits[0, :-1]
+    return bool(logits.argmax(-1).tolist() == answer)
+
+
+def test_one_wrong_page_shows_in_the_answer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    items = held_out_items(seed=9, num_items=6, categories=("recall",))
+    assert all(_answer_after_page_swap(model, tokenizer, item, swap=False) for item in items)
+    assert sum(_answer_after_page_swap(model, tokenizer, item, swap=True) for item in items) <= 1
 
 
 def test_export_loads_in_transformers_with_equal_logits(tmp_path: Path) -> None:
