@@ -133,6 +133,21 @@ def test_pages_ahead_end_with_the_page_table() -> None:
     assert most == 63, "the last token needs no KV"
 
 
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_a_prompt_aborted_half_way_leaves_what_was_computed(num_steps: int) -> None:
+    """Pages of chunks that never ran must not be found by the next request with that prompt."""
+    driver = make_driver(page_size=2, chunked_prefill_size=8)
+    prompt = list(range(1, 31))
+    driver.send(request("half", prompt, max_new_tokens=4))
+    steps(driver, num_steps)
+    assert driver.scheduler.chunked is not None
+    whole = request("whole", prompt, max_new_tokens=4, ignore_eos=True)
+    driver.send(AbortReq(rid="half"), whole)
+    driver.run()
+    assert_right(driver, [whole])
+    assert driver.answers["whole"].last.cached_tokens == 8 * (num_steps - 1)
+
+
 def test_flush_right_behind_the_abort_of_the_last_request() -> None:
     """Both arrive in one step: what the request held is given back before the tree is emptied."""
     driver = make_driver(page_size=4)
@@ -219,6 +234,19 @@ def test_prompt_of_one_token_reports_its_unconditioned_position() -> None:
     assert driver.scheduler.stats.num_generated_tokens == len(driver.answers["a"].output_ids)
     log = driver.first_logprobs["a"]
     assert (log.token_ids, log.logprobs) == ([9], [None])
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_a_prompt_retracted_half_way_is_scored_anew(num_steps: int) -> None:
+    driver = make_driver(page_size=2, chunked_prefill_size=8)
+    prompt = list(range(1, 31))
+    driver.send(request("a", prompt, max_new_tokens=2, return_logprob=True, logprob_start_len=0))
+    steps(driver, num_steps)
+    assert driver.scheduler.chunked is not None
+    driver.send(PauseGenerationReq(id="p", mode="retract"), ContinueGenerationReq(id="c"))
+    driver.run()
+    log = driver.first_logprobs["a"]
+    assert (log.token_ids, log.logprobs) == (prompt, [None, *range(1, 30)])
 
 
 @pytest.mark.parametrize("chunked_prefill_size", [4096, -1])
