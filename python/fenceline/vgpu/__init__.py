@@ -5,6 +5,7 @@ Importing this package makes ``vgpu`` a device that ``memory_order.open_device``
 
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.errors import (
+    AuditError,
     CaptureError,
     DeadlockError,
     KernelError,
@@ -14,19 +15,30 @@ from fenceline.vgpu.errors import (
 )
 from fenceline.vgpu.event import Event
 from fenceline.vgpu.factories import use
+from fenceline.vgpu.footprint import declare_rows
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.graph import Graph
+from fenceline.vgpu.kernels import Rows, launch
+from fenceline.vgpu.policy import Script, Turn
+from fenceline.vgpu.threads import Channel
 
 __all__ = [
+    "AuditError",
     "CaptureError",
+    "Channel",
     "DeadlockError",
     "Event",
     "Graph",
     "KernelError",
     "RaceError",
+    "Rows",
+    "Script",
     "StaleMemoryError",
+    "Turn",
     "VgpuDevice",
     "VgpuError",
     "VirtualGpu",
+    "declare_rows",
+    "launch",
     "use",
 ]

@@ -14,6 +14,7 @@ import torch
 from fenceline.vgpu import backend
 from fenceline.vgpu.copies import copy_, to_copy
 from fenceline.vgpu.errors import VgpuError
+from fenceline.vgpu.footprint import Rows
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.layout import Form, form_of
 from fenceline.vgpu.operation import NO_ACCESS, Access, here
@@ -177,7 +178,7 @@ def _kernel(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     gpu, place = call.gpu, here()
     if operator.takes_generator:
         call.kwargs["generator"] = torch.Generator().manual_seed(gpu.draw_seed())
-    rows = None if operator.rows is None else operator.rows(call.args)
+    rows = () if operator.rows is None else operator.rows(call.args)
     if operator.overwrites:
         fresh = {id(t) for t in written}
         reads = [_access(t, rows) for t in call.tensors if id(t) not in fresh]
@@ -185,7 +186,7 @@ def _kernel(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         reads = [_access(t, rows) for t in call.tensors]
     writes = [_access(t, rows) for t in written]
     func, plain_args, plain_kwargs = operator.func, call.args, call.kwargs
-    if operator.outputs and None not in operator.outputs:
+    if None not in operator.outputs:
         gpu.submit(operator.label, lambda: func(*plain_args, **plain_kwargs), reads, writes, place)
         return _same(operator, args, kwargs)
     outputs = _new_outputs(gpu, forms, operator, place)
@@ -199,9 +200,10 @@ def _kernel(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     return outputs[0] if isinstance(forms, Form) else _returned(operator, args, kwargs, forms, outputs)
 
 
-def _access(tensor: VTensor, rows: tuple[torch.Tensor, torch.Tensor] | None) -> Access:
-    if rows is not None and tensor.plain is rows[0]:
-        return Access(tensor.allocation.tag, tensor.layout_, rows[1])
+def _access(tensor: VTensor, rows: Rows = ()) -> Access:
+    for indexed, index in rows:
+        if tensor.plain is indexed:
+            return Access(tensor.allocation.tag, tensor.layout_, index)
     return Access(tensor.allocation.tag, tensor.layout_)
 
 
@@ -230,6 +232,8 @@ def _store(result: Any, targets: list[torch.Tensor]) -> None:
 def _same(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     positions = {name: position for position, name in operator.mutated}
     results = [_argument(operator, args, kwargs, positions[name], name) for name in operator.outputs if name]
+    if not results:
+        return None
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -253,8 +257,8 @@ def _sync(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     written = _written(operator, args, kwargs) if operator.mutated else []
     gpu, place = call.gpu, here()
     box: list[Any] = []
-    reads = [_access(t, None) for t in call.tensors]
-    writes = [_access(t, None) for t in written]
+    reads = [_access(t) for t in call.tensors]
+    writes = [_access(t) for t in written]
     func, plain_args, plain_kwargs = operator.func, call.args, call.kwargs
     done = gpu.submit(
         operator.label, lambda: box.append(func(*plain_args, **plain_kwargs)), reads, writes, place

@@ -19,6 +19,10 @@ class CaptureError(VgpuError):
     """Something was done during graph capture that cannot be part of a graph."""
 
 
+class AuditError(VgpuError):
+    """An operation touched memory that it had not declared."""
+
+
 class StaleMemoryError(VgpuError):
     """Memory was used after the tenancy it was meant for had ended."""
 

@@ -7,24 +7,25 @@ from typing import Any
 
 import torch
 
-# From an operator's arguments: the indexed tensor and the rows (axis 0) that it names; None: all of it.
-RowIndexes = Callable[[Sequence[Any]], tuple[torch.Tensor, torch.Tensor] | None]
+# From an operator's arguments: indexed tensors, each with the rows (axis 0) that are touched. Others: all of them.
+Rows = Sequence[tuple[torch.Tensor, torch.Tensor]]
+RowIndexes = Callable[[Sequence[Any]], Rows]
 
 
 def _by_dim(tensor: int, dim: int, index: int) -> RowIndexes:
-    def rows(args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return (args[tensor], args[index]) if args[dim] == 0 else None
+    def rows(args: Sequence[Any]) -> Rows:
+        return ((args[tensor], args[index]),) if args[dim] == 0 else ()
 
     return rows
 
 
-def _by_list(args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _by_list(args: Sequence[Any]) -> Rows:
     first = args[1][0] if args[1] else None
-    return None if first is None else (args[0], first)
+    return () if first is None else ((args[0], first),)
 
 
-def _embedding(args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    return args[0], args[1]
+def _embedding(args: Sequence[Any]) -> Rows:
+    return ((args[0], args[1]),)
 
 
 _DIM_FIRST = _by_dim(tensor=0, dim=1, index=2)
@@ -39,6 +40,14 @@ _ROWS: dict[str, RowIndexes] = {
          "scatter_reduce_"), _DIM_FIRST
     ),
 }  # fmt: skip
+
+
+def declare_rows(name: str, rule: RowIndexes) -> None:
+    """Say which rows the custom operator ``name`` (``library::name``) touches, before it is first called.
+
+    ``rule`` gets the positional arguments, tensors as plain ones whose values are not there yet.
+    """
+    _ROWS[name] = rule
 
 
 def row_indexes(label: str) -> RowIndexes | None:

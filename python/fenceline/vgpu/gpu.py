@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
 
 import torch
 
+from fenceline.vgpu.audit import Auditor
 from fenceline.vgpu.detector import Detector
-from fenceline.vgpu.errors import CaptureError, DeadlockError, KernelError, RaceError
+from fenceline.vgpu.errors import AuditError, CaptureError, DeadlockError, KernelError, RaceError
 from fenceline.vgpu.event import Event
 from fenceline.vgpu.graph import Capture, Graph
 from fenceline.vgpu.layout import Form, layout_at
-from fenceline.vgpu.memory import Allocation, PinnedMemory, Pool, Tag, whole
+from fenceline.vgpu.memory import ALIGN, Allocation, PinnedMemory, Pool, Region, Tag, whole
 from fenceline.vgpu.operation import NO_ACCESS, Accesses, Operation, Place, here
-from fenceline.vgpu.policy import Policy, make_policy
+from fenceline.vgpu.policy import Policy, Turn, make_policy
 from fenceline.vgpu.streams import HostThread, VirtualStream
+from fenceline.vgpu.threads import Rotation, Worker
 
 _DEFAULT_BYTES = 1 << 30
 
@@ -26,7 +27,8 @@ class VirtualGpu:
     """One virtual GPU: its memory, its streams, the host threads that use it, and the schedule.
 
     ``policy`` is a name of ``policy.POLICIES`` or a Policy. ``detect`` keeps vector clocks and raises ``RaceError`` at
-    the first race (``collect``: keeps all in ``races`` instead). Not thread-safe by itself: host threads take turns.
+    the first race (``collect``: keeps all in ``races`` instead). ``audit`` runs everything twice to
+    see that operations touch what they declare and no more. Host threads take turns: see ``spawn``.
     """
 
     def __init__(
@@ -35,12 +37,14 @@ class VirtualGpu:
         policy: str | Policy = "random",
         detect: bool = True,
         collect: bool = False,
+        audit: bool = False,
         total_bytes: int = _DEFAULT_BYTES,
     ) -> None:
         self.seed = seed
         self.policy = make_policy(policy, seed) if isinstance(policy, str) else policy
         self.detector = Detector(self.history_of) if detect else None
         self.collect = collect
+        self.auditor = Auditor() if audit else None
         self.races: list[RaceError] = []
         self.pool = Pool(total_bytes)
         self.pinned = PinnedMemory()
@@ -52,11 +56,11 @@ class VirtualGpu:
         self._released: list[tuple[Tag, VirtualStream]] = []
         self.capturing: Capture | None = None
         self._num_graphs = 0
-        self._local = threading.local()
         self._failure: BaseException | None = None
         self.default_stream = self.stream("default")
-        self._main = self._thread("host")
-        self._local.thread = self._main
+        self.rotation = Rotation(self._thread("host"), seed, self.policy.switch_odds)
+        self.num_calls = 0
+        self.trace: list[Turn] = []
 
     # --- agents --------------------------------------------------------------------------------------
 
@@ -75,8 +79,18 @@ class VirtualGpu:
     @property
     def thread(self) -> HostThread:
         """The calling thread."""
-        thread: HostThread = getattr(self._local, "thread", self._main)
-        return thread
+        return self.rotation.agent
+
+    def spawn(self, name: str, run: Callable[[], None]) -> Worker:
+        """Start a thread of the host that may use the GPU; its current stream is the default stream."""
+        agent = self._thread(f"host:{name}")
+        agent.hear(self.thread.now())
+        return Worker(self, agent, run)
+
+    def yield_turn(self) -> None:
+        """Let another host thread go first, perhaps."""
+        if self.rotation.is_shared:
+            self.rotation.maybe_switch()
 
     @contextmanager
     def on(self, stream: VirtualStream) -> Iterator[None]:
@@ -87,6 +101,16 @@ class VirtualGpu:
             yield
         finally:
             thread.current = before
+
+    @property
+    def agents(self) -> Sequence[VirtualStream | HostThread]:
+        """Streams and host threads by their numbers."""
+        return self._agents
+
+    @property
+    def position(self) -> int:
+        """How far the program has come: the number of operations submitted and host accesses made."""
+        return self._seq
 
     def history_of(self, agent: int, index: int) -> Operation:
         """The ``index``-th action (from 1) of an agent."""
@@ -131,6 +155,23 @@ class VirtualGpu:
         assert tag is not None, "pageable memory is nobody's but the host's"
         tag.name, tag.row_bytes = name, row_bytes
 
+    def resource(self, name: str) -> Tag:
+        """Something that bears one user at a time, such as ``sm``: use it with ``using``."""
+        tag = Tag(Region(0, ALIGN), here(), ())
+        tag.name, tag.is_exclusive = name, True
+        return tag
+
+    @contextmanager
+    def using(self, resource: Tag) -> Iterator[None]:
+        """Inside, whatever this thread submits occupies ``resource`` and must be ordered with its other users."""
+        thread = self.thread
+        before = thread.resources
+        thread.resources = (*before, whole(resource))
+        try:
+            yield
+        finally:
+            thread.resources = before
+
     # --- submission ----------------------------------------------------------------------------------
 
     def submit(
@@ -143,9 +184,12 @@ class VirtualGpu:
         stream: VirtualStream | None = None,
     ) -> Operation:
         """Queue an operation on ``stream`` (default: the current one). The device may run some work now."""
+        thread = self.thread
+        if thread.resources:
+            writes = (*writes, *thread.resources)
         op = Operation(label, here() if place is None else place, run, reads, writes)
         self._collect_released()
-        self.enqueue(self.thread.current if stream is None else stream, op)
+        self.enqueue(thread.current if stream is None else stream, op)
         self._drift()
         return op
 
@@ -255,6 +299,7 @@ class VirtualGpu:
     def _drift(self) -> None:
         """Let the device run as far as the policy wants while the host is free to go on."""
         policy = self.policy
+        self._begin_call()
         while runnable := [stream for stream in self.streams if stream.queue and stream.runnable]:
             stream = policy.pick(runnable, None)
             if stream is None:
@@ -262,7 +307,14 @@ class VirtualGpu:
             with torch.inference_mode():
                 self._run_head(stream)
 
+    def _begin_call(self) -> None:
+        if self.rotation.is_shared:
+            self.rotation.maybe_switch()
+        self.num_calls += 1
+        self.policy.begin_call(self.num_calls)
+
     def _run_until(self, op: Operation) -> None:
+        self._begin_call()
         with torch.inference_mode():
             while not op.done:
                 runnable = [stream for stream in self.streams if stream.queue and stream.runnable]
@@ -276,11 +328,21 @@ class VirtualGpu:
         if self._failure is not None:
             raise self._failure
         op = stream.queue.popleft()
+        trace, call = self.trace, self.num_calls
+        if trace and trace[-1].call == call and trace[-1].stream == stream.name:
+            trace[-1] = Turn(call, stream.name, trace[-1].num_ops + 1)
+        else:
+            trace.append(Turn(call, stream.name, 1))
         if op.run is not None:
             if self.detector is not None:
                 self._report(self.detector.check(op))
             try:
-                op.run()
+                if self.auditor is None:
+                    op.run()
+                else:
+                    self.auditor.run(op)
+            except AuditError:
+                raise
             except Exception as error:
                 self._fail(op, error)
             op.run = None

@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 # In every type of two bytes or more: NaN, or a number far outside any index range.
 _POISON = 0x7FF8
 _MIN_BYTES = 512
-_ALIGN = 64  # as torch's CPU allocator, so that kernels take the same path as on plain CPU tensors
+ALIGN = 64  # as torch's CPU allocator, so that kernels take the same path as on plain CPU tensors
 
 
 class Region:
     """A piece of memory, on the device or pinned on the host. ``shadow`` is the detector's."""
 
-    __slots__ = ("_halves", "_views", "capacity", "number", "shadow", "storage", "whole")
+    __slots__ = ("_halves", "_views", "bytes", "capacity", "number", "shadow", "storage", "whole")
 
     def __init__(self, number: int, capacity: int) -> None:
         self.number = number
         self.capacity = capacity
-        buffer = torch.empty(capacity, dtype=torch.uint8)
-        self.storage = buffer.untyped_storage()
+        self.bytes = torch.empty(capacity, dtype=torch.uint8)
+        self.storage = self.bytes.untyped_storage()
         self._halves = torch.empty(0, dtype=torch.int16).set_(self.storage, 0, (capacity // 2,), (1,))
         self._views: dict[Layout, torch.Tensor] = {}
         self.whole = layout_at(contiguous_form((capacity,), torch.uint8), 0)
@@ -133,7 +133,7 @@ class PinnedMemory:
 
     def buffer(self, nbytes: int, place: Place) -> torch.Tensor:
         """Poisoned host memory [nbytes] uint8."""
-        region = Region(-1 - len(self._tags), max(_ALIGN, nbytes + (-nbytes) % _ALIGN))
+        region = Region(-1 - len(self._tags), max(ALIGN, nbytes + (-nbytes) % ALIGN))
         self._tags[region.storage.data_ptr()] = Tag(region, place, (nbytes,), is_host=True)
         return region.view(layout_at(contiguous_form((nbytes,), torch.uint8), 0))
 

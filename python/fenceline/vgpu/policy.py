@@ -5,12 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from random import Random
+from typing import NamedTuple
 
 from fenceline.vgpu.streams import VirtualStream
 
 
 class Policy(ABC):
-    """Chooses the schedule. ``needed`` streams are those without which a blocked host cannot go on."""
+    """Chooses the schedule. ``switch_odds``: the chance that another host thread takes over at a call."""
+
+    switch_odds = 0.0
+
+    def begin_call(self, call: int) -> None:  # noqa: B027 - most policies do not count
+        """The host makes its ``call``-th call into the GPU; the picks that follow belong to it."""
 
     @abstractmethod
     def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
@@ -48,6 +54,8 @@ class Laziest(Policy):
 class Uniform(Policy):
     """Any stream, with odds drawn from the seed, so that some runs are lopsided."""
 
+    switch_odds = 0.3
+
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
         self._host = self._random.choice((0.1, 0.5, 0.8, 0.95, 1.0))
@@ -72,14 +80,17 @@ class Uniform(Policy):
 class Pct(Policy):
     """Priorities with few changes: finds any bug of ``depth`` ordering constraints with a known chance.
 
-    Burckhardt et al., "A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs", ASPLOS 2010. ``length``
-    estimates the number of choices of a run.
+    Burckhardt et al., "A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs", ASPLOS 2010. The number
+    of choices of a run is not known, so the ``depth - 1`` changes are spread evenly over its order of magnitude, up to
+    ``length``.
     """
 
-    def __init__(self, seed: int, depth: int = 3, length: int = 2000) -> None:
+    switch_odds = 0.1
+
+    def __init__(self, seed: int, depth: int = 3, length: int = 10_000) -> None:
         self._random = Random(seed)
         self._priorities: dict[int, float] = {}
-        self._changes = {self._random.randrange(length) for _ in range(depth - 1)}
+        self._changes = {int(length ** self._random.random()) for _ in range(depth - 1)}
         self._lowest = 0.0
         self._step = 0
 
@@ -98,6 +109,40 @@ class Pct(Policy):
         if priority is None:
             priority = self._priorities[number] = self._random.random()
         return priority
+
+
+class Turn(NamedTuple):
+    """At the host's ``call``-th call, ``num_ops`` operations of ``stream`` ran."""
+
+    call: int
+    stream: str
+    num_ops: int
+
+
+class Script(Policy):
+    """Repeats ``turns`` (see ``VirtualGpu.trace``), and is the laziest where they say nothing.
+
+    With some turns left out it still is a schedule, which is how a failing one is shrunk.
+    """
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self._turns: dict[int, list[Turn]] = {}
+        for turn in turns:
+            self._turns.setdefault(turn.call, []).append(turn)
+        self._due: list[str] = []
+
+    def begin_call(self, call: int) -> None:
+        """See Policy."""
+        self._due = [turn.stream for turn in self._turns.get(call, ()) for _ in range(turn.num_ops)]
+
+    def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
+        """See Policy."""
+        while self._due:
+            name = self._due.pop(0)
+            for stream in runnable:
+                if stream.name == name:
+                    return stream
+        return needed
 
 
 POLICIES = ("fifo", "eager", "laziest", "random", "pct")

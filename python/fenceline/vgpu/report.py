@@ -79,8 +79,8 @@ def race_error(conflict: Conflict) -> RaceError:
     names = " or ".join(edge.name for edge in edges)
     lines = [
         f"race: {conflict.hazard.value} on {conflict.memory}",
-        f"  1. {_describe(first, first_writes)}",
-        f"  2. {_describe(second, second_writes)}",
+        f"  1. {_describe(conflict, first, first_writes)}",
+        f"  2. {_describe(conflict, second, second_writes)}",
         "  nothing orders them; "
         + (
             f"missing edge: {names}"
@@ -100,6 +100,6 @@ def race_error(conflict: Conflict) -> RaceError:
     )
 
 
-def _describe(op: Operation, writes: bool) -> str:
-    verb = "writes" if writes else "reads"
+def _describe(conflict: Conflict, op: Operation, writes: bool) -> str:
+    verb = "occupies" if conflict.tag.is_exclusive else "writes" if writes else "reads"
     return f"{op.label} {verb} it on {op.where} ({op.where}#{op.index}), {op.place}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from fenceline.vgpu.operation import Clock, Operation
+from fenceline.vgpu.operation import Access, Clock, Operation
 
 if TYPE_CHECKING:
     from fenceline.vgpu.graph import Capture
@@ -48,10 +48,11 @@ class Agent:
 class HostThread(Agent):
     """A thread of the host."""
 
-    __slots__ = ("_now", "current")
+    __slots__ = ("_now", "current", "resources")
 
     def __init__(self, number: int, name: str, current: VirtualStream) -> None:
         super().__init__(number, name)
+        self.resources: tuple[Access, ...] = ()  # that whatever it submits occupies
         self.current = current  # the stream that torch operations of this thread go to
         self._now: Clock = self.now()
 
@@ -62,7 +63,11 @@ class HostThread(Agent):
 
     def heard(self, op: Operation) -> None:
         """The thread has learned that ``op`` and all before it on its stream have run."""
-        self.join(op.passed)
+        self.hear(op.passed)
+
+    def hear(self, clock: Clock) -> None:
+        """Everything in ``clock`` happened before what this thread does from now on."""
+        self.join(clock)
         self._now = self.now()
 
     def act(self, op: Operation) -> None:

@@ -1,0 +1,107 @@
+"""The audit keeps declarations honest: it runs each operation twice and looks at every byte it could reach.
+
+An operation fails if bytes outside its declared writes changed, or if the values it wrote change when everything that
+it did not declare as read is poisoned first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fenceline.vgpu.errors import AuditError
+from fenceline.vgpu.memory import Region
+from fenceline.vgpu.operation import Access, Accesses, Operation
+
+Mask = npt.NDArray[np.bool_]
+Bytes = npt.NDArray[np.uint8]
+
+# Two runs of these differ by intention.
+_DRAWING = ("rand", "uniform", "normal", "bernoulli", "multinomial", "dropout", "exponential")
+
+
+class Auditor:
+    """Runs operations under audit. Costs several times the operation and all memory that it names."""
+
+    def __init__(self) -> None:
+        self.num_audited = 0
+
+    def run(self, op: Operation) -> None:
+        """Run ``op`` once for good. Raises ``AuditError`` naming the operation, the memory and the bytes."""
+        assert op.run is not None, "marks and waits touch no memory"
+        regions = {access.tag.region: access.tag for access in (*op.reads, *op.writes)}
+        read = {region: _mask(op.reads, region) for region in regions}
+        written = {region: _mask(op.writes, region) for region in regions}
+        before = {region: _bytes(region).copy() for region in regions}
+        op.run()
+        after = {region: _bytes(region).copy() for region in regions}
+        for region, tag in regions.items():
+            changed = (before[region] != after[region]) & ~written[region]
+            if changed.any():
+                raise AuditError(
+                    f"{op.label} writes {tag} {_span(changed)} without declaring it\n  at {op.place}"
+                )
+        if any(word in op.label for word in _DRAWING):
+            return
+        self.num_audited += 1
+        for region in regions:
+            _bytes(region)[:] = before[region]
+            _poison(region, ~read[region])
+        poisoned = {region: _bytes(region).copy() for region in regions}
+        self._again(op)
+        for region, tag in regions.items():
+            # Of what is declared as written some may be left alone, both times.
+            left = (after[region] == before[region]) & (_bytes(region) == poisoned[region])
+            differs = (_bytes(region) != after[region]) & written[region] & ~left
+            _bytes(region)[:] = after[region]
+            if differs.any():
+                raise AuditError(
+                    f"{op.label} depends on memory that it does not declare as read: {tag} {_span(differs)} came out "
+                    f"differently when that was poisoned\n  at {op.place}"
+                )
+
+    def _again(self, op: Operation) -> None:
+        assert op.run is not None, "it ran a moment ago"
+        try:
+            op.run()
+        except Exception as error:
+            raise AuditError(
+                f"{op.label} fails when memory that it does not declare as read is poisoned: {error}\n  at {op.place}"
+            ) from error
+
+
+def _bytes(region: Region) -> Bytes:
+    values: Bytes = region.bytes.numpy()
+    return values
+
+
+def _poison(region: Region, where: Mask) -> None:
+    kept = _bytes(region).copy()
+    region.poison()
+    np.copyto(_bytes(region), kept, where=~where)
+
+
+def _mask(accesses: Accesses, region: Region) -> Mask:
+    mask = np.zeros(region.capacity, np.bool_)
+    for access in accesses:
+        if access.tag.region is region:
+            for first, last in _ranges(access):
+                mask[first:last] = True
+    return mask
+
+
+def _ranges(access: Access) -> list[tuple[int, int]]:
+    if access.rows is None:
+        return list(access.layout.ranges)
+    form, num_rows = access.layout.form, access.layout.form.shape[0]
+    step = form.stride[0] * form.itemsize
+    start, span = access.layout.offset * form.itemsize, form.nbytes - (num_rows - 1) * step
+    rows = access.rows.reshape(-1).to(torch.int64)
+    rows = torch.where(rows < 0, rows + num_rows, rows)
+    return [(start + row * step, start + row * step + span) for row in rows.tolist() if 0 <= row < num_rows]
+
+
+def _span(mask: Mask) -> str:
+    where = np.flatnonzero(mask)
+    return f"bytes {where[0]}..{where[-1] + 1}"

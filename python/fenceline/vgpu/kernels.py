@@ -1,0 +1,44 @@
+"""Kernels of one's own: any Python function over memory of the device, with a declared footprint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fenceline.vgpu.operation import Access, here
+from fenceline.vgpu.tensor import VTensor
+
+
+class Rows(NamedTuple):
+    """Rows ``ids`` (integers, on the device) of ``tensor``'s first axis."""
+
+    tensor: torch.Tensor
+    ids: torch.Tensor
+
+
+Footprint = Sequence[torch.Tensor | Rows]
+
+
+def launch(
+    label: str, kernel: Callable[..., None], args: Sequence[Any], reads: Footprint, writes: Footprint
+) -> None:
+    """Queue ``kernel(*args)`` on the current stream of the tensors' GPU.
+
+    When it runs it gets plain CPU tensors over the memory of the vgpu tensors among ``args``, and works in place.
+    ``reads`` and ``writes`` say which of their bytes it touches; the ids of ``Rows`` are themselves read.
+    """
+    tensors = [arg for arg in args if isinstance(arg, VTensor)]
+    assert tensors, "a kernel works on at least one tensor of the device"
+    plain = [arg.plain if isinstance(arg, VTensor) else arg for arg in args]
+    read = [_access(part) for part in reads]
+    read += [_access(part.ids) for part in (*reads, *writes) if isinstance(part, Rows)]
+    tensors[0].gpu.submit(label, lambda: kernel(*plain), read, [_access(part) for part in writes], here())
+
+
+def _access(part: torch.Tensor | Rows) -> Access:
+    tensor, index = part if isinstance(part, Rows) else (part, None)
+    assert isinstance(tensor, VTensor), "a footprint lies on the device"
+    assert index is None or isinstance(index, VTensor), "an index lies on the device"
+    return Access(tensor.allocation.tag, tensor.layout_, None if index is None else index.plain)

@@ -1,0 +1,160 @@
+"""Threads of the host as agents: they take turns, and the seed decides when.
+
+Only one runs at a time, and another may take over at any call into the virtual GPU, so a run is repeatable. What orders
+them for the detector is what orders real threads: start, join, and messages through a :class:`Channel`. (A lock orders
+them only by chance, so there is none.)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from random import Random
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from fenceline.vgpu.errors import DeadlockError, VgpuError
+from fenceline.vgpu.operation import Clock
+from fenceline.vgpu.streams import HostThread
+
+if TYPE_CHECKING:
+    from fenceline.vgpu.gpu import VirtualGpu
+
+T = TypeVar("T")
+
+
+class _Turn:
+    """A thread's place in the rotation: it runs while it holds ``baton``."""
+
+    def __init__(self, agent: HostThread) -> None:
+        self.agent = agent
+        self.baton = threading.Semaphore(0)
+        self.ready: Callable[[], bool] | None = None  # what it is blocked on, None: it could run
+        self.finished = False
+
+
+class Rotation:
+    """Whose turn it is among the host's threads. ``odds``: the chance of a switch at a call."""
+
+    def __init__(self, main: HostThread, seed: int, odds: float) -> None:
+        self._random = Random(seed)
+        self._odds = odds
+        self._turns = {main.number: _Turn(main)}
+        self._local = threading.local()
+        self._local.agent = main
+        self.is_shared = False  # whether there is more than one thread
+
+    @property
+    def agent(self) -> HostThread:
+        """The calling thread. Raises ``VgpuError`` if the GPU has not started it."""
+        try:
+            agent: HostThread = self._local.agent
+        except AttributeError:
+            name = threading.current_thread().name
+            raise VgpuError(f"thread {name!r} is unknown to the virtual GPU: start it with spawn") from None
+        return agent
+
+    def start(self, agent: HostThread, run: Callable[[], None]) -> None:
+        """Run ``run`` as ``agent`` in a thread of its own, when its turn comes."""
+        turn = self._turns[agent.number] = _Turn(agent)
+        self.is_shared = True
+
+        def body() -> None:
+            self._local.agent = agent
+            turn.baton.acquire()
+            try:
+                run()
+            finally:
+                turn.finished = True
+                self._hand_on()
+
+        threading.Thread(target=body, name=agent.name, daemon=True).start()
+
+    def finished(self, agent: HostThread) -> bool:
+        """Whether its thread has ended."""
+        return self._turns[agent.number].finished
+
+    def maybe_switch(self) -> None:
+        """At a call into the GPU: perhaps another thread goes first."""
+        me = self._turns[self.agent.number]
+        others = [turn for turn in self._able() if turn is not me]
+        if others and self._random.random() < self._odds:
+            self._switch(me, self._random.choice(others))
+
+    def block_until(self, ready: Callable[[], bool], what: str) -> None:
+        """Let others run until ``ready``. Raises ``DeadlockError`` if nobody else can."""
+        me = self._turns[self.agent.number]
+        me.ready = ready
+        while not ready():
+            others = [turn for turn in self._able() if turn is not me]
+            if not others:
+                raise DeadlockError(
+                    f"deadlock: {me.agent.name} waits for {what}, and no other thread can run"
+                )
+            self._switch(me, self._random.choice(others))
+        me.ready = None
+
+    def _able(self) -> list[_Turn]:
+        turns = self._turns.values()
+        return [turn for turn in turns if not turn.finished and (turn.ready is None or turn.ready())]
+
+    def _switch(self, me: _Turn, other: _Turn) -> None:
+        other.baton.release()
+        me.baton.acquire()
+
+    def _hand_on(self) -> None:
+        able = self._able()
+        if able:
+            self._random.choice(able).baton.release()
+        else:  # all others are blocked: let one find out that this is a deadlock
+            for turn in self._turns.values():
+                if not turn.finished:
+                    turn.baton.release()
+                    return
+
+
+class Worker:
+    """A thread of the host that :meth:`VirtualGpu.spawn` started."""
+
+    def __init__(self, gpu: VirtualGpu, agent: HostThread, run: Callable[[], None]) -> None:
+        self.name = agent.name
+        self._gpu = gpu
+        self._agent = agent
+        self._error: BaseException | None = None
+        gpu.rotation.start(agent, lambda: self._guarded(run))
+
+    def _guarded(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException as error:  # raised again by join
+            self._error = error
+
+    def join(self) -> None:
+        """Wait for its end. Raises what it raised."""
+        self._gpu.rotation.block_until(
+            lambda: self._gpu.rotation.finished(self._agent), f"{self.name} to end"
+        )
+        self._gpu.thread.hear(self._agent.now())
+        if self._error is not None:
+            raise self._error
+
+
+class Channel(Generic[T]):
+    """An unbounded queue between host threads: what was done before ``put`` happened before what follows ``get``."""
+
+    def __init__(self, gpu: VirtualGpu) -> None:
+        self._gpu = gpu
+        self._items: deque[tuple[T, Clock]] = deque()
+
+    def put(self, item: T) -> None:
+        """Add an item; never blocks."""
+        thread = self._gpu.thread
+        self._items.append((item, thread.now()))
+        self._gpu.yield_turn()
+
+    def get(self) -> T:
+        """The oldest item; blocks until there is one. Raises ``DeadlockError`` if there never will be."""
+        self._gpu.rotation.block_until(lambda: bool(self._items), "a message")
+        item, clock = self._items.popleft()
+        self._gpu.thread.hear(clock)
+        return item
