@@ -139,7 +139,7 @@ def test_severing_cuts_one_edge_alone(edge: Edge) -> None:
 
 
 def test_unknown_edge_cannot_be_severed() -> None:
-    with pytest.raises(ValueError, match="no such edge"):
+    with pytest.raises(ValueError, match="no such edge or guard"):
         open_device("cpu", severed=frozenset({"forward_after_lunch"}))
 
 

@@ -20,6 +20,11 @@ def register_kind(kind: str) -> None:
     _registered.add(kind)
 
 
+def is_registered(kind: object) -> bool:
+    """Whether ``kind`` is a device that :func:`register_kind` was told about."""
+    return kind in _registered
+
+
 def cuda_is_available() -> bool:
     """Whether torch can use a CUDA GPU. Imports torch only where there is a driver."""
     if not any(Path(mark).exists() for mark in _DRIVER_MARKS):

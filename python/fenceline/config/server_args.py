@@ -7,12 +7,14 @@ of ``fenceline.Engine`` and ``docs/server_arguments.md`` all come from here. Val
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from fenceline.config.arg_parser import build_parser, from_mapping, parse_values
+from fenceline.config.device import is_registered
 from fenceline.config.errors import ConfigError
 from fenceline.config.flags import flag
 from fenceline.config.refused import REFUSED
@@ -262,9 +264,14 @@ class ServerArgs:
     def from_kwargs(cls, values: Mapping[str, object]) -> ServerArgs:
         """Keyword arguments (``fenceline.Engine(**values)``) as flags, judged like a command line.
 
-        Raises ConfigError for unknown or refused names and values of the wrong type.
+        ``device`` may also be a registered kind (see memory_order.register_device), which the command line does
+        not know. Raises ConfigError for unknown or refused names and values of the wrong type.
         """
-        return cls(**from_mapping(cls, values, REFUSED))
+        known = {
+            name: value for name, value in values.items() if name != "device" or not is_registered(value)
+        }
+        args = cls(**from_mapping(cls, known, REFUSED))
+        return args if len(known) == len(values) else dataclasses.replace(args, device=str(values["device"]))
 
 
 def parse_args(argv: Sequence[str], prog: str = "python -m fenceline.launch_server") -> ServerArgs:

@@ -9,21 +9,22 @@ import torch
 
 from fenceline.config.device import register_kind
 from fenceline.memory_order.edges import EDGES, StreamName
+from fenceline.memory_order.guards import GUARDS, Guard
 from fenceline.memory_order.stream import Stream
 
 
 class Device(ABC):
     """One accelerator (or the CPU) with its named streams.
 
-    ``severed`` names edges that are left out: for tests that prove an edge necessary, never for serving.
+    ``severed`` names edges and guards that are left out: for tests that prove them necessary, never for serving.
     """
 
     kind: str
 
     def __init__(self, torch_device: torch.device, severed: frozenset[str] = frozenset()) -> None:
-        unknown = severed - EDGES.keys()
+        unknown = severed - EDGES.keys() - GUARDS.keys()
         if unknown:
-            raise ValueError(f"no such edge: {', '.join(sorted(unknown))}; see docs/edges.md")
+            raise ValueError(f"no such edge or guard: {', '.join(sorted(unknown))}; see docs/edges.md")
         self.torch_device = torch_device
         self.severed = severed
         self.schedule = self._make_stream(StreamName.SCHEDULE)
@@ -45,6 +46,10 @@ class Device(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Block the host until all streams are empty: start-up and shut-down only."""
+
+    def keeps(self, guard: Guard) -> bool:
+        """Whether ``guard`` is in force; only a test can have severed it."""
+        return guard.name not in self.severed
 
     def name_memory(self, tensor: torch.Tensor, name: str, row_bytes: int | None = None) -> None:
         """Tell what reports should call the memory of ``tensor``, made of rows of ``row_bytes`` bytes if given.

@@ -23,6 +23,7 @@ from fenceline.memory_order.edges import (
     SCHEDULE_AFTER_FORWARD,
     STAGING_REUSE,
 )
+from fenceline.memory_order.guards import GROWTH_STOP, OWN_COPY
 from fenceline.memory_order.lease import LeaseError
 from fenceline.memory_order.stream import Point, Points
 
@@ -64,17 +65,23 @@ class _Ring:
         index = self._next
         self._next = (index + 1) % len(self._slots)
         if self._slots[index].host.numel() < nbytes:
-            self._device.synchronize()
+            if self._device.keeps(GROWTH_STOP):  # the old slot goes back to the allocator, on no stream of ours
+                self._device.synchronize()
             self._slots[index] = self._make(index, 1 << (nbytes - 1).bit_length())
         return self._slots[index]
 
 
 class InputRing(_Ring):
-    """Host arrays to FORWARD's tensors, through SCHEDULE."""
+    """Host arrays to FORWARD's tensors, through SCHEDULE.
+
+    One slot is enough, and costs no waiting: when a step is launched the last but one has been published, so
+    FORWARD has reached the last step, has copied its inputs first of all, and the slot is free. A second slot would
+    let the loop's own order of publishing hide that an edge is missing.
+    """
 
     name = "input_ring"
 
-    def __init__(self, device: Device, depth: int = 2) -> None:
+    def __init__(self, device: Device, depth: int = 1) -> None:
         super().__init__(device, depth)
 
     def upload(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, torch.Tensor]:
@@ -90,12 +97,14 @@ class InputRing(_Ring):
             device.schedule.synchronize(slot.host_after, STAGING_REUSE)
         device.host_access(slot.host[:nbytes], True, "pack of the step's inputs")
         _pack(slot.host, arrays, offsets)
-        device.schedule.wait(slot.device_after, SCHEDULE_AFTER_FORWARD)  # WAR: step k-2 may still read it
+        device.schedule.wait(slot.device_after, SCHEDULE_AFTER_FORWARD)  # WAR: an earlier step may still read it
         device.schedule.copy(slot.device[:nbytes], slot.host[:nbytes])
         slot.host_after = device.schedule.record()
         device.forward.wait(slot.host_after, FORWARD_AFTER_SCHEDULE)  # RAW: the copy brings our inputs
         with device.forward.active():
-            block = slot.device[:nbytes].clone()
+            block = slot.device[:nbytes]
+            if device.keeps(OWN_COPY):  # the next upload may overwrite the slot from here on
+                block = block.clone()
         slot.device_after = Points.of(device.forward.record())
         return _views(block, arrays, offsets)
 

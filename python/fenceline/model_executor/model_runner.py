@@ -20,6 +20,7 @@ from fenceline.layers.shard import Shard
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.memory_order import Device, InputRing, LeasePool, ResultRing
+from fenceline.memory_order.guards import SAME_COMPOSITION, STARTUP_STOP
 from fenceline.model_executor.forward_result import ForwardResult
 from fenceline.model_executor.memory import num_kv_pages
 from fenceline.model_executor.sampler import OutputLogprobs, Sampler, prompt_logprobs
@@ -57,7 +58,9 @@ class ModelRunner:
             seed=config.random_seed,
             progress=show_progress,
         )
-        num_pages = num_kv_pages(config, device, dtype)
+        num_rows = config.max_running_requests + 1  # with the sink
+        self.sampler = Sampler(model.vocab_size, num_rows, device.torch_device)
+        num_pages = num_kv_pages(config, device, dtype)  # of what is left
         self.kv_pool = KVPool(
             num_pages,
             config.page_size,
@@ -72,16 +75,16 @@ class ModelRunner:
                 device.name_memory(tensor, f"kv_pool.layer{layer}.{part}", tensor[0].nbytes)
         self.pages = LeasePool("KV pages", num_pages, reserved=1)
         max_pages_per_req = -(-config.context_length // config.page_size) + 1
-        self.req_pool = ReqPool(config.max_running_requests + 1, max_pages_per_req, device.torch_device)
+        self.req_pool = ReqPool(num_rows, max_pages_per_req, device.torch_device)
         page_table, last_tokens = self.req_pool.page_table, self.req_pool.last_tokens
         device.name_memory(page_table, "req_pool.page_table", page_table[0].nbytes)
         device.name_memory(last_tokens, "req_pool.last_tokens", last_tokens.itemsize)
-        self.sampler = Sampler(model.vocab_size, self.req_pool.num_rows, device.torch_device)
         self._attention = make_attention_backend(config.attention_backend, self.kv_pool)
         self._inputs = InputRing(device)
         self._results = ResultRing(device)
         self._decode: _DecodeState | None = None
-        device.synchronize()  # start-up: weights and pools were written on the default stream
+        if device.keeps(STARTUP_STOP):  # weights and pools were written on the default stream
+            device.synchronize()
 
     @property
     def memory_bytes(self) -> dict[str, int]:
@@ -139,7 +142,9 @@ class ModelRunner:
 
     def _launch_decode(self, batch: DecodeBatch) -> ForwardResult:
         state = self._decode
-        steady = state is not None and state.composition == batch.composition
+        steady = state is not None and (
+            state.composition == batch.composition or not self.device.keeps(SAME_COMPOSITION)
+        )
         arrays: Arrays = {}
         if not steady:
             arrays = {"rows": batch.rows, "seq_lens": batch.seq_lens - 1} | sampling_arrays(batch.sampling)

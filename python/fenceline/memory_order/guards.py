@@ -1,0 +1,73 @@
+"""Guards: what keeps memory right beside the edges, in one place each, so that a test can do without one.
+
+An edge orders two streams. A guard is anything else that the ordering relies on: a full stop, a copy of one's own, a
+rule about who gets memory next. ``Device(severed=...)`` takes their names too. A guard enters the table with the
+switch that the proof cuts, or as dormant: kept for a feature that is not there yet, without which nobody can show it
+to be necessary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """``protects`` what it does. ``dormant``: why it cannot matter yet, "" if it can."""
+
+    name: str
+    protects: str
+    failure: str = ""  # the F-number of docs/architecture.md, "" where none has been reported
+    dormant: str = ""
+
+
+STARTUP_STOP = Guard(
+    name="startup_stop",
+    protects="weights, pools and tables, written on the default stream, which is ordered with no other",
+)
+GROWTH_STOP = Guard(
+    name="growth_stop",
+    protects="a ring's slot that goes back to the allocator because a larger one takes its place",
+    failure="F16",
+)
+OWN_COPY = Guard(
+    name="own_copy",
+    protects="inputs that later steps still use: FORWARD has them in memory of its own, not in the device staging",
+    failure="F16",
+)
+SAME_COMPOSITION = Guard(
+    name="same_composition",
+    protects="rows, lengths and sampling parameters on the device: used again only by the same batch of requests",
+    failure="F7",
+)
+RETIRED_AFTER = Guard(
+    name="retired_after",
+    protects="pages and rows that a step in flight still touches: leased out again with that step's Points",
+    failure="F3, F13",
+    dormant="FORWARD alone touches pages and rows, in program order; LOAD and STORE will not be",
+)
+RESULT_LEASE = Guard(
+    name="result_lease",
+    protects="a result slot that nobody has taken from yet",
+    failure="F8",
+    dormant="the loop has two steps in flight and the ring is two deep",
+)
+SINK = Guard(
+    name="sink",
+    protects="live pages and rows from writes of padding, which names page 0 and row 0",
+    failure="F18",
+    dormant="nothing is padded before there are graphs",
+)
+
+GUARDS: dict[str, Guard] = {
+    guard.name: guard
+    for guard in (
+        STARTUP_STOP,
+        GROWTH_STOP,
+        OWN_COPY,
+        SAME_COMPOSITION,
+        RETIRED_AFTER,
+        RESULT_LEASE,
+        SINK,
+    )
+}

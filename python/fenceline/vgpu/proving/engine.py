@@ -1,0 +1,119 @@
+"""``fenceline.Engine`` with its scheduler in this process, on the virtual GPU."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from random import Random
+
+import fenceline
+from fenceline.config.engine_config import EngineConfig
+from fenceline.managers.io_struct import Message
+from fenceline.managers.ipc import SchedulerLink
+from fenceline.managers.scheduler_process import ready_message
+from fenceline.memory_order import Device
+from fenceline.vgpu.proving.steps import Loop
+from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE, tiny_model_path
+
+
+class InProcess:
+    """An EngineBackend and its link: the scheduler's loop turns when the front end waits for news.
+
+    All of it happens on the engine's own thread, which is therefore the one that opens the device.
+    """
+
+    def __init__(self, config: EngineConfig, open_device: Callable[[], Device]) -> None:
+        self.error: Exception | None = None
+        self._config = config
+        self._open_device = open_device
+        self._device: Device | None = None
+        self._loop: Loop | None = None
+        self._news: list[Message] = []
+        self._sent = asyncio.Event()
+
+    @property
+    def loop(self) -> Loop:
+        """The scheduler's loop. The front end has waited for news before anybody asks."""
+        assert self._loop is not None, "the engine is up"
+        return self._loop
+
+    def _start(self) -> None:
+        self._device = self._open_device()
+        self._loop = Loop(self._config, self._device, tell=self._news.append)
+        self._news.append(ready_message(self._config, self._loop.scheduler))
+
+    @property
+    def link(self) -> SchedulerLink:
+        """See ``entrypoints.launch.EngineBackend``."""
+        return self
+
+    def watch(self, on_death: Callable[[str], None]) -> None:
+        """See ``entrypoints.launch.EngineBackend``: there is no process that could die."""
+
+    def stop(self, timeout_s: float) -> None:
+        """See ``entrypoints.launch.EngineBackend``."""
+
+    def send(self, message: Message) -> None:
+        """See ``managers.ipc.SchedulerLink``."""
+        self.loop.send(message)
+        self._sent.set()
+
+    async def receive(self) -> list[Message]:
+        """See ``managers.ipc.SchedulerLink``."""
+        try:
+            if self._loop is None:
+                self._start()
+            while not self._news:
+                if not self.loop.busy:
+                    self._sent.clear()
+                    await self._sent.wait()
+                self.loop.step()
+                await asyncio.sleep(0)  # whoever wants to abort gets a chance
+        except Exception as error:
+            self.error = error
+            raise
+        news = list(self._news)
+        self._news.clear()
+        return news
+
+    def close(self) -> None:
+        """See ``managers.ipc.SchedulerLink``. What the device has not run yet is run now, and checked."""
+        try:
+            if self.error is None and self._device is not None:
+                self._device.synchronize()
+        except Exception as error:
+            self.error = error
+
+
+def run_engine(random: Random, kind: str, open_device: Callable[[], Device]) -> Loop:
+    """Serve a few rounds of prompts through the offline API; raises what the engine raised."""
+    backends: list[InProcess] = []
+
+    def launch(config: EngineConfig) -> InProcess:
+        backends.append(InProcess(config, open_device))
+        return backends[-1]
+
+    engine = fenceline.Engine(
+        launch,
+        model_path=tiny_model_path(),
+        device=kind,
+        skip_tokenizer_init=True,
+        random_seed=1,
+        max_total_tokens=64,
+        max_running_requests=3,
+        chunked_prefill_size=8,
+    )
+    with engine:
+        for _ in range(2):
+            prompts = [
+                [random.randrange(1, VOCAB_SIZE) for _ in range(random.randint(1, 14))] for _ in range(4)
+            ]
+            params = {"max_new_tokens": random.randint(2, 5), "temperature": random.choice((0.0, 0.9))}
+            with suppress(RuntimeError):  # the front end's word for the error that is raised below
+                engine.generate(input_ids=prompts, sampling_params=params)
+            if backends[0].error is not None:
+                break
+    if backends[0].error is not None:
+        raise backends[0].error
+    return backends[0].loop

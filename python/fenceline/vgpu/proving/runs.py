@@ -1,0 +1,150 @@
+"""One run: a workload's scenario on a virtual GPU, and the verdict of every checker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from fenceline.memory_order import LeaseError
+from fenceline.vgpu.device import VgpuDevice
+from fenceline.vgpu.errors import DeadlockError, KernelError, RaceError
+from fenceline.vgpu.gpu import VirtualGpu
+from fenceline.vgpu.policy import Policy, make_policy
+from fenceline.vgpu.proving.engine import run_engine
+from fenceline.vgpu.proving.schedule import Playback, Recording, Switch, shrink, told
+from fenceline.vgpu.proving.steps import Loop, execute, make_config
+from fenceline.vgpu.proving.workloads import ENGINE, WORKLOADS
+
+# A seed's policy. Lopsided random schedules find most, the extremes find what randomness hardly reaches.
+_POLICIES = ("random", "pct", "random", "laziest", "random", "pct", "eager", "fifo")
+
+HAPPENS_BEFORE = "happens-before"
+_CHECKERS: tuple[tuple[type[Exception], str], ...] = (
+    (RaceError, HAPPENS_BEFORE),
+    (LeaseError, "leases"),
+    (KernelError, "kernels"),
+    (DeadlockError, "deadlock"),
+)
+_INVARIANTS = "invariants"  # assertions, and the scheduler's books
+TOKENS = "tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One run to be made: everything that it depends on."""
+
+    workload: str
+    seed: int
+    severed: frozenset[str] = frozenset()
+
+    @property
+    def policy(self) -> str:
+        """The name of the seed's policy."""
+        return _POLICIES[self.seed % len(_POLICIES)]
+
+    @property
+    def command(self) -> str:
+        """What repeats it."""
+        edges = "".join(f" --edge {name}" for name in sorted(self.severed))
+        return (
+            f"python -m fenceline.vgpu.prove --workload {self.workload} --seed {self.seed} --seeds 1{edges}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A run's verdict. ``checker`` is "" if all were silent; ``edges`` are those that a race's report names."""
+
+    trial: Trial
+    checker: str = ""
+    edges: tuple[str, ...] = ()
+    memory: str = ""
+    report: str = ""
+    num_steps: int = 0
+
+    @property
+    def clean(self) -> bool:
+        """Whether every checker was silent."""
+        return not self.checker
+
+    def same_failure(self, other: Outcome) -> bool:
+        """Whether both failed, in the eyes of the same checker, over the same memory."""
+        return (self.checker, self.edges, self.memory) == (other.checker, other.edges, other.memory)
+
+
+def run(trial: Trial) -> Outcome:
+    """Make a run under its seed's policy with the detector on."""
+    return _run(trial, make_policy(trial.policy, trial.seed))[0]
+
+
+def _run(trial: Trial, policy: Policy, collect: bool = False) -> tuple[Outcome, VirtualGpu]:
+    gpus: list[VirtualGpu] = []
+
+    def open_device() -> VgpuDevice:
+        gpu = VirtualGpu(seed=trial.seed, policy=policy, collect=collect)
+        gpus.append(gpu)
+        if isinstance(policy, (Recording, Playback)):
+            policy.gpu = gpu
+        return VgpuDevice(trial.severed, gpu)
+
+    try:
+        if trial.workload == ENGINE:
+            loop = run_engine(Random(trial.seed), VgpuDevice.kind, open_device)
+        else:
+            loop = _run_steps(trial, open_device())
+        report = execute(loop.scheduler.config, loop.decisions)
+        outcome = Outcome(trial, TOKENS if report else "", report=report, num_steps=len(loop.decisions))
+    except Exception as error:
+        outcome = _failure(trial, error)
+    return outcome, gpus[0]
+
+
+def _run_steps(trial: Trial, device: VgpuDevice) -> Loop:
+    scenario = WORKLOADS[trial.workload].make(Random(trial.seed))
+    loop = Loop(make_config(scenario.flags, device.kind), device, scenario.arrivals)
+    loop.run()
+    device.synchronize()
+    return loop
+
+
+def _failure(trial: Trial, error: Exception) -> Outcome:
+    checker = next((name for kind, name in _CHECKERS if isinstance(error, kind)), _INVARIANTS)
+    text = str(error) or type(error).__name__
+    if checker == _INVARIANTS:
+        text = f"{type(error).__name__}: {text}"
+    edges, memory = (error.edges, error.memory) if isinstance(error, RaceError) else ((), "")
+    return Outcome(trial, checker, edges, memory, text)
+
+
+def named_races(trial: Trial) -> set[str]:
+    """The edges that any race of a run names, the run going on after each for as long as it can."""
+    # On wrong values the engine fails in any way it likes; the races are what was asked for.
+    _, gpu = _run(trial, make_policy(trial.policy, trial.seed), collect=True)
+    return {edge for race in gpu.races for edge in race.edges}
+
+
+def explain(outcome: Outcome) -> str:
+    """What a failing run's schedule comes down to: the few context switches that matter."""
+    trial = outcome.trial
+    recording = Recording(make_policy(trial.policy, trial.seed))
+    again, _ = _run(trial, recording)
+    if not again.same_failure(outcome):
+        return "the failure did not repeat: the run depends on something beside its seed"
+
+    def fails(switches: object) -> bool:
+        assert isinstance(switches, (list, tuple))
+        return _run(trial, Playback(switches))[0].same_failure(outcome)
+
+    kept = shrink(recording.switches, fails)
+    if kept is None:
+        return f"{len(recording.switches)} context switches, which no smaller set replaces"
+    if not kept:
+        return "fails on the laziest schedule too: no context switch is needed"
+    _, gpu = _run(trial, Playback(kept))
+    lines = [
+        f"{len(kept)} of {len(recording.switches)} context switches matter; the device is lazy but for these:"
+    ]
+    return "\n".join(lines + [f"  {n}. {line}" for n, line in enumerate(told(kept, gpu), 1)])
+
+
+__all__ = ["HAPPENS_BEFORE", "TOKENS", "Outcome", "Switch", "Trial", "explain", "named_races", "run"]

@@ -1,0 +1,55 @@
+"""A Qwen3 model so small that hundreds of engine runs take a minute; random weights, written to a folder once."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from fenceline.config.resolve import resolve
+from fenceline.config.server_args import ServerArgs
+from fenceline.layers.shard import Shard
+from fenceline.models.registry import make_model
+
+VOCAB_SIZE = 64
+EOS_TOKEN = 0
+_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+    "eos_token_id": EOS_TOKEN,
+    "bos_token_id": 1,
+}
+
+
+@lru_cache
+def tiny_model_path() -> str:
+    """The model's folder, the same in every call of a process and deleted when it ends."""
+    folder = Path(tempfile.mkdtemp(prefix="fenceline-tiny-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    model = resolve(ServerArgs(model_path=str(folder), device="cpu", load_format="dummy")).model
+    generator = torch.Generator().manual_seed(11)
+    weights = {}
+    for name, slot in make_model(model, Shard()).weight_slots().items():
+        mean = 1.0 if len(slot.full_shape) == 1 else 0.0  # norms near one
+        weights[name] = torch.randn(slot.full_shape, generator=generator) * 0.3 + mean
+    save_file(weights, folder / "model.safetensors")
+    return str(folder)

@@ -1,0 +1,224 @@
+"""Workloads: what arrives at which step of the scheduler's loop, and with which flags the engine runs.
+
+Each is a function of a seed. Sizes are small on purpose: a hazard needs two steps in flight, not a thousand requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from fenceline.config.sampling_params import SamplingParams
+from fenceline.managers.io_struct import (
+    AbortReq,
+    ContinueGenerationReq,
+    FlushCacheReq,
+    GetInternalStateReq,
+    Message,
+    PauseGenerationReq,
+    TokenizedGenerateReq,
+)
+from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
+
+Flags = Mapping[str, int | float | str | bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """``message`` is in the inbox when the loop begins its ``step``-th turn."""
+
+    step: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One run's input: flags of the engine, and arrivals in order of steps."""
+
+    flags: Flags
+    arrivals: tuple[Arrival, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A named family of scenarios. ``share``: how many of a round's runs it gets."""
+
+    name: str
+    about: str
+    make: Callable[[Random], Scenario]
+    share: int = 1
+
+
+@dataclass(slots=True)
+class _Script:
+    """Builds a scenario's arrivals."""
+
+    random: Random
+    arrivals: list[Arrival] = field(default_factory=list)
+    num_reqs: int = 0
+
+    def prompt(self, shortest: int, longest: int) -> list[int]:
+        return [self.random.randrange(1, VOCAB_SIZE) for _ in range(self.random.randint(shortest, longest))]
+
+    def add(self, step: int, prompt: list[int], num_tokens: int, **options: Any) -> str:
+        """A request; its rid. Options not of the message are of its sampling parameters."""
+        rid = f"r{self.num_reqs}"
+        self.num_reqs += 1
+        seed = self.random.getrandbits(32)
+        outer: dict[str, Any] = {name: options.pop(name) for name in list(options) if "logprob" in name}
+        params = SamplingParams(max_new_tokens=num_tokens, seed=seed, **({"temperature": 0.0} | options))
+        message = TokenizedGenerateReq(
+            rid=rid, input_ids=prompt, sampling_params=params, stream=True, **outer
+        )
+        self.send(step, message)
+        return rid
+
+    def send(self, step: int, message: Message) -> None:
+        self.arrivals.append(Arrival(step, message))
+
+    def scenario(self, **flags: int | float | str | bool) -> Scenario:
+        return Scenario(flags, tuple(sorted(self.arrivals, key=lambda arrival: arrival.step)))
+
+    def options(self) -> dict[str, object]:
+        """How a request samples: mostly greedy, the rest of everything."""
+        return dict(
+            self.random.choice(
+                (
+                    {},
+                    {},
+                    {},
+                    {"temperature": 0.8},
+                    {"temperature": 1.2, "top_k": 8, "top_p": 0.9, "min_p": 0.01},
+                    {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+                    {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2},
+                    {"min_new_tokens": 2, "logit_bias": {5: 3.0, 9: -4.0}},
+                )
+            )
+        )
+
+
+def _mixed(random: Random) -> Scenario:
+    script = _Script(random)
+    for _ in range(5):
+        prompt = script.prompt(1, 26)
+        script.add(random.randrange(8), prompt, random.randint(1, 6), **script.options())
+    return script.scenario(max_total_tokens=160, max_running_requests=4, chunked_prefill_size=8, page_size=4)
+
+
+def _prefixes(random: Random) -> Scenario:
+    script = _Script(random)
+    families = [script.prompt(8, 16) for _ in range(3)]
+    for turn in range(6):
+        prompt = random.choice(families) + script.prompt(1, 6)
+        script.add(turn * random.randint(1, 3), prompt, random.randint(1, 4))
+    return script.scenario(max_total_tokens=48, max_running_requests=3, chunked_prefill_size=16, page_size=4)
+
+
+def _aborts(random: Random) -> Scenario:
+    script = _Script(random)
+    for _ in range(5):
+        start = random.randrange(7)
+        rid = script.add(start, script.prompt(1, 20), random.randint(2, 8), **script.options())
+        if random.random() < 0.7:
+            abort = AbortReq(rid=rid, finished=random.random() < 0.3)
+            script.send(start + random.randrange(7), abort)
+    if random.random() < 0.3:
+        script.send(random.randrange(4, 10), AbortReq(abort_all=True))
+    return script.scenario(max_total_tokens=96, max_running_requests=3, chunked_prefill_size=8, page_size=4)
+
+
+def _retraction(random: Random) -> Scenario:
+    script = _Script(random)
+    for _ in range(4):
+        script.add(random.randrange(3), script.prompt(3, 8), random.randint(6, 12), ignore_eos=True)
+    return script.scenario(
+        max_total_tokens=random.choice((28, 32, 36)),
+        max_running_requests=4,
+        chunked_prefill_size=16,
+        page_size=4,
+        schedule_conservativeness=0.01,
+    )
+
+
+def _bursts(random: Random) -> Scenario:
+    script = _Script(random)
+    step = 0
+    for _ in range(2):
+        for _ in range(4):
+            script.add(step, script.prompt(1, 12), random.randint(1, 4), **script.options())
+        step += random.randint(3, 14)
+    if random.random() < 0.5:
+        pause = random.randrange(1, step)
+        mode = random.choice(("abort", "retract", "in_place"))
+        script.send(pause, PauseGenerationReq(id="pause", mode=mode))
+        script.send(pause + random.randint(1, 3), ContinueGenerationReq(id="continue"))
+    script.send(random.randrange(step), FlushCacheReq(id="flush"))
+    script.send(random.randrange(step), GetInternalStateReq(id="state"))
+    return script.scenario(
+        max_total_tokens=128,
+        max_running_requests=4,
+        chunked_prefill_size=random.choice((8, -1)),
+        page_size=4,
+        disable_radix_cache=random.random() < 0.3,
+    )
+
+
+def _row_reuse(random: Random) -> Scenario:
+    """F13: one row; its owner ends on a stop token that nobody foresaw while its next step is in flight."""
+    script = _Script(random)
+    for _ in range(4):
+        stop = tuple(random.sample(range(1, VOCAB_SIZE), 24))
+        script.add(0, script.prompt(2, 5), 6, temperature=1.0, stop_token_ids=stop)
+    return script.scenario(max_total_tokens=24, max_running_requests=1, chunked_prefill_size=16, page_size=1)
+
+
+def _staging(random: Random) -> Scenario:
+    """F12: every step uploads, since pages of one token come one by one and the batch changes all the time."""
+    script = _Script(random)
+    for index in range(6):
+        script.add(
+            index * random.randint(1, 2), script.prompt(1, 4), random.randint(2, 6), **script.options()
+        )
+    return script.scenario(max_total_tokens=40, max_running_requests=3, chunked_prefill_size=8, page_size=1)
+
+
+def _growth(random: Random) -> Scenario:
+    """Uploads and results larger than the rings' first slots, with steps in flight before and after."""
+    script = _Script(random)
+    script.add(0, script.prompt(2, 4), 5)
+    long = script.prompt(2600, 2700)
+    script.add(random.randint(0, 2), long, 2)
+    if random.random() < 0.5:
+        script.add(3, long[:300], 2, return_logprob=True, logprob_start_len=0, top_logprobs_num=20)
+    return script.scenario(
+        max_total_tokens=8192,
+        max_running_requests=3,
+        chunked_prefill_size=-1,
+        page_size=16,
+        max_prefill_tokens=4096,
+    )
+
+
+def _no_script(random: Random) -> Scenario:
+    raise AssertionError("this workload goes through the front end, not through a script")
+
+
+ENGINE = "engine"
+WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        Workload("mixed", "chunked prefill and decode side by side, all kinds of sampling", _mixed, share=3),
+        Workload("prefixes", "prefix hits and evictions in a pool that is too small", _prefixes, share=3),
+        Workload("aborts", "requests aborted at any moment", _aborts, share=3),
+        Workload("retraction", "running requests lose their memory and come back", _retraction, share=3),
+        Workload("bursts", "four at once, then silence; pauses and flushes", _bursts, share=3),
+        Workload(
+            "row_reuse", "one row, refilled while its last owner's step is in flight", _row_reuse, share=2
+        ),
+        Workload("staging", "every step uploads", _staging, share=2),
+        Workload("growth", "uploads and results that outgrow the rings", _growth),
+        Workload(ENGINE, "rounds of prompts through fenceline.Engine", _no_script),
+    )
+}
