@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
@@ -152,5 +153,6 @@ def test_failure_to_start_raises() -> None:
             model_path="demo",
             device="cpu",
         )
+    gc.collect()  # sockets left open would block here, where their context is collected
     with pytest.raises(ConfigError):
         fenceline.Engine(model_path="demo", no_such_flag=1)

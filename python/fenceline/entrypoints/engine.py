@@ -62,7 +62,11 @@ class Engine:
 
     async def _start(self) -> FrontEnd:
         front_end = FrontEnd(self.config, self._backend)
-        await front_end.manager.wait_ready()
+        try:
+            await front_end.manager.wait_ready()
+        except BaseException:
+            await front_end.close()
+            raise
         return front_end
 
     # --- generation

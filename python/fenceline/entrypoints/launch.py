@@ -117,6 +117,7 @@ def launch_processes(
             processes.append(process)
     except BaseException:
         backend.stop(0.0)
+        link.close()
         raise
     return backend
 
@@ -131,7 +132,11 @@ class FrontEnd:
     """The TokenizerManager of a backend and the tasks that bring it news. Lives on the running event loop."""
 
     def __init__(self, config: EngineConfig, backend: EngineBackend) -> None:
-        self.manager = make_manager(config, backend.link)
+        try:
+            self.manager = make_manager(config, backend.link)
+        except ValueError:
+            backend.link.close()
+            raise
         self._tasks = [asyncio.ensure_future(self._listen())]
         self._link = backend.link
         backend.watch(self._on_death)

@@ -73,6 +73,7 @@ def serve_until_stopped(config: EngineConfig, scheduler_entry: ProcessEntry = ru
             return 128 + signal.SIGINT
         finally:
             backend.stop(0.0)
+            backend.link.close()
 
 
 class Supervisor:

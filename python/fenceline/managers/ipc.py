@@ -28,7 +28,7 @@ class SchedulerLink(Protocol):
         ...
 
     def close(self) -> None:
-        """Release sockets."""
+        """Release sockets. Harmless to repeat."""
         ...
 
 
@@ -103,6 +103,8 @@ class ZmqLink:
 
     def close(self) -> None:
         """See :class:`SchedulerLink`. On the event loop's thread; nobody may be receiving."""
+        if self._context.closed:
+            return
         if self._readable is not None:
             self._readable.close()
         self._inbox.close()
