@@ -176,8 +176,7 @@ def _kernel(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     written = _written(operator, args, kwargs) if operator.mutated else []
     forms = _output_forms(call, operator, written)
     gpu, place = call.gpu, here()
-    if operator.takes_generator:
-        call.kwargs["generator"] = torch.Generator().manual_seed(gpu.draw_seed())
+    func = _seeded(operator, call)
     rows = () if operator.rows is None else operator.rows(call.args)
     if operator.overwrites:
         fresh = {id(t) for t in written}
@@ -185,7 +184,7 @@ def _kernel(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     else:
         reads = [_access(t, rows) for t in call.tensors]
     writes = [_access(t, rows) for t in written]
-    func, plain_args, plain_kwargs = operator.func, call.args, call.kwargs
+    plain_args, plain_kwargs = call.args, call.kwargs
     if None not in operator.outputs:
         gpu.submit(operator.label, lambda: func(*plain_args, **plain_kwargs), reads, writes, place)
         return _same(operator, args, kwargs)
@@ -198,6 +197,24 @@ def _kernel(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
 
     gpu.submit(operator.label, run, reads, writes, place)
     return outputs[0] if isinstance(forms, Form) else _returned(operator, args, kwargs, forms, outputs)
+
+
+def _seeded(operator: Operator, call: _Call) -> Any:
+    """The operator's function; one that draws random numbers takes them from a seed chosen now, not when it runs."""
+    func = operator.func
+    if not operator.draws:
+        return func
+    seed = call.gpu.draw_seed()
+    if operator.takes_generator:
+        call.kwargs["generator"] = torch.Generator().manual_seed(seed)
+        return func
+
+    def seeded(*args: Any, **kwargs: Any) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return func(*args, **kwargs)
+
+    return seeded
 
 
 def _access(tensor: VTensor, rows: Rows = ()) -> Access:
@@ -285,11 +302,10 @@ def _like(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
             return operator.func(*call.args, **call.kwargs)
     form = _output_forms(call, operator, [])
     gpu, place = call.gpu, here()
-    if operator.takes_generator:
-        call.kwargs["generator"] = torch.Generator().manual_seed(gpu.draw_seed())
+    func = _seeded(operator, call)
     output = new_tensor(gpu, form, place)
     if operator.kind is Kind.LIKE:
-        func, plain_args, plain_kwargs, target = operator.func, call.args, call.kwargs, output.plain
+        plain_args, plain_kwargs, target = call.args, call.kwargs, output.plain
 
         def run() -> None:
             target.copy_(func(*plain_args, **plain_kwargs))

@@ -112,16 +112,6 @@ class VirtualGpu:
         """How far the program has come: the number of operations submitted and host accesses made."""
         return self._seq
 
-    @property
-    def agents(self) -> Sequence[VirtualStream | HostThread]:
-        """Streams and host threads by their numbers."""
-        return self._agents
-
-    @property
-    def position(self) -> int:
-        """How far the program has come: the number of operations submitted and host accesses made."""
-        return self._seq
-
     def history_of(self, agent: int, index: int) -> Operation:
         """The ``index``-th action (from 1) of an agent."""
         return self._agents[agent].history[index - 1]

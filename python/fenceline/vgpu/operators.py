@@ -53,6 +53,7 @@ class Operator:
     """What the schema of an operator says, worked out once."""
 
     __slots__ = (
+        "draws",
         "func",
         "kind",
         "label",
@@ -79,6 +80,7 @@ class Operator:
         self.outputs = [_aliased(schema, result) for result in schema.returns]
         self.rows = row_indexes(self.label)
         self.overwrites = self.label in _OVERWRITING or func._overloadname.endswith("out")
+        self.draws = torch.Tag.nondeterministic_seeded in func.tags
         self.takes_generator = any(a.name == "generator" for a in schema.arguments)
         self.kind = self._find_kind()
 

@@ -1,0 +1,127 @@
+"""``python -m fenceline.vgpu.prove``: the intact engine is clean on every schedule, and every edge is necessary."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+if TYPE_CHECKING:  # the rooms whose branches are counted are loaded when counting has been set up
+    from fenceline.vgpu.proving.campaign import Plan
+    from fenceline.vgpu.proving.table import Proof
+
+_DEFAULT_SEEDS = 200
+_SEEDS_PER_ARM = 10
+_MAX_EXPLAINED = 3
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fenceline.vgpu.prove",
+        description="Runs the engine on the virtual GPU: whole, over workloads and seeds, which must be clean; and "
+        "with each edge and guard severed, which some run must show. Exits with 0 if both is so.",
+    )
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop making runs after this time")
+    parser.add_argument(
+        "--seeds", type=int, metavar="N",
+        help=f"runs of the intact engine; {_DEFAULT_SEEDS}, or what --budget allows, unless given",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--edge", metavar="NAME", help="sever this edge or guard and do nothing else")
+    parser.add_argument("--workload", metavar="NAME", help="only this workload")
+    parser.add_argument(
+        "--jobs", type=int, default=_num_cores(), help="processes; the cores of this machine unless given"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    parser.add_argument("--write-docs", action="store_true", help="write the table into docs/edges.md")
+    return parser
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    from fenceline.vgpu.proving.campaign import carry_out, prepare
+    from fenceline.vgpu.proving.table import as_json, as_text, write_docs
+
+    prepare()
+    with tqdm(total=None, unit="run", disable=None) as bar:
+        plan = _plan(args, parser, bar)
+        proof = carry_out(plan)
+    _explain(proof, args.edge is not None)
+    print(as_text(proof))
+    if args.json is not None:
+        args.json.write_text(json.dumps(as_json(proof), indent=1) + "\n")
+    if args.write_docs:
+        if not plan.with_unarmed:
+            parser.error("--write-docs: needs a run of everything, without --edge and --workload")
+        print("written:", *write_docs(proof.rows))
+    return 0 if proof.clean else 1
+
+
+def _plan(args: argparse.Namespace, parser: argparse.ArgumentParser, bar: tqdm) -> Plan:
+    from fenceline.vgpu.proving.arms import all_arms
+    from fenceline.vgpu.proving.campaign import Plan
+    from fenceline.vgpu.proving.workloads import WORKLOADS
+
+    if args.workload is not None and args.workload not in WORKLOADS:
+        parser.error(f"--workload {args.workload}: choose one of {', '.join(WORKLOADS)}")
+    arms = _arms(args, parser) if args.edge is not None else [] if args.workload else all_arms()
+    num_intact = _DEFAULT_SEEDS if args.seeds is None and args.budget is None else args.seeds
+    num_per_arm = _SEEDS_PER_ARM if num_intact is None else max(_SEEDS_PER_ARM, num_intact // 20)
+    if args.edge is not None:
+        num_per_arm, num_intact = args.seeds or _SEEDS_PER_ARM, 0
+    everything = args.edge is None and args.workload is None
+    bar.total = None if num_intact is None else num_intact + num_per_arm * len(arms)
+    return Plan(
+        arms=tuple(arms),
+        workloads=tuple(WORKLOADS) if args.workload is None else (args.workload,),
+        first_seed=args.seed,
+        num_intact=num_intact,
+        num_per_arm=num_per_arm,
+        jobs=max(args.jobs, 1) if everything else 1,
+        deadline=math.inf if args.budget is None else time.monotonic() + args.budget,
+        with_unarmed=everything,
+        with_branches=everything,
+        progress=lambda n: None if bar.update(n) is None else None,
+    )
+
+
+def _arms(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[object]:
+    import dataclasses
+
+    from fenceline.vgpu.proving.arms import all_arms
+
+    arms = {arm.name: arm for arm in all_arms()}
+    if args.edge not in arms:
+        parser.error(f"--edge {args.edge}: choose one of {', '.join(arms)}")
+    arm = arms[args.edge]
+    return [arm if args.workload is None else dataclasses.replace(arm, workload=args.workload)]
+
+
+def _explain(proof: Proof, severed: bool) -> None:
+    from fenceline.vgpu.proving.runs import Trial, explain, run
+
+    failures = proof.failures[:_MAX_EXPLAINED]
+    if severed:
+        rows = [row for row in proof.rows if row.seed is not None]
+        failures = [run(Trial(row.workload, row.seed or 0, frozenset({row.name}))) for row in rows]
+    for failure in failures:
+        print(f"{failure.trial.workload}, seed {failure.trial.seed}: {failure.checker}\n{failure.report}")
+        print(f"schedule: {explain(failure)}\nrepeat: {failure.trial.command}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
