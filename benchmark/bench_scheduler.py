@@ -106,7 +106,9 @@ def step_time_us(num_running: int, num_steps: int, page_size: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--running", default="1,16,64,256", help="numbers of running requests")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=5)
@@ -114,7 +116,9 @@ def main() -> None:
     args = parser.parse_args()
     sizes = [int(n) for n in args.running.split(",")]
     medians = []
-    step_time_us(max(sizes), args.steps, args.page_size)  # the first run of a process also pays for its imports
+    step_time_us(
+        max(sizes), args.steps, args.page_size
+    )  # the first run of a process also pays for its imports
     print(f"{'running':>8} {'median us/step':>15} {'min':>9} {'max':>9}")
     for size in sizes:
         times = [step_time_us(size, args.steps, args.page_size) for _ in range(args.repeats)]

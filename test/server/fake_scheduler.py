@@ -142,8 +142,8 @@ class FakeScheduler:
             running = self.running.pop(rid, None) or self.waiting.pop(rid, None)
             if running is None:
                 continue
-            self.num_aborts += not message.finished
-            if not message.finished:
+            self.num_aborts += not message.silent
+            if not message.silent:
                 outs.append(self.out(running, [], FinishReason(type="abort", message="aborted")))
         return outs
 

@@ -159,7 +159,7 @@ def test_stop_string_cuts_ids_counts_and_logprobs_at_its_token() -> None:
     assert token.output_logprobs is not None
     assert len(token.output_logprobs.logprobs) == len(token.output_logprobs.top_logprobs) == kept
     assert [abort.rid for abort in stopped] == ["r"]
-    assert stopped[0].finished
+    assert stopped[0].silent
 
 
 def test_tokens_after_a_stop_string_are_dropped_and_the_id_may_return() -> None:

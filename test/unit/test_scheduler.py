@@ -146,7 +146,7 @@ def test_detokenizer_stop_is_silent() -> None:
     driver.send(request("a", [1, 2], max_new_tokens=100, ignore_eos=True))
     for _ in range(5):
         driver.step()
-    driver.send(AbortReq(rid="a", finished=True))
+    driver.send(AbortReq(rid="a", silent=True))
     driver.run()
     assert driver.answers["a"].finish is None
     assert driver.scheduler.stats.num_aborts == 0
@@ -302,7 +302,7 @@ def requests(draw: st.DrawFn, rid: str) -> TokenizedGenerateReq:
 def events(draw: st.DrawFn, when: int, num_reqs: int) -> Message:
     kind = draw(st.integers(0, 9))
     if kind < 5:
-        return AbortReq(rid=f"r{draw(st.integers(0, num_reqs - 1))}", finished=kind < 2)
+        return AbortReq(rid=f"r{draw(st.integers(0, num_reqs - 1))}", silent=kind < 2)
     if kind < 7:
         return PauseGenerationReq(id=f"p{when}", mode=draw(st.sampled_from(["retract", "in_place"])))
     return ContinueGenerationReq(id=f"c{when}") if kind == 7 else FlushCacheReq(id=f"f{when}")
@@ -378,5 +378,5 @@ def test_any_workload(workload: Workload) -> None:
     for _, message in messages:
         if isinstance(message, TokenizedGenerateReq):
             mine = [abort for abort in aborts if abort.rid == message.rid]
-            silent = any(abort.finished for abort in mine)
-            assert_answer(driver, message, any(not abort.finished for abort in mine), silent)
+            silent = any(abort.silent for abort in mine)
+            assert_answer(driver, message, any(not abort.silent for abort in mine), silent)

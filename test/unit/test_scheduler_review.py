@@ -58,15 +58,15 @@ def test_memory_of_a_request_whose_last_token_is_in_flight_is_waited_for(num_pag
         assert driver.scheduler.stats.num_retractions == 0, "what is about to be free retracts nobody"
 
 
-@pytest.mark.parametrize("finished", [False, True])
-def test_memory_of_an_aborted_request_is_back_before_the_next_step(finished: bool) -> None:
+@pytest.mark.parametrize("silent", [False, True])
+def test_memory_of_an_aborted_request_is_back_before_the_next_step(silent: bool) -> None:
     stays = request("stays", [2] * 5, max_new_tokens=15, ignore_eos=True)
     gone = request("gone", [1] * 5, max_new_tokens=9, ignore_eos=True)
     driver = two_running(21, stays, gone)
     while driver.worker.pages.num_free:
         driver.step()
     assert driver.scheduler.stats.num_retractions == 0, "the pool is just full"
-    driver.send(AbortReq(rid="gone", finished=finished))
+    driver.send(AbortReq(rid="gone", silent=silent))
     driver.run()
     assert_right(driver, [stays])
     assert driver.scheduler.stats.num_retractions == 0, "the abort freed all that was needed"

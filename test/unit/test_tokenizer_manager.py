@@ -162,6 +162,15 @@ async def test_reused_id_travels_under_another_name() -> None:
     assert bench.link.sent[-1] == AbortReq(rid=wire)
 
 
+async def test_no_client_can_name_a_request_like_a_reused_one() -> None:
+    bench = Bench()
+    (await bench.manager.submit(ids_input(5))).close()
+    await bench.manager.submit(ids_input(6))
+    reused = bench.link.requests()[1].rid
+    await bench.manager.submit(ids_input(7, rid=reused))
+    assert len({message.rid for message in bench.link.requests()}) == 3
+
+
 async def test_group_interleaves_and_closes_what_is_open() -> None:
     bench = Bench()
     group = await bench.manager.submit_many([ids_input(5, rid="a"), ids_input(6, rid="b")])

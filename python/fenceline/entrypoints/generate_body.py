@@ -69,7 +69,6 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     top_logprobs_num: int | list[int] | None = None
     return_text_in_logprobs: bool = False
     stream: bool = False
-    priority: int | None = None
     # Understood and refused unless null.
     input_embeds: msgspec.Raw | None = None
     image_data: msgspec.Raw | None = None
@@ -133,7 +132,6 @@ def expand(body: GenerateBody, config: EngineConfig, default_rid: str | None) ->
             return_logprob=logprob[index],
             logprob_start_len=start[index],
             top_logprobs_num=top[index],
-            priority=body.priority or 0,
         )
         if rids is not None:
             one = replace(one, rid=rids[index])

@@ -66,7 +66,7 @@ class Detokenizer:
             if out is None:
                 continue
             if token.finish_reason is None and out.token.finish_reason is not None:
-                stopped.append(AbortReq(rid=token.rid, finished=True))
+                stopped.append(AbortReq(rid=token.rid, silent=True))
             outs.append(out)
         return BatchStrOut(outs=outs), stopped
 

@@ -35,16 +35,15 @@ class TokenizedGenerateReq(Message):
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
-    priority: int = 0
 
 
 class AbortReq(Message):
-    """Abort one request (or all). ``finished`` True when the detokenizer ends it at a stop string: the
+    """Abort one request (or all). ``silent`` True when the detokenizer ends it at a stop string: the
     request is then released silently, its last output is already on its way to the client."""
 
     rid: str = ""
     abort_all: bool = False
-    finished: bool = False
+    silent: bool = False
 
 
 class FlushCacheReq(Message):

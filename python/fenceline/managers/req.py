@@ -51,9 +51,10 @@ class Req:
     """One request between its arrival and its departure.
 
     Two lengths matter and differ while a step is in flight: ``computed_len`` counts tokens whose KV has
-    been *submitted*, ``published_len`` those whose step the host has seen finish. ``output_ids`` are
-    published tokens only. ``left`` is set once, when the request finishes, is aborted or retracted; a
-    retracted one goes on as a new Req (:meth:`resumed`), so tokens in flight for the old one fall away.
+    been *submitted* (while a request decodes, the RunningBatch's ``seq_lens`` say so instead),
+    ``published_len`` those whose step the host has seen finish. ``output_ids`` are published tokens only.
+    ``left`` is set once, when the request finishes, is aborted or retracted; a retracted one goes on as a
+    new Req (:meth:`resumed`), so tokens in flight for the old one fall away.
     """
 
     source: TokenizedGenerateReq
@@ -80,6 +81,7 @@ class Req:
     published_len: int = 0
     last_flight: Points = field(default_factory=Points.none)
     left: bool = False
+    _sampling: ReqSampling | None = None  # as of the row it has
 
     @property
     def rid(self) -> str:
@@ -103,15 +105,17 @@ class Req:
 
     def sampling(self) -> ReqSampling:
         """What the sampler needs to know; the row must be assigned."""
-        return ReqSampling(
-            params=self.source.sampling_params,
-            seed=self.seed,
-            row=self.row,
-            prompt_len=len(self.prompt_ids),
-            stop_ids=tuple(sorted(self.stop_ids)),
-            return_logprob=self.source.return_logprob,
-            top_logprobs_num=self.source.top_logprobs_num,
-        )
+        if self._sampling is None or self._sampling.row != self.row:
+            self._sampling = ReqSampling(
+                params=self.source.sampling_params,
+                seed=self.seed,
+                row=self.row,
+                prompt_len=len(self.prompt_ids),
+                stop_ids=tuple(sorted(self.stop_ids)),
+                return_logprob=self.source.return_logprob,
+                top_logprobs_num=self.source.top_logprobs_num,
+            )
+        return self._sampling
 
     def decode_info(self) -> DecodeInfo:
         """What the detokenizer needs to know before the first token."""

@@ -93,5 +93,4 @@ def build_message(
         return_logprob=inp.return_logprob,
         logprob_start_len=inp.logprob_start_len,
         top_logprobs_num=inp.top_logprobs_num,
-        priority=inp.priority,
     )

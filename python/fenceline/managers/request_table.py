@@ -82,7 +82,8 @@ class RequestTable:
         if rid in self._active:
             return self._active[rid].wire_rid
         times = self._past.get(rid, 0)
-        return f"{rid}~{times}" if times else rid
+        # An id that holds a tilde of its own always gets a number, so that no two names can be the same.
+        return f"{rid}~{times}" if times or "~" in rid else rid
 
     @property
     def num_waiting(self) -> int:

@@ -69,7 +69,6 @@ class GenerateInput:
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
     add_special_tokens: bool = True
-    priority: int = 0
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,8 @@ from fenceline.mem_cache.radix_cache import MatchResult
 
 # As in SGLang: longest-prefix-match over a longer queue costs more than it wins, fcfs takes over.
 _LPM_MAX_QUEUE = 128
-# A request that shares at least this many more tokens with one ahead of it than with the tree waits for it.
+# A request that shares at least this many more tokens with one ahead of it than with the tree goes after all
+# those that do not: by then the other's prompt may be cached.
 _IN_BATCH_MIN_SHARED = 32
 
 

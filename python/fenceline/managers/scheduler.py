@@ -175,13 +175,13 @@ class Scheduler:
         self.output.flush()
 
     def abort(self, message: AbortReq) -> None:
-        """End one request, or all. ``finished`` means the detokenizer has already told the client."""
+        """End one request, or all. ``silent`` means the detokenizer has already told the client."""
         rids = list(self.reqs) if message.abort_all else [message.rid]
         for rid in rids:
             req = self.reqs.get(rid)
             if req is None:
                 continue
-            if not message.finished:
+            if not message.silent:
                 self.stats.num_aborts += 1
                 self.output.finish(req, FinishReason(type="abort", message="aborted"))
             self.depart(req)

@@ -170,12 +170,11 @@ async def test_sampling_parameters_arrive(serve):
             presence_penalty=1, frequency_penalty=-1, logit_bias={"5": -100, "6": 1.5},
             extra_body={
                 "top_k": 4, "min_p": 0.1, "min_tokens": 2, "repetition_penalty": 1.1, "stop_token_ids": [9],
-                "ignore_eos": True, "skip_special_tokens": False, "no_stop_trim": True, "priority": 3,
+                "ignore_eos": True, "skip_special_tokens": False, "no_stop_trim": True,
             },
         )  # fmt: skip
         message = server.link.sent[0]
         params = message.sampling_params
-        assert message.priority == 3
         assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 4, 0.1)
         assert (params.max_new_tokens, params.min_new_tokens, params.seed) == (7, 2, 3)
         assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (1, -1, 1.1)

@@ -66,7 +66,7 @@ def bodies(kind: type, **valid: st.SearchStrategy) -> st.SearchStrategy:
 
 def submit(body: CompletionBody | ChatBody, ids: list[int]) -> None:
     params = sampling_params(body, 16 if body.max_tokens is None else body.max_tokens, {})
-    inp = GenerateInput(input_ids=ids, sampling_params=params, priority=body.priority)
+    inp = GenerateInput(input_ids=ids, sampling_params=params)
     message = build_message(inp, "rid", ids, VOCAB, LIMITS)
     sent = decode(encode(message))
     assert isinstance(sent, TokenizedGenerateReq)

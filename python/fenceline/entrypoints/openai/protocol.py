@@ -103,7 +103,6 @@ class GenerationBody(BaseModel):
     no_stop_trim: bool = False
 
     rid: str | None = Field(default=None, min_length=1, max_length=MAX_RID_LENGTH)
-    priority: int = Field(default=0, ge=-(2**31), lt=2**31)
 
     # Known to the field, not to this server: refused with a clear message unless empty (see ``refusals``).
     response_format: JsonObject | None = None

@@ -74,7 +74,6 @@ class ChatServing:
             return_logprob=body.logprobs,
             top_logprobs_num=body.top_logprobs or 0,
             add_special_tokens=False,
-            priority=body.priority,
         )
         return expand_samples(first, body.n)
 

@@ -72,7 +72,6 @@ class CompletionServing:
                 return_logprob=body.logprobs is not None,
                 logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
                 top_logprobs_num=body.logprobs or 0,
-                priority=body.priority,
             )
             inputs.extend(expand_samples(first, body.n))
         return inputs

@@ -122,7 +122,7 @@ def _aborts(random: Random) -> Scenario:
         start = random.randrange(7)
         rid = script.add(start, script.prompt(1, 20), random.randint(2, 8), **script.options())
         if random.random() < 0.7:
-            abort = AbortReq(rid=rid, finished=random.random() < 0.3)
+            abort = AbortReq(rid=rid, silent=random.random() < 0.3)
             script.send(start + random.randrange(7), abort)
     if random.random() < 0.3:
         script.send(random.randrange(4, 10), AbortReq(abort_all=True))
