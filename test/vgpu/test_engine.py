@@ -1,13 +1,19 @@
-"""The real scheduler and model runner on the virtual GPU."""
+"""The engine's own code on the virtual GPU: rings, model runner and scheduler, intact and with edges severed."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import pytest
+import torch
 from tiny_model import answers, tiny_driver, tiny_requests
 
-from fenceline.vgpu import VgpuDevice, VirtualGpu
+from fenceline.memory_order import InputRing, ResultRing
+from fenceline.memory_order.edges import EDGES
+from fenceline.vgpu import VgpuDevice, VgpuError, VirtualGpu
+
+POLICIES = ("fifo", "eager", "laziest", "random", "pct")
 
 
 @lru_cache
@@ -15,8 +21,76 @@ def expected() -> list[list[int]]:
     return answers(tiny_driver("cpu"), tiny_requests())
 
 
-@pytest.mark.parametrize("policy", ["fifo", "eager", "laziest", "random", "pct"])
-def test_tokens_equal_those_of_the_cpu(policy: str) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_equal_those_of_the_cpu_and_the_detector_is_silent(policy: str) -> None:
     for seed in range(4):
-        device = VgpuDevice(gpu=VirtualGpu(seed=seed, policy=policy))
-        assert answers(tiny_driver(device), tiny_requests()) == expected(), f"{policy} {seed}"
+        gpu = VirtualGpu(seed=seed, policy=policy)
+        assert answers(tiny_driver(VgpuDevice(gpu=gpu)), tiny_requests()) == expected(), f"{policy} {seed}"
+        assert gpu.detector is not None and gpu.detector.num_accesses > 3000
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"page_size": 1, "max_total_tokens": 60, "schedule_conservativeness": 0.01},
+        {"chunked_prefill_size": 8},
+        {"disable_overlap_schedule": True},
+        {"disable_radix_cache": True},
+    ],
+    ids=str,
+)
+def test_other_configurations_are_silent_too(flags: dict[str, object]) -> None:
+    """Retraction, chunks, no overlap, no prefix cache; twice each, so that memory is handed on."""
+    for seed in range(2):
+        driver = tiny_driver(VgpuDevice(gpu=VirtualGpu(seed=seed)), **flags)
+        answers(driver, tiny_requests())
+        driver.answers.clear()
+        assert [len(tokens) for tokens in answers(driver, tiny_requests())] == [6, 7, 8, 9, 10]
+
+
+def transfers(device: VgpuDevice) -> list[int]:
+    """Uploads that nobody waits for, then results that are taken late: every edge of the rings is needed."""
+    inputs, results = InputRing(device), ResultRing(device)
+    taken: list[int] = []
+    pending = []
+    with torch.inference_mode():
+        for step in range(6):
+            for part in range(3):
+                views = inputs.upload({"x": np.array([step * 10 + part], dtype=np.int64)})
+            with device.forward.active():
+                doubled = views["x"] * 2
+            pending.append(results.download({"y": doubled}))
+            if len(pending) == 2:
+                taken += pending.pop(0).wait()["y"].tolist()
+        taken += pending.pop().wait()["y"].tolist()
+    device.synchronize()
+    return taken
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_rings_are_silent(policy: str) -> None:
+    for seed in range(5):
+        assert transfers(VgpuDevice(gpu=VirtualGpu(seed=seed, policy=policy))) == [4, 24, 44, 64, 84, 104]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("edge", EDGES)
+def test_without_an_edge_the_detector_names_it(edge: str, policy: str) -> None:
+    for seed in range(3):
+        gpu = VirtualGpu(seed=seed, policy=policy, collect=True)
+        transfers(VgpuDevice(frozenset({edge}), gpu))
+        cause = min(gpu.races, key=lambda race: race.order, default=None)
+        assert cause is not None, f"{policy} {seed}: silent without {edge}"
+        assert cause.edge == edge, str(cause)
+        assert "_ring." in cause.memory and all("staging.py" in place for place in cause.places)
+
+
+@pytest.mark.parametrize("edge", ["forward_after_schedule", "copy_after_forward", "host_after_copy"])
+def test_the_scheduler_without_an_edge_is_caught(edge: str) -> None:
+    named = set()
+    for seed in range(4):
+        gpu = VirtualGpu(seed=seed)
+        with pytest.raises(VgpuError):
+            answers(tiny_driver(VgpuDevice(frozenset({edge}), gpu)), tiny_requests())
+        named |= {race.edge for race in gpu.races}
+    assert edge in named

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 if TYPE_CHECKING:  # the rooms whose branches are counted are loaded when counting has been set up
+    from fenceline.vgpu.proving.arms import Arm
     from fenceline.vgpu.proving.campaign import Plan
     from fenceline.vgpu.proving.table import Proof
 
@@ -95,13 +97,11 @@ def _plan(args: argparse.Namespace, parser: argparse.ArgumentParser, bar: tqdm) 
         deadline=math.inf if args.budget is None else time.monotonic() + args.budget,
         with_unarmed=everything,
         with_branches=everything,
-        progress=lambda n: None if bar.update(n) is None else None,
+        progress=bar.update,
     )
 
 
-def _arms(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[object]:
-    import dataclasses
-
+def _arms(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Arm]:
     from fenceline.vgpu.proving.arms import all_arms
 
     arms = {arm.name: arm for arm in all_arms()}

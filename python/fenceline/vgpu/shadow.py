@@ -6,6 +6,7 @@ of each agent kept beside. The log is spread over per-unit arrays when that is n
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ class Past(NamedTuple):
 class Shadow:
     """Accesses to one region of ``capacity`` bytes."""
 
-    __slots__ = ("_log", "_reads", "_writes", "capacity", "last_reads", "last_writes", "unit_bytes")
+    __slots__ = ("_log", "_past", "_reads", "_writes", "capacity", "last_reads", "last_writes", "unit_bytes")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -42,6 +43,7 @@ class Shadow:
         self.last_reads: dict[int, int] = {}  # agent → its latest action that read
         self.last_writes: dict[int, int] = {}
         self._log: list[tuple[int, int, bool, Layout, Rows | None]] = []
+        self._past: deque[tuple[int, int, bool, Layout, Rows | None]] = deque(maxlen=_MAX_LOG)  # for reports
         self._reads: npt.NDArray[np.int32] | None = None  # [agents, units]
         self._writes: npt.NDArray[np.int32] | None = None
 
@@ -58,6 +60,7 @@ class Shadow:
         self.last_writes.clear()
         self.last_writes[agent] = index
         self._log[:] = [(agent, index, True, whole, None)]
+        self._past.clear()
         if self._writes is not None and self._reads is not None:
             self._reads.fill(0)
             self._writes.fill(0)
@@ -82,9 +85,20 @@ class Shadow:
                 mask = indexes > known
                 if mask.any():
                     numbers = np.arange(table.shape[1])[units][mask]
-                    first = int(indexes[mask].min())
-                    found.append(Past(other, first, was_write, np.unique(numbers[indexes[mask] == first])))
+                    found.append(self._earliest(other, known, was_write, np.unique(numbers)))
         return found
+
+    def _earliest(self, agent: int, known: int, was_write: bool, units: npt.NDArray[np.int64]) -> Past:
+        """The first of ``agent``'s accesses after ``known`` that met ``units``: nearest to the cause."""
+        table = self._writes if was_write else self._reads
+        assert table is not None, "the arrays have been made"
+        for other, action, write, layout, rows in self._past:
+            if other == agent and action > known and write == was_write:
+                met = np.intersect1d(units, np.arange(table.shape[1])[self._units(layout, rows)])
+                if len(met):
+                    return Past(agent, action, was_write, met)
+        latest = table[agent][units]  # it was forgotten: the earliest of those that stand for it
+        return Past(agent, int(latest.min()), was_write, units[latest == latest.min()])
 
     def _spread(self, unit: int) -> None:
         agents = 1 + max((entry[0] for entry in self._log), default=0)
@@ -100,6 +114,7 @@ class Shadow:
             self._reads, self._writes = np.pad(self._reads, more), np.pad(self._writes, more)
         for agent, index, write, layout, rows in self._log:
             (self._writes if write else self._reads)[agent][self._units(layout, rows)] = index
+        self._past.extend(self._log)
         self._log.clear()
 
     def _units(self, layout: Layout, rows: Rows | None) -> Units:
