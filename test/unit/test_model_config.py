@@ -218,6 +218,9 @@ def test_sampling_defaults_of_the_model(tmp_path: Path) -> None:
     assert config.sampling_defaults.as_dict() == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
     config = ModelConfig.from_dir(write(tmp_path, LLAMA, generation_config={"top_k": 0}))
     assert config.sampling_defaults.as_dict() == {"top_k": -1}
+    generation = {"do_sample": False, "temperature": 0.6}
+    config = ModelConfig.from_dir(write(tmp_path, LLAMA, generation_config=generation))
+    assert config.sampling_defaults.as_dict() == {"temperature": 0.0}
 
 
 MISTRAL: Json = {**LLAMA, "architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}

@@ -297,8 +297,10 @@ def _sampling_defaults(generation: Mapping[str, object]) -> SamplingDefaults:
         return None if generation.get(key) is None else reader.number(key, 0.0)
 
     top_k = number("top_k")
+    # An explicit "do_sample": false is the model's word for greedy (transformers leaves out the mere default).
+    greedy = generation.get("do_sample") is False
     return SamplingDefaults(
-        temperature=number("temperature"),
+        temperature=0.0 if greedy else number("temperature"),
         top_p=number("top_p"),
         # transformers writes 0 for "no limit", the sampler's word for it is -1
         top_k=None if top_k is None else int(top_k) if top_k >= 1 else -1,
