@@ -5,8 +5,12 @@ An edge enters the table with the commit that applies it; ``docs/edges.md`` is g
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
+
+from fenceline.memory_order.guards import GUARDS
 
 
 class StreamName(Enum):
@@ -94,21 +98,55 @@ EDGES: dict[str, Edge] = {
 }
 
 
+# What ``python -m fenceline.vgpu.prove --write-docs`` has found, in source trees only.
+PROOF_FILE = Path(__file__).with_name("proof.json")
+
+
 def edges_markdown() -> str:
-    """The text of ``docs/edges.md``."""
+    """The text of ``docs/edges.md``: the tables of edges and guards with the proof's record of each."""
+    proved = _Proved(json.loads(PROOF_FILE.read_text()) if PROOF_FILE.exists() else [])
     lines = [
         "# Edges",
         "",
         "Every cross-stream edge, generated from `python/fenceline/memory_order/edges.py`",
-        "(`python -m fenceline.memory_order > docs/edges.md`). Do not edit by hand.",
+        "(`python -m fenceline.memory_order > docs/edges.md`). Do not edit by hand. The last columns are written by",
+        "`python -m fenceline.vgpu.prove --write-docs` ([prove.md](prove.md)): with the edge severed, the workload",
+        "fails under that seed, and the checker says why.",
         "",
-        "| edge | waiter ← source | hazard | protects | failure |",
-        "|---|---|---|---|---|",
+        "| edge | waiter ← source | hazard | protects | failure | status | workload, seed | caught by |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for edge in EDGES.values():
         hazards = ", ".join(h.value for h in edge.hazards)
         lines.append(
             f"| {edge.name} | {edge.waiter.value} ← {edge.source.value} | {hazards} "
-            f"| {edge.protects} | {edge.failure or '-'} |"
+            f"| {edge.protects} | {edge.failure or '-'} | {proved.cells(edge.name)} |"
         )
+    lines += [
+        "",
+        "## Guards",
+        "",
+        "What memory relies on beside the edges, from `python/fenceline/memory_order/guards.py`. A dormant guard is",
+        "kept for a feature that is not there yet.",
+        "",
+        "| guard | protects | failure | status | workload, seed | caught by |",
+        "|---|---|---|---|---|---|",
+    ]
+    for guard in GUARDS.values():
+        lines.append(
+            f"| {guard.name} | {guard.protects} | {guard.failure or '-'} | {proved.cells(guard.name)} |"
+        )
+    lines += [""] + [f"`{g.name}` is dormant: {g.dormant}." for g in GUARDS.values() if g.dormant]
     return "\n".join(lines) + "\n"
+
+
+class _Proved:
+    def __init__(self, entries: list[dict[str, object]]) -> None:
+        self._entries = {entry["name"]: entry for entry in entries}
+
+    def cells(self, name: str) -> str:
+        entry = self._entries.get(name)
+        if entry is None:
+            return "unproven | - | -"
+        run = "-" if entry["seed"] is None else f"{entry['workload']}, {entry['seed']}"
+        return f"{entry['status']} | {run} | {entry['caught_by'] or '-'}"

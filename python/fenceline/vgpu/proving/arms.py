@@ -1,0 +1,139 @@
+"""Arms: one edge or guard severed on the workload that isolates its path, and what that must come to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from fenceline.memory_order.edges import EDGES
+from fenceline.memory_order.guards import GUARDS
+from fenceline.vgpu.proving.runs import HAPPENS_BEFORE, Outcome, Trial, named_races
+
+NECESSARY, REDUNDANT, DORMANT = "necessary", "redundant", "dormant"
+MISNAMED = "misnamed"  # severed it fails, but no checker says why
+UNPROVEN = "unproven"  # no arm, or no run
+
+_EDGE_WORKLOADS = {
+    "forward_after_schedule": "mixed",
+    "schedule_after_forward": "row_reuse",
+    "copy_after_forward": "prefixes",
+    "host_after_copy": "aborts",
+    "staging_reuse": "staging",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """``names(outcome)``: whether the failure is the one that severing ``name`` must lead to."""
+
+    name: str
+    kind: str  # "edge" or "guard"
+    workload: str
+    names: Callable[[Outcome], bool]
+
+    def trial(self, seed: int) -> Trial:
+        """The run under ``seed``."""
+        return Trial(self.workload, seed, frozenset({self.name}))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is known of one edge or guard. ``seeds_needed``: runs until the first failure of the right name."""
+
+    name: str
+    kind: str
+    status: str
+    workload: str = ""
+    seed: int | None = None
+    seeds_needed: int | None = None
+    num_caught: int = 0
+    num_runs: int = 0
+    caught_by: str = ""
+    report: str = ""
+
+    @property
+    def fine(self) -> bool:
+        """Whether it deserves its place."""
+        return self.status in (NECESSARY, DORMANT)
+
+
+def _by_edge(name: str) -> Callable[[Outcome], bool]:
+    return lambda outcome: outcome.checker == HAPPENS_BEFORE and name in outcome.edges
+
+
+def _by_report(pattern: str) -> Callable[[Outcome], bool]:
+    return lambda outcome: outcome.checker == HAPPENS_BEFORE and bool(re.search(pattern, outcome.report))
+
+
+def _by_effect(outcome: Outcome) -> bool:
+    """Program order is not happens-before's business: wrong tokens, or shapes that do not fit."""
+    return not outcome.clean and outcome.checker != HAPPENS_BEFORE
+
+
+_GUARD_ARMS = (
+    Arm("startup_stop", "guard", "mixed", _by_report(r"it on default ")),
+    Arm("growth_stop", "guard", "growth", _by_report(r"return to the allocator writes it on default")),
+    Arm("own_copy", "guard", "staging", _by_report(r"on input_ring\.device(.|\n)*copy to device writes it")),
+    Arm("same_composition", "guard", "bursts", _by_effect),
+)
+
+
+def all_arms() -> list[Arm]:
+    """One for each edge, and for each guard that is not dormant, in the tables' order."""
+    edges = [Arm(name, "edge", workload, _by_edge(name)) for name, workload in _EDGE_WORKLOADS.items()]
+    found = {arm.name: arm for arm in (*edges, *_GUARD_ARMS)}
+    return [found[name] for name in (*EDGES, *GUARDS) if name in found]
+
+
+def judge(arm: Arm, outcomes: Sequence[Outcome]) -> Row:
+    """The verdict of an arm's runs, in order of seeds. May make further runs to find out why nothing failed."""
+    row = Row(arm.name, arm.kind, UNPROVEN, arm.workload, num_runs=len(outcomes))
+    if not outcomes:
+        return replace(row, report="there was no time for a run")
+    caught = [outcome for outcome in outcomes if arm.names(outcome)]
+    failed = [outcome for outcome in outcomes if not outcome.clean]
+    first = next(iter(caught or failed), None)
+    if first is None:
+        report = covered_by(outcomes[0].trial) if arm.kind == "edge" else "no run fails without it"
+        return replace(row, status=REDUNDANT, report=report)
+    row = replace(row, seed=first.trial.seed, caught_by=_caught_by(arm, first), report=first.report)
+    if not caught:
+        return replace(row, status=MISNAMED)
+    needed = [outcome.trial.seed for outcome in outcomes].index(first.trial.seed) + 1
+    return replace(row, status=NECESSARY, seeds_needed=needed, num_caught=len(caught))
+
+
+def _caught_by(arm: Arm, outcome: Outcome) -> str:
+    if arm.name in outcome.edges:
+        return f"{outcome.checker}, by name"
+    return outcome.checker
+
+
+def covered_by(trial: Trial) -> str:
+    """Which other edges make up for the one that ``trial`` severs: those without which its race appears."""
+    (name,) = trial.severed
+    path = [
+        other
+        for other in EDGES
+        if other != name
+        and name in named_races(Trial(trial.workload, trial.seed, trial.severed | {other}))
+        and name not in named_races(Trial(trial.workload, trial.seed, frozenset({other})))
+    ]
+    if path:
+        return f"covered by {' + '.join(path)}: severing one of these as well brings its race back"
+    return "no run fails without it, whichever other edge is severed too: nothing takes this path"
+
+
+def unarmed_rows() -> list[Row]:
+    """Dormant guards, and whatever has entered the tables without an arm."""
+    armed = {arm.name for arm in all_arms()}
+    rows = []
+    for kind, names in (("edge", EDGES), ("guard", GUARDS)):
+        for name in names:
+            if name in armed:
+                continue
+            dormant = GUARDS[name].dormant if kind == "guard" else ""
+            status = DORMANT if dormant else UNPROVEN
+            rows.append(Row(name, kind, status, report=dormant or "no workload of the proof isolates it"))
+    return rows

@@ -1,0 +1,125 @@
+"""The campaign: which runs are made, on how many processes, for how long."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from itertools import count, islice
+
+import torch
+
+from fenceline.memory_order.edges import EDGES
+from fenceline.memory_order.guards import GUARDS
+from fenceline.vgpu.proving.arms import Arm, Row, judge, unarmed_rows
+from fenceline.vgpu.proving.branches import measured
+from fenceline.vgpu.proving.runs import Outcome, Trial, run
+from fenceline.vgpu.proving.table import Proof
+from fenceline.vgpu.proving.workloads import WORKLOADS
+
+_MEASURED_ROUNDS = 2  # of all workloads, in this process, with branches counted
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``num_intact`` None: as many as there is time for. ``deadline`` is of ``time.monotonic``."""
+
+    arms: tuple[Arm, ...]
+    workloads: tuple[str, ...]
+    first_seed: int
+    num_intact: int | None
+    num_per_arm: int
+    jobs: int
+    deadline: float
+    with_unarmed: bool
+    with_branches: bool
+    progress: Callable[[int], object]
+
+
+@dataclass(slots=True)
+class _Tally:
+    by_arm: dict[str, list[Outcome]] = field(default_factory=dict)
+    intact: list[Outcome] = field(default_factory=list)
+
+    def add(self, outcome: Outcome) -> None:
+        severed = outcome.trial.severed
+        if severed:
+            self.by_arm.setdefault(next(iter(severed)), []).append(outcome)
+        else:
+            self.intact.append(outcome)
+
+
+def carry_out(plan: Plan) -> Proof:
+    """Make the runs and judge them."""
+    started = time.monotonic()
+    tally, proof = _Tally(), Proof()
+    intact = islice(_intact_trials(plan), plan.num_intact)
+    if plan.with_branches:
+        with measured() as branches:
+            for trial in islice(intact, _MEASURED_ROUNDS * len(plan.workloads)):
+                tally.add(run(trial))
+                plan.progress(1)
+        proof.branches = branches
+    severed = (arm.trial(plan.first_seed + i) for i in range(plan.num_per_arm) for arm in plan.arms)
+    for trials in (severed, intact):
+        for outcome in _outcomes(trials, plan):
+            tally.add(outcome)
+            plan.progress(1)
+    _judge(plan, tally, proof)
+    proof.seconds = time.monotonic() - started
+    return proof
+
+
+def _judge(plan: Plan, tally: _Tally, proof: Proof) -> None:
+    def by_seed(outcomes: Iterable[Outcome]) -> list[Outcome]:
+        return sorted(outcomes, key=lambda outcome: outcome.trial.seed)
+
+    rows = {arm.name: judge(arm, by_seed(tally.by_arm.get(arm.name, ()))) for arm in plan.arms}
+    if plan.with_unarmed:
+        rows |= {row.name: row for row in unarmed_rows()}
+    proof.rows = [rows[name] for name in (*EDGES, *GUARDS) if name in rows]
+    proof.num_intact = len(tally.intact)
+    proof.failures = by_seed(outcome for outcome in tally.intact if not outcome.clean)
+    for outcome in tally.intact:
+        name = outcome.trial.workload
+        proof.runs_by_workload[name] = proof.runs_by_workload.get(name, 0) + 1
+
+
+def _intact_trials(plan: Plan) -> Iterator[Trial]:
+    """Round by round: first one run of each workload, then as many as its share says."""
+    for round_no in count():
+        for name in plan.workloads:
+            seeds = 1 if round_no < _MEASURED_ROUNDS else WORKLOADS[name].share
+            for i in range(seeds):
+                yield Trial(name, plan.first_seed + round_no * 10 + i)
+
+
+def _outcomes(trials: Iterator[Trial], plan: Plan) -> Iterator[Outcome]:
+    """Outcomes as they come, until the trials or the time run out."""
+    if plan.jobs == 1:
+        for trial in trials:
+            if time.monotonic() > plan.deadline:
+                return
+            yield run(trial)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(plan.jobs, context, prepare) as pool:
+        running: set[Future[Outcome]] = {pool.submit(run, trial) for trial in islice(trials, 2 * plan.jobs)}
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            if time.monotonic() < plan.deadline:
+                running |= {pool.submit(run, trial) for trial in islice(trials, len(done))}
+            for future in done:
+                yield future.result()
+
+
+def prepare() -> None:
+    """Set up a process for runs: one thread of torch, and no log lines about retraction and the like."""
+    torch.set_num_threads(1)
+    logging.disable(logging.ERROR)
+
+
+__all__ = ["Plan", "Row", "carry_out", "prepare"]

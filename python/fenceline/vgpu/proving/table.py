@@ -1,0 +1,116 @@
+"""What the proof says: a table for people, JSON for programs, and the record that ``docs/edges.md`` is made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import fenceline
+from fenceline.memory_order.edges import PROOF_FILE, edges_markdown
+from fenceline.vgpu.proving.arms import Row
+from fenceline.vgpu.proving.branches import Branches
+from fenceline.vgpu.proving.runs import Outcome
+
+
+@dataclass(slots=True)
+class Proof:
+    """Everything a run of the proof has found."""
+
+    rows: list[Row] = field(default_factory=list)
+    num_intact: int = 0
+    runs_by_workload: dict[str, int] = field(default_factory=dict)
+    failures: list[Outcome] = field(default_factory=list)
+    branches: Mapping[str, Branches] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def clean(self) -> bool:
+        """The intact engine is clean, and every edge and guard deserves its place."""
+        return not self.failures and all(row.fine for row in self.rows)
+
+
+def as_text(proof: Proof) -> str:
+    """The table."""
+    lines = []
+    if proof.rows:
+        head = ("name", "kind", "status", "workload", "seed", "caught", "caught by")
+        cells = [head, *(_cells(row) for row in proof.rows)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in cells
+        ]
+        lines += [""] + [f"{row.name}: {row.status}: {row.report}" for row in proof.rows if not row.fine]
+    if proof.num_intact:
+        verdict = "clean" if not proof.failures else f"{len(proof.failures)} FAILED"
+        parts = ", ".join(f"{name} {count}" for name, count in proof.runs_by_workload.items())
+        lines.append(f"intact engine: {proof.num_intact} seeds, {verdict} ({parts})")
+    for room, branches in proof.branches.items():
+        lines.append(f"branches of {room} reached: {branches}")
+    rate = proof.num_intact + sum(row.num_runs for row in proof.rows)
+    lines.append(f"{rate} runs in {proof.seconds:.0f} s")
+    return "\n".join(lines)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    caught = f"{row.num_caught}/{row.num_runs}" if row.num_runs else "-"
+    seed = "-" if row.seed is None else str(row.seed)
+    return (row.name, row.kind, row.status, row.workload or "-", seed, caught, row.caught_by or "-")
+
+
+def as_json(proof: Proof) -> dict[str, object]:
+    """The object that ``--json`` writes."""
+    return {
+        "clean": proof.clean,
+        "edges": [
+            {
+                "name": row.name,
+                "kind": row.kind,
+                "status": row.status,
+                "workload": row.workload,
+                "seed": row.seed,
+                "seeds_needed": row.seeds_needed,
+                "seeds_caught": row.num_caught,
+                "seeds_run": row.num_runs,
+                "caught_by": row.caught_by,
+                "report": row.report,
+            }
+            for row in proof.rows
+        ],
+        "intact": {
+            "seeds": proof.num_intact,
+            "by_workload": proof.runs_by_workload,
+            "failures": [
+                {"command": f.trial.command, "checker": f.checker, "report": f.report} for f in proof.failures
+            ],
+        },
+        "branches": {
+            room: {"covered": found.covered, "total": found.total} for room, found in proof.branches.items()
+        },
+        "seconds": round(proof.seconds, 1),
+    }
+
+
+def record(rows: Sequence[Row]) -> list[dict[str, object]]:
+    """What is kept of the rows in the repository: only what is the same in every run."""
+    return [
+        {
+            "name": row.name,
+            "status": row.status,
+            "workload": row.workload,
+            "seed": row.seed,
+            "caught_by": row.caught_by,
+        }
+        for row in rows
+    ]
+
+
+def write_docs(rows: Sequence[Row]) -> list[Path]:
+    """Write the record and the page made of it, in a source tree; the files written."""
+    page = Path(fenceline.__file__).resolve().parents[2] / "docs" / "edges.md"
+    entries = ",\n".join("  " + json.dumps(entry) for entry in record(rows))
+    PROOF_FILE.write_text(f"[\n{entries}\n]\n")
+    page.write_text(edges_markdown())
+    return [PROOF_FILE, page]
