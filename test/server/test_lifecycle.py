@@ -99,6 +99,18 @@ def test_signal_to_the_whole_group_drains_too(sockets_dir: Path) -> None:
         assert_all_gone(children, sockets_dir)
 
 
+def test_signals_do_not_hurt_children_that_are_still_starting(sockets_dir: Path) -> None:
+    with start(sockets_dir) as server:
+        wait_for(lambda: len(server.children()) == 3)
+        children = engine_processes(server)
+        for child in children:
+            child.send_signal(signal.SIGINT)
+            child.send_signal(signal.SIGTERM)
+        with server.wait_ready().client() as client:
+            assert client.get("/health_generate").status_code == 200
+        assert [child.is_running() for child in children] == [True, True]
+
+
 def test_sigterm_finishes_streams_and_refuses_new_requests(sockets_dir: Path) -> None:
     with start(sockets_dir) as server, server.wait_ready().client() as client:
         children = engine_processes(server)

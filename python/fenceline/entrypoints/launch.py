@@ -13,6 +13,7 @@ from typing import Protocol
 from fenceline.config.engine_config import EngineConfig
 from fenceline.managers.io_struct import PortArgs
 from fenceline.managers.ipc import SchedulerLink, ZmqLink, make_ports, remove_ports
+from fenceline.managers.process import signals_blocked
 from fenceline.managers.tokenizer import load_tokenizer
 from fenceline.managers.tokenizer_manager import TokenizerManager
 
@@ -113,7 +114,8 @@ def launch_processes(
     try:
         for name, entry in entries.items():
             process = context.Process(target=entry, args=(config, ports), name=name, daemon=True)
-            process.start()
+            with signals_blocked():
+                process.start()
             processes.append(process)
     except BaseException:
         backend.stop(0.0)

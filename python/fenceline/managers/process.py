@@ -8,11 +8,15 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 
 from fenceline.managers.io_struct import PortArgs
 from fenceline.managers.ipc import remove_ports
 
+PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LOG_FORMAT = "[%(asctime)s] %(message)s"
 
 
@@ -23,8 +27,9 @@ def prepare_child(name: str, log_level: str, ports: PortArgs) -> None:
     but only the parent decides what stops when: children ignore both. They end on :class:`ShutdownReq`, when
     the parent kills them, or when the parent is gone, ``kill -9`` included.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in PARENTS_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
     setup_logging(log_level)
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -32,6 +37,18 @@ def prepare_child(name: str, log_level: str, ports: PortArgs) -> None:
             target=_end_with, args=(parent.sentinel, ports), name=f"{name}-parent-watch", daemon=True
         )
         watch.start()
+
+
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Processes started within are deaf to the parent's signals from their first moment, long before
+    :func:`prepare_child` runs in them. Signals to this thread are delivered at the end."""
+    resource_tracker.ensure_running()  # multiprocessing starts it with the first child, and unblocks signals then
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def setup_logging(log_level: str) -> None:
