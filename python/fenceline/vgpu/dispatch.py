@@ -210,9 +210,13 @@ def _seeded(operator: Operator, call: _Call) -> Any:
         return func
 
     def seeded(*args: Any, **kwargs: Any) -> Any:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        generator = torch.default_generator
+        state = generator.get_state()
+        try:
+            generator.manual_seed(seed)
             return func(*args, **kwargs)
+        finally:
+            generator.set_state(state)
 
     return seeded
 

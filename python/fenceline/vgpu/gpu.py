@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
 
@@ -101,16 +101,6 @@ class VirtualGpu:
             yield
         finally:
             thread.current = before
-
-    @property
-    def agents(self) -> Sequence[VirtualStream | HostThread]:
-        """Streams and host threads by their numbers."""
-        return self._agents
-
-    @property
-    def position(self) -> int:
-        """How far the program has come: the number of operations submitted and host accesses made."""
-        return self._seq
 
     def history_of(self, agent: int, index: int) -> Operation:
         """The ``index``-th action (from 1) of an agent."""
@@ -298,14 +288,20 @@ class VirtualGpu:
 
     def _drift(self) -> None:
         """Let the device run as far as the policy wants while the host is free to go on."""
-        policy = self.policy
         self._begin_call()
-        while runnable := [stream for stream in self.streams if stream.queue and stream.runnable]:
-            stream = policy.pick(runnable, None)
-            if stream is None:
-                return
+        stream = self._next(None)
+        if stream is not None:
             with torch.inference_mode():
-                self._run_head(stream)
+                while stream is not None:
+                    self._run_head(stream)
+                    stream = self._next(None)
+
+    def _next(self, awaited: Operation | None) -> VirtualStream | None:
+        """Whose head runs next, None: the host goes on, or nothing can run."""
+        runnable = [stream for stream in self.streams if stream.queue and stream.runnable]
+        if not runnable:
+            return None
+        return self.policy.pick(runnable, None if awaited is None else _needed(awaited))
 
     def _begin_call(self) -> None:
         if self.rotation.is_shared:
@@ -317,11 +313,9 @@ class VirtualGpu:
         self._begin_call()
         with torch.inference_mode():
             while not op.done:
-                runnable = [stream for stream in self.streams if stream.queue and stream.runnable]
-                if not runnable:
+                stream = self._next(op)
+                if stream is None:
                     raise DeadlockError(self._stuck(op))
-                stream = self.policy.pick(runnable, _needed(op))
-                assert stream is not None, "a blocked host cannot go on"
                 self._run_head(stream)
 
     def _run_head(self, stream: VirtualStream) -> None:
@@ -360,7 +354,8 @@ class VirtualGpu:
     def _report(self, races: list[RaceError]) -> None:
         if races and not self.collect:
             self._raise_first([*races, *self._look_ahead()])
-        self._keep(races)
+        if races:
+            self._keep(races)
 
     def _keep(self, races: list[RaceError]) -> None:
         known = {(race.places, race.hazard) for race in self.races}

@@ -80,7 +80,8 @@ class Operator:
         self.outputs = [_aliased(schema, result) for result in schema.returns]
         self.rows = row_indexes(self.label)
         self.overwrites = self.label in _OVERWRITING or func._overloadname.endswith("out")
-        self.draws = torch.Tag.nondeterministic_seeded in func.tags
+        # Attention has the tag for its dropout, which inference has not.
+        self.draws = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in self.label
         self.takes_generator = any(a.name == "generator" for a in schema.arguments)
         self.kind = self._find_kind()
 

@@ -38,6 +38,9 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--edge", metavar="NAME", help="sever this edge or guard and do nothing else")
+    parser.add_argument(
+        "--blind", action="store_true", help="without the detector: races show by wrong tokens only"
+    )
     parser.add_argument("--workload", metavar="NAME", help="only this workload")
     parser.add_argument(
         "--jobs", type=int, default=_num_cores(), help="processes; the cores of this machine unless given"
@@ -62,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tqdm(total=None, unit="run", disable=None) as bar:
         plan = _plan(args, parser, bar)
         proof = carry_out(plan)
-    _explain(proof, args.edge is not None)
+    _explain(proof)
     print(as_text(proof))
     if args.json is not None:
         args.json.write_text(json.dumps(as_json(proof), indent=1) + "\n")
@@ -94,6 +97,7 @@ def _plan(args: argparse.Namespace, parser: argparse.ArgumentParser, bar: tqdm) 
         num_intact=num_intact,
         num_per_arm=num_per_arm,
         jobs=max(args.jobs, 1) if everything else 1,
+        detect=not args.blind,
         deadline=math.inf if args.budget is None else time.monotonic() + args.budget,
         with_unarmed=everything,
         with_branches=everything,
@@ -111,14 +115,10 @@ def _arms(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Arm
     return [arm if args.workload is None else dataclasses.replace(arm, workload=args.workload)]
 
 
-def _explain(proof: Proof, severed: bool) -> None:
-    from fenceline.vgpu.proving.runs import Trial, explain, run
+def _explain(proof: Proof) -> None:
+    from fenceline.vgpu.proving.runs import explain
 
-    failures = proof.failures[:_MAX_EXPLAINED]
-    if severed:
-        rows = [row for row in proof.rows if row.seed is not None]
-        failures = [run(Trial(row.workload, row.seed or 0, frozenset({row.name}))) for row in rows]
-    for failure in failures:
+    for failure in proof.telling[:_MAX_EXPLAINED]:
         print(f"{failure.trial.workload}, seed {failure.trial.seed}: {failure.checker}\n{failure.report}")
         print(f"schedule: {explain(failure)}\nrepeat: {failure.trial.command}\n")
 
