@@ -32,9 +32,9 @@ class Arm:
     workload: str
     names: Callable[[Outcome], bool]
 
-    def trial(self, seed: int) -> Trial:
+    def trial(self, seed: int, detect: bool = True) -> Trial:
         """The run under ``seed``."""
-        return Trial(self.workload, seed, frozenset({self.name}))
+        return Trial(self.workload, seed, frozenset({self.name}), detect)
 
 
 @dataclass(frozen=True, slots=True)

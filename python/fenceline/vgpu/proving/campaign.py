@@ -7,7 +7,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 
 import torch
@@ -33,6 +33,7 @@ class Plan:
     num_intact: int | None
     num_per_arm: int
     jobs: int
+    detect: bool
     deadline: float
     with_unarmed: bool
     with_branches: bool
@@ -63,7 +64,9 @@ def carry_out(plan: Plan) -> Proof:
                 tally.add(run(trial))
                 plan.progress(1)
         proof.branches = branches
-    severed = (arm.trial(plan.first_seed + i) for i in range(plan.num_per_arm) for arm in plan.arms)
+    severed = (
+        arm.trial(plan.first_seed + i, plan.detect) for i in range(plan.num_per_arm) for arm in plan.arms
+    )
     for trials in (severed, intact):
         for outcome in _outcomes(trials, plan):
             tally.add(outcome)
@@ -77,15 +80,24 @@ def _judge(plan: Plan, tally: _Tally, proof: Proof) -> None:
     def by_seed(outcomes: Iterable[Outcome]) -> list[Outcome]:
         return sorted(outcomes, key=lambda outcome: outcome.trial.seed)
 
-    rows = {arm.name: judge(arm, by_seed(tally.by_arm.get(arm.name, ()))) for arm in plan.arms}
+    arms = plan.arms if plan.detect else [replace(arm, names=_any_failure) for arm in plan.arms]
+    rows = {arm.name: judge(arm, by_seed(tally.by_arm.get(arm.name, ()))) for arm in arms}
     if plan.with_unarmed:
         rows |= {row.name: row for row in unarmed_rows()}
     proof.rows = [rows[name] for name in (*EDGES, *GUARDS) if name in rows]
     proof.num_intact = len(tally.intact)
     proof.failures = by_seed(outcome for outcome in tally.intact if not outcome.clean)
+    proof.telling = list(proof.failures)
+    if not plan.with_unarmed:  # one arm was asked for
+        severed = by_seed(outcome for outcomes in tally.by_arm.values() for outcome in outcomes)
+        proof.telling += [outcome for outcome in severed if not outcome.clean][:1]
     for outcome in tally.intact:
         name = outcome.trial.workload
         proof.runs_by_workload[name] = proof.runs_by_workload.get(name, 0) + 1
+
+
+def _any_failure(outcome: Outcome) -> bool:
+    return not outcome.clean
 
 
 def _intact_trials(plan: Plan) -> Iterator[Trial]:
@@ -94,7 +106,7 @@ def _intact_trials(plan: Plan) -> Iterator[Trial]:
         for name in plan.workloads:
             seeds = 1 if round_no < _MEASURED_ROUNDS else WORKLOADS[name].share
             for i in range(seeds):
-                yield Trial(name, plan.first_seed + round_no * 10 + i)
+                yield Trial(name, plan.first_seed + round_no * 10 + i, detect=plan.detect)
 
 
 def _outcomes(trials: Iterator[Trial], plan: Plan) -> Iterator[Outcome]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 from fenceline.memory_order import LeaseError
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.errors import DeadlockError, KernelError, RaceError
 from fenceline.vgpu.gpu import VirtualGpu
-from fenceline.vgpu.policy import Policy, make_policy
+from fenceline.vgpu.policy import Policy, Script, make_policy
 from fenceline.vgpu.proving.engine import run_engine
-from fenceline.vgpu.proving.schedule import Playback, Recording, Switch, shrink, told
+from fenceline.vgpu.proving.schedule import Narrator, shrink
 from fenceline.vgpu.proving.steps import Loop, execute, make_config
 from fenceline.vgpu.proving.workloads import ENGINE, WORKLOADS
 
@@ -36,6 +38,7 @@ class Trial:
     workload: str
     seed: int
     severed: frozenset[str] = frozenset()
+    detect: bool = True  # without the detector a race shows only where it makes tokens wrong
 
     @property
     def policy(self) -> str:
@@ -46,9 +49,9 @@ class Trial:
     def command(self) -> str:
         """What repeats it."""
         edges = "".join(f" --edge {name}" for name in sorted(self.severed))
-        return (
-            f"python -m fenceline.vgpu.prove --workload {self.workload} --seed {self.seed} --seeds 1{edges}"
-        )
+        blind = "" if self.detect else " --blind"
+        which = f"--workload {self.workload} --seed {self.seed} --seeds 1"
+        return f"python -m fenceline.vgpu.prove {which}{edges}{blind}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ class Outcome:
 
 
 def run(trial: Trial) -> Outcome:
-    """Make a run under its seed's policy with the detector on."""
+    """Make a run under its seed's policy."""
     return _run(trial, make_policy(trial.policy, trial.seed))[0]
 
 
@@ -81,10 +84,8 @@ def _run(trial: Trial, policy: Policy, collect: bool = False) -> tuple[Outcome, 
     gpus: list[VirtualGpu] = []
 
     def open_device() -> VgpuDevice:
-        gpu = VirtualGpu(seed=trial.seed, policy=policy, collect=collect)
+        gpu = VirtualGpu(seed=trial.seed, policy=policy, detect=trial.detect, collect=collect)
         gpus.append(gpu)
-        if isinstance(policy, (Recording, Playback)):
-            policy.gpu = gpu
         return VgpuDevice(trial.severed, gpu)
 
     try:
@@ -111,9 +112,14 @@ def _failure(trial: Trial, error: Exception) -> Outcome:
     checker = next((name for kind, name in _CHECKERS if isinstance(error, kind)), _INVARIANTS)
     text = str(error) or type(error).__name__
     if checker == _INVARIANTS:
-        text = f"{type(error).__name__}: {text}"
+        text = f"{type(error).__name__}: {text}\n  {_origin(error)}"
     edges, memory = (error.edges, error.memory) if isinstance(error, RaceError) else ((), "")
     return Outcome(trial, checker, edges, memory, text)
+
+
+def _origin(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}"
 
 
 def named_races(trial: Trial) -> set[str]:
@@ -126,25 +132,21 @@ def named_races(trial: Trial) -> set[str]:
 def explain(outcome: Outcome) -> str:
     """What a failing run's schedule comes down to: the few context switches that matter."""
     trial = outcome.trial
-    recording = Recording(make_policy(trial.policy, trial.seed))
-    again, _ = _run(trial, recording)
+    again, gpu = _run(trial, make_policy(trial.policy, trial.seed))
     if not again.same_failure(outcome):
         return "the failure did not repeat: the run depends on something beside its seed"
-
-    def fails(switches: object) -> bool:
-        assert isinstance(switches, (list, tuple))
-        return _run(trial, Playback(switches))[0].same_failure(outcome)
-
-    kept = shrink(recording.switches, fails)
+    turns = list(gpu.trace)
+    kept = shrink(turns, lambda some: _run(trial, Script(some))[0].same_failure(outcome))
     if kept is None:
-        return f"{len(recording.switches)} context switches, which no smaller set replaces"
+        return f"{len(turns)} context switches, and playing them back does not fail"
     if not kept:
         return "fails on the laziest schedule too: no context switch is needed"
-    _, gpu = _run(trial, Playback(kept))
+    narrator = Narrator(kept)
+    _run(trial, narrator)
     lines = [
-        f"{len(kept)} of {len(recording.switches)} context switches matter; the device is lazy but for these:"
+        f"{len(kept)} of {len(turns)} context switches matter; but for these the device is as late as it may be:"
     ]
-    return "\n".join(lines + [f"  {n}. {line}" for n, line in enumerate(told(kept, gpu), 1)])
+    return "\n".join(lines + [f"  {n}. {line}" for n, line in enumerate(narrator.lines, 1)])
 
 
-__all__ = ["HAPPENS_BEFORE", "TOKENS", "Outcome", "Switch", "Trial", "explain", "named_races", "run"]
+__all__ = ["HAPPENS_BEFORE", "TOKENS", "Outcome", "Trial", "explain", "named_races", "run"]

@@ -1,87 +1,28 @@
-"""Schedules written down and played back: what of a failing run's context switches matters.
-
-A schedule is told as its difference from the laziest one, which runs nothing before the host needs it.
-"""
+"""What of a failing run's schedule matters: its turns (``VirtualGpu.trace``) shrunk to the few that are needed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
-from fenceline.vgpu.gpu import VirtualGpu
-from fenceline.vgpu.policy import Policy
+from fenceline.vgpu.operation import Operation, Place, here
+from fenceline.vgpu.policy import Script, Turn
 from fenceline.vgpu.streams import VirtualStream
 
 
-class Switch(NamedTuple):
-    """When the host has made its ``at``-th submission, stream number ``stream`` runs up to operation ``upto``."""
-
-    at: int
-    stream: int
-    upto: int
-
-
-class Recording(Policy):
-    """``inner``'s choices, noted."""
-
-    def __init__(self, inner: Policy) -> None:
-        self.switches: list[Switch] = []
-        self.gpu: VirtualGpu | None = None
-        self._inner = inner
-        self.switch_odds = inner.switch_odds
-
-    def begin_call(self, call: int) -> None:
-        """See Policy."""
-        self._inner.begin_call(call)
-
-    def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
-        """See Policy."""
-        choice = self._inner.pick(runnable, needed)
-        if choice is not None and choice is not needed:
-            self._note(choice)
-        return choice
-
-    def _note(self, stream: VirtualStream) -> None:
-        assert self.gpu is not None, "the recording is told its GPU before anything runs"
-        switch = Switch(self.gpu.position, stream.number, stream.queue[0].seq)
-        if self.switches and self.switches[-1][:2] == switch[:2]:
-            self.switches.pop()
-        self.switches.append(switch)
-
-
-class Playback(Policy):
-    """Plays ``switches``; where they say nothing, the device does only what the host needs."""
-
-    def __init__(self, switches: Sequence[Switch]) -> None:
-        self.gpu: VirtualGpu | None = None
-        self._at: dict[int, list[Switch]] = {}
-        for switch in switches:
-            self._at.setdefault(switch.at, []).append(switch)
-
-    def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
-        """See Policy."""
-        assert self.gpu is not None, "the playback is told its GPU before anything runs"
-        for switch in self._at.get(self.gpu.position, ()):
-            for stream in runnable:
-                if stream.number == switch.stream and stream.queue[0].seq <= switch.upto:
-                    return stream
-        return needed
-
-
 def shrink(
-    switches: Sequence[Switch], fails: Callable[[Sequence[Switch]], bool], max_runs: int = 80
-) -> list[Switch] | None:
-    """A small part of ``switches`` with which the run still fails, None if not even all of them make it fail.
+    turns: Sequence[Turn], fails: Callable[[Sequence[Turn]], bool], max_runs: int = 100
+) -> list[Turn] | None:
+    """A small part of ``turns`` with which the run still fails, None if not even all of them make it fail.
 
-    Delta debugging (Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", TSE 2002), stopped
-    after ``max_runs`` runs.
+    Without a turn the device does that work later, when the host needs it. Delta debugging (Zeller and Hildebrandt,
+    "Simplifying and Isolating Failure-Inducing Input", TSE 2002), stopped after ``max_runs`` runs.
     """
-    left = max_runs
     if fails(()):
         return []
-    if not fails(switches):
+    if not fails(turns):
         return None
-    kept, parts = list(switches), 2
+    left = max_runs
+    kept, parts = list(turns), 2
     while len(kept) > 1:
         size = -(-len(kept) // parts)
         for start in range(0, len(kept), size):
@@ -99,15 +40,40 @@ def shrink(
     return kept
 
 
-def told(switches: Sequence[Switch], gpu: VirtualGpu) -> list[str]:
-    """Each switch as a sentence; ``gpu`` is the one on which the run that they belong to has just failed."""
-    operations = {op.seq: op for agent in gpu.agents for op in agent.history}
-    lines = []
-    for switch in switches:
-        host, last = operations.get(switch.at), operations.get(switch.upto)
-        if host is None or last is None:
-            continue
-        lines.append(
-            f"the host has come to {host.place}\n    and {last.where} runs up to {last.label} of {last.place}"
-        )
-    return lines
+class Narrator(Script):
+    """Plays ``turns`` and writes down, in ``lines``, where the host was at each and what ran."""
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        super().__init__(turns)
+        self._calls = {turn.call for turn in turns}
+        self._call, self._place = 0, here()
+        self._told: dict[tuple[int, str], tuple[Place, list[Operation]]] = {}
+
+    def begin_call(self, call: int) -> None:
+        """See Policy."""
+        super().begin_call(call)
+        if call in self._calls:
+            self._call, self._place = call, here()
+
+    def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
+        """See Policy."""
+        due = bool(self._due)
+        choice = super().pick(runnable, needed)
+        if due and choice is not None:
+            _, operations = self._told.setdefault((self._call, choice.name), (self._place, []))
+            operations.append(choice.queue[0])
+        return choice
+
+    @property
+    def lines(self) -> list[str]:
+        """One for each turn that was played."""
+        found = []
+        for (_, name), (place, operations) in self._told.items():
+            first, last = operations[0], operations[-1]
+            what = (
+                first.label
+                if first is last
+                else f"{len(operations)} operations, {first.label} to {last.label},"
+            )
+            found.append(f"while the host is at {place}\n     {name} runs {what} of {last.place}")
+        return found

@@ -22,6 +22,7 @@ class Proof:
     num_intact: int = 0
     runs_by_workload: dict[str, int] = field(default_factory=dict)
     failures: list[Outcome] = field(default_factory=list)
+    telling: list[Outcome] = field(default_factory=list)  # failed runs whose schedule is worth a look
     branches: Mapping[str, Branches] = field(default_factory=dict)
     seconds: float = 0.0
 
