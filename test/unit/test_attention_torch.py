@@ -28,13 +28,15 @@ class Case:
         seed: int,
         dtype: torch.dtype = torch.float32,
         head_dim: int = 8,
+        device: str = "cpu",
     ) -> None:
+        self.device = torch.device(device)
         self.seq_lens, self.query_lens = seq_lens, query_lens
         num_heads, num_kv_heads = heads
         generator = torch.Generator().manual_seed(seed)
         pages = [-(-n // page_size) for n in seq_lens]
         num_pages = sum(pages) + 3
-        self.pool = KVPool(num_pages, page_size, 2, num_kv_heads, head_dim, dtype, torch.device("cpu"))
+        self.pool = KVPool(num_pages, page_size, 2, num_kv_heads, head_dim, dtype, self.device)
         for tensor in (self.pool.k(1), self.pool.v(1)):
             tensor[page_size:] = float("nan")
         free = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()
@@ -58,35 +60,35 @@ class Case:
             torch.randn(n, num_heads, head_dim, generator=generator).to(dtype) for n in query_lens
         ]
         for slots, keys, values, new in zip(self.slots, self.keys, self.values, query_lens, strict=True):
-            self.pool.store(1, slots[:-new], keys[:-new], values[:-new])
+            self.pool.store(1, *(part[:-new].to(self.device) for part in (slots, keys, values)))
 
     def run(self, mode: ForwardMode) -> list[torch.Tensor]:
         inputs = AttentionInputs(
             mode=mode,
-            page_table=self.page_table,
-            rows=self.rows,
-            seq_lens=torch.tensor(self.seq_lens),
-            out_slots=torch.cat(self._last(self.slots)),
+            page_table=self.page_table.to(self.device),
+            rows=self.rows.to(self.device),
+            seq_lens=torch.tensor(self.seq_lens).to(self.device),
+            out_slots=torch.cat(self._last(self.slots)).to(self.device),
             seq_lens_cpu=np.array(self.seq_lens, dtype=np.int64),
             query_lens_cpu=np.array(self.query_lens, dtype=np.int64),
         )
         plan = TorchAttentionBackend(self.pool).plan(inputs)
-        new_k, new_v = torch.cat(self._last(self.keys)), torch.cat(self._last(self.values))
-        output = plan.forward(1, torch.cat(self.queries), new_k, new_v, SCALE)
-        return list(output.split(self.query_lens))
+        step = (torch.cat(self.queries), torch.cat(self._last(self.keys)), torch.cat(self._last(self.values)))
+        output = plan.forward(1, *(tensor.to(self.device) for tensor in step), SCALE)
+        return list(output.cpu().split(self.query_lens))
 
     def expected(self) -> list[torch.Tensor]:
-        """softmax(q k^T) v for one query and one head at a time, in float64."""
+        """softmax(q k^T) v for one head at a time, in float64."""
         results = []
         for q, k, v in zip(self.queries, self.keys, self.values, strict=True):
             group = q.shape[1] // k.shape[1]
+            last = len(k) - len(q) + torch.arange(len(q))
+            hidden = torch.arange(len(k)) > last[:, None]
             result = torch.empty(q.shape, dtype=torch.float64)
-            for token in range(len(q)):
-                visible = len(k) - len(q) + token + 1
-                for head in range(q.shape[1]):
-                    keys, values = k[:visible, head // group].double(), v[:visible, head // group].double()
-                    weights = torch.softmax(keys @ q[token, head].double() * SCALE, dim=0)
-                    result[token, head] = weights @ values
+            for head in range(q.shape[1]):
+                keys, values = k[:, head // group].double(), v[:, head // group].double()
+                scores = (q[:, head].double() @ keys.T * SCALE).masked_fill(hidden, float("-inf"))
+                result[:, head] = torch.softmax(scores, dim=1) @ values
             results.append(result)
         return results
 
@@ -94,8 +96,8 @@ class Case:
         for ours, expected in zip(self.run(mode), self.expected(), strict=True):
             torch.testing.assert_close(ours.double(), expected, atol=tolerance, rtol=0)
         for slots, keys, values in zip(self.slots, self.keys, self.values, strict=True):
-            assert torch.equal(self.pool.k(1)[slots], keys)
-            assert torch.equal(self.pool.v(1)[slots], values)
+            assert torch.equal(self.pool.k(1).cpu()[slots], keys)
+            assert torch.equal(self.pool.v(1).cpu()[slots], values)
 
     def _last(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor[-new:] for tensor, new in zip(tensors, self.query_lens, strict=True)]

@@ -233,7 +233,7 @@ class _ExtendPlan(AttentionPlan):
     ) -> None:
         """Causal attention of the last tokens of a sequence, block by block.
 
-        q, result [num_kv_heads, group, queries, head_dim]; k, v [num_kv_heads, group, tokens, head_dim].
+        q, result [group, num_kv_heads, queries, head_dim]; k, v [group, num_kv_heads, tokens, head_dim].
         """
         num_queries, num_tokens = q.shape[2], k.shape[2]
         for first in range(0, num_queries, _QUERY_BLOCK):
@@ -252,14 +252,19 @@ class _ExtendPlan(AttentionPlan):
         return self.mask[rows - num_queries :, width - num_tokens :]
 
 
+# The group is the *batch* axis of the calls below, where its stride 0 is harmless. As the heads' axis it is not: with
+# heads at stride 0 torch's memory-efficient CUDA kernel takes a last block of one query for single-token decoding
+# and puts wrong values into that row (65, 129, 193, ... queries with a mask; seen with torch 2.11 on an H200).
+
+
 def _heads_first(x: torch.Tensor, group: int) -> torch.Tensor:
-    """A view: [tokens, num_heads, head_dim] → [num_kv_heads, group, tokens, head_dim]."""
-    return x.unflatten(1, (-1, group)).permute(1, 2, 0, 3)
+    """A view: [tokens, num_heads, head_dim] → [group, num_kv_heads, tokens, head_dim]."""
+    return x.unflatten(1, (-1, group)).permute(2, 1, 0, 3)
 
 
 def _shared_heads(x: torch.Tensor, group: int) -> torch.Tensor:
-    """A view: [tokens, num_kv_heads, head_dim] → [num_kv_heads, group, tokens, head_dim], the group at stride 0."""
-    return x.permute(1, 0, 2).unsqueeze(1).expand(-1, group, -1, -1)
+    """A view: [tokens, num_kv_heads, head_dim] → [group, num_kv_heads, tokens, head_dim], the group at stride 0."""
+    return x.permute(1, 0, 2).unsqueeze(0).expand(group, -1, -1, -1)
 
 
 def _plan_extend(kv_pool: KVPool, inputs: AttentionInputs) -> _ExtendPlan:
