@@ -65,8 +65,9 @@ class Detector:
         if shadow is None:
             shadow = region.shadow = Shadow(region.capacity)
         self.num_accesses += 1
-        doubtful = _beyond(shadow.last_writes, agent, clock) or (
-            write and _beyond(shadow.last_reads, agent, clock)
+        writers, readers = shadow.last_writes, shadow.last_reads
+        doubtful = (len(writers) > (agent in writers) and _beyond(writers, agent, clock)) or (
+            write and len(readers) > (agent in readers) and _beyond(readers, agent, clock)
         )
         if doubtful:
             for past in shadow.unordered(agent, clock, write, layout, rows, tag.row_bytes):

@@ -104,7 +104,7 @@ class VirtualGpu:
 
     def history_of(self, agent: int, index: int) -> Operation:
         """The ``index``-th action (from 1) of an agent."""
-        return self._agents[agent].history[index - 1]
+        return self._agents[agent].action(index)
 
     # --- memory --------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from fenceline.vgpu.errors import CaptureError, StaleMemoryError
+from fenceline.vgpu.memory import Tag
 from fenceline.vgpu.operation import Operation
 from fenceline.vgpu.streams import VirtualStream
 
@@ -37,6 +38,7 @@ class Graph:
         self._nodes: list[_Node] = []
         self._branches: list[VirtualStream] = []  # those beside the stream of the launch
         self.failed = False
+        self._uses: dict[Tag, Operation] = {}  # memory, and the first operation that touches it
         self._ready = False
 
     @property
@@ -81,12 +83,11 @@ class Graph:
         return op
 
     def _check_memory(self) -> None:
-        for node in self._nodes:
-            for tag, _, _ in (*node.op.reads, *node.op.writes):
-                if tag.ended and tag.pool != self.pool:
-                    raise StaleMemoryError(
-                        f"{self.name} replays {node.op.label} on freed memory: {tag}\n  captured at {node.op.place}"
-                    )
+        for tag, op in self._uses.items():
+            if tag.ended and tag.pool != self.pool:
+                raise StaleMemoryError(
+                    f"{self.name} replays {op.label} on freed memory: {tag}\n  captured at {op.place}"
+                )
 
 
 class Capture:
@@ -119,6 +120,8 @@ class Capture:
         self._numbers[op] = len(self._numbers)
         nodes = self.graph._nodes
         nodes.append(_Node(self._streams.index(stream), op, after, event))
+        for tag, _, _ in (*op.reads, *op.writes):
+            self.graph._uses.setdefault(tag, op)
         if stream is not self._streams[0] and op.run is not None:
             self._unjoined[stream] = op
 

@@ -23,6 +23,10 @@ _MAX_UNITS = 1 << 18
 _MAX_LOG = 512
 
 
+# Agent, its action, whether it wrote, and where.
+_Entry = tuple[int, int, bool, Layout, Rows | None]
+
+
 class Past(NamedTuple):
     """An access not known to have happened before: by ``agent``, as its ``action``-th, to ``units``."""
 
@@ -35,31 +39,54 @@ class Past(NamedTuple):
 class Shadow:
     """Accesses to one region of ``capacity`` bytes."""
 
-    __slots__ = ("_log", "_past", "_reads", "_writes", "capacity", "last_reads", "last_writes", "unit_bytes")
+    __slots__ = (
+        "_past",
+        "_plain",
+        "_reads",
+        "_rows",
+        "_writes",
+        "capacity",
+        "last_reads",
+        "last_writes",
+        "unit_bytes",
+    )
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.unit_bytes = 0  # chosen when the arrays are made
         self.last_reads: dict[int, int] = {}  # agent → its latest action that read
         self.last_writes: dict[int, int] = {}
-        self._log: list[tuple[int, int, bool, Layout, Rows | None]] = []
-        self._past: deque[tuple[int, int, bool, Layout, Rows | None]] = deque(maxlen=_MAX_LOG)  # for reports
+        # The log: an access to the same bytes by the same agent stands for its earlier ones.
+        self._plain: dict[tuple[int, bool, Layout], int] = {}
+        self._rows: list[_Entry] = []
+        self._past: deque[_Entry] = deque(maxlen=_MAX_LOG)  # no longer needed but for reports
         self._reads: npt.NDArray[np.int32] | None = None  # [agents, units]
         self._writes: npt.NDArray[np.int32] | None = None
 
     def note(self, agent: int, index: int, write: bool, layout: Layout, rows: Rows | None, unit: int) -> None:
         """Remember an access."""
         (self.last_writes if write else self.last_reads)[agent] = index
-        self._log.append((agent, index, write, layout, rows))
-        if len(self._log) > _MAX_LOG:
+        if rows is not None:
+            self._rows.append((agent, index, write, layout, rows))
+            if len(self._rows) > _MAX_LOG:
+                self._spread(unit)
+            return
+        key = (agent, write, layout)
+        former = self._plain.get(key)
+        if former is not None:
+            self._past.append((agent, former, write, layout, None))
+        elif len(self._plain) > _MAX_LOG:
             self._spread(unit)
+        self._plain[key] = index
 
     def forget_before(self, agent: int, index: int, whole: Layout) -> None:
         """``agent``'s action ``index`` wrote everything after all earlier accesses: it stands for them."""
         self.last_reads.clear()
         self.last_writes.clear()
         self.last_writes[agent] = index
-        self._log[:] = [(agent, index, True, whole, None)]
+        self._plain.clear()
+        self._plain[(agent, True, whole)] = index
+        self._rows.clear()
         self._past.clear()
         if self._writes is not None and self._reads is not None:
             self._reads.fill(0)
@@ -92,7 +119,7 @@ class Shadow:
         """The first of ``agent``'s accesses after ``known`` that met ``units``: nearest to the cause."""
         table = self._writes if was_write else self._reads
         assert table is not None, "the arrays have been made"
-        for other, action, write, layout, rows in self._past:
+        for other, action, write, layout, rows in sorted(self._past, key=lambda entry: entry[1]):
             if other == agent and action > known and write == was_write:
                 met = np.intersect1d(units, np.arange(table.shape[1])[self._units(layout, rows)])
                 if len(met):
@@ -101,7 +128,11 @@ class Shadow:
         return Past(agent, int(latest.min()), was_write, units[latest == latest.min()])
 
     def _spread(self, unit: int) -> None:
-        agents = 1 + max((entry[0] for entry in self._log), default=0)
+        log: list[_Entry] = [
+            (agent, index, write, layout, None) for (agent, write, layout), index in self._plain.items()
+        ]
+        log = sorted(log + self._rows, key=lambda entry: entry[1])
+        agents = 1 + max((entry[0] for entry in log), default=0)
         if self._reads is None or self._writes is None:
             self.unit_bytes = unit or _DEFAULT_UNIT_BYTES
             while self.capacity // self.unit_bytes > _MAX_UNITS:
@@ -112,10 +143,11 @@ class Shadow:
         if self._reads.shape[0] < agents:
             more = ((0, agents - self._reads.shape[0]), (0, 0))
             self._reads, self._writes = np.pad(self._reads, more), np.pad(self._writes, more)
-        for agent, index, write, layout, rows in self._log:
+        for agent, index, write, layout, rows in log:
             (self._writes if write else self._reads)[agent][self._units(layout, rows)] = index
-        self._past.extend(self._log)
-        self._log.clear()
+        self._past.extend(log)
+        self._plain.clear()
+        self._rows.clear()
 
     def _units(self, layout: Layout, rows: Rows | None) -> Units:
         if rows is not None:

@@ -10,6 +10,8 @@ from fenceline.vgpu.operation import Access, Clock, Operation
 if TYPE_CHECKING:
     from fenceline.vgpu.graph import Capture
 
+_REMEMBERED = 1 << 17  # actions of an agent that reports can name
+
 
 class Agent:
     """Who does things in an order of its own: a stream, or a thread of the host.
@@ -17,14 +19,15 @@ class Agent:
     ``clock`` says what happened before its next action. Positions of other agents only; its own is ``count``.
     """
 
-    __slots__ = ("clock", "count", "history", "name", "number")
+    __slots__ = ("_forgotten", "_history", "clock", "count", "name", "number")
 
     def __init__(self, number: int, name: str) -> None:
         self.number = number
         self.name = name
         self.count = 0
         self.clock: Clock = ()
-        self.history: list[Operation] = []  # by index - 1
+        self._history: list[Operation] = []
+        self._forgotten = 0  # actions before those in the history
 
     def join(self, clock: Clock) -> None:
         """Everything in ``clock`` happened before what follows."""
@@ -36,7 +39,14 @@ class Agent:
         op.agent = self.number
         op.where = self.name
         op.index = self.count
-        self.history.append(op)
+        self._history.append(op)
+        if len(self._history) > 2 * _REMEMBERED:
+            del self._history[:_REMEMBERED]
+            self._forgotten += _REMEMBERED
+
+    def action(self, index: int) -> Operation:
+        """The ``index``-th action, from 1; the earliest remembered for one so long ago that it is forgotten."""
+        return self._history[max(index - 1 - self._forgotten, 0)]
 
     def now(self) -> Clock:
         """The clock of something that happens after all that this agent has done."""

@@ -1,0 +1,144 @@
+"""The ordering proof: its whole run at CI's size, and that it would notice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fenceline.memory_order.edges import EDGES, PROOF_FILE
+from fenceline.memory_order.guards import GUARDS
+from fenceline.vgpu import prove
+from fenceline.vgpu.proving.arms import MISNAMED, NECESSARY, REDUNDANT, Arm, all_arms, judge, unarmed_rows
+from fenceline.vgpu.proving.runs import HAPPENS_BEFORE, Trial, explain, run
+from fenceline.vgpu.proving.table import Proof, record
+
+torch.set_num_threads(1)
+ARMS = {arm.name: arm for arm in all_arms()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_intact_engine_is_clean_and_every_edge_is_necessary(tmp_path: Path) -> None:
+    """What CI runs: about two minutes on two cores. The record in the repository is what it finds."""
+    result = tmp_path / "proof.json"
+    command = [sys.executable, "-m", "fenceline.vgpu.prove", "--seeds", "200", "--json", str(result)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    proof = json.loads(result.read_text())
+    assert proof["clean"] and proof["intact"]["seeds"] >= 200 and not proof["intact"]["failures"]
+    assert [row["name"] for row in proof["edges"]] == [*EDGES, *GUARDS]
+    for row in proof["edges"]:
+        if row["status"] != "dormant":
+            assert row["status"] == "necessary" and row["seeds_run"] >= 10, row
+        if row["kind"] == "edge":
+            assert "by name" in row["caught_by"] and row["name"] in row["report"]
+    assert all(found["covered"] > 0 for found in proof["branches"].values()) and len(proof["branches"]) == 3
+    kept = ("name", "status", "workload", "seed", "caught_by")
+    found = [{name: row[name] for name in kept} for row in proof["edges"]]
+    assert json.loads(PROOF_FILE.read_text()) == found, "run: python -m fenceline.vgpu.prove --write-docs"
+
+
+def test_everything_in_the_tables_has_an_arm_or_a_reason() -> None:
+    assert all(row.fine and row.report for row in unarmed_rows())
+    assert set(ARMS) | {row.name for row in unarmed_rows()} == set(EDGES) | set(GUARDS)
+
+
+def test_an_edge_that_another_path_covers_is_redundant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two slots the input ring's fences are implied by the order in which the loop publishes results."""
+    from fenceline.memory_order import InputRing
+
+    monkeypatch.setattr(InputRing.__init__, "__defaults__", (2,))
+    rows = []
+    for name in ("schedule_after_forward", "staging_reuse"):
+        arm = ARMS[name]
+        rows.append(judge(arm, [run(arm.trial(seed)) for seed in range(2)]))
+        assert rows[-1].status == REDUNDANT
+        assert "copy_after_forward + host_after_copy" in rows[-1].report
+    assert "forward_after_schedule" in rows[-1].report, "the host learns of the upload through FORWARD"
+    assert not Proof(rows=rows).clean
+
+
+def test_a_failure_of_another_name_does_not_count() -> None:
+    arm = Arm("copy_after_forward", "edge", "prefixes", lambda outcome: False)
+    row = judge(arm, [run(arm.trial(0))])
+    assert row.status == MISNAMED and row.caught_by.startswith(HAPPENS_BEFORE) and not row.fine
+
+
+def test_no_run_proves_nothing() -> None:
+    assert not judge(ARMS["staging_reuse"], []).fine
+
+
+def test_a_failure_of_the_intact_engine_is_not_clean() -> None:
+    failure = run(ARMS["host_after_copy"].trial(0))
+    assert not failure.clean and Proof(num_intact=1).clean
+    assert not Proof(num_intact=1, failures=[failure]).clean
+
+
+@pytest.mark.parametrize("name", ["engine", "mixed"])
+def test_same_seed_same_outcome(name: str) -> None:
+    outcomes = [run(Trial(name, 3, frozenset({"staging_reuse"}))) for _ in range(2)]
+    assert outcomes[0] == outcomes[1] and outcomes[0].edges == ("staging_reuse",)
+    assert run(Trial(name, 3)).clean
+
+
+def test_without_the_detector_races_show_as_wrong_answers() -> None:
+    """Each edge's race is real: some schedule makes something else of the same decisions."""
+    for arm in ARMS.values():
+        outcomes = (run(arm.trial(seed, detect=False)) for seed in range(12))
+        failure = next((outcome for outcome in outcomes if not outcome.clean), None)
+        assert failure is not None and failure.checker != HAPPENS_BEFORE, arm.name
+
+
+def test_a_failing_schedule_is_told_by_the_switches_that_matter() -> None:
+    failure = run(ARMS["schedule_after_forward"].trial(0, detect=False))
+    assert not failure.clean
+    text = explain(failure)
+    few, total = int(text.split()[0]), int(text.split()[2])
+    assert 0 < few <= 4 < 40 < total
+    assert "schedule runs" in text and "staging.py" in text
+    assert "--seed 0 --seeds 1 --edge schedule_after_forward --blind" in failure.trial.command
+
+
+def test_a_race_needs_no_schedule_at_all() -> None:
+    assert "laziest schedule too" in explain(run(ARMS["schedule_after_forward"].trial(1)))
+
+
+def test_the_command_that_is_printed_repeats_the_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ARMS["host_after_copy"].trial(2).command
+    assert prove.main([*command.split()[3:], "--jobs", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "missing edge: host_after_copy" in printed and f"repeat: {command}" in printed
+    assert NECESSARY in printed
+
+
+def test_one_workload_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    assert prove.main(["--workload", "aborts", "--seeds", "3", "--seed", "5", "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert result["intact"] == {"seeds": 3, "by_workload": {"aborts": 3}, "failures": []}
+    assert result["edges"] == [] and "3 seeds, clean" in capsys.readouterr().out
+
+
+def test_a_budget_ends_the_runs() -> None:
+    assert prove.main(["--workload", "mixed", "--budget", "0"]) == 1, "nothing was run, so nothing is shown"
+
+
+@pytest.mark.parametrize(
+    "argv", [["--edge", "forward_after_lunch"], ["--workload", "lunch"], ["--edge", "sink"]]
+)
+def test_wrong_names_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        prove.main(argv)
+    assert stop.value.code == 2 and "choose one of" in capsys.readouterr().err
+
+
+def test_the_record_holds_what_every_run_finds_again() -> None:
+    rows = [judge(ARMS["staging_reuse"], [run(ARMS["staging_reuse"].trial(seed)) for seed in range(1)])]
+    (mine,) = record(rows)
+    kept = {entry["name"]: entry for entry in json.loads(PROOF_FILE.read_text())}
+    assert kept["staging_reuse"] == mine

@@ -1,0 +1,112 @@
+"""What the proof drives: scenarios that reach what they are for, decisions executed again, schedules shrunk."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from fenceline.memory_order import open_device
+from fenceline.vgpu import RaceError, VgpuDevice, VirtualGpu
+from fenceline.vgpu.policy import Turn
+from fenceline.vgpu.proving.schedule import shrink
+from fenceline.vgpu.proving.steps import Loop, execute, make_config
+from fenceline.vgpu.proving.workloads import ENGINE, WORKLOADS
+
+torch.set_num_threads(1)
+
+
+def make_loop(name: str, seed: int, device: VgpuDevice | None = None) -> Loop:
+    scenario = WORKLOADS[name].make(Random(seed))
+    kind = "cpu" if device is None else "vgpu"
+    return Loop(make_config(scenario.flags, kind), device or open_device(kind), scenario.arrivals)
+
+
+@pytest.mark.parametrize("name", [name for name in WORKLOADS if name != ENGINE])
+def test_a_scenario_is_a_function_of_its_seed(name: str) -> None:
+    make = WORKLOADS[name].make
+    assert make(Random(1)) == make(Random(1)) != make(Random(2))
+
+
+def test_workloads_reach_what_they_are_for() -> None:
+    def loops(name: str) -> list[Loop]:
+        made = [make_loop(name, seed) for seed in range(4)]
+        for loop in made:
+            loop.run()
+        return made
+
+    assert sum(loop.scheduler.stats.num_retractions for loop in loops("retraction")) > 0
+    assert sum(loop.scheduler.stats.num_aborts for loop in loops("aborts")) > 0
+    for loop in loops("prefixes"):
+        assert loop.scheduler.stats.num_cached_tokens > 0
+        prompts = loop.scheduler.stats.num_prompt_tokens
+        assert prompts > loop.scheduler.memory.num_pages * 4, "without evictions it would not fit"
+
+
+def test_decisions_executed_again_give_the_same_and_other_answers_are_noticed() -> None:
+    device = VgpuDevice(gpu=VirtualGpu(seed=4))
+    loop = make_loop("mixed", 4, device)
+    loop.run()
+    config, decisions = loop.scheduler.config, loop.decisions
+    assert len(decisions) > 5 and execute(config, decisions) == ""
+    output = decisions[-1].output
+    assert output is not None
+    decisions[-1].output = dataclasses.replace(output, next_tokens=output.next_tokens + 1)
+    assert f"step {len(decisions) - 1} of" in execute(config, decisions)
+    decisions[-1].output = output
+    for decision in decisions:
+        values = decision.output and decision.output.logprobs
+        if values is not None and len(values.chosen):
+            values.chosen[0] = np.nextafter(values.chosen[0], np.float32(1))
+            assert "logprobs differ" in execute(config, decisions)
+            break
+    else:
+        raise AssertionError("nobody asked for logprobs")
+
+
+def test_a_row_refilled_while_its_last_owners_step_is_in_flight() -> None:
+    """F13: the upload that hands the row to the next request must wait for the step in flight, by that edge."""
+    edge = "schedule_after_forward"
+    for cut in (False, True):
+        gpu = VirtualGpu(seed=1)
+        loop = make_loop("row_reuse", 1, VgpuDevice(gpu=gpu))
+        rows = loop.scheduler.memory.rows
+        while not loop.answered:
+            loop.step()
+        # The first request has just ended; its next step is in flight, and its row is free for the next request.
+        assert loop._flight is not None and rows.num_leased == 0 and loop.scheduler.waiting
+        ended = loop._flight.reqs[0]
+        if not cut:
+            loop.step()
+            assert loop._flight.reqs[0] is not ended and loop._flight.batch.seqs[0].row == 1
+            continue
+        loop.scheduler.worker.device.schedule._severed = frozenset({edge})
+        with pytest.raises(RaceError) as caught:
+            loop.run()
+        assert caught.value.edge == edge and "input_ring.device" in caught.value.memory
+        assert "copy to device writes it on schedule" in str(caught.value)
+
+
+def _turns(count: int) -> list[Turn]:
+    return [Turn(call, "forward", 1) for call in range(count)]
+
+
+@pytest.mark.parametrize("needed", [(), (7,), (3, 17), (0, 1, 39)])
+def test_shrinking_keeps_what_is_needed(needed: tuple[int, ...]) -> None:
+    turns = _turns(40)
+
+    def fails(some: Sequence[Turn]) -> bool:
+        return {turns[i] for i in needed} <= set(some)
+
+    assert shrink(turns, fails) == [turns[i] for i in needed]
+
+
+def test_shrinking_gives_up_on_what_does_not_fail_again_and_after_its_runs() -> None:
+    assert shrink(_turns(4), lambda some: False) is None
+    asked = []
+    kept = shrink(_turns(64), lambda some: bool(asked.append(1)) or len(some) == 64, max_runs=10)
+    assert kept == _turns(64) and len(asked) == 12
