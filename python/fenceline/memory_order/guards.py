@@ -33,12 +33,11 @@ GROWTH_STOP = Guard(
 OWN_COPY = Guard(
     name="own_copy",
     protects="inputs that later steps still use: FORWARD has them in memory of its own, not in the device staging",
-    failure="F16",
+    failure="F12",
 )
 SAME_COMPOSITION = Guard(
     name="same_composition",
     protects="rows, lengths and sampling parameters on the device: used again only by the same batch of requests",
-    failure="F7",
 )
 RETIRED_AFTER = Guard(
     name="retired_after",

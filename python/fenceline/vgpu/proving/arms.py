@@ -95,7 +95,11 @@ def judge(arm: Arm, outcomes: Sequence[Outcome]) -> Row:
     failed = [outcome for outcome in outcomes if not outcome.clean]
     first = next(iter(caught or failed), None)
     if first is None:
-        report = covered_by(outcomes[0].trial) if arm.kind == "edge" else "no run fails without it"
+        report = (
+            covered_by([outcome.trial for outcome in outcomes[:3]])
+            if arm.kind == "edge"
+            else "no run fails without it"
+        )
         return replace(row, status=REDUNDANT, report=report)
     row = replace(row, seed=first.trial.seed, caught_by=_caught_by(arm, first), report=first.report)
     if not caught:
@@ -110,19 +114,22 @@ def _caught_by(arm: Arm, outcome: Outcome) -> str:
     return outcome.checker
 
 
-def covered_by(trial: Trial) -> str:
-    """Which other edges make up for the one that ``trial`` severs: those without which its race appears."""
-    (name,) = trial.severed
+def covered_by(trials: Sequence[Trial]) -> str:
+    """Which other edges make up for the one that ``trials`` sever: those without which its race appears.
+
+    Several trials, because an engine that computes with wrong values may stop before the race is due.
+    """
+    (name,) = trials[0].severed
     path = [
-        other
-        for other in EDGES
-        if other != name
-        and name in named_races(Trial(trial.workload, trial.seed, trial.severed | {other}))
-        and name not in named_races(Trial(trial.workload, trial.seed, frozenset({other})))
+        other for other in EDGES if other != name and any(_appears(name, trial, other) for trial in trials)
     ]
     if path:
         return f"covered by {' + '.join(path)}: severing one of these as well brings its race back"
     return "no run fails without it, whichever other edge is severed too: nothing takes this path"
+
+
+def _appears(name: str, trial: Trial, other: str) -> bool:
+    return name in named_races(replace(trial, severed=trial.severed | {other}))
 
 
 def unarmed_rows() -> list[Row]:

@@ -28,8 +28,9 @@ class Proof:
 
     @property
     def clean(self) -> bool:
-        """The intact engine is clean, and every edge and guard deserves its place."""
-        return not self.failures and all(row.fine for row in self.rows)
+        """Something was run, the intact engine is clean, and every edge and guard deserves its place."""
+        any_run = self.num_intact > 0 or any(row.num_runs for row in self.rows)
+        return any_run and not self.failures and all(row.fine for row in self.rows)
 
 
 def as_text(proof: Proof) -> str:
