@@ -119,6 +119,7 @@ class Loop:
             flight = InFlight(flight.batch, flight.reqs, cast(ForwardResult, _Noted(flight.result, decision)))
         self._flight = flight
         self.step_no += 1
+        self.scheduler.memory.tree.check()
 
     def run(self) -> None:
         """Until everything that arrives is answered. Raises what the engine raises."""

@@ -113,7 +113,13 @@ def _prefixes(random: Random) -> Scenario:
     for turn in range(6):
         prompt = random.choice(families) + script.prompt(1, 6)
         script.add(turn * random.randint(1, 3), prompt, random.randint(1, 4))
-    return script.scenario(max_total_tokens=48, max_running_requests=3, chunked_prefill_size=16, page_size=4)
+    return script.scenario(
+        max_total_tokens=48,
+        max_running_requests=3,
+        chunked_prefill_size=16,
+        page_size=4,
+        schedule_policy=random.choice(("fcfs", "lpm")),
+    )
 
 
 def _aborts(random: Random) -> Scenario:
@@ -162,6 +168,7 @@ def _bursts(random: Random) -> Scenario:
         chunked_prefill_size=random.choice((8, -1)),
         page_size=4,
         disable_radix_cache=random.random() < 0.3,
+        schedule_policy=random.choice(("fcfs", "random")),
     )
 
 
