@@ -26,9 +26,10 @@ def case(seq_lens: list[int], query_lens: list[int], page_size: int, seed: int, 
 def test_extend_after_a_prefix_at_every_kind_of_last_block(num_queries: int, dtype: torch.dtype) -> None:
     """65 = 64 + 1 queries and the like: a kernel's last block of a single query."""
     for prefix in (1, 100, 1500):
-        case([prefix + num_queries], [num_queries], 1, num_queries, dtype).check(
-            ForwardMode.EXTEND, TOLERANCES[dtype]
-        )
+        for heads in ((4, 2), (4, 4), (8, 1)):
+            lens = [prefix + num_queries], [num_queries]
+            step = Case(*lens, 1, heads, num_queries, dtype, head_dim=64, device="cuda")
+            step.check(ForwardMode.EXTEND, TOLERANCES[dtype])
 
 
 @dtypes
