@@ -156,6 +156,19 @@ def test_errors_in_arguments_are_raised_at_the_call(device: torch.device) -> Non
         torch.ops.aten.record_stream(torch.zeros(2, device=device), torch.Stream(device="cpu"))
 
 
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_an_output_of_the_wrong_shape_is_refused(device: torch.device) -> None:
+    with pytest.raises(VgpuError, match=r"out has shape \[3\], it needs \[2\]"):
+        torch.add(torch.ones(2, device=device), 1, out=torch.empty(3, device=device))
+
+
+def test_tensors_of_two_gpus_do_not_meet() -> None:
+    one = torch.ones(2, device=use(VirtualGpu()))
+    other = torch.ones(2, device=use(VirtualGpu()))
+    with pytest.raises(VgpuError, match="two virtual GPUs"):
+        one + other
+
+
 def test_the_device_is_known_by_its_kind() -> None:
     device = open_device("vgpu", severed=frozenset({"staging_reuse"}))
     assert isinstance(device, VgpuDevice) and device.severed == {"staging_reuse"}

@@ -124,6 +124,15 @@ def test_audit_finds_an_accumulation_declared_as_a_write() -> None:
         gpu.synchronize_all()
 
 
+def test_accumulating_operators_of_torch_declare_that_they_read() -> None:
+    _, device = make(audit=True)
+    x, rows = torch.ones(4, 2, device=device), torch.tensor([1, 1, 3], device=device)
+    x.index_put_((rows,), torch.ones(3, 2, device=device), accumulate=True)
+    x.scatter_(0, torch.zeros(1, 2, dtype=torch.int64, device=device), x[1:2].clone(), reduce="add")
+    x.index_add_(0, rows, torch.ones(3, 2, device=device))
+    assert x[:, 0].tolist() == [4.0, 5.0, 1.0, 3.0]
+
+
 def test_audit_is_content_with_honest_kernels() -> None:
     gpu, device = make(audit=True)
     pool, values = torch.zeros(8, 4, device=device), torch.ones(2, 4, device=device)

@@ -70,7 +70,10 @@ class _Call:
 
     @property
     def gpu(self) -> VirtualGpu:
-        return self.tensors[0].gpu
+        gpu = self.tensors[0].gpu
+        if any(tensor.gpu is not gpu for tensor in self.tensors):
+            raise VgpuError("tensors of two virtual GPUs meet in one operation")
+        return gpu
 
 
 _CPU = torch.device("cpu")
@@ -178,7 +181,9 @@ def _kernel(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     gpu, place = call.gpu, here()
     func = _seeded(operator, call)
     rows = () if operator.rows is None else operator.rows(call.args)
-    if operator.overwrites:
+    if operator.is_out:
+        _check_out(operator, forms, written)
+    if operator.overwrites and not _accumulates(operator, call):
         fresh = {id(t) for t in written}
         reads = [_access(t, rows) for t in call.tensors if id(t) not in fresh]
     else:
@@ -197,6 +202,19 @@ def _kernel(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
 
     gpu.submit(operator.label, run, reads, writes, place)
     return outputs[0] if isinstance(forms, Form) else _returned(operator, args, kwargs, forms, outputs)
+
+
+def _accumulates(operator: Operator, call: _Call) -> bool:
+    """Whether this call of an overwriting operator adds to what is there."""
+    return operator.label == "index_put_" and any(arg is True for arg in (*call.args, *call.kwargs.values()))
+
+
+def _check_out(operator: Operator, forms: Any, written: list[VTensor]) -> None:
+    for form, tensor in zip(forms if isinstance(forms, tuple) else (forms,), written, strict=True):
+        if form.shape != tuple(tensor.shape):
+            raise VgpuError(
+                f"{operator.label}: out has shape {list(tensor.shape)}, it needs {list(form.shape)}"
+            )
 
 
 def _seeded(operator: Operator, call: _Call) -> Any:

@@ -55,6 +55,7 @@ class Operator:
     __slots__ = (
         "draws",
         "func",
+        "is_out",
         "kind",
         "label",
         "mutated",
@@ -79,7 +80,9 @@ class Operator:
         # For each return: the name of the argument that it is, or None for a new tensor.
         self.outputs = [_aliased(schema, result) for result in schema.returns]
         self.rows = row_indexes(self.label)
-        self.overwrites = self.label in _OVERWRITING or func._overloadname.endswith("out")
+        overload = func._overloadname
+        self.is_out = overload.endswith("out")
+        self.overwrites = self.is_out or (self.label in _OVERWRITING and "reduce" not in overload)
         # Attention has the tag for its dropout, which inference has not.
         self.draws = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in self.label
         self.takes_generator = any(a.name == "generator" for a in schema.arguments)
