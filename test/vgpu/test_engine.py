@@ -11,7 +11,7 @@ from tiny_model import answers, tiny_driver, tiny_requests
 
 from fenceline.memory_order import InputRing, ResultRing
 from fenceline.memory_order.edges import EDGES
-from fenceline.vgpu import VgpuDevice, VgpuError, VirtualGpu
+from fenceline.vgpu import Script, Turn, VgpuDevice, VgpuError, VirtualGpu
 
 POLICIES = ("fifo", "eager", "laziest", "random", "pct")
 
@@ -46,6 +46,21 @@ def test_other_configurations_are_silent_too(flags: dict[str, object]) -> None:
         answers(driver, tiny_requests())
         driver.answers.clear()
         assert [len(tokens) for tokens in answers(driver, tiny_requests())] == [6, 7, 8, 9, 10]
+
+
+def test_a_seed_and_a_trace_repeat_a_run_of_the_engine() -> None:
+    def run(gpu: VirtualGpu) -> tuple[list[list[int]], list[Turn], list[str]]:
+        """Without an edge, so that there is something to report."""
+        tokens = answers(
+            tiny_driver(VgpuDevice(frozenset({"forward_after_schedule"}), gpu)), tiny_requests(2)
+        )
+        return tokens, gpu.trace, [str(race) for race in gpu.races]
+
+    # Staging is poisoned, so only a schedule on which SCHEDULE happens to come first survives: eager does.
+    first = run(VirtualGpu(policy="eager", collect=True))
+    assert first[2], "an eager device hides the race from the tokens, not from the detector"
+    assert run(VirtualGpu(policy="eager", collect=True)) == first
+    assert run(VirtualGpu(policy=Script(first[1]), collect=True)) == first
 
 
 def transfers(device: VgpuDevice) -> list[int]:
