@@ -65,7 +65,8 @@ class _Ring:
         index = self._next
         self._next = (index + 1) % len(self._slots)
         if self._slots[index].host.numel() < nbytes:
-            if self._device.keeps(GROWTH_STOP):  # the old slot goes back to the allocator, on no stream of ours
+            # The old slot goes back to the allocator, on no stream of ours.
+            if self._device.keeps(GROWTH_STOP):
                 self._device.synchronize()
             self._slots[index] = self._make(index, 1 << (nbytes - 1).bit_length())
         return self._slots[index]
@@ -97,7 +98,8 @@ class InputRing(_Ring):
             device.schedule.synchronize(slot.host_after, STAGING_REUSE)
         device.host_access(slot.host[:nbytes], True, "pack of the step's inputs")
         _pack(slot.host, arrays, offsets)
-        device.schedule.wait(slot.device_after, SCHEDULE_AFTER_FORWARD)  # WAR: an earlier step may still read it
+        # WAR: an earlier step may still read it
+        device.schedule.wait(slot.device_after, SCHEDULE_AFTER_FORWARD)
         device.schedule.copy(slot.device[:nbytes], slot.host[:nbytes])
         slot.host_after = device.schedule.record()
         device.forward.wait(slot.host_after, FORWARD_AFTER_SCHEDULE)  # RAW: the copy brings our inputs
