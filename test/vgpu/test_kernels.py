@@ -124,6 +124,7 @@ def test_audit_finds_an_accumulation_declared_as_a_write() -> None:
         gpu.synchronize_all()
 
 
+@pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
 def test_accumulating_operators_of_torch_declare_that_they_read() -> None:
     _, device = make(audit=True)
     x, rows = torch.ones(4, 2, device=device), torch.tensor([1, 1, 3], device=device)
