@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 
@@ -29,8 +32,8 @@ class KVPool:
         self.num_layers = num_layers
         shape = (num_pages * page_size, num_kv_heads, head_dim)
         # Zeros: the sink is read by masked-out lanes of padded gathers, where NaN * 0 would still be NaN.
-        self._k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self._v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self._k = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        self._v = [_zeros(shape, dtype, device) for _ in range(num_layers)]
 
     @staticmethod
     def bytes_per_page(
@@ -56,3 +59,12 @@ class KVPool:
         """Write ``k`` and ``v`` [T, num_kv_heads, head_dim] to ``slots`` [T] int64 on the current stream."""
         self._k[layer].index_copy_(0, slots, k)
         self._v[layer].index_copy_(0, slots, v)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. On the CPU the system gives memory to a page when it is first written: a pool of gigabytes costs
+    neither time at the start nor memory before it is used, as torch.zeros, which writes it all, would."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    untouched = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(untouched).view(dtype).view(shape)
