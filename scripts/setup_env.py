@@ -167,7 +167,8 @@ def install(root: Path, env: Env, choice: Choice, extras: Sequence[str], pip: Ru
         constraints = Path(folder) / "constraints.txt"
         constraints.write_text(constraints_for(choice, (root / "constraints-cpu.txt").read_text()))
         pinned = ["--constraint", str(constraints)]
-        built = pip(["install", *pinned, "setuptools"]) and pip(
+        # torch's dependencies come with the package: no error about them now.
+        built = pip(["install", "--no-warn-conflicts", *pinned, "setuptools"]) and pip(
             ["install", *pinned, "--no-build-isolation", "--editable", package]
         )
     if not built:

@@ -60,6 +60,7 @@ def test_cpu_set_up_takes_torch_alone_and_first(env: Env) -> None:
     assert torch[torch.index("--index-url") + 1] == "https://download.pytorch.org/whl/cpu"
     assert "--no-deps" in torch
     assert tools[-1] == "setuptools"
+    assert "--no-warn-conflicts" in tools  # torch stands there alone for now: no cause for alarm
     assert package[-2:] == ["--editable", f"{ROOT}[test]"]
     assert "torch==2.13.0+cpu\n" in pip.constraints
     assert "transformers==" in pip.constraints
