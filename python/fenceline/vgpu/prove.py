@@ -1,4 +1,4 @@
-"""``python -m fenceline.vgpu.prove``: the intact engine is clean on every schedule, and every edge is necessary."""
+"""``python -m fenceline.vgpu.prove``: the intact engine is clean on all schedules tried, every edge is necessary."""
 
 from __future__ import annotations
 
