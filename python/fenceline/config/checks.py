@@ -64,6 +64,13 @@ def _check_server(args: ServerArgs) -> None:
 
 
 def _check_ranges(args: ServerArgs) -> None:
+    _require(
+        args.flight_recorder_steps >= 0,
+        f"--flight-recorder-steps {args.flight_recorder_steps}: give a number of steps, or 0 to record nothing",
+    )
+    _require(
+        args.flight_recorder_dir != "", "--flight-recorder-dir is empty: name a folder or leave the flag out"
+    )
     for name in _AT_LEAST_ONE:
         value = getattr(args, name)
         _require(value is None or value >= 1, f"--{name.replace('_', '-')} {value}: must be at least 1")

@@ -72,6 +72,9 @@ class EngineConfig:
     log_requests_level: int
     decode_log_interval: int
     enable_metrics: bool
+    flight_recorder_steps: int
+    flight_recorder_dir: str
+    flight_recorder_prompts: bool
 
     def public_dict(self) -> dict[str, object]:
         """The configuration for logs and /get_server_info: JSON values, the API key replaced by whether one is set."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import secrets
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,7 +85,15 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         log_requests_level=args.log_requests_level,
         decode_log_interval=args.decode_log_interval,
         enable_metrics=args.enable_metrics,
+        flight_recorder_steps=args.flight_recorder_steps,
+        flight_recorder_dir=args.flight_recorder_dir or _flight_recorder_dir(),
+        flight_recorder_prompts=args.flight_recorder_prompts,
     )
+
+
+def _flight_recorder_dir() -> str:
+    # One for each user: in a shared temporary folder the other's could not be written to.
+    return str(Path(tempfile.gettempdir()) / f"fenceline-flight-recorder-{os.getuid()}")
 
 
 def _limits_of(device: str) -> str:

@@ -259,6 +259,21 @@ class ServerArgs:
     )
     decode_log_interval: int = flag(40, "Log a line every this many decode steps.", group=_LOGGING)
     enable_metrics: bool = flag(False, "Serve Prometheus metrics at /metrics.", group=_LOGGING)
+    flight_recorder_steps: int = flag(
+        512,
+        "Keep the scheduler's last so many steps in memory and write them to a file when the engine dies, on SIGUSR1 "
+        "and on request at /flight_recorder; python -m fenceline.vgpu.replay runs them again. 0 keeps nothing.",
+        group=_LOGGING,
+    )
+    flight_recorder_dir: str | None = flag(
+        None,
+        "Where those files are written; a folder below the system's temporary one unless given.",
+        group=_LOGGING,
+        metavar="DIR",
+    )
+    flight_recorder_prompts: bool = flag(
+        False, "Keep the prompts' token ids too. They are somebody's words.", group=_LOGGING
+    )
 
     @classmethod
     def from_kwargs(cls, values: Mapping[str, object]) -> ServerArgs:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
 
 import numpy as np
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.managers.flight_recorder import FlightRecorder
 from fenceline.managers.io_struct import AbortReq, BatchTokenOut, FinishReason, Message, TokenizedGenerateReq
 from fenceline.managers.output import OutputSender, log_output, log_prompt
 from fenceline.managers.prefill import CLIP_NEW_TOKENS, PrefillPlan, PrefillPlanner, remap_writes
@@ -100,6 +101,7 @@ class Scheduler:
         self.seeds = Random(config.random_seed)
         self.shuffler = Random(config.random_seed)  # its own: how often the queue is shuffled moves no seed
         self.reqs: dict[str, Req] = {}  # all that have not left, by rid
+        self.recorder = FlightRecorder(config, self.memory, self.reqs)
         self.waiting: list[Req] = []
         self.chunked: Req | None = None
         self.running = RunningBatch(config.page_size)
@@ -184,7 +186,7 @@ class Scheduler:
             if not message.silent:
                 self.stats.num_aborts += 1
                 self.output.finish(req, FinishReason(type="abort", message="aborted"))
-            self.depart(req)
+            self.depart(req, "abort")
         self.output.flush()
 
     # --- launch --------------------------------------------------------------------------------------
@@ -218,8 +220,7 @@ class Scheduler:
 
     def launch_prefill(self, plan: PrefillPlan) -> InFlight:
         """Submit prompts; those that are complete decode from the next step on."""
-        writes = self.with_remaps(plan.batch.page_writes)
-        batch = ExtendBatch(plan.batch.seqs, writes, plan.batch.after)
+        batch = replace(plan.batch, page_writes=self.with_remaps(plan.batch.page_writes))
         self.joining = [
             req for req in plan.reqs if req is not plan.chunked and req.computed_len < req.final_len
         ]
@@ -234,9 +235,7 @@ class Scheduler:
         batch = self.running.schedule_step(available, self.memory.grow)
         writes = self.with_remaps(batch.page_writes)
         if writes is not batch.page_writes:
-            batch = DecodeBatch(
-                batch.composition, batch.rows, batch.seq_lens, batch.sampling, writes, batch.after
-            )
+            batch = replace(batch, page_writes=writes)
         self.ratio.decay()
         self.stats.decode(self.running.num_tokens, len(self.running), len(self.waiting))
         return self.launch(batch, list(self.running.reqs))
@@ -248,6 +247,7 @@ class Scheduler:
         for req in reqs:
             req.last_flight = done
         self.books_checked = False
+        self.recorder.launched(batch, reqs, result)
         self.control.after_step()
         return InFlight(batch, reqs, result)
 
@@ -274,7 +274,7 @@ class Scheduler:
         """Take all memory from ``req``; it waits at the head of the queue and computes its tokens again."""
         if req in self.running.reqs:
             self.running.remove(req)
-        self.depart(req)
+        self.depart(req, "retract")
         self.retire_departed()
         resumed = req.resumed()
         self.reqs[resumed.rid] = resumed
@@ -298,6 +298,7 @@ class Scheduler:
     def publish(self, flight: InFlight) -> None:
         """Take a step's results: append tokens, end requests, tell the detokenizer."""
         out = flight.result.wait()
+        self.recorder.published(out)
         if isinstance(flight.batch, DecodeBatch):
             self.publish_decode(flight.reqs, out)
         else:
@@ -365,13 +366,14 @@ class Scheduler:
         """End a request with its last news."""
         assert reason is not None, f"{req.rid} has no reason to end"
         self.output.finish(req, reason)
-        self.depart(req)
+        self.depart(req, reason.type)
 
     # --- out -----------------------------------------------------------------------------------------
 
-    def depart(self, req: Req) -> None:
+    def depart(self, req: Req, why: str) -> None:
         """The request leaves; its memory follows in :meth:`retire_departed`, after its last flight."""
         req.left = True
+        self.recorder.departed(req, why)
         del self.reqs[req.rid]
         if req.row == 0:
             self.waiting.remove(req)

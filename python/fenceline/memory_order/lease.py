@@ -9,6 +9,7 @@ F13) and without the CPU waiting for the GPU.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ class LeasePool:
         self.name = name
         self.size = size
         self.reserved = reserved
+        self.observer: Callable[[Ids, Points], None] | None = None  # told of each retirement
         self._leased = np.zeros(size, dtype=np.bool_)
         self._ready = np.arange(size - 1, reserved - 1, -1, dtype=np.int32)  # a stack: lowest id on top
         self._num_ready = size - reserved
@@ -84,6 +86,8 @@ class LeasePool:
             return
         self._check(ids)
         self._leased[ids] = False
+        if self.observer is not None:
+            self.observer(ids, after)
         if after.passed:
             self._push_ready(ids)
         else:
