@@ -58,7 +58,7 @@ class RecordingDevice(Device):
     def memory_info(self) -> tuple[int, int]:
         return 0, 0
 
-    def synchronize(self) -> None:
+    def _synchronize(self) -> None:
         return
 
     def _make_stream(self, name: StreamName) -> Stream:

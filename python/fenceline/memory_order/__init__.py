@@ -1,5 +1,6 @@
 """The foundation: where memory lives, what runs in which order, who owns what until when."""
 
+from fenceline.memory_order.checker import OrderChecker, OrderError
 from fenceline.memory_order.device import Device, open_device, register_device
 from fenceline.memory_order.lease import LeaseError, LeasePool
 from fenceline.memory_order.staging import InputRing, ResultLease, ResultRing
@@ -10,6 +11,8 @@ __all__ = [
     "InputRing",
     "LeaseError",
     "LeasePool",
+    "OrderChecker",
+    "OrderError",
     "Point",
     "Points",
     "ResultLease",

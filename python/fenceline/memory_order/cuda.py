@@ -60,7 +60,7 @@ class CudaDevice(Device):
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return free, total
 
-    def synchronize(self) -> None:
+    def _synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
     def _make_stream(self, name: StreamName) -> Stream:

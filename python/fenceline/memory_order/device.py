@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from fenceline.config.device import register_kind
+from fenceline.memory_order.checker import OrderChecker
 from fenceline.memory_order.edges import EDGES, StreamName
 from fenceline.memory_order.guards import GUARDS, Guard
 from fenceline.memory_order.stream import Stream
@@ -30,6 +31,19 @@ class Device(ABC):
         self.schedule = self._make_stream(StreamName.SCHEDULE)
         self.forward = self._make_stream(StreamName.FORWARD)
         self.copy = self._make_stream(StreamName.COPY)
+        self.checker: OrderChecker | None = None  # with --memory-check order: see check_order
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        """All streams."""
+        return (self.schedule, self.forward, self.copy)
+
+    def check_order(self) -> None:
+        """Refuse races of declared accesses at submission from now on; before rings and pools are made."""
+        if self.checker is None:
+            self.checker = OrderChecker()
+            for stream in self.streams:
+                stream.checker = self.checker
 
     @abstractmethod
     def host_buffer(self, nbytes: int) -> torch.Tensor:
@@ -43,9 +57,11 @@ class Device(ABC):
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes of the device's memory."""
 
-    @abstractmethod
     def synchronize(self) -> None:
-        """Block the host until all streams are empty: start-up and shut-down only."""
+        """Block the host until all streams are empty: start-up, growth of a ring and shut-down only."""
+        self._synchronize()
+        if self.checker is not None:
+            self.checker.hear_all()
 
     def keeps(self, guard: Guard) -> bool:
         """Whether ``guard`` is in force; only a test can have severed it."""
@@ -64,6 +80,9 @@ class Device(ABC):
         For devices that watch their memory; others ignore it.
         """
         return
+
+    @abstractmethod
+    def _synchronize(self) -> None: ...
 
     @abstractmethod
     def _make_stream(self, name: StreamName) -> Stream: ...

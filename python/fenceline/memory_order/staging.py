@@ -22,9 +22,11 @@ from fenceline.memory_order.edges import (
     HOST_AFTER_COPY,
     SCHEDULE_AFTER_FORWARD,
     STAGING_REUSE,
+    StreamName,
 )
 from fenceline.memory_order.guards import GROWTH_STOP, OWN_COPY
 from fenceline.memory_order.lease import LeaseError
+from fenceline.memory_order.slot_order import SlotOrder
 from fenceline.memory_order.stream import Point, Points
 
 _ALIGN = 16
@@ -40,6 +42,7 @@ class _Slot:
     host_after: Point | None = None
     device_after: Points = Points()
     leased: bool = False
+    order: SlotOrder | None = None  # with --memory-check order
 
 
 def _aligned(nbytes: int) -> int:
@@ -58,6 +61,8 @@ class _Ring:
         slot = _Slot(self._device.host_buffer(nbytes), self._device.device_buffer(nbytes))
         self._device.name_memory(slot.host, f"{self.name}.pinned[{index}]")
         self._device.name_memory(slot.device, f"{self.name}.device[{index}]")
+        if self._device.checker is not None:
+            slot.order = SlotOrder(self._device.checker, self.name, index)
         return slot
 
     def _take(self, nbytes: int) -> _Slot:
@@ -68,6 +73,9 @@ class _Ring:
             # The old slot goes back to the allocator, on no stream of ours.
             if self._device.keeps(GROWTH_STOP):
                 self._device.synchronize()
+            order = self._slots[index].order
+            if order is not None:
+                order.give_up()
             self._slots[index] = self._make(index, 1 << (nbytes - 1).bit_length())
         return self._slots[index]
 
@@ -93,16 +101,22 @@ class InputRing(_Ring):
         """
         offsets, nbytes = _layout(arrays)
         slot = self._take(nbytes)
-        device = self._device
+        device, order = self._device, slot.order
         if slot.host_after is not None:  # WAR: an earlier copy may still read the pinned slot
             device.schedule.synchronize(slot.host_after, STAGING_REUSE)
         device.host_access(slot.host[:nbytes], True, "pack of the step's inputs")
+        if order is not None:
+            order.host(True, "pack of the step's inputs")
         _pack(slot.host, arrays, offsets)
         # WAR: an earlier step may still read it
         device.schedule.wait(slot.device_after, SCHEDULE_AFTER_FORWARD)
+        if order is not None:
+            order.upload(StreamName.SCHEDULE, "upload of the step's inputs")
         device.schedule.copy(slot.device[:nbytes], slot.host[:nbytes])
         slot.host_after = device.schedule.record()
         device.forward.wait(slot.host_after, FORWARD_AFTER_SCHEDULE)  # RAW: the copy brings our inputs
+        if order is not None:
+            order.device(StreamName.FORWARD, False, "FORWARD's own copy of the step's inputs")
         with device.forward.active():
             block = slot.device[:nbytes]
             if device.keeps(OWN_COPY):  # the next upload may overwrite the slot from here on
@@ -143,6 +157,8 @@ class ResultLease:
         slot, self._slot = self._slot, None
         self._ring.wait_for(self._copied)
         self._ring.read_by_host(slot.host[: self._nbytes])
+        if slot.order is not None:
+            slot.order.host(False, "read of the step's results")
         self.produced.stream.note_passed(self.produced)  # the copy ran after it
         host = slot.host.numpy()
         values = {name: field.read(host) for name, field in self._layout.items()}
@@ -181,8 +197,10 @@ class ResultRing(_Ring):
             raise LeaseError("the result ring is full: publish the earlier step first")
         slot = self._take(nbytes)
         slot.leased = True
-        device = self._device
+        device, order = self._device, slot.order
         # The device slot needs no edge: its last copy was waited for by the host before the lease ended.
+        if order is not None:
+            order.device(StreamName.FORWARD, True, "pack of the step's results")
         with device.forward.active():
             for name, tensor in tensors.items():
                 field = layout[name]
@@ -190,6 +208,8 @@ class ResultRing(_Ring):
                 target.copy_(tensor.contiguous().view(-1).view(torch.uint8))
         produced = device.forward.record()
         device.copy.wait(produced, COPY_AFTER_FORWARD)  # RAW: the step's results
+        if order is not None:
+            order.download(StreamName.COPY, "copy of the step's results")
         device.copy.copy(slot.host[:nbytes], slot.device[:nbytes])
         return ResultLease(self, slot, layout, nbytes, produced, device.copy.record())
 

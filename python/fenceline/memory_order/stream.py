@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fenceline.memory_order.checker import OrderChecker
 from fenceline.memory_order.edges import Edge, StreamName
+from fenceline.memory_order.vector_clock import Clock
 
 
 class Stream(ABC):
@@ -28,11 +30,13 @@ class Stream(ABC):
         self.serial = 0
         self.passed_serial = 0
         self._severed = severed  # edges that a test has cut; empty in production
+        self.checker: OrderChecker | None = None  # with --memory-check order
 
     def record(self) -> Point:
         """A Point after all work submitted to this stream so far."""
         self.serial += 1
-        return Point(self, self.serial, self._record_event())
+        clock = () if self.checker is None else self.checker.record(self.name)
+        return Point(self, self.serial, self._record_event(), clock)
 
     def wait(self, after: Point | Points, edge: Edge) -> None:
         """Work submitted to this stream from now on runs after ``after``. The host does not block.
@@ -45,7 +49,11 @@ class Stream(ABC):
                 continue
             assert edge.waiter is self.name, f"{edge.name} is not an edge of {self.name}"
             assert edge.source is point.stream.name, f"{edge.name} does not start at {point.stream.name}"
-            if not point.passed and edge.name not in self._severed:
+            if edge.name in self._severed:
+                continue
+            if self.checker is not None:
+                self.checker.wait(self.name, point.clock)
+            if not point.passed:
                 self._wait_event(point)
 
     def synchronize(self, point: Point, edge: Edge) -> None:
@@ -53,7 +61,11 @@ class Stream(ABC):
         assert edge.waiter is StreamName.HOST, f"{edge.name} is not an edge of the host"
         assert edge.source is self.name, f"{edge.name} does not start at {self.name}"
         assert point.stream is self, "a Point is waited for on its own stream"
-        if point.passed or edge.name in self._severed:
+        if edge.name in self._severed:
+            return
+        if self.checker is not None:
+            self.checker.hear(point.clock)
+        if point.passed:
             return
         self._block(point)
         self.note_passed(point)
@@ -88,6 +100,7 @@ class Point:
     stream: Stream
     serial: int
     event: object = field(compare=False, repr=False)
+    clock: Clock = field(default=(), compare=False, repr=False)  # of what happens after it; for the checker
 
     @property
     def passed(self) -> bool:

@@ -62,7 +62,7 @@ class VgpuDevice(Device):
         pool = self.gpu.pool
         return pool.total_bytes - pool.used_bytes, pool.total_bytes
 
-    def synchronize(self) -> None:
+    def _synchronize(self) -> None:
         self.gpu.synchronize_all()
 
     def name_memory(self, tensor: torch.Tensor, name: str, row_bytes: int | None = None) -> None:

@@ -1,0 +1,194 @@
+"""The happens-before checker of ``--memory-check order``: races are refused when the work is submitted.
+
+The host and each stream have a vector clock. A stream hears what the host has done and learned whenever work is
+submitted to it, hears another stream where an edge is *applied* (``Stream.wait``), and the host hears a stream where
+it waits for it (``Stream.synchronize``). Nothing else counts: that a Point happens to have passed orders nothing
+unless the host waited for it, so that a fast device, or one that is synchronous, hides no missing edge.
+
+Whoever touches memory that outlives an operation declares it, just before it submits the operation::
+
+    op = checker.begin(StreamName.COPY, "copy of the step's results")
+    checker.read(op, device_slot)
+    checker.write(op, pinned_slot)       # raises OrderError if nothing orders it after the last read
+
+One host thread submits. Accesses are compared against the last of each agent, and noted where they are clean.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fenceline.memory_order.edges import Hazard, StreamName
+from fenceline.memory_order.order_report import fitting_edges, hazard_of, missing_edge
+from fenceline.memory_order.vector_clock import Clock, joined
+from fenceline.memory_order.watched_memory import Past, Rows, WatchedMemory, WatchedPages
+
+_NAMES = tuple(StreamName)
+_NUMBERS = {name: number for number, name in enumerate(_NAMES)}
+_HOST = _NUMBERS[StreamName.HOST]
+_NEVER: Clock = (0,) * len(_NAMES)
+_REMEMBERED = 1 << 12  # operations of each agent that a report can name
+
+
+class OrderError(RuntimeError):
+    """Two accesses to the same memory that nothing orders; the second was not submitted.
+
+    ``edges``: names of the declared edges that would order them, ``edge`` the first of these, "" where none fits.
+    """
+
+    def __init__(self, message: str, edges: tuple[str, ...], hazard: Hazard, memory: str) -> None:
+        super().__init__(message)
+        self.edges = edges
+        self.edge = edges[0] if edges else ""
+        self.hazard = hazard
+        self.memory = memory
+
+
+class Operation(NamedTuple):
+    """Something an agent does: its ``tick``-th operation, after everything in ``clock``, in the loop's ``step``."""
+
+    agent: int
+    tick: int
+    clock: Clock
+    label: str
+    step: int
+
+    def describe(self, writes: bool) -> str:
+        """``pack of inputs writes it on host (host#7, step 3)``."""
+        where = _NAMES[self.agent].value
+        verb = "writes" if writes else "reads"
+        return f"{self.label} {verb} it on {where} ({where}#{self.tick}, step {self.step})"
+
+
+class _Agent:
+    """What an agent has done, and what happened before its next operation (of others: its own is ``count``)."""
+
+    __slots__ = ("clock", "count", "heard", "history", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.clock = _NEVER
+        self.count = 0
+        self.heard: Clock | None = None  # the host's, as last joined
+        self.history: list[Operation | None] = [None] * _REMEMBERED
+
+    def now(self) -> Clock:
+        """The clock of what happens after all that this agent has done."""
+        return (*self.clock[: self.number], self.count, *self.clock[self.number + 1 :])
+
+
+class OrderChecker:
+    """The clocks of one device's streams and of the host thread that submits to them."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._agents = [_Agent(number) for number in range(len(_NAMES))]
+        self._host = self._agents[_HOST]
+        self._submitting = _NEVER  # the host's now; the same object until something changes
+
+    # --- order ---------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """What follows belongs to the next step; reports give its number, from 1."""
+        self.step += 1
+
+    def record(self, name: StreamName) -> Clock:
+        """The clock of a Point recorded on a stream now."""
+        return self._submitted(_NUMBERS[name]).now()
+
+    def wait(self, name: StreamName, clock: Clock) -> None:
+        """What is submitted to the stream from now on happens after everything in ``clock``."""
+        agent = self._agents[_NUMBERS[name]]
+        agent.clock = joined(agent.clock, clock)
+
+    def hear(self, clock: Clock) -> None:
+        """The host has waited for everything in ``clock``."""
+        self._host.clock = joined(self._host.clock, clock)
+        self._submitting = self._host.now()
+
+    def hear_all(self) -> None:
+        """The host has waited for everything that was submitted."""
+        for agent in self._agents:
+            self.hear(agent.now())
+
+    # --- accesses ------------------------------------------------------------------------------------
+
+    def memory(self, name: str, num_rows: int = 1, row_name: str = "row") -> WatchedMemory:
+        """Memory to declare accesses to: ``num_rows`` rows, or one for memory that is used as a whole."""
+        return WatchedMemory(name, num_rows, row_name)
+
+    def paged_memory(
+        self, name: str, num_pages: int, num_rows: int, max_pages_per_row: int, reader: StreamName
+    ) -> WatchedPages:
+        """Pages that ``reader`` reads through a page table [num_rows, max_pages_per_row]."""
+        return WatchedPages(name, num_pages, num_rows, max_pages_per_row, _NUMBERS[reader])
+
+    def begin(self, name: StreamName, label: str, step: int | None = None) -> Operation:
+        """The next operation of a stream, about to be submitted, or of the host; of another ``step`` if given."""
+        agent = self._submitted(_NUMBERS[name])
+        agent.count += 1
+        op = Operation(agent.number, agent.count, agent.clock, label, self.step if step is None else step)
+        agent.history[agent.count % _REMEMBERED] = op
+        if agent is self._host:
+            self._submitting = agent.now()
+        return op
+
+    def read(self, op: Operation, memory: WatchedMemory, rows: Rows | None = None) -> None:
+        """``op`` reads ``rows`` [N] (all if None) of ``memory``. Raises :class:`OrderError`."""
+        if _beyond(memory.last_writes, op):
+            self._compare(op, memory, False, rows)
+        memory.note(op.agent, op.tick, False, rows)
+
+    def write(self, op: Operation, memory: WatchedMemory, rows: Rows | None = None) -> None:
+        """``op`` writes ``rows`` [N] (all if None) of ``memory``, and may read them. Raises :class:`OrderError`."""
+        if _beyond(memory.last_writes, op) or _beyond(memory.last_reads, op):
+            self._compare(op, memory, True, rows)
+        memory.note(op.agent, op.tick, True, rows)
+
+    def read_pages(self, op: Operation, memory: WatchedPages, rows: Rows, num_pages: Rows) -> None:
+        """``op``, on the pages' reader, reads the first ``num_pages`` [N] pages of the distinct ``rows`` [N].
+
+        Raises :class:`OrderError`.
+        """
+        if _beyond(memory.last_writes, op):
+            self._compare(op, memory, False, memory.pages_of(rows, num_pages))
+        memory.note_rows(op.tick, rows, num_pages)
+
+    # --- within --------------------------------------------------------------------------------------
+
+    def _submitted(self, number: int) -> _Agent:
+        """The agent, having heard what the host has done until now."""
+        agent = self._agents[number]
+        if agent.heard is not self._submitting and agent is not self._host:
+            agent.clock = joined(agent.clock, self._submitting)
+            agent.heard = self._submitting
+        return agent
+
+    def _compare(self, op: Operation, memory: WatchedMemory, write: bool, rows: Rows | None) -> None:
+        past = memory.unordered(op.agent, op.clock, write, rows)
+        if past is not None:
+            raise self._error(op, memory, write, past)
+
+    def _error(self, op: Operation, memory: WatchedMemory, write: bool, past: Past) -> OrderError:
+        first, second = _NAMES[past.agent].value, _NAMES[op.agent].value
+        former = self._agents[past.agent].history[past.tick % _REMEMBERED]
+        if former is None or former.tick != past.tick:
+            earlier = f"an operation too long ago to be named, {first}#{past.tick}"
+        else:
+            earlier = former.describe(past.was_write)
+        hazard = hazard_of(past.was_write, write)
+        edges = fitting_edges(hazard, first, second)
+        where = memory.describe(past.rows)
+        message = (
+            f"memory order: {hazard.value} on {where}\n  1. {earlier}\n  2. {op.describe(write)}\n"
+            f"  {missing_edge(edges, first, second)}"
+        )
+        return OrderError(message, tuple(edge.name for edge in edges), hazard, where)
+
+
+def _beyond(latest: dict[int, int], op: Operation) -> bool:
+    """Whether some other agent's latest access is not before ``op``."""
+    for other, tick in latest.items():  # noqa: SIM110 - any() takes twice as long here
+        if tick > op.clock[other] and other != op.agent:
+            return True
+    return False

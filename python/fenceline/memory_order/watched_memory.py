@@ -1,0 +1,145 @@
+"""Who touched which rows of a piece of memory last, as positions in the agents' own orders.
+
+An agent is a number (see ``checker``), a position its ``tick``. Of several accesses by one agent to a row the last one
+stands for all: whoever is ordered after it is ordered after the others.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fenceline.memory_order.order_report import row_numbers
+from fenceline.memory_order.vector_clock import Clock
+
+Rows = npt.NDArray[np.integer]
+_Ticks = npt.NDArray[np.int64]
+
+
+class Past(NamedTuple):
+    """An earlier access that is not known to have happened before: to ``rows``, None for all there is."""
+
+    agent: int
+    tick: int
+    was_write: bool
+    rows: npt.NDArray[np.int64] | None
+
+
+class WatchedMemory:
+    """Memory of ``num_rows`` rows under the name that reports give it; one row means that it is watched as a whole.
+
+    ``last_reads`` and ``last_writes`` hold each agent's latest tick over all rows: most accesses need no more.
+    """
+
+    __slots__ = ("_reads", "_writes", "last_reads", "last_writes", "name", "num_rows", "row_name")
+
+    def __init__(self, name: str, num_rows: int = 1, row_name: str = "row") -> None:
+        self.name = name
+        self.num_rows = num_rows
+        self.row_name = row_name
+        self.last_reads: dict[int, int] = {}
+        self.last_writes: dict[int, int] = {}
+        self._reads: dict[int, _Ticks] = {}  # agent → [num_rows], made when it first touches
+        self._writes: dict[int, _Ticks] = {}
+
+    def note(self, agent: int, tick: int, write: bool, rows: Rows | None) -> None:
+        """Remember an access to ``rows``, to all of them if None."""
+        (self.last_writes if write else self.last_reads)[agent] = tick
+        if self.num_rows > 1:
+            self._table(agent, write)[slice(None) if rows is None else rows] = tick
+
+    def unordered(self, agent: int, clock: Clock, write: bool, rows: Rows | None) -> Past | None:
+        """A conflicting access by another agent that is not before ``clock``: to the writes first, the earliest."""
+        kinds = [(True, self.last_writes)] + ([(False, self.last_reads)] if write else [])
+        for was_write, latest in kinds:
+            for other, last in latest.items():
+                if other == agent or last <= clock[other]:
+                    continue
+                if self.num_rows == 1:
+                    return Past(other, last, was_write, None)
+                past = self._earliest(other, was_write, clock[other], rows)
+                if past is not None:
+                    return past
+        return None
+
+    def describe(self, rows: npt.NDArray[np.int64] | None) -> str:
+        """``kv_pool pages 17-32``."""
+        if rows is None:
+            return self.name
+        return f"{self.name} {self.row_name}{'s' * (len(rows) > 1)} {row_numbers(rows)}"
+
+    def _earliest(self, other: int, was_write: bool, known: int, rows: Rows | None) -> Past | None:
+        table = self._table(other, was_write)
+        touched = np.arange(self.num_rows) if rows is None else np.unique(rows)
+        ticks = table[touched]
+        late = ticks > known
+        if not late.any():
+            return None
+        first = int(ticks[late].min())
+        return Past(other, first, was_write, touched[ticks == first].astype(np.int64))
+
+    def _table(self, agent: int, write: bool) -> _Ticks:
+        tables = self._writes if write else self._reads
+        table = tables.get(agent)
+        if table is None:
+            table = tables[agent] = np.zeros(self.num_rows, dtype=np.int64)
+        return table
+
+
+class WatchedPages(WatchedMemory):
+    """Pages that one agent reads through a page table: a step reads all pages of its rows, too many to note each time.
+
+    So a read is noted at the table's row, with the number of pages it covered, and is written to the pages themselves
+    when the row changes or when somebody else wants to know. The table here is the host's mirror of the device's.
+    """
+
+    __slots__ = ("_covered", "_page_table", "_reader", "_row_ticks")
+
+    def __init__(self, name: str, num_pages: int, num_rows: int, max_pages_per_row: int, reader: int) -> None:
+        super().__init__(name, num_pages, "page")
+        self._reader = reader
+        self._page_table = np.zeros((num_rows, max_pages_per_row), dtype=np.int32)
+        self._covered = np.zeros(num_rows, dtype=np.int64)  # pages of the row that were read at its tick
+        self._row_ticks = np.zeros(num_rows, dtype=np.int64)
+
+    def write_table(self, rows: Rows, columns: Rows, pages: Rows) -> None:
+        """The reader writes ``page_table[rows, columns] = pages``, all [N]."""
+        changed = columns < self._covered[rows]
+        if changed.any():
+            self._settle(np.unique(rows[changed]))
+        self._page_table[rows, columns] = pages
+
+    def pages_at(self, rows: Rows, columns: Rows) -> npt.NDArray[np.int32]:
+        """``page_table[rows, columns]``, all [N]."""
+        pages: npt.NDArray[np.int32] = self._page_table[rows, columns]
+        return pages
+
+    def pages_of(self, rows: Rows, num_pages: Rows) -> npt.NDArray[np.int32]:
+        """The first ``num_pages`` [N] pages of ``rows`` [N], one after the other."""
+        live = np.arange(self._page_table.shape[1]) < num_pages[:, None]
+        return self._page_table[rows][live]
+
+    def note_rows(self, tick: int, rows: Rows, num_pages: Rows) -> None:
+        """The reader reads the first ``num_pages`` [N] pages of the distinct ``rows`` [N]."""
+        self.last_reads[self._reader] = tick
+        shrunk = self._covered[rows] > num_pages
+        if shrunk.any():
+            self._settle(rows[shrunk])
+        self._covered[rows] = num_pages
+        self._row_ticks[rows] = tick
+
+    def unordered(self, agent: int, clock: Clock, write: bool, rows: Rows | None) -> Past | None:
+        """See :meth:`WatchedMemory.unordered`."""
+        if write and agent != self._reader:
+            self._settle(np.flatnonzero(self._covered))
+        return super().unordered(agent, clock, write, rows)
+
+    def _settle(self, rows: Rows) -> None:
+        """Note the reads of ``rows`` at their pages."""
+        table = self._table(self._reader, False)
+        for row in rows.tolist():
+            pages = self._page_table[row, : self._covered[row]]
+            table[pages] = np.maximum(table[pages], self._row_ticks[row])
+            self._covered[row] = 0
