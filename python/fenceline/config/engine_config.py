@@ -57,6 +57,7 @@ class EngineConfig:
     attention_backend: str
     sampling_backend: str
     random_seed: int
+    memory_check: str
 
     # API behaviour
     sampling_defaults: str

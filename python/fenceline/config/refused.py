@@ -88,9 +88,6 @@ REFUSED: Mapping[str, Refusal] = {
         " decode"
     ),
     "--enable-torch-compile": Refusal("models run as written: leave it out"),
-    "--memory-check": Refusal(
-        "only the free checks of level off exist yet: use off or leave it out", ("off",)
-    ),
     "--retract-policy": Refusal("retracted requests recompute: leave it out", ("recompute",)),
     "--cuda-coredump-dir": Refusal(
         "leave it out and set CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1 for the driver's own dump"

@@ -74,6 +74,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         attention_backend="torch",
         sampling_backend="torch",
         random_seed=args.random_seed if args.random_seed is not None else secrets.randbelow(2**31),
+        memory_check=args.memory_check,
         sampling_defaults=args.sampling_defaults,
         reasoning_parser=args.reasoning_parser,
         enable_cache_report=args.enable_cache_report,

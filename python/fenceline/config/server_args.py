@@ -206,6 +206,14 @@ class ServerArgs:
         "Seed of requests that bring none; a random one unless given, reported at start.",
         group=_RUNTIME,
     )
+    memory_check: str = flag(
+        "off",
+        "How memory is watched beyond the checks that cost nothing: order keeps vector clocks of host and streams and "
+        "refuses a step that would touch memory in no order with an earlier one, naming both and the missing edge.",
+        group=_RUNTIME,
+        choices=("off", "order"),
+        refused={"full": "use --memory-check order"},
+    )
 
     # API behaviour
     sampling_defaults: str = flag(

@@ -26,6 +26,7 @@ from fenceline.model_executor.memory import num_kv_pages
 from fenceline.model_executor.sampler import OutputLogprobs, Sampler, prompt_logprobs
 from fenceline.model_executor.sampling_batch import SamplingBatch, sampling_arrays
 from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, ExtendSeq, ScheduleBatch
+from fenceline.model_executor.step_order import StepOrder
 from fenceline.models.loader import load_model
 
 Arrays = dict[str, npt.NDArray[np.generic]]
@@ -47,6 +48,8 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, device: Device, show_progress: bool = True) -> None:
         self.device = device
+        if config.memory_check == "order":
+            device.check_order()
         self.page_size = config.page_size
         model = config.model
         dtype = getattr(torch, model.dtype)
@@ -83,6 +86,9 @@ class ModelRunner:
         self._inputs = InputRing(device)
         self._results = ResultRing(device)
         self._decode: _DecodeState | None = None
+        self._order: StepOrder | None = None
+        if device.checker is not None:
+            self._order = StepOrder(device.checker, self.kv_pool, self.req_pool)
         if device.keeps(STARTUP_STOP):  # weights and pools were written on the default stream
             device.synchronize()
 
@@ -97,6 +103,8 @@ class ModelRunner:
         """Submit one step. Does not wait for the device."""
         for point in batch.after:  # retired memory: so far only FORWARD touches it, and orders it itself
             assert point.stream is self.device.forward, f"no edge is declared from {point} to FORWARD"
+        if self._order is not None:
+            self._order.begin_step()
         if isinstance(batch, ExtendBatch):
             return self._launch_extend(batch)
         return self._launch_decode(batch)
@@ -108,6 +116,8 @@ class ModelRunner:
         sampled = [seq.sampling for seq in batch.seqs if seq.sampling is not None]
         arrays |= sampling_arrays(sampled)
         views = self._inputs.upload(arrays)
+        if self._order is not None:
+            self._order.extend(batch)
         with self.device.forward.active():
             self._write_pages(views)
             self._begin_penalties(batch, views)
@@ -151,6 +161,8 @@ class ModelRunner:
         if len(batch.page_writes):
             arrays |= _page_write_arrays(batch)
         views = self._inputs.upload(arrays) if arrays else {}
+        if self._order is not None:
+            self._order.decode(batch)
         with self.device.forward.active():
             self._write_pages(views)
             if not steady:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from fenceline.memory_order.vector_clock import Clock
 from fenceline.vgpu.layout import Layout
 
 if TYPE_CHECKING:
@@ -83,7 +84,6 @@ class Access(NamedTuple):
 
 
 Accesses = Sequence[Access]
-Clock = tuple[int, ...]  # for each agent, the number of its operations that happened before
 NO_ACCESS: Accesses = ()
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fenceline.memory_order.edges import EDGES, Edge, Hazard, StreamName
+from fenceline.memory_order.edges import Edge, Hazard, StreamName
+from fenceline.memory_order.order_report import fitting_edges, hazard_of, missing_edge, row_numbers
 from fenceline.vgpu.errors import RaceError
 from fenceline.vgpu.memory import Tag
 from fenceline.vgpu.operation import Operation
-from fenceline.vgpu.shadow import row_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +38,13 @@ class Conflict:
         if self.tag.is_exclusive:
             return Hazard.EXCLUSIVE
         (_, first_writes), (_, second_writes) = self.in_program_order
-        if first_writes and second_writes:
-            return Hazard.WAW
-        return Hazard.RAW if first_writes else Hazard.WAR
+        return hazard_of(first_writes, second_writes)
 
     @property
     def edges(self) -> list[Edge]:
         """Declared edges that would order the two."""
         (first, _), (second, _) = self.in_program_order
-        names = {first.where, second.where}
-        return [
-            edge
-            for edge in EDGES.values()
-            if self.hazard in edge.hazards
-            and (
-                (edge.waiter.value == _stream_name(second) and edge.source.value == _stream_name(first))
-                or (self.hazard is Hazard.EXCLUSIVE and {edge.waiter.value, edge.source.value} == names)
-            )
-        ]
+        return fitting_edges(self.hazard, _stream_name(first), _stream_name(second))
 
     @property
     def memory(self) -> str:
@@ -76,18 +65,11 @@ def race_error(conflict: Conflict) -> RaceError:
     """The report of a conflict."""
     (first, first_writes), (second, second_writes) = conflict.in_program_order
     edges = conflict.edges
-    names = " or ".join(edge.name for edge in edges)
     lines = [
         f"race: {conflict.hazard.value} on {conflict.memory}",
         f"  1. {_describe(conflict, first, first_writes)}",
         f"  2. {_describe(conflict, second, second_writes)}",
-        "  nothing orders them; "
-        + (
-            f"missing edge: {names}"
-            if edges
-            else "no edge of memory_order/edges.py fits: "
-            f"{second.where} has to wait, before 2, for {first.where} after 1"
-        ),
+        f"  {missing_edge(edges, first.where, second.where)}",
     ]
     return RaceError(
         "\n".join(lines),

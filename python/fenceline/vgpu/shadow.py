@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fenceline.memory_order.vector_clock import Clock
 from fenceline.vgpu.layout import Layout
-from fenceline.vgpu.operation import Clock
 
 Units = slice | npt.NDArray[np.int64]
 Rows = npt.NDArray[np.int64]
@@ -174,11 +174,3 @@ class Shadow:
         width = int((last - first).max(initial=0))
         units = np.minimum(first[:, None] + np.arange(width), last[:, None] - 1)
         return np.unique(units)
-
-
-def row_numbers(units: npt.NDArray[np.int64]) -> str:
-    """``17-32, 40`` for those numbers."""
-    breaks = np.flatnonzero(np.diff(units) != 1) + 1
-    runs = [(int(run[0]), int(run[-1])) for run in np.split(units, breaks) if len(run)]
-    shown = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:6]]
-    return ", ".join(shown) + (f" and {len(runs) - 6} more runs" if len(runs) > 6 else "")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from fenceline.vgpu.operation import Access, Clock, Operation
+from fenceline.memory_order.vector_clock import Clock, joined
+from fenceline.vgpu.operation import Access, Operation
 
 if TYPE_CHECKING:
     from fenceline.vgpu.graph import Capture
@@ -117,13 +118,3 @@ class VirtualStream(Agent):
         op.clock = self.clock
         self.note(op)
         self.queue.append(op)
-
-
-def joined(a: Clock, b: Clock) -> Clock:
-    """The element-wise maximum."""
-    if a is b or not b:
-        return a
-    if len(a) < len(b):
-        a, b = b, a
-    result = tuple([x if x > y else y for x, y in zip(a, b, strict=False)]) + a[len(b) :]
-    return a if result == a else result

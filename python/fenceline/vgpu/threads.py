@@ -13,8 +13,8 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from fenceline.memory_order.vector_clock import Clock
 from fenceline.vgpu.errors import DeadlockError, VgpuError
-from fenceline.vgpu.operation import Clock
 from fenceline.vgpu.streams import HostThread
 
 if TYPE_CHECKING:
