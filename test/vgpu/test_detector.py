@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fenceline.memory_order.order_report import row_numbers
 from fenceline.vgpu import RaceError, VirtualGpu, use
 from fenceline.vgpu.layout import contiguous_form, form_of, layout_at
-from fenceline.vgpu.shadow import row_numbers
 
 NUM_STREAMS = 3
 SIZE = 12  # elements of 16 bytes: the unit in which unnamed memory is watched
