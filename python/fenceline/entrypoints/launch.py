@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -13,7 +14,7 @@ from typing import Protocol
 from fenceline.config.engine_config import EngineConfig
 from fenceline.managers.io_struct import PortArgs
 from fenceline.managers.ipc import SchedulerLink, ZmqLink, make_ports, remove_ports
-from fenceline.managers.process import signals_blocked
+from fenceline.managers.process import DUMP_SIGNAL, signals_blocked
 from fenceline.managers.tokenizer import load_tokenizer
 from fenceline.managers.tokenizer_manager import TokenizerManager
 
@@ -77,6 +78,12 @@ class EngineProcesses:
 
         for process in self.processes:
             loop.add_reader(process.sentinel, died, process)
+
+    def dump_flight_recorder(self) -> None:
+        """Have the scheduler write its last steps to a file, even while it hangs."""
+        scheduler = self.processes[0]
+        if scheduler.pid is not None and scheduler.is_alive():
+            os.kill(scheduler.pid, DUMP_SIGNAL)
 
     def stop(self, timeout_s: float) -> None:
         """See :class:`EngineBackend`."""

@@ -21,6 +21,7 @@ from fenceline.managers.tokenizer_manager import TokenizerManager
 from fenceline.version import __version__
 
 HEALTH_TIMEOUT_S = 20.0
+MAX_PROFILE_STEPS = 1_000_000
 
 
 class AbortBody(msgspec.Struct):
@@ -74,7 +75,7 @@ class NativeApi:
         router = APIRouter(tags=["native"])
         both = ["GET", "POST"]
         router.add_api_route("/generate", self.generate, methods=["POST", "PUT"])
-        router.add_api_route("/health", self.health, methods=["GET"])
+        router.add_api_route("/health", self.health, methods=["GET", "HEAD"])
         router.add_api_route("/health_generate", self.health_generate, methods=["GET"])
         for prefix in ("/get_model_info", "/model_info"):
             router.add_api_route(prefix, self.model_info, methods=["GET"])
@@ -86,6 +87,8 @@ class NativeApi:
         router.add_api_route("/continue_generation", self.continue_generation, methods=["POST"])
         router.add_api_route("/start_profile", self.start_profile, methods=both)
         router.add_api_route("/stop_profile", self.stop_profile, methods=both)
+        router.add_api_route("/flight_recorder", self.flight_recorder_json, methods=["GET"])
+        router.add_api_route("/flight_recorder", self.flight_recorder_file, methods=["POST"])
         for prefix in ("", "/v1"):
             router.add_api_route(f"{prefix}/tokenize", self.tokenize, methods=["POST"])
             router.add_api_route(f"{prefix}/detokenize", self.detokenize, methods=["POST"])
@@ -188,13 +191,31 @@ class NativeApi:
     async def start_profile(self, request: Request) -> Response:
         """Start the profiler, optionally for a number of steps."""
         body = await read_body(request, ProfileBody, optional=True)
-        if body.num_steps is not None and body.num_steps < 1:
-            raise RequestError(400, f"num_steps must be at least 1, got {body.num_steps}", param="num_steps")
+        if body.num_steps is not None and not 1 <= body.num_steps <= MAX_PROFILE_STEPS:
+            raise RequestError(
+                400,
+                f"num_steps must be between 1 and {MAX_PROFILE_STEPS}, got {body.num_steps}",
+                param="num_steps",
+            )
         return _control_response(await self._manager.profile("start", body.output_dir, body.num_steps))
 
     async def stop_profile(self) -> Response:
         """Stop the profiler; the answer says where the trace is."""
         return _control_response(await self._manager.profile("stop"))
+
+    async def flight_recorder_json(self) -> Response:
+        """The scheduler's last steps as JSON; 400 with --flight-recorder-steps 0."""
+        reply = await self._manager.flight_recorder(write=False)
+        if not reply.success:
+            raise RequestError(400, reply.message)
+        return Response(reply.payload, media_type="application/json")
+
+    async def flight_recorder_file(self) -> Response:
+        """Write the scheduler's last steps to a file on the server; the answer says where."""
+        reply = await self._manager.flight_recorder(write=True)
+        if not reply.success:
+            raise RequestError(400, reply.message)
+        return json_response({"success": True, "path": reply.message})
 
     # --- tokenizer
 

@@ -15,13 +15,13 @@ import uvloop
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.http_server import HttpServer, create_app
 from fenceline.entrypoints.launch import (
-    EngineBackend,
+    EngineProcesses,
     FrontEnd,
     ProcessEntry,
     launch_processes,
     run_scheduler,
 )
-from fenceline.managers.process import setup_logging
+from fenceline.managers.process import DUMP_SIGNAL, setup_logging
 from fenceline.managers.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def serve_until_stopped(config: EngineConfig, scheduler_entry: ProcessEntry = ru
 class Supervisor:
     """One server's life on one event loop."""
 
-    def __init__(self, config: EngineConfig, backend: EngineBackend, sock: socket.socket) -> None:
+    def __init__(self, config: EngineConfig, backend: EngineProcesses, sock: socket.socket) -> None:
         self._config = config
         self._backend = backend
         self._sock = sock
@@ -93,6 +93,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
+        loop.add_signal_handler(DUMP_SIGNAL, self._backend.dump_flight_recorder)
         try:
             front_end = FrontEnd(self._config, self._backend)
         except ValueError as error:

@@ -9,6 +9,7 @@ from uuid import uuid4
 from fenceline.managers.io_struct import (
     ContinueGenerationReq,
     ControlReply,
+    FlightRecorderReq,
     FlushCacheReq,
     GetInternalStateReq,
     Message,
@@ -48,6 +49,10 @@ class ControlDesk:
         message = ProfileReq(id=uuid4().hex, action=action, output_dir=output_dir, num_steps=num_steps)
         return await self._ask(message, PROFILE_TIMEOUT_S)
 
+    async def flight_recorder(self, write: bool) -> ControlReply:
+        """See :class:`FlightRecorderReq`."""
+        return await self._ask(FlightRecorderReq(id=uuid4().hex, write=write))
+
     async def internal_state(self) -> ControlReply:
         """See :class:`GetInternalStateReq`."""
         return await self._ask(GetInternalStateReq(id=uuid4().hex))
@@ -72,6 +77,7 @@ class ControlDesk:
         | PauseGenerationReq
         | ContinueGenerationReq
         | ProfileReq
+        | FlightRecorderReq
         | GetInternalStateReq,
         timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> ControlReply:

@@ -101,6 +101,11 @@ class FlightRecorder:
         """Whether anything is recorded."""
         return self.config.flight_recorder_steps > 0
 
+    @property
+    def wrapped(self) -> bool:
+        """Whether earlier steps may have been forgotten."""
+        return len(self._steps) == self.config.flight_recorder_steps
+
     def snapshot(self) -> tuple[list[StepRecord], list[Event]]:
         """The steps, oldest first, and what has happened since the last launch. May be called from any thread."""
         steps, events = list(self._steps), list(self._events)  # each in one turn of the interpreter

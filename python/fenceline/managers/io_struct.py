@@ -75,6 +75,14 @@ class ProfileReq(Message):
     num_steps: int | None = None
 
 
+class FlightRecorderReq(Message):
+    """Ask for what the flight recorder holds: with ``write`` as a file, whose path is the reply's ``message``, else
+    as JSON in the reply's ``payload``. Answered by :class:`ControlReply`."""
+
+    id: str
+    write: bool = True
+
+
 class GetInternalStateReq(Message):
     """Ask for :class:`InternalState`; answered by :class:`ControlReply` with ``state`` set."""
 
@@ -193,6 +201,7 @@ class ControlReply(Message):
     success: bool
     message: str = ""
     state: InternalState | None = None
+    payload: bytes = b""
 
 
 class StatsReport(Message):
@@ -225,6 +234,7 @@ SchedulerInput = (
     | PauseGenerationReq
     | ContinueGenerationReq
     | ProfileReq
+    | FlightRecorderReq
     | GetInternalStateReq
     | ShutdownReq
 )

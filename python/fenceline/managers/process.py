@@ -17,6 +17,8 @@ from fenceline.managers.io_struct import PortArgs
 from fenceline.managers.ipc import remove_ports
 
 PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Blocked in every thread of every child for good; the scheduler's flight recorder waits for it in a thread of its own.
+DUMP_SIGNAL = signal.SIGUSR1
 LOG_FORMAT = "[%(asctime)s] %(message)s"
 
 
@@ -30,6 +32,7 @@ def prepare_child(name: str, log_level: str, ports: PortArgs) -> None:
     for number in PARENTS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (DUMP_SIGNAL,))
     setup_logging(log_level)
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -44,7 +47,7 @@ def signals_blocked() -> Iterator[None]:
     """Processes started within are deaf to the parent's signals from their first moment, long before
     :func:`prepare_child` runs in them. Signals to this thread are delivered at the end."""
     resource_tracker.ensure_running()  # multiprocessing starts it with the first child, and unblocks signals then
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*PARENTS_SIGNALS, DUMP_SIGNAL))
     try:
         yield
     finally:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fenceline.managers.flight_dump import OFF, dump_json, write_dump
 from fenceline.managers.io_struct import (
     AbortReq,
     ContinueGenerationReq,
     ControlReply,
+    FlightRecorderReq,
     FlushCacheReq,
     GetInternalStateReq,
     Message,
@@ -49,6 +51,8 @@ class SchedulerControl:
                 self._reply(message.id, True, "generation continues")
             case ProfileReq():
                 self._reply(message.id, *self._profile(message))
+            case FlightRecorderReq():
+                self._outbox.to_tokenizer(self._flight_recorder(message))
             case GetInternalStateReq():
                 state = self._scheduler.stats.state(self._scheduler)
                 self._outbox.to_tokenizer(ControlReply(id=message.id, success=True, state=state))
@@ -91,6 +95,20 @@ class SchedulerControl:
             return self._profiler.stop()
         return False, f"unknown action {message.action!r}: use start or stop"
 
+    def _flight_recorder(self, message: FlightRecorderReq) -> ControlReply:
+        recorder = self._scheduler.recorder
+        if not recorder.enabled:
+            return ControlReply(id=message.id, success=False, message=OFF)
+        if not message.write:
+            return ControlReply(id=message.id, success=True, payload=dump_json(recorder, "request"))
+        try:
+            path = write_dump(recorder, "request")
+        except OSError as error:
+            return ControlReply(
+                id=message.id, success=False, message=f"the dump could not be written: {error}"
+            )
+        return ControlReply(id=message.id, success=True, message=str(path))
+
     def _shutdown(self, drain: bool) -> None:
         self._scheduler.draining = True
         self._scheduler.paused = False
@@ -115,7 +133,7 @@ class StepProfiler:
             return False, "a profile is already running: stop it first"
         try:
             os.makedirs(output_dir, exist_ok=True)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a name with a null byte
             return False, f"cannot make the folder for the trace: {error}"
         self._path = os.path.join(
             output_dir, f"fenceline-{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}.trace.json"

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.managers.flight_dump import dump_and_log, dump_on_signal
+from fenceline.managers.flight_recorder import FlightRecorder
 from fenceline.managers.io_struct import BatchTokenOut, FatalError, Message, PortArgs, SchedulerReady, encode
 from fenceline.managers.ipc import bind_pull, connect_push, drain
 from fenceline.managers.process import prepare_child
@@ -114,12 +116,15 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs) -> None:
     prepare_child("scheduler", config.log_level, ports)
     faulthandler.enable()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    recorder: FlightRecorder | None = None
     try:
         inbox_socket = bind_pull(context, ports.scheduler)
         outbox = ZmqOutbox(context, ports, config.skip_tokenizer_init)
-        watchdog = Watchdog(config.watchdog_timeout_s, lambda reason: _die_of_hang(ports, reason))
+        watchdog = Watchdog(config.watchdog_timeout_s, lambda reason: _die_of_hang(ports, recorder, reason))
         worker = ModelRunner(config, open_device(config.device))
         scheduler = Scheduler(config, worker, ZmqInbox(inbox_socket, watchdog), outbox)
+        recorder = scheduler.recorder
+        dump_on_signal(recorder)
         outbox.to_tokenizer(ready_message(config, scheduler))
         gc.collect()
         gc.freeze()  # the model's objects live as long as the process: no need to look at them again
@@ -127,7 +132,9 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs) -> None:
         watchdog.waiting()
     except Exception as error:
         logger.exception("the scheduler fails")
-        _tell_fatal(context, ports, f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}"
+        dump_and_log(recorder, reason)
+        _tell_fatal(context, ports, reason)
         sys.exit(1)
     context.destroy(linger=1000)
 
@@ -138,9 +145,10 @@ def _tell_fatal(context: zmq.Context[zmq.Socket[bytes]], ports: PortArgs, messag
     context.destroy(linger=1000)
 
 
-def _die_of_hang(ports: PortArgs, reason: str) -> None:
+def _die_of_hang(ports: PortArgs, recorder: FlightRecorder | None, reason: str) -> None:
     """From the watchdog's thread: say why, show where, and go. Sockets of the hung thread are not touched."""
     faulthandler.dump_traceback(all_threads=True)
+    dump_and_log(recorder, reason)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     _tell_fatal(context, ports, reason)
     os._exit(_WATCHDOG_EXIT)

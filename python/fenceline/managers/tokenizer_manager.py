@@ -216,6 +216,10 @@ class TokenizerManager:
         """``start`` or ``stop`` the scheduler's profiler."""
         return await self.control.profile(action, output_dir, num_steps)
 
+    async def flight_recorder(self, write: bool) -> ControlReply:
+        """The scheduler's last steps: with ``write`` the reply's message is a file's path, else payload is JSON."""
+        return await self.control.flight_recorder(write)
+
     async def internal_state(self) -> InternalState:
         """The scheduler's state now. Raises RequestError 503 if it does not answer."""
         state = (await self.control.internal_state()).state
