@@ -40,6 +40,7 @@ class Graph:
         self.failed = False
         self._uses: dict[Tag, Operation] = {}  # memory, and the first operation that touches it
         self._ready = False
+        self._last: Operation | None = None  # the end of the latest replay
 
     @property
     def num_nodes(self) -> int:
@@ -47,7 +48,10 @@ class Graph:
         return len(self._nodes)
 
     def replay(self) -> None:
-        """Queue everything again on the current stream. Raises ``StaleMemoryError`` if memory it uses was freed."""
+        """Queue everything again on the current stream. Raises ``StaleMemoryError`` if memory it uses was freed.
+
+        It runs after earlier replays of this graph on whatever streams, as ``cudaGraphLaunch`` promises.
+        """
         gpu = self._gpu
         if not self._ready:
             raise CaptureError(f"{self.name} has not been captured")
@@ -56,6 +60,8 @@ class Graph:
             raise CaptureError(f"{self.name} is replayed on {launch.name}, which is being captured")
         self._check_memory()
         self.num_replays += 1
+        if self._last is not None and self._last.stream is not launch:
+            gpu.wait(launch, self._last)
         streams = [launch, *self._branches]
         if self._branches:
             start = gpu.record(launch)
@@ -66,6 +72,7 @@ class Graph:
             queued.append(self._queue(node, streams[node.branch], queued))
         for branch in self._branches:
             gpu.wait(launch, gpu.record(branch))
+        self._last = gpu.record(launch)
 
     def _queue(self, node: _Node, stream: VirtualStream, queued: list[Operation]) -> Operation:
         gpu, old = self._gpu, node.op
