@@ -31,6 +31,11 @@ _INVARIANTS = "invariants"  # assertions, and the scheduler's books
 TOKENS = "tokens"
 
 
+def policy_of(seed: int) -> str:
+    """The name of the policy that a seed stands for."""
+    return _POLICIES[seed % len(_POLICIES)]
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One run to be made: everything that it depends on."""
@@ -43,7 +48,7 @@ class Trial:
     @property
     def policy(self) -> str:
         """The name of the seed's policy."""
-        return _POLICIES[self.seed % len(_POLICIES)]
+        return policy_of(self.seed)
 
     @property
     def command(self) -> str:
@@ -108,13 +113,29 @@ def _run_steps(trial: Trial, device: VgpuDevice) -> Loop:
     return loop
 
 
-def _failure(trial: Trial, error: Exception) -> Outcome:
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Which checker an exception stands for, and what it says."""
+
+    checker: str
+    edges: tuple[str, ...]
+    memory: str
+    report: str
+
+
+def verdict_of(error: Exception) -> Verdict:
+    """What an engine's failure on the virtual GPU means."""
     checker = next((name for kind, name in _CHECKERS if isinstance(error, kind)), _INVARIANTS)
     text = str(error) or type(error).__name__
     if checker == _INVARIANTS:
         text = f"{type(error).__name__}: {text}\n  {_origin(error)}"
     edges, memory = (error.edges, error.memory) if isinstance(error, RaceError) else ((), "")
-    return Outcome(trial, checker, edges, memory, text)
+    return Verdict(checker, edges, memory, text)
+
+
+def _failure(trial: Trial, error: Exception) -> Outcome:
+    verdict = verdict_of(error)
+    return Outcome(trial, verdict.checker, verdict.edges, verdict.memory, verdict.report)
 
 
 def _origin(error: Exception) -> str:
@@ -149,4 +170,15 @@ def explain(outcome: Outcome) -> str:
     return "\n".join(lines + [f"  {n}. {line}" for n, line in enumerate(narrator.lines, 1)])
 
 
-__all__ = ["HAPPENS_BEFORE", "TOKENS", "Outcome", "Trial", "explain", "named_races", "run"]
+__all__ = [
+    "HAPPENS_BEFORE",
+    "TOKENS",
+    "Outcome",
+    "Trial",
+    "Verdict",
+    "explain",
+    "named_races",
+    "policy_of",
+    "run",
+    "verdict_of",
+]

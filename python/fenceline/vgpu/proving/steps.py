@@ -129,9 +129,17 @@ class Loop:
         self.scheduler.memory.check_books()
 
 
-def execute(config: EngineConfig, decisions: Sequence[Decision]) -> str:
-    """Execute ``decisions`` one after the other on the CPU; "" if every answer is the same, else where it is not."""
+def execute(
+    config: EngineConfig,
+    decisions: Sequence[Decision],
+    prepare: Callable[[ModelRunner], None] = lambda runner: None,
+) -> str:
+    """Execute ``decisions`` one after the other on the CPU; "" if every answer is the same, else where it is not.
+
+    ``prepare`` is called before the first, with a runner that has done nothing yet.
+    """
     runner = ModelRunner(config, open_device("cpu"), show_progress=False)
+    prepare(runner)
     for number, decision in enumerate(decisions):
         # The CPU is synchronous: what the batch's memory was used for before has been done.
         batch = dataclasses.replace(decision.batch, after=Points.none())
