@@ -103,8 +103,11 @@ class OrderChecker:
 
     def hear(self, clock: Clock) -> None:
         """The host has waited for everything in ``clock``."""
-        self._host.clock = joined(self._host.clock, clock)
-        self._submitting = self._host.now()
+        host = self._host
+        heard = joined(host.clock, clock)
+        if heard is not host.clock:
+            host.clock = heard
+            self._submitting = host.now()
 
     def hear_all(self) -> None:
         """The host has waited for everything that was submitted."""
@@ -132,6 +135,25 @@ class OrderChecker:
         if agent is self._host:
             self._submitting = agent.now()
         return op
+
+    def touch(
+        self, name: StreamName, label: str, read: WatchedMemory | None, write: WatchedMemory | None,
+        step: int | None = None,
+    ) -> None:  # fmt: skip
+        """One operation on memory that is used as a whole: ``begin``, ``read`` and ``write`` in one."""
+        op = self.begin(name, label, step)
+        agent, tick, clock, _, _ = op
+        if read is not None:
+            for other, last in read.last_writes.items():
+                if last > clock[other] and other != agent:
+                    self._compare(op, read, False, None)
+            read.last_reads[agent] = tick
+        if write is not None:
+            for latest in (write.last_writes, write.last_reads):
+                for other, last in latest.items():
+                    if last > clock[other] and other != agent:
+                        self._compare(op, write, True, None)
+            write.last_writes[agent] = tick
 
     def read(self, op: Operation, memory: WatchedMemory, rows: Rows | None = None) -> None:
         """``op`` reads ``rows`` [N] (all if None) of ``memory``. Raises :class:`OrderError`."""

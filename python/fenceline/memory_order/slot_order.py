@@ -17,35 +17,29 @@ class SlotOrder:
 
     def host(self, write: bool, label: str) -> None:
         """The host writes the pinned buffer for this step, or reads what the step that last used the slot left."""
-        checker = self._checker
         if write:
-            checker.write(checker.begin(StreamName.HOST, label), self._host)
+            self._checker.touch(StreamName.HOST, label, None, self._host)
         else:
-            checker.read(checker.begin(StreamName.HOST, label, self._step), self._host)
+            self._checker.touch(StreamName.HOST, label, self._host, None, self._step)
 
     def device(self, stream: StreamName, write: bool, label: str) -> None:
         """``stream`` touches the device buffer."""
-        op = self._checker.begin(stream, label)
         if write:
-            self._step = op.step
-            self._checker.write(op, self._device)
+            self._step = self._checker.step
+            self._checker.touch(stream, label, None, self._device)
         else:
-            self._checker.read(op, self._device)
+            self._checker.touch(stream, label, self._device, None)
 
     def upload(self, stream: StreamName, label: str) -> None:
         """``stream`` copies the pinned buffer to the device's."""
-        op = self._checker.begin(stream, label)
-        self._checker.read(op, self._host)
-        self._checker.write(op, self._device)
+        self._checker.touch(stream, label, self._host, self._device)
 
     def download(self, stream: StreamName, label: str) -> None:
         """``stream`` copies the device's buffer to the pinned one."""
-        op = self._checker.begin(stream, label)
-        self._checker.read(op, self._device)
-        self._checker.write(op, self._host)
+        self._checker.touch(stream, label, self._device, self._host)
 
     def give_up(self) -> None:
         """Both buffers go back to the allocator, from where anybody may get them."""
-        op = self._checker.begin(StreamName.HOST, "return of a slot to the allocator")
-        self._checker.write(op, self._host)
-        self._checker.write(op, self._device)
+        label = "return of a slot to the allocator"
+        self._checker.touch(StreamName.HOST, label, None, self._host)
+        self._checker.touch(StreamName.HOST, label, None, self._device)

@@ -11,5 +11,7 @@ def joined(a: Clock, b: Clock) -> Clock:
         return a
     if len(a) < len(b):
         a, b = b, a
-    result = tuple([x if x > y else y for x, y in zip(a, b, strict=False)]) + a[len(b) :]
+    result = tuple([x if x > y else y for x, y in zip(a, b, strict=False)])
+    if len(a) > len(b):
+        result += a[len(b) :]
     return a if result == a else result

@@ -30,10 +30,21 @@ class Past(NamedTuple):
 class WatchedMemory:
     """Memory of ``num_rows`` rows under the name that reports give it; one row means that it is watched as a whole.
 
-    ``last_reads`` and ``last_writes`` hold each agent's latest tick over all rows: most accesses need no more.
+    ``last_reads`` and ``last_writes`` hold each agent's latest tick over all rows: most accesses need no more. What
+    is noted again and again with the same array of rows is written to the rows when another array comes.
     """
 
-    __slots__ = ("_reads", "_writes", "last_reads", "last_writes", "name", "num_rows", "row_name")
+    __slots__ = (
+        "_pending",
+        "_pending_tick",
+        "_reads",
+        "_writes",
+        "last_reads",
+        "last_writes",
+        "name",
+        "num_rows",
+        "row_name",
+    )
 
     def __init__(self, name: str, num_rows: int = 1, row_name: str = "row") -> None:
         self.name = name
@@ -43,15 +54,34 @@ class WatchedMemory:
         self.last_writes: dict[int, int] = {}
         self._reads: dict[int, _Ticks] = {}  # agent → [num_rows], made when it first touches
         self._writes: dict[int, _Ticks] = {}
+        self._pending: tuple[int, bool, Rows] | None = None  # not yet in the tables, nor is its tick
+        self._pending_tick = 0
 
     def note(self, agent: int, tick: int, write: bool, rows: Rows | None) -> None:
-        """Remember an access to ``rows``, to all of them if None."""
+        """Remember an access to ``rows``, to all of them if None. The caller must not change the array later."""
         (self.last_writes if write else self.last_reads)[agent] = tick
-        if self.num_rows > 1:
-            self._table(agent, write)[slice(None) if rows is None else rows] = tick
+        if self.num_rows == 1:
+            return
+        pending = self._pending
+        if pending is not None:
+            if pending[2] is rows and pending[0] == agent and pending[1] is write:
+                self._pending_tick = tick
+                return
+            self._write_out()
+        if rows is None:
+            self._table(agent, write).fill(tick)
+        else:
+            self._pending, self._pending_tick = (agent, write, rows), tick
+
+    def _write_out(self) -> None:
+        """Bring what is pending into the tables."""
+        if self._pending is not None:
+            (agent, write, rows), self._pending = self._pending, None
+            self._table(agent, write)[rows] = self._pending_tick
 
     def unordered(self, agent: int, clock: Clock, write: bool, rows: Rows | None) -> Past | None:
         """A conflicting access by another agent that is not before ``clock``: to the writes first, the earliest."""
+        self._write_out()
         kinds = [(True, self.last_writes)] + ([(False, self.last_reads)] if write else [])
         for was_write, latest in kinds:
             for other, last in latest.items():
@@ -95,7 +125,7 @@ class WatchedPages(WatchedMemory):
     when the row changes or when somebody else wants to know. The table here is the host's mirror of the device's.
     """
 
-    __slots__ = ("_covered", "_page_table", "_reader", "_row_ticks")
+    __slots__ = ("_covered", "_latest", "_page_table", "_reader", "_row_ticks")
 
     def __init__(self, name: str, num_pages: int, num_rows: int, max_pages_per_row: int, reader: int) -> None:
         super().__init__(name, num_pages, "page")
@@ -103,9 +133,11 @@ class WatchedPages(WatchedMemory):
         self._page_table = np.zeros((num_rows, max_pages_per_row), dtype=np.int32)
         self._covered = np.zeros(num_rows, dtype=np.int64)  # pages of the row that were read at its tick
         self._row_ticks = np.zeros(num_rows, dtype=np.int64)
+        self._latest: tuple[Rows, Rows, int] | None = None  # rows, pages, tick: not yet in the two above
 
     def write_table(self, rows: Rows, columns: Rows, pages: Rows) -> None:
         """The reader writes ``page_table[rows, columns] = pages``, all [N]."""
+        self._cover()
         changed = columns < self._covered[rows]
         if changed.any():
             self._settle(np.unique(rows[changed]))
@@ -122,19 +154,32 @@ class WatchedPages(WatchedMemory):
         return self._page_table[rows][live]
 
     def note_rows(self, tick: int, rows: Rows, num_pages: Rows) -> None:
-        """The reader reads the first ``num_pages`` [N] pages of the distinct ``rows`` [N]."""
+        """The reader reads the first ``num_pages`` [N] pages of the distinct ``rows`` [N].
+
+        The same array of rows as the last time must come with no fewer pages than then.
+        """
         self.last_reads[self._reader] = tick
+        if self._latest is not None and self._latest[0] is not rows:
+            self._cover()
+        self._latest = (rows, num_pages, tick)
+
+    def unordered(self, agent: int, clock: Clock, write: bool, rows: Rows | None) -> Past | None:
+        """See :meth:`WatchedMemory.unordered`."""
+        if write and agent != self._reader:
+            self._cover()
+            self._settle(np.flatnonzero(self._covered))
+        return super().unordered(agent, clock, write, rows)
+
+    def _cover(self) -> None:
+        """Bring the latest read to its rows."""
+        if self._latest is None:
+            return
+        (rows, num_pages, tick), self._latest = self._latest, None
         shrunk = self._covered[rows] > num_pages
         if shrunk.any():
             self._settle(rows[shrunk])
         self._covered[rows] = num_pages
         self._row_ticks[rows] = tick
-
-    def unordered(self, agent: int, clock: Clock, write: bool, rows: Rows | None) -> Past | None:
-        """See :meth:`WatchedMemory.unordered`."""
-        if write and agent != self._reader:
-            self._settle(np.flatnonzero(self._covered))
-        return super().unordered(agent, clock, write, rows)
 
     def _settle(self, rows: Rows) -> None:
         """Note the reads of ``rows`` at their pages."""
