@@ -33,10 +33,11 @@ _DEFAULT_SEEDS = 8  # every policy at least once
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """One replay's verdict; None if every checker was silent."""
+    """One replay's verdict; None if every checker was silent. ``num_launched``: steps until then."""
 
     seed: int
     policy: str
+    num_launched: int
     verdict: Verdict | None
 
 
@@ -45,32 +46,34 @@ def replay(recording: Recording, seed: int, policy: str = "", severed: Sequence[
     policy = policy or policy_of(seed)
     device = VgpuDevice(frozenset(severed), VirtualGpu(seed=seed, policy=make_policy(policy, seed)))
     config = make_config(recording.flags, device.kind)
+    decisions: list[Decision] = []
     try:
-        decisions = _drive(recording, config, device)
+        _drive(recording, config, device, decisions)
     except Exception as error:
-        return Replay(seed, policy, verdict_of(error))
+        return Replay(seed, policy, len(decisions), verdict_of(error))
     report = execute(config, decisions, recording.prepare)
-    return Replay(seed, policy, Verdict(TOKENS, (), "", report) if report else None)
+    verdict = Verdict(TOKENS, (), "", report) if report else None
+    return Replay(seed, policy, len(decisions), verdict)
 
 
-def _drive(recording: Recording, config: EngineConfig, device: VgpuDevice) -> list[Decision]:
+def _drive(
+    recording: Recording, config: EngineConfig, device: VgpuDevice, decisions: list[Decision]
+) -> None:
     """Launch every step, and wait for each result when the recorded scheduler had waited for it."""
     runner = ModelRunner(config, device, show_progress=False)
     recording.prepare(runner)
-    decisions: list[Decision] = []
     flights: deque[tuple[Decision, ForwardResult]] = deque()
     done: dict[int, Point] = {}
     for step in recording.steps:
         while len(flights) > step.in_flight:
             _publish(flights)
+        decisions.append(Decision(step.batch))
         result = runner.launch(dataclasses.replace(step.batch, after=_points(step, done)))
         done[step.done] = result.done
-        decisions.append(Decision(step.batch))
         flights.append((decisions[-1], result))
     while flights:
         _publish(flights)
     device.synchronize()
-    return decisions
 
 
 def _publish(flights: deque[tuple[Decision, ForwardResult]]) -> None:
@@ -126,7 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = replay(recording, seed, args.policy or "", args.sever)
         if result.verdict is not None:
             found = True
-            print(f"\nseed {seed} ({result.policy}): {result.verdict.checker}\n{result.verdict.report}")
+            where = f"seed {seed} ({result.policy}), by step {result.num_launched} of {len(recording.steps)}"
+            print(f"\n{where}: {result.verdict.checker}\n{result.verdict.report}")
             print(f"repeat: {_command(args, result)}")
             break
     if not found:
