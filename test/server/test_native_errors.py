@@ -59,12 +59,12 @@ BAD_GENERATE = [
     (b'{"text": "a", "sampling_params": {"logit_bias": {"x": 1}}}', "logit_bias"),
     (b'{"text": "a", "sampling_params": {"stop": [""]}}', "stop"),
     (b'{"text": "a", "sampling_params": {"stop": [1]}}', "stop"),
-    (b'{"text": "a", "sampling_params": {"stop_token_ids": [-5]}}', "stop token id"),
+    (b'{"text": "a", "sampling_params": {"stop_token_ids": [-5]}}', "stop_token_ids: -5"),
     (b'{"text": "a", "sampling_params": {"seed": 99999999999999999999}}', "seed"),
     (b'{"text": "a", "sampling_params": {"n": 0}}', "n must be"),
     (b'{"text": "a", "sampling_params": {"n": 129}}', "n must be"),
     (b'{"text": "a", "sampling_params": {"n": 1000000000}}', "n must be"),
-    (b'{"text": "a", "sampling_params": {"regex": "a+"}}', "regex"),
+    (b'{"text": "a", "sampling_params": {"regex": "a+"}}', "regex is not available: constrained"),
     (b'{"text": "a", "sampling_params": {"json_schema": "{}"}}', "json_schema"),
     (b'{"text": "a", "return_logprob": true, "top_logprobs_num": -1}', "top_logprobs_num"),
     (b'{"text": "a", "return_logprob": true, "top_logprobs_num": 5000}', "top_logprobs_num"),
@@ -73,8 +73,9 @@ BAD_GENERATE = [
     (b'{"text": "a", "rid": ""}', "rid"),
     (b'{"text": ["a", "b"], "rid": ["x", "x"]}', "already in flight"),
     (b'{"text": ["a", "b"], "rid": ["x"]}', "rid"),
-    (b'{"text": "a", "image_data": "x"}', "image_data"),
-    (b'{"text": "a", "lora_path": "x"}', "lora_path"),
+    (b'{"text": "a", "image_data": "x"}', "image_data is not available: only text models"),
+    (b'{"text": "a", "lora_path": "x"}', "lora_path is not available: merge the adapter"),
+    (b'{"text": "a", "session_params": {"id": 1}}', "session_params is not available: send the whole"),
 ]
 
 
@@ -92,6 +93,34 @@ def check_error(response: httpx.Response, status: int, words: str) -> dict:
 def test_bad_bodies_of_generate(client: httpx.Client, body: bytes, words: str) -> None:
     check_error(client.post("/generate", content=body), 400, words)
     assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop", ""),
+        ("stop", ["a"] * 65),
+        ("stop", "a" * 5000),
+        ("stop_token_ids", [-1]),
+        ("logit_bias", {"5000": 1}),
+        ("top_k", 0),
+        ("seed", 2**64),
+    ],
+    ids=str,
+)
+def test_an_error_names_its_parameter(client: httpx.Client, name: str, value: object) -> None:
+    body = {"text": "a", "sampling_params": {name: value}}
+    assert check_error(client.post("/generate", json=body), 400, "")["param"] == name
+
+
+def test_refused_fields_may_be_null_or_empty(client: httpx.Client) -> None:
+    body = {"input_ids": [1], "image_data": None, "lora_path": None, "session_params": {}}
+    body["sampling_params"] = {"max_new_tokens": 1, "regex": None, "json_schema": None}
+    assert client.post("/generate", json=body).status_code == 200
+
+
+def test_health_answers_head(client: httpx.Client) -> None:
+    assert client.head("/health").status_code == 200
 
 
 def test_prompt_too_long_names_the_limit(client: httpx.Client) -> None:
@@ -137,7 +166,8 @@ def test_unknown_paths_and_methods(client: httpx.Client) -> None:
 
 def test_profile_refusal_of_the_scheduler_is_shown(client: httpx.Client) -> None:
     assert client.post("/start_profile", json={"num_steps": 3}).json()["message"] == "profile start"
-    check_error(client.post("/start_profile", json={"num_steps": 0}), 400, "num_steps")
+    for num_steps in (0, -1, 2**70):
+        check_error(client.post("/start_profile", json={"num_steps": num_steps}), 400, "num_steps")
     check_error(client.post("/stop_profile"), 400, "profile stop")
 
 

@@ -199,6 +199,16 @@ def test_profile_into_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) ->
     assert len(list(tmp_path.glob("*.trace.json"))) == 1
 
 
+def test_profile_into_an_impossible_name_does_not_end_the_server() -> None:
+    driver = make_driver()
+    driver.send(ProfileReq(id="p", action="start", output_dir="\0"))
+    driver.send(ProfileReq(id="q", action="start", output_dir="x" * 5000))
+    driver.step()
+    for id in "pq":
+        assert not reply(driver, id).success
+        assert "cannot make the folder" in reply(driver, id).message
+
+
 def test_profile_that_cannot_be_written_does_not_end_the_server(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     driver = make_driver()

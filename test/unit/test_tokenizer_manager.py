@@ -200,6 +200,8 @@ async def test_invalid_request_of_a_group_sends_none() -> None:
     (ids_input(5, temperature=-1.0), "temperature"), (ids_input(5, stop=("x" * 5000,)), "stop"),
     (GenerateInput(input_ids=[5], logprob_start_len=2), "logprob_start_len"),
     (GenerateInput(input_ids=[5], top_logprobs_num=129), "top_logprobs_num"),
+    (GenerateInput(text="\ud800"), "text has half a surrogate"), (ids_input(5, rid="\udfff"), "rid has half"),
+    (ids_input(5, stop=("a", "\ud800")), "stop has half"),
 ])  # fmt: skip
 async def test_refusals(inp: GenerateInput, words: str) -> None:
     bench = Bench()
@@ -207,6 +209,7 @@ async def test_refusals(inp: GenerateInput, words: str) -> None:
         await bench.manager.submit(inp)
     assert caught.value.status == 400
     assert bench.link.sent == []
+    assert bench.manager.num_active == 0
 
 
 async def test_max_new_tokens_is_clipped_to_context_and_memory() -> None:

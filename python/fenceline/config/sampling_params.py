@@ -89,11 +89,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._verify_tokens(vocab_size)
 
     def _verify_tokens(self, vocab_size: int) -> None:
-        _check(len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} stop strings are allowed")
-        _check(all(self.stop), "a stop string must not be empty")
+        _check(
+            len(self.stop) <= MAX_STOP_STRINGS,
+            f"stop may have at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}",
+        )
+        _check(all(self.stop), "stop must not have an empty string")
         for token in self.stop_token_ids:
             _check(
-                0 <= token < vocab_size, f"stop token id {token} is outside the vocabulary of {vocab_size}"
+                0 <= token < vocab_size, f"stop_token_ids: {token} is outside the vocabulary of {vocab_size}"
             )
         for token, bias in (self.logit_bias or {}).items():
             _check(

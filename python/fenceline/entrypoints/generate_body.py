@@ -14,6 +14,7 @@ from fenceline.managers.request_types import MAX_SAMPLES, GenerateInput, Request
 
 T = TypeVar("T")
 MAX_PROMPTS = 4096
+NULL = msgspec.Raw(b"null")  # msgspec takes a union of Raw and None for None alone
 
 
 class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -39,12 +40,12 @@ class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     seed: int | None = None
     n: int | None = None
     # Understood and refused unless null.
-    json_schema: msgspec.Raw | None = None
-    regex: msgspec.Raw | None = None
-    ebnf: msgspec.Raw | None = None
-    structural_tag: msgspec.Raw | None = None
-    stop_regex: msgspec.Raw | None = None
-    custom_params: msgspec.Raw | None = None
+    json_schema: msgspec.Raw = NULL
+    regex: msgspec.Raw = NULL
+    ebnf: msgspec.Raw = NULL
+    structural_tag: msgspec.Raw = NULL
+    stop_regex: msgspec.Raw = NULL
+    custom_params: msgspec.Raw = NULL
 
 
 _REFUSED_SAMPLING = {
@@ -70,14 +71,14 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     return_text_in_logprobs: bool = False
     stream: bool = False
     # Understood and refused unless null.
-    input_embeds: msgspec.Raw | None = None
-    image_data: msgspec.Raw | None = None
-    video_data: msgspec.Raw | None = None
-    audio_data: msgspec.Raw | None = None
-    token_ids_logprob: msgspec.Raw | None = None
-    lora_path: msgspec.Raw | None = None
-    session_params: msgspec.Raw | None = None
-    custom_logit_processor: msgspec.Raw | None = None
+    input_embeds: msgspec.Raw = NULL
+    image_data: msgspec.Raw = NULL
+    video_data: msgspec.Raw = NULL
+    audio_data: msgspec.Raw = NULL
+    token_ids_logprob: msgspec.Raw = NULL
+    lora_path: msgspec.Raw = NULL
+    session_params: msgspec.Raw = NULL
+    custom_logit_processor: msgspec.Raw = NULL
     return_hidden_states: bool | list[bool] = False
 
 
@@ -197,8 +198,8 @@ def _num_samples(sampling: Sequence[NativeSampling]) -> int:
 
 def _refuse(struct: msgspec.Struct, table: dict[str, str]) -> None:
     for name, remedy in table.items():
-        value = getattr(struct, name)
-        if value is not None and bytes(value) not in (b"null", b"[]", b"{}"):
+        value: msgspec.Raw = getattr(struct, name)
+        if bytes(value) not in (b"null", b"[]", b"{}"):
             raise RequestError(400, f"{name} is not available: {remedy}", param=name, code="unsupported")
 
 

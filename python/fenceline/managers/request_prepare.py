@@ -21,6 +21,9 @@ def check_prompt_form(inp: GenerateInput, tokenizer: Tokenizer | None) -> None:
         raise RequestError(
             400, "this server runs with --skip-tokenizer-init: send input_ids, not text", param="text"
         )
+    for name, strings in (("text", (inp.text or "",)), ("stop", inp.sampling_params.stop), ("rid", (inp.rid,))):
+        if not all(map(_is_unicode, strings)):
+            raise RequestError(400, f"{name} has half a surrogate pair: it is not Unicode text", param=name)
     if any(len(stop) > MAX_STOP_CHARS for stop in inp.sampling_params.stop):
         raise RequestError(400, f"a stop string may have at most {MAX_STOP_CHARS} characters", param="stop")
     if inp.sampling_params.stop and tokenizer is None:
@@ -28,6 +31,17 @@ def check_prompt_form(inp: GenerateInput, tokenizer: Tokenizer | None) -> None:
             400, "this server runs with --skip-tokenizer-init: stop strings are impossible, use stop_token_ids",
             param="stop",
         )  # fmt: skip
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether ``text`` can be written as UTF-8; JSON over HTTP always can, a Python string need not."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_ids(ids: list[int], vocab_size: int, limits: SchedulerReady) -> None:
@@ -57,7 +71,7 @@ def fit_params(
     try:
         params.verify(vocab_size)
     except ValueError as error:
-        raise RequestError(400, str(error), param=str(error).split(" ", 1)[0]) from error
+        raise RequestError(400, str(error), param=str(error).split(" ", 1)[0].rstrip(":")) from error
     room = min(limits.context_length, limits.max_total_num_tokens) - prompt_len
     if params.max_new_tokens <= room:
         return params

@@ -56,8 +56,8 @@ COMPLETION_MISTAKES = [
     ({"logit_bias": [1]}, "logit_bias", "valid dictionary"),
     ({"stop": 5}, "stop", "valid list"),
     ({"stop": ["a", 5]}, "stop[1]", "valid string"),
-    ({"stop": ""}, None, "must not be empty"),
-    ({"stop": ["a"] * 65}, None, "at most 64"),
+    ({"stop": ""}, "stop", "must not have an empty string"),
+    ({"stop": ["a"] * 65}, "stop", "stop may have at most 64"),
     ({"stop_token_ids": [999]}, None, "outside the vocabulary"),
     ({"seed": 1.5}, "seed", "valid integer"),
     ({"seed": 2**64}, "seed", ""),
@@ -105,7 +105,13 @@ CHAT_MISTAKES = [
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "messages", "cannot set chat_template"),
     ({"chat_template_kwargs": 5}, "chat_template_kwargs", "valid dictionary"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
-    ({"messages": [{"role": "user"}], "continue_final_message": True}, "messages", "needs a last message"),
+    ({"messages": [{"role": "user"}]}, "messages[0]", "has no content"),
+    ({"messages": [*HI, {"role": "user", "content": None}]}, "messages[1]", "has no content"),
+    (
+        {"messages": [*HI, {"role": "assistant", "reasoning_content": "x"}], "continue_final_message": True},
+        "messages",
+        "needs a last message",
+    ),
     ({"messages": [{"role": "user", "content": "a" * 600}]}, "prompt", "512"),
 ]
 TOLERATED = {

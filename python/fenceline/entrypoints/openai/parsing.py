@@ -18,7 +18,9 @@ def parse_body(body_type: type[Body], raw: bytes) -> Body:
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise RequestError(400, f"the request's body is not valid JSON: {error}") from None
+        raise RequestError(
+            400, f"the request's body is not valid JSON: {error}", code="invalid_json"
+        ) from None
     if not isinstance(value, dict):
         raise RequestError(400, "the request's body must be a JSON object")
     try:

@@ -8,9 +8,9 @@ fail fast: a million wrong entries are one mistake.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, model_validator
 
 from fenceline.managers.request_types import MAX_SAMPLES
 
@@ -163,6 +163,13 @@ class ChatMessage(BaseModel):
     reasoning_content: str | None = None
     tool_calls: list[JsonObject] | None = None
     tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        called = self.role == "assistant" and (self.tool_calls or self.reasoning_content)
+        if self.content is None and not called:
+            raise ValueError("has no content")
+        return self
 
 
 class ChatBody(GenerationBody):
