@@ -56,9 +56,7 @@ def replay(recording: Recording, seed: int, policy: str = "", severed: Sequence[
     return Replay(seed, policy, len(decisions), verdict)
 
 
-def _drive(
-    recording: Recording, config: EngineConfig, device: VgpuDevice, decisions: list[Decision]
-) -> None:
+def _drive(recording: Recording, config: EngineConfig, device: VgpuDevice, decisions: list[Decision]) -> None:
     """Launch every step, and wait for each result when the recorded scheduler had waited for it."""
     runner = ModelRunner(config, device, show_progress=False)
     recording.prepare(runner)

@@ -1,0 +1,208 @@
+"""The flight recorder: what it keeps, what it must not keep, and the file it becomes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scheduler_driver import Driver, make_driver, request
+
+from fenceline.config.errors import ConfigError
+from fenceline.config.resolve import resolve
+from fenceline.config.server_args import ServerArgs
+from fenceline.managers.flight_dump import OFF, dump_and_log, dump_json, write_dump
+from fenceline.managers.io_struct import AbortReq, ControlReply, FlightRecorderReq
+from fenceline.model_executor.schedule_batch import DecodeBatch
+
+PROMPT = [171, 172, 173, 174, 175, 176, 177, 178, 179]
+
+
+def dump(driver: Driver) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(dump_json(driver.scheduler.recorder, "test"))
+    return record
+
+
+def events(record: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    every = [event for step in record["steps"] for event in step["events"]] + record["events"]
+    return [event for event in every if event["event"] == kind]
+
+
+def test_steps_requests_and_tokens_are_those_of_the_run() -> None:
+    driver = make_driver()
+    for index in range(3):
+        driver.send(request(f"r{index}", [index + 1] * 6, max_new_tokens=9, ignore_eos=True))
+    driver.run()
+    record = dump(driver)
+    assert len(record["steps"]) == driver.worker.num_steps and not record["wrapped"]
+    assert record["format"] == "fenceline-flight-recorder" and record["version"] == 1
+    told: dict[str, list[int]] = {}
+    for step in record["steps"]:
+        if step["mode"] == "extend":
+            rids = [seq["rid"] for seq in step["seqs"] if seq["sampling"] is not None]
+        else:
+            rids = record["compositions"][str(step["composition"])]["rids"]
+            assert len(step["seq_lens"]) == len(rids)
+        for rid, token in zip(rids, step["tokens"], strict=True):
+            told.setdefault(rid, []).append(token)
+    for rid, answer in driver.answers.items():
+        assert told[rid][:9] == answer.output_ids
+    assert [step["in_flight"] for step in record["steps"]] == [0] + [1] * (len(record["steps"]) - 1)
+    assert record["config"]["page_size"] == 4 and record["config"]["model"]["vocab_size"] == 211
+    assert record["reqs"] == []
+
+
+def test_what_is_recorded_does_not_change_later() -> None:
+    """Batches are kept by reference: the lengths of a step are still those it was launched with."""
+    driver = make_driver()
+    taken: list[tuple[list[int], list[int], list[int]]] = []
+    launch = driver.worker.launch
+
+    def spy(batch: Any) -> Any:
+        rows = batch.rows if isinstance(batch, DecodeBatch) else np.array([seq.row for seq in batch.seqs])
+        lens = batch.seq_lens if isinstance(batch, DecodeBatch) else np.array([s.seq_len for s in batch.seqs])
+        taken.append((rows.tolist(), lens.tolist(), batch.page_writes.pages.tolist()))
+        return launch(batch)
+
+    driver.worker.launch = spy
+    for index in range(6):
+        driver.send(request(f"r{index}", [index + 1] * (3 * index + 1), max_new_tokens=5 + 7 * index))
+        driver.step()
+    driver.run()
+    found = []
+    for step in driver.scheduler.recorder.snapshot()[0]:
+        batch = step.batch
+        if isinstance(batch, DecodeBatch):
+            lens = (batch.rows.tolist(), batch.seq_lens.tolist())
+        else:
+            lens = ([seq.row for seq in batch.seqs], [seq.seq_len for seq in batch.seqs])
+        found.append((*lens, batch.page_writes.pages.tolist()))
+    assert found == taken
+
+
+def test_the_ring_keeps_the_last_steps_and_nothing_that_is_large() -> None:
+    driver = make_driver(flight_recorder_steps=4)
+    driver.send(request("long", [1] * 30, max_new_tokens=20, ignore_eos=True))
+    driver.run()
+    record = dump(driver)
+    assert record["wrapped"] and len(record["steps"]) == 4 < driver.worker.num_steps
+    assert [step["seq_lens"] for step in record["steps"]] == [[46], [47], [48], [49]]
+    for step in driver.scheduler.recorder.snapshot()[0]:
+        assert step.batch.after.points == ()
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_prompts_only_when_asked_for(prompts: bool) -> None:
+    """Neither whole, nor as the token after a chunk, nor as the history of a penalised request."""
+    driver = make_driver(page_size=4, chunked_prefill_size=4, flight_recorder_prompts=prompts)
+    driver.send(
+        request("r", PROMPT, max_new_tokens=3, ignore_eos=True, frequency_penalty=0.5, stop=("secret",))
+    )
+    driver.run()
+    record = dump(driver)
+    seqs = [seq for step in record["steps"] for seq in step.get("seqs", ())]
+    assert [seq["num_tokens"] for seq in seqs] == [4, 4, 1]
+    if prompts:
+        assert sum((seq["token_ids"] for seq in seqs), []) == PROMPT
+        assert [seq["next_token"] for seq in seqs] == [175, 179, None] and seqs[-1]["history"][0] == PROMPT
+    else:
+        assert [seq["token_ids"] for seq in seqs] == [None] * 3
+        assert [seq["next_token"] for seq in seqs] == [-1, -1, None] and seqs[-1]["history"][0] == len(PROMPT)
+    assert b"secret" not in dump_json(driver.scheduler.recorder, "test"), "stop strings are words"
+
+
+def test_departures_say_why_and_what_was_held() -> None:
+    driver = make_driver(num_pages=12, schedule_conservativeness=0.01, disable_radix_cache=True)
+    driver.send(*(request(f"r{i}", [i + 1] * 6, max_new_tokens=20, ignore_eos=True) for i in range(3)))
+    driver.run()
+    driver.send(request("stops", [9] * 6, max_new_tokens=20, stop_token_ids=tuple(range(211))))
+    driver.run()
+    driver.send(request("leaves", [8] * 6, max_new_tokens=20, ignore_eos=True))
+    driver.step()
+    driver.step()
+    driver.send(AbortReq(rid="leaves"), request("never", [5] * 6), AbortReq(rid="never"))
+    driver.run()
+    record = dump(driver)
+    why: dict[str, list[str]] = {}
+    for event in events(record, "depart"):
+        why.setdefault(event["rid"], []).append(event["why"])
+        assert len(event["pages"]) * 4 >= event["published_len"] and event["row"] > 0
+    assert driver.scheduler.stats.num_retractions > 0
+    assert sum(reasons.count("retract") for reasons in why.values()) == driver.scheduler.stats.num_retractions
+    assert {reasons[-1] for rid, reasons in why.items() if rid[0] == "r"} == {"length"}
+    assert why["stops"] == ["stop"] and why["leaves"] == ["abort"] and "never" not in why
+    leased = sum(len(step["page_writes"]["pages"]) for step in record["steps"] if step["page_writes"])
+    assert leased == sum(len(event["pages"]) for event in events(record, "retire_pages")), "nothing is cached"
+
+
+def test_live_requests_are_told_with_their_pages() -> None:
+    driver = make_driver()
+    driver.send(request("alive", [3] * 6, max_new_tokens=20, ignore_eos=True))
+    for _ in range(4):
+        driver.step()
+    (req,) = dump(driver)["reqs"]
+    assert (req["rid"], req["row"], req["num_prompt_tokens"]) == ("alive", 1, 6)
+    assert req["pages"] == driver.scheduler.reqs["alive"].pages
+    assert dump(driver)["steps"][-1]["tokens"] is None, "in flight"
+
+
+def test_off_records_nothing() -> None:
+    driver = make_driver(flight_recorder_steps=0)
+    driver.send(request("r", [1, 2], max_new_tokens=4), FlightRecorderReq(id="ask"))
+    driver.run()
+    assert driver.scheduler.recorder.snapshot() == ([], [])
+    assert driver.worker.pages.observer is None
+    assert ControlReply(id="ask", success=False, message=OFF) in driver.replies
+
+
+def test_asked_for_by_message(tmp_path: Path) -> None:
+    driver = make_driver(flight_recorder_dir=str(tmp_path / "dumps"))
+    driver.send(request("r", [1, 2], max_new_tokens=4))
+    driver.run()
+    driver.send(FlightRecorderReq(id="json", write=False), FlightRecorderReq(id="file"))
+    driver.step()
+    replies = {reply.id: reply for reply in driver.replies if isinstance(reply, ControlReply)}
+    path = Path(replies["file"].message)
+    assert path.parent == tmp_path / "dumps"
+    assert json.loads(path.read_text())["steps"] == json.loads(replies["json"].payload)["steps"] != []
+
+
+def test_files_are_the_owners_and_never_overwritten(tmp_path: Path) -> None:
+    driver = make_driver(flight_recorder_dir=str(tmp_path / "new" / "folder"))
+    first, second = (write_dump(driver.scheduler.recorder, "test") for _ in range(2))
+    assert first != second and first.exists()
+    assert stat.S_IMODE(first.stat().st_mode) == 0o600
+    assert stat.S_IMODE(first.parent.stat().st_mode) == 0o700
+
+
+def test_a_dump_that_cannot_be_written_hides_no_other_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    driver = make_driver(flight_recorder_dir=str(blocked))
+    with caplog.at_level(logging.ERROR):
+        dump_and_log(driver.scheduler.recorder, "the reason")
+        dump_and_log(None, "before there was a scheduler")
+    (line,) = caplog.messages
+    assert line.startswith("flight recorder: nothing written (")
+    driver.send(FlightRecorderReq(id="file"))
+    driver.step()
+    reply = next(reply for reply in driver.replies if isinstance(reply, ControlReply))
+    assert not reply.success and "could not be written" in reply.message
+
+
+def test_flags() -> None:
+    def config(**flags: Any) -> Any:
+        return resolve(ServerArgs(model_path="demo", device="cpu", **flags))
+
+    assert config().flight_recorder_steps == 512 and not config().flight_recorder_prompts
+    assert "fenceline-flight-recorder" in config().flight_recorder_dir
+    with pytest.raises(ConfigError, match="--flight-recorder-steps -1"):
+        config(flight_recorder_steps=-1)
+    with pytest.raises(ConfigError, match="--flight-recorder-dir is empty"):
+        config(flight_recorder_dir="")
