@@ -121,10 +121,10 @@ class OrderChecker:
         return WatchedMemory(name, num_rows, row_name)
 
     def paged_memory(
-        self, name: str, num_pages: int, num_rows: int, max_pages_per_row: int, reader: StreamName
+        self, name: str, num_pages: int, page_size: int, table: tuple[int, int], reader: StreamName
     ) -> WatchedPages:
-        """Pages that ``reader`` reads through a page table [num_rows, max_pages_per_row]."""
-        return WatchedPages(name, num_pages, num_rows, max_pages_per_row, _NUMBERS[reader])
+        """Pages of ``page_size`` tokens that ``reader`` reads through a page table of that shape (rows, columns)."""
+        return WatchedPages(name, num_pages, page_size, table, _NUMBERS[reader])
 
     def begin(self, name: StreamName, label: str, step: int | None = None) -> Operation:
         """The next operation of a stream, about to be submitted, or of the host; of another ``step`` if given."""
@@ -167,14 +167,21 @@ class OrderChecker:
             self._compare(op, memory, True, rows)
         memory.note(op.agent, op.tick, True, rows)
 
-    def read_pages(self, op: Operation, memory: WatchedPages, rows: Rows, num_pages: Rows) -> None:
-        """``op``, on the pages' reader, reads the first ``num_pages`` [N] pages of the distinct ``rows`` [N].
+    def read_pages(self, op: Operation, memory: WatchedPages, rows: Rows, lengths: Rows) -> None:
+        """``op``, on the pages' reader, reads the first ``lengths`` [N] tokens of the distinct ``rows`` [N].
 
-        Raises :class:`OrderError`.
+        Raises :class:`OrderError`. See :meth:`WatchedPages.note_rows` for what it asks of the arrays.
         """
         if _beyond(memory.last_writes, op):
-            self._compare(op, memory, False, memory.pages_of(rows, num_pages))
-        memory.note_rows(op.tick, rows, num_pages)
+            self._compare(op, memory, False, memory.pages_of(rows, lengths))
+        memory.note_rows(op.tick, rows, lengths, False)
+
+    def append_pages(self, op: Operation, memory: WatchedPages, rows: Rows, lengths: Rows) -> None:
+        """:meth:`read_pages`, and ``op`` writes the last token of each row, whose page lies in the table."""
+        if _beyond(memory.last_writes, op) or _beyond(memory.last_reads, op):
+            self._compare(op, memory, False, memory.pages_of(rows, lengths))
+            self._compare(op, memory, True, memory.last_pages_of(rows, lengths))
+        memory.note_rows(op.tick, rows, lengths, True)
 
     # --- within --------------------------------------------------------------------------------------
 

@@ -17,6 +17,8 @@ from fenceline.memory_order.vector_clock import Clock
 Rows = npt.NDArray[np.integer]
 _Ticks = npt.NDArray[np.int64]
 
+_MAX_LOG = 256
+
 
 class Past(NamedTuple):
     """An earlier access that is not known to have happened before: to ``rows``, None for all there is."""
@@ -121,19 +123,23 @@ class WatchedMemory:
 class WatchedPages(WatchedMemory):
     """Pages that one agent reads through a page table: a step reads all pages of its rows, too many to note each time.
 
-    So a read is noted at the table's row, with the number of pages it covered, and is written to the pages themselves
-    when the row changes or when somebody else wants to know. The table here is the host's mirror of the device's.
+    So what a step reads and writes is kept as rows and lengths, and is brought to the pages themselves when the table
+    changes there or when somebody else wants to know. The table here is the host's mirror of the device's.
     """
 
-    __slots__ = ("_covered", "_latest", "_page_table", "_reader", "_row_ticks")
+    __slots__ = ("_covered", "_latest", "_log", "_page_size", "_page_table", "_reader", "_row_ticks")
 
-    def __init__(self, name: str, num_pages: int, num_rows: int, max_pages_per_row: int, reader: int) -> None:
+    def __init__(
+        self, name: str, num_pages: int, page_size: int, table: tuple[int, int], reader: int
+    ) -> None:
         super().__init__(name, num_pages, "page")
+        self._page_size = page_size
         self._reader = reader
-        self._page_table = np.zeros((num_rows, max_pages_per_row), dtype=np.int32)
-        self._covered = np.zeros(num_rows, dtype=np.int64)  # pages of the row that were read at its tick
-        self._row_ticks = np.zeros(num_rows, dtype=np.int64)
-        self._latest: tuple[Rows, Rows, int] | None = None  # rows, pages, tick: not yet in the two above
+        self._page_table = np.zeros(table, dtype=np.int32)
+        self._covered = np.zeros(table[0], dtype=np.int64)  # pages of the row that were read at its tick
+        self._row_ticks = np.zeros(table[0], dtype=np.int64)
+        self._latest: tuple[int, Rows, Rows] | None = None  # tick, rows, lengths: not yet in the two above
+        self._log: list[tuple[int, Rows, Rows]] = []  # the same of each decode step: last tokens written
 
     def write_table(self, rows: Rows, columns: Rows, pages: Rows) -> None:
         """The reader writes ``page_table[rows, columns] = pages``, all [N]."""
@@ -143,29 +149,41 @@ class WatchedPages(WatchedMemory):
             self._settle(np.unique(rows[changed]))
         self._page_table[rows, columns] = pages
 
-    def pages_at(self, rows: Rows, columns: Rows) -> npt.NDArray[np.int32]:
-        """``page_table[rows, columns]``, all [N]."""
-        pages: npt.NDArray[np.int32] = self._page_table[rows, columns]
-        return pages
+    def note(self, agent: int, tick: int, write: bool, rows: Rows | None) -> None:
+        """See :meth:`WatchedMemory.note`."""
+        self._write_log()
+        super().note(agent, tick, write, rows)
+        self._write_out()
 
-    def pages_of(self, rows: Rows, num_pages: Rows) -> npt.NDArray[np.int32]:
-        """The first ``num_pages`` [N] pages of ``rows`` [N], one after the other."""
+    def note_rows(self, tick: int, rows: Rows, lengths: Rows, writes_last: bool) -> None:
+        """The reader reads the first ``lengths`` [N] tokens of the distinct ``rows`` [N], and may write the last ones.
+
+        Neither array is changed later. The rows of the last time, the same array, come with no smaller lengths.
+        """
+        self.last_reads[self._reader] = tick
+        if self._latest is not None and self._latest[1] is not rows:
+            self._cover()
+        self._latest = (tick, rows, lengths)
+        if writes_last:
+            self.last_writes[self._reader] = tick
+            self._log.append(self._latest)
+            if len(self._log) == _MAX_LOG:
+                self._write_log()
+
+    def pages_of(self, rows: Rows, lengths: Rows) -> npt.NDArray[np.int32]:
+        """The pages of the first ``lengths`` [N] tokens of ``rows`` [N], one row's after the other's."""
+        num_pages = -(-lengths // self._page_size)
         live = np.arange(self._page_table.shape[1]) < num_pages[:, None]
         return self._page_table[rows][live]
 
-    def note_rows(self, tick: int, rows: Rows, num_pages: Rows) -> None:
-        """The reader reads the first ``num_pages`` [N] pages of the distinct ``rows`` [N].
-
-        The same array of rows as the last time must come with no fewer pages than then.
-        """
-        self.last_reads[self._reader] = tick
-        if self._latest is not None and self._latest[0] is not rows:
-            self._cover()
-        self._latest = (rows, num_pages, tick)
+    def last_pages_of(self, rows: Rows, lengths: Rows) -> npt.NDArray[np.int32]:
+        """The page [N] of token ``lengths - 1`` of each row."""
+        pages: npt.NDArray[np.int32] = self._page_table[rows, (lengths - 1) // self._page_size]
+        return pages
 
     def unordered(self, agent: int, clock: Clock, write: bool, rows: Rows | None) -> Past | None:
         """See :meth:`WatchedMemory.unordered`."""
-        if write and agent != self._reader:
+        if agent != self._reader:
             self._cover()
             self._settle(np.flatnonzero(self._covered))
         return super().unordered(agent, clock, write, rows)
@@ -174,7 +192,8 @@ class WatchedPages(WatchedMemory):
         """Bring the latest read to its rows."""
         if self._latest is None:
             return
-        (rows, num_pages, tick), self._latest = self._latest, None
+        (tick, rows, lengths), self._latest = self._latest, None
+        num_pages = -(-lengths // self._page_size)
         shrunk = self._covered[rows] > num_pages
         if shrunk.any():
             self._settle(rows[shrunk])
@@ -182,9 +201,18 @@ class WatchedPages(WatchedMemory):
         self._row_ticks[rows] = tick
 
     def _settle(self, rows: Rows) -> None:
-        """Note the reads of ``rows`` at their pages."""
+        """Note the reads of ``rows`` at their pages, and all writes."""
+        self._write_log()
         table = self._table(self._reader, False)
         for row in rows.tolist():
             pages = self._page_table[row, : self._covered[row]]
             table[pages] = np.maximum(table[pages], self._row_ticks[row])
             self._covered[row] = 0
+
+    def _write_log(self) -> None:
+        """Bring the decode steps' writes to the pages; the table still is as it was for them (see write_table)."""
+        if self._log:
+            log, self._log = self._log, []
+            pages = [self.last_pages_of(rows, lengths) for _, rows, lengths in log]
+            ticks = np.repeat([tick for tick, _, _ in log], [len(ids) for ids in pages])
+            self._table(self._reader, True)[np.concatenate(pages)] = ticks  # of equal ones the last remains
