@@ -23,6 +23,7 @@ from fenceline.managers.io_struct import (
     DecodeInfo,
     FatalError,
     FinishReason,
+    FlightRecorderReq,
     FlushCacheReq,
     GetInternalStateReq,
     InternalState,
@@ -108,6 +109,8 @@ class FakeScheduler:
             case ContinueGenerationReq(id=id):
                 self.paused = False
                 return [], [ControlReply(id=id, success=True)]
+            case FlightRecorderReq(id=id):
+                return [], [ControlReply(id=id, success=False, message="a fake has no flight recorder")]
             case GetInternalStateReq(id=id):
                 return [], [ControlReply(id=id, success=True, state=self.state())]
             case ProfileReq(id=id, action=action):

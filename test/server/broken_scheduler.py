@@ -1,0 +1,32 @@
+"""The real scheduler process with a defect: its books do not add up, or a step never ends."""
+
+from __future__ import annotations
+
+import threading
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.managers.io_struct import PortArgs
+
+
+def run_wrong_books(config: EngineConfig, ports: PortArgs) -> None:
+    """Loses a page with the first request."""
+    from fenceline.managers.request_memory import RequestMemory
+    from fenceline.managers.scheduler_process import run_scheduler_process
+
+    admit = RequestMemory.admit
+
+    def losing(self, req, prefix):  # type: ignore[no-untyped-def]
+        self.pages.alloc(1)
+        return admit(self, req, prefix)
+
+    RequestMemory.admit = losing  # type: ignore[method-assign]
+    run_scheduler_process(config, ports)
+
+
+def run_hanging_step(config: EngineConfig, ports: PortArgs) -> None:
+    """Never publishes a decode step."""
+    from fenceline.managers.scheduler import Scheduler
+    from fenceline.managers.scheduler_process import run_scheduler_process
+
+    Scheduler.publish_decode = lambda self, reqs, out: threading.Event().wait()  # type: ignore
+    run_scheduler_process(config, ports)
