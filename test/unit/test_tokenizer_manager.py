@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -38,6 +40,7 @@ from fenceline.managers.request_types import (
     expand_samples,
     merge_chunks,
 )
+from fenceline.managers.tokenizer import load_tokenizer
 from fenceline.managers.tokenizer_manager import INLINE_TEXT_CHARS, TokenizerManager
 
 READY = SchedulerReady(
@@ -217,6 +220,30 @@ async def test_max_new_tokens_is_clipped_to_context_and_memory() -> None:
     await bench.manager.submit(ids_input(5, 6, 7, 8, max_new_tokens=1000, min_new_tokens=500))
     params = bench.link.requests()[0].sampling_params
     assert (params.max_new_tokens, params.min_new_tokens) == (60, 60)
+
+
+async def test_aborting_a_name_aborts_all_its_requests_and_no_other() -> None:
+    bench = Bench()
+    inputs = [*expand_samples(ids_input(5), 3), ids_input(5, rid="r-x"), ids_input(5, rid="s")]
+    await bench.manager.submit_many(inputs)
+    bench.manager.abort("r")
+    bench.manager.abort("")
+    bench.manager.abort("unknown")
+    assert bench.link.sent[-3:] == [AbortReq(rid="r"), AbortReq(rid="r-1"), AbortReq(rid="r-2")]
+    bench.manager.abort("r-1")
+    assert bench.link.sent[-1] == AbortReq(rid="r-1")
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised() -> None:
+    tokenizer = load_tokenizer(demo_config().tokenizer_path)
+    thread = threading.Thread(target=tokenizer.encode, args=("a " * 150_000,))
+    begin = last = time.perf_counter()
+    longest = 0.0
+    thread.start()
+    while thread.is_alive():
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    assert longest < (time.perf_counter() - begin) / 2
 
 
 async def test_long_text_is_tokenised_off_the_loop_and_equally() -> None:

@@ -119,6 +119,7 @@ def expand(body: GenerateBody, config: EngineConfig, default_rid: str | None) ->
             400, f"{num} prompts with {n} samples are more than {MAX_PROMPTS} in one request", param="n"
         )
     rids = _rids(body.rid, num, default_rid)
+    family = "" if isinstance(body.rid, list) else body.rid or default_rid or ""
     logprob = _spread(body.return_logprob or False, num, "return_logprob")
     start = _spread(
         -1 if body.logprob_start_len is None else body.logprob_start_len, num, "logprob_start_len"
@@ -135,7 +136,7 @@ def expand(body: GenerateBody, config: EngineConfig, default_rid: str | None) ->
             top_logprobs_num=top[index],
         )
         if rids is not None:
-            one = replace(one, rid=rids[index])
+            one = replace(one, rid=rids[index], family=family)
         inputs.extend(expand_samples(one, n))
     return Expanded(inputs, single and n == 1)
 

@@ -64,7 +64,9 @@ def serve_until_stopped(config: EngineConfig, scheduler_entry: ProcessEntry = ru
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    logger.info("Loading %s; the address follows when it can answer (Ctrl-C stops).", config.served_model_name)
+    logger.info(
+        "Loading %s; the address follows when it can answer (Ctrl-C stops).", config.served_model_name
+    )
     with sock:
         backend = launch_processes(config, scheduler_entry)
         try:

@@ -21,7 +21,11 @@ def check_prompt_form(inp: GenerateInput, tokenizer: Tokenizer | None) -> None:
         raise RequestError(
             400, "this server runs with --skip-tokenizer-init: send input_ids, not text", param="text"
         )
-    for name, strings in (("text", (inp.text or "",)), ("stop", inp.sampling_params.stop), ("rid", (inp.rid,))):
+    for name, strings in (
+        ("text", (inp.text or "",)),
+        ("stop", inp.sampling_params.stop),
+        ("rid", (inp.rid,)),
+    ):
         if not all(map(_is_unicode, strings)):
             raise RequestError(400, f"{name} has half a surrogate pair: it is not Unicode text", param=name)
     if any(len(stop) > MAX_STOP_CHARS for stop in inp.sampling_params.stop):

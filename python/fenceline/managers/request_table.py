@@ -16,12 +16,13 @@ class RequestEntry:
     """One request in flight. Times are ``time.perf_counter()`` seconds, 0 where not yet known."""
 
     __slots__ = (
-        "cached_tokens", "completion_tokens", "created", "first_token", "last_token", "num_prompt_tokens",
+        "cached_tokens", "completion_tokens", "created", "family", "first_token", "last_token", "num_prompt_tokens",
         "num_retractions", "rid", "started", "stream", "wire_rid",
     )  # fmt: skip
 
-    def __init__(self, message: TokenizedGenerateReq, stream: RequestStream) -> None:
+    def __init__(self, message: TokenizedGenerateReq, stream: RequestStream, family: str) -> None:
         self.rid = stream.rid
+        self.family = family
         self.wire_rid = message.rid
         self.stream = stream
         self.num_prompt_tokens = len(message.input_ids)
@@ -85,6 +86,10 @@ class RequestTable:
         # An id that holds a tilde of its own always gets a number, so that no two names can be the same.
         return f"{rid}~{times}" if times or "~" in rid else rid
 
+    def named(self, rid: str) -> list[RequestEntry]:
+        """The requests in flight that a client means by ``rid``: the one of this id and those of this family."""
+        return [entry for entry in self._active.values() if rid in (entry.rid, entry.family)]
+
     @property
     def num_waiting(self) -> int:
         """Requests of which nothing has been heard yet."""
@@ -120,11 +125,11 @@ class RequestTable:
             admitted += 1
         return len(prompts) - admitted
 
-    def add(self, message: TokenizedGenerateReq, stream: RequestStream) -> RequestEntry:
+    def add(self, message: TokenizedGenerateReq, stream: RequestStream, family: str = "") -> RequestEntry:
         """Start keeping track of a request that :meth:`admit` allowed."""
         assert stream.rid not in self._active
         assert message.rid not in self._by_wire
-        entry = RequestEntry(message, stream)
+        entry = RequestEntry(message, stream, family)
         self._active[entry.rid] = self._waiting[entry.rid] = self._by_wire[entry.wire_rid] = entry
         return entry
 

@@ -57,6 +57,7 @@ class GenerateInput:
     """One prompt, one sample. Exactly one of ``text`` and ``input_ids`` is given.
 
     ``add_special_tokens``: False where ``text`` is a rendered chat template, which writes its own BOS.
+    ``family``: the client's one id for several requests, such as the samples of a prompt, that aborts them all.
     ``logprob_start_len``: first prompt position whose logprob is wanted, -1 for none of the prompt's.
     """
 
@@ -64,6 +65,7 @@ class GenerateInput:
     input_ids: Sequence[int] | None = None
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     rid: str = field(default_factory=new_rid)
+    family: str = ""
     stream: bool = False
     return_logprob: bool = False
     logprob_start_len: int = -1
@@ -141,7 +143,7 @@ def _sample(inp: GenerateInput, index: int) -> GenerateInput:
     if params.seed is not None:
         shifted = (params.seed + index + 2**63) % 2**64 - 2**63
         params = msgspec.structs.replace(params, seed=shifted)
-    return replace(inp, rid=f"{inp.rid}-{index}", sampling_params=params)
+    return replace(inp, rid=f"{inp.rid}-{index}", family=inp.family or inp.rid, sampling_params=params)
 
 
 def error_of(chunk: GenerateChunk) -> RequestError | None:

@@ -9,11 +9,12 @@ from pathlib import Path
 from tokenizers import Tokenizer as RustTokenizer
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SHORT_CHARS = 2048  # below, the plain call costs less
 
 
 class Tokenizer:
     """A loaded tokenizer. ``special_tokens`` maps ``bos_token`` ... to texts, as chat templates read them;
-    ``chat_template`` is the template that came with it, if any. Thread-safe; encoding releases the GIL."""
+    ``chat_template`` is the template that came with it, if any. Thread-safe; encoding a long text releases the GIL."""
 
     def __init__(
         self,
@@ -33,7 +34,10 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; special tokens written in the text are recognised."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= _SHORT_CHARS:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Only the batch calls of tokenizers release the GIL; without offsets they are faster, too.
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ``ids``, nothing cleaned up; bytes that are no UTF-8 become U+FFFD."""

@@ -100,9 +100,13 @@ class TokenizerManager:
                 yield chunk
 
     def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
-        """Abort one request or all; unknown ids are ignored. Readers get a last chunk of type ``abort``."""
-        if abort_all or rid in self._table:
-            self._link.send(AbortReq(rid=self._table.wire_rid(rid), abort_all=abort_all))
+        """Abort one request with all its samples and prompts, or all requests; unknown ids are ignored.
+        Readers get a last chunk of type ``abort``."""
+        if abort_all:
+            self._link.send(AbortReq(rid="", abort_all=True))
+            return
+        for entry in self._table.named(rid) if rid else ():
+            self._link.send(AbortReq(rid=entry.wire_rid))
 
     def is_active(self, rid: str) -> bool:
         """Whether a request of this id is in flight."""
@@ -130,7 +134,7 @@ class TokenizerManager:
 
     def _start(self, inp: GenerateInput, message: TokenizedGenerateReq) -> RequestStream:
         stream = RequestStream(inp.rid, message.input_ids, self._abandon)
-        self._table.add(message, stream)
+        self._table.add(message, stream, inp.family)
         self._link.send(message)
         self._log.received(inp, message)
         return stream

@@ -68,6 +68,7 @@ class CompletionServing:
                 input_ids=ids,
                 sampling_params=params,
                 rid=rid if index == 0 else f"{rid}-{index * body.n}",
+                family=rid,
                 stream=body.stream,
                 return_logprob=body.logprobs is not None,
                 logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
