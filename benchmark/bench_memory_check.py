@@ -17,6 +17,7 @@ import time
 import torch
 
 import fenceline
+from bench_scheduler import NullBox
 from fenceline.config.resolve import resolve
 from fenceline.config.sampling_params import SamplingParams
 from fenceline.config.server_args import ServerArgs
@@ -25,8 +26,6 @@ from fenceline.managers.io_struct import TokenizedGenerateReq
 from fenceline.managers.scheduler import InFlight, Scheduler
 from fenceline.memory_order import open_device
 from fenceline.model_executor.model_runner import ModelRunner
-
-from bench_scheduler import NullBox
 
 
 class NullModel(torch.nn.Module):
@@ -42,7 +41,9 @@ class NullModel(torch.nn.Module):
         return self._logits[:num_rows]
 
 
-def make_scheduler(num_running: int, prompt_len: int, num_steps: int, page_size: int, check: str) -> Scheduler:
+def make_scheduler(
+    num_running: int, prompt_len: int, num_steps: int, page_size: int, check: str
+) -> Scheduler:
     """A scheduler with ``num_running`` requests in its inbox, over a ModelRunner without a model."""
     context = prompt_len + num_steps + 64
     num_tokens = num_running * (context + 2 * page_size + 16)
@@ -59,7 +60,10 @@ def make_scheduler(num_running: int, prompt_len: int, num_steps: int, page_size:
     box = NullBox(
         [
             TokenizedGenerateReq(
-                rid=f"req-{i}", input_ids=[2 + i % 9, *[3] * (prompt_len - 1)], sampling_params=params, stream=True
+                rid=f"req-{i}",
+                input_ids=[2 + i % 9, *[3] * (prompt_len - 1)],
+                sampling_params=params,
+                stream=True,
             )
             for i in range(num_running)
         ]
