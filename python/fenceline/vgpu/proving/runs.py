@@ -101,6 +101,8 @@ def _run(trial: Trial, policy: Policy, collect: bool = False) -> tuple[Outcome, 
         report = execute(loop.scheduler.config, loop.decisions)
         outcome = Outcome(trial, TOKENS if report else "", report=report, num_steps=len(loop.decisions))
     except Exception as error:
+        if not gpus:  # not a finding of the run: it has not begun
+            raise
         outcome = _failure(trial, error)
     return outcome, gpus[0]
 
