@@ -1,11 +1,13 @@
 """CPU time of the scheduler per decode step, with a worker that computes nothing.
 
     python benchmark/bench_scheduler.py [--running 1,16,64,256] [--steps 400] [--repeats 5]
+    python benchmark/bench_scheduler.py --compare-flight-recorder --repeats 25
 
 Everything that the scheduler process does in a steady decode step is timed: draining the inbox, planning,
 publishing one token for every (streaming) request and encoding the message to the detokenizer. The line
 fitted through the medians gives the base and the cost of each added request. The device's own submission
-cost is not in it: it belongs to the model runner.
+cost is not in it: it belongs to the model runner. With --compare-flight-recorder a scheduler with
+and one without the recorder run side by side; compared are the fastest tenth of their blocks of steps.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from fenceline.model_executor.forward_result import StepOutput
 from fenceline.model_executor.schedule_batch import DecodeBatch, ScheduleBatch
 
 _TOKEN = 42
+_BLOCK = 16  # steps of one scheduler before it is the other's turn: noise of the machine lasts longer
+_RING = 512
 
 
 class NullResult:
@@ -79,30 +83,68 @@ class NullBox:
         self.num_bytes += len(encode(message))
 
 
+class Bench:
+    """A scheduler in the midst of decoding ``num_running`` requests, for ``num_steps`` steps at most."""
+
+    def __init__(self, num_running: int, num_steps: int, page_size: int, recorder_steps: int = 512) -> None:
+        context = 64 + num_steps
+        args = ServerArgs(
+            model_path=fenceline.demo_model_path(),
+            device="cpu",
+            page_size=page_size,
+            decode_log_interval=10**9,
+            flight_recorder_steps=recorder_steps,
+        )
+        config = dataclasses.replace(resolve(args), max_running_requests=num_running, context_length=context)
+        params = SamplingParams(max_new_tokens=context, ignore_eos=True, temperature=0.0)
+        box = NullBox(
+            [
+                TokenizedGenerateReq(
+                    rid=f"req-{i}", input_ids=[i + 1] * 8, sampling_params=params, stream=True
+                )
+                for i in range(num_running)
+            ]
+        )
+        worker = NullWorker(num_running * (context // page_size + 2), num_running)
+        self.scheduler = Scheduler(config, worker, box, box)
+        self._flight: InFlight | None = None
+        self.run(32)  # prompts in, then warm
+        assert len(self.scheduler.running) == num_running
+
+    def run(self, num_steps: int) -> float:
+        """Mean CPU time of a step in microseconds, over the next ``num_steps``."""
+        flight, step = self._flight, self.scheduler.step
+        begin = time.process_time_ns()
+        for _ in range(num_steps):
+            flight = step(flight)
+        self._flight = flight
+        return (time.process_time_ns() - begin) / num_steps / 1e3
+
+
 def step_time_us(num_running: int, num_steps: int, page_size: int) -> float:
     """Mean CPU time of one decode step in microseconds."""
-    context = 64 + num_steps
-    args = ServerArgs(
-        model_path=fenceline.demo_model_path(), device="cpu", page_size=page_size, decode_log_interval=10**9
-    )
-    config = dataclasses.replace(resolve(args), max_running_requests=num_running, context_length=context)
-    params = SamplingParams(max_new_tokens=context, ignore_eos=True, temperature=0.0)
-    box = NullBox(
-        [
-            TokenizedGenerateReq(rid=f"req-{i}", input_ids=[i + 1] * 8, sampling_params=params, stream=True)
-            for i in range(num_running)
-        ]
-    )
-    worker = NullWorker(num_running * (context // page_size + 2), num_running)
-    scheduler = Scheduler(config, worker, box, box)
-    flight: InFlight | None = None
-    for _ in range(32):  # prompts in, then warm
-        flight = scheduler.step(flight)
-    assert len(scheduler.running) == num_running
-    begin = time.process_time()
-    for _ in range(num_steps):
-        flight = scheduler.step(flight)
-    return (time.process_time() - begin) / num_steps * 1e6
+    return Bench(num_running, num_steps, page_size).run(num_steps)
+
+
+def compare_flight_recorder(sizes: Sequence[int], num_steps: int, repeats: int, page_size: int) -> None:
+    """Print what the recorder adds to a step: two schedulers in turn, ``_BLOCK`` steps each, the ring full."""
+    print(f"{'running':>8} {'off us/step':>12} {'on':>9} {'added':>9} {'ratio':>7} {'median ratio':>13}")
+    for size in sizes:
+        steps = num_steps * repeats
+        off, on = (Bench(size, _RING + steps, page_size, ring) for ring in (0, _RING))
+        off.run(_RING)
+        on.run(_RING)
+        pairs = []
+        for index in range(steps // _BLOCK):
+            if index % 2:
+                pairs.append((off.run(_BLOCK), on.run(_BLOCK)))
+            else:
+                second = on.run(_BLOCK)
+                pairs.append((off.run(_BLOCK), second))
+        # A busy machine only ever adds time: the fast blocks are the undisturbed ones.
+        base, kept = (statistics.quantiles(times, n=10)[0] for times in zip(*pairs, strict=True))
+        median = statistics.median(pair[1] / pair[0] for pair in pairs)
+        print(f"{size:>8} {base:>12.1f} {kept:>9.1f} {kept - base:>9.2f} {kept / base:>7.4f} {median:>13.4f}")
 
 
 def main() -> None:
@@ -113,12 +155,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument("--compare-flight-recorder", action="store_true")
     args = parser.parse_args()
     sizes = [int(n) for n in args.running.split(",")]
     medians = []
     step_time_us(
         max(sizes), args.steps, args.page_size
     )  # the first run of a process also pays for its imports
+    if args.compare_flight_recorder:
+        compare_flight_recorder(sizes, args.steps, args.repeats, args.page_size)
+        return
     print(f"{'running':>8} {'median us/step':>15} {'min':>9} {'max':>9}")
     for size in sizes:
         times = [step_time_us(size, args.steps, args.page_size) for _ in range(args.repeats)]
