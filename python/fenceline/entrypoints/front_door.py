@@ -3,6 +3,7 @@ chunks passes through it."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import re
@@ -55,6 +56,9 @@ class FrontDoor:
             return
         try:
             await self._app(scope, _limited(receive), send_with_id)
+        except asyncio.CancelledError:  # the server stops and waits no longer
+            if not started:
+                await error_response(_stopping())(scope, receive, send_with_id)
         except Exception as defect:
             logger.exception("request %s failed", scope[REQUEST_ID])
             if not started:
@@ -92,3 +96,7 @@ def _limited(receive: Receive) -> Receive:
 
 def _too_large() -> RequestError:
     return RequestError(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", code="body_too_large")
+
+
+def _stopping() -> RequestError:
+    return RequestError(503, "the server is shutting down", code="shutting_down")
