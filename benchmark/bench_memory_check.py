@@ -1,18 +1,20 @@
 """What --memory-check order costs per decode step: the whole loop with the real model runner, and a model that is free.
 
-    python benchmark/bench_memory_check.py [--running 1,16,64,256] [--prompt-len 64] [--steps 200] [--repeats 9]
+    python benchmark/bench_memory_check.py [--running 1,16,64,256] [--prompt-len 64] [--steps 600]
 
-Everything that a decode step does on the CPU is timed but the model's layers and the sampler: the scheduler, the rings,
-the page tables, the attention plan. Runs with ``off`` and ``order`` alternate, so that a machine that slows
-down does so for both; the cost is the median of the differences between neighbours.
+The loop runs with ``order`` on, and every call into the checker is timed where the loop makes it, caches as cold as
+they are there: the cost is the sum over the calls of a step, each at its median. The step with ``off`` beside it is
+everything that a decode step does on the CPU but the model's layers: scheduler, rings, page tables, sampler.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import statistics
 import time
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,8 +26,10 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.managers.io_struct import TokenizedGenerateReq
 from fenceline.managers.scheduler import InFlight, Scheduler
-from fenceline.memory_order import open_device
+from fenceline.memory_order import OrderChecker, open_device
+from fenceline.memory_order.slot_order import SlotOrder
 from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.model_executor.step_order import StepOrder
 
 
 class NullModel(torch.nn.Module):
@@ -71,23 +75,62 @@ def make_scheduler(
     return Scheduler(config, runner, box, box)
 
 
-def step_times_us(num_running: int, prompt_len: int, num_steps: int, page_size: int) -> tuple[float, float]:
-    """Mean CPU time of one decode step in microseconds with ``off`` and with ``order``, in alternating slices."""
-    schedulers = [make_scheduler(num_running, prompt_len, num_steps, page_size, c) for c in ("off", "order")]
-    flights: list[InFlight | None] = [None, None]
-    for which, scheduler in enumerate(schedulers):
-        while len(scheduler.running) < num_running:
-            flights[which] = scheduler.step(flights[which])
-        for _ in range(8):
-            flights[which] = scheduler.step(flights[which])
-    times = [0.0, 0.0]
-    for done in range(0, num_steps, 20):
-        for which in (0, 1) if done % 40 else (1, 0):
-            begin = time.process_time()
-            for _ in range(20):
-                flights[which] = schedulers[which].step(flights[which])
-            times[which] += time.process_time() - begin
-    return times[0] / num_steps * 1e6, times[1] / num_steps * 1e6
+class Stopwatch:
+    """Times every call of some methods."""
+
+    def __init__(self, methods: Sequence[tuple[type, str]]) -> None:
+        self._methods = methods
+        self._times: dict[str, list[float]] = {}
+
+    def start(self) -> None:
+        """From now on."""
+        for owner, name in self._methods:
+            setattr(owner, name, self._timed(getattr(owner, name), f"{owner.__name__}.{name}"))
+
+    def stop(self) -> dict[str, list[float]]:
+        """The seconds of each call by method; nothing is timed any more."""
+        for owner, name in self._methods:
+            setattr(owner, name, getattr(owner, name).__wrapped__)
+        return self._times
+
+    def _timed(self, method: Callable[..., object], name: str) -> Callable[..., object]:
+        clock, times = time.perf_counter, self._times.setdefault(name, [])
+
+        @functools.wraps(method)
+        def timed(*args: object) -> object:
+            begin = clock()
+            result = method(*args)
+            times.append(clock() - begin)
+            return result
+
+        return timed
+
+
+ENTRANCES = [
+    *((StepOrder, name) for name in ("begin_step", "decode")),
+    *((SlotOrder, name) for name in ("host", "device", "upload", "download")),
+    *((OrderChecker, name) for name in ("record", "wait", "hear")),
+]
+
+
+def run(num_running: int, prompt_len: int, num_steps: int, page_size: int, check: str) -> tuple[float, float]:
+    """Microseconds of one decode step, the median, and of its calls into the checker."""
+    scheduler = make_scheduler(num_running, prompt_len, num_steps, page_size, check)
+    flight: InFlight | None = None
+    while len(scheduler.running) < num_running:
+        flight = scheduler.step(flight)
+    for _ in range(8):
+        flight = scheduler.step(flight)
+    watch = Stopwatch(ENTRANCES if check == "order" else [])
+    watch.start()
+    steps = []
+    for _ in range(num_steps):
+        begin = time.perf_counter()
+        flight = scheduler.step(flight)
+        steps.append(time.perf_counter() - begin)
+    calls = watch.stop()
+    cost = sum(statistics.median(times) * len(times) for times in calls.values() if times) / num_steps
+    return statistics.median(steps) * 1e6, cost * 1e6
 
 
 def main() -> None:
@@ -96,21 +139,19 @@ def main() -> None:
     )
     parser.add_argument("--running", default="1,16,64,256", help="numbers of running requests")
     parser.add_argument("--prompt-len", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=200, help="decode steps, a multiple of 20")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--page-size", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    step_times_us(4, 8, 20, args.page_size)  # the first run of a process also pays for its imports
-    print(f"{'running':>8} {'off us/step':>12} {'order':>8} {'cost: median':>13} {'min':>7} {'max':>7}")
+    print(f"{'running':>8} {'step, off: us':>14} {'checker: median us':>19} {'min':>6} {'max':>6}")
     for size in [int(n) for n in args.running.split(",")]:
-        pairs = [
-            step_times_us(size, args.prompt_len, args.steps, args.page_size) for _ in range(args.repeats)
-        ]
-        costs = [order - off for off, order in pairs]
-        off, order = (statistics.median(column) for column in zip(*pairs, strict=True))
-        cost = statistics.median(costs)
-        print(f"{size:>8} {off:>12.1f} {order:>8.1f} {cost:>13.1f} {min(costs):>7.1f} {max(costs):>7.1f}")
+        shape = (size, args.prompt_len, args.steps, args.page_size)
+        step = statistics.median(run(*shape, "off")[0] for _ in range(args.repeats))
+        costs = [run(*shape, "order")[1] for _ in range(args.repeats)]
+        print(
+            f"{size:>8} {step:>14.1f} {statistics.median(costs):>19.1f} {min(costs):>6.1f} {max(costs):>6.1f}"
+        )
 
 
 if __name__ == "__main__":

@@ -262,7 +262,7 @@ def test_pages_read_through_rows_are_as_if_each_had_been_noted(actions: list[Act
         else:  # a step over two rows
             if kind == 3 or (lengths[rows] >= 8).any() or a == 0:
                 rows = np.array([a, (a + 1 + b % 3) % 4])
-                lengths[rows] = np.clip(lengths[rows], 0, 7)
+                lengths[rows] = np.clip(lengths[rows], 0, 7 if c else 2)  # or fewer than before
             lengths[rows] += 1
             now = lengths[rows]
             read = np.concatenate([table[r, : -(-n // 2)] for r, n in zip(rows, now, strict=True)])
@@ -284,6 +284,18 @@ def test_pages_read_through_rows_are_as_if_each_had_been_noted(actions: list[Act
             mine, theirs = (m.unordered(load, clock, write, ids) for m in (pages, plain))
             assert (mine is None) == (theirs is None), (page, write)
             assert mine is None or (mine.tick, mine.was_write) == (theirs.tick, theirs.was_write)  # type: ignore[union-attr]
+
+
+def test_pages_that_a_row_no_longer_reads_were_read_all_the_same() -> None:
+    checker = OrderChecker()
+    pages = checker.paged_memory("pages", 8, 2, (4, 4), FORWARD)
+    pages.write_table(np.full(4, 1), np.arange(4), np.arange(1, 5))
+    checker.read_pages(checker.begin(FORWARD, "long"), pages, np.array([1]), np.array([8]))
+    checker.read_pages(checker.begin(FORWARD, "short"), pages, np.array([1]), np.array([3]))
+    with pytest.raises(OrderError, match=r"WAR on pages page 4\n  1. long reads it"):
+        checker.write(checker.begin(LOAD, "load"), pages, np.array([4]))
+    with pytest.raises(OrderError, match=r"WAR on pages page 1\n  1. short reads it"):
+        checker.write(checker.begin(LOAD, "load"), pages, np.array([1]))
 
 
 def test_full_is_refused_with_the_remedy() -> None:
