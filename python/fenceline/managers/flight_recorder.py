@@ -3,7 +3,7 @@
 Recording keeps references to what is frozen anyway (batches, sampled tokens) and copies nothing in a decode step;
 :mod:`fenceline.managers.flight_dump` makes JSON of it when somebody asks. It holds no Points, whose events would live
 on, no requests, and no prompt unless told to: prompts are somebody's words, and long. The size is bounded: about
-16 bytes for each request and step, and what page-table writes and departures add.
+8 bytes for each request and step, and what page-table writes and departures add.
 
 ``python -m fenceline.vgpu.replay FILE`` runs a dump's decisions again under the race detector.
 """
@@ -23,7 +23,7 @@ from fenceline.managers.req import Req
 from fenceline.managers.request_memory import RequestMemory
 from fenceline.memory_order import Points
 from fenceline.model_executor.forward_result import ForwardResult, StepOutput
-from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendSeq, ScheduleBatch
+from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendSeq, PageWrites, ScheduleBatch
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -74,8 +74,18 @@ class StepRecord(NamedTuple):
     tokens: list[I64]
 
 
-# What StepRecord names, as the hot path builds it: in a third of the time.
-_Raw = tuple[ScheduleBatch, Sequence[str], Serials, int, int, int, Sequence[Event], list[I64]]
+class _Run(NamedTuple):
+    """A step with something new in it. Decode steps that follow, if they only advance every request, refer to it."""
+
+    batch: ScheduleBatch
+    rids: Sequence[str]
+    after: Serials
+    events: Sequence[Event]
+
+
+# A step as the hot path notes it: its run, its number in the run, done, passed, in_flight, tokens. What is kept for
+# each step has left the caches when the ring drops it, so it is little.
+_Raw = tuple[_Run | None, int, int, int, int, list[I64]]
 
 
 class FlightRecorder:
@@ -93,6 +103,8 @@ class FlightRecorder:
         self._awaited: deque[list[I64]] = deque()  # where the tokens of the steps in flight go
         self._composition = -1
         self._rids: Sequence[str] = ()
+        self._run: _Run | None = None
+        self._num_advanced = 0
         if self.enabled:
             memory.pages.observer = self._retired
 
@@ -109,25 +121,26 @@ class FlightRecorder:
     def snapshot(self) -> tuple[list[StepRecord], list[Event]]:
         """The steps, oldest first, and what has happened since the last launch. May be called from any thread."""
         steps, events = list(self._steps), list(self._events)  # each in one turn of the interpreter
-        return [StepRecord(*step) for step in steps], events
+        return [_record(*step) for step in steps], events
 
     def launched(self, batch: ScheduleBatch, reqs: Sequence[Req], result: ForwardResult) -> None:
         """A step was handed to the worker; ``reqs`` in batch order. Of what it refers to nothing may change later."""
-        if type(batch) is not DecodeBatch or batch.composition != self._composition:
+        if (
+            type(batch) is not DecodeBatch
+            or batch.composition != self._composition
+            or len(batch.page_writes.rows)
+            or self._events
+            or batch.after.points
+        ):
             if not self.enabled:
                 return
-            batch = self._composed(batch, reqs)
-        after: Serials = ()
-        if batch.after.points:
-            after = _serials(batch.after)
-            batch = replace(batch, after=Points.none())
-        events: Sequence[Event] = ()
-        if self._events:
-            events, self._events = self._events, []
+            self._begin_run(batch, reqs)
+        advanced = self._num_advanced
+        self._num_advanced = advanced + 1
         done, awaited = result.done, self._awaited
         tokens: list[I64] = []
         self._steps.append(
-            (batch, self._rids, after, done.serial, done.stream.passed_serial, len(awaited), events, tokens)
+            (self._run, advanced, done.serial, done.stream.passed_serial, len(awaited), tokens)
         )
         awaited.append(tokens)
 
@@ -145,14 +158,20 @@ class FlightRecorder:
     def _retired(self, pages: I32, after: Points) -> None:
         self._events.append(Retirement(pages.copy(), _serials(after)))
 
-    def _composed(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> ScheduleBatch:
-        """Note who is in a batch of other requests than the last one's; the batch as it is kept."""
-        self._rids = tuple([req.rid for req in reqs])
-        if isinstance(batch, DecodeBatch):
+    def _begin_run(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
+        events, self._events = self._events, []
+        after = _serials(batch.after)
+        if not isinstance(batch, DecodeBatch):
+            self._composition = -1
+            self._rids = tuple([req.rid for req in reqs])
+            batch = replace(batch, seqs=tuple([self._seq(seq) for seq in batch.seqs]))
+        elif batch.composition != self._composition:
             self._composition = batch.composition
-            return batch
-        self._composition = -1
-        return replace(batch, seqs=tuple([self._seq(seq) for seq in batch.seqs]))
+            self._rids = tuple([req.rid for req in reqs])
+        if after:
+            batch = replace(batch, after=Points.none())
+        self._run = _Run(batch, self._rids, after, events)
+        self._num_advanced = 0
 
     def _seq(self, seq: ExtendSeq) -> ExtendSeq:
         """``seq`` without a view into the whole prompt, and without words unless they were asked for."""
@@ -170,6 +189,18 @@ class FlightRecorder:
 def withheld(num_tokens: int) -> I64:
     """So many token ids that are not told; takes no memory."""
     return np.broadcast_to(np.int64(WITHHELD), (num_tokens,))
+
+
+def _record(
+    run: _Run | None, advanced: int, done: int, passed: int, in_flight: int, tokens: list[I64]
+) -> StepRecord:
+    """A step in full: while nothing else changes, a decode step adds one to every length."""
+    assert run is not None, "the first step begins a run"
+    if advanced == 0:
+        return StepRecord(run.batch, run.rids, run.after, done, passed, in_flight, run.events, tokens)
+    assert isinstance(run.batch, DecodeBatch), "a run goes on with decode steps"
+    batch = replace(run.batch, seq_lens=run.batch.seq_lens + advanced, page_writes=PageWrites())
+    return StepRecord(batch, run.rids, (), done, passed, in_flight, (), tokens)
 
 
 def _serials(points: Points) -> Serials:
