@@ -43,7 +43,6 @@ def test_plan_and_forward_never_wait_for_the_gpu(mode: ForwardMode, tmp_path: Pa
         page_table=torch.from_numpy(ours.page_table).cuda(),
         rows=torch.arange(4).cuda(),
         seq_lens=lens.cuda(),
-        out_slots=torch.arange(16, 16 + num_tokens).cuda(),
         seq_lens_cpu=lens.numpy(),
         query_lens_cpu=queries.numpy(),
     )

@@ -12,6 +12,8 @@ import transformers
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.attention.registry import make_attention_backend
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
+from fenceline.layers.kernels.base import LayerKernels
+from fenceline.layers.kernels.torch_kernels import TorchLayerKernels
 from fenceline.layers.shard import Shard
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.models.loader import load_model
@@ -109,6 +111,7 @@ class PagedModel:
         self.config = ModelConfig.from_dir(str(directory))
         self.device = torch.device(device)
         self.model = load_model(self.config, "auto", self.device, Shard(), seed=0, progress=False)
+        self.kernels: LayerKernels = TorchLayerKernels()
         self.page_size = page_size
         pages_per_row = -(-CONTEXT // page_size)
         num_pages = num_rows * pages_per_row + 1
@@ -154,7 +157,6 @@ class PagedModel:
             page_table=self._tensor(self.page_table),
             rows=self._tensor(np.array([row for row, *_ in work], dtype=np.int64)),
             seq_lens=self._tensor(seq_lens),
-            out_slots=out_slots,
             seq_lens_cpu=seq_lens,
             query_lens_cpu=np.array([len(span) for span in spans], dtype=np.int64),
         )
@@ -167,6 +169,8 @@ class PagedModel:
             if logits_index is None
             else torch.tensor(logits_index, dtype=torch.int64, device=self.device),
             attn=self.backend.plan(inputs),
+            kernels=self.kernels,
+            kv_pool=self.pool,
         )
         with torch.inference_mode():
             logits = self.model(batch).cpu()

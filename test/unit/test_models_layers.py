@@ -15,9 +15,15 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.rope_scaling import parse_rope
 from fenceline.layers.embedding import VocabParallelEmbedding
-from fenceline.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from fenceline.layers.kernels.torch_kernels import TorchLayerKernels
+from fenceline.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from fenceline.layers.norm import RMSNorm
-from fenceline.layers.rotary import RotaryEmbedding, apply_rotary
+from fenceline.layers.rotary import RotaryEmbedding, apply_rotary, rotary_angles
 from fenceline.layers.shard import Shard
 from fenceline.layers.weight_slot import WeightSlots
 from fenceline.models.decoder import CausalLM, DecoderLayer
@@ -40,6 +46,11 @@ def filled(layers: Sequence[nn.Module], weights: dict[str, torch.Tensor]) -> lis
     return list(layers)
 
 
+def product(layer: ColumnParallelLinear, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The layer's parts of its product with ``x``."""
+    return nn.functional.linear(x, layer.weight, layer.bias).split(layer.sizes, dim=-1)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_merged_column_shards_concatenate(bias: bool) -> None:
     def make(shard: Shard) -> MergedColumnParallelLinear:
@@ -50,8 +61,8 @@ def test_merged_column_shards_concatenate(bias: bool) -> None:
     x = torch.randn(5, 10)
     for name, part, split in zip(
         ("gate_proj", "up_proj"),
-        whole.split(whole(x)),
-        zip(*(h.split(h(x)) for h in halves), strict=True),
+        product(whole, x),
+        zip(*(product(h, x) for h in halves), strict=True),
         strict=True,
     ):
         expected = nn.functional.linear(x, weights[f"x.{name}.weight"], weights.get(f"x.{name}.bias"))
@@ -68,10 +79,12 @@ def test_row_shards_sum(bias: bool) -> None:
     whole, *halves = filled([make(Shard()), *map(make, HALVES)], weights)
     x = torch.randn(5, 12)
     expected = nn.functional.linear(x, weights["x.o_proj.weight"], weights.get("x.o_proj.bias"))
-    torch.testing.assert_close(whole(x), expected)
-    torch.testing.assert_close(
-        sum(half(part) for half, part in zip(halves, x.chunk(2, -1), strict=True)), expected
-    )
+    kernels = TorchLayerKernels()
+    torch.testing.assert_close(whole.add_to(torch.ones(5, 7), x, kernels), expected + 1)
+    total = torch.zeros(5, 7)
+    for half, part in zip(halves, x.chunk(2, -1), strict=True):
+        half.add_to(total, part, kernels)
+    torch.testing.assert_close(total, expected)
 
 
 @pytest.mark.parametrize(("num_kv_heads", "size"), [(2, 2), (1, 2), (4, 2), (2, 4)])
@@ -85,12 +98,12 @@ def test_qkv_shards_hold_their_heads(num_kv_heads: int, size: int) -> None:
     weights = random_weights(make(Shard()).weight_slots("x."))
     whole, *parts = filled([make(Shard()), *map(make, shards)], weights)
     x = torch.randn(3, 10)
-    q, k, v = (y.unflatten(-1, (-1, head_dim)) for y in whole.split(whole(x)))
+    q, k, v = (y.unflatten(-1, (-1, head_dim)) for y in product(whole, x))
     group = num_heads // num_kv_heads
     for rank, part in enumerate(parts):
         assert part.num_heads == num_heads // size
         assert part.num_kv_heads == max(num_kv_heads // size, 1)
-        ours = [y.unflatten(-1, (-1, head_dim)) for y in part.split(part(x))]
+        ours = [y.unflatten(-1, (-1, head_dim)) for y in product(part, x)]
         heads = range(rank * part.num_heads, (rank + 1) * part.num_heads)
         torch.testing.assert_close(ours[0], q[:, list(heads)])
         for local, head in enumerate(heads):  # each query head meets the key/value head it belongs to
@@ -108,7 +121,7 @@ def test_vocabulary_shards_sum_and_concatenate(vocab_size: int, size: int) -> No
     ids = torch.arange(vocab_size).flip(0)
     torch.testing.assert_close(sum(shard(ids) for shard in shards), table[ids])
     hidden = torch.randn(3, 6)
-    logits = torch.cat([shard.logits(hidden) for shard in shards], dim=-1)
+    logits = torch.cat([hidden @ shard.weight.T for shard in shards], dim=-1)
     torch.testing.assert_close(logits[:, :vocab_size], hidden @ table.T)
     assert logits[:, vocab_size:].count_nonzero() == 0
 
@@ -141,34 +154,55 @@ def test_a_decoder_layer_of_two_ranks_sums_to_the_whole(name: str, tmp_path: Pat
 
     models = [load(shard) for shard in (Shard(), *HALVES)]
     x = torch.randn(9, config.hidden_size)
-    cos, sin = models[0].rotary(torch.arange(9))
+    kernels = TorchLayerKernels()
 
-    def attention_and_mlp(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    def attention_and_mlp(model: CausalLM) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = model.layers[1]
         assert isinstance(layer, DecoderLayer)
-        attended = attend(*layer.before_attention(x, cos, sin))
-        return layer.self_attn.output(attended), layer.mlp(x)
+        attended = attend(*rotated(model, layer, x, kernels))
+        added = layer.self_attn.o_proj.add_to(torch.zeros_like(x), attended.flatten(1), kernels)
+        mlp = layer.mlp.add_to(x.clone(), layer.post_attention_layernorm, kernels) - x
+        return added, mlp
 
-    whole, *halves = [attention_and_mlp(model.layers[1]) for model in models]
+    whole, *halves = [attention_and_mlp(model) for model in models]
     for expected, first, second in zip(whole, *halves, strict=True):
         torch.testing.assert_close(first + second, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_pieces_of_a_layer_leave_their_inputs_alone(tmp_path: Path) -> None:
+def rotated(
+    model: CausalLM, layer: DecoderLayer, x: torch.Tensor, kernels: TorchLayerKernels
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v of tokens at positions 0 .. len(x) - 1; keys and values also go to a pool, and must agree with it."""
+    qkv = layer.before_attention(x, kernels)
+    attn, positions = layer.self_attn, torch.arange(len(x))
+    heads = attn.heads
+    k_cache = torch.zeros(len(x) + 1, heads.num_kv_heads, heads.head_dim)
+    v_cache = torch.zeros_like(k_cache)
+    kernels.rotate_and_store(
+        qkv, heads, attn.norms, model.rotary.table, positions, k_cache, v_cache, positions + 1
+    )
+    q, k, v = heads.split(qkv)
+    assert torch.equal(k_cache[1:], k)
+    assert torch.equal(v_cache[1:], v)
+    return q, k, v
+
+
+def test_the_pieces_of_a_layer_change_the_residual_stream_alone(tmp_path: Path) -> None:
     save_checkpoint("qwen3", tmp_path)
     model = load_model(
         ModelConfig.from_dir(str(tmp_path)), "auto", torch.device("cpu"), Shard(), 0, progress=False
     )
-    layer = model.layers[0]
+    layer, kernels = model.layers[0], TorchLayerKernels()
     assert isinstance(layer, DecoderLayer)
     x = torch.randn(4, 48)
-    cos, sin = model.rotary(torch.arange(4))
-    attended = attend(*layer.before_attention(x, cos, sin))
-    inputs = [x, cos, sin, attended]
-    before = [tensor.clone() for tensor in inputs]
-    first = layer.after_attention(x, attended)
-    layer.before_attention(x, cos, sin)
-    assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
-    assert torch.equal(layer.after_attention(x, attended), first)
+    attended = attend(*rotated(model, layer, x, kernels))
+    before = [x.clone(), attended.clone()]
+    residual = x.clone()
+    result = layer.after_attention(residual, attended, kernels)
+    assert result is residual
+    assert torch.equal(x, before[0])
+    assert torch.equal(attended, before[1])
+    assert torch.equal(layer.after_attention(x.clone(), attended, kernels), result)
 
 
 ROPES: dict[str, dict[str, object]] = {
@@ -202,14 +236,14 @@ def test_rotary_table_equals_transformers_at_far_positions(name: str) -> None:
     positions = torch.tensor([0, 1, 77, 8191, 8192, 32769, 131071])
     cos, sin = LlamaRotaryEmbedding(hf)(torch.zeros(1), positions[None])
     theta, scaling = parse_rope({"rope_parameters": ROPES[name]}, 131072)
-    ours_cos, ours_sin = RotaryEmbedding(128, 131072, theta, scaling)(positions)
+    ours_cos, ours_sin = rotary_angles(RotaryEmbedding(128, 131072, theta, scaling).table, positions)
     torch.testing.assert_close(ours_cos[:, 0], cos[0], atol=1e-6, rtol=0)
     torch.testing.assert_close(ours_sin[:, 0], sin[0, :, :64], atol=1e-6, rtol=0)
 
 
 def test_rotation_keeps_half_precision_results_close_to_float32() -> None:
     x = torch.randn(6, 3, 32)
-    cos, sin = RotaryEmbedding(32, 64, 1e4)(torch.tensor([0, 1, 5, 20, 40, 63]))
+    cos, sin = rotary_angles(RotaryEmbedding(32, 64, 1e4).table, torch.tensor([0, 1, 5, 20, 40, 63]))
     exact = apply_rotary(x.bfloat16().float(), cos, sin)
     rotated = apply_rotary(x.bfloat16(), cos, sin)
     assert rotated.dtype == torch.bfloat16
@@ -222,5 +256,6 @@ def test_rms_norm_takes_statistics_in_float32() -> None:
     norm.weight.fill_(2.0)
     x = (torch.randn(5, 64) * 300).bfloat16()
     expected = 2 * x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
-    assert norm(x).dtype == torch.bfloat16
-    torch.testing.assert_close(norm(x).double(), expected, atol=0, rtol=2**-8)
+    normed = TorchLayerKernels().rms_norm(x, norm.weight, norm.eps)
+    assert normed.dtype == torch.bfloat16
+    torch.testing.assert_close(normed.double(), expected, atol=0, rtol=2**-8)

@@ -13,8 +13,8 @@ from fenceline.layers.weight_slot import WeightSlot, new_param
 class VocabParallelEmbedding(nn.Module):
     """Rows of the vocabulary, ``ceil(vocab_size / size)`` for each rank; the last ranks may hold padding.
 
-    As an embedding the ranks' outputs sum to the whole; as a head (``logits``) they concatenate to it, padding
-    last. Padding rows are zero and never named by a token id.
+    As an embedding the ranks' outputs sum to the whole; as a head (its product with hidden states) they concatenate to
+    it, padding last. Padding rows are zero and never named by a token id.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, shard: Shard, dtype: torch.dtype) -> None:
@@ -34,10 +34,6 @@ class VocabParallelEmbedding(nn.Module):
         rows = ids - self.first_row
         mine = (rows >= 0) & (rows < self.num_live_rows)
         return F.embedding(torch.where(mine, rows, 0), self.weight) * mine.unsqueeze(-1)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [L, hidden_size] → this rank's columns [L, num_rows], float32."""
-        return F.linear(hidden, self.weight).float()
 
     def weight_slot(self) -> WeightSlot:
         """The slot of the whole [vocab_size, hidden_size] table in the checkpoint."""

@@ -12,6 +12,8 @@ import torch
 
 if TYPE_CHECKING:
     from fenceline.layers.attention.base import AttentionPlan
+    from fenceline.layers.kernels.base import LayerKernels
+    from fenceline.mem_cache.kv_pool import KVPool
 
 
 class ForwardMode(Enum):
@@ -35,6 +37,8 @@ class ForwardBatch:
     out_slots: torch.Tensor  # [T] int64, KV slot each token's K and V are written to
     logits_index: torch.Tensor | None  # [L] int64 into the T tokens; None: logits of every token
     attn: AttentionPlan  # how this batch's attention is computed, planned once for all layers
+    kernels: LayerKernels  # what the layers compute with
+    kv_pool: KVPool  # where keys and values go
 
     @property
     def num_tokens(self) -> int:
@@ -51,6 +55,17 @@ class AttentionInputs:
     page_table: torch.Tensor  # [num_rows, max_pages_per_req] int32, all request rows
     rows: torch.Tensor  # [B] int64, row of each request in page_table
     seq_lens: torch.Tensor  # [B] int64, tokens of each request including this step's
-    out_slots: torch.Tensor  # [T] int64
     seq_lens_cpu: npt.NDArray[np.int64]  # [B]
     query_lens_cpu: npt.NDArray[np.int64]  # [B], tokens of this step; all 1 in DECODE
+    query_starts: torch.Tensor | None = None  # [B + 1] int32, where each request's queries start; EXTEND only
+
+
+@dataclass(frozen=True, slots=True)
+class GraphDecodeInputs:
+    """What a decode step of a captured graph attends from: tensors that stay where they are and whose *values* are read
+    when the graph is replayed. Padded requests have row 0, the sink, and length 1."""
+
+    page_table: torch.Tensor  # [num_rows, max_pages_per_req] int32, all request rows
+    rows: torch.Tensor  # [B] int64
+    seq_lens: torch.Tensor  # [B] int64, tokens of each request including this step's
+    max_seq_len: int  # no request is longer

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from fenceline.layers.kernels.base import LayerKernels
 from fenceline.layers.shard import Shard
 from fenceline.layers.weight_slot import WeightSlot, WeightSlots, new_param
 
@@ -30,7 +30,7 @@ class ColumnPart:
 class ColumnParallelLinear(nn.Module):
     """Column-parallel products of one input, fused into one matrix.
 
-    ``forward``: x [T, in_features] → [T, sum of this rank's parts], part after part; ``split`` cuts it again.
+    Its product of x [T, in_features] is [T, sum of this rank's parts], part after part.
     """
 
     def __init__(self, in_features: int, parts: Sequence[ColumnPart], bias: bool, dtype: torch.dtype) -> None:
@@ -39,13 +39,6 @@ class ColumnParallelLinear(nn.Module):
         self.sizes = [part.size for part in parts]
         self.weight = new_param(sum(self.sizes), in_features, dtype=dtype)
         self.bias = new_param(sum(self.sizes), dtype=dtype) if bias else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-    def split(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Views of ``forward``'s output, one for each part."""
-        return y.split(self.sizes, dim=-1)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         """Slots named ``{prefix}{part}.weight`` and ``.bias``."""
@@ -137,9 +130,10 @@ class RowParallelLinear(nn.Module):
         self.weight = new_param(out_features, size, dtype=dtype)
         self.bias = new_param(out_features, dtype=dtype) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, kernels: LayerKernels) -> torch.Tensor:
+        """``residual`` [T, out_features] += this rank's product of x [T, in_features], in place; returns it."""
         # Only one rank may add the bias, else the sum would hold it `size` times.
-        return F.linear(x, self.weight, self.bias if self.shard.rank == 0 else None)
+        return kernels.linear_add(residual, x, self.weight, self.bias if self.shard.rank == 0 else None)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         """Slots named ``{prefix}{name}.weight`` and ``.bias``."""

@@ -30,10 +30,12 @@ class RotaryEmbedding(nn.Module):
         self.table: torch.Tensor
         self.register_buffer("table", table.to(torch.get_default_device()), persistent=False)
 
-    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [T] int64 → cos [T, 1, head_dim] and sin [T, 1, head_dim / 2], for ``apply_rotary``."""
-        rows = self.table.index_select(0, positions).unsqueeze(1)
-        return rows[..., : self.head_dim], rows[..., self.head_dim :]
+
+def rotary_angles(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``RotaryEmbedding.table`` at positions [T] int64 → cos [T, 1, head_dim] and sin [T, 1, head_dim / 2]."""
+    rows = table.index_select(0, positions).unsqueeze(1)
+    head_dim = table.shape[1] * 2 // 3
+    return rows[..., :head_dim], rows[..., head_dim:]
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

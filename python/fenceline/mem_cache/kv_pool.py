@@ -55,11 +55,6 @@ class KVPool:
         """Values of one layer, [num_slots, num_kv_heads, head_dim]."""
         return self._v[layer]
 
-    def store(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write ``k`` and ``v`` [T, num_kv_heads, head_dim] to ``slots`` [T] int64 on the current stream."""
-        self._k[layer].index_copy_(0, slots, k)
-        self._v[layer].index_copy_(0, slots, v)
-
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros. On the CPU the system gives memory to a page when it is first written: a pool of gigabytes costs

@@ -16,6 +16,7 @@ import torch
 from fenceline.config.engine_config import EngineConfig
 from fenceline.layers.attention.registry import make_attention_backend
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
+from fenceline.layers.kernels.torch_kernels import TorchLayerKernels
 from fenceline.layers.shard import Shard
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.mem_cache.req_pool import ReqPool
@@ -83,6 +84,7 @@ class ModelRunner:
         device.name_memory(page_table, "req_pool.page_table", page_table[0].nbytes)
         device.name_memory(last_tokens, "req_pool.last_tokens", last_tokens.itemsize)
         self._attention = make_attention_backend(config.attention_backend, self.kv_pool)
+        self._kernels = TorchLayerKernels()
         self._inputs = InputRing(device)
         self._results = ResultRing(device)
         self._decode: _DecodeState | None = None
@@ -128,8 +130,10 @@ class ModelRunner:
                 out_slots=views["out_slots"],
                 logits_index=views["logits_index"],
                 attn=self._attention.plan(_extend_attention(batch, views, self.req_pool.page_table)),
+                kernels=self._kernels,
+                kv_pool=self.kv_pool,
             )
-            logits = self.model(forward_batch)
+            logits = self.model(forward_batch).float()
             results: Views = {}
             num_sampled = len(sampled)
             if num_sampled:
@@ -185,7 +189,6 @@ class ModelRunner:
             page_table=self.req_pool.page_table,
             rows=state.rows,
             seq_lens=state.seq_lens,
-            out_slots=out_slots,
             seq_lens_cpu=batch.seq_lens,
             query_lens_cpu=np.ones(len(batch.rows), dtype=np.int64),
         )
@@ -196,8 +199,10 @@ class ModelRunner:
             out_slots=out_slots,
             logits_index=None,
             attn=self._attention.plan(attention),
+            kernels=self._kernels,
+            kv_pool=self.kv_pool,
         )
-        logits = self.model(forward_batch)
+        logits = self.model(forward_batch).float()
         return self._finish(self._sample(logits, state.seq_lens, state.rows, state.sampling))
 
     # --- both ----------------------------------------------------------------------------------------
@@ -247,6 +252,7 @@ def _extend_arrays(batch: ExtendBatch) -> Arrays:
         "out_slots": np.concatenate([seq.out_slots for seq in seqs]),
         "rows": np.array([seq.row for seq in seqs], dtype=np.int64),
         "seq_lens": np.array([seq.seq_len for seq in seqs], dtype=np.int64),
+        "query_starts": starts.astype(np.int32),
         "sample_rows": np.array([seqs[i].row for i in sampled], dtype=np.int64),
         "sample_positions": np.array([seqs[i].seq_len for i in sampled], dtype=np.int64),
     }
@@ -281,7 +287,7 @@ def _extend_attention(batch: ExtendBatch, views: Views, page_table: torch.Tensor
         page_table=page_table,
         rows=views["rows"],
         seq_lens=views["seq_lens"],
-        out_slots=views["out_slots"],
         seq_lens_cpu=np.array([seq.seq_len for seq in batch.seqs], dtype=np.int64),
         query_lens_cpu=np.array([len(seq.token_ids) for seq in batch.seqs], dtype=np.int64),
+        query_starts=views["query_starts"],
     )

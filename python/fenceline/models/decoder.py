@@ -1,7 +1,7 @@
 """The decoder that Llama and its relatives share, in pieces that a family puts together.
 
-A layer is cut at attention into two pure functions of tensors, ``before_attention`` and ``after_attention``, so that
-the stretch between two attention calls can be captured as one graph.
+A layer is cut at attention into two functions of tensors, ``before_attention`` and ``after_attention``, so that the
+stretch between two attention calls can be captured as one graph. The residual stream is one tensor, added to in place.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from fenceline.config.model_config import ModelConfig
-from fenceline.layers.activation import silu_and_mul
 from fenceline.layers.embedding import VocabParallelEmbedding
 from fenceline.layers.forward_batch import ForwardBatch
+from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm
 from fenceline.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from fenceline.layers.norm import RMSNorm
-from fenceline.layers.rotary import RotaryEmbedding, apply_rotary
+from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.layers.shard import Shard
 from fenceline.layers.weight_slot import WeightSlots, whole
 from fenceline.models.weights import fill_slots
@@ -50,19 +50,17 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype) if qk_norm else None
 
-    def project(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [T, hidden_size] → q [T, heads, head_dim], k and v [T, kv heads, head_dim] of this rank."""
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv_proj.split(self.qkv_proj(x)))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v
+    @property
+    def heads(self) -> HeadLayout:
+        """This rank's heads."""
+        return HeadLayout(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, self.head_dim)
 
-    def output(self, attended: torch.Tensor) -> torch.Tensor:
-        """[T, heads, head_dim] → [T, hidden_size]."""
-        y: torch.Tensor = self.o_proj(attended.flatten(1))
-        return y
+    @property
+    def norms(self) -> QKNorm | None:
+        """The normalisation of queries and keys, in families that have it."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         """Slots by their names in the checkpoint."""
@@ -85,11 +83,11 @@ class GatedMLP(nn.Module):
         )
         self.down_proj = RowParallelLinear("down_proj", size, hidden_size, bias, shard, dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, hidden_size] → [T, hidden_size]."""
-        gate, up = self.gate_up_proj.split(self.gate_up_proj(x))
-        y: torch.Tensor = self.down_proj(silu_and_mul(gate, up))
-        return y
+    def add_to(self, x: torch.Tensor, norm: RMSNorm, kernels: LayerKernels) -> torch.Tensor:
+        """``x`` [T, hidden_size] += mlp(norm(x)), in place; returns ``x``."""
+        gate_up = self.gate_up_proj
+        h = kernels.norm_gate_up(x, norm.weight, norm.eps, gate_up.weight, gate_up.bias)
+        return self.down_proj.add_to(x, h, kernels)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         """Slots by their names in the checkpoint."""
@@ -107,17 +105,15 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
-    def before_attention(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [T, hidden_size] → q, k, v as ``SelfAttention.project``."""
-        return self.self_attn.project(self.input_layernorm(x), cos, sin)
+    def before_attention(self, x: torch.Tensor, kernels: LayerKernels) -> torch.Tensor:
+        """x [T, hidden_size] → queries, keys and values [T, size of ``self_attn.heads``], not yet rotated."""
+        norm, qkv = self.input_layernorm, self.self_attn.qkv_proj
+        return kernels.norm_linear(x, norm.weight, norm.eps, qkv.weight, qkv.bias)
 
-    def after_attention(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The layer's input x [T, hidden_size] and attention's output [T, heads, head_dim] → its output, like x."""
-        x = x + self.self_attn.output(attended)
-        y: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return y
+    def after_attention(self, x: torch.Tensor, attended: torch.Tensor, kernels: LayerKernels) -> torch.Tensor:
+        """The layer's input x [T, hidden_size] and attention's output [T, heads, head_dim] → its output, in x."""
+        x = self.self_attn.o_proj.add_to(x, attended.flatten(1), kernels)
+        return self.mlp.add_to(x, self.post_attention_layernorm, kernels)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         """Slots by their names in the checkpoint."""
@@ -149,28 +145,34 @@ class CausalLM(nn.Module):
             self.lm_head = VocabParallelEmbedding(config.vocab_size, config.hidden_size, shard, dtype)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits [L, vocab_size] float32 of the rows ``batch.logits_index`` (all T where it is None).
+        """Logits [L, vocab_size] in the model's dtype of the rows ``batch.logits_index`` (all T where it is None).
 
-        Writes the batch's keys and values into the KV pool through ``batch.attn``. Runs on the current stream.
+        Writes the batch's keys and values into ``batch.kv_pool``. Runs on the current stream.
         """
-        return self.compute_logits(self.hidden_states(batch), batch.logits_index)
+        return self.compute_logits(self.hidden_states(batch), batch)
 
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
         """Output of the last layer before the final norm, [T, hidden_size]."""
         assert self.shard.size == 1, "the ranks' partial sums have nobody to add them up yet"
         x: torch.Tensor = self.embed_tokens(batch.input_ids)
-        cos, sin = self.rotary(batch.positions)
+        kernels, pool, table = batch.kernels, batch.kv_pool, self.rotary.table
         for layer_id, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            q, k, v = layer.before_attention(x, cos, sin)
-            attended = batch.attn.forward(layer_id, q, k, v, layer.self_attn.scale)
-            x = layer.after_attention(x, attended)
+            attn = layer.self_attn
+            qkv = layer.before_attention(x, kernels)
+            k_cache, v_cache = pool.k(layer_id), pool.v(layer_id)
+            kernels.rotate_and_store(
+                qkv, attn.heads, attn.norms, table, batch.positions, k_cache, v_cache, batch.out_slots
+            )
+            attended = batch.attn.forward(layer_id, *attn.heads.split(qkv), attn.scale)
+            x = layer.after_attention(x, attended, kernels)
         return x
 
-    def compute_logits(self, x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-        """``hidden_states`` [T, hidden_size] → logits [L, vocab_size] float32 of the rows in ``index``."""
-        rows = x if index is None else x.index_select(0, index)
-        return self.lm_head.logits(self.norm(rows))
+    def compute_logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """``hidden_states`` [T, hidden_size] → logits [L, vocab_size] of the rows ``batch.logits_index``."""
+        rows = x if batch.logits_index is None else x.index_select(0, batch.logits_index)
+        norm, head = self.norm, self.lm_head
+        return batch.kernels.norm_linear(rows, norm.weight, norm.eps, head.weight, None)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter from (name, tensor) pairs with Hugging Face's names, in any order.

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from fenceline.layers.forward_batch import AttentionInputs
+from fenceline.layers.forward_batch import AttentionInputs, GraphDecodeInputs
 
 
 class AttentionPlan(ABC):
     """One batch's attention, the same for all layers."""
 
+    def prepare(self) -> None:
+        """Submit what all layers share. Called first thing in a step that a graph captures, so that each replay does it
+        anew with the values of that moment; plans of eager steps have done it when they are made."""
+        return
+
     @abstractmethod
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Store ``k``, ``v`` at the batch's slots, then attend causally over prefix and new tokens.
+        """Attend causally over prefix and new tokens, all of which are in the pool.
 
-        q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] → [T, num_heads, head_dim], in q's
-        dtype. Runs on the current stream (FORWARD).
+        q [T, num_heads, head_dim] and this step's own k, v [T, num_kv_heads, head_dim], possibly strided views whose
+        last axis is contiguous → contiguous [T, num_heads, head_dim] in q's dtype. On the current stream (FORWARD).
         """
 
 
@@ -28,4 +35,18 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
-        """Prepare one batch. No host synchronisation."""
+        """Prepare one eager batch. No host synchronisation."""
+
+    def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
+        """A plan that a graph of this bucket can capture; None: this backend (or this size) cannot be captured.
+
+        Called once for each bucket, before its capture. What it needs beside ``inputs`` outlives all graphs.
+        """
+        return None
+
+    def before_replay(self, bucket: int, seq_lens_cpu: npt.NDArray[np.int64]) -> None:
+        """Bring the host's part of the bucket's plan up to date, on FORWARD, before each replay or eager run of it.
+
+        ``seq_lens_cpu`` [n <= bucket] include this step's token. Backends without a plan step have nothing to do.
+        """
+        return

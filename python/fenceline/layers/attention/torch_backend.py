@@ -18,13 +18,14 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.layers.attention.base import AttentionBackend, AttentionPlan
-from fenceline.layers.forward_batch import AttentionInputs, ForwardMode
+from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
 from fenceline.mem_cache.kv_pool import KVPool
 
 # Keys and values gathered at once in decode. On a CPU they should still lie in its cache when they are used: freshly
 # touched memory costs several times the arithmetic. On a GPU the bound only keeps the workspace small.
 _GATHER_BYTES = {"cpu": 2 << 20}
 _GATHER_BYTES_DEFAULT = 256 << 20
+_GRAPH_GATHERS = 4  # in a graph, which gathers all requests at once, this many times as much
 # Requests share a gather if padding them to its longest adds at most a quarter, or these few tokens.
 _SLACK_TOKENS = 64
 # Rows of the causal mask in extend; longer chunks take several calls, each over only the keys its rows can see.
@@ -42,6 +43,12 @@ class TorchAttentionBackend(AttentionBackend):
             # cuDNN's attention builds a plan for each new shape, tens of milliseconds each, and every step here
             # has new shapes: on an H200 a bf16 evaluation took 86 s with it and as long as fp32's 5 s without.
             torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
+        """Pads all requests to the longest there can be, so only small contexts are worth capturing."""
+        if len(inputs.rows) * inputs.max_seq_len > _max_gather_tokens(self.kv_pool) * _GRAPH_GATHERS:
+            return None
+        return _GraphDecodePlan(self.kv_pool, inputs)
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """A plan for the batch; allocates its index tensors on the current stream. No host synchronisation."""
@@ -92,12 +99,10 @@ class _DecodePlan(AttentionPlan):
     def __init__(
         self,
         kv_pool: KVPool,
-        out_slots: torch.Tensor,
         groups: Sequence[_DecodeGroup],
         order: torch.Tensor | None,
     ) -> None:
         self.kv_pool = kv_pool
-        self.out_slots = out_slots
         self.groups = groups
         # [B] int64: requests, longest first, and the place of each in that order. One group keeps the batch's order.
         self.order = order
@@ -107,7 +112,6 @@ class _DecodePlan(AttentionPlan):
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """See ``AttentionPlan.forward``."""
-        self.kv_pool.store(layer_id, self.out_slots, k, v)
         grouped_q = q.view(len(q), k.shape[1], -1, q.shape[2])
         if self.order is None or self.inverse is None:
             return self._attend(layer_id, self.groups[0], grouped_q, scale).reshape(q.shape)
@@ -118,11 +122,22 @@ class _DecodePlan(AttentionPlan):
         return torch.cat(outputs).view(q.shape).index_select(0, self.inverse)
 
     def _attend(self, layer_id: int, group: _DecodeGroup, q: torch.Tensor, scale: float) -> torch.Tensor:
-        """q [G, num_kv_heads, queries of one kv head, head_dim] → the same shape."""
-        shape = (group.last - group.first, group.num_tokens, q.shape[1], q.shape[3])
-        k = self.kv_pool.k(layer_id).index_select(0, group.slots).view(shape).transpose(1, 2)
-        v = self.kv_pool.v(layer_id).index_select(0, group.slots).view(shape).transpose(1, 2)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
+        return _attend_gathered(self.kv_pool, layer_id, group.slots, group.mask, q, scale)
+
+
+def _attend_gathered(
+    kv_pool: KVPool,
+    layer_id: int,
+    slots: torch.Tensor,
+    mask: torch.Tensor | None,
+    q: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """q [G, num_kv_heads, queries of one kv head, head_dim] over slots [G * tokens] → the same shape."""
+    shape = (len(q), len(slots) // len(q), q.shape[1], q.shape[3])
+    k = kv_pool.k(layer_id).index_select(0, slots).view(shape).transpose(1, 2)
+    v = kv_pool.v(layer_id).index_select(0, slots).view(shape).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 
 def _plan_decode(kv_pool: KVPool, inputs: AttentionInputs) -> _DecodePlan:
@@ -140,13 +155,48 @@ def _plan_decode(kv_pool: KVPool, inputs: AttentionInputs) -> _DecodePlan:
         slots = _token_slots(inputs.page_table, rows[first:last], num_tokens, kv_pool.page_size)
         mask = None
         if lens[last - 1] < num_tokens:
-            positions = torch.arange(num_tokens, device=slots.device)
-            beyond = positions >= seq_lens[first:last].unsqueeze(1)
-            slots = slots.masked_fill(beyond, _SINK_SLOT)
-            mask = torch.zeros(beyond.shape, dtype=kv_pool.k(0).dtype, device=slots.device)
-            mask = mask.masked_fill_(beyond, float("-inf"))[:, None, None]
+            slots, mask = _masked(kv_pool, slots, seq_lens[first:last])
         groups.append(_DecodeGroup(first, last, num_tokens, slots.reshape(-1), mask))
-    return _DecodePlan(kv_pool, inputs.out_slots, groups, order)
+    return _DecodePlan(kv_pool, groups, order)
+
+
+def _masked(
+    kv_pool: KVPool, slots: torch.Tensor, seq_lens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """slots [G, tokens] with the sink's where they are past a request's length, and the additive mask
+    [G, 1, 1, tokens] in the pool's dtype that hides them."""
+    positions = torch.arange(slots.shape[1], device=slots.device)
+    beyond = positions >= seq_lens.unsqueeze(1)
+    mask = torch.zeros(beyond.shape, dtype=kv_pool.k(0).dtype, device=slots.device)
+    mask = mask.masked_fill_(beyond, float("-inf"))[:, None, None]
+    return slots.masked_fill(beyond, _SINK_SLOT), mask
+
+
+class _GraphDecodePlan(AttentionPlan):
+    """One query for each request, every request padded to the longest there can be: shapes that never change."""
+
+    def __init__(self, kv_pool: KVPool, inputs: GraphDecodeInputs) -> None:
+        self.kv_pool = kv_pool
+        self._inputs = inputs
+        self._slots: torch.Tensor | None = None  # [B * max_seq_len] int32
+        self._mask: torch.Tensor | None = None
+
+    def prepare(self) -> None:
+        """See ``AttentionPlan.prepare``."""
+        given, pool = self._inputs, self.kv_pool
+        slots = _token_slots(given.page_table, given.rows, given.max_seq_len, pool.page_size)
+        slots, self._mask = _masked(pool, slots, given.seq_lens)
+        self._slots = slots.reshape(-1)
+
+    def forward(
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """See ``AttentionPlan.forward``."""
+        assert self._slots is not None, "prepare comes first"
+        grouped_q = q.view(len(q), k.shape[1], -1, q.shape[2])
+        return _attend_gathered(self.kv_pool, layer_id, self._slots, self._mask, grouped_q, scale).reshape(
+            q.shape
+        )
 
 
 def decode_groups(lens: npt.NDArray[np.int64], max_tokens: int) -> list[tuple[int, int]]:
@@ -195,12 +245,10 @@ class _ExtendPlan(AttentionPlan):
     def __init__(
         self,
         kv_pool: KVPool,
-        out_slots: torch.Tensor,
         requests: Sequence[_ExtendRequest],
         mask: torch.Tensor | None,
     ) -> None:
         self.kv_pool = kv_pool
-        self.out_slots = out_slots
         self.requests = requests
         # [rows, width], true or 0 where visible, the causal triangle in its bottom right corner. Cut from that corner
         # it is the mask of any block of queries over any number of keys, so that one serves the whole batch.
@@ -210,7 +258,6 @@ class _ExtendPlan(AttentionPlan):
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """See ``AttentionPlan.forward``."""
-        self.kv_pool.store(layer_id, self.out_slots, k, v)
         group = q.shape[1] // k.shape[1]
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
         for request in self.requests:
@@ -282,7 +329,7 @@ def _plan_extend(kv_pool: KVPool, inputs: AttentionInputs) -> _ExtendPlan:
             rows, width = max(rows, min(num_queries, _QUERY_BLOCK)), max(width, num_tokens)
         requests.append(_ExtendRequest(first, first + num_queries, num_tokens, slots))
         first += num_queries
-    return _ExtendPlan(kv_pool, inputs.out_slots, requests, _corner_mask(rows, width, kv_pool.k(0)))
+    return _ExtendPlan(kv_pool, requests, _corner_mask(rows, width, kv_pool.k(0)))
 
 
 def _corner_mask(rows: int, width: int, like: torch.Tensor) -> torch.Tensor | None:

@@ -1,0 +1,1 @@
+"""The arithmetic of layers: one interface, torch's operators as the reference, our own kernels on a GPU."""
