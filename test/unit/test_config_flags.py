@@ -43,8 +43,7 @@ THREAD_COMMANDS = {
         " --hicache-ratio 2.0 --hicache-size 64 --hicache-write-policy write_through --hicache-io-backend kernel"
         " --attention-backend fa3 --decode-attention-backend flashinfer --chunked-prefill-size 8192 --page-size 64"
         " --enable-cache-report --trust-remote-code --port 8000",
-        ["--tp 8", "--ep 8", "--hicache-write-policy write_through", "--decode-attention-backend flashinfer"]
-        + ["--trust-remote-code"],
+        ["--tp 8", "--ep 8", "--hicache-write-policy write_through", "--trust-remote-code"],
     ),
     "sparse": (
         "--model-path any-model --dense-as-sparse --attention-backend minicpm_flashinfer",
@@ -82,14 +81,17 @@ def test_thread_command_parses_once_the_remedy_is_followed(name: str) -> None:
         width = 2 if position + 1 < len(words) and not words[position + 1].startswith("--") else 1
         group = words[position : position + width]
         position += width
-        if group[0] == "--attention-backend":
-            group = ["--attention-backend", "torch"]
+        if group == ["--attention-backend", "minicpm_flashinfer"]:
+            group = ["--attention-backend", "flashinfer"]
         kept += [] if group[0] in REFUSED else group
     args = parse_args(kept)
     assert args.model_path == words[1]
     assert args.disable_radix_cache == ("--disable-radix-cache" in words)
     assert args.enable_cache_report == ("--enable-cache-report" in words)
     assert args.port == (8000 if "8000" in words else 30000)
+    wanted = {"hicache-reproduction": "fa3", "hicache-stress": "fa3", "sparse": "flashinfer"}
+    assert args.attention_backend == wanted.get(name)
+    assert args.decode_attention_backend == ("flashinfer" if name == "hicache-stress" else None)
 
 
 @pytest.mark.parametrize("option", REFUSED)
@@ -140,7 +142,21 @@ def test_values_reach_their_fields() -> None:
         ("--mem-fraction-static nan", "--mem-fraction-static nan: expected a number"),
         ("--page-size 7", "--page-size 7: choose one of 1, 16, 32, 64"),
         ("--schedule-policy best", "--schedule-policy best: choose one of fcfs, lpm, random"),
-        ("--attention-backend fa3", "--attention-backend fa3: not available, use --attention-backend torch"),
+        (
+            "--attention-backend fa4",
+            "--attention-backend fa4: not available, leave it out, or choose triton,",
+        ),
+        (
+            "--decode-attention-backend torch_native",
+            "--decode-attention-backend torch_native: not available, use",
+        ),
+        (
+            "--attention-backend fa5",
+            "--attention-backend fa5: choose one of auto, torch, triton, flashinfer, fa3",
+        ),
+        ("--cuda-graph-bs", "--cuda-graph-bs: expected at least one argument"),
+        ("--cuda-graph-bs 1 two", "--cuda-graph-bs 1 two: expected whole numbers"),
+        ("--cuda-graph-bs 1 2.5 --port 1", "--cuda-graph-bs 1 2.5: expected whole numbers"),
         ("--load-format gguf", "--load-format gguf: not available, convert the weights to safetensors and"),
         ("--port", "--port: expected one argument"),
         ("--config /nowhere.yaml", "--config /nowhere.yaml: cannot be read"),
@@ -149,6 +165,23 @@ def test_values_reach_their_fields() -> None:
 )
 def test_wrong_command_lines_are_answered_with_one_line(argv: str, message: str) -> None:
     assert refusal(argv.split()).startswith(message)
+
+
+def test_a_list_of_numbers_is_read_from_every_source(tmp_path: Path) -> None:
+    words = ["--model", "m", "--cuda-graph-bs", "1", "2", "4", "--disable-cuda-graph-padding"]
+    assert parse_args(words).cuda_graph_bs == (1, 2, 4)
+    assert parse_args(["--model", "m", "--cuda-graph-bs=8"]).cuda_graph_bs == (8,)
+    assert parse_args(["--model", "m"]).cuda_graph_bs is None
+    file = tmp_path / "server.yaml"
+    for text, sizes in (("[1, 2]", (1, 2)), ("4", (4,)), ("1 2 4", (1, 2, 4)), ("null", None)):
+        file.write_text(f"cuda-graph-bs: {text}\n")
+        assert parse_args(["--config", str(file)]).cuda_graph_bs == sizes
+        assert parse_args(["--config", str(file), "--cuda-graph-bs", "3", "5"]).cuda_graph_bs == (3, 5)
+    for value in ([1, 2], (1, 2), "1 2"):
+        assert ServerArgs.from_kwargs({"cuda_graph_bs": value}).cuda_graph_bs == (1, 2)
+    for wrong in ([1, True], [1, None], [[1]], {"a": 1}, True):
+        with pytest.raises(ConfigError, match=r"--cuda-graph-bs .*: expected whole numbers"):
+            ServerArgs.from_kwargs({"cuda_graph_bs": wrong})
 
 
 def test_yaml_file_gives_values_and_the_command_line_wins(tmp_path: Path) -> None:

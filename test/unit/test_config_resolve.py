@@ -53,7 +53,9 @@ def test_defaults_on_a_cpu(model_dir: Path) -> None:
     assert (config.page_size, config.chunked_prefill_size, config.max_prefill_tokens) == (1, 2048, 16384)
     assert (config.max_running_requests, config.max_total_tokens) == (256, None)
     assert (config.context_length, config.model.vocab_size) == (4096, 128)
-    assert (config.attention_backend, config.sampling_backend) == ("torch", "torch")
+    assert (config.prefill_attention_backend, config.decode_attention_backend) == ("torch", "torch")
+    assert config.sampling_backend == "torch"
+    assert (config.cuda_graph_bs, config.debug_cuda_graph, config.cuda_coredump_dir) == ((), False, None)
     assert (config.schedule_policy, config.stream_interval, config.watchdog_timeout_s) == ("fcfs", 1, 300.0)
     assert config.log_level_http == config.log_level == "info"
 
@@ -63,6 +65,60 @@ def test_defaults_on_a_gpu(model_dir: Path) -> None:
     assert (config.device, config.dtype) == ("cuda", "bfloat16")
     assert (config.mem_fraction_static, config.chunked_prefill_size) == (0.85, 8192)
     assert config.max_running_requests == 1024
+    assert (config.prefill_attention_backend, config.decode_attention_backend) == ("auto", "auto")
+    assert config.cuda_graph_bs == (
+        *(1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64),
+        *(80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256),
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "buckets"),
+    [
+        ({"cuda_graph_max_bs": 1}, (1,)),
+        ({"cuda_graph_max_bs": 3}, (1, 2, 3)),
+        ({"cuda_graph_max_bs": 4}, (1, 2, 4)),
+        ({"cuda_graph_max_bs": 5}, (1, 2, 4, 5)),
+        ({"cuda_graph_max_bs": 8}, (1, 2, 4, 8)),
+        ({"cuda_graph_max_bs": 4096, "max_running_requests": 25}, (1, 2, 4, 8, 16, 24, 25)),
+        ({"max_running_requests": 2}, (1, 2)),
+        ({"max_running_requests": 6, "disable_cuda_graph_padding": True}, (1, 2, 3, 4, 5, 6)),
+        ({"cuda_graph_bs": (8, 2, 8)}, (2, 8)),
+        ({"cuda_graph_bs": (3,), "disable_cuda_graph_padding": True}, (3,)),
+        ({"disable_cuda_graph": True, "cuda_graph_bs": (8, 2), "cuda_graph_max_bs": 9}, ()),
+    ],
+)
+def test_buckets_of_graphs_on_a_gpu(
+    model_dir: Path, values: dict[str, Any], buckets: tuple[int, ...]
+) -> None:
+    assert resolved(model_dir, gpu=True, **values).cuda_graph_bs == buckets
+
+
+def test_buckets_lie_further_apart_the_larger_they_are(model_dir: Path) -> None:
+    buckets = resolved(model_dir, gpu=True, cuda_graph_max_bs=650).cuda_graph_bs
+    assert buckets[3:6] == (8, 16, 24)
+    assert buckets[buckets.index(240) :] == (240, 256, *range(288, 513, 32), 576, 640, 650)
+
+
+def test_a_cpu_captures_what_is_named_and_nothing_else(model_dir: Path) -> None:
+    assert resolved(model_dir, cuda_graph_max_bs=8).cuda_graph_bs == ()
+    assert resolved(model_dir, cuda_graph_bs=(1, 2), debug_cuda_graph=True).cuda_graph_bs == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "prefill_and_decode"),
+    [
+        ({"attention_backend": "fa3"}, ("fa3", "fa3")),
+        ({"attention_backend": "fa3", "decode_attention_backend": "flashinfer"}, ("fa3", "flashinfer")),
+        ({"prefill_attention_backend": "flashinfer"}, ("flashinfer", "auto")),
+        ({"attention_backend": "torch", "decode_attention_backend": "auto"}, ("torch", "auto")),
+    ],
+)
+def test_attention_backends_on_a_gpu(
+    model_dir: Path, values: dict[str, Any], prefill_and_decode: tuple[str, str]
+) -> None:
+    config = resolved(model_dir, gpu=True, **values)
+    assert (config.prefill_attention_backend, config.decode_attention_backend) == prefill_and_decode
 
 
 @pytest.mark.parametrize(
@@ -176,6 +232,25 @@ def test_chat_template_is_read(model_dir: Path, tmp_path: Path) -> None:
         ("--random-seed -3", "--random-seed -3: must lie between"),
         ("--context-length 0", "--context-length 0: must be at least 1"),
         ("--context-length 8192", "--context-length 8192 is beyond the model's 4096 tokens; use"),
+        (
+            "--attention-backend fa3",
+            "--attention-backend fa3: needs a CUDA GPU and this is cpu; leave it out",
+        ),
+        ("--decode-attention-backend triton", "--decode-attention-backend triton: needs a CUDA GPU"),
+        ("--cuda-graph-max-bs 0", "--cuda-graph-max-bs 0: must be at least 1"),
+        ("--cuda-graph-bs 1 0", "--cuda-graph-bs 1 0: a batch has at least 1 request"),
+        (
+            "--cuda-graph-bs 8 16 --cuda-graph-max-bs 8",
+            "--cuda-graph-bs 8 16: goes beyond --cuda-graph-max-bs 8",
+        ),
+        (
+            "--cuda-graph-bs 8 --max-running-requests 4",
+            "--cuda-graph-bs 8: no batch has more than 4 requests",
+        ),
+        ("--cuda-graph-bs 8 --max-total-tokens 4", "--cuda-graph-bs 8: no batch has more than 4 requests"),
+        ("--debug-cuda-graph --disable-cuda-graph", "--disable-cuda-graph leaves none: drop one of them"),
+        ("--debug-cuda-graph", "--debug-cuda-graph: no graphs are captured on cpu by default; add"),
+        ("--cuda-coredump-dir=", "--cuda-coredump-dir is empty"),
         ("--device cuda", "--device cuda: torch sees no CUDA GPU; use --device cpu"),
         ("--disable-radix-cache --schedule-policy lpm", "use --schedule-policy fcfs"),
         ("--skip-tokenizer-init --reasoning-parser qwen3", "--reasoning-parser needs the tokenizer that"),
@@ -212,6 +287,11 @@ def test_unsupported_models_are_refused(model_dir: Path, change: dict[str, Any],
     with pytest.raises(ConfigError, match=message) as caught:
         resolved(model_dir)
     assert str(caught.value).startswith(f"--model-path {model_dir}: ")
+
+
+def test_an_empty_list_of_batch_sizes_is_refused(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="--cuda-graph-bs is empty: give batch sizes, or --disable-cuda"):
+        resolve(ServerArgs.from_kwargs({"model_path": str(model_dir), "cuda_graph_bs": []}))
 
 
 def test_model_path_is_required() -> None:

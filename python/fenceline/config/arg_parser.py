@@ -57,7 +57,8 @@ def _add_flag(group: Any, flag: Flag) -> None:
     metavar = flag.spec.metavar or flag.name.upper()
     if flag.spec.choices is not None:
         metavar = "{" + ",".join(str(choice) for choice in flag.spec.choices) + "}"
-    group.add_argument(*flag.options, dest=flag.name, metavar=metavar, help=text)
+    nargs = "+" if flag.many else None
+    group.add_argument(*flag.options, dest=flag.name, metavar=metavar, nargs=nargs, help=text)
 
 
 def parse_values(

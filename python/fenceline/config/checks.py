@@ -17,6 +17,7 @@ _AT_LEAST_ONE = (
     "max_total_tokens",
     "max_running_requests",
     "max_prefill_tokens",
+    "cuda_graph_max_bs",
     "stream_interval",
     "decode_log_interval",
 )
@@ -28,6 +29,7 @@ def check(args: ServerArgs) -> None:
     _check_server(args)
     _check_ranges(args)
     _check_memory(args)
+    _check_graphs(args)
     _check_conflicts(args)
 
 
@@ -111,6 +113,29 @@ def _check_memory(args: ServerArgs) -> None:
         prefill is None or prefill >= chunk,
         f"--max-prefill-tokens {prefill}: smaller than --chunked-prefill-size {chunk}; raise the one or lower the"
         " other",
+    )
+
+
+def _check_graphs(args: ServerArgs) -> None:
+    sizes, largest = args.cuda_graph_bs, args.cuda_graph_max_bs
+    _require(
+        not (args.debug_cuda_graph and args.disable_cuda_graph),
+        "--debug-cuda-graph compares graphs with steps that run without, and --disable-cuda-graph leaves none: drop one"
+        " of them",
+    )
+    _require(
+        args.cuda_coredump_dir != "", "--cuda-coredump-dir is empty: name a folder or leave the flag out"
+    )
+    if sizes is None:
+        return
+    shown = " ".join(map(str, sizes))
+    _require(sizes != (), "--cuda-graph-bs is empty: give batch sizes, or --disable-cuda-graph for no graphs")
+    _require(
+        min(sizes) >= 1, f"--cuda-graph-bs {shown}: a batch has at least 1 request; drop what is smaller"
+    )
+    _require(
+        largest is None or max(sizes) <= largest,
+        f"--cuda-graph-bs {shown}: goes beyond --cuda-graph-max-bs {largest}; one of the two is enough",
     )
 
 

@@ -50,6 +50,7 @@ def _row(flag: Flag) -> str:
         values, default = "switch", "off"
     else:
         values = ", ".join(f"`{choice}`" for choice in flag.spec.choices or ()) or flag.type.__name__
+        values += " ..." if flag.many else ""
         default = "" if flag.default in (None, "") else f"`{flag.default}`"
     return f"| {options} | {values} | {default} | {_escape(flag.spec.help)} |\n"
 

@@ -18,6 +18,8 @@ class EngineConfig:
     in tokens, times in seconds. ``chunked_prefill_size`` None means that prompts are never split;
     ``max_total_tokens`` None that the model runner sizes the KV pool from ``mem_fraction_static``;
     ``max_queued_requests`` None that the queue is unbounded. ``chat_template`` is the template's text.
+    Attention backends are names or ``auto``, which the model runner decides by measuring. ``cuda_graph_bs`` are the
+    decode batch sizes to capture, ascending; empty means no graphs.
     """
 
     # Model and tokenizer
@@ -55,7 +57,13 @@ class EngineConfig:
     # Device and kernels
     device: str
     attention_backend: str
+    prefill_attention_backend: str
+    decode_attention_backend: str
     sampling_backend: str
+    cuda_graph_bs: tuple[int, ...]
+    disable_cuda_graph_padding: bool
+    debug_cuda_graph: bool
+    cuda_coredump_dir: str | None
     random_seed: int
     memory_check: str
 

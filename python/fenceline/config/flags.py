@@ -20,8 +20,10 @@ _METADATA_KEY = "flag"
 _TRUE_WORDS = ("true", "yes", "on", "1")
 _FALSE_WORDS = ("false", "no", "off", "0")
 _EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_EXPECTED_MANY: dict[type[Any], str] = {int: "whole numbers"}
 
 Scalar = str | int | float | bool
+Value = Scalar | tuple[Scalar, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,16 @@ class FlagSpec:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag of a class of flags: name ``page_size``, option ``--page-size``, ``type`` one of the scalars."""
+    """One flag of a class of flags: name ``page_size``, option ``--page-size``, ``type`` one of the scalars.
+
+    With ``many`` the value is a tuple of them: a list in YAML, words after the option on the command line.
+    """
 
     name: str
     type: type[Scalar]
     optional: bool
-    default: Scalar | None
+    many: bool
+    default: Value | None
     spec: FlagSpec
 
     @property
@@ -57,7 +63,7 @@ class Flag:
         return (self.option, *self.spec.aliases)
 
 
-def flag(default: Scalar | None, help: str, *, group: str, **spec: Any) -> Any:
+def flag(default: Value | None, help: str, *, group: str, **spec: Any) -> Any:
     """A dataclass field that is a flag. ``spec`` is the rest of ``FlagSpec``."""
     return dataclasses.field(default=default, metadata={_METADATA_KEY: FlagSpec(help, group, **spec)})
 
@@ -72,27 +78,33 @@ def flags_of(cls: type[Any]) -> dict[str, Flag]:
     hints = typing.get_type_hints(cls)
     found = {}
     for field in dataclasses.fields(cls):
-        kind, optional = _scalar_type(hints[field.name])
+        kind, optional, many = _flag_type(hints[field.name])
         assert field.default is not dataclasses.MISSING, f"{field.name}: made without flag()"
-        found[field.name] = Flag(field.name, kind, optional, field.default, field.metadata[_METADATA_KEY])
+        spec = field.metadata[_METADATA_KEY]
+        found[field.name] = Flag(field.name, kind, optional, many, field.default, spec)
     return found
 
 
-def _scalar_type(hint: Any) -> tuple[type[Scalar], bool]:
-    if isinstance(hint, types.UnionType):
+def _flag_type(hint: Any) -> tuple[type[Scalar], bool, bool]:
+    """The scalar type, whether None is allowed, whether there may be many: ``tuple[int, ...] | None``."""
+    optional = isinstance(hint, types.UnionType)
+    if optional:
         members = [arg for arg in typing.get_args(hint) if arg is not types.NoneType]
         assert len(members) == 1, f"a flag has one type: {hint}"
-        return members[0], True
-    return hint, False
+        hint = members[0]
+    many = typing.get_origin(hint) is tuple
+    return typing.get_args(hint)[0] if many else hint, optional, many
 
 
-def coerce(flag: Flag, value: object) -> Scalar | None:
+def coerce(flag: Flag, value: object) -> Value | None:
     """``value`` (from the command line, YAML or a keyword argument) as the flag's type.
 
     Raises ConfigError if it does not fit the type, is not among the choices or is refused.
     """
     if value is None and flag.optional:
         return None
+    if flag.many:
+        return _coerce_many(flag, value)
     result = _convert(flag.type, value)
     if result is None:
         raise ConfigError(f"{flag.option} {value}: expected {_EXPECTED[flag.type]}")
@@ -102,6 +114,19 @@ def coerce(flag: Flag, value: object) -> Scalar | None:
         allowed = ", ".join(str(choice) for choice in flag.spec.choices)
         raise ConfigError(f"{flag.option} {result}: choose one of {allowed}")
     return result
+
+
+def _coerce_many(flag: Flag, value: object) -> tuple[Scalar, ...]:
+    """A list, or words in one text (``cuda-graph-bs: 1 2 4`` in YAML), or a single value."""
+    if isinstance(value, str):
+        value = value.split()
+    items = list(value) if isinstance(value, (list, tuple)) else [value]
+    results = [_convert(flag.type, item) for item in items]
+    found = tuple(result for result in results if result is not None)
+    if len(found) < len(items):
+        shown = " ".join(str(item) for item in items)
+        raise ConfigError(f"{flag.option} {shown}: expected {_EXPECTED_MANY[flag.type]}")
+    return found
 
 
 def _convert(kind: type[Scalar], value: object) -> Scalar | None:

@@ -41,9 +41,7 @@ _HICACHE = (
     "there is no host tier yet: leave it out, or give the device more memory with --mem-fraction-static"
 )
 _SPECULATIVE = "there is no speculative decoding yet: leave it out"
-_GRAPHS = "there are no CUDA graphs yet: leave it out"
 _PIECEWISE = "there are no piecewise CUDA graphs yet: leave it out"
-_ATTENTION = "one backend serves prefill and decode: use --attention-backend torch"
 _LORA = "merge the adapter into the model and pass the merged directory as --model-path"
 _QUANTIZED = "weights and KV cache keep --dtype: leave it out"
 _TLS = "put a TLS proxy in front of the server and leave it out"
@@ -61,10 +59,6 @@ REFUSED: Mapping[str, Refusal] = {
     ),
     **_same("--enable-piecewise-cuda-graph --piecewise-cuda-graph-max-tokens", Refusal(_PIECEWISE)),
     **_same(
-        "--cuda-graph-max-bs --cuda-graph-bs --debug-cuda-graph --disable-cuda-graph-padding",
-        Refusal(_GRAPHS),
-    ),
-    **_same(
         "--enable-hierarchical-cache --hicache-ratio --hicache-size --hicache-write-policy --hicache-io-backend"
         " --hicache-mem-layout --hicache-storage-prefetch-policy --hicache-storage-backend-extra-config",
         Refusal(_HICACHE),
@@ -77,7 +71,6 @@ REFUSED: Mapping[str, Refusal] = {
         Refusal(_SPECULATIVE),
     ),
     "--speculative-algorithm": Refusal(_SPECULATIVE, ("none",)),
-    **_same("--decode-attention-backend --prefill-attention-backend", Refusal(_ATTENTION, ("torch",))),
     "--dense-as-sparse": Refusal("there is no sparse attention: leave it out"),
     **_same("--enable-lora --lora-paths --max-loras-per-batch", Refusal(_LORA)),
     "--quantization": Refusal(_QUANTIZED, ("none",)),
@@ -89,9 +82,6 @@ REFUSED: Mapping[str, Refusal] = {
     ),
     "--enable-torch-compile": Refusal("models run as written: leave it out"),
     "--retract-policy": Refusal("retracted requests recompute: leave it out", ("recompute",)),
-    "--cuda-coredump-dir": Refusal(
-        "leave it out and set CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1 for the driver's own dump"
-    ),
     "--tool-call-parser": Refusal(
         "the model's text is returned as it is: leave it out and parse in the client"
     ),
@@ -104,7 +94,6 @@ REFUSED: Mapping[str, Refusal] = {
     "--radix-eviction-policy": Refusal("eviction is least recently used: leave it out", ("lru",)),
     "--tokenizer-worker-num": Refusal("one process tokenizes: leave it out", ("1",)),
     # These ask for what happens anyway.
-    "--disable-cuda-graph": Refusal("", ANY),
     "--disable-piecewise-cuda-graph": Refusal("", ANY),
     "--disable-custom-all-reduce": Refusal("", ANY),
     "--sleep-on-idle": Refusal("", ANY),

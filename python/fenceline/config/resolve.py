@@ -15,6 +15,7 @@ from fenceline.config.checks import check
 from fenceline.config.device import choose_device, cuda_is_available
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.errors import ConfigError
+from fenceline.config.graphs import attention_backends, cuda_graph_bs
 from fenceline.config.hub import model_directory
 from fenceline.config.model_config import ModelConfig
 
@@ -43,6 +44,8 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
     tokenizer_path = _tokenizer_path(args, path)
     model = _read_model(args, path, tokenizer_path, overrides, device)
     chunk = _chunked_prefill_size(args, device)
+    max_running_requests = _max_running_requests(args, device, model.context_length)
+    prefill_attention_backend, decode_attention_backend = attention_backends(args, device)
     return EngineConfig(
         model=model,
         model_path=path,
@@ -62,7 +65,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         watchdog_timeout_s=args.watchdog_timeout,
         mem_fraction_static=args.mem_fraction_static or _MEM_FRACTION[_limits_of(device)],
         max_total_tokens=_whole_pages(args),
-        max_running_requests=_max_running_requests(args, device, model.context_length),
+        max_running_requests=max_running_requests,
         page_size=args.page_size,
         chunked_prefill_size=chunk,
         max_prefill_tokens=args.max_prefill_tokens or max(_MAX_PREFILL_TOKENS, chunk or 0),
@@ -72,7 +75,13 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         disable_overlap_schedule=args.disable_overlap_schedule,
         device=device,
         attention_backend="torch",
+        prefill_attention_backend=prefill_attention_backend,
+        decode_attention_backend=decode_attention_backend,
         sampling_backend="torch",
+        cuda_graph_bs=cuda_graph_bs(args, device, max_running_requests),
+        disable_cuda_graph_padding=args.disable_cuda_graph_padding,
+        debug_cuda_graph=args.debug_cuda_graph,
+        cuda_coredump_dir=_absolute(args.cuda_coredump_dir),
         random_seed=args.random_seed if args.random_seed is not None else secrets.randbelow(2**31),
         memory_check=args.memory_check,
         sampling_defaults=args.sampling_defaults,
@@ -95,6 +104,10 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
 def _flight_recorder_dir() -> str:
     # One for each user: in a shared temporary folder the other's could not be written to.
     return str(Path(tempfile.gettempdir()) / f"fenceline-flight-recorder-{os.getuid()}")
+
+
+def _absolute(directory: str | None) -> str | None:
+    return None if directory is None else str(Path(directory).expanduser().absolute())
 
 
 def _limits_of(device: str) -> str:

@@ -29,21 +29,14 @@ _RUNTIME = "Device and kernels"
 _API = "API behaviour"
 _LOGGING = "Logging and metrics"
 
-_NO_BACKEND = "use --attention-backend torch"
-_REFUSED_BACKENDS = dict.fromkeys(
-    (
-        "fa3",
-        "fa4",
-        "flashinfer",
-        "triton",
-        "flashmla",
-        "trtllm_mha",
-        "minicpm_flashinfer",
-        "torch_native",
-        "aiter",
+_BACKENDS = ("auto", "torch", "triton", "flashinfer", "fa3")
+_REFUSED_BACKENDS = {
+    **dict.fromkeys(
+        ("fa4", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha", "minicpm_flashinfer", "aiter", "nsa"),
+        "leave it out, or choose triton, flashinfer or fa3",
     ),
-    _NO_BACKEND,
-)
+    "torch_native": "use torch",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,11 +180,27 @@ class ServerArgs:
         choices=("auto", "cpu", "cuda"),
         refused=dict.fromkeys(("xpu", "hpu", "npu", "mps"), "use --device cpu or --device cuda"),
     )
-    attention_backend: str = flag(
-        "auto",
-        "The attention kernels; torch is the reference in plain torch, for CPU and CUDA. auto chooses.",
+    attention_backend: str | None = flag(
+        None,
+        "The attention kernels of prefill and decode: triton our own, flashinfer and fa3 those of the packages of that "
+        "name, torch the reference in plain torch and the only one on a CPU. auto, as without the flag: whichever of "
+        "those installed measures best on this GPU.",
         group=_RUNTIME,
-        choices=("auto", "torch"),
+        choices=_BACKENDS,
+        refused=_REFUSED_BACKENDS,
+    )
+    prefill_attention_backend: str | None = flag(
+        None,
+        "The attention kernels of prefill, where they are to differ from --attention-backend.",
+        group=_RUNTIME,
+        choices=_BACKENDS,
+        refused=_REFUSED_BACKENDS,
+    )
+    decode_attention_backend: str | None = flag(
+        None,
+        "The attention kernels of decode, where they are to differ from --attention-backend.",
+        group=_RUNTIME,
+        choices=_BACKENDS,
         refused=_REFUSED_BACKENDS,
     )
     sampling_backend: str = flag(
@@ -200,6 +209,42 @@ class ServerArgs:
         group=_RUNTIME,
         choices=("auto", "torch", "pytorch"),
         refused={"flashinfer": "use --sampling-backend torch"},
+    )
+    disable_cuda_graph: bool = flag(
+        False, "Launch every decode step kernel by kernel instead of replaying a graph.", group=_RUNTIME
+    )
+    cuda_graph_max_bs: int | None = flag(
+        None,
+        "Largest decode batch that is captured as a graph, larger ones run without; 256 or --max-running-requests if "
+        "that is smaller, unless given.",
+        group=_RUNTIME,
+    )
+    cuda_graph_bs: tuple[int, ...] | None = flag(
+        None,
+        "The decode batch sizes to capture, as in --cuda-graph-bs 1 2 4 8; a batch runs in the next larger one. Unless "
+        "given, on a GPU 1, 2, 4, 8, from there every 8th to 64, every 16th to 256, every 32nd to 512, up to "
+        "--cuda-graph-max-bs; on a CPU, where graphs are there for testing, none.",
+        group=_RUNTIME,
+        metavar="BS",
+    )
+    disable_cuda_graph_padding: bool = flag(
+        False,
+        "Replay a graph only for batches of exactly its size; unless --cuda-graph-bs is given, every size up to "
+        "--cuda-graph-max-bs is captured.",
+        group=_RUNTIME,
+    )
+    debug_cuda_graph: bool = flag(
+        False,
+        "Run every replayed step once more without its graph, on the same inputs, and stop at the first field that "
+        "differs, naming it. Slow.",
+        group=_RUNTIME,
+    )
+    cuda_coredump_dir: str | None = flag(
+        None,
+        "Have the CUDA driver write a core dump into this folder when a kernel fails, for cuda-gdb; see "
+        "docs/debugging.md.",
+        group=_RUNTIME,
+        metavar="DIR",
     )
     random_seed: int | None = flag(
         None,
