@@ -1,0 +1,115 @@
+"""The Triton products of few rows against float64, in Triton's interpreter.
+
+The interpreter is chosen when triton is imported, so the cases run in a process of their own: this file as a script.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+ROWS = (1, 2, 5, 17, 33)
+SHAPES = ((48, 64), (50, 72), (7, 40))  # N and K: whole blocks, ragged blocks, less than a block
+FUSIONS = ("plain", "bias", "norm", "gated", "residual")
+# The interpreter multiplies bfloat16 matrices by their bit patterns, so two rows or more are tried in float16.
+DTYPES = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    dtype: str
+    rows: int
+    n: int
+    k: int
+    fusion: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.dtype}-{self.rows}x{self.n}x{self.k}-{self.fusion}"
+
+
+CASES = [
+    Case(dtype, rows, n, k, fusion)
+    for dtype, rows, (n, k), fusion in itertools.product(DTYPES, ROWS, SHAPES, FUSIONS)
+    if (dtype == "bfloat16") <= (rows == 1)
+]
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, list[float]]:
+    """By a case's name: relative error, change of the last row when the others change."""
+    pytest.importorskip("triton")
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    measured: dict[str, list[float]] = json.loads(done.stdout)
+    return measured
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_agrees_with_float64(errors: dict[str, list[float]], dtype: str, fusion: str) -> None:
+    cases = [case for case in CASES if (case.dtype, case.fusion) == (dtype, fusion)]
+    bad = {case.name: errors[case.name] for case in cases if not errors[case.name][0] < DTYPES[dtype]}
+    assert cases and not bad
+
+
+def test_a_row_does_not_depend_on_the_others(errors: dict[str, list[float]]) -> None:
+    bad = {name: found for name, found in errors.items() if found[1] != 0}
+    assert not bad
+
+
+def _measure(case: Case) -> list[float]:
+    from fenceline.layers.kernels.skinny_gemm import Fusion, TritonConfig, skinny_linear
+
+    dtype = getattr(torch, case.dtype)
+    x = torch.randn(case.rows, case.k).to(dtype)
+    out = case.n // 2 if case.fusion == "gated" else case.n
+    weight = (torch.randn(2 * out if case.fusion == "gated" else out, case.k) / case.k**0.5).to(dtype)
+    norm = torch.randn(case.k).to(dtype) if case.fusion in ("norm", "gated") else None
+    bias = torch.randn(len(weight)).to(dtype) if case.fusion != "plain" else None
+    residual = torch.randn(case.rows, out).to(dtype) if case.fusion == "residual" else None
+    want = _reference(x, weight, norm, bias, case.fusion == "gated", residual)
+    config = TritonConfig(16, 32, 4, launch_pdl=False)
+    fusion = Fusion(norm, 1e-6, bias, case.fusion == "gated", None if residual is None else residual.clone())
+    got = skinny_linear(x, weight, config, fusion)
+    # The same last row among other rows of the same number.
+    others = torch.cat([torch.randn(case.rows - 1, case.k).to(dtype), x[-1:]])
+    again = skinny_linear(
+        others, weight, config, replace(fusion, residual=None if residual is None else residual.clone())
+    )
+    assert residual is None or got is fusion.residual
+    error = ((got.double() - want).norm() / want.norm()).item()
+    return [error, (again[-1] - got[-1]).abs().max().item()]
+
+
+def _reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    gated: bool,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    wide = x.double()
+    if norm is not None:
+        wide = F.rms_norm(wide, norm.shape, norm.double(), 1e-6)
+    y = F.linear(wide, weight.double(), None if bias is None else bias.double())
+    if gated:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    return y if residual is None else y + residual.double()
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    print(json.dumps({case.name: _measure(case) for case in CASES}))
