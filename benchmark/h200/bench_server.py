@@ -1,0 +1,125 @@
+"""A server under measurement: started with its log in a file, waited for, stopped with all its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+_POLL_S = 0.25
+_STOP_TIMEOUT_S = 20.0
+_TAIL_LINES = 40
+
+
+class ServerDied(Exception):
+    """The server ended, or was never ready; the message ends with the tail of its log."""
+
+
+class BenchServer:
+    """``python -m fenceline.launch_server`` on a free port. Use it in a ``with`` block.
+
+    Raises ServerDied on entering if the server is not healthy after ``start_timeout_s``.
+    """
+
+    def __init__(
+        self, model_dir: Path, flags: Sequence[str], log: Path, start_timeout_s: float = 600.0
+    ) -> None:
+        self.port = _free_port()
+        self.command = [
+            *(sys.executable, "-m", "fenceline.launch_server", "--model-path", str(model_dir)),
+            *("--load-format", "dummy", "--port", str(self.port), *flags),
+        ]
+        self.start_s = 0.0
+        self._log = log
+        self._start_timeout_s = start_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """The server's root address."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def raise_if_dead(self, patience_s: float = 0.0) -> None:
+        """Raise ServerDied if the server has ended, or does so within ``patience_s``."""
+        if self._process is not None and patience_s:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience_s)
+        if not self.alive:
+            raise ServerDied(f"the server died under load\n{self.log_tail()}")
+
+    @property
+    def alive(self) -> bool:
+        """Whether its main process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def __enter__(self) -> BenchServer:
+        begin = time.perf_counter()
+        with self._log.open("ab") as file:  # a session of its own: stopping reaches every child
+            self._process = subprocess.Popen(
+                self.command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            while not self._healthy():
+                if not self.alive:
+                    raise ServerDied(f"the server ended while starting\n{self.log_tail()}")
+                if time.perf_counter() - begin > self._start_timeout_s:
+                    raise ServerDied(f"not ready after {self._start_timeout_s:g} s\n{self.log_tail()}")
+                time.sleep(_POLL_S)
+        except BaseException:
+            self.stop()
+            raise
+        self.start_s = time.perf_counter() - begin
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def info(self) -> dict[str, object]:
+        """/get_server_info."""
+        with urllib.request.urlopen(f"{self.url}/get_server_info", timeout=30) as response:
+            return dict(json.load(response))
+
+    def log_tail(self) -> str:
+        """The last lines of the log."""
+        lines = self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        return "\n".join(f"  | {line}" for line in lines)
+
+    def stop(self) -> None:
+        """Ask, then kill whatever is left of the session."""
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_TIMEOUT_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        self._process = None
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port

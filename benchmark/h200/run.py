@@ -1,0 +1,252 @@
+"""Serving speed on one H200 beside SGLang's: our server, driven over HTTP by our bench_serving.
+
+    python benchmark/h200/run.py                                   # both shapes, the three loads: about 3 minutes
+    python benchmark/h200/run.py --shape 8b --load 32 --server-args "--decode-attention-backend triton"
+    python benchmark/h200/run.py --shape tiny --quick              # anywhere: whether it works at all
+
+Each shape's server runs with dummy weights and otherwise default flags (--server-args adds some). Each load is
+warmed up with short requests of its own prompt length, the prefix cache is flushed, and the measured run follows:
+random token ids sent as ids, lengths exact, answers streamed. The table is Markdown; --out keeps the logs,
+bench_serving's lines with the server's own state in them, and result.json.
+
+SGLang's figures: version 0.5.16 on one H200, bf16, dummy weights, fa3 backend, its defaults and its own client.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench_server import BenchServer, ServerDied
+from shapes import NUM_PLAIN_TOKENS, SHAPES, make_model_dir
+
+_WARMUP_OUTPUT_LEN = 16
+_MOST_WARMUP_PROMPTS = 64
+_DYING_S = 3.0  # a server whose scheduler died ends itself; requests fail a little earlier
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """``concurrency`` requests at a time; lengths in tokens."""
+
+    input_len: int
+    output_len: int
+    concurrency: int
+    num_prompts: int
+
+    def eighth(self) -> Load:
+        """A load to try things with."""
+        lens = (max(self.input_len // 8, 1), max(self.output_len // 8, 2))
+        return Load(*lens, max(self.concurrency // 8, 1), max(self.num_prompts // 8, 2))
+
+    def __str__(self) -> str:
+        return f"{self.input_len} in, {self.output_len} out, {self.concurrency} at a time, {self.num_prompts} requests"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Output tokens per second over the run; means over requests, in milliseconds."""
+
+    output_tok_s: float
+    ttft_ms: float
+    tpot_ms: float
+
+
+LOADS = {"1": Load(1024, 256, 1, 12), "32": Load(128, 512, 32, 96), "256": Load(1024, 256, 256, 512)}
+SGLANG = {
+    ("0.6b", "1"): Figures(601, 11.8, 1.62),
+    ("0.6b", "32"): Figures(15487, 32, 2.00),
+    ("0.6b", "256"): Figures(18249, 326, 12.1),
+    ("8b", "1"): Figures(191, 26.6, 5.14),
+    ("8b", "32"): Figures(5272, 85, 5.90),
+    ("8b", "256"): Figures(5878, 3036, 31.3),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured load; ``figures`` None if it failed, ``error`` then says how."""
+
+    shape: str
+    load: str
+    what: str
+    figures: Figures | None
+    graphs: str = ""
+    error: str = ""
+
+
+def bench(
+    server: BenchServer, load: Load, out: Path, name: str, seed: int, timeout_s: float
+) -> dict[str, object]:
+    """bench_serving's JSON line. Raises ServerDied, or RuntimeError with its last words."""
+    file = out / f"{name}.bench.json"
+    file.unlink(missing_ok=True)
+    command = [
+        *(
+            sys.executable,
+            "-m",
+            "fenceline.bench_serving",
+            "--backend",
+            "fenceline",
+            "--base-url",
+            server.url,
+        ),
+        *("--dataset-name", "random-ids", "--vocab-size", str(NUM_PLAIN_TOKENS), "--random-range-ratio", "1"),
+        *("--random-input-len", str(load.input_len), "--random-output-len", str(load.output_len)),
+        *(
+            "--num-prompts",
+            str(load.num_prompts),
+            "--max-concurrency",
+            str(load.concurrency),
+            "--seed",
+            str(seed),
+        ),
+        *("--warmup-requests", "1", "--flush-cache", "--disable-tqdm", "--output-file", str(file)),
+    ]
+    with (out / f"{name}.bench.txt").open("w") as log:
+        log.write(shlex.join(command) + "\n")
+        log.flush()
+        client = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            _wait(client, server, timeout_s)
+        finally:
+            client.kill()
+            client.wait()
+    if not file.is_file():
+        tail = "\n".join((out / f"{name}.bench.txt").read_text().splitlines()[-2:])
+        raise RuntimeError(f"bench_serving failed:\n{tail}")
+    return dict(json.loads(file.read_text().splitlines()[-1]))
+
+
+def _wait(client: subprocess.Popen[bytes], server: BenchServer, timeout_s: float) -> None:
+    for _ in range(int(timeout_s)):
+        try:
+            client.wait(1.0)
+            return
+        except subprocess.TimeoutExpired:
+            server.raise_if_dead()
+    raise RuntimeError(f"bench_serving still ran after {timeout_s:g} s (--timeout)")
+
+
+def measure(server: BenchServer, shape: str, key: str, args: argparse.Namespace) -> Row:
+    """Warm up and run one load. Raises ServerDied."""
+    load = LOADS[key].eighth() if args.quick else LOADS[key]
+    name = f"{shape}-{key}"
+    try:
+        prompts = min(load.concurrency, _MOST_WARMUP_PROMPTS)
+        warmup = Load(load.input_len, _WARMUP_OUTPUT_LEN, load.concurrency, prompts)
+        bench(server, warmup, args.out, f"{name}-warmup", args.seed + 1000, args.timeout)
+        result = bench(server, load, args.out, name, args.seed, args.timeout)
+    except RuntimeError as error:
+        server.raise_if_dead(_DYING_S)
+        return Row(shape, key, str(load), None, error=str(error))
+    if result["failed"]:
+        server.raise_if_dead(_DYING_S)
+    values = [float(str(result[k])) for k in ("output_throughput", "mean_ttft_ms", "mean_tpot_ms")]
+    error = f"{result['failed']} requests failed" if result["failed"] else ""
+    return Row(shape, key, str(load), Figures(*values), graph_summary(result.get("server_info")), error)
+
+
+def graph_summary(info: object) -> str:
+    """Replays over eligible steps, fallbacks and repairs since the server's start, if it tells."""
+    states = info.get("internal_states") if isinstance(info, dict) else None
+    state = states[0] if isinstance(states, list) and states else {}
+    graphs = state.get("cuda_graphs") if isinstance(state, dict) else None
+    if not isinstance(graphs, dict):
+        return ""
+    lost = {**graphs.get("fallbacks", {}), **graphs.get("repairs", {})}
+    return f"{graphs['replays']}/{graphs['eligible_steps']}" + (f" {lost}" if lost else "")
+
+
+def run_shape(shape: str, keys: Sequence[str], args: argparse.Namespace) -> Iterator[Row]:
+    """The loads of one shape on one server; on another one after it died."""
+    model_dir = make_model_dir(shape, args.models)
+    left = list(keys)
+    while left:
+        try:
+            with BenchServer(
+                model_dir, shlex.split(args.server_args), args.out / f"{shape}.server.log"
+            ) as server:
+                print(f"{shlex.join(server.command)}: ready after {server.start_s:.1f} s", flush=True)
+                while left:
+                    yield measure(server, shape, left[0], args)
+                    left.pop(0)
+        except ServerDied as error:
+            yield Row(shape, left[0], str(LOADS[left[0]]), None, error=str(error))
+            left.pop(0)
+
+
+COLUMNS = ["shape", "load", "output tok/s", "SGLang", "ratio", "TTFT mean ms", "SGLang"]
+COLUMNS += ["TPOT mean ms", "SGLang", "ratio", "graph replays"]
+HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
+
+
+def table_row(row: Row) -> str:
+    """One line of the table: throughput as ours over SGLang's, TPOT as SGLang's over ours: above 1 is better."""
+    if row.figures is None:
+        return f"| {row.shape} | {row.what} | failed |"
+    ours, theirs = row.figures, SGLANG.get((row.shape, row.load))
+    if theirs is None:
+        cells = [
+            f"{ours.output_tok_s:,.0f}",
+            "",
+            "",
+            f"{ours.ttft_ms:.1f}",
+            "",
+            f"{ours.tpot_ms:.2f}",
+            "",
+            "",
+        ]
+    else:
+        cells = [
+            *(f"{ours.output_tok_s:,.0f}", f"{theirs.output_tok_s:,.0f}"),
+            f"{ours.output_tok_s / theirs.output_tok_s:.2f}",
+            *(f"{ours.ttft_ms:.1f}", f"{theirs.ttft_ms:g}"),
+            *(f"{ours.tpot_ms:.2f}", f"{theirs.tpot_ms:g}", f"{theirs.tpot_ms / ours.tpot_ms:.2f}"),
+        ]
+    return f"| {row.shape} | {row.what} | {' | '.join(cells)} | {row.graphs} |"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="all", choices=["all", *SHAPES], help="all: 0.6b and 8b")
+    parser.add_argument("--load", default="all", choices=["all", *LOADS], help="requests at a time")
+    parser.add_argument("--server-args", default="", help="more flags for the server, as one word")
+    parser.add_argument("--out", type=Path, default=None, help="folder for logs and figures")
+    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "fenceline-bench-models")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one load may take")
+    parser.add_argument("--quick", action="store_true", help="an eighth of every length and number")
+    args = parser.parse_args(argv)
+    args.out = args.out or Path(tempfile.mkdtemp(prefix="fenceline-bench-"))
+    args.out.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write; 1 if a load failed."""
+    args = parse(argv)
+    shapes = ["0.6b", "8b"] if args.shape == "all" else [args.shape]
+    keys = list(LOADS) if args.load == "all" else [args.load]
+    rows: list[Row] = []
+    for shape in shapes:
+        for row in run_shape(shape, keys, args):
+            rows.append(row)  # written at once: what was measured stays measured
+            print(table_row(row), *([row.error] if row.error else []), sep="\n", flush=True)
+            (args.out / "result.json").write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")
+    print("", HEADER, *[table_row(row) for row in rows], "", f"logs and figures: {args.out}", sep="\n")
+    return 1 if any(row.error for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Model directories to serve with dummy weights: a real config.json and a tokenizer of the real size, made here.
+
+The tokenizer is byte-level BPE with as many tokens as Qwen3's, of about four letters each, and Qwen3's special tokens
+under their ids, so that requests, streams and detokenization weigh what they weigh with the real one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import string
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+SHAPES = {"0.6b": "qwen3-0.6b", "8b": "qwen3-8b", "tiny": "tiny"}
+NUM_PLAIN_TOKENS = 151643  # special tokens follow; the model's vocabulary is padded to 151,936
+
+_SPECIAL = [
+    *(
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|object_ref_start|>",
+        "<|object_ref_end|>",
+        "<|box_start|>",
+    ),
+    *(
+        "<|box_end|>",
+        "<|quad_start|>",
+        "<|quad_end|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|vision_pad|>",
+    ),
+    *("<|image_pad|>", "<|video_pad|>"),
+]
+_MARKS = [
+    *("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>"),
+    *("<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
+]
+
+
+def make_tokenizer() -> Tokenizer:
+    """About a second. Single bytes, letter pairs, pairs of pairs, and most of them again after a space."""
+    letters = string.ascii_lowercase
+    pairs = [a + b for a, b in itertools.product(letters, letters)]
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [(pair[0], pair[1]) for pair in pairs]
+    merges += [("Ġ", pair) for pair in pairs]
+    num_words = NUM_PLAIN_TOKENS - len(tokens) - len(merges)
+    words = list(itertools.islice(itertools.product(pairs, pairs), (num_words + 1) // 2))
+    merges += words
+    merges += [("Ġ", first + second) for first, second in words[: num_words // 2]]
+    tokens += [first + second for first, second in merges]
+    assert len(set(tokens)) == NUM_PLAIN_TOKENS
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in _SPECIAL])
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in _MARKS])
+    return tokenizer
+
+
+def make_model_dir(shape: str, parent: Path) -> Path:
+    """``parent``/NAME with config.json, tokenizer.json and tokenizer_config.json; made once."""
+    folder = parent / SHAPES[shape]
+    if (folder / "tokenizer_config.json").is_file():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(Path(__file__).parent / "models" / SHAPES[shape] / "config.json", folder)
+    make_tokenizer().save(str(folder / "tokenizer.json"), pretty=False)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))  # last: it says that all is there
+    return folder
