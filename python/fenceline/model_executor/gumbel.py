@@ -34,7 +34,7 @@ def _signed(value: int, bits: int) -> int:
 
 
 _GOLDEN_I64, _MIX_A_I64, _MIX_B_I64 = (_signed(c, 64) for c in (_GOLDEN, _MIX_A, _MIX_B))
-_ROUND_A_I32, _ROUND_B_I32 = (_signed(c, 32) for c in (_ROUND_A, _ROUND_B))
+_TOKEN_STRIDE_I32, _ROUND_A_I32, _ROUND_B_I32 = (_signed(c, 32) for c in (_TOKEN_STRIDE, _ROUND_A, _ROUND_B))
 
 
 def mix_seeds(seeds: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -50,8 +50,8 @@ class GumbelSampler:
     """Draws tokens. Owns one constant [V] int32 tensor, written at construction; holds no other state."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        products = np.arange(vocab_size, dtype=np.uint64) * np.uint64(_TOKEN_STRIDE)
-        self._token_terms = torch.from_numpy(products.astype(np.uint32).view(np.int32)).to(device)
+        ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
+        self._token_terms = ids.mul_(_TOKEN_STRIDE_I32)  # on the device: a graph's capture may make one too
         # CUDA evaluates log the same way for every element. CPU libraries do not (vector body, scalar tail), so
         # there the last bit could depend on where a row lies in the batch: float64, rounded, hides that.
         self._dtype = torch.float32 if device.type == "cuda" else torch.float64

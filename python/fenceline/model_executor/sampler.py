@@ -10,7 +10,9 @@ temperature 1 there. With neutral parameters that is the model's own log-softmax
 
 A request's token depends on its own logits, parameters, seed and position, bit by bit: not on its place in the batch
 nor on what else is in it. There is no host synchronisation and no shape that depends on data, so a step can be
-captured. Scratch memory is at most two copies of the logits and a few pieces of ``CHUNK_ELEMENTS``.
+captured. On CUDA the draw is the kernel that captured decode steps draw with, so that a request gets the same tokens
+whether its batch replays a graph or needs something of this sampler. Scratch memory is at most two copies of the logits
+and a few pieces of ``CHUNK_ELEMENTS``.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from fenceline.model_executor.gumbel import GumbelSampler
+from fenceline.model_executor.kernels.sample import sample_tokens
 from fenceline.model_executor.logprobs import OutputLogprobs, prompt_logprobs, spread, token_logprobs
 from fenceline.model_executor.row_chunks import row_chunks, take_rows
 from fenceline.model_executor.sampling_batch import SamplingBatch
@@ -69,7 +72,7 @@ class Sampler:
         assert logits.shape == (batch.num_reqs, self._vocab_size), (logits.shape, batch.num_reqs)
         assert logits.dtype == torch.float32
         logits = self._adjust(logits, positions, batch)
-        scaled = None if batch.all_greedy and not batch.return_logprob else _scale(logits, batch)
+        scaled = _scale(logits, batch) if self._needs_scaled(batch) else None
         next_tokens = self._choose(logits, scaled, positions, batch)
         if batch.penalty_rows is not None:
             assert self._counts is not None
@@ -80,6 +83,12 @@ class Sampler:
             return SampleOutput(next_tokens, None)
         return SampleOutput(next_tokens, _logprobs(scaled, next_tokens, batch))
 
+    def _needs_scaled(self, batch: SamplingBatch) -> bool:
+        """On CUDA the draw scales the logits itself, and only logprobs and filters look at scaled ones."""
+        if batch.return_logprob or batch.all_greedy:
+            return batch.return_logprob
+        return self._device.type != "cuda" or batch.top_ks is not None or batch.min_p_logs is not None
+
     def _choose(
         self,
         logits: torch.Tensor,
@@ -87,6 +96,8 @@ class Sampler:
         positions: torch.Tensor,
         batch: SamplingBatch,
     ) -> torch.Tensor:
+        if self._device.type == "cuda":
+            return _choose_fused(logits, scaled, positions, batch)
         if scaled is None or batch.seed_keys is None:
             return logits.argmax(dim=-1)
         thresholds = keep_thresholds(scaled, batch)
@@ -126,6 +137,26 @@ class Sampler:
                 logits[rows] = penalized
             else:
                 logits.index_copy_(0, batch.penalty_index[rows], penalized)
+
+
+def _choose_fused(
+    logits: torch.Tensor, scaled: torch.Tensor | None, positions: torch.Tensor, batch: SamplingBatch
+) -> torch.Tensor:
+    thresholds = None if scaled is None or batch.all_greedy else keep_thresholds(scaled, batch)
+    next_tokens = torch.empty_like(positions)
+    sample_tokens(
+        logits,
+        batch.temperatures,
+        batch.noise_scales,
+        batch.seed_keys,
+        positions,
+        thresholds,
+        rows=None,
+        last_tokens=None,
+        next_tokens=next_tokens,
+        maxima=None if thresholds is None else logits.amax(dim=-1),
+    )
+    return next_tokens
 
 
 def _scale(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

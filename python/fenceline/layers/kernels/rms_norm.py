@@ -1,0 +1,75 @@
+"""RMSNorm in Triton: one pass, every element read once and written once.
+
+``pdl`` in Triton launchers: programmatic dependent launch (sm_90 and later). The kernel may start before the kernel in
+front of it has ended, so that launching costs little; it waits (``griddepcontrol.wait``: until everything in front has
+ended and its writes are visible) before it writes anything and before it reads what a forward computes. What a kernel
+reads *before* its wait its docstring names: whoever writes that must be followed by some kernel launched without pdl
+before this one, because that one begins only when all in front of it have ended.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+# Elements one program works on at least: short rows share a program.
+_MIN_TILE = 1024
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool = False) -> torch.Tensor:
+    """x [T, D] / sqrt(mean of squares over D + eps) * weight [D] → new [T, D] in x's dtype; float32 inside.
+
+    x contiguous, bfloat16, float16 or float32; D at most 16384; T of any size. Current stream, no host synchronisation.
+    ``pdl``: see the module; reads ``weight`` before its wait.
+    """
+    num_rows, size = x.shape
+    assert x.is_contiguous() and weight.is_contiguous() and weight.shape == (size,)
+    out = torch.empty_like(x)
+    if num_rows == 0:
+        return out
+    block = triton.next_power_of_2(size)
+    rows_each = max(1, _MIN_TILE // block)
+    grid = (triton.cdiv(num_rows, rows_each),)
+    _rms_norm_kernel[grid](
+        x,
+        weight,
+        out,
+        num_rows,
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        ROWS=rows_each,
+        PDL=pdl,
+        num_warps=max(1, min(16, block * rows_each // 256)),  # 8 elements a thread: one 16-byte load of bfloat16
+        launch_pdl=pdl,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_kernel(
+    x,
+    weight,
+    out,
+    num_rows,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    columns = tl.arange(0, BLOCK)
+    in_row = columns < SIZE
+    scale = tl.load(weight + columns, mask=in_row, other=0.0).to(tl.float32)
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    offsets = rows[:, None] * SIZE + columns[None, :]
+    live = (rows < num_rows)[:, None] & in_row[None, :]
+    values = tl.load(x + offsets, mask=live, other=0.0).to(tl.float32)
+    mean_square = tl.sum(values * values, axis=1) / SIZE
+    normed = values * tl.rsqrt(mean_square + eps)[:, None] * scale[None, :]
+    tl.store(out + offsets, normed.to(out.dtype.element_ty), mask=live)

@@ -1,0 +1,149 @@
+"""Between the projection and attention, in one launch: normalise and rotate queries and keys, store keys and values."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+from fenceline.layers.kernels.base import HeadLayout, QKNorm
+
+# Up to so many tokens latency counts, and a program is one warp with few heads; beyond, bytes in flight do.
+_FEW_TOKENS = 256
+_SMALL_TILE, _LARGE_TILE = 512, 1024
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    heads: HeadLayout,
+    norms: QKNorm | None,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out_slots: torch.Tensor,
+    pdl: bool = False,
+) -> None:
+    """``LayerKernels.rotate_and_store``: in place on qkv [T, size of ``heads``], keys and values also into the pool.
+
+    qkv and both caches [num_slots, num_kv_heads, head_dim] contiguous and of one dtype; table [max_positions,
+    3 * head_dim / 2] float32 contiguous; positions and out_slots [T] int64, in range (not checked). Slots of padded
+    tokens may repeat: which token's bytes stay there is undefined. Current stream, no host synchronisation.
+    ``pdl``: see ``rms_norm``; reads positions, out_slots, table and the norms' weights before its wait.
+    """
+    num_tokens, width = qkv.shape
+    head_dim = heads.head_dim
+    half = head_dim // 2
+    assert width == (heads.num_heads + 2 * heads.num_kv_heads) * head_dim and head_dim % 2 == 0
+    assert table.shape[1] == 3 * half and table.dtype == torch.float32 and table.is_contiguous()
+    assert k_cache.shape[1:] == v_cache.shape[1:] == (heads.num_kv_heads, head_dim)
+    assert qkv.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    assert qkv.dtype == k_cache.dtype == v_cache.dtype
+    assert positions.dtype == out_slots.dtype == torch.int64
+    assert positions.is_contiguous() and out_slots.is_contiguous()
+    if num_tokens == 0:
+        return
+    block_half = triton.next_power_of_2(half)
+    tile = _SMALL_TILE if num_tokens <= _FEW_TOKENS else _LARGE_TILE
+    most_heads = triton.next_power_of_2(max(heads.num_heads, heads.num_kv_heads))
+    block_heads = min(max(1, tile // (2 * block_half)), most_heads)
+    q_blocks = triton.cdiv(heads.num_heads, block_heads)
+    kv_blocks = triton.cdiv(heads.num_kv_heads, block_heads)
+    _rotate_and_store_kernel[(num_tokens * (q_blocks + 2 * kv_blocks),)](
+        qkv,
+        norms.q_weight if norms else None,
+        norms.k_weight if norms else None,
+        norms.eps if norms else 0.0,
+        table,
+        positions,
+        k_cache,
+        v_cache,
+        out_slots,
+        NUM_HEADS=heads.num_heads,
+        NUM_KV_HEADS=heads.num_kv_heads,
+        HALF=half,
+        BLOCK_HALF=block_half,
+        BLOCK_HEADS=block_heads,
+        HAS_NORMS=norms is not None,
+        PDL=pdl,
+        num_warps=max(1, 2 * block_half * block_heads // 512),
+        launch_pdl=pdl,
+    )
+
+
+@triton.jit
+def _rotate_and_store_kernel(
+    qkv,
+    q_weight,
+    k_weight,
+    eps,
+    table,
+    positions,
+    k_cache,
+    v_cache,
+    out_slots,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: some heads of one kind (query, key or value) of one token, as two tiles [heads, half a head]."""
+    Q_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    KV_BLOCKS: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    BLOCKS: tl.constexpr = Q_BLOCKS + 2 * KV_BLOCKS
+    HEAD_DIM: tl.constexpr = 2 * HALF
+    ROW: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    block = tl.program_id(0) % BLOCKS
+    is_query = block < Q_BLOCKS
+    is_value = block >= Q_BLOCKS + KV_BLOCKS
+    kv_block = tl.where(is_value, block - Q_BLOCKS - KV_BLOCKS, block - Q_BLOCKS)
+    heads = tl.where(is_query, block, kv_block) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    first = tl.where(is_query, 0, tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS))
+    lanes = tl.arange(0, BLOCK_HALF)
+    in_half = lanes < HALF
+    live = (heads < tl.where(is_query, NUM_HEADS, NUM_KV_HEADS))[:, None] & in_half[None, :]
+    elements = heads[:, None] * HEAD_DIM + lanes[None, :]
+    source = qkv + token * ROW + first * HEAD_DIM + elements
+
+    # What the step began with: fetched before the wait, off the critical path.
+    stored = tl.load(out_slots + token) * (NUM_KV_HEADS * HEAD_DIM) + elements
+    angles = table + tl.load(positions + token) * (3 * HALF) + lanes
+    cos = tl.load(angles, mask=in_half, other=0.0)[None, :]
+    sin = tl.load(angles + 2 * HALF, mask=in_half, other=0.0)[None, :]
+    if HAS_NORMS:
+        of_query, of_key = in_half & is_query, in_half & (block >= Q_BLOCKS)
+        w1 = tl.load(q_weight + lanes, mask=of_query, other=0.0) + tl.load(
+            k_weight + lanes, mask=of_key, other=0.0
+        )
+        w2 = tl.load(q_weight + HALF + lanes, mask=of_query, other=0.0) + tl.load(
+            k_weight + HALF + lanes, mask=of_key, other=0.0
+        )
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+
+    x1 = tl.load(source, mask=live, other=0.0)
+    x2 = tl.load(source + HALF, mask=live, other=0.0)
+    if is_value:
+        tl.store(v_cache + stored, x1, mask=live)
+        tl.store(v_cache + stored + HALF, x2, mask=live)
+    else:
+        dtype = qkv.dtype.element_ty
+        f1, f2 = x1.to(tl.float32), x2.to(tl.float32)
+        if HAS_NORMS:
+            factor = tl.rsqrt(tl.sum(f1 * f1 + f2 * f2, axis=1) / HEAD_DIM + eps)[:, None]
+            # Rounded in between, as where norm and rotation are two operators.
+            f1 = (f1 * factor * w1.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
+            f2 = (f2 * factor * w2.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
+        y1 = (f1 * cos - f2 * sin).to(dtype)
+        y2 = (f2 * cos + f1 * sin).to(dtype)
+        tl.store(source, y1, mask=live)
+        tl.store(source + HALF, y2, mask=live)
+        if not is_query:
+            tl.store(k_cache + stored, y1, mask=live)
+            tl.store(k_cache + stored + HALF, y2, mask=live)

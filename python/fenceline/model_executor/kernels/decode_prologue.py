@@ -1,0 +1,43 @@
+"""The start of a decode step: everything the model reads, derived on the device from the plan and the request rows."""
+
+from __future__ import annotations
+
+import torch
+
+
+def decode_prologue(
+    rows: torch.Tensor,
+    plan_seq_lens: torch.Tensor,
+    num_steps: torch.Tensor,
+    page_table: torch.Tensor,
+    last_tokens: torch.Tensor,
+    page_size: int,
+    out_seq_lens: torch.Tensor,
+    out_positions: torch.Tensor,
+    out_slots: torch.Tensor,
+    out_input_ids: torch.Tensor,
+    pdl: bool = False,
+) -> None:
+    """Write the inputs of a decode step of B requests. A request in row 0, the sink, is padding.
+
+    ``rows``, ``plan_seq_lens``, ``num_steps`` [B] int64: the request rows, their lengths at step 0, its token included,
+    and the steps since. ``page_table`` [R, max_pages] int32, ``last_tokens`` [R] int64. All outputs [B] int64: length
+    (plan + steps; 1 for padding), position (length - 1), KV slot of that position, and the row's last token.
+    ``out_seq_lens`` may be ``plan_seq_lens`` itself. Positions beyond the page table are not checked.
+
+    One launch on the current stream, no host synchronisation, fit for capture. ``pdl`` (cuda): see
+    ``layers.kernels.rms_norm``; nothing is read before the wait.
+    """
+    outputs = (out_seq_lens, out_positions, out_slots, out_input_ids)
+    assert all(t.shape == rows.shape for t in (plan_seq_lens, num_steps, *outputs))
+    assert page_table.dtype == torch.int32 and page_table.stride(1) == 1
+    if rows.is_cuda:
+        from fenceline.model_executor.kernels.decode_prologue_triton import launch
+
+        launch((rows, plan_seq_lens, num_steps), (page_table, last_tokens), page_size, outputs, pdl)
+        return
+    out_seq_lens.copy_(torch.where(rows == 0, 1, plan_seq_lens + num_steps))
+    out_positions.copy_(out_seq_lens - 1)
+    pages = page_table[rows, out_positions // page_size].long()
+    out_slots.copy_(pages * page_size + out_positions % page_size)
+    out_input_ids.copy_(last_tokens[rows])

@@ -1,0 +1,74 @@
+"""``decode_prologue`` in Triton: one thread for each request."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+_MAX_BLOCK = 128
+
+
+def launch(
+    plan: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    state: tuple[torch.Tensor, torch.Tensor],
+    page_size: int,
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    pdl: bool = False,
+) -> None:
+    """See ``decode_prologue``: rows, plan lengths, steps; page table, last tokens; its four outputs."""
+    page_table, last_tokens = state
+    size = outputs[0].shape[0]
+    assert all(t.dtype == torch.int64 and t.is_contiguous() for t in (*plan, last_tokens, *outputs))
+    if size == 0:
+        return
+    block = min(_MAX_BLOCK, max(32, triton.next_power_of_2(size)))
+    _decode_prologue_kernel[(triton.cdiv(size, block),)](
+        *plan,
+        page_table,
+        last_tokens,
+        *outputs,
+        size,
+        page_table.stride(0),
+        PAGE_SIZE=page_size,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=block // 32,
+        launch_pdl=pdl,
+    )
+
+
+@triton.jit(do_not_specialize=["size"])
+def _decode_prologue_kernel(
+    rows,
+    plan_seq_lens,
+    num_steps,
+    page_table,
+    last_tokens,
+    out_seq_lens,
+    out_positions,
+    out_slots,
+    out_input_ids,
+    size,
+    max_pages,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < size
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    row = tl.load(rows + index, mask=inside, other=0)
+    seq_lens = tl.load(plan_seq_lens + index, mask=inside, other=0)
+    seq_lens = tl.where(row == 0, 1, seq_lens + tl.load(num_steps + index, mask=inside, other=0))
+    positions = seq_lens - 1
+    columns = positions // PAGE_SIZE
+    pages = tl.load(page_table + row * max_pages + columns, mask=inside, other=0).to(tl.int64)
+    tokens = tl.load(last_tokens + row, mask=inside, other=0)
+    tl.store(out_seq_lens + index, seq_lens, mask=inside)
+    tl.store(out_positions + index, positions, mask=inside)
+    tl.store(out_slots + index, pages * PAGE_SIZE + (positions - columns * PAGE_SIZE), mask=inside)
+    tl.store(out_input_ids + index, tokens, mask=inside)

@@ -1,0 +1,188 @@
+"""``sample_tokens`` in Triton: the vocabulary split over programs, then the pieces' winners compared.
+
+The cut of the vocabulary does not depend on the batch. Logarithms are libdevice's, which torch's CUDA operators use too,
+so that the noise is, bit by bit, what ``GumbelSampler`` computes on the same GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+from triton.language.extra import libdevice
+
+_BLOCK = 1024  # 149 programs for the largest vocabularies: one request alone fills a large GPU
+
+
+@dataclass(frozen=True, slots=True)
+class DrawInputs:
+    """What decides a draw beside the logits; see ``sample_tokens``. All [B]."""
+
+    temperatures: torch.Tensor | None
+    noise_scales: torch.Tensor | None
+    seed_keys: torch.Tensor | None
+    positions: torch.Tensor
+    thresholds: torch.Tensor | None
+    maxima: torch.Tensor | None
+
+
+def launch(
+    logits: torch.Tensor,
+    inputs: DrawInputs,
+    rows: torch.Tensor | None,
+    last_tokens: torch.Tensor | None,
+    next_tokens: torch.Tensor,
+    steps: torch.Tensor | None,
+    pdl: bool = False,
+) -> None:
+    """See ``sample_tokens``. Logits' rows may be strided. The pieces' winners live in two fresh tensors [B, pieces]."""
+    num_reqs, vocab_size = logits.shape
+    assert logits.stride(1) == 1 and next_tokens.is_contiguous() and next_tokens.dtype == torch.int64
+    if num_reqs == 0:
+        return
+    block = min(_BLOCK, max(32, triton.next_power_of_2(vocab_size)))
+    pieces = triton.cdiv(vocab_size, block)
+    best_scores = torch.empty(num_reqs, pieces, dtype=torch.float32, device=logits.device)
+    best_ids = torch.empty(num_reqs, pieces, dtype=torch.int32, device=logits.device)
+    _piece_kernel[(pieces * num_reqs,)](
+        logits,
+        inputs.temperatures,
+        inputs.noise_scales,
+        inputs.seed_keys,
+        inputs.positions,
+        inputs.thresholds,
+        inputs.maxima,
+        best_scores,
+        best_ids,
+        logits.stride(0),
+        VOCAB=vocab_size,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=max(1, block // 256),
+        launch_pdl=pdl,
+    )
+    block = max(32, triton.next_power_of_2(pieces))
+    _combine_kernel[(num_reqs,)](
+        best_scores,
+        best_ids,
+        rows,
+        last_tokens,
+        next_tokens,
+        steps,
+        PIECES=pieces,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=max(1, min(4, block // 64)),
+        launch_pdl=pdl,
+    )
+
+
+@triton.jit
+def _piece_kernel(
+    logits,
+    temperatures,
+    noise_scales,
+    seed_keys,
+    positions,
+    thresholds,
+    maxima,
+    best_scores,
+    best_ids,
+    stride,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: the winner among BLOCK neighbouring tokens of one request."""
+    PIECES: tl.constexpr = (VOCAB + BLOCK - 1) // BLOCK
+    req = tl.program_id(0) // PIECES
+    piece = tl.program_id(0) % PIECES
+    ids = piece * BLOCK + tl.arange(0, BLOCK)
+    live = ids < VOCAB
+    temperature = 1.0
+    if temperatures is not None:
+        temperature = tl.load(temperatures + req)
+    scale = 1.0
+    if noise_scales is not None:
+        scale = tl.load(noise_scales + req)
+    if seed_keys is not None:
+        key_a, key_b = _row_keys(tl.load(seed_keys + req), tl.load(positions + req))
+    if thresholds is not None:
+        threshold = tl.load(thresholds + req)
+        maximum = tl.load(maxima + req)
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    values = tl.load(logits + req.to(tl.int64) * stride + ids, mask=live, other=-float("inf")).to(tl.float32)
+    scores = values
+    if temperatures is not None:
+        scores = tl.div_rn(values, tl.zeros_like(values) + temperature)
+    if seed_keys is not None:
+        if scale != 0.0:
+            scores += scale * _gumbel(ids, key_a, key_b)
+    if thresholds is not None:
+        distance = tl.div_rn(values - maximum, tl.zeros_like(values) + temperature)
+        scores = tl.where(distance < threshold, -float("inf"), scores)
+    # NaN is never drawn while anything else is left, and no parameter makes a place beyond the vocabulary win.
+    scores = tl.where(live & (scores == scores), scores, -float("inf"))
+    score, index = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(best_scores + req.to(tl.int64) * PIECES + piece, score)
+    tl.store(best_ids + req.to(tl.int64) * PIECES + piece, piece * BLOCK + index)
+
+
+@triton.jit
+def _combine_kernel(
+    best_scores,
+    best_ids,
+    rows,
+    last_tokens,
+    next_tokens,
+    steps,
+    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: the winner of one request's pieces, the lowest piece's among equals."""
+    req = tl.program_id(0)
+    pieces = tl.arange(0, BLOCK)
+    live = pieces < PIECES
+    if rows is not None:
+        row = tl.load(rows + req)
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    offsets = req.to(tl.int64) * PIECES + pieces
+    scores = tl.load(best_scores + offsets, mask=live, other=-float("inf"))
+    ids = tl.load(best_ids + offsets, mask=live, other=2147483647)
+    # Both loads at once, and no third that depends on them: the lowest id among the best scores.
+    token = tl.min(tl.where(scores == tl.max(scores, axis=0), ids, 2147483647), axis=0).to(tl.int64)
+    tl.store(next_tokens + req, token)
+    if rows is not None:
+        tl.store(last_tokens + row, token)
+    if steps is not None:
+        tl.store(steps + req, tl.load(steps + req) + 1)
+
+
+@triton.jit
+def _row_keys(seed_key, position):
+    """splitmix64's finaliser of (seed, position): its upper and lower half, uint32. See gumbel.py."""
+    z = seed_key.to(tl.uint64, bitcast=True) + position.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = z ^ (z >> 31)
+    return (z >> 32).to(tl.uint32), z.to(tl.uint32)
+
+
+@triton.jit
+def _gumbel(ids, key_a, key_b):
+    """Standard Gumbel noise of token ids int32 → float32, finite; the operations of GumbelSampler one by one."""
+    x = ids.to(tl.uint32) * 0x9E3779B1 + key_a
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ key_b
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    x = (x ^ (x >> 16)) & 0x7FFFFFFF
+    v = (x.to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 2147483648.0)
+    v = tl.minimum(v, 0.999999940395355224609375)  # 1 - 2**-24
+    return -libdevice.log(-libdevice.log1p(-v))

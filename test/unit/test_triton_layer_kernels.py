@@ -1,0 +1,288 @@
+"""Triton's layer, prologue and sampling kernels on the CPU: through Triton's interpreter against torch's operators, and
+compiled for the GPUs we support.
+
+Run as a script this file is the checks themselves (the interpreter must be chosen before triton is imported, and must not
+leak into other tests); under pytest it starts that script once and reports each check.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+CHECKS = (
+    "rms_norm",
+    "silu_and_mul",
+    "rotate_and_store",
+    "decode_prologue",
+    "sample_greedy",
+    "sample_noise",
+    "sample_thresholds",
+    "sample_bad_logits",
+)
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, str]:
+    """What each check raised, the empty text where nothing."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__))], env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    loaded: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return loaded
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_interpreted(name: str, results: dict[str, str]) -> None:
+    assert results[name] == ""
+
+
+# --- the checks, run in the script -------------------------------------------------------------------
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, ulps: float = 2.0) -> None:
+    """Equal to a few units of the last place of the type, relative or at magnitude one."""
+    tolerance = ulps * torch.finfo(expected.dtype).eps if expected.dtype != torch.float32 else 1e-5
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_rms_norm() -> None:
+    from fenceline.layers.kernels.rms_norm import rms_norm
+    from fenceline.layers.kernels.torch_kernels import TorchLayerKernels
+
+    for dtype in DTYPES:
+        for rows, size in ((1, 64), (37, 64), (3, 80), (1, 1024), (2, 2560), (0, 64)):
+            x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype, seed=1)
+            close(rms_norm(x, weight, 1e-6), TorchLayerKernels().rms_norm(x, weight, 1e-6))
+
+
+def check_silu_and_mul() -> None:
+    from fenceline.layers.kernels.activation import silu_and_mul
+
+    for dtype in DTYPES:
+        for rows, size in ((1, 64), (5, 96), (2, 2752), (0, 64)):
+            x = random(rows, 2 * size, dtype=dtype) * 4
+            gate, up = x.float().chunk(2, dim=-1)
+            close(silu_and_mul(x), (torch.nn.functional.silu(gate) * up).to(dtype))
+
+
+def check_rotate_and_store() -> None:
+    from fenceline.layers.kernels.base import HeadLayout, QKNorm
+    from fenceline.layers.kernels.rotate_store import rotate_and_store
+    from fenceline.layers.kernels.torch_kernels import TorchLayerKernels
+    from fenceline.layers.rotary import RotaryEmbedding
+
+    layouts = (HeadLayout(4, 2, 16), HeadLayout(3, 1, 80), HeadLayout(9, 3, 64), HeadLayout(2, 2, 256))
+    for index, heads in enumerate(layouts):
+        dtype = DTYPES[index % 3]
+        dim, num_tokens, num_slots = heads.head_dim, (1, 5)[index % 2], 40
+        table = RotaryEmbedding(dim, 64, 10_000.0).table
+        weights = random(2, dim, dtype=dtype, seed=7)
+        for norms in (None, QKNorm(weights[0], weights[1], 1e-6)):
+            width = (heads.num_heads + 2 * heads.num_kv_heads) * dim
+            qkv = random(num_tokens, width, dtype=dtype)
+            caches = [random(num_slots, heads.num_kv_heads, dim, dtype=dtype, seed=s) for s in (2, 3)]
+            positions = torch.arange(num_tokens) * 13
+            slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(4))[:num_tokens]
+            expected = [qkv.clone(), *(c.clone() for c in caches)]
+            TorchLayerKernels().rotate_and_store(
+                expected[0], heads, norms, table, positions, expected[1], expected[2], slots
+            )
+            rotate_and_store(qkv, heads, norms, table, positions, caches[0], caches[1], slots)
+            for actual, wanted in zip((qkv, *caches), expected, strict=True):
+                close(actual, wanted, ulps=4.0)
+
+
+def check_decode_prologue() -> None:
+    from fenceline.model_executor.kernels import decode_prologue_triton
+    from fenceline.model_executor.kernels.decode_prologue import decode_prologue
+
+    for size, num_live, page_size in ((1, 1, 1), (8, 5, 16), (8, 0, 16), (200, 131, 64), (64, 64, 7)):
+        generator = torch.Generator().manual_seed(size)
+        num_rows, steps = 220, 3
+        plan_rows = torch.randperm(num_rows - 1, generator=generator)[: size + 4] + 1
+        plan_seq_lens = torch.randint(1, 400, (len(plan_rows),), generator=generator)
+        max_pages = (400 + steps) // page_size + 1
+        page_table = torch.randint(0, 1 << 30, (num_rows, max_pages), generator=generator, dtype=torch.int32)
+        page_table[0] = 0
+        last_tokens = torch.randint(0, 1000, (num_rows,), generator=generator)
+        scalars = torch.tensor([num_live]), torch.tensor([steps])
+        outputs = [[torch.full((size,), -7) for _ in range(5)] for _ in range(2)]
+        decode_prologue(
+            plan_rows, plan_seq_lens, *scalars, page_table, last_tokens, page_size, *outputs[0]
+        )
+        state = page_table, last_tokens
+        out = outputs[1]
+        decode_prologue_triton.launch(
+            (plan_rows, plan_seq_lens, *scalars), state, page_size, (out[0], out[1], out[2], out[3], out[4])
+        )
+        for expected, actual in zip(*outputs, strict=True):
+            assert torch.equal(expected, actual), (size, num_live)
+        rows, seq_lens, positions, slots, input_ids = out
+        b = num_live - 1
+        if num_live:  # in plain Python, once
+            position = int(plan_seq_lens[b]) + steps - 1
+            assert int(rows[b]) == int(plan_rows[b]) and int(positions[b]) == position
+            page = int(page_table[plan_rows[b], position // page_size])
+            assert int(slots[b]) == page * page_size + position % page_size
+            assert int(input_ids[b]) == int(last_tokens[plan_rows[b]])
+        assert seq_lens[num_live:].tolist() == [1] * (size - num_live) and not rows[num_live:].any()
+
+
+@contextmanager
+def interpreted_logarithms() -> Iterator[None]:
+    """The interpreter has no libdevice: numpy's float32 logarithms in its place."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    from fenceline.model_executor.kernels import sample_triton
+
+    def elementwise(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[tl.tensor], tl.tensor]:
+        return lambda x: tl.tensor(TensorHandle(function(x.handle.data), tl.float32), x.type)
+
+    class Logarithms:
+        log = staticmethod(elementwise(np.log))
+        log1p = staticmethod(elementwise(np.log1p))
+
+    original, sample_triton.libdevice = sample_triton.libdevice, Logarithms  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sample_triton.libdevice = original
+
+
+class Draw:
+    """Inputs of one sampling call, and the same call to both implementations."""
+
+    def __init__(self, num_reqs: int, vocab_size: int, dtype: torch.dtype) -> None:
+        from fenceline.model_executor.gumbel import mix_seeds
+        from fenceline.model_executor.kernels.sample_triton import DrawInputs
+
+        # Exact in every type and with many ties.
+        self.logits = (random(num_reqs, vocab_size, dtype=torch.float32) * 8).round().div(4).to(dtype)
+        self.num_reqs = num_reqs
+        self.inputs = DrawInputs(
+            temperatures=torch.rand(num_reqs) + 0.5,
+            noise_scales=torch.tensor([1.0, 0.0, 1.0] * num_reqs)[:num_reqs].contiguous(),
+            seed_keys=torch.from_numpy(mix_seeds(range(num_reqs))),
+            positions=torch.arange(num_reqs) * 1001,
+            thresholds=None,
+            maxima=None,
+        )
+
+    def kernel(self) -> torch.Tensor:
+        from fenceline.model_executor.kernels import sample_triton
+
+        next_tokens, last_tokens = torch.full((self.num_reqs,), -1), torch.full((self.num_reqs + 3,), -1)
+        rows, steps = torch.arange(self.num_reqs) + 2, torch.tensor([41])
+        with interpreted_logarithms():
+            sample_triton.launch(self.logits, self.inputs, rows, last_tokens, next_tokens, steps)
+        assert last_tokens.tolist() == [-1, -1, *next_tokens.tolist(), -1]
+        assert steps.item() == 42
+        return next_tokens
+
+    def reference(self) -> torch.Tensor:
+        from fenceline.model_executor.kernels.sample import sample_tokens
+
+        i, next_tokens, last_tokens = self.inputs, torch.full((self.num_reqs,), -1), torch.zeros(9 + self.num_reqs)
+        rows, steps = torch.arange(self.num_reqs), torch.tensor([0])
+        last_tokens = last_tokens.long()
+        sample_tokens(
+            self.logits, i.temperatures, i.noise_scales, i.seed_keys, i.positions, i.thresholds, rows,
+            last_tokens, next_tokens, steps, i.maxima,
+        )  # fmt: skip
+        assert steps.item() == 1 and torch.equal(last_tokens[: self.num_reqs], next_tokens)
+        return next_tokens
+
+
+def check_sample_greedy() -> None:
+    from dataclasses import replace
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for num_reqs, vocab_size in ((1, 24), (3, 5000), (2, 1024)):
+            draw = Draw(num_reqs, vocab_size, dtype)
+            best = draw.logits.float().argmax(dim=-1)  # many ties: the lowest id
+            draw.inputs = replace(draw.inputs, noise_scales=torch.zeros(num_reqs))
+            assert torch.equal(draw.kernel(), best) and torch.equal(draw.reference(), best)
+            draw.inputs = replace(draw.inputs, seed_keys=None, noise_scales=None, temperatures=None)
+            assert torch.equal(draw.kernel(), best) and torch.equal(draw.reference(), best)
+
+
+def check_sample_noise() -> None:
+    from dataclasses import replace
+
+    from fenceline.model_executor.gumbel import mix_seeds
+
+    for num_reqs, vocab_size in ((60, 30), (9, 2100)):
+        draw = Draw(num_reqs, vocab_size, torch.float32)
+        seeds = [0, -1, 2**63 - 1, -(2**63), 2**64 - 1, *range(5, num_reqs)]
+        draw.inputs = replace(draw.inputs, seed_keys=torch.from_numpy(mix_seeds(seeds)))
+        assert torch.equal(draw.kernel(), draw.reference())
+        draw.inputs = replace(draw.inputs, noise_scales=None, temperatures=None)
+        assert torch.equal(draw.kernel(), draw.reference())
+
+
+def check_sample_thresholds() -> None:
+    from dataclasses import replace
+
+    draw = Draw(40, 1500, torch.float32)
+    inputs = draw.inputs
+    assert inputs.temperatures is not None
+    scaled = (draw.logits - draw.logits.amax(-1, keepdim=True)) / inputs.temperatures[:, None]
+    thresholds = scaled.topk(5).values[:, -1].contiguous()
+    thresholds[::4] = -torch.inf
+    draw.inputs = replace(inputs, thresholds=thresholds, maxima=draw.logits.amax(-1))
+    tokens = draw.kernel()
+    assert torch.equal(tokens, draw.reference())
+    assert (scaled.gather(1, tokens[:, None])[:, 0] >= thresholds).all()
+
+
+def check_sample_bad_logits() -> None:
+    draw = Draw(6, 1030, torch.float32)
+    draw.logits[0] = torch.nan
+    draw.logits[1, 7] = torch.nan
+    draw.logits[2] = torch.inf
+    draw.logits[3] = -torch.inf
+    draw.logits[4, 1029] = torch.inf
+    assert draw.inputs.temperatures is not None
+    draw.inputs.temperatures[5] = 0.0  # no request's: a padded row may hold anything
+    tokens = draw.kernel()
+    assert ((tokens >= 0) & (tokens < 1030)).all()
+    assert tokens[1] != 7 and tokens[4] == 1029
+
+
+def main() -> None:
+    """Run every check; the last line of the output is what each raised."""
+    torch.set_num_threads(1)
+    results = {}
+    for name in CHECKS:
+        try:
+            globals()[f"check_{name}"]()
+            results[name] = ""
+        except Exception:
+            results[name] = traceback.format_exc()
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
