@@ -118,34 +118,26 @@ def check_decode_prologue() -> None:
 
     for size, num_live, page_size in ((1, 1, 1), (8, 5, 16), (8, 0, 16), (200, 131, 64), (64, 64, 7)):
         generator = torch.Generator().manual_seed(size)
-        num_rows, steps = 220, 3
-        plan_rows = torch.randperm(num_rows - 1, generator=generator)[: size + 4] + 1
-        plan_seq_lens = torch.randint(1, 400, (len(plan_rows),), generator=generator)
-        max_pages = (400 + steps) // page_size + 1
-        page_table = torch.randint(0, 1 << 30, (num_rows, max_pages), generator=generator, dtype=torch.int32)
+        num_rows = 220
+        rows = torch.randperm(num_rows - 1, generator=generator)[:size] + 1
+        rows[num_live:] = 0
+        plan_seq_lens = torch.randint(1, 400, (size,), generator=generator)
+        num_steps = torch.randint(0, 9, (size,), generator=generator)
+        shape = num_rows, 410 // page_size + 1
+        page_table = torch.randint(0, 1 << 30, shape, generator=generator, dtype=torch.int32)
         page_table[0] = 0
         last_tokens = torch.randint(0, 1000, (num_rows,), generator=generator)
-        scalars = torch.tensor([num_live]), torch.tensor([steps])
-        outputs = [[torch.full((size,), -7) for _ in range(5)] for _ in range(2)]
-        decode_prologue(
-            plan_rows, plan_seq_lens, *scalars, page_table, last_tokens, page_size, *outputs[0]
-        )
+        plan = rows, plan_seq_lens, num_steps
         state = page_table, last_tokens
-        out = outputs[1]
-        decode_prologue_triton.launch(
-            (plan_rows, plan_seq_lens, *scalars), state, page_size, (out[0], out[1], out[2], out[3], out[4])
-        )
-        for expected, actual in zip(*outputs, strict=True):
-            assert torch.equal(expected, actual), (size, num_live)
-        rows, seq_lens, positions, slots, input_ids = out
-        b = num_live - 1
-        if num_live:  # in plain Python, once
-            position = int(plan_seq_lens[b]) + steps - 1
-            assert int(rows[b]) == int(plan_rows[b]) and int(positions[b]) == position
-            page = int(page_table[plan_rows[b], position // page_size])
-            assert int(slots[b]) == page * page_size + position % page_size
-            assert int(input_ids[b]) == int(last_tokens[plan_rows[b]])
-        assert seq_lens[num_live:].tolist() == [1] * (size - num_live) and not rows[num_live:].any()
+        expected, actual = ([torch.full((size,), -7) for _ in range(4)] for _ in range(2))
+        decode_prologue(*plan, *state, page_size, *expected)
+        decode_prologue_triton.launch(plan, state, page_size, (actual[0], actual[1], actual[2], actual[3]))
+        assert all(map(torch.equal, actual, expected)), (size, num_live)
+        for b in range(size):  # in plain Python, once
+            length = int(plan_seq_lens[b] + num_steps[b]) if b < num_live else 1
+            column, offset = divmod(length - 1, page_size)
+            slot = int(page_table[rows[b], column]) * page_size + offset
+            assert [int(t[b]) for t in actual] == [length, length - 1, slot, int(last_tokens[rows[b]])]
 
 
 @contextmanager
@@ -194,24 +186,23 @@ class Draw:
         from fenceline.model_executor.kernels import sample_triton
 
         next_tokens, last_tokens = torch.full((self.num_reqs,), -1), torch.full((self.num_reqs + 3,), -1)
-        rows, steps = torch.arange(self.num_reqs) + 2, torch.tensor([41])
+        rows, steps = torch.arange(self.num_reqs) + 2, torch.arange(self.num_reqs) + 41
         with interpreted_logarithms():
             sample_triton.launch(self.logits, self.inputs, rows, last_tokens, next_tokens, steps)
         assert last_tokens.tolist() == [-1, -1, *next_tokens.tolist(), -1]
-        assert steps.item() == 42
+        assert steps.tolist() == list(range(42, 42 + self.num_reqs))
         return next_tokens
 
     def reference(self) -> torch.Tensor:
         from fenceline.model_executor.kernels.sample import sample_tokens
 
-        i, next_tokens, last_tokens = self.inputs, torch.full((self.num_reqs,), -1), torch.zeros(9 + self.num_reqs)
-        rows, steps = torch.arange(self.num_reqs), torch.tensor([0])
-        last_tokens = last_tokens.long()
+        i, next_tokens, last_tokens = self.inputs, torch.full((self.num_reqs,), -1), torch.arange(self.num_reqs)
+        rows, steps = torch.arange(self.num_reqs), torch.zeros(self.num_reqs, dtype=torch.int64)
         sample_tokens(
             self.logits, i.temperatures, i.noise_scales, i.seed_keys, i.positions, i.thresholds, rows,
             last_tokens, next_tokens, steps, i.maxima,
         )  # fmt: skip
-        assert steps.item() == 1 and torch.equal(last_tokens[: self.num_reqs], next_tokens)
+        assert (steps == 1).all() and torch.equal(last_tokens, next_tokens)
         return next_tokens
 
 
