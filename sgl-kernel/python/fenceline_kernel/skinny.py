@@ -1,0 +1,124 @@
+"""Few rows times a large weight at memory bandwidth (include/fenceline/skinny_gemm.h): bfloat16, float32 sums."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from fenceline_kernel.library import KernelLibrary, load
+
+MAX_ROWS = 32
+
+
+class SkinnyGemmRequestC(ctypes.Structure):
+    """fenceline::SkinnyGemmRequest."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("norm_weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rows", ctypes.c_int32),
+        ("num_out", ctypes.c_int32),
+        ("k", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+        ("gated", ctypes.c_int32),
+        ("tiles", ctypes.c_int32),
+        ("warps_n", ctypes.c_int32),
+        ("warps_k", ctypes.c_int32),
+        ("depth", ctypes.c_int32),
+        ("cluster", ctypes.c_int32),
+        ("num_ctas", ctypes.c_int32),
+        ("prefetch_bytes", ctypes.c_int32),
+        ("pdl", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyConfig:
+    """How the product is cut over the GPU; every choice gives the same sums up to their order.
+
+    A CTA of ``warps_n * warps_k`` warps takes ``warps_n * tiles * 8`` rows of the weight at a time; its ``warps_k``
+    warps, and ``cluster`` CTAs, share K. ``depth`` stages of 64 elements of K are in flight for each warp.
+    ``num_ctas``: upper bound of the grid (0: none). ``prefetch_bytes`` of each row of a CTA's first block are asked
+    into L2 before the kernel in front has ended. ``pdl``: start before it has ended.
+    """
+
+    tiles: int = 4
+    warps_n: int = 1
+    warps_k: int = 8
+    depth: int = 3
+    cluster: int = 1
+    num_ctas: int = 0
+    prefetch_bytes: int = 0
+    pdl: bool = True
+
+
+class SkinnyGemm:
+    """The kernel on one GPU."""
+
+    def __init__(self, library: KernelLibrary | None = None) -> None:
+        """``library``: of ``load``, compiled on first use (None: the current GPU's). Raises KernelUnavailable."""
+        # The loader hands out one handle for one path.
+        function = ctypes.CDLL(str((library or load()).path)).fenceline_skinny_gemm
+        function.argtypes = (ctypes.POINTER(SkinnyGemmRequestC), ctypes.c_void_p)
+        function.restype = ctypes.c_char_p
+        self._function = function
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        config: SkinnyConfig,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> None:
+        """``out`` [T, N] = x [T, K] times weight [N, K], 1 ≤ T ≤ 32, K a multiple of 8, on torch's current stream.
+
+        ``norm_weight`` [K] with ``eps``: rms_norm(x) comes first. ``bias`` [N]. ``residual`` [T, N] is added; it may
+        be ``out``. ``gated``: weight [2 N, K], gates first, bias [2 N], and ``out`` is silu(gate) * up. All tensors are
+        bfloat16, contiguous, on the current GPU; operands start at multiples of 16 bytes. With ``config.pdl``, weight,
+        norm_weight and bias must not have been written by the launch just in front. Raises RuntimeError where the
+        configuration does not fit the GPU or the launch fails.
+        """
+        rows, k = x.shape
+        num_out = out.shape[1]
+        assert weight.shape == (num_out * (2 if gated else 1), k) and out.shape[0] == rows
+        for tensor in (x, weight, out, norm_weight, bias, residual):
+            assert tensor is None or (tensor.dtype == torch.bfloat16 and tensor.is_contiguous())
+        request = SkinnyGemmRequestC(
+            x.data_ptr(),
+            weight.data_ptr(),
+            None if norm_weight is None else norm_weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            out.data_ptr(),
+            rows,
+            num_out,
+            k,
+            eps,
+            gated,
+            config.tiles,
+            config.warps_n,
+            config.warps_k,
+            config.depth,
+            config.cluster,
+            config.num_ctas,
+            config.prefetch_bytes,
+            config.pdl,
+            0,
+        )
+        stream = torch.cuda.current_stream().cuda_stream
+        error = self._function(ctypes.byref(request), stream)
+        if error is not None:
+            raise RuntimeError(f"skinny_gemm {rows}x{num_out}x{k} {config}: {error.decode()}")
