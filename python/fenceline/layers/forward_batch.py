@@ -39,6 +39,7 @@ class ForwardBatch:
     attn: AttentionPlan  # how this batch's attention is computed, planned once for all layers
     kernels: LayerKernels  # what the layers compute with
     kv_pool: KVPool  # where keys and values go
+    logits_out: torch.Tensor | None = None  # [L, vocab_size]: where the logits go; None: memory of their own
 
     @property
     def num_tokens(self) -> int:

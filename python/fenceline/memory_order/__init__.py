@@ -1,13 +1,22 @@
 """The foundation: where memory lives, what runs in which order, who owns what until when."""
 
+from fenceline.memory_order.arena import Arena, ArenaField, ArenaOutputs, Role
 from fenceline.memory_order.checker import OrderChecker, OrderError
 from fenceline.memory_order.device import Device, open_device, register_device
+from fenceline.memory_order.graph import Graph, GraphError, GraphPool, GraphState
 from fenceline.memory_order.lease import LeaseError, LeasePool
 from fenceline.memory_order.staging import InputRing, ResultLease, ResultRing
 from fenceline.memory_order.stream import Point, Points, Stream
 
 __all__ = [
+    "Arena",
+    "ArenaField",
+    "ArenaOutputs",
     "Device",
+    "Graph",
+    "GraphError",
+    "GraphPool",
+    "GraphState",
     "InputRing",
     "LeaseError",
     "LeasePool",
@@ -17,6 +26,7 @@ __all__ = [
     "Points",
     "ResultLease",
     "ResultRing",
+    "Role",
     "Stream",
     "open_device",
     "register_device",

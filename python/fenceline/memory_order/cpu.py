@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import psutil
@@ -10,6 +11,7 @@ import torch
 
 from fenceline.memory_order.device import Device
 from fenceline.memory_order.edges import StreamName
+from fenceline.memory_order.graph import Graph, GraphPool
 from fenceline.memory_order.stream import Point, Stream
 
 
@@ -42,6 +44,17 @@ class CpuStream(Stream):
         assert self.checker is not None, f"{point} had not passed on a synchronous device"
 
 
+class CpuGraph(Graph):
+    """Runs its body again, which on a synchronous device is what a replay does."""
+
+    def __init__(self, name: str, pool: GraphPool, body: Callable[[], None]) -> None:
+        super().__init__(name, pool)
+        self._body = body
+
+    def _replay(self) -> None:
+        self._body()
+
+
 class CpuDevice(Device):
     """Host memory and this process's threads."""
 
@@ -60,6 +73,12 @@ class CpuDevice(Device):
     def memory_info(self) -> tuple[int, int]:
         memory = psutil.virtual_memory()
         return memory.available, memory.total
+
+    def make_graph_pool(self, owner: str) -> GraphPool:
+        return GraphPool(owner, None)
+
+    def capture(self, name: str, pool: GraphPool, body: Callable[[], None]) -> Graph:
+        return CpuGraph(name, pool, body)
 
     def _synchronize(self) -> None:
         return

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
 
 from fenceline.memory_order.device import Device
 from fenceline.memory_order.edges import StreamName
+from fenceline.memory_order.graph import Graph, GraphPool
 from fenceline.memory_order.stream import Point, Stream
 
 
@@ -16,29 +18,42 @@ class CudaStream(Stream):
 
     def __init__(self, name: StreamName, severed: frozenset[str], device: torch.device) -> None:
         super().__init__(name, severed)
-        self._raw = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+        self.raw = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
 
     def active(self) -> AbstractContextManager[None]:
-        return torch.cuda.stream(self._raw)
+        return torch.cuda.stream(self.raw)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         host = dst if dst.device.type == "cpu" else src
         assert host.device.type != "cpu" or host.is_pinned(), "a copy of pageable memory would block the host"
-        with torch.cuda.stream(self._raw):
+        with torch.cuda.stream(self.raw):
             dst.copy_(src, non_blocking=True)
 
     def _record_event(self) -> object:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._raw)
+        event.record(self.raw)
         return event
 
     def _wait_event(self, point: Point) -> None:
         assert isinstance(point.event, torch.cuda.Event)
-        self._raw.wait_event(point.event)
+        self.raw.wait_event(point.event)
 
     def _block(self, point: Point) -> None:
         assert isinstance(point.event, torch.cuda.Event)
         point.event.synchronize()
+
+
+class CudaGraph(Graph):
+    """A CUDA graph over a pool of its owner."""
+
+    def __init__(self, name: str, pool: GraphPool, stream: torch.cuda.Stream) -> None:
+        super().__init__(name, pool)
+        self._stream = stream
+        self.raw = torch.cuda.CUDAGraph()
+
+    def _replay(self) -> None:
+        with torch.cuda.stream(self._stream):
+            self.raw.replay()
 
 
 class CudaDevice(Device):
@@ -59,6 +74,17 @@ class CudaDevice(Device):
     def memory_info(self) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return free, total
+
+    def make_graph_pool(self, owner: str) -> GraphPool:
+        return GraphPool(owner, torch.cuda.graph_pool_handle())
+
+    def capture(self, name: str, pool: GraphPool, body: Callable[[], None]) -> Graph:
+        assert isinstance(self.forward, CudaStream), "made by this device"
+        graph = CudaGraph(name, pool, self.forward.raw)
+        # thread_local: another thread of this process (a storage worker) may use the device meanwhile.
+        with torch.cuda.graph(graph.raw, pool.raw, self.forward.raw, capture_error_mode="thread_local"):  # type: ignore[arg-type]
+            body()
+        return graph
 
     def _synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from fenceline.config.device import register_kind
 from fenceline.memory_order.checker import OrderChecker
 from fenceline.memory_order.edges import EDGES, StreamName
+from fenceline.memory_order.graph import Graph, GraphPool
 from fenceline.memory_order.guards import GUARDS, Guard
 from fenceline.memory_order.stream import Stream
+
+
+@dataclass(frozen=True, slots=True)
+class FillField:
+    """Rows to write: the first ``num_live`` of ``target`` from ``source`` (None: there are none), the rest ``pad``."""
+
+    target: torch.Tensor  # [num_rows, ...], contiguous
+    source: torch.Tensor | None  # [num_live, ...], contiguous, same dtype and row shape
+    num_live: int
+    pad: int | float
 
 
 class Device(ABC):
@@ -21,6 +33,7 @@ class Device(ABC):
     """
 
     kind: str
+    tolerates_repairs = True  # tests' devices raise where a replay's precondition had to be repaired
 
     def __init__(self, torch_device: torch.device, severed: frozenset[str] = frozenset()) -> None:
         unknown = severed - EDGES.keys() - GUARDS.keys()
@@ -57,6 +70,23 @@ class Device(ABC):
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes of the device's memory."""
 
+    @abstractmethod
+    def make_graph_pool(self, owner: str) -> GraphPool:
+        """Memory for the graphs of ``owner`` alone (F17)."""
+
+    @abstractmethod
+    def capture(self, name: str, pool: GraphPool, body: Callable[[], None]) -> Graph:
+        """Capture what ``body`` submits to FORWARD, which is current inside. ``body`` has run once before, outside,
+        so that nothing is set up or compiled inside. The host may not wait for the device in it."""
+
+    def fill_rows(self, fields: Sequence[FillField], pad: bool = True) -> None:
+        """Write heads and tails on the current stream; without ``pad`` the heads alone (for tests)."""
+        for field in fields:
+            if field.source is not None:
+                field.target[: field.num_live].copy_(field.source)
+            if pad and field.num_live < len(field.target):
+                field.target[field.num_live :].fill_(field.pad)
+
     def synchronize(self) -> None:
         """Block the host until all streams are empty: start-up, growth of a ring and shut-down only."""
         self._synchronize()
@@ -76,6 +106,17 @@ class Device(ABC):
 
     def host_access(self, buffer: torch.Tensor, write: bool, what: str) -> None:
         """The host reads or writes ``buffer``, from :meth:`host_buffer`, past torch: now, and says so first.
+
+        For devices that watch their memory; others ignore it.
+        """
+        return
+
+    def protect_from_graphs(self, tensor: torch.Tensor) -> None:
+        """Graphs may read ``tensor`` but never write it (F9). For devices that watch their memory; others ignore it."""
+        return
+
+    def begin_fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Whoever reads ``tensors`` from now on must find bytes written from now on (F7).
 
         For devices that watch their memory; others ignore it.
         """

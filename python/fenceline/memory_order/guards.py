@@ -51,11 +51,35 @@ RESULT_LEASE = Guard(
     failure="F8",
     dormant="the loop has two steps in flight and the ring is two deep",
 )
+ARENA_PAD = Guard(
+    name="arena_pad",
+    protects="the padded rows of a graph's inputs: they hold pads, not what the last batch of that size left",
+    failure="F7",
+)
+OWN_RESULTS = Guard(
+    name="own_results",
+    protects="a step's results: packed into a slot in FORWARD's order, before the next replay overwrites the outputs",
+    failure="F8",
+)
+PLAN_SOURCE = Guard(
+    name="plan_source",
+    protects="what a batch is planned from: replays derive their inputs into other memory than the plan's",
+    failure="F9",
+)
+TOTAL_BUCKETS = Guard(
+    name="total_buckets",
+    protects="batches larger than every captured graph: they run without one, none is cut to fit",
+    failure="F11",
+)
+GRAPH_POOL = Guard(
+    name="graph_pool",
+    protects="the memory of captured graphs: it stays theirs as long as they can be replayed",
+    failure="F17",
+)
 SINK = Guard(
     name="sink",
     protects="live pages and rows from writes of padding, which names page 0 and row 0",
     failure="F18",
-    dormant="nothing is padded before there are graphs",
 )
 
 GUARDS: dict[str, Guard] = {
@@ -67,6 +91,11 @@ GUARDS: dict[str, Guard] = {
         SAME_COMPOSITION,
         RETIRED_AFTER,
         RESULT_LEASE,
+        ARENA_PAD,
+        OWN_RESULTS,
+        PLAN_SOURCE,
+        TOTAL_BUCKETS,
+        GRAPH_POOL,
         SINK,
     )
 }

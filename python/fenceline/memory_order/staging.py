@@ -24,7 +24,7 @@ from fenceline.memory_order.edges import (
     STAGING_REUSE,
     StreamName,
 )
-from fenceline.memory_order.guards import GROWTH_STOP, OWN_COPY
+from fenceline.memory_order.guards import GROWTH_STOP, OWN_COPY, OWN_RESULTS
 from fenceline.memory_order.lease import LeaseError
 from fenceline.memory_order.slot_order import SlotOrder
 from fenceline.memory_order.stream import Point, Points
@@ -172,6 +172,11 @@ class _Field:
     shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
 
+    def of(self, slot: torch.Tensor) -> torch.Tensor:
+        """The field's bytes in ``slot``, uint8."""
+        count = int(np.prod(self.shape, dtype=np.int64))
+        return slot[self.offset : self.offset + count * self.dtype.itemsize]
+
     def read(self, host: npt.NDArray[np.uint8]) -> npt.NDArray[np.generic]:
         count = int(np.prod(self.shape, dtype=np.int64))
         flat = np.frombuffer(host, dtype=self.dtype, count=count, offset=self.offset)
@@ -202,16 +207,25 @@ class ResultRing(_Ring):
         if order is not None:
             order.device(StreamName.FORWARD, True, "pack of the step's results")
         with device.forward.active():
-            for name, tensor in tensors.items():
-                field = layout[name]
-                target = slot.device[field.offset : field.offset + tensor.nbytes]
-                target.copy_(tensor.contiguous().view(-1).view(torch.uint8))
+            copies = self._pack(slot, layout, tensors, nbytes)
         produced = device.forward.record()
         device.copy.wait(produced, COPY_AFTER_FORWARD)  # RAW: the step's results
         if order is not None:
             order.download(StreamName.COPY, "copy of the step's results")
-        device.copy.copy(slot.host[:nbytes], slot.device[:nbytes])
+        for place, source in copies:
+            device.copy.copy(place, source)
         return ResultLease(self, slot, layout, nbytes, produced, device.copy.record())
+
+    def _pack(
+        self, slot: _Slot, layout: Mapping[str, _Field], tensors: Mapping[str, torch.Tensor], nbytes: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Bring the tensors' bytes into the device slot, on FORWARD; returns what COPY is to copy from where."""
+        sources = {name: tensor.contiguous().view(-1).view(torch.uint8) for name, tensor in tensors.items()}
+        if not self._device.keeps(OWN_RESULTS):  # straight from memory that the next step may write
+            return [(layout[name].of(slot.host), source) for name, source in sources.items()]
+        for name, source in sources.items():
+            layout[name].of(slot.device).copy_(source)
+        return [(slot.host[:nbytes], slot.device[:nbytes])]
 
     def wait_for(self, point: Point) -> None:
         """Block the host until the copy that ``point`` ends has run."""

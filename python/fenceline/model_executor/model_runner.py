@@ -7,8 +7,6 @@ before it sampled without the host having seen it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -21,7 +19,10 @@ from fenceline.layers.shard import Shard
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.memory_order import Device, InputRing, LeasePool, ResultRing
-from fenceline.memory_order.guards import SAME_COMPOSITION, STARTUP_STOP
+from fenceline.memory_order.guards import STARTUP_STOP
+from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
+from fenceline.model_executor.decode_runner import DecodeRunner
+from fenceline.model_executor.decode_step import DecodeStep
 from fenceline.model_executor.forward_result import ForwardResult
 from fenceline.model_executor.memory import num_kv_pages
 from fenceline.model_executor.sampler import OutputLogprobs, Sampler, prompt_logprobs
@@ -32,16 +33,6 @@ from fenceline.models.loader import load_model
 
 Arrays = dict[str, npt.NDArray[np.generic]]
 Views = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _DecodeState:
-    """A decode batch's inputs as they live on the device from step to step. ``seq_lens`` advances there."""
-
-    composition: int
-    rows: torch.Tensor  # [B] int64
-    seq_lens: torch.Tensor  # [B] int64
-    sampling: SamplingBatch
 
 
 class ModelRunner:
@@ -83,16 +74,40 @@ class ModelRunner:
         page_table, last_tokens = self.req_pool.page_table, self.req_pool.last_tokens
         device.name_memory(page_table, "req_pool.page_table", page_table[0].nbytes)
         device.name_memory(last_tokens, "req_pool.last_tokens", last_tokens.itemsize)
-        self._attention = make_attention_backend(config.attention_backend, self.kv_pool)
         self._kernels = TorchLayerKernels()
+        self._attention = make_attention_backend(config.attention_backend, self.kv_pool)
         self._inputs = InputRing(device)
         self._results = ResultRing(device)
-        self._decode: _DecodeState | None = None
+        self.decode = self._make_decode_runner(config, show_progress)
         self._order: StepOrder | None = None
         if device.checker is not None:
             self._order = StepOrder(device.checker, self.kv_pool, self.req_pool)
         if device.keeps(STARTUP_STOP):  # weights and pools were written on the default stream
             device.synchronize()
+        self._capture(config, show_progress)
+
+    def _make_decode_runner(self, config: EngineConfig, show_progress: bool) -> DecodeRunner:
+        device, req_pool = self.device, self.req_pool
+        step = DecodeStep(
+            device, self.model, self._kernels, self.kv_pool, req_pool, config.max_running_requests
+        )
+        graphs = None
+        if config.cuda_graph_bs:
+            graphs = CudaGraphRunner(
+                device,
+                step,
+                self._attention,
+                req_pool,
+                config.cuda_graph_bs,
+                padding=not config.disable_cuda_graph_padding,
+                debug=config.debug_cuda_graph,
+            )
+        return DecodeRunner(device, step, self._attention, req_pool, graphs, self._sample)
+
+    @torch.inference_mode()
+    def _capture(self, config: EngineConfig, show_progress: bool) -> None:
+        if self.decode.graphs is not None:
+            self.decode.graphs.capture(config.context_length, show_progress)
 
     @property
     def memory_bytes(self) -> dict[str, int]:
@@ -155,13 +170,7 @@ class ModelRunner:
     # --- decode --------------------------------------------------------------------------------------
 
     def _launch_decode(self, batch: DecodeBatch) -> ForwardResult:
-        state = self._decode
-        steady = state is not None and (
-            state.composition == batch.composition or not self.device.keeps(SAME_COMPOSITION)
-        )
-        arrays: Arrays = {}
-        if not steady:
-            arrays = {"rows": batch.rows, "seq_lens": batch.seq_lens - 1} | sampling_arrays(batch.sampling)
+        arrays = self.decode.arrays(batch)
         if len(batch.page_writes):
             arrays |= _page_write_arrays(batch)
         views = self._inputs.upload(arrays) if arrays else {}
@@ -169,41 +178,7 @@ class ModelRunner:
             self._order.decode(batch)
         with self.device.forward.active():
             self._write_pages(views)
-            if not steady:
-                state = _DecodeState(
-                    composition=batch.composition,
-                    rows=views["rows"],
-                    seq_lens=views["seq_lens"],
-                    sampling=SamplingBatch.from_views(batch.sampling, views),
-                )
-                self._decode = state
-            assert state is not None
-            state.seq_lens.add_(1)  # in place: only FORWARD reads it, in program order
-            return self._decode_forward(batch, state)
-
-    def _decode_forward(self, batch: DecodeBatch, state: _DecodeState) -> ForwardResult:
-        positions = state.seq_lens - 1
-        out_slots = self.req_pool.slots(state.rows, positions, self.page_size)
-        attention = AttentionInputs(
-            mode=ForwardMode.DECODE,
-            page_table=self.req_pool.page_table,
-            rows=state.rows,
-            seq_lens=state.seq_lens,
-            seq_lens_cpu=batch.seq_lens,
-            query_lens_cpu=np.ones(len(batch.rows), dtype=np.int64),
-        )
-        forward_batch = ForwardBatch(
-            mode=ForwardMode.DECODE,
-            input_ids=self.req_pool.last_tokens[state.rows],
-            positions=positions,
-            out_slots=out_slots,
-            logits_index=None,
-            attn=self._attention.plan(attention),
-            kernels=self._kernels,
-            kv_pool=self.kv_pool,
-        )
-        logits = self.model(forward_batch).float()
-        return self._finish(self._sample(logits, state.seq_lens, state.rows, state.sampling))
+            return self._finish(self.decode.run(batch, views))
 
     # --- both ----------------------------------------------------------------------------------------
 

@@ -190,6 +190,19 @@ class SamplingBatch:
         )
 
     @property
+    def is_plain(self) -> bool:
+        """Every request needs a temperature and a draw at most: what a decode step can do by itself."""
+        beyond = (
+            self.filter_index,
+            self.top_ks,
+            self.min_p_logs,
+            self.penalty_rows,
+            self.bias_index,
+            self.stop_index,
+        )
+        return not self.return_logprob and all(part is None for part in beyond)
+
+    @property
     def all_greedy(self) -> bool:
         """No request draws: the arg-max is all there is to do."""
         return self.seed_keys is None

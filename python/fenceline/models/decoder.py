@@ -172,7 +172,7 @@ class CausalLM(nn.Module):
         """``hidden_states`` [T, hidden_size] → logits [L, vocab_size] of the rows ``batch.logits_index``."""
         rows = x if batch.logits_index is None else x.index_select(0, batch.logits_index)
         norm, head = self.norm, self.lm_head
-        return batch.kernels.norm_linear(rows, norm.weight, norm.eps, head.weight, None)
+        return batch.kernels.norm_linear(rows, norm.weight, norm.eps, head.weight, None, out=batch.logits_out)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter from (name, tensor) pairs with Hugging Face's names, in any order.

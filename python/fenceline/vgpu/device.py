@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
 
 from fenceline.memory_order.device import Device, register_device
 from fenceline.memory_order.edges import StreamName
+from fenceline.memory_order.graph import Graph, GraphPool
 from fenceline.memory_order.stream import Point, Stream
 from fenceline.vgpu.factories import use
 from fenceline.vgpu.gpu import VirtualGpu
+from fenceline.vgpu.graph import Graph as VirtualGraph
 from fenceline.vgpu.operation import Operation, here
 from fenceline.vgpu.streams import VirtualStream
 
@@ -46,10 +49,25 @@ class VgpuStream(Stream):
         self.gpu.synchronize(point.event)
 
 
+class VgpuGraph(Graph):
+    """A virtual graph."""
+
+    def __init__(self, name: str, pool: GraphPool, stream: VgpuStream) -> None:
+        super().__init__(name, pool)
+        self._stream = stream
+        assert pool.raw is None or isinstance(pool.raw, VirtualGraph)
+        self.raw = stream.gpu.graph(name, pool.raw)
+
+    def _replay(self) -> None:
+        with self._stream.active():
+            self.raw.replay()
+
+
 class VgpuDevice(Device):
     """A Device over ``gpu``, which becomes the one that ``device="vgpu"`` means to torch."""
 
     kind = "vgpu"
+    tolerates_repairs = False
 
     def __init__(self, severed: frozenset[str] = frozenset(), gpu: VirtualGpu | None = None) -> None:
         self.gpu = VirtualGpu() if gpu is None else gpu
@@ -61,6 +79,16 @@ class VgpuDevice(Device):
     def memory_info(self) -> tuple[int, int]:
         pool = self.gpu.pool
         return pool.total_bytes - pool.used_bytes, pool.total_bytes
+
+    def make_graph_pool(self, owner: str) -> GraphPool:
+        return GraphPool(owner, self.gpu.graph(owner))
+
+    def capture(self, name: str, pool: GraphPool, body: Callable[[], None]) -> Graph:
+        assert isinstance(self.forward, VgpuStream), "made by this device"
+        graph = VgpuGraph(name, pool, self.forward)
+        with self.forward.active(), self.gpu.capture(graph.raw):
+            body()
+        return graph
 
     def _synchronize(self) -> None:
         self.gpu.synchronize_all()

@@ -58,8 +58,9 @@ class LayerKernels(ABC):
         eps: float,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """linear(rms_norm(x)): x [T, K] → [T, N]."""
+        """linear(rms_norm(x)): x [T, K] → [T, N], in ``out`` if given."""
 
     @abstractmethod
     def norm_gate_up(

@@ -30,8 +30,10 @@ class TorchLayerKernels(LayerKernels):
         eps: float,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return F.linear(self.rms_norm(x, norm_weight, eps), weight, bias)
+        y = F.linear(self.rms_norm(x, norm_weight, eps), weight, bias)
+        return y if out is None else out.copy_(y)
 
     def norm_gate_up(
         self,

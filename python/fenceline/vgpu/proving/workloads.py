@@ -22,7 +22,7 @@ from fenceline.managers.io_struct import (
 )
 from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
 
-Flags = Mapping[str, int | float | str | bool]
+Flags = Mapping[str, int | float | str | bool | tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class _Script:
     def send(self, step: int, message: Message) -> None:
         self.arrivals.append(Arrival(step, message))
 
-    def scenario(self, **flags: int | float | str | bool) -> Scenario:
+    def scenario(self, **flags: int | float | str | bool | tuple[int, ...]) -> Scenario:
         return Scenario(flags, tuple(sorted(self.arrivals, key=lambda arrival: arrival.step)))
 
     def options(self) -> dict[str, object]:
@@ -208,6 +208,22 @@ def _growth(random: Random) -> Scenario:
     )
 
 
+def _graphs(random: Random) -> Scenario:
+    """Decode batches of every size in padded graphs, and one size that is beyond them all."""
+    script = _Script(random)
+    for index in range(6):
+        script.add(
+            index * random.randint(0, 3), script.prompt(1, 6), random.randint(2, 9), **script.options()
+        )
+    return script.scenario(
+        max_total_tokens=96,
+        max_running_requests=5,
+        chunked_prefill_size=16,
+        page_size=4,
+        cuda_graph_bs=(2, 4),
+    )
+
+
 def _no_script(random: Random) -> Scenario:
     raise AssertionError("this workload goes through the front end, not through a script")
 
@@ -225,6 +241,7 @@ WORKLOADS: dict[str, Workload] = {
             "row_reuse", "one row, refilled while its last owner's step is in flight", _row_reuse, share=2
         ),
         Workload("staging", "every step uploads", _staging, share=2),
+        Workload("graphs", "decode in padded graphs of two sizes, and beyond them", _graphs, share=3),
         Workload("growth", "uploads and results that outgrow the rings", _growth),
         Workload(ENGINE, "rounds of prompts through fenceline.Engine", _no_script),
     )

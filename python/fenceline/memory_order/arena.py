@@ -1,0 +1,108 @@
+"""Arena: the static memory of graphs. Every field is declared, with the value that its padded rows have.
+
+Three roles, which are three different memories (F9): a PLAN field is written by ``fill`` alone, once for a batch; an
+INPUT field is derived from it, or advanced, by every replay; an OUTPUT field is what a replay leaves, and is leased
+until the next one (F8). ``fill`` always writes head and tail (F7): a padded row never holds an earlier batch's value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from fenceline.memory_order.device import Device, FillField
+from fenceline.memory_order.guards import ARENA_PAD
+from fenceline.memory_order.lease import LeaseError
+
+
+class Role(Enum):
+    """Who writes a field."""
+
+    PLAN = "plan"  # fill; graphs only read it
+    INPUT = "input"  # fill resets it, replays derive or advance it
+    OUTPUT = "output"  # replays
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaField:
+    """``num_rows`` rows of ``shape``. ``pad`` is what a row without a request holds; index fields name the sink."""
+
+    name: str
+    dtype: torch.dtype
+    role: Role
+    pad: int | float
+    shape: tuple[int, ...] = ()
+
+
+class Arena:
+    """The fields, each a tensor [num_rows, *shape] that never moves and outlives every graph (F17)."""
+
+    def __init__(self, device: Device, name: str, num_rows: int, fields: Sequence[ArenaField]) -> None:
+        self.name = name
+        self.num_rows = num_rows
+        self.fields: Mapping[str, ArenaField] = {field.name: field for field in fields}
+        self.num_fills = 0
+        self.generation = 0  # of the outputs: counts replays
+        self._device = device
+        self._tensors: dict[str, torch.Tensor] = {}
+        for field in fields:
+            tensor = torch.full(
+                (num_rows, *field.shape), field.pad, dtype=field.dtype, device=device.torch_device
+            )
+            device.name_memory(tensor, f"{name}.{field.name}", tensor[0].nbytes)
+            if field.role is Role.PLAN:
+                device.protect_from_graphs(tensor)
+            self._tensors[field.name] = tensor
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The whole field, [num_rows, *shape]."""
+        return self._tensors[name]
+
+    def fill(self, sources: Mapping[str, torch.Tensor], num_live: int) -> None:
+        """Give the first ``num_live`` rows of every PLAN field the values of ``sources`` [num_live, *shape], its
+        other rows and all of the INPUT fields their pads. On FORWARD, in one launch where the device can.
+
+        Raises ``ValueError`` unless ``sources`` are exactly the PLAN fields.
+        """
+        plan = [field.name for field in self.fields.values() if field.role is Role.PLAN]
+        if sources.keys() != set(plan):
+            raise ValueError(f"arena {self.name} is filled with {', '.join(plan)}, all of them")
+        work = [FillField(self[name], sources[name], num_live, self.fields[name].pad) for name in plan]
+        work += [
+            FillField(self[field.name], None, 0, field.pad)
+            for field in self.fields.values()
+            if field.role is Role.INPUT
+        ]
+        self.num_fills += 1
+        self._device.begin_fill([field.target for field in work])
+        self._device.fill_rows(work, pad=self._device.keeps(ARENA_PAD))
+
+    def begin_replay(self) -> ArenaOutputs:
+        """The outputs of the replay that is about to be submitted. Those of earlier ones end."""
+        self.generation += 1
+        self._device.begin_fill(
+            [self[field.name] for field in self.fields.values() if field.role is Role.OUTPUT]
+        )
+        return ArenaOutputs(self, self.generation)
+
+
+class ArenaOutputs:
+    """What one replay leaves, leased until the next replay of the same arena."""
+
+    def __init__(self, arena: Arena, generation: int) -> None:
+        self._arena = arena
+        self._generation = generation
+
+    def take(self, name: str, num_rows: int) -> torch.Tensor:
+        """The first ``num_rows`` rows of an OUTPUT (or INPUT) field, to be used on FORWARD before the next replay is
+        submitted. Raises :class:`LeaseError` after that."""
+        arena = self._arena
+        assert arena.fields[name].role is not Role.PLAN, f"{name} is no output"
+        if arena.generation != self._generation:
+            raise LeaseError(
+                f"{arena.name}.{name} of replay {self._generation} is gone: replay {arena.generation} writes it"
+            )
+        return arena[name][:num_rows]
