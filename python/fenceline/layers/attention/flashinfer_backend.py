@@ -1,0 +1,339 @@
+"""FlashInfer's kernels as an attention backend: prefill on its FA3 kernels where the GPU is a Hopper, planned decode.
+
+Every batch is planned on the host from its lengths, and the plan is copied to the device. That copy is the backend's
+own affair (F12): a slot of a ``PlanRing`` is written, FlashInfer submits the copy on SCHEDULE, and FORWARD waits for
+it; the next plan but one waits on the host until the copy has run, before it rewrites the slot. Pages and offsets into
+them never come from the host: they are gathered from the page table where it lives.
+
+In a graph the plan that is copied is not the memory that the graph reads (F9): each bucket has an integer workspace,
+brought up to date from the ring's slot before each replay, and pages, offsets and last page lengths that the graph
+itself computes anew. The layout of a bucket's plan depends on the number of requests alone, which is asserted at each
+replay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fenceline.layers.attention.base import AttentionBackend, AttentionPlan
+from fenceline.layers.attention.flashinfer_library import (
+    AttentionShape,
+    DecodeKernels,
+    Pages,
+    PlanInfo,
+    PrefillKernels,
+    Workspace,
+    check_shape,
+    load_library,
+    prefill_generation,
+)
+from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
+from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.memory_order import Device
+from fenceline.memory_order.plan_ring import PlanRing
+
+_INT_BYTES = 8 << 20  # of a plan, as in FlashInfer's own wrappers; what is used of it grows with the batch
+_MAX_QUERY_TILE = 128
+# Up to this group the CUDA-core decode kernels read the pool as fast, and need no padding to a tensor core's tile.
+_MAX_CUDA_CORE_GROUP = 3
+
+Lens = npt.NDArray[np.int64]
+
+
+class FlashInferAttentionBackend(AttentionBackend):
+    """Plans over one KV pool. A plan is good until the next is made: they share the ring and the workspaces.
+
+    ``num_heads`` are this rank's query heads. ``prefill`` overrules FlashInfer's choice of its own kernels: fa2 or fa3.
+    Raises ValueError with the remedy where FlashInfer is missing or has no kernels for the model.
+    """
+
+    def __init__(self, kv_pool: KVPool, device: Device, num_heads: int, prefill: str | None = None) -> None:
+        keys = kv_pool.k(0)
+        self.shape = AttentionShape(
+            num_heads, keys.shape[1], keys.shape[2], kv_pool.page_size, kv_pool.k(0).dtype
+        )
+        check_shape(self.shape)
+        if device.kind != "cuda":
+            raise ValueError(
+                "--attention-backend flashinfer needs an NVIDIA GPU: use --attention-backend torch"
+            )
+        load_library()
+        self.kv_pool = kv_pool
+        self._device = device
+        fa3_or_fa2 = prefill or prefill_generation(device.torch_device, self.shape.dtype)
+        self.prefill = PrefillKernels(self.shape, fa3_or_fa2)
+        self.decode: DecodeKernels | PrefillKernels = DecodeKernels(self.shape)
+        if self.shape.group > _MAX_CUDA_CORE_GROUP:
+            self.decode = PrefillKernels(self.shape, "fa2") if fa3_or_fa2 != "fa2" else self.prefill
+        self._ring = PlanRing(device, _INT_BYTES)
+        self._num_sms = torch.cuda.get_device_properties(device.torch_device).multi_processor_count
+        self._floats = self._bytes(self._eager_float_bytes())
+        self._indices = torch.empty(0, dtype=torch.int32, device=device.torch_device)
+        self._buckets: dict[int, _Bucket] = {}
+
+    def is_compiled(self, mode: ForwardMode) -> bool:
+        """Whether the first step of that kind costs no compilation."""
+        return (self.prefill if mode is ForwardMode.EXTEND else self.decode).is_compiled
+
+    @property
+    def num_plans(self) -> int:
+        """Plans made so far; see ``_EagerPlan``."""
+        return self._ring.num_plans
+
+    def layer_pages(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of a layer's keys and values, [num_pages, page_size, num_kv_heads, head_dim]."""
+        shape = (self.kv_pool.num_pages, self.kv_pool.page_size, *self.kv_pool.k(layer_id).shape[1:])
+        return self.kv_pool.k(layer_id).view(shape), self.kv_pool.v(layer_id).view(shape)
+
+    # --- eager steps -------------------------------------------------------------------------------------
+
+    def plan(self, inputs: AttentionInputs) -> AttentionPlan:
+        """Plan on the host; allocates index tensors on the current stream, FORWARD. No host synchronisation."""
+        lens = inputs.seq_lens_cpu
+        assert len(lens) > 0, "an empty batch has nothing to attend to"
+        assert bool((lens >= inputs.query_lens_cpu).all()), "seq_lens include this step's tokens"
+        if inputs.mode is ForwardMode.DECODE:
+            assert bool((inputs.query_lens_cpu == 1).all()), "decode has one query for each request"
+            space, info = self._plan_decode(lens, graph=False)
+            return _DecodePlan(self, space, info, self._gather(inputs))
+        assert inputs.query_starts is not None, "EXTEND says where each request's queries start"
+        paged = bool((lens > inputs.query_lens_cpu).any())
+        with self._ring.planning() as slot:
+            space = Workspace(self._floats, slot.device, slot.host)
+            info = self.prefill.plan(space, inputs.query_lens_cpu, lens, paged=paged)
+        pages = self._gather(inputs) if paged else None
+        return _ExtendPlan(self, space, info, inputs.query_starts, pages)
+
+    def _plan_decode(self, lens: Lens, graph: bool) -> tuple[Workspace, PlanInfo]:
+        with self._ring.planning() as slot:
+            space = Workspace(self._floats, slot.device, slot.host)
+            return space, self._decode_info(space, lens, graph)
+
+    def _decode_info(self, space: Workspace, lens: Lens, graph: bool) -> PlanInfo:
+        if isinstance(self.decode, DecodeKernels):
+            return self.decode.plan(space, lens, graph=graph)
+        return self.decode.plan(space, np.ones_like(lens), lens, paged=True, causal=False, graph=graph)
+
+    def _gather(self, inputs: AttentionInputs) -> Pages:
+        from fenceline.layers.attention.page_gather import gather_page_indices
+
+        num_pages = -(-inputs.seq_lens_cpu // self.shape.page_size)
+        indices = _ints(int(num_pages.sum()), inputs.page_table.device)
+        pages = _pages_into(indices, len(num_pages))
+        gather_page_indices(
+            inputs.page_table,
+            inputs.rows,
+            inputs.seq_lens,
+            self.shape.page_size,
+            int(num_pages.max()),
+            pages.indptr,
+            pages.indices,
+            pages.last_page_lens,
+        )
+        return pages
+
+    def attend(
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        space: Workspace,
+        info: PlanInfo,
+        pages: Pages,
+        starts: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """One query a request: q [B, num_heads, head_dim] → the same shape."""
+        k, v = self.layer_pages(layer_id)
+        if isinstance(self.decode, DecodeKernels):
+            return self.decode.run(space, info, q, k, v, pages, scale)
+        return self.decode.run_paged(space, info, q, k, v, starts, pages, scale, causal=False)
+
+    # --- graphs ------------------------------------------------------------------------------------------
+
+    def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
+        """See ``AttentionBackend.plan_graph``. The bucket begins with the plan of padding alone, lengths of 1."""
+        size = len(inputs.rows)
+        assert size not in self._buckets, f"bucket {size} has its plan already"
+        max_pages = -(-inputs.max_seq_len // self.shape.page_size)
+        self._grow(self._graph_float_bytes(size), size * max_pages)
+        lens = np.ones(size, dtype=np.int64)
+        plan_space, info = self._plan_decode(lens, graph=True)
+        ints = self._bytes(self._graph_int_bytes(size))
+        ints.copy_(plan_space.ints[: ints.numel()])
+        self._buckets[size] = _Bucket(info, ints)
+        space = Workspace(self._floats, ints, plan_space.pinned)
+        pages = _pages_into(self._indices, size)
+        return _GraphDecodePlan(self, inputs, space, info, pages, max_pages)
+
+    def before_replay(self, bucket: int, seq_lens_cpu: Lens) -> None:
+        """Plan for these lengths, padded with 1, and bring the plan to where the graph reads it. FORWARD."""
+        known = self._buckets[bucket]
+        lens = np.ones(bucket, dtype=np.int64)
+        lens[: len(seq_lens_cpu)] = seq_lens_cpu
+        space, info = self._plan_decode(lens, graph=True)
+        assert info == known.info, f"the plan of bucket {bucket} is laid out as when it was captured"
+        known.ints.copy_(space.ints[: known.ints.numel()])
+
+    # --- workspaces --------------------------------------------------------------------------------------
+
+    def _bytes(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self._device.torch_device)
+
+    def _grow(self, float_bytes: int, num_indices: int) -> None:
+        """What the graphs share, as only one of them runs at a time: partial results and page indices. A larger bucket
+        gets new buffers; graphs captured before have the old ones, which their plans keep alive."""
+        if self._floats.numel() < float_bytes:
+            self._floats = self._bytes(float_bytes)
+        if self._indices.numel() < num_indices:
+            self._indices = _ints(num_indices, self._device.torch_device)
+
+    def _float_bytes(self, tiles: int, query_tile: int) -> int:
+        """Partial results and their log-sums, float32, of ``tiles`` of ``query_tile`` queries for each head."""
+        return self.shape.num_heads * tiles * query_tile * (self.shape.head_dim + 1) * 4 + 1024
+
+    def _eager_float_bytes(self) -> int:
+        """Keys are split only as long as the tiles fit the GPU twice over (PrefillSplitQOKVIndptr) or, on CUDA cores,
+        the blocks fit it at once, at most 32 a multiprocessor (BatchDecode…WorkEstimationDispatched)."""
+        on_tensor_cores = self._float_bytes(2 * self._num_sms // self.shape.num_kv_heads + 1, _MAX_QUERY_TILE)
+        return max(on_tensor_cores, self._float_bytes(self._cuda_core_tiles(0), 1))
+
+    def _cuda_core_tiles(self, size: int) -> int:
+        return max(32 * self._num_sms // self.shape.num_kv_heads + 1, size)
+
+    def _tensor_core_tiles(self, size: int) -> int:
+        """Of a graph's launch: what fits the GPU twice, or what the requests alone need."""
+        group, tile = self.shape.group, self._query_tile
+        return max(2 * self._num_sms // self.shape.num_kv_heads, -(-size * group // tile) + size - 1)
+
+    @property
+    def _query_tile(self) -> int:
+        """Of one query a request, all heads of a group together (FA2DetermineCtaTileQ)."""
+        return next(tile for tile in (16, 64, _MAX_QUERY_TILE) if self.shape.group <= tile)
+
+    def _graph_float_bytes(self, size: int) -> int:
+        if isinstance(self.decode, DecodeKernels):
+            return self._float_bytes(self._cuda_core_tiles(size), 1)
+        return self._float_bytes(self._tensor_core_tiles(size), self._query_tile)
+
+    def _graph_int_bytes(self, size: int) -> int:
+        """Three indices and a flag for each tile, two offsets for each request, each array aligned to 16."""
+        tiles = max(self._cuda_core_tiles(size), self._tensor_core_tiles(size))
+        return (13 * tiles + 8 * (size + 1) + 512 + 15) // 16 * 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """The plan that a captured graph reads: ``ints`` hold what ``info`` says where."""
+
+    info: PlanInfo
+    ints: torch.Tensor
+
+
+def _ints(size: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int32, device=device)
+
+
+def _pages_into(indices: torch.Tensor, num_requests: int) -> Pages:
+    return Pages(_ints(num_requests + 1, indices.device), indices, _ints(num_requests, indices.device))
+
+
+class _EagerPlan(AttentionPlan):
+    """Holds a slot of the ring, so it is spent once another plan is made; using it then raises."""
+
+    def __init__(self, backend: FlashInferAttentionBackend, space: Workspace, info: PlanInfo) -> None:
+        self.backend, self.space, self.info = backend, space, info
+        self._number = backend.num_plans
+
+    def _check(self) -> None:
+        assert self._number == self.backend.num_plans, "this plan's memory has been given to a later plan"
+
+
+class _DecodePlan(_EagerPlan):
+    """One query for each request."""
+
+    def __init__(
+        self, backend: FlashInferAttentionBackend, space: Workspace, info: PlanInfo, pages: Pages
+    ) -> None:
+        super().__init__(backend, space, info)
+        self.pages = pages
+        self.starts = _one_each(len(pages.last_page_lens), pages.indptr.device)
+
+    def forward(
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """See ``AttentionPlan.forward``."""
+        self._check()
+        return self.backend.attend(layer_id, q, self.space, self.info, self.pages, self.starts, scale)
+
+
+class _ExtendPlan(_EagerPlan):
+    """Any number of queries a request. ``pages`` None: nobody has a prefix, and this step's own k and v are all,
+    which the kernels read several at a time instead of page by page."""
+
+    def __init__(
+        self,
+        backend: FlashInferAttentionBackend,
+        space: Workspace,
+        info: PlanInfo,
+        starts: torch.Tensor,
+        pages: Pages | None,
+    ) -> None:
+        super().__init__(backend, space, info)
+        self.starts, self.pages = starts, pages
+
+    def forward(
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """See ``AttentionPlan.forward``."""
+        self._check()
+        kernels = self.backend.prefill
+        if self.pages is None:
+            return kernels.run_ragged(self.space, self.info, q, k, v, self.starts, scale)
+        keys, values = self.backend.layer_pages(layer_id)
+        return kernels.run_paged(self.space, self.info, q, keys, values, self.starts, self.pages, scale)
+
+
+class _GraphDecodePlan(AttentionPlan):
+    """A bucket's decode step. Its memory lives as long as the plan, which the graph's owner keeps."""
+
+    def __init__(
+        self,
+        backend: FlashInferAttentionBackend,
+        inputs: GraphDecodeInputs,
+        space: Workspace,
+        info: PlanInfo,
+        pages: Pages,
+        max_pages: int,
+    ) -> None:
+        self.backend, self.inputs, self.space, self.info = backend, inputs, space, info
+        self.pages, self.max_pages = pages, max_pages
+        self.starts = _one_each(len(inputs.rows), inputs.rows.device)
+
+    def prepare(self) -> None:
+        """Pages and offsets of the requests of this moment. See ``AttentionPlan.prepare``."""
+        from fenceline.layers.attention.page_gather import gather_page_indices
+
+        gather_page_indices(
+            self.inputs.page_table,
+            self.inputs.rows,
+            self.inputs.seq_lens,
+            self.backend.shape.page_size,
+            self.max_pages,
+            self.pages.indptr,
+            self.pages.indices,
+            self.pages.last_page_lens,
+        )
+
+    def forward(
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """See ``AttentionPlan.forward``."""
+        return self.backend.attend(layer_id, q, self.space, self.info, self.pages, self.starts, scale)
+
+
+def _one_each(size: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(size + 1, dtype=torch.int32, device=device)

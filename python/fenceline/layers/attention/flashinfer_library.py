@@ -1,0 +1,331 @@
+"""FlashInfer's compiled kernels, called with memory that we own.
+
+Its wrapper classes would each bring a pinned buffer that ``plan()`` rewrites whether or not the last copy from it has
+run (F12), and copy index arrays from the host that are on the device already. Under the wrappers lie modules with two
+kinds of functions, and those are used here: ``plan``, which reads host lengths, writes its result to a pinned buffer
+and submits one cudaMemcpyAsync of it to an integer workspace on the current stream (flashinfer/attention/scheduler.cuh:
+DecodePlan, PrefillPlan, PrefillSM90Plan; nothing else of it is asynchronous), and ``run``, which launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+REMEDY = "install the extra with pip install 'fenceline[cuda]', or use --attention-backend triton"
+_VERSIONS = ("0.6.",)  # whose plan and run functions are called here as they are declared there
+_HEAD_DIMS = (64, 128, 256)
+_NHD, _NON_CAUSAL, _CAUSAL, _NO_POSITIONS, _WHOLE_WINDOW = 0, 0, 1, 0, -1  # its enums' values
+# Programmatic dependent launch lets a kernel begin before the one in front of it has ended. What it then reads is
+# ordered by the kernel's own wait, not by the stream, and everything here relies on the stream.
+_DEPENDENT_LAUNCH = False
+
+PlanInfo = list[int]  # offsets into the integer workspace, and sizes of the launch
+Lens = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What the kernels are compiled and planned for."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+
+    @property
+    def group(self) -> int:
+        """Query heads of one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """``floats`` for partial results and ``ints`` for the plan, both uint8 on the device; ``pinned`` is what a plan is
+    written to before it is copied to ``ints``, and no smaller."""
+
+    floats: torch.Tensor
+    ints: torch.Tensor
+    pinned: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """A batch's pages on the device, all int32; see ``page_gather.gather_page_indices``."""
+
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page_lens: torch.Tensor
+
+
+def load_library() -> None:
+    """Import FlashInfer. Raises ValueError with the remedy if it is missing or of another version."""
+    try:
+        installed = version("flashinfer-python")
+        import_module("flashinfer")
+    except (PackageNotFoundError, ImportError) as error:
+        raise ValueError(
+            f"--attention-backend flashinfer: it is not installed ({error}): {REMEDY}"
+        ) from error
+    if not installed.startswith(_VERSIONS):
+        raise ValueError(
+            f"--attention-backend flashinfer: version {installed} is installed, 0.6 is needed: {REMEDY}"
+        )
+
+
+def check_shape(shape: AttentionShape) -> None:
+    """Raise ValueError with the remedy for what FlashInfer has no kernels for."""
+    if shape.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"--attention-backend flashinfer needs bfloat16 or float16, not {shape.dtype}: use --dtype bfloat16 or "
+            "--attention-backend triton"
+        )
+    if shape.head_dim not in _HEAD_DIMS:
+        raise ValueError(
+            f"--attention-backend flashinfer has no kernels for heads of {shape.head_dim}: use --attention-backend triton"
+        )
+
+
+class _Module:
+    """A module of kernels, compiled when it is first needed and kept in ~/.cache/flashinfer."""
+
+    def __init__(self, room: str, generate: str, get: str, args: tuple[object, ...]) -> None:
+        self._room, self._generate, self._get, self._args = room, generate, get, args
+        self._functions: Any = None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether using it costs no compilation. Writes its sources to the cache at most."""
+        if self._functions is not None:
+            return True
+        modules: ModuleType = import_module("flashinfer.jit.attention.modules")
+        return bool(getattr(modules, self._generate)(*self._args).is_compiled)
+
+    @property
+    def functions(self) -> Any:
+        """Its ``plan`` and ``run`` functions. Compiles for up to a minute the first time on a machine."""
+        if self._functions is None:
+            self._functions = getattr(import_module(self._room), self._get)(*self._args)
+        return self._functions
+
+
+def _module_args(shape: AttentionShape) -> tuple[object, ...]:
+    dims = (shape.head_dim, shape.head_dim)
+    dtypes = (shape.dtype, shape.dtype, shape.dtype, torch.int32)
+    return (*dtypes, *dims, _NO_POSITIONS, False, False)  # no sliding window, no cap on the logits
+
+
+class PrefillKernels:
+    """Attention of any number of queries a request: ``fa3`` on Hopper, else ``fa2``. On tensor cores."""
+
+    def __init__(self, shape: AttentionShape, generation: str) -> None:
+        self.shape, self.generation = shape, generation
+        args = (generation, *_module_args(shape), False)  # no products of q and k in half precision
+        self._module = _Module(
+            "flashinfer.prefill", "gen_batch_prefill_module", "get_batch_prefill_module", args
+        )
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether using it costs no compilation."""
+        return self._module.is_compiled
+
+    def plan(
+        self,
+        space: Workspace,
+        query_lens: Lens,
+        seq_lens: Lens,
+        *,
+        paged: bool,
+        causal: bool = True,
+        graph: bool = False,
+    ) -> PlanInfo:
+        """Plan on the host and submit the copy to ``space.ints`` to the current stream.
+
+        ``graph``: the launch and the plan's layout depend on the number of requests alone.
+        """
+        shape = self.shape
+        page_size = shape.page_size if paged else 1
+        starts = _starts(query_lens)
+        args: list[object] = [space.floats, space.ints, space.pinned]
+        args += [starts, _starts(-(-seq_lens // page_size)), _ints(seq_lens)]
+        args += [int(starts[-1]), len(seq_lens), shape.num_heads, shape.num_kv_heads, page_size, graph]
+        args += [shape.head_dim, shape.head_dim, causal, _WHOLE_WINDOW]
+        if self.generation == "fa2":
+            args += [-1, False, 0]  # keys are split as it sees fit; no other kernel runs beside it
+        return list(self._module.functions.plan(*args))
+
+    def run_paged(
+        self,
+        space: Workspace,
+        info: PlanInfo,
+        q: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        query_starts: torch.Tensor,
+        pages: Pages,
+        scale: float,
+        *,
+        causal: bool = True,
+    ) -> torch.Tensor:
+        """q [T, num_heads, head_dim] against pages [num_pages, page_size, num_kv_heads, head_dim]."""
+        out = _output(q)
+        self._module.functions.paged_run(
+            float_workspace_buffer=space.floats,
+            int_workspace_buffer=space.ints,
+            plan_info_vec=info,
+            q=q,
+            paged_k_cache=k_pages,
+            paged_v_cache=v_pages,
+            qo_indptr=query_starts,
+            paged_kv_indptr=pages.indptr,
+            paged_kv_indices=pages.indices,
+            paged_kv_last_page_len=pages.last_page_lens,
+            o=out,
+            scale_q=None,
+            scale_k=None,
+            scale_v=None,
+            workspace_size=space.floats.numel(),
+            **_common(scale, causal),
+        )
+        return out
+
+    def run_ragged(
+        self,
+        space: Workspace,
+        info: PlanInfo,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        starts: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """q against this step's own k, v [T, num_kv_heads, head_dim], for requests without a prefix."""
+        out = _output(q)
+        self._module.functions.ragged_run(
+            float_workspace_buffer=space.floats,
+            int_workspace_buffer=space.ints,
+            plan_info_vec=info,
+            q=q,
+            k=k,
+            v=v,
+            qo_indptr=starts,
+            kv_indptr=starts,
+            o=out,
+            **_common(scale, True),
+        )
+        return out
+
+
+class DecodeKernels:
+    """Attention of one query a request on CUDA cores, which for small groups beats tensor cores half empty."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
+        self._module = _Module(
+            "flashinfer.decode",
+            "gen_batch_decode_module",
+            "get_batch_decode_module",
+            _module_args(shape),
+        )
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether using it costs no compilation."""
+        return self._module.is_compiled
+
+    def plan(self, space: Workspace, seq_lens: Lens, *, graph: bool) -> PlanInfo:
+        """See ``PrefillKernels.plan``."""
+        shape = self.shape
+        empty = torch.empty(0, dtype=shape.dtype)
+        args: list[object] = [space.floats, space.ints, space.pinned]
+        args += [_starts(-(-seq_lens // shape.page_size)), len(seq_lens)]
+        args += [shape.num_heads, shape.num_kv_heads, shape.page_size, graph, _WHOLE_WINDOW, 0.0]
+        args += [shape.head_dim, shape.head_dim, empty, empty]
+        return list(self._module.functions.plan(*args))
+
+    def run(
+        self,
+        space: Workspace,
+        info: PlanInfo,
+        q: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        pages: Pages,
+        scale: float,
+    ) -> torch.Tensor:
+        """q [B, num_heads, head_dim] against pages [num_pages, page_size, num_kv_heads, head_dim]."""
+        out = _output(q)
+        self._module.functions.run(
+            float_workspace_buffer=space.floats,
+            int_workspace_buffer=space.ints,
+            plan_info_vec=info,
+            q=q,
+            paged_k_cache=k_pages,
+            paged_v_cache=v_pages,
+            paged_kv_indptr=pages.indptr,
+            paged_kv_indices=pages.indices,
+            paged_kv_last_page_len=pages.last_page_lens,
+            o=out,
+            maybe_lse=None,
+            kv_layout_code=_NHD,
+            window_left=_WHOLE_WINDOW,
+            enable_pdl=_DEPENDENT_LAUNCH,
+            alibi_slopes=None,
+            logits_soft_cap=0.0,
+            sm_scale=scale,
+            rope_scale=1.0,
+            rope_theta=1e4,
+        )
+        return out
+
+
+def prefill_generation(device: torch.device, dtype: torch.dtype) -> str:
+    """``fa3`` where FlashInfer has it for this GPU, else ``fa2``."""
+    determine: Callable[..., str] = import_module("flashinfer.utils").determine_attention_backend
+    return determine(device, _NO_POSITIONS, False, False, dtype, dtype)
+
+
+def _common(scale: float, causal: bool) -> dict[str, object]:
+    return {
+        "maybe_lse": None,
+        "mask_mode": _CAUSAL if causal else _NON_CAUSAL,
+        "layout": _NHD,
+        "window_left": _WHOLE_WINDOW,
+        "enable_pdl": _DEPENDENT_LAUNCH,
+        "maybe_custom_mask": None,
+        "maybe_mask_indptr": None,
+        "maybe_alibi_slopes": None,
+        "maybe_prefix_len_ptr": None,
+        "maybe_token_pos_in_items_ptr": None,
+        "maybe_max_item_len_ptr": None,
+        "logits_soft_cap": 0.0,
+        "sm_scale": scale,
+        "rope_scale": 1.0,
+        "rope_theta": 1e4,
+        "token_pos_in_items_len": 0,
+    }
+
+
+def _output(q: torch.Tensor) -> torch.Tensor:
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+def _ints(values: Sequence[int] | Lens) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(values, dtype=np.int32))
+
+
+def _starts(lens: Lens) -> torch.Tensor:
+    """[n] → [n + 1] int32 on the host, where each begins."""
+    starts = np.zeros(len(lens) + 1, dtype=np.int32)
+    np.cumsum(lens, out=starts[1:])
+    return torch.from_numpy(starts)

@@ -1,0 +1,129 @@
+"""What attention libraries want instead of our page table: the batch's pages, gathered on the device in one launch.
+
+The page table and the lengths live on the device alone, so that the host cannot gather them; inside a graph the launch
+is replayed with the values of the moment.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 512  # pages of one step of a program
+_MAX_PROGRAMS = 1024
+
+
+@triton.jit(do_not_specialize=["out_stride"])
+def _gather_kernel(
+    page_table,
+    rows,
+    seq_lens,
+    out,
+    starts,
+    last_page_lens,
+    seq_lens_32,
+    table_stride,
+    out_stride,
+    PAGE_SIZE: tl.constexpr,
+    RAGGED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REQUESTS: tl.constexpr,
+):
+    request = tl.program_id(0)
+    seq_len = tl.load(seq_lens + request).to(tl.int32)
+    num_pages = (seq_len + PAGE_SIZE - 1) // PAGE_SIZE
+    if RAGGED:
+        # Each program adds up the pages of the requests before its own: a few loads, against a launch for a scan.
+        start = request * 0
+        first = request * 0
+        while first < request:
+            others = first + tl.arange(0, REQUESTS)
+            lens = tl.load(seq_lens + others, mask=others < request, other=0).to(tl.int32)
+            start += tl.sum((lens + PAGE_SIZE - 1) // PAGE_SIZE)
+            first += REQUESTS
+        if tl.program_id(1) == 0:
+            if request == 0:
+                tl.store(starts, 0)
+            tl.store(starts + request + 1, start + num_pages)
+            tl.store(last_page_lens + request, seq_len - (num_pages - 1) * PAGE_SIZE)
+        target = out + start
+    else:
+        if tl.program_id(1) == 0:
+            tl.store(seq_lens_32 + request, seq_len)
+        target = out + request.to(tl.int64) * out_stride
+    source = page_table + tl.load(rows + request) * table_stride
+    column = tl.program_id(1) * BLOCK
+    while column < num_pages:
+        columns = column + tl.arange(0, BLOCK)
+        pages = tl.load(source + columns, mask=columns < num_pages, other=0)
+        if RAGGED:
+            tl.store(target + columns, pages, mask=columns < num_pages)
+        else:  # past the last page the sink, for a kernel that fetches page ids a tile at a time
+            tl.store(target + columns, pages, mask=columns < out_stride)
+        column += tl.num_programs(1) * BLOCK
+
+
+def gather_page_indices(
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_size: int,
+    max_pages: int,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    last_page_lens: torch.Tensor,
+) -> None:
+    """The batch's pages, one request's after the other's, as FlashInfer wants them. On the current stream.
+
+    page_table [num_rows, columns] int32, rows and seq_lens [B] int64, every length >= 1 and of at most ``max_pages``
+    pages → indptr [B + 1], indices [>= all pages], last_page_lens [B], all int32, written.
+    """
+    _launch(page_table, rows, seq_lens, page_size, max_pages, indices, (indptr, last_page_lens), None)
+
+
+def gather_page_rows(
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_size: int,
+    out: torch.Tensor,
+    seq_lens_32: torch.Tensor,
+) -> None:
+    """The batch's rows of the page table, as FlashAttention wants them. On the current stream.
+
+    page_table, rows, seq_lens as above → out [B, pages] int32: a request's pages, the sink after them up to a multiple
+    of 512, the rest untouched and not to be read; seq_lens_32 [B] int32.
+    """
+    _launch(page_table, rows, seq_lens, page_size, out.shape[1], out, None, seq_lens_32)
+
+
+def _launch(
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_size: int,
+    max_pages: int,
+    out: torch.Tensor,
+    ragged: tuple[torch.Tensor, torch.Tensor] | None,
+    seq_lens_32: torch.Tensor | None,
+) -> None:
+    num_requests = len(rows)
+    assert page_table.stride(1) == 1, "a row of the page table is contiguous"
+    programs = min(-(-max_pages // _BLOCK), max(_MAX_PROGRAMS // num_requests, 1))
+    starts, last_page_lens = (out, out) if ragged is None else ragged
+    _gather_kernel[(num_requests, programs)](
+        page_table,
+        rows,
+        seq_lens,
+        out,
+        starts,
+        last_page_lens,
+        out if seq_lens_32 is None else seq_lens_32,
+        page_table.stride(0),
+        0 if ragged is not None else out.stride(0),
+        PAGE_SIZE=page_size,
+        RAGGED=ragged is not None,
+        BLOCK=_BLOCK,
+        REQUESTS=256,
+    )
