@@ -1,0 +1,146 @@
+"""The scheduler's process without HTTP: the real loop and model runner, and a process that takes their messages.
+
+Messages are encoded and sent over the same sockets as in a server, so a step costs this process what it costs a
+server's scheduler.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import zmq
+
+from fenceline.config.resolve import resolve
+from fenceline.config.sampling_params import SamplingParams
+from fenceline.config.server_args import parse_args
+from fenceline.managers.io_struct import AbortReq, Message, PortArgs, TokenizedGenerateReq
+from fenceline.managers.ipc import bind_pull, make_ports, remove_ports
+from fenceline.managers.scheduler import InFlight, Scheduler
+from fenceline.managers.scheduler_process import ZmqOutbox
+from fenceline.memory_order import open_device
+from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
+from fenceline.model_executor.decode_runner import DecodeRunner
+from fenceline.model_executor.model_runner import ModelRunner
+
+_VOCAB = 151643
+
+
+def _take_everything(ports: PortArgs) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sockets = [bind_pull(context, ports.detokenizer), bind_pull(context, ports.tokenizer)]
+    poller = zmq.Poller()
+    for socket in sockets:
+        poller.register(socket, zmq.POLLIN)
+    while True:
+        for socket, _ in poller.poll():
+            socket.recv()
+
+
+class _Inbox:
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def drain(self, block: bool) -> Sequence[Message]:
+        messages, self.messages = self.messages, []
+        return messages
+
+
+class InProcessEngine:
+    """One model, one scheduler. Use it in a ``with`` block."""
+
+    def __init__(self, model_dir: Path, flags: Sequence[str]) -> None:
+        begin = time.perf_counter()
+        argv = [
+            "--model-path",
+            str(model_dir),
+            "--load-format",
+            "dummy",
+            "--decode-log-interval",
+            "1000000000",
+        ]
+        self.config = resolve(parse_args([*argv, *flags]))
+        self._ports = make_ports()
+        context = multiprocessing.get_context("spawn")
+        self._taker = context.Process(target=_take_everything, args=(self._ports,), daemon=True)
+        self._taker.start()
+        self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._inbox = _Inbox()
+        self.device = open_device(self.config.device)
+        self.runner = ModelRunner(self.config, self.device, show_progress=False)
+        outbox = ZmqOutbox(self._zmq, self._ports, skip_detokenizer=False)
+        self.scheduler = Scheduler(self.config, self.runner, self._inbox, outbox)
+        self._flight: InFlight | None = None
+        self._num_submitted = 0
+        self.blocked_s = 0.0
+        self._time_waiting()
+        gc.collect()
+        gc.freeze()
+        self.start_s = time.perf_counter() - begin
+
+    def __enter__(self) -> InProcessEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._taker.kill()
+        self._taker.join()
+        self._zmq.destroy(linger=0)
+        remove_ports(self._ports)
+
+    @property
+    def decode(self) -> DecodeRunner:
+        """What runs decode steps."""
+        return next(value for value in vars(self.runner).values() if isinstance(value, DecodeRunner))
+
+    @property
+    def graphs(self) -> CudaGraphRunner | None:
+        """The captured decode steps."""
+        return self.decode.graphs
+
+    def submit(self, num_reqs: int, prompt_len: int, output_lens: Sequence[int]) -> None:
+        """Queue greedy requests of random prompts; ``output_lens`` repeat."""
+        draw = torch.Generator().manual_seed(self._num_submitted)
+        for i in range(num_reqs):
+            ids = torch.randint(0, _VOCAB, (prompt_len,), generator=draw).tolist()
+            length = output_lens[i % len(output_lens)]
+            params = SamplingParams(max_new_tokens=length, ignore_eos=True, temperature=0.0)
+            rid = f"req-{self._num_submitted}"
+            self._num_submitted += 1
+            self._inbox.messages.append(
+                TokenizedGenerateReq(rid=rid, input_ids=ids, sampling_params=params, stream=True)
+            )
+
+    def step(self) -> None:
+        """One turn of the loop: submits a step, and waits for the one before it."""
+        self._flight = self.scheduler.step(self._flight)
+
+    def step_until(self, condition: Callable[[], bool]) -> None:
+        """Turns until ``condition``."""
+        while not condition():
+            self.step()
+
+    def abort_all(self) -> None:
+        """End every request and wait until nothing is in flight."""
+        self._inbox.messages.append(AbortReq(abort_all=True))
+        self.step()
+        self.step_until(lambda: self._flight is None and not self.scheduler.reqs)
+
+    def _time_waiting(self) -> None:
+        """Note how long the host waits for results: the rest of a step is its own work."""
+        synchronize = self.device.copy.synchronize
+
+        def timed(*args: object) -> None:
+            begin = time.perf_counter()
+            synchronize(*args)  # type: ignore[arg-type]
+            self.blocked_s += time.perf_counter() - begin
+
+        self.device.copy.synchronize = timed  # type: ignore[method-assign]
+
+
+def percent(ratio: float) -> str:
+    """``1.034`` as ``+3.4%``."""
+    return f"{(ratio - 1) * 100:+.1f}%"

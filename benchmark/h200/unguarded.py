@@ -1,0 +1,76 @@
+"""A build for benchmarks alone: what guards memory and costs something at --memory-check off, taken out.
+
+What orders the device stays: waits, Points, copies, pads, the arena's fill; without them tokens would be wrong. What
+goes are the checks that only ever raise, and the books that are kept for them. Run with ``python -O``, which takes the
+assertions out as well, and with --flight-recorder-steps 0. Two attribute tests in the result ring remain.
+"""
+
+from __future__ import annotations
+
+from fenceline.managers.request_memory import RequestMemory
+from fenceline.managers.scheduler import Scheduler
+from fenceline.memory_order.arena import Arena, ArenaOutputs
+from fenceline.memory_order.device import Device
+from fenceline.memory_order.graph import Graph
+from fenceline.memory_order.lease import LeasePool
+from fenceline.memory_order.stream import Point, Points, Stream
+from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    return None
+
+
+def _yes(*args: object, **kwargs: object) -> bool:
+    return True
+
+
+def _wait(self: Stream, after: Point | Points, edge: object) -> None:
+    for point in after if isinstance(after, Points) else (after,):
+        if point.stream is not self and not point.passed:
+            self._wait_event(point)
+
+
+def _synchronize(self: Stream, point: Point, edge: object) -> None:
+    if not point.passed:
+        self._block(point)
+        self.note_passed(point)
+
+
+class _NoBooks:
+    """Stands for the bitmap of leased ids."""
+
+    def __setitem__(self, key: object, value: object) -> None:
+        return
+
+
+def _make_lease_pool(self: LeasePool, *args: object, **kwargs: object) -> None:
+    _INIT_LEASE_POOL(self, *args, **kwargs)  # type: ignore[arg-type]
+    self._leased = _NoBooks()  # type: ignore[assignment]
+
+
+_INIT_LEASE_POOL = LeasePool.__init__
+
+# (class, method, what stands in its place)
+STUBS = (
+    (LeasePool, "__init__", _make_lease_pool),
+    (LeasePool, "_check", _nothing),  # retired twice, never leased, reserved
+    (RequestMemory, "check_books", _nothing),  # every page and row accounted for when idle
+    (Scheduler, "check_books", _nothing),
+    (Stream, "wait", _wait),  # edges by name: declared between these streams, severed, checker
+    (Stream, "synchronize", _synchronize),
+    (Device, "keeps", _yes),
+    (Arena, "begin_replay", lambda self: ArenaOutputs(self, 0)),  # generations of outputs
+    (ArenaOutputs, "take", lambda self, name, num_rows: self._arena[name][:num_rows]),
+    (Graph, "replay", lambda self: self._replay()),  # life cycle
+    (CudaGraphRunner, "fits", _yes),  # addresses
+)
+
+
+def strip() -> None:
+    """Take the guards out of this process. Before anything is made."""
+    for owner, name, stub in STUBS:
+        assert name in vars(owner), f"{owner.__name__}.{name} is gone: bring this list up to date"
+        setattr(owner, name, stub)
+    if __debug__:
+        raise RuntimeError("assertions are guards, too: run with python -O")
