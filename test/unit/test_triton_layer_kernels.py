@@ -1,8 +1,7 @@
-"""Triton's layer, prologue and sampling kernels on the CPU: through Triton's interpreter against torch's operators, and
-compiled for the GPUs we support.
+"""Triton's layer, prologue and sampling kernels on the CPU, in Triton's interpreter, against torch's operators.
 
-Run as a script this file is the checks themselves (the interpreter must be chosen before triton is imported, and must not
-leak into other tests); under pytest it starts that script once and reports each check.
+Run as a script this file is the checks themselves: the interpreter must be chosen before triton is imported and must
+not leak into other tests. Under pytest it starts that script once and reports each check.
 """
 
 from __future__ import annotations
@@ -196,7 +195,11 @@ class Draw:
     def reference(self) -> torch.Tensor:
         from fenceline.model_executor.kernels.sample import sample_tokens
 
-        i, next_tokens, last_tokens = self.inputs, torch.full((self.num_reqs,), -1), torch.arange(self.num_reqs)
+        i, next_tokens, last_tokens = (
+            self.inputs,
+            torch.full((self.num_reqs,), -1),
+            torch.arange(self.num_reqs),
+        )
         rows, steps = torch.arange(self.num_reqs), torch.zeros(self.num_reqs, dtype=torch.int64)
         sample_tokens(
             self.logits, i.temperatures, i.noise_scales, i.seed_keys, i.positions, i.thresholds, rows,

@@ -8,6 +8,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 _BLOCK = 1024
+_ELEMENTS_A_THREAD = 8
 
 
 def silu_and_mul(gate_up: torch.Tensor, pdl: bool = False) -> torch.Tensor:
@@ -28,7 +29,7 @@ def silu_and_mul(gate_up: torch.Tensor, pdl: bool = False) -> torch.Tensor:
         SIZE=size,
         BLOCK=block,
         PDL=pdl,
-        num_warps=max(1, block // 256),
+        num_warps=max(1, block // (32 * _ELEMENTS_A_THREAD)),
         launch_pdl=pdl,
     )
     return out

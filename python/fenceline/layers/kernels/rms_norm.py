@@ -16,6 +16,8 @@ from triton.language.extra import cuda as tl_cuda
 
 # Elements one program works on at least: short rows share a program.
 _MIN_TILE = 1024
+_ELEMENTS_A_THREAD = 8  # one 16-byte load of bfloat16
+_MAX_WARPS = 16
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool = False) -> torch.Tensor:
@@ -42,7 +44,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool = Fals
         BLOCK=block,
         ROWS=rows_each,
         PDL=pdl,
-        num_warps=max(1, min(16, block * rows_each // 256)),  # 8 elements a thread: one 16-byte load of bfloat16
+        num_warps=max(1, min(_MAX_WARPS, block * rows_each // (32 * _ELEMENTS_A_THREAD))),
         launch_pdl=pdl,
     )
     return out

@@ -12,6 +12,7 @@ from fenceline.layers.kernels.base import HeadLayout, QKNorm
 # Up to so many tokens latency counts, and a program is one warp with few heads; beyond, bytes in flight do.
 _FEW_TOKENS = 256
 _SMALL_TILE, _LARGE_TILE = 512, 1024
+_ELEMENTS_A_THREAD = 16  # half of them in each half of a head
 
 
 def rotate_and_store(
@@ -67,7 +68,7 @@ def rotate_and_store(
         BLOCK_HEADS=block_heads,
         HAS_NORMS=norms is not None,
         PDL=pdl,
-        num_warps=max(1, 2 * block_half * block_heads // 512),
+        num_warps=max(1, 2 * block_half * block_heads // (32 * _ELEMENTS_A_THREAD)),
         launch_pdl=pdl,
     )
 

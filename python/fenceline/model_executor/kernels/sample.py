@@ -33,8 +33,8 @@ def sample_tokens(
     ``steps`` [B] int64 grow by one. NaN logits give some id of the vocabulary.
 
     The draw is gumbel.py's, a pure function of (logits row, temperature, seed, position), whatever else is in the
-    batch. On the CPU and on vgpu it is the eager sampler's, bit by bit. On CUDA the sampler calls this; there scores are
-    logit / temperature without the maximum taken off first, in float32, to save a pass over the logits.
+    batch. On the CPU and on vgpu it is the eager sampler's, bit by bit. On CUDA the sampler calls this; there scores
+    are logit / temperature without the maximum taken off first, in float32, to save a pass over the logits.
 
     Current stream, two launches on CUDA, no host synchronisation, fit for capture. ``pdl`` (cuda): see
     ``layers.kernels.rms_norm``; reads all but the logits before its wait.

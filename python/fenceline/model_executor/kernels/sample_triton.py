@@ -1,7 +1,7 @@
 """``sample_tokens`` in Triton: the vocabulary split over programs, then the pieces' winners compared.
 
-The cut of the vocabulary does not depend on the batch. Logarithms are libdevice's, which torch's CUDA operators use too,
-so that the noise is, bit by bit, what ``GumbelSampler`` computes on the same GPU.
+The cut of the vocabulary does not depend on the batch. Logarithms are libdevice's, which torch's CUDA operators use
+too, so that the noise is, bit by bit, what ``GumbelSampler`` computes on the same GPU.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _piece_kernel(
     scores = values
     if temperatures is not None:
         scores = tl.div_rn(values, tl.zeros_like(values) + temperature)
-    if seed_keys is not None:
+    if seed_keys is not None:  # noqa: SIM102 - known when compiling; the other is the request's
         if scale != 0.0:
             scores += scale * _gumbel(ids, key_a, key_b)
     if thresholds is not None:
