@@ -12,9 +12,10 @@ import numpy.typing as npt
 import torch
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.layers.attention.registry import make_attention_backend
+from fenceline.layers.attention.choice import AttentionSetting
+from fenceline.layers.attention.registry import AttentionBackends, make_attention_backends
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
-from fenceline.layers.kernels.torch_kernels import TorchLayerKernels
+from fenceline.layers.kernels.select import make_layer_kernels
 from fenceline.layers.shard import Shard
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.mem_cache.req_pool import ReqPool
@@ -74,8 +75,8 @@ class ModelRunner:
         page_table, last_tokens = self.req_pool.page_table, self.req_pool.last_tokens
         device.name_memory(page_table, "req_pool.page_table", page_table[0].nbytes)
         device.name_memory(last_tokens, "req_pool.last_tokens", last_tokens.itemsize)
-        self._kernels = TorchLayerKernels()
-        self._attention = make_attention_backend(config.attention_backend, self.kv_pool)
+        self._kernels = make_layer_kernels(device.torch_device)
+        self._attention = self._make_attention(config)
         self._inputs = InputRing(device)
         self._results = ResultRing(device)
         self.decode = self._make_decode_runner(config, show_progress)
@@ -86,23 +87,29 @@ class ModelRunner:
             device.synchronize()
         self._capture(config, show_progress)
 
+    def _make_attention(self, config: EngineConfig) -> AttentionBackends:
+        setting = AttentionSetting(self.kv_pool, self.device, config.model.num_heads, config.context_length)
+        return make_attention_backends(
+            config.prefill_attention_backend, config.decode_attention_backend, setting
+        )
+
     def _make_decode_runner(self, config: EngineConfig, show_progress: bool) -> DecodeRunner:
         device, req_pool = self.device, self.req_pool
         step = DecodeStep(
             device, self.model, self._kernels, self.kv_pool, req_pool, config.max_running_requests
         )
-        graphs = None
+        attention, graphs = self._attention.decode, None
         if config.cuda_graph_bs:
             graphs = CudaGraphRunner(
                 device,
                 step,
-                self._attention,
+                attention,
                 req_pool,
                 config.cuda_graph_bs,
                 padding=not config.disable_cuda_graph_padding,
                 debug=config.debug_cuda_graph,
             )
-        return DecodeRunner(device, step, self._attention, req_pool, graphs, self._sample)
+        return DecodeRunner(device, step, attention, req_pool, graphs, self._sample)
 
     @torch.inference_mode()
     def _capture(self, config: EngineConfig, show_progress: bool) -> None:
@@ -144,7 +151,7 @@ class ModelRunner:
                 positions=views["positions"],
                 out_slots=views["out_slots"],
                 logits_index=views["logits_index"],
-                attn=self._attention.plan(_extend_attention(batch, views, self.req_pool.page_table)),
+                attn=self._attention.prefill.plan(_extend_attention(batch, views, self.req_pool.page_table)),
                 kernels=self._kernels,
                 kv_pool=self.kv_pool,
             )
