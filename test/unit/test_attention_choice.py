@@ -1,0 +1,253 @@
+"""Attention backends by name, what is said where one cannot run, and what auto chooses."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from types import ModuleType
+
+import pytest
+import torch
+
+from fenceline.layers.attention import flashinfer_library, registry
+from fenceline.layers.attention.base import AttentionBackend
+from fenceline.layers.attention.choice import AttentionSetting, choose, measure_us
+from fenceline.layers.attention.fa3_backend import Fa3AttentionBackend
+from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend
+from fenceline.layers.attention.registry import make_attention_backends
+from fenceline.layers.attention.torch_backend import TorchAttentionBackend
+from fenceline.layers.forward_batch import ForwardMode
+from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.memory_order import Device, open_device
+from fenceline.memory_order.cpu import CpuDevice
+
+EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
+
+
+class PretendCuda(CpuDevice):
+    """Says that it is a GPU."""
+
+    kind = "cuda"
+
+
+def pool(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> KVPool:
+    return KVPool(40, 16, 2, 2, head_dim, dtype, torch.device("cpu"))
+
+
+def setting(device: Device, kv_pool: KVPool | None = None) -> AttentionSetting:
+    return AttentionSetting(kv_pool or pool(), device, num_heads=4, context_length=64)
+
+
+# --- what the measurements say -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("times", "prefill", "decode"),
+    [
+        ({"triton": 30.0, "flashinfer": 20.0}, "flashinfer", "flashinfer"),
+        ({"triton": 21.9, "flashinfer": 20.0}, "flashinfer", "triton"),
+        ({"triton": 22.1, "flashinfer": 20.0}, "flashinfer", "flashinfer"),
+        ({"triton": 21.0, "fa3": 19.0, "flashinfer": 18.0}, "flashinfer", "fa3"),
+        ({"flashinfer": 18.0}, "flashinfer", "flashinfer"),
+        ({"triton": 18.0, "fa3": 18.5}, "triton", "triton"),
+    ],
+)
+def test_a_backend_that_plans_has_to_be_a_tenth_faster_in_decode(
+    times: dict[str, float], prefill: str, decode: str
+) -> None:
+    assert choose(times, EXTEND) == prefill
+    assert choose(times, DECODE) == decode
+
+
+@pytest.mark.parametrize("mode", [EXTEND, DECODE])
+def test_the_measurement_runs_the_backend_and_leaves_the_pool_alone(mode: ForwardMode) -> None:
+    kv_pool = pool(torch.float32, head_dim=8)
+    kv_pool.k(0).normal_()
+    before = kv_pool.k(0).clone()
+    calls: list[int] = []
+
+    class Counting(TorchAttentionBackend):
+        def plan(self, inputs):  # type: ignore[no-untyped-def]
+            calls.append(int(inputs.seq_lens_cpu.sum()))
+            return super().plan(inputs)
+
+        def plan_graph(self, inputs):  # type: ignore[no-untyped-def]
+            calls.append(int(inputs.seq_lens.sum()))
+            return super().plan_graph(inputs)
+
+    device = open_device("cpu")
+    assert measure_us(Counting(kv_pool), setting(device, kv_pool), mode) > 0
+    assert calls == [4 * 64 if mode is EXTEND else 32 * 64], "as many tokens as a context has"
+    assert torch.equal(kv_pool.k(0), before)
+
+
+# --- auto --------------------------------------------------------------------------------------------
+
+
+class Fake(TorchAttentionBackend):
+    """A backend by some name."""
+
+    def __init__(self, name: str, kv_pool: KVPool) -> None:
+        super().__init__(kv_pool)
+        self.name = name
+
+
+Times = dict[str, float | Exception]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Times], list[str]]:
+    """Pretends that these backends are installed and measure so; an exception says why one cannot be used."""
+
+    def pretend(times: Times) -> list[str]:
+        measured: list[str] = []
+
+        def maker(name: str) -> Callable[[AttentionSetting], AttentionBackend]:
+            def make(setting: AttentionSetting) -> AttentionBackend:
+                result = times.get(name, ValueError(f"{name} is not installed"))
+                if isinstance(result, ValueError):
+                    raise result
+                return Fake(name, setting.kv_pool)
+
+            return make
+
+        def measure(backend: AttentionBackend, setting: AttentionSetting, mode: ForwardMode) -> float:
+            assert isinstance(backend, Fake)
+            measured.append(backend.name)
+            result = times[backend.name]
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        monkeypatch.setattr(
+            registry, "ATTENTION_BACKENDS", {name: maker(name) for name in ("fa3", "flashinfer", "triton")}
+        )
+        monkeypatch.setattr(registry, "measure_us", measure)
+        return measured
+
+    return pretend
+
+
+def chosen(prefill: str = "auto", decode: str = "auto") -> tuple[str, str]:
+    backends = make_attention_backends(prefill, decode, setting(PretendCuda()))
+    for backend, name in ((backends.prefill, backends.prefill_name), (backends.decode, backends.decode_name)):
+        assert isinstance(backend, Fake) and backend.name == name
+    assert (backends.prefill is backends.decode) == (backends.prefill_name == backends.decode_name)
+    return backends.prefill_name, backends.decode_name
+
+
+def test_auto_takes_the_fastest_and_says_why(
+    machine: Callable[[Times], list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "fenceline")
+    machine({"triton": 21.0, "flashinfer": 20.0})
+    assert chosen() == ("flashinfer", "triton")
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2, "one line for each kind of step"
+    assert "prefill steps: flashinfer" in lines[0] and "decode steps: triton" in lines[1]
+    assert "triton 21.0 us" in lines[0] and "flashinfer 20.0 us" in lines[0]
+    assert "fa3 is not installed" in lines[0]
+
+
+def test_a_backend_that_breaks_is_left_out(machine: Callable[[Times], list[str]]) -> None:
+    machine(
+        {"triton": RuntimeError("no kernel image"), "fa3": 30.0, "flashinfer": TypeError("another version")}
+    )
+    assert chosen() == ("fa3", "fa3")
+
+
+def test_named_backends_are_not_measured(machine: Callable[[Times], list[str]]) -> None:
+    measured = machine({"triton": 1.0, "flashinfer": 2.0})
+    assert chosen("flashinfer", "flashinfer") == ("flashinfer", "flashinfer")
+    assert measured == []
+    assert chosen("flashinfer", "auto") == ("flashinfer", "triton")
+    assert set(measured) == {"triton", "flashinfer"}
+
+
+def test_a_named_backend_that_cannot_run_is_an_error(machine: Callable[[Times], list[str]]) -> None:
+    machine({"triton": 1.0})
+    with pytest.raises(ValueError, match="fa3 is not installed"):
+        chosen("fa3", "auto")
+
+
+def test_without_a_gpu_and_without_libraries_it_is_the_reference(
+    machine: Callable[[Times], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends = make_attention_backends("auto", "auto", setting(open_device("cpu")))
+    assert (backends.prefill_name, backends.decode_name) == ("torch", "torch")
+    assert isinstance(backends.prefill, TorchAttentionBackend) and backends.prefill is backends.decode
+    makers = dict(registry.ATTENTION_BACKENDS)
+    machine({})
+    nothing = registry.ATTENTION_BACKENDS
+    monkeypatch.setattr(registry, "ATTENTION_BACKENDS", {**nothing, "torch": makers["torch"]})
+    assert make_attention_backends("auto", "auto", setting(PretendCuda())).decode_name == "torch"
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_decode_never_compiles_what_is_not_needed(
+    machine: Callable[[Times], list[str]], monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    """A minute of compiling at start is worth the faster prefill, not a decode that another backend does as well."""
+    measured = machine({"triton": 30.0, "flashinfer": 10.0})
+    monkeypatch.setattr(Fake, "is_compiled", lambda self, mode: compiled, raising=False)
+    monkeypatch.setattr("fenceline.layers.attention.flashinfer_backend.FlashInferAttentionBackend", Fake)
+    assert chosen() == ("flashinfer", "flashinfer" if compiled else "triton")
+    assert measured == ["triton", "flashinfer", "triton"] + ["flashinfer"] * compiled
+
+
+# --- what is said where one cannot run -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "fa3", "triton"])
+def test_gpu_backends_are_refused_elsewhere(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} needs an NVIDIA GPU: use --attention-backend torch"):
+        make_attention_backends(name, "torch", setting(open_device("cpu")))
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown; use fa3, flashinfer, torch, triton"):
+        make_attention_backends("torch", "fa9", setting(open_device("cpu")))
+
+
+def test_a_missing_or_foreign_flashinfer_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(flashinfer_library, "version", missing)
+    with pytest.raises(
+        ValueError, match=r"pip install 'fenceline\[cuda\]', or use --attention-backend triton"
+    ):
+        FlashInferAttentionBackend(pool(), PretendCuda(), 4)
+    monkeypatch.setattr(flashinfer_library, "version", lambda name: "0.2.9")
+    monkeypatch.setattr(flashinfer_library, "import_module", lambda name: ModuleType(name))
+    with pytest.raises(ValueError, match=r"0\.2\.9 is installed, 0\.6 is needed"):
+        FlashInferAttentionBackend(pool(), PretendCuda(), 4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "message"),
+    [(torch.float32, 64, "use --dtype bfloat16"), (torch.bfloat16, 80, "no kernels for heads of 80")],
+)
+def test_flashinfer_says_what_it_cannot_compute(dtype: torch.dtype, head_dim: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FlashInferAttentionBackend(pool(dtype, head_dim), PretendCuda(), 4)
+
+
+def test_fa3_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sgl_kernel", None)
+    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", None)
+    with pytest.raises(ValueError, match="pip install sglang-kernel, or use --attention-backend flashinfer"):
+        Fa3AttentionBackend(pool())
+    with pytest.raises(ValueError, match="use --dtype bfloat16"):
+        Fa3AttentionBackend(pool(torch.float32))
+    package, module = ModuleType("sgl_kernel"), ModuleType("sgl_kernel.flash_attn")
+    module.__dict__.update(is_fa3_supported=lambda: False, flash_attn_with_kvcache=None)
+    monkeypatch.setitem(sys.modules, "sgl_kernel", package)
+    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", module)
+    with pytest.raises(ValueError, match="no FlashAttention-3 for this GPU"):
+        Fa3AttentionBackend(pool())
+    module.__dict__["is_fa3_supported"] = lambda: True
+    module.__dict__["flash_attn_with_kvcache"] = print
+    assert Fa3AttentionBackend(pool()).attend is print
