@@ -15,6 +15,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 import torch
 
@@ -28,6 +29,7 @@ from fenceline.managers.io_struct import TokenizedGenerateReq
 from fenceline.managers.scheduler import InFlight, Scheduler
 from fenceline.memory_order import OrderChecker, open_device
 from fenceline.memory_order.slot_order import SlotOrder
+from fenceline.model_executor import model_runner
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step_order import StepOrder
 
@@ -55,11 +57,11 @@ def make_scheduler(
         model_path=fenceline.demo_model_path(), device="cpu", page_size=page_size, decode_log_interval=10**9,
         max_total_tokens=num_tokens, memory_check=check,
     )  # fmt: skip
-    config = dataclasses.replace(resolve(args), max_running_requests=num_running, context_length=context)
+    config = resolve(args)
     tiny = dataclasses.replace(config.model, vocab_size=16, num_layers=1, num_kv_heads=1, head_dim=8)
-    runner = ModelRunner(config, open_device("cpu"), show_progress=False)
-    runner.model = NullModel(tiny.vocab_size, num_running)
-    runner.sampler = type(runner.sampler)(tiny.vocab_size, num_running + 1, runner.device.torch_device)
+    config = dataclasses.replace(config, max_running_requests=num_running, context_length=context, model=tiny)
+    with mock.patch.object(model_runner, "load_model", lambda *_, **__: NullModel(16, num_running)):
+        runner = ModelRunner(config, open_device("cpu"), show_progress=False)
     params = SamplingParams(max_new_tokens=context - prompt_len, ignore_eos=True, temperature=0.0)
     box = NullBox(
         [
