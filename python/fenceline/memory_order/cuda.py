@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
-from fenceline.memory_order.device import Device
+from fenceline.memory_order.device import Device, FillField
 from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
 from fenceline.memory_order.stream import Point, Stream
+
+
+try:
+    import fenceline_kernel
+except ImportError:  # it is optional: what it does, torch's operators do more slowly
+    fenceline_kernel = None  # type: ignore[assignment]
 
 
 class CudaStream(Stream):
@@ -67,9 +73,20 @@ class CudaDevice(Device):
                 "no CUDA device is available: use --device cpu, or install a CUDA build of torch"
             )
         super().__init__(torch.device("cuda", torch.cuda.current_device()), severed)
+        self._kernels = _load_kernels(self.torch_device)
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def fill_rows(self, fields: Sequence[FillField], pad: bool = True) -> None:
+        """One launch where fenceline_kernel is installed, one or two a field elsewhere."""
+        if self._kernels is None or not pad:
+            super().fill_rows(fields, pad)
+            return
+        num_live = max(field.num_live for field in fields)
+        assert all(field.num_live in (0, num_live) for field in fields), "one batch fills all fields"
+        plan = [fenceline_kernel.FillField(field.target, field.source, field.pad) for field in fields]
+        fenceline_kernel.arena_fill(plan, num_live, library=self._kernels)
 
     def memory_info(self) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(self.torch_device)
@@ -91,3 +108,10 @@ class CudaDevice(Device):
 
     def _make_stream(self, name: StreamName) -> Stream:
         return CudaStream(name, self.severed, self.torch_device)
+
+
+def _load_kernels(device: torch.device) -> fenceline_kernel.KernelLibrary | None:
+    """Our own kernels, compiled on first use; None where they are not installed or cannot be compiled."""
+    if fenceline_kernel is None or not fenceline_kernel.available():
+        return None
+    return fenceline_kernel.load(device)
