@@ -1,0 +1,160 @@
+"""The ``triton`` attention backend: our own kernels over the page table as it lies in device memory.
+
+There is no plan step: which tokens a request has, and who works on which, the kernels read from the device when they
+run. A captured decode step therefore needs nothing from the host, whatever its requests and their lengths become.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from fenceline.layers.attention.base import AttentionBackend, AttentionPlan
+from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
+from fenceline.layers.kernels.decode_attention import (
+    MAX_GROUP,
+    DecodeConfig,
+    DecodeWorkspace,
+    PagedRequests,
+    decode_attention,
+)
+from fenceline.layers.kernels.extend_attention import ExtendConfig, extend_attention, extend_tiles
+from fenceline.mem_cache.kv_pool import KVPool
+
+# Workers of a batch for each multiprocessor: as many as run on it at once, so that all are done at the same time.
+_MAX_WORKERS_PER_SM = 4
+_SMALL_BATCH = 8  # requests; fewer are bound by latency, more by memory bandwidth
+
+
+class TritonAttentionBackend(AttentionBackend):
+    """Plans over one KV pool; all of them share one workspace, so they run on one stream.
+
+    Raises ValueError for head sizes that are no power of two.
+    """
+
+    def __init__(self, kv_pool: KVPool) -> None:
+        keys = kv_pool.k(0)
+        num_kv_heads, head_dim = keys.shape[1:]
+        if head_dim < 16 or head_dim & (head_dim - 1):
+            raise ValueError(
+                f"--attention-backend triton serves head sizes 16, 32, 64, 128, ..., not {head_dim}: use "
+                "--attention-backend flashinfer or torch"
+            )
+        self.kv_pool = kv_pool
+        self._num_sms = 1
+        self._launch_pdl = False
+        if keys.is_cuda:
+            device = torch.cuda.get_device_properties(keys.device)
+            self._num_sms = device.multi_processor_count
+            self._launch_pdl = device.major >= 9
+        max_workers = self._num_workers(_MAX_WORKERS_PER_SM)
+        self.workspace = DecodeWorkspace(num_kv_heads, head_dim, max_workers, keys.device)
+
+    def plan(self, inputs: AttentionInputs) -> AttentionPlan:
+        """See ``AttentionBackend.plan``; copies nothing, so the plan is true as long as the tensors of ``inputs``."""
+        assert len(inputs.seq_lens_cpu) > 0, "an empty batch has nothing to attend to"
+        assert bool((inputs.query_lens_cpu >= 1).all()), (
+            "a request without new tokens does not belong in a batch"
+        )
+        assert bool((inputs.query_lens_cpu <= inputs.seq_lens_cpu).all()), (
+            "seq_lens include this step's tokens"
+        )
+        requests = PagedRequests(inputs.page_table, inputs.rows, inputs.seq_lens, self.kv_pool.page_size)
+        if inputs.mode is ForwardMode.DECODE:
+            assert bool((inputs.query_lens_cpu == 1).all()), "decode has one query for each request"
+            return self._plan_decode(requests)
+        assert inputs.query_starts is not None, "EXTEND names where each request's queries start"
+        return _ExtendPlan(self, requests, inputs.query_starts, inputs.query_lens_cpu)
+
+    def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
+        """See ``AttentionBackend.plan_graph``; every bucket can be captured."""
+        return self._plan_decode(
+            PagedRequests(inputs.page_table, inputs.rows, inputs.seq_lens, self.kv_pool.page_size)
+        )
+
+    def decode_config(self, batch: int) -> DecodeConfig:
+        """How decode of ``batch`` requests is cut; ``benchmark/kernels/bench_attention.py --sweep`` compares others."""
+        if self.kv_pool.k(0).element_size() > 2:
+            return DecodeConfig(32, self._num_workers(2), 4, 2, self._launch_pdl)
+        if batch <= _SMALL_BATCH:
+            return DecodeConfig(32, self._num_workers(2), 4, 3, self._launch_pdl)
+        return DecodeConfig(64, self._num_workers(2), 4, 5, self._launch_pdl)
+
+    def extend_config(self, max_rows: int) -> ExtendConfig:
+        """How prefill is cut whose longest request has ``max_rows`` query rows for each KV head."""
+        if self.kv_pool.k(0).element_size() > 2:
+            return ExtendConfig(32, 32, 4, 2)
+        if max_rows <= 16:
+            return ExtendConfig(16, 64, 4, 5)
+        if max_rows <= 64:
+            return ExtendConfig(64, 64, 4, 3)
+        return ExtendConfig(128, 64, 8, 3)
+
+    def _plan_decode(self, requests: PagedRequests) -> AttentionPlan:
+        return _DecodePlan(self.kv_pool, requests, self.workspace, self.decode_config(len(requests.rows)))
+
+    def _num_workers(self, workers_per_sm: int) -> int:
+        return max(self._num_sms * workers_per_sm // self.kv_pool.k(0).shape[1], 1)
+
+
+class _DecodePlan(AttentionPlan):
+    """One query for each request, eager or in a graph."""
+
+    def __init__(
+        self, kv_pool: KVPool, requests: PagedRequests, workspace: DecodeWorkspace, config: DecodeConfig
+    ) -> None:
+        self.kv_pool = kv_pool
+        self.requests = requests
+        self.workspace = workspace
+        self.config = config
+
+    def forward(
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """See ``AttentionPlan.forward``."""
+        keys, values = self.kv_pool.k(layer_id), self.kv_pool.v(layer_id)
+        _group(q, keys)
+        return decode_attention(q, keys, values, self.requests, scale, self.workspace, self.config)
+
+
+class _ExtendPlan(AttentionPlan):
+    """Any number of queries for each request, after a prefix that is in the pool."""
+
+    def __init__(
+        self,
+        backend: TritonAttentionBackend,
+        requests: PagedRequests,
+        query_starts: torch.Tensor,
+        query_lens_cpu: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
+    ) -> None:
+        self._backend = backend
+        self._requests = requests
+        self._query_starts = query_starts
+        self._query_lens_cpu = query_lens_cpu.copy()  # whoever made the batch may reuse its arrays
+        self._cut: tuple[int, ExtendConfig, int] | None = (
+            None  # for a group of so many heads: config, num_tiles
+        )
+
+    def forward(
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """See ``AttentionPlan.forward``."""
+        pool = self._backend.kv_pool
+        keys, values = pool.k(layer_id), pool.v(layer_id)
+        group = _group(q, keys)
+        if self._cut is None or self._cut[0] != group:  # the same in every layer
+            config = self._backend.extend_config(int(self._query_lens_cpu.max()) * group)
+            self._cut = group, config, extend_tiles(self._query_lens_cpu, group, config)
+        _, config, num_tiles = self._cut
+        return extend_attention(q, keys, values, self._requests, self._query_starts, num_tiles, scale, config)
+
+
+def _group(q: torch.Tensor, keys: torch.Tensor) -> int:
+    """Query heads for each KV head. Raises ValueError if they are too many."""
+    group = q.shape[1] // keys.shape[1]
+    if group > MAX_GROUP:
+        raise ValueError(
+            f"--attention-backend triton serves at most {MAX_GROUP} query heads for each KV head, this model has "
+            f"{group}: use --attention-backend flashinfer or torch"
+        )
+    return group

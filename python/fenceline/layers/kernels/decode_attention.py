@@ -1,0 +1,274 @@
+"""Attention of one query token per request over paged keys and values, in Triton: one launch, whatever the lengths.
+
+What bounds it is reading K and V once, so that reading is spread evenly over the GPU by the kernel itself. Every
+request is cut into blocks of ``block_n`` tokens; all blocks of the batch, request after request, are one line, and
+each of the workers that share a KV head takes one stretch of it, equally long but for one block. Which stretch a worker
+takes follows from ``seq_lens`` in device memory alone: the grid never changes, so a captured graph stays balanced
+when lengths change, and nothing is planned on the host.
+
+A request that lies within one stretch is finished by its worker. One that is cut leaves a partial result of each of
+its pieces in the workspace; the worker that finishes last, as an atomic counter tells, merges them in the order of
+the pieces, so results do not depend on timing. Nobody waits for anybody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+# Query heads of one KV head are the rows of a matrix product, which has at least 16.
+MAX_GROUP = 16
+_LOG2_E = 1.4426950408889634
+_MERGE_ELEMENTS = 4096  # partial results that a merge holds in registers at once
+_NO_SCORE = tl.constexpr(-1.0e30)  # below every score, and finite: no NaN from its differences
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How a batch is cut: blocks of ``block_n`` tokens (a power of two >= 16), ``num_workers`` for each KV head.
+
+    ``launch_pdl``: overlap the launch with the end of the kernel in front (sm_90 and later).
+    """
+
+    block_n: int
+    num_workers: int
+    num_warps: int
+    num_stages: int
+    launch_pdl: bool = False
+
+
+class DecodeWorkspace:
+    """Partial results of up to ``max_workers`` workers for each KV head, the same memory for every launch.
+
+    Launches that share it must be on one stream. Only cut requests use it, and only within a launch.
+    """
+
+    def __init__(self, num_kv_heads: int, head_dim: int, max_workers: int, device: torch.device) -> None:
+        self.max_workers = max_workers
+        # A worker cuts at most the first and the last request of its stretch.
+        pieces = num_kv_heads * max_workers * 2
+        self.partial = torch.empty(pieces * MAX_GROUP * head_dim, dtype=torch.float32, device=device)
+        self.stats = torch.empty(pieces * 2 * MAX_GROUP, dtype=torch.float32, device=device)
+        # Pieces of a request that are done; kept by the worker that has the first. Zero between launches.
+        self.num_done = torch.zeros(num_kv_heads * max_workers, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRequests:
+    """Where the tokens of B requests are. Read on the device alone, when a launch runs.
+
+    Token p of request b is slot ``page_table[rows[b], p // page_size] * page_size + p % page_size``; columns past a
+    request's pages are never read.
+    """
+
+    page_table: torch.Tensor  # [num_rows, max_pages] int32, rows may be strided
+    rows: torch.Tensor  # [B] int64
+    seq_lens: torch.Tensor  # [B] int64, >= 1
+    page_size: int  # a power of two
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    requests: PagedRequests,
+    scale: float,
+    workspace: DecodeWorkspace,
+    config: DecodeConfig,
+) -> torch.Tensor:
+    """softmax(scale * q k^T) v for one token of each request → contiguous [B, H, D] in q's dtype.
+
+    q [B, H, D], its heads contiguous, tokens maybe strided; k_cache, v_cache [num_slots, Hkv, D], contiguous, in q's
+    dtype; H / Hkv <= 16, D a power of two >= 16. Softmax statistics and sums are float32. One launch on the current
+    stream, which a graph may capture; no host synchronisation.
+    """
+    batch, num_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[1]
+    group = num_heads // num_kv_heads
+    assert q.stride(2) == 1 and q.stride(1) == head_dim, q.stride()
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape[2] == head_dim
+    assert k_cache.dtype == v_cache.dtype == q.dtype
+    assert requests.rows.shape == requests.seq_lens.shape == (batch,)
+    assert 1 <= group <= MAX_GROUP and group * num_kv_heads == num_heads
+    assert config.num_workers <= workspace.max_workers
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    padded_group = triton.next_power_of_2(group)
+    _decode_kernel[(num_kv_heads, config.num_workers)](
+        q, k_cache, v_cache, out, requests.page_table, requests.rows, requests.seq_lens,
+        workspace.partial, workspace.stats, workspace.num_done,
+        batch, scale * _LOG2_E, q.stride(0), requests.page_table.stride(0),
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, GROUP=group, GROUP_PAD=padded_group, ROWS=MAX_GROUP,
+        PAGE_SIZE=requests.page_size, BATCH_PAD=padded_batch(batch), BLOCK_N=config.block_n,
+        MERGE=max(2, _MERGE_ELEMENTS // (padded_group * head_dim)), PDL=config.launch_pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.launch_pdl,
+    )  # fmt: skip
+    return out
+
+
+def padded_batch(batch: int) -> int:
+    """Lengths that a worker looks at: few different values, since each is a kernel of its own."""
+    return next((size for size in (16, 64, 256) if batch <= size), 0) or triton.next_power_of_2(batch)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, page_table_ptr, rows_ptr, seq_lens_ptr, partial_ptr, stats_ptr, num_done_ptr,
+    batch, scale_log2, q_stride, page_table_stride,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, BATCH_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    MERGE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(
+        0
+    )  # neighbouring programs read the heads of one token, which are neighbours in memory
+    worker = tl.program_id(1)
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
+    ids = tl.arange(0, BATCH_PAD)
+    seq_lens = tl.load(seq_lens_ptr + ids, mask=ids < batch, other=0).to(tl.int32)
+    table_rows = tl.load(rows_ptr + ids, mask=ids < batch, other=0).to(tl.int32)
+    num_blocks = (seq_lens + BLOCK_N - 1) // BLOCK_N
+    ends = tl.cumsum(num_blocks, 0)
+    total = tl.sum(num_blocks, 0)
+    base = total // tl.num_programs(1)
+    extra = total % tl.num_programs(1)  # so many workers have a block more
+    unit = worker * base + tl.minimum(worker, extra)
+    last_unit = unit + base + (worker < extra).to(tl.int32)
+    request = tl.sum((ends <= unit).to(tl.int32), 0)
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, HEAD_DIM)
+    out_offsets = (head * GROUP + rows)[:, None] * HEAD_DIM + dims[None, :]
+    while unit < last_unit:
+        mine = ids == request
+        seq_len = tl.sum(tl.where(mine, seq_lens, 0), 0)
+        table_row = tl.sum(tl.where(mine, table_rows, 0), 0)
+        request_end = tl.sum(tl.where(mine, ends, 0), 0)
+        request_first = request_end - (seq_len + BLOCK_N - 1) // BLOCK_N
+        stop = tl.minimum(last_unit, request_end)
+        q = tl.load(
+            q_ptr + request.to(tl.int64) * q_stride + out_offsets, mask=(rows < GROUP)[:, None], other=0.0
+        )
+        acc, top, norm = _attend(
+            q, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM,
+            page_table_ptr + table_row.to(tl.int64) * page_table_stride,
+            unit - request_first, stop - request_first, seq_len, scale_log2,
+            NUM_KV_HEADS, HEAD_DIM, ROWS, PAGE_SIZE, BLOCK_N,
+        )  # fmt: skip
+        out_row = out_ptr + request.to(tl.int64) * (NUM_KV_HEADS * GROUP * HEAD_DIM)
+        if (unit == request_first) & (stop == request_end):
+            result = acc / norm[:, None]
+            tl.store(out_row + out_offsets, result.to(out_ptr.dtype.element_ty), mask=(rows < GROUP)[:, None])
+        else:
+            piece = _piece(head, worker, unit == request_first)
+            at = rows[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(partial_ptr + piece * (ROWS * HEAD_DIM) + at, acc, mask=(rows < GROUP)[:, None])
+            tl.store(stats_ptr + piece * (2 * ROWS) + rows, top)
+            tl.store(stats_ptr + piece * (2 * ROWS) + ROWS + rows, norm)
+            first_worker = _worker_of(request_first, base, extra)
+            last_worker = _worker_of(request_end - 1, base, extra)
+            counter = num_done_ptr + head * tl.num_programs(1) + first_worker
+            # All threads' stores come before the one thread's release, and its acquire before all threads' loads.
+            tl.debug_barrier()
+            num_before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            tl.debug_barrier()
+            if num_before == last_worker - first_worker:
+                tl.store(counter, 0)
+                _merge(
+                    out_row, partial_ptr, stats_ptr, head, first_worker, last_worker,
+                    HEAD_DIM, GROUP, GROUP_PAD, ROWS, MERGE,
+                )  # fmt: skip
+        unit = stop
+        request += 1
+
+
+@triton.jit
+def _attend(
+    q, k_ptr, v_ptr, table_ptr, first_block, last_block, seq_len, scale_log2,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """q [ROWS, HEAD_DIM] over some blocks of a request → sums [ROWS, HEAD_DIM], largest scores and norms [ROWS]."""
+    dims = tl.arange(0, HEAD_DIM)
+    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    top = tl.full([ROWS], _NO_SCORE, tl.float32)
+    norm = tl.zeros([ROWS], tl.float32)
+    for block in tl.range(first_block, last_block):
+        positions = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        live = positions < seq_len
+        slots = token_slots(table_ptr, block, positions, live, PAGE_SIZE, BLOCK_N, True)
+        offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
+        k = tl.load(k_ptr + offsets, mask=live[:, None], other=0.0)
+        v = tl.load(v_ptr + offsets, mask=live[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.where(live[None, :], scores, _NO_SCORE)
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        norm = norm * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        top = new_top
+    return acc, top, norm
+
+
+@triton.jit
+def token_slots(
+    table_ptr, block, positions, live, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr
+):
+    """KV slots [BLOCK_N] int64 of the ``positions`` of a block of one request, slots of the sink where not ``live``."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        pages = tl.load(table_ptr + block // (PAGE_SIZE // BLOCK_N))  # one page holds the whole block
+    elif MASKED:
+        pages = tl.load(table_ptr + positions // PAGE_SIZE, mask=live, other=0)
+    else:
+        pages = tl.load(table_ptr + positions // PAGE_SIZE)
+    return pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
+
+
+@triton.jit
+def _worker_of(unit, base, extra):
+    """The worker whose stretch holds ``unit``: the first ``extra`` have base + 1 of them, the others base."""
+    longer = extra * (base + 1)
+    return tl.where(unit < longer, unit // (base + 1), extra + (unit - longer) // tl.maximum(base, 1))
+
+
+@triton.jit
+def _piece(head, worker, begins):
+    """Where a piece's partial result lies: one that begins its request may follow one that ends another."""
+    return (head * tl.num_programs(1) + worker) * 2 + tl.where(begins, 1, 0)
+
+
+@triton.jit
+def _merge(
+    out_ptr, partial_ptr, stats_ptr, head, first_worker, last_worker,
+    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, MERGE: tl.constexpr,
+):  # fmt: skip
+    """Put the pieces of a request together and store its result at ``out_ptr``, the request's row."""
+    rows = tl.arange(0, GROUP_PAD)
+    dims = tl.arange(0, HEAD_DIM)
+    row_live = rows < GROUP
+    acc = tl.zeros([GROUP_PAD, HEAD_DIM], tl.float32)
+    top = tl.full([GROUP_PAD], _NO_SCORE, tl.float32)
+    norm = tl.zeros([GROUP_PAD], tl.float32)
+    for first in tl.range(first_worker, last_worker + 1, MERGE, num_stages=1):
+        workers = first + tl.arange(0, MERGE)
+        pieces = _piece(head, workers, workers == first_worker)
+        live = (workers <= last_worker)[:, None] & row_live[None, :]
+        stats_at = stats_ptr + pieces[:, None] * (2 * ROWS) + rows[None, :]
+        piece_top = tl.load(stats_at, mask=live, other=_NO_SCORE)
+        piece_norm = tl.load(stats_at + ROWS, mask=live, other=0.0)
+        at = pieces[:, None, None] * (ROWS * HEAD_DIM) + rows[None, :, None] * HEAD_DIM + dims[None, None, :]
+        partial = tl.load(partial_ptr + at, mask=live[:, :, None], other=0.0)
+        new_top = tl.maximum(top, tl.max(piece_top, 0))
+        weights = tl.exp2(piece_top - new_top[None, :])
+        decay = tl.exp2(top - new_top)
+        norm = norm * decay + tl.sum(piece_norm * weights, 0)
+        acc = acc * decay[:, None] + tl.sum(partial * weights[:, :, None], 0)
+        top = new_top
+    norm = tl.where(row_live, norm, 1.0)
+    out_at = out_ptr + (head * GROUP + rows)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_at, (acc / norm[:, None]).to(out_ptr.dtype.element_ty), mask=row_live[:, None])

@@ -1,0 +1,373 @@
+"""The triton attention backend on the CPU: its kernels in Triton's interpreter against the textbook, and compiled for
+GPUs that are not there.
+
+Run as a script this file is the checks themselves: the interpreter must be chosen before triton is imported and must
+not leak into other tests. Under pytest it starts that script and reports each check.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+INTERPRETED = (
+    "decode_at_page_boundaries",
+    "decode_with_every_group",
+    "decode_with_every_head_size",
+    "decode_in_every_precision",
+    "decode_however_it_is_cut",
+    "decode_reads_no_column_past_the_end",
+    "decode_of_padded_requests",
+    "decode_of_strided_queries",
+    "graph_plan_follows_its_tensors",
+    "extend_at_page_boundaries",
+    "extend_with_every_group",
+    "extend_with_every_head_size",
+    "extend_in_every_precision",
+    "extend_of_many_requests",
+    "extend_reads_no_column_past_the_end",
+    "impossible_batches_are_refused",
+)
+COMPILED = ("sm_80", "sm_90", "sm_100")
+SCALE = 0.3
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter multiplies no bfloat16 matrices
+
+
+def _run_script(mode: str, interpret: str) -> dict[str, str]:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    env = os.environ | {"TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__)), mode], env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    loaded: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    """What each check raised, the empty text where nothing."""
+    return _run_script("interpret", "1")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, str]:
+    return _run_script("compile", "0")
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted(name: str, interpreted: dict[str, str]) -> None:
+    assert interpreted[name] == ""
+
+
+@pytest.mark.parametrize("arch", COMPILED)
+def test_compiles_without_a_gpu(arch: str, compiled: dict[str, str]) -> None:
+    assert compiled[arch] == ""
+
+
+# --- the checks, run in the script -------------------------------------------------------------------------------
+
+
+def case(seq_lens: list[int], query_lens: list[int], page_size: int, heads: tuple[int, int], **options):  # type: ignore[no-untyped-def]
+    """A ``Case``, which knows the textbook's result; every slot that is nobody's holds NaN."""
+    from test_attention_torch import Case
+
+    return Case(seq_lens, query_lens, page_size, heads, **({"seed": 1, "head_dim": 16} | options))
+
+
+def requests_of(step):  # type: ignore[no-untyped-def]
+    from fenceline.layers.kernels.decode_attention import PagedRequests
+
+    return PagedRequests(step.page_table, step.rows, torch.tensor(step.seq_lens), step.pool.page_size)
+
+
+def decode(step, num_workers: int = 3) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    """One launch with blocks of 16 tokens; the workspace must be as it was before."""
+    from fenceline.layers.kernels.decode_attention import DecodeConfig, DecodeWorkspace, decode_attention
+
+    keys, values = step.pool.k(1), step.pool.v(1)
+    workspace = DecodeWorkspace(keys.shape[1], keys.shape[2], 8, keys.device)
+    config = DecodeConfig(16, num_workers, 4, 2)
+    queries = torch.cat(step.queries)
+    output = decode_attention(queries, keys, values, requests_of(step), SCALE, workspace, config)
+    assert not workspace.num_done.any()
+    return output
+
+
+def extend(step, block_m: int = 16, block_n: int = 16) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    from fenceline.layers.kernels.extend_attention import ExtendConfig, extend_attention, extend_tiles
+
+    keys, values = step.pool.k(1), step.pool.v(1)
+    queries = torch.cat(step.queries)
+    lens = np.array(step.query_lens)
+    config = ExtendConfig(block_m, block_n, 4, 2)
+    num_tiles = extend_tiles(lens, queries.shape[1] // keys.shape[1], config)
+    starts = starts_of(lens)
+    return extend_attention(queries, keys, values, requests_of(step), starts, num_tiles, SCALE, config)
+
+
+def starts_of(query_lens: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(query_lens)])).int()
+
+
+def agree(output: torch.Tensor, step) -> None:  # type: ignore[no-untyped-def]
+    expected = torch.cat(step.expected())
+    assert output.dtype == step.queries[0].dtype and output.is_contiguous()
+    torch.testing.assert_close(output.double(), expected, atol=TOLERANCES[output.dtype], rtol=0)
+
+
+def check_decode_at_page_boundaries() -> None:
+    for page_size in (1, 16, 64):
+        lens = [1, page_size, page_size + 1, 2 * page_size, max(page_size - 1, 1), 2 * page_size + 1]
+        step = case(lens, [1] * len(lens), page_size, (6, 2))
+        agree(decode(step), step)
+
+
+def check_decode_with_every_group() -> None:
+    for group in range(1, 9):
+        step = case([37, 16], [1, 1], 16, (2 * group, 2))
+        agree(decode(step), step)
+
+
+def check_decode_with_every_head_size() -> None:
+    for head_dim in (16, 32, 64, 128):
+        step = case([70, 5], [1, 1], 16, (4, 2), head_dim=head_dim)
+        agree(decode(step), step)
+
+
+def check_decode_in_every_precision() -> None:
+    for dtype in TOLERANCES:
+        step = case([70, 5], [1, 1], 16, (4, 2), head_dim=64, dtype=dtype)
+        agree(decode(step), step)
+
+
+def check_decode_however_it_is_cut() -> None:
+    """Stretches that are empty, that end where a request ends, that cut one request many times or two requests."""
+    random = np.random.default_rng(5)
+    for num_workers in range(1, 9):
+        lens = [int(n) for n in random.integers(1, 90, size=random.integers(1, 5))]
+        step = case(lens, [1] * len(lens), 1, (1, 1), seed=num_workers)
+        agree(decode(step, num_workers), step)
+    step = case([128], [1], 1, (3, 1))
+    agree(decode(step, 8), step)
+
+
+def check_decode_reads_no_column_past_the_end() -> None:
+    """Such columns name pages far outside the pool here: to follow one is to crash."""
+    for page_size in (1, 64):
+        step = case([1, 65, 64], [1, 1, 1], page_size, (2, 1))
+        spoil(step)
+        agree(decode(step), step)
+
+
+def spoil(step) -> None:  # type: ignore[no-untyped-def]
+    for row, length in zip(step.rows, step.seq_lens, strict=True):
+        step.page_table[row, -(-length // step.pool.page_size) :] = 1 << 30
+
+
+def check_decode_of_padded_requests() -> None:
+    """Row 0 and length 1 read the first slot of the sink page, and nothing of them reaches the others."""
+    step = case([40, 9], [1, 1], 16, (2, 1))
+    step.rows, step.page_table = (
+        step.rows + 1,
+        torch.cat([torch.zeros_like(step.page_table[:1]), step.page_table]),
+    )
+    alone = decode(step)
+    step.rows = torch.cat([step.rows, torch.zeros(3, dtype=torch.int64)])
+    step.seq_lens = step.seq_lens + [1, 1, 1]
+    step.queries = step.queries + [torch.randn(1, 2, 16) for _ in range(3)]
+    step.pool.v(1)[0] = 7.0
+    together = decode(step)
+    torch.testing.assert_close(together[:2], alone, atol=1e-6, rtol=0)
+    torch.testing.assert_close(together[2:], torch.full_like(together[2:], 7.0))
+
+
+def check_decode_of_strided_queries() -> None:
+    """q as a view of qkv, as models hand it over."""
+    step = case([40, 9], [1, 1], 16, (4, 2))
+    qkv = torch.full((2, 8, 16), float("nan"))
+    qkv[:, :4] = torch.cat(step.queries)
+    expected = torch.cat(step.expected())
+    step.queries = list(qkv[:, :4].split(1))
+    agree(backend_output(step, decoding=True, queries=qkv[:, :4]), step)
+    assert expected.shape == (2, 4, 16)
+
+
+def backend_output(step, decoding: bool, queries: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    from fenceline.layers.attention.triton_backend import TritonAttentionBackend
+    from fenceline.layers.forward_batch import AttentionInputs, ForwardMode
+
+    query_lens = np.array(step.query_lens)
+    inputs = AttentionInputs(
+        mode=ForwardMode.DECODE if decoding else ForwardMode.EXTEND,
+        page_table=step.page_table,
+        rows=step.rows,
+        seq_lens=torch.tensor(step.seq_lens),
+        seq_lens_cpu=np.array(step.seq_lens),
+        query_lens_cpu=query_lens,
+        query_starts=None if decoding else starts_of(query_lens),
+    )
+    plan = TritonAttentionBackend(step.pool).plan(inputs)
+    plan.prepare()
+    k = torch.cat([keys[-new:] for keys, new in zip(step.keys, step.query_lens, strict=True)])
+    return plan.forward(1, queries, k, k, SCALE)
+
+
+def check_graph_plan_follows_its_tensors() -> None:
+    """A plan made once serves whatever rows and lengths its tensors hold later."""
+    from fenceline.layers.attention.triton_backend import TritonAttentionBackend
+    from fenceline.layers.forward_batch import GraphDecodeInputs
+
+    step = case([50, 90, 33], [1, 1, 1], 16, (2, 1))
+    rows, seq_lens = step.rows[:2].clone(), torch.tensor(step.seq_lens[:2])
+    plan = TritonAttentionBackend(step.pool).plan_graph(
+        GraphDecodeInputs(step.page_table, rows, seq_lens, 90)
+    )
+    assert plan is not None
+    expected = step.expected()
+    for members in ([0, 1], [1, 2], [2, 0]):
+        rows.copy_(step.rows[members])
+        seq_lens.copy_(torch.tensor(step.seq_lens)[members])
+        q = torch.cat([step.queries[i] for i in members])
+        output = plan.forward(1, q, q[:, :1], q[:, :1], SCALE)
+        torch.testing.assert_close(
+            output.double(), torch.cat([expected[i] for i in members]), atol=1e-5, rtol=0
+        )
+
+
+def check_extend_at_page_boundaries() -> None:
+    for page_size in (1, 16, 64):
+        p = page_size
+        requests = [(0, 1), (p, p), (p - 1, 2), (2 * p, 1), (0, p + 1), (1, 7)]
+        step = case([prefix + new for prefix, new in requests], [new for _, new in requests], p, (4, 2))
+        agree(extend(step), step)
+
+
+def check_extend_with_every_group() -> None:
+    for group in range(1, 9):
+        step = case([37, 5], [9, 5], 16, (group, 1))
+        agree(extend(step, 32, 16), step)
+
+
+def check_extend_with_every_head_size() -> None:
+    for head_dim in (16, 32, 64, 128):
+        step = case([70, 5], [30, 5], 16, (4, 2), head_dim=head_dim)
+        agree(extend(step, 16, 32), step)
+
+
+def check_extend_in_every_precision() -> None:
+    for dtype in TOLERANCES:
+        step = case([70, 5], [30, 5], 16, (4, 2), head_dim=64, dtype=dtype)
+        agree(extend(step, 64, 32), step)
+
+
+def check_extend_of_many_requests() -> None:
+    random = np.random.default_rng(3)
+    lens = [int(n) for n in random.integers(1, 60, size=20)]
+    step = case(lens, [int(random.integers(1, n + 1)) for n in lens], 16, (2, 1))
+    agree(extend(step, 16, 32), step)
+    agree(backend_output(step, decoding=False, queries=torch.cat(step.queries)), step)
+
+
+def check_extend_reads_no_column_past_the_end() -> None:
+    for page_size in (1, 64):
+        step = case([1, 65, 64, 40], [1, 3, 64, 2], page_size, (2, 1))
+        spoil(step)
+        agree(extend(step), step)
+
+
+def check_impossible_batches_are_refused() -> None:
+    from fenceline.layers.attention.triton_backend import TritonAttentionBackend
+    from fenceline.mem_cache.kv_pool import KVPool
+
+    step = case([9, 9], [9, 9], 16, (4, 2))
+    for query_lens in ([0, 9], [9, 10]):
+        step.query_lens = query_lens
+        with pytest.raises(AssertionError):
+            backend_output(step, decoding=False, queries=torch.cat(step.queries))
+    with pytest.raises(ValueError, match="not 24: use"):
+        TritonAttentionBackend(KVPool(2, 16, 1, 1, 24, torch.float32, torch.device("cpu")))
+    wide = case([3], [1], 16, (17, 1))
+    with pytest.raises(ValueError, match="at most 16 query heads"):
+        backend_output(wide, decoding=True, queries=torch.cat(wide.queries))
+
+
+def compile_for(arch: str) -> None:
+    """The kernels as an 8B model uses them, down to machine code, with at most a GPU's shared memory."""
+    from fenceline.layers.kernels import decode_attention, extend_attention
+
+    common = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "GROUP": 4, "PAGE_SIZE": 1, "BATCH_PAD": 64, "BLOCK_N": 64}
+    pdl = arch != "sm_80"
+    decode = {"GROUP_PAD": 4, "ROWS": 16, "MERGE": 8, "PDL": pdl}
+    _compile(decode_attention._decode_kernel, common | decode, arch, 4, 5, pdl)
+    _compile(extend_attention._extend_kernel, common | {"BLOCK_M": 128}, arch, 8, 3, False)
+
+
+def _compile(
+    kernel, constants: dict[str, int], arch: str, num_warps: int, num_stages: int, pdl: bool
+) -> None:  # type: ignore[no-untyped-def]
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
+    types |= dict.fromkeys(("page_table_ptr", "num_done_ptr", "query_starts_ptr"), "*i32")
+    types |= dict.fromkeys(("rows_ptr", "seq_lens_ptr"), "*i64")
+    types |= dict.fromkeys(("partial_ptr", "stats_ptr"), "*fp32") | {"scale_log2": "fp32"}
+    types |= dict.fromkeys(constants, "constexpr")
+    names = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "i32") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(names)
+            if types.get(name, "i32").startswith("*") or name.endswith("_stride")
+        },
+    )
+    options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": pdl}
+    binary = triton.compile(source, target=GPUTarget("cuda", int(arch[3:]), 32), options=options)
+    shared_limit = 163 << 10 if arch == "sm_80" else 227 << 10
+    assert binary.asm["cubin"] and binary.metadata.shared <= shared_limit
+
+
+def _let_numpy_index() -> None:
+    """Triton 3.6's interpreter makes an index of an array of one element by int(), which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):  # type: ignore[no-untyped-def]
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+def _outcome(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if sys.argv[1] == "compile":
+        outcomes = {arch: _outcome(lambda arch=arch: compile_for(arch)) for arch in COMPILED}  # type: ignore[misc]
+    else:
+        _let_numpy_index()
+        sys.path.insert(0, str(Path(__file__).parent))
+        outcomes = {name: _outcome(globals()[f"check_{name}"]) for name in INTERPRETED}
+    print(json.dumps(outcomes))
