@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fenceline.config.checks import check
+from fenceline.config.core_dumps import core_dump_dir
 from fenceline.config.device import choose_device, cuda_is_available
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.errors import ConfigError
@@ -81,7 +82,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         cuda_graph_bs=cuda_graph_bs(args, device, max_running_requests),
         disable_cuda_graph_padding=args.disable_cuda_graph_padding,
         debug_cuda_graph=args.debug_cuda_graph,
-        cuda_coredump_dir=_absolute(args.cuda_coredump_dir),
+        cuda_coredump_dir=core_dump_dir(args.cuda_coredump_dir),
         random_seed=args.random_seed if args.random_seed is not None else secrets.randbelow(2**31),
         memory_check=args.memory_check,
         sampling_defaults=args.sampling_defaults,
@@ -104,10 +105,6 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
 def _flight_recorder_dir() -> str:
     # One for each user: in a shared temporary folder the other's could not be written to.
     return str(Path(tempfile.gettempdir()) / f"fenceline-flight-recorder-{os.getuid()}")
-
-
-def _absolute(directory: str | None) -> str | None:
-    return None if directory is None else str(Path(directory).expanduser().absolute())
 
 
 def _limits_of(device: str) -> str:

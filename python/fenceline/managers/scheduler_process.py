@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from fenceline.config.core_dumps import core_dump_environment, core_dumps_of_this_process
 from fenceline.config.engine_config import EngineConfig
 from fenceline.managers.flight_dump import dump_and_log, dump_on_signal
 from fenceline.managers.flight_recorder import FlightRecorder
@@ -115,6 +116,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs) -> None:
     """
     prepare_child("scheduler", config.log_level, ports)
     faulthandler.enable()
+    enable_core_dumps(config)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     recorder: FlightRecorder | None = None
     try:
@@ -133,10 +135,28 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs) -> None:
     except Exception as error:
         logger.exception("the scheduler fails")
         reason = f"{type(error).__name__}: {error}"
+        _log_core_dumps(config)
         dump_and_log(recorder, reason)
         _tell_fatal(context, ports, reason)
         sys.exit(1)
     context.destroy(linger=1000)
+
+
+def enable_core_dumps(config: EngineConfig) -> None:
+    """With --cuda-coredump-dir: have the driver dump the GPU when a kernel fails. Before CUDA is initialised."""
+    if config.cuda_coredump_dir is None:
+        return
+    if config.device != "cuda":
+        logger.warning("--cuda-coredump-dir: no CUDA device is used, so there will be no core dumps")
+        return
+    for name, value in core_dump_environment(config.cuda_coredump_dir).items():
+        os.environ.setdefault(name, value)  # who has set one by hand knows why
+    logger.info("If a kernel fails, the driver dumps the GPU to %s", os.environ["CUDA_COREDUMP_FILE"])
+
+
+def _log_core_dumps(config: EngineConfig) -> None:
+    for path in core_dumps_of_this_process(config.cuda_coredump_dir) if config.cuda_coredump_dir else ():
+        logger.error("GPU core dump: %s; look at it with cuda-gdb -ex 'target cudacore %s'", path, path)
 
 
 def _tell_fatal(context: zmq.Context[zmq.Socket[bytes]], ports: PortArgs, message: str) -> None:

@@ -1,0 +1,58 @@
+"""Core dumps of the GPU, written by the CUDA driver when a kernel fails: where, and what is in them.
+
+The variables are documented in NVIDIA's CUDA-GDB manual, "GPU core dump support". The driver reads them when CUDA is
+initialised, once for each process.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from fenceline.config.errors import ConfigError
+
+# Registers, program counters and kernel arguments (in the constant banks) of every thread take seconds and megabytes;
+# global memory is the whole KV pool. Without skip_abort the driver aborts the process, and the flight recorder with it.
+_FLAGS = (
+    "skip_nonrelocated_elf_images",
+    "skip_global_memory",
+    "skip_shared_memory",
+    "skip_local_memory",
+    "skip_abort",
+)
+_SUFFIX = ".nvcudmp"
+
+
+def core_dump_dir(wanted: str | None) -> str | None:
+    """The folder of --cuda-coredump-dir as an absolute path, made if need be. Raises ConfigError, one line, if nothing
+    can be written there."""
+    if wanted is None:
+        return None
+    path = Path(wanted).expanduser().absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--cuda-coredump-dir {wanted}: cannot be written ({error.strerror}); name another folder"
+        ) from error
+    return str(path)
+
+
+def core_dump_environment(directory: str) -> dict[str, str]:
+    """What a process's environment must hold before it initialises CUDA. ``%h`` is the host, ``%p`` the process, ``%t``
+    the time in seconds; all that the driver knows of patterns."""
+    return {
+        "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
+        "CUDA_COREDUMP_FILE": str(Path(directory) / f"cuda-%h-%p-%t{_SUFFIX}"),
+        "CUDA_COREDUMP_GENERATION_FLAGS": ",".join(_FLAGS),
+        "CUDA_COREDUMP_SHOW_PROGRESS": "1",
+    }
+
+
+def core_dumps_of_this_process(directory: str) -> list[str]:
+    """The files that the driver has written for this process, oldest first."""
+    found = Path(directory).glob(f"cuda-*-{os.getpid()}-*{_SUFFIX}")
+    return [str(path) for path in sorted(found, key=lambda path: path.stat().st_mtime)]
