@@ -52,9 +52,15 @@ PLAIN = Fusion()
 
 
 def skinny_linear(
-    x: torch.Tensor, weight: torch.Tensor, config: TritonConfig, fusion: Fusion = PLAIN
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    config: TritonConfig,
+    fusion: Fusion = PLAIN,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [T, K] times weight [N, K] with ``fusion`` around it → [T, N] ([T, N / 2] if gated), in x's dtype.
+
+    The result is ``fusion.residual`` or ``out`` (contiguous; not both are given) or a new tensor.
 
     1 ≤ T ≤ 64; x and weight contiguous, of one floating dtype, on one device; sums are float32. Current stream, no host
     synchronisation.
@@ -64,7 +70,9 @@ def skinny_linear(
     assert x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype
     assert weight.shape[1] == k, (weight.shape, k)
     num_out = weight.shape[0] // 2 if fusion.gated else weight.shape[0]
-    out = fusion.residual if fusion.residual is not None else x.new_empty(num_rows, num_out)
+    assert out is None or fusion.residual is None
+    if out is None:
+        out = fusion.residual if fusion.residual is not None else x.new_empty(num_rows, num_out)
     assert out.shape == (num_rows, num_out) and out.is_contiguous()
     flags = {
         "K": k,

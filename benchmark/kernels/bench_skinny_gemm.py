@@ -1,0 +1,396 @@
+"""Products of few rows on a GPU: cuBLAS against ours on the shapes of two models, all of it in captured graphs.
+
+Usage: bench_skinny_gemm.py [--models 0.6B 8B] [--rows 1 2 ...] [--seconds 2] [--triton] [--table FILE] [--skip-sweep]
+
+The sweep looks for the best cut of each product: a graph runs it over as many copies of the weight as make 400 MB, so
+that each is read from memory. Then the model's whole chain of products, every layer with weights of its own, is timed
+with cuBLAS, with Triton alone (guessed cuts) and with the winners. Times are medians over replays; the floor is the
+weights' bytes over the rate of a device-to-device copy, measured in the same run. The winners go to --table, in the
+format of layers/kernels/skinny_table.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from fenceline.layers.kernels.cuda_kernels import CudaLayerKernels, _find_cuda_product
+from fenceline.layers.kernels.skinny_gemm import TritonConfig
+from fenceline.layers.kernels.skinny_table import (
+    CudaConfig,
+    GpuTraits,
+    SkinnyChoice,
+    SkinnyTable,
+    choice_to_json,
+    load_table,
+    table_key,
+)
+
+EPS = 1e-6
+COLD_BYTES = 400 << 20
+SHARED_LIMIT = 227 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One weight of a model, and the LayerKernels function that multiplies with it."""
+
+    name: str
+    weight_rows: int
+    k: int
+    function: str  # norm_linear | norm_gate_up | linear_add
+
+    @property
+    def gated(self) -> bool:
+        return self.function == "norm_gate_up"
+
+    @property
+    def num_out(self) -> int:
+        return self.weight_rows // 2 if self.gated else self.weight_rows
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.weight_rows * self.k
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A stack of equal layers, each the products of ``layer`` in order, and a head."""
+
+    name: str
+    num_layers: int
+    layer: tuple[Product, ...]
+    head: Product
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return (*self.layer, self.head)
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_layers * sum(product.nbytes for product in self.layer) + self.head.nbytes
+
+
+def make_model(name: str, num_layers: int, hidden: int, qkv: int, attended: int, size: int) -> Model:
+    """Qwen3's shapes: ``attended`` features go into o_proj, ``size`` is the MLP's."""
+    layer = (
+        Product("qkv", qkv, hidden, "norm_linear"),
+        Product("o", hidden, attended, "linear_add"),
+        Product("gate_up", 2 * size, hidden, "norm_gate_up"),
+        Product("down", hidden, size, "linear_add"),
+    )
+    return Model(name, num_layers, layer, Product("lm_head", 151_936, hidden, "norm_linear"))
+
+
+MODELS = {
+    "0.6B": make_model("Qwen3-0.6B", 28, 1024, 4096, 2048, 3072),
+    "8B": make_model("Qwen3-8B", 36, 4096, 6144, 4096, 12_288),
+}
+
+
+class Bench:
+    """The GPU, one large buffer that all weights are cut from, and the clock."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.device = torch.device("cuda")
+        torch.manual_seed(0)
+        self.buffer = torch.empty(most_bytes // 2, dtype=torch.bfloat16, device=self.device)
+        for part in self.buffer.split(1 << 28):
+            part.normal_(std=0.02)
+        self.product = _find_cuda_product(self.device)
+        self.gpu = GpuTraits(
+            torch.cuda.get_device_name(),
+            torch.cuda.get_device_properties(0).multi_processor_count,
+            torch.cuda.get_device_capability(),
+            self.product is not None,
+        )
+        self.stream = torch.cuda.Stream()
+
+    def kernels(self, table: SkinnyTable) -> CudaLayerKernels:
+        return CudaLayerKernels(self.device, self.product, table)
+
+    def fixed(self, choice: SkinnyChoice) -> CudaLayerKernels:
+        """Every product by ``choice``."""
+        return self.kernels(FixedTable(self.gpu, choice))
+
+    def time_us(self, run: Callable[[], object], num_replays: int = 9) -> float:
+        """Median time of a graph of ``run`` in microseconds."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.stream):
+            run()
+            graph.capture_begin()  # torch.cuda.graph would collect garbage first, for longer than a measurement takes
+            run()
+            graph.capture_end()
+            graph.replay()
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(num_replays + 1)]
+            marks[0].record()
+            for mark in marks[1:]:
+                graph.replay()
+                mark.record()
+        torch.cuda.synchronize()
+        return 1000 * statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+
+    def copy_rate(self) -> float:
+        """Bytes read and written per microsecond by a large copy."""
+        half = self.buffer.numel() // 2
+        there, here = self.buffer[:half], self.buffer[half : 2 * half]
+        return 4 * half / self.time_us(lambda: there.copy_(here))
+
+
+class FixedTable(SkinnyTable):
+    """One choice for everything."""
+
+    def __init__(self, gpu: GpuTraits, choice: SkinnyChoice) -> None:
+        super().__init__(gpu, {})
+        self._choice = choice
+
+    def choose(self, rows: int, weight_rows: int, k: int, gated: bool) -> SkinnyChoice:
+        return self._choice
+
+
+class Activations:
+    """What the products of one model read and write beside the weights."""
+
+    def __init__(self, products: Iterable[Product], rows: int) -> None:
+        products = list(products)
+        on_gpu = {"dtype": torch.bfloat16, "device": "cuda"}
+        self.inputs = {p.k: torch.randn(rows, p.k, **on_gpu) for p in products}  # type: ignore[call-overload]
+        self.norms = {p.k: torch.rand(p.k, **on_gpu) for p in products}  # type: ignore[call-overload]
+        self.residuals = {p.num_out: torch.zeros(rows, p.num_out, **on_gpu) for p in products}  # type: ignore[call-overload]
+
+    def run(self, kernels: CudaLayerKernels, product: Product, weight: torch.Tensor) -> None:
+        x = self.inputs[product.k]
+        if product.function == "linear_add":
+            kernels.linear_add(self.residuals[product.num_out], x, weight, None)
+        elif product.gated:
+            kernels.norm_gate_up(x, self.norms[product.k], EPS, weight, None)
+        else:
+            kernels.norm_linear(x, self.norms[product.k], EPS, weight, None)
+
+
+def time_product(bench: Bench, product: Product, rows: int, kernels: CudaLayerKernels) -> float:
+    """Microseconds for one product, its weight cold, behind others like it."""
+    copies = max(2, min(100, -(-COLD_BYTES // product.nbytes)))
+    size = product.weight_rows * product.k
+    weights = [bench.buffer[i * size : (i + 1) * size].view(-1, product.k) for i in range(copies)]
+    acts = Activations([product], rows)
+
+    def run() -> None:
+        for weight in weights:
+            acts.run(kernels, product, weight)
+
+    return bench.time_us(run) / copies
+
+
+def time_chain(bench: Bench, model: Model, rows: int, kernels: CudaLayerKernels) -> float:
+    """Microseconds for all products of a step, in order."""
+    acts = Activations(model.products, rows)
+    work: list[tuple[Product, torch.Tensor]] = []
+    offset = 0
+    for product in [*model.layer * model.num_layers, model.head]:
+        size = product.weight_rows * product.k
+        work.append((product, bench.buffer[offset : offset + size].view(-1, product.k)))
+        offset += size
+
+    def run() -> None:
+        for product, weight in work:
+            acts.run(kernels, product, weight)
+
+    return bench.time_us(run)
+
+
+class Sweep:
+    """The search for one product's cut: coarse over the shape of a CTA, then each other dial around the best few."""
+
+    def __init__(self, bench: Bench, product: Product, rows: int, seconds: float) -> None:
+        self.bench, self.product, self.rows = bench, product, rows
+        self.deadline = time.monotonic() + seconds
+        self.found: dict[SkinnyChoice, float] = {}
+
+    def run(self, seeds: Iterable[SkinnyChoice], triton: bool) -> None:
+        """Fills ``found`` with microseconds; stops at the deadline."""
+        self.try_all([None, *seeds])
+        if triton:
+            self.try_all(self.triton())
+        if self.bench.product is None:
+            return
+        self.try_all(
+            CudaConfig(tiles, n, k, depth)
+            for (n, k), tiles, depth in itertools.product(
+                ((1, 8), (1, 4), (2, 4), (1, 16), (2, 8)), (4, 2, 6, 1, 3), (3,)
+            )
+        )
+        for _ in range(2):
+            for best in self.best(3, CudaConfig):
+                assert isinstance(best, CudaConfig)
+                self.try_all(self.neighbours(best))
+
+    def try_all(self, choices: Iterable[SkinnyChoice]) -> None:
+        for choice in choices:
+            if choice in self.found or time.monotonic() > self.deadline or not self.fits(choice):
+                continue
+            try:
+                self.found[choice] = time_product(
+                    self.bench, self.product, self.rows, self.bench.fixed(choice)
+                )
+            except Exception as error:
+                self.found[choice] = float("inf")
+                print(f"  {self.product.name} x{self.rows} {choice}: {str(error)[:200]}", file=sys.stderr)
+                torch.cuda.synchronize()
+
+    def fits(self, choice: SkinnyChoice) -> bool:
+        if isinstance(choice, TritonConfig):
+            return choice.block_k <= self.product.k
+        if choice is None:
+            return True
+        warps = choice.warps_n * choice.warps_k
+        stage = choice.tiles * 1024 + (self.rows + 1) * 128
+        block = choice.warps_n * choice.tiles * 8
+        shared = warps * choice.depth * stage + choice.warps_k * self.rows * (block + 9) * 4
+        even = not self.product.gated or choice.warps_n * choice.tiles % 2 == 0
+        wide = choice.warps_k * choice.cluster * 64 <= self.product.k
+        return even and wide and shared <= SHARED_LIMIT and block <= self.product.weight_rows
+
+    def neighbours(self, config: CudaConfig) -> list[CudaConfig]:
+        sms = self.bench.gpu.num_sms
+        return [
+            *(replace(config, depth=depth) for depth in (2, 3, 4, 6)),
+            *(
+                replace(config, num_ctas=ctas // config.cluster * config.cluster)
+                for ctas in (0, sms, 2 * sms, 3 * sms)
+            ),
+            *(replace(config, cluster=c, num_ctas=config.num_ctas // c * c) for c in (1, 2, 4)),
+            *(replace(config, tiles=tiles) for tiles in (1, 2, 3, 4, 6)),
+            *(replace(config, prefetch_bytes=size) for size in (0, 2048, 32_768)),
+            *(
+                replace(config, warps_n=n, warps_k=k)
+                for n, k in ((2, 4), (1, 8), (4, 2), (4, 4), (2, 8), (1, 4))
+            ),
+            replace(config, pdl=not config.pdl),
+        ]
+
+    def triton(self) -> list[TritonConfig]:
+        if self.rows == 1:
+            few = (
+                (4, 1024, 4),
+                (8, 512, 4),
+                (2, 1024, 4),
+                (16, 256, 4),
+                (4, 512, 4),
+                (1, 1024, 2),
+                (2, 2048, 4),
+            )
+            return [TritonConfig(n, k, warps) for n, k, warps in few]
+        many = (
+            (16, 256, 4, 4),
+            (32, 128, 4, 4),
+            (16, 128, 4, 6),
+            (32, 256, 4, 3),
+            (64, 128, 4, 4),
+            (8, 256, 4, 4),
+        )
+        return [TritonConfig(n, k, warps, stages) for n, k, warps, stages in many]
+
+    def best(self, count: int, kind: type | None = None) -> list[SkinnyChoice]:
+        """The fastest first; ``kind``: CudaConfig, TritonConfig, None for all."""
+        mine = [c for c in self.found if kind is None or isinstance(c, kind)]
+        return sorted(mine, key=lambda c: self.found[c])[:count]
+
+
+def sweep_model(
+    bench: Bench, model: Model, rows: Sequence[int], seconds: float, triton: bool, rate: float
+) -> dict[str, SkinnyChoice]:
+    """The winners by table_key."""
+    winners: dict[str, SkinnyChoice] = {}
+    print(f"{model.name}\n{'product':8} rows   floor   cuBLAS  ours (us); the winner, of how many")
+    for product in model.products:
+        torch.cuda.empty_cache()  # the pools of the last product's graphs
+        seeds: list[SkinnyChoice] = []
+        for num_rows in rows:
+            sweep = Sweep(bench, product, num_rows, seconds)
+            sweep.run(seeds, triton)
+            seeds = [*sweep.best(6, CudaConfig), *sweep.best(2, TritonConfig)]
+            winner = sweep.best(1)[0]
+            winners[table_key(num_rows, product.weight_rows, product.k, product.gated)] = winner
+            times = [product.nbytes / rate, sweep.found[None]]
+            times += [sweep.found[c] for kind in (CudaConfig, TritonConfig) for c in sweep.best(1, kind)]
+            cells = " ".join(f"{us:7.2f}" for us in times)
+            print(f"{product.name:8} {num_rows:4} {cells}   {winner} of {len(sweep.found)}", flush=True)
+    return winners
+
+
+def report_chain(
+    bench: Bench, model: Model, rows: Sequence[int], tables: dict[str, SkinnyTable], rate: float
+) -> list[str]:
+    """One line for each number of rows."""
+    floor = model.nbytes / rate
+    lines = [f"{model.name}: all products of a step, us; floor {floor:.0f} at {rate / 1e6:.2f} TB/s"]
+    for num_rows in rows:
+        times = {
+            name: time_chain(bench, model, num_rows, bench.kernels(table)) for name, table in tables.items()
+        }
+        base = times["cuBLAS"]
+        cells = "  ".join(
+            f"{name} {us:8.1f} ({base / us:.2f}x, {floor / us:.0%})" for name, us in times.items()
+        )
+        lines.append(f"  rows {num_rows:2}: {cells}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="for the sweep of one product and number of rows"
+    )
+    parser.add_argument(
+        "--triton", action="store_true", help="sweep Triton's cuts as well (compiles each, slow)"
+    )
+    parser.add_argument("--table", type=Path, help="file for the winners")
+    parser.add_argument(
+        "--skip-sweep", action="store_true", help="time the chains with the table that is in the package"
+    )
+    args = parser.parse_args()
+    models = [MODELS[name] for name in args.models]
+    bench = Bench(
+        max(
+            max(model.nbytes for model in models),
+            COLD_BYTES + max(p.nbytes for m in models for p in m.products),
+        )
+    )
+    rate = bench.copy_rate()
+    cublas = FixedTable(bench.gpu, None)
+    lines: list[str] = []
+    entries: dict[str, SkinnyChoice] = {}
+    for model in models:
+        tables: dict[str, SkinnyTable] = {"cuBLAS": cublas}
+        if args.skip_sweep:
+            tables["table"] = load_table(bench.gpu)
+        else:
+            winners = sweep_model(bench, model, args.rows, args.seconds, args.triton, rate)
+            entries |= winners
+            tables["winners"] = SkinnyTable(bench.gpu, winners)
+        tables["guesses"] = SkinnyTable(bench.gpu, {})
+        tables["Triton"] = SkinnyTable(replace(bench.gpu, has_cuda_kernels=False), {})
+        lines += report_chain(bench, model, args.rows, tables, rate)
+    if args.table and entries:
+        stored = {key: choice_to_json(choice) for key, choice in entries.items()}
+        args.table.write_text(json.dumps({"gpu": bench.gpu.name, "entries": stored}, indent=1) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""LayerKernels of an NVIDIA GPU: our own kernels for few rows, cuBLAS between Triton kernels for many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+import torch.nn.functional as F
+
+from fenceline.layers.kernels.activation import silu_and_mul
+from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm
+from fenceline.layers.kernels.rms_norm import rms_norm
+from fenceline.layers.kernels.rotate_store import rotate_and_store
+from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, skinny_linear
+from fenceline.layers.kernels.skinny_table import CudaConfig, GpuTraits, SkinnyTable, load_table
+
+# x, weight, cut, fusion, output (None: a new one) -> output
+CudaProduct = Callable[[torch.Tensor, torch.Tensor, CudaConfig, Fusion, torch.Tensor | None], torch.Tensor]
+
+
+class CudaLayerKernels(LayerKernels):
+    """The number of rows chooses the kernels, so a captured graph keeps the choice of its bucket.
+
+    Kernels start before those in front of them have ended where the GPU can do so (sm_90 on). What they read before
+    waiting are weights, and in ``rotate_and_store`` also the table, positions and out_slots: write those by a kernel
+    that some other kernel follows before they are used.
+    """
+
+    def __init__(self, device: torch.device, cuda_product: CudaProduct | None, table: SkinnyTable) -> None:
+        """``cuda_product`` is fenceline_kernel's (None: it is not there); ``table`` must then not name it."""
+        self._cuda_product = cuda_product
+        self._table = table
+        self._pdl = torch.cuda.get_device_capability(device) >= (9, 0)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps, pdl=self._pdl)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        done = self._few_rows(x, weight, Fusion(bias=bias))
+        return F.linear(x, weight, bias) if done is None else done
+
+    def linear_add(
+        self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        if self._few_rows(x, weight, Fusion(bias=bias, residual=residual)) is None:
+            if bias is None:
+                residual.addmm_(x, weight.t())
+            else:
+                residual.add_(F.linear(x, weight, bias))
+        return residual
+
+    def norm_linear(
+        self,
+        x: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        done = self._few_rows(x, weight, Fusion(norm_weight, eps, bias), out)
+        if done is not None:
+            return done
+        normed = self.rms_norm(x, norm_weight, eps)
+        if out is None:
+            return F.linear(normed, weight, bias)
+        if bias is None:
+            return torch.mm(normed, weight.t(), out=out)
+        return torch.addmm(bias, normed, weight.t(), out=out)
+
+    def norm_gate_up(
+        self,
+        x: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        done = self._few_rows(x, weight, Fusion(norm_weight, eps, bias, gated=True))
+        if done is not None:
+            return done
+        gate_up = F.linear(self.rms_norm(x, norm_weight, eps), weight, bias)
+        return silu_and_mul(gate_up, pdl=self._pdl)
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        heads: HeadLayout,
+        norms: QKNorm | None,
+        table: torch.Tensor,
+        positions: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out_slots: torch.Tensor,
+    ) -> None:
+        rotate_and_store(qkv, heads, norms, table, positions, k_cache, v_cache, out_slots, pdl=self._pdl)
+
+    def _few_rows(
+        self, x: torch.Tensor, weight: torch.Tensor, fusion: Fusion = PLAIN, out: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """The product by a kernel of ours, in ``out`` or the residual or a new tensor; None: that is cuBLAS' to do."""
+        if x.dtype == torch.float32:
+            return None
+        choice = self._table.choose(x.shape[0], weight.shape[0], x.shape[1], fusion.gated)
+        if isinstance(choice, CudaConfig) and x.dtype == torch.bfloat16:
+            assert self._cuda_product is not None
+            return self._cuda_product(x, weight, choice, fusion, out)
+        if choice is None or isinstance(choice, CudaConfig):
+            return None
+        return skinny_linear(x, weight, choice, fusion, out)
+
+
+def make_cuda_kernels(device: torch.device) -> CudaLayerKernels:
+    """The kernels for ``device``. Compiles fenceline_kernel on first use where it is installed (seconds, once)."""
+    product = _find_cuda_product(device)
+    gpu = GpuTraits(
+        name=torch.cuda.get_device_name(device),
+        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+        capability=torch.cuda.get_device_capability(device),
+        has_cuda_kernels=product is not None,
+    )
+    return CudaLayerKernels(device, product, load_table(gpu))
+
+
+def _find_cuda_product(device: torch.device) -> CudaProduct | None:
+    """fenceline_kernel's skinny GEMM, where the package is installed and can be used."""
+    try:
+        from fenceline_kernel import KernelUnavailable, load
+        from fenceline_kernel.skinny import SkinnyConfig, SkinnyGemm
+    except ImportError:
+        return None
+    try:
+        gemm = SkinnyGemm(load(device))
+    except KernelUnavailable:
+        return None
+    cuts: dict[CudaConfig, SkinnyConfig] = {}
+
+    def product(
+        x: torch.Tensor, weight: torch.Tensor, config: CudaConfig, fusion: Fusion, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        cut = cuts.get(config)
+        if cut is None:
+            cut = cuts[config] = SkinnyConfig(**asdict(config))
+        if out is None:
+            out = fusion.residual
+        if out is None:
+            out = x.new_empty(x.shape[0], weight.shape[0] // (2 if fusion.gated else 1))
+        gemm(
+            x, weight, out, cut,
+            norm_weight=fusion.norm_weight, eps=fusion.eps, bias=fusion.bias,
+            residual=fusion.residual, gated=fusion.gated,
+        )  # fmt: skip
+        return out
+
+    return product

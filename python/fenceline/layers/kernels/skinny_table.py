@@ -1,0 +1,113 @@
+"""Which kernel multiplies few rows with a weight, and how it is cut: measured where we have measured, else a guess.
+
+The measurements are benchmark/kernels/bench_skinny_gemm.py's, one JSON file for each GPU in ``skinny_configs``:
+``{"entries": {"1x6144x4096": {"kernel": "cuda", "tiles": 4, ...}, ...}}``, keyed by rows, the weight's rows and K, with
+``g`` behind a gated product's; ``{"kernel": "cublas"}`` where ours is not the faster.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fenceline.layers.kernels.skinny_gemm import TritonConfig
+
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaConfig:
+    """The cut of fenceline_kernel's skinny GEMM; the fields are ``fenceline_kernel.skinny.SkinnyConfig``'s."""
+
+    tiles: int = 4
+    warps_n: int = 1
+    warps_k: int = 8
+    depth: int = 3
+    cluster: int = 1
+    num_ctas: int = 0
+    prefetch_bytes: int = 0
+    pdl: bool = True
+
+
+# None: cuBLAS.
+SkinnyChoice = CudaConfig | TritonConfig | None
+
+_CONFIGS = Path(__file__).parent / "skinny_configs"
+_CONFIG_TYPES: Mapping[str, type[CudaConfig] | type[TritonConfig]] = {
+    "cuda": CudaConfig,
+    "triton": TritonConfig,
+}
+# Without a measurement: rows up to which reading the weight is all that counts, so that any kernel of ours gains.
+_GUESSED_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class GpuTraits:
+    """What a guess depends on. ``has_cuda_kernels``: fenceline_kernel can be used there."""
+
+    name: str
+    num_sms: int
+    capability: tuple[int, int]
+    has_cuda_kernels: bool
+
+
+class SkinnyTable:
+    """The choice for each product, fixed when it is made."""
+
+    def __init__(self, gpu: GpuTraits, entries: Mapping[str, SkinnyChoice]) -> None:
+        """``entries`` by ``table_key``."""
+        self._gpu = gpu
+        self._entries = dict(entries)
+
+    def choose(self, rows: int, weight_rows: int, k: int, gated: bool) -> SkinnyChoice:
+        """How to multiply [rows, k] with a weight [weight_rows, k]; None leaves it to cuBLAS."""
+        bucket = next((size for size in ROW_BUCKETS if rows <= size), None)
+        if bucket is None or k % 8 != 0:
+            return None
+        key = table_key(bucket, weight_rows, k, gated)
+        if key in self._entries:
+            found = self._entries[key]
+            if self._gpu.has_cuda_kernels or not isinstance(found, CudaConfig):
+                return found
+        return self._guess(bucket, weight_rows, k, gated)
+
+    def _guess(self, rows: int, weight_rows: int, k: int, gated: bool) -> SkinnyChoice:
+        on_hopper = self._gpu.capability >= (9, 0)
+        if self._gpu.has_cuda_kernels and rows <= _GUESSED_ROWS:
+            tiles = next((t for t in (4, 2) if weight_rows >= 8 * t * self._gpu.num_sms), 2 if gated else 1)
+            return CudaConfig(tiles=tiles, warps_k=min(8, max(1, k // 128)), pdl=on_hopper)
+        if rows == 1:
+            outs = weight_rows // 2 if gated else weight_rows
+            block_n = next((n for n in (8, 4, 2) if outs >= 2 * n * self._gpu.num_sms), 1)
+            return TritonConfig(block_n, block_k=512, num_warps=4, launch_pdl=on_hopper)
+        return None
+
+
+def table_key(rows: int, weight_rows: int, k: int, gated: bool) -> str:
+    """The name of a product in a file of measurements; ``rows`` is one of ROW_BUCKETS."""
+    return f"{rows}x{weight_rows}x{k}{'g' if gated else ''}"
+
+
+def load_table(gpu: GpuTraits, folder: Path = _CONFIGS) -> SkinnyTable:
+    """The table for ``gpu``: measured if there is a file for its name, else guesses alone."""
+    path = folder / f"{gpu.name.replace(' ', '_')}.json"
+    if not path.exists():
+        return SkinnyTable(gpu, {})
+    stored = json.loads(path.read_text(encoding="utf-8"))["entries"]
+    return SkinnyTable(gpu, {key: _choice_from(fields) for key, fields in stored.items()})
+
+
+def choice_to_json(choice: SkinnyChoice) -> dict[str, object]:
+    """What ``load_table`` reads back as ``choice``."""
+    for kernel, config_type in _CONFIG_TYPES.items():
+        if isinstance(choice, config_type):
+            return {"kernel": kernel, **asdict(choice)}
+    return {"kernel": "cublas"}
+
+
+def _choice_from(fields: Mapping[str, object]) -> SkinnyChoice:
+    rest = {name: value for name, value in fields.items() if name != "kernel"}
+    kernel = fields["kernel"]
+    return None if kernel == "cublas" else _CONFIG_TYPES[str(kernel)](**rest)  # type: ignore[arg-type]

@@ -1,0 +1,168 @@
+"""Products of few rows on a GPU: against float32, bit-reproducible, rows independent, and ordered behind each other."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fenceline.layers.kernels.cuda_kernels import CudaProduct, _find_cuda_product, make_cuda_kernels
+from fenceline.layers.kernels.skinny_gemm import Fusion, TritonConfig, skinny_linear
+from fenceline.layers.kernels.skinny_table import CudaConfig
+from fenceline.layers.kernels.torch_kernels import TorchLayerKernels
+
+pytestmark = pytest.mark.gpu
+
+FUSIONS = ("plain", "norm", "gated", "residual")
+SHAPES = ((1024, 1024), (1000, 1032), (24, 72), (6144, 4096))  # weight rows and K: even, ragged, tiny, real
+CUTS = (
+    CudaConfig(),
+    CudaConfig(tiles=1, warps_n=2, warps_k=4, depth=6, prefetch_bytes=512),
+    CudaConfig(tiles=2, warps_k=16, depth=2, num_ctas=4),
+    CudaConfig(tiles=6, warps_k=4, depth=4, pdl=False, num_ctas=100),
+    CudaConfig(tiles=2, warps_k=4, cluster=4, prefetch_bytes=4096),
+    CudaConfig(tiles=4, warps_n=2, warps_k=2, cluster=2, num_ctas=6, depth=2),
+    CudaConfig(tiles=3, warps_n=4, warps_k=1, depth=3),
+)
+TRITON_CUTS = (
+    TritonConfig(4, 512, 4),
+    TritonConfig(16, 128, 4, 4),
+    TritonConfig(32, 64, 8, 3, launch_pdl=False),
+)
+
+
+@pytest.fixture(scope="module")
+def product() -> CudaProduct:
+    found = _find_cuda_product(torch.device("cuda"))
+    if found is None:
+        pytest.skip("fenceline_kernel cannot be used here")
+    return found
+
+
+def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).bfloat16()
+
+
+def make_fusion(kind: str, rows: int, weight_rows: int, k: int) -> Fusion:
+    bias = random(weight_rows) if weight_rows % 16 else None
+    norm = random(k) if kind in ("norm", "gated") else None
+    return Fusion(
+        norm, 1e-6, bias, kind == "gated", random(rows, weight_rows) if kind == "residual" else None
+    )
+
+
+def reference(x: torch.Tensor, weight: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+    wide = x.double()
+    if fusion.norm_weight is not None:
+        wide = F.rms_norm(wide, x.shape[1:], fusion.norm_weight.double(), fusion.eps)
+    y = F.linear(wide, weight.double(), None if fusion.bias is None else fusion.bias.double())
+    if fusion.gated:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    return y if fusion.residual is None else y + fusion.residual.double()
+
+
+def own_residual(fusion: Fusion) -> Fusion:
+    return replace(fusion, residual=None if fusion.residual is None else fusion.residual.clone())
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_cuda_agrees_with_float64(product: CudaProduct, cut: CudaConfig) -> None:
+    torch.manual_seed(0)
+    for (weight_rows, k), rows, kind in itertools.product(SHAPES, (1, 3, 8, 9, 16, 17, 32), FUSIONS):
+        if kind == "gated" and cut.tiles * cut.warps_n % 2:
+            continue
+        x, weight = random(rows, k), random(weight_rows, k, scale=k**-0.5)
+        fusion = make_fusion(kind, rows, weight_rows, k)
+        want = reference(x, weight, fusion)
+        out = torch.full_like(want, float("nan"), dtype=torch.bfloat16) if fusion.residual is None else None
+        got = product(x, weight, cut, own_residual(fusion), out)
+        error = ((got.double() - want).norm() / want.norm()).item()
+        assert error < 6e-3, (weight_rows, k, rows, kind, error)
+        assert torch.equal(got, product(x, weight, cut, own_residual(fusion), None)), (
+            weight_rows,
+            k,
+            rows,
+            kind,
+        )
+        others = torch.cat([random(rows - 1, k), x[-1:]])
+        again = product(others, weight, cut, own_residual(fusion), None)
+        assert torch.equal(again[-1], got[-1]), (weight_rows, k, rows, kind)
+
+
+@pytest.mark.parametrize("cut", TRITON_CUTS, ids=str)
+def test_triton_agrees_with_float64(cut: TritonConfig) -> None:
+    torch.manual_seed(0)
+    for (weight_rows, k), rows, kind in itertools.product(((1000, 1032), (1024, 1024)), (1, 5, 32), FUSIONS):
+        x, weight = random(rows, k), random(weight_rows, k, scale=k**-0.5)
+        fusion = make_fusion(kind, rows, weight_rows, k)
+        want = reference(x, weight, fusion)
+        got = skinny_linear(x, weight, cut, own_residual(fusion))
+        error = ((got.double() - want).norm() / want.norm()).item()
+        assert error < 6e-3, (weight_rows, k, rows, kind, error)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+def test_a_chain_of_early_starts_reads_what_was_written(product: CudaProduct, rows: int) -> None:
+    """Each kernel starts while the one in front still runs: a wait too few would give another kernel's old data."""
+    torch.manual_seed(0)
+    hidden, size, layers = 1024, 3072, 12
+    norm = 1 + 0.1 * random(hidden)
+    ups = [random(2 * size, hidden, scale=hidden**-0.5) for _ in range(layers)]
+    downs = [random(hidden, size, scale=size**-0.5) for _ in range(layers)]
+    x = random(rows, hidden)
+    gated = torch.empty(rows, size, dtype=torch.bfloat16, device="cuda")
+
+    def chain(residual: torch.Tensor, cut: CudaConfig) -> None:
+        for up, down in zip(ups, downs, strict=True):
+            product(residual, up, cut, Fusion(norm, 1e-6, gated=True), gated)
+            product(gated, down, cut, Fusion(residual=residual), None)
+
+    for cut in (
+        CudaConfig(depth=2),
+        CudaConfig(tiles=2, depth=4, prefetch_bytes=4096),
+        CudaConfig(tiles=2, warps_k=4, cluster=2),
+    ):
+        want = x.clone()
+        chain(want, replace(cut, pdl=False))
+        residual = torch.empty_like(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            residual.copy_(x)
+            chain(residual, cut)
+        for _ in range(100):
+            gated.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(residual, want), cut
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 32, 33, 200])
+def test_layer_kernels_agree_with_torch(rows: int) -> None:
+    torch.manual_seed(0)
+    ours, plain = make_cuda_kernels(torch.device("cuda")), TorchLayerKernels()
+    for (n, k), biased in itertools.product(((1024, 1024), (6144, 4096)), (False, True)):
+        x, weight, norm = random(rows, k), random(n, k, scale=k**-0.5), random(k)
+        bias = random(n) if biased else None
+        residual, out = random(rows, n), torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
+        pairs = {
+            "linear": (ours.linear(x, weight, bias), plain.linear(x, weight, bias)),
+            "linear_add": (
+                ours.linear_add(residual.clone(), x, weight, bias),
+                plain.linear_add(residual.clone(), x, weight, bias),
+            ),
+            "norm_linear": (
+                ours.norm_linear(x, norm, 1e-6, weight, bias, out),
+                plain.norm_linear(x, norm, 1e-6, weight, bias),
+            ),
+            "norm_gate_up": (
+                ours.norm_gate_up(x, norm, 1e-6, weight, bias),
+                plain.norm_gate_up(x, norm, 1e-6, weight, bias),
+            ),
+        }
+        assert pairs["norm_linear"][0] is out
+        for name, (got, want) in pairs.items():
+            error = ((got.float() - want.float()).norm() / want.float().norm()).item()
+            assert error < 1e-2, (name, n, k, biased, error)
