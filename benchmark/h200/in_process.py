@@ -94,7 +94,7 @@ class InProcessEngine:
     @property
     def decode(self) -> DecodeRunner:
         """What runs decode steps."""
-        return next(value for value in vars(self.runner).values() if isinstance(value, DecodeRunner))
+        return self.runner.decode
 
     @property
     def graphs(self) -> CudaGraphRunner | None:

@@ -60,8 +60,10 @@ def test_model_and_server_info(client: httpx.Client) -> None:
     assert (server["max_total_num_tokens"], server["max_running_requests"]) == (4096, 64)
     assert server["api_key"] is False
     assert server["memory_bytes"] == {"weights": 1, "kv_cache": 2}
+    assert server["cuda_graph_bs"] == []
     assert server["schedule_policy"] == "fcfs"
     assert server["internal_states"][0]["paused"] is False
+    assert server["internal_states"][0]["cuda_graphs"]["fallbacks"] == {"size": 2}
 
 
 def test_tokenize_and_detokenize_are_inverse(client: httpx.Client) -> None:
@@ -170,6 +172,11 @@ def test_metrics(server: LiveServer, client: httpx.Client) -> None:
     }
     label = '{model_name="demo"}'
     assert values["fenceline:num_retractions_total" + label] == 3
+    assert values["fenceline:cuda_graph_eligible_steps_total" + label] == 9
+    assert values["fenceline:cuda_graph_replays_total" + label] == 7
+    reason = '{model_name="demo",reason="%s"}'
+    assert values["fenceline:cuda_graph_fallbacks_total" + reason % "size"] == 2
+    assert values["fenceline:cuda_graph_repairs_total" + reason % "none"] == 0
     assert values["fenceline:cache_hit_rate" + label] == 0.25
     assert values["fenceline:gen_throughput" + label] == 123.0
     for name in ("num_running_reqs", "num_queue_reqs", "token_usage", "num_used_tokens"):

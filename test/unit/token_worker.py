@@ -104,6 +104,7 @@ class TokenWorker:
         self.req_pool.rows = AuditedPool("request rows", num_rows + 1)
         self._page_table = np.zeros(self.req_pool.page_table.shape, dtype=np.int32)  # as of what is submitted
         self.memory_bytes = {"weights": 0, "kv_cache": 0}
+        self.graph_stats = None
         self.forward = LaggingStream(StreamName.FORWARD, frozenset())
         self.num_steps = 0
         self._slots = np.full((num_pages + 1) * page_size, -1, dtype=np.int64)

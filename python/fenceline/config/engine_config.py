@@ -56,7 +56,6 @@ class EngineConfig:
 
     # Device and kernels
     device: str
-    attention_backend: str
     prefill_attention_backend: str
     decode_attention_backend: str
     sampling_backend: str

@@ -75,7 +75,6 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         disable_radix_cache=args.disable_radix_cache,
         disable_overlap_schedule=args.disable_overlap_schedule,
         device=device,
-        attention_backend="torch",
         prefill_attention_backend=prefill_attention_backend,
         decode_attention_backend=decode_attention_backend,
         sampling_backend="torch",

@@ -174,6 +174,17 @@ class BatchStrOut(Message):
 # --- Scheduler -> TokenizerManager -------------------------------------------------------------------
 
 
+class CudaGraphState(msgspec.Struct, frozen=True, kw_only=True):
+    """Decode steps since start. The aims are ``replays == eligible_steps`` and no ``repairs``."""
+
+    eligible_steps: int
+    replays: int
+    fallbacks: dict[str, int]  # steps that ran without a graph, by reason
+    repairs: dict[str, int]  # steps before which something wrong had to be put right, by reason
+    capture_s: float
+    capture_bytes: int
+
+
 class InternalState(msgspec.Struct, frozen=True, kw_only=True):
     """What the scheduler knows of itself; fields of /get_server_info and the gauges of /metrics."""
 
@@ -192,6 +203,7 @@ class InternalState(msgspec.Struct, frozen=True, kw_only=True):
     new_token_ratio: float
     paused: bool
     memory_bytes: dict[str, int]  # "weights", "kv_cache", ...
+    cuda_graphs: CudaGraphState | None = None  # None without graphs
 
 
 class ControlReply(Message):

@@ -7,12 +7,12 @@ touched for every chunk of every stream, and turned into prometheus_client's sha
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from fenceline.managers.io_struct import InternalState, TokenOut
+from fenceline.managers.io_struct import CudaGraphState, InternalState, TokenOut
 from fenceline.managers.request_table import RequestEntry
 
 _TTFT_BUCKETS = (
@@ -159,6 +159,17 @@ class Metrics:
         yield self._gauge("gen_throughput", "Generated tokens per second.", state.gen_throughput)
         yield self._gauge("new_token_ratio", "Share of the answers' room kept free.", state.new_token_ratio)
         yield self._counter("num_retractions", "Requests sent back to the queue.", state.num_retractions)
+        if state.cuda_graphs is not None:
+            yield from self._graphs(state.cuda_graphs)
+
+    def _graphs(self, graphs: CudaGraphState) -> Iterator[Metric]:
+        eligible, replays = graphs.eligible_steps, graphs.replays
+        yield self._counter("cuda_graph_eligible_steps", "Decode steps while graphs are on.", eligible)
+        yield self._counter("cuda_graph_replays", "Decode steps that were replays of a graph.", replays)
+        text = "Decode steps that ran without a graph, by reason."
+        yield self._counters("cuda_graph_fallbacks", text, graphs.fallbacks)
+        text = "Decode steps before which something wrong had to be put right, by reason."
+        yield self._counters("cuda_graph_repairs", text, graphs.repairs)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(_PREFIX + name, text, labels=["model_name"])
@@ -168,6 +179,13 @@ class Metrics:
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(_PREFIX + name, text, labels=["model_name"])
         family.add_metric([self._model_name], float(value))
+        return family
+
+    def _counters(self, name: str, text: str, by_reason: Mapping[str, int]) -> Metric:
+        """A counter for each reason; the reason "none" of value 0 shows the metric where there is none yet."""
+        family = CounterMetricFamily(_PREFIX + name, text, labels=["model_name", "reason"])
+        for reason, value in (by_reason or {"none": 0}).items():
+            family.add_metric([self._model_name, reason], float(value))
         return family
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:

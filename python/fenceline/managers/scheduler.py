@@ -33,6 +33,7 @@ from fenceline.managers.scheduler_stats import SchedulerStats
 from fenceline.mem_cache.radix_cache import RadixCache
 from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.memory_order import LeasePool, Points
+from fenceline.model_executor.cuda_graph_runner import GraphStats
 from fenceline.model_executor.forward_result import ForwardResult, StepOutput
 from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, PageWrites, ScheduleBatch
 
@@ -70,6 +71,9 @@ class Worker(Protocol):
         """Long-lived allocations by name."""
         ...
 
+    @property
+    def graph_stats(self) -> GraphStats | None: ...  # None without graphs
+
     def launch(self, batch: ScheduleBatch) -> ForwardResult:
         """Submit one step without waiting for it."""
         ...
@@ -95,7 +99,7 @@ class Scheduler:
         self.memory = RequestMemory(worker.pages, worker.req_pool.rows, tree, config.page_size)
         self.planner = PrefillPlanner(self.memory, config.chunked_prefill_size, config.max_prefill_tokens)
         self.output = OutputSender(outbox.to_detokenizer)
-        self.stats = SchedulerStats(self.memory, worker.memory_bytes, config.decode_log_interval, outbox)
+        self.stats = SchedulerStats(self.memory, worker, config.decode_log_interval, outbox)
         self.control = SchedulerControl(self, outbox)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self.seeds = Random(config.random_seed)

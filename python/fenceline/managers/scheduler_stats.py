@@ -6,12 +6,13 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from fenceline.managers.io_struct import InternalState, StatsReport
+from fenceline.managers.io_struct import CudaGraphState, InternalState, StatsReport
 from fenceline.managers.prefill import PrefillPlan
 from fenceline.managers.request_memory import RequestMemory
+from fenceline.model_executor.cuda_graph_runner import GraphStats
 
 if TYPE_CHECKING:
-    from fenceline.managers.scheduler import Outbox, Scheduler
+    from fenceline.managers.scheduler import Outbox, Scheduler, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +23,11 @@ class SchedulerStats:
     """Counts what happens. Wall-clock is read here and only here, and nothing is decided by it."""
 
     def __init__(
-        self, memory: RequestMemory, memory_bytes: dict[str, int], decode_log_interval: int, outbox: Outbox
+        self, memory: RequestMemory, worker: Worker, decode_log_interval: int, outbox: Outbox
     ) -> None:
         self._memory = memory
-        self._memory_bytes = memory_bytes
+        self._memory_bytes = worker.memory_bytes
+        self._graphs = worker.graph_stats
         self._decode_log_interval = decode_log_interval
         self._outbox = outbox
         self.num_prompt_tokens = 0
@@ -38,6 +40,7 @@ class SchedulerStats:
         self._throughput = 0.0
         self._last_log = self._last_report = time.perf_counter()
         self._last_generated = 0
+        self._last_fallbacks = 0
 
     @property
     def token_usage(self) -> float:
@@ -74,14 +77,22 @@ class SchedulerStats:
         self._throughput = generated / max(now - self._last_log, 1e-9)
         self._last_log, self._last_generated = now, self.num_generated_tokens
         logger.info(
-            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, gen throughput (token/s): %.2f, "
-            "#queue-req: %d",
+            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, cuda graph: %s, "
+            "gen throughput (token/s): %.2f, #queue-req: %d",
             num_running,
             num_tokens,
             self.token_usage,
+            self._all_replayed(),
             self._throughput,
             num_queued,
         )
+
+    def _all_replayed(self) -> bool:
+        """Whether every decode step since the last line was replayed."""
+        if self._graphs is None:
+            return False
+        before, self._last_fallbacks = self._last_fallbacks, sum(self._graphs.fallbacks.values())
+        return self._last_fallbacks == before
 
     def retracted(self, count: int, ratio: float) -> None:
         """Memory ran short and ``count`` requests were retracted."""
@@ -115,4 +126,16 @@ class SchedulerStats:
             new_token_ratio=scheduler.ratio.value,
             paused=scheduler.paused,
             memory_bytes=self._memory_bytes,
+            cuda_graphs=None if self._graphs is None else _graph_state(self._graphs),
         )
+
+
+def _graph_state(stats: GraphStats) -> CudaGraphState:
+    return CudaGraphState(
+        eligible_steps=stats.eligible_steps,
+        replays=stats.replays,
+        fallbacks=dict(stats.fallbacks),
+        repairs=dict(stats.repairs),
+        capture_s=stats.capture_s,
+        capture_bytes=stats.capture_bytes,
+    )

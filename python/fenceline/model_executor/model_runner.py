@@ -21,7 +21,7 @@ from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.memory_order import Device, InputRing, LeasePool, ResultRing
 from fenceline.memory_order.guards import STARTUP_STOP
-from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
+from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner, GraphStats
 from fenceline.model_executor.decode_runner import DecodeRunner
 from fenceline.model_executor.decode_step import DecodeStep
 from fenceline.model_executor.forward_result import ForwardResult
@@ -121,6 +121,11 @@ class ModelRunner:
         """Bytes of the long-lived allocations by name."""
         weights = sum(p.nbytes for p in self.model.parameters())
         return {"weights": weights, "kv_cache": self.kv_pool.nbytes}
+
+    @property
+    def graph_stats(self) -> GraphStats | None:
+        """Counts of graph replays, None without graphs."""
+        return None if self.decode.graphs is None else self.decode.graphs.stats
 
     @torch.inference_mode()
     def launch(self, batch: ScheduleBatch) -> ForwardResult:
