@@ -159,24 +159,27 @@ class FlashInferAttentionBackend(AttentionBackend):
         size = len(inputs.rows)
         assert size not in self._buckets, f"bucket {size} has its plan already"
         max_pages = -(-inputs.max_seq_len // self.shape.page_size)
-        self._grow(self._graph_float_bytes(size), size * max_pages)
-        lens = np.ones(size, dtype=np.int64)
-        plan_space, info = self._plan_decode(lens, graph=True)
-        ints = self._bytes(self._graph_int_bytes(size))
-        ints.copy_(plan_space.ints[: ints.numel()])
-        self._buckets[size] = _Bucket(info, ints)
-        space = Workspace(self._floats, ints, plan_space.pinned)
-        pages = _pages_into(self._indices, size)
-        return _GraphDecodePlan(self, inputs, space, info, pages, max_pages)
+        with self._device.forward.active():
+            self._grow(self._graph_float_bytes(size), size * max_pages)
+            plan_space, info = self._plan_decode(np.ones(size, dtype=np.int64), graph=True)
+            ints = self._bytes(self._graph_int_bytes(size))
+            ints.copy_(plan_space.ints[: ints.numel()])
+            self._buckets[size] = _Bucket(info, ints)
+            space = Workspace(self._floats, ints, plan_space.pinned)
+            pages = _pages_into(self._indices, size)
+            return _GraphDecodePlan(self, inputs, space, info, pages, max_pages)
 
     def before_replay(self, bucket: int, seq_lens_cpu: Lens) -> None:
-        """Plan for these lengths, padded with 1, and bring the plan to where the graph reads it. FORWARD."""
+        """Plan for these lengths, padded with 1, and bring the plan to where the graph reads it, on FORWARD."""
         known = self._buckets[bucket]
         lens = np.ones(bucket, dtype=np.int64)
         lens[: len(seq_lens_cpu)] = seq_lens_cpu
         space, info = self._plan_decode(lens, graph=True)
-        assert info == known.info, f"the plan of bucket {bucket} is laid out as when it was captured"
-        known.ints.copy_(space.ints[: known.ints.numel()])
+        assert list(info) == list(known.info), (
+            f"the plan of bucket {bucket} is laid out as when it was captured"
+        )
+        with self._device.forward.active():
+            known.ints.copy_(space.ints[: known.ints.numel()])
 
     # --- workspaces --------------------------------------------------------------------------------------
 

@@ -28,7 +28,9 @@ _NHD, _NON_CAUSAL, _CAUSAL, _NO_POSITIONS, _WHOLE_WINDOW = 0, 0, 1, 0, -1  # its
 # ordered by the kernel's own wait, not by the stream, and everything here relies on the stream.
 _DEPENDENT_LAUNCH = False
 
-PlanInfo = list[int]  # offsets into the integer workspace, and sizes of the launch
+PlanInfo = Sequence[
+    int
+]  # offsets into the integer workspace, and sizes of the launch; as the library returns it
 Lens = npt.NDArray[np.int64]
 
 
@@ -91,7 +93,8 @@ def check_shape(shape: AttentionShape) -> None:
         )
     if shape.head_dim not in _HEAD_DIMS:
         raise ValueError(
-            f"--attention-backend flashinfer has no kernels for heads of {shape.head_dim}: use --attention-backend triton"
+            f"--attention-backend flashinfer has no kernels for heads of {shape.head_dim}: "
+            "use --attention-backend triton"
         )
 
 
@@ -162,7 +165,8 @@ class PrefillKernels:
         args += [shape.head_dim, shape.head_dim, causal, _WHOLE_WINDOW]
         if self.generation == "fa2":
             args += [-1, False, 0]  # keys are split as it sees fit; no other kernel runs beside it
-        return list(self._module.functions.plan(*args))
+        info: PlanInfo = self._module.functions.plan(*args)
+        return info
 
     def run_paged(
         self,
@@ -251,7 +255,8 @@ class DecodeKernels:
         args += [_starts(-(-seq_lens // shape.page_size)), len(seq_lens)]
         args += [shape.num_heads, shape.num_kv_heads, shape.page_size, graph, _WHOLE_WINDOW, 0.0]
         args += [shape.head_dim, shape.head_dim, empty, empty]
-        return list(self._module.functions.plan(*args))
+        info: PlanInfo = self._module.functions.plan(*args)
+        return info
 
     def run(
         self,

@@ -1,4 +1,4 @@
-"""Attention backends by the names that --attention-backend and its kin give, and the choice that ``auto`` stands for."""
+"""Attention backends by the names that --attention-backend and its kin give, and what ``auto`` stands for."""
 
 from __future__ import annotations
 
