@@ -1,0 +1,42 @@
+"""The real server with a planted fault: python test/gpu/planted_fault.py [launch_server flags].
+
+After some decode steps one request's page table names a page that does not exist, as a stale index would: the attention
+kernel of the next step, in a graph or not, reads what is not there. It is how the way of docs/debugging.md was walked.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.config.server_args import parse_args, resolve
+from fenceline.entrypoints.supervisor import serve_until_stopped
+from fenceline.managers.io_struct import PortArgs
+
+NUM_GOOD_STEPS = 20
+NO_SUCH_PAGE = (1 << 31) - 1
+
+
+def run_planted_scheduler(config: EngineConfig, ports: PortArgs) -> None:
+    """The scheduler process' entry."""
+    from fenceline.managers.scheduler_process import run_scheduler_process
+    from fenceline.model_executor.model_runner import ModelRunner
+    from fenceline.model_executor.schedule_batch import DecodeBatch
+
+    launch_decode = ModelRunner._launch_decode
+    num_steps = 0
+
+    def planted(self: ModelRunner, batch: DecodeBatch) -> object:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == NUM_GOOD_STEPS:
+            with self.device.forward.active():
+                self.req_pool.page_table[int(batch.rows[0]), :2] = NO_SUCH_PAGE
+        return launch_decode(self, batch)
+
+    ModelRunner._launch_decode = planted  # type: ignore[method-assign, assignment]
+    run_scheduler_process(config, ports)
+
+
+if __name__ == "__main__":
+    sys.exit(serve_until_stopped(resolve(parse_args(sys.argv[1:])), run_planted_scheduler))
