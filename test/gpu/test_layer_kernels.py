@@ -15,7 +15,7 @@ from fenceline.config.sampling_params import SamplingParams
 from fenceline.layers.kernels.base import HeadLayout, QKNorm
 from fenceline.layers.kernels.torch_kernels import TorchLayerKernels
 from fenceline.layers.rotary import RotaryEmbedding
-from fenceline.model_executor.gumbel import GumbelSampler, mix_seeds
+from fenceline.model_executor.gumbel import GumbelSampler, _row_keys, mix_seeds
 from fenceline.model_executor.kernels.decode_prologue import decode_prologue
 from fenceline.model_executor.kernels.sample import sample_tokens
 from fenceline.model_executor.sampler import Sampler
@@ -65,14 +65,14 @@ def capture(function: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [64, 896, 1024, 2560, 4096, 5120, 8192])
-def test_rms_norm(size: int, dtype: torch.dtype, pdl: bool) -> None:
+@pytest.mark.parametrize("size", [64, 896, 1024, 4096, 8192])
+def test_rms_norm(size: int, dtype: torch.dtype) -> None:
     from fenceline.layers.kernels.rms_norm import rms_norm
 
     weight = random(size, dtype=dtype, seed=1)
     for num_rows in (1, 2, 33, 1025):
         x = random(num_rows, size, dtype=dtype)
-        close(rms_norm(x, weight, 1e-6, pdl), REFERENCE.rms_norm(x, weight, 1e-6))
+        close(rms_norm(x, weight, 1e-6), REFERENCE.rms_norm(x, weight, 1e-6))
 
 
 def test_rms_norm_of_a_row_does_not_depend_on_the_others() -> None:
@@ -85,23 +85,24 @@ def test_rms_norm_of_a_row_does_not_depend_on_the_others() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [64, 3072, 11_008, 12_288])
-def test_silu_and_mul(size: int, dtype: torch.dtype, pdl: bool) -> None:
+@pytest.mark.parametrize("size", [3072, 11_008])
+def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
     from fenceline.layers.kernels.activation import silu_and_mul
 
     for num_rows in (1, 33, 1025):
         x = random(num_rows, 2 * size, dtype=dtype) * 4
         gate, up = x.float().chunk(2, dim=-1)
-        close(silu_and_mul(x, pdl), (torch.nn.functional.silu(gate) * up).to(dtype))
+        close(silu_and_mul(x), (torch.nn.functional.silu(gate) * up).to(dtype))
 
 
 LAYOUTS = [
-    HeadLayout(32, 8, 128),
-    HeadLayout(16, 8, 128),
-    HeadLayout(14, 2, 64),
-    HeadLayout(4, 4, 16),
-    HeadLayout(9, 3, 80),
-    HeadLayout(8, 1, 256),
+    (HeadLayout(32, 8, 128), True),
+    (HeadLayout(32, 8, 128), False),
+    (HeadLayout(16, 8, 128), True),
+    (HeadLayout(14, 2, 64), False),
+    (HeadLayout(4, 4, 16), True),
+    (HeadLayout(9, 3, 80), True),
+    (HeadLayout(8, 1, 256), False),
 ]
 
 
@@ -163,14 +164,13 @@ def make_rotation(
     )
 
 
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("heads", LAYOUTS, ids=str)
-def test_rotate_and_store(heads: HeadLayout, normed: bool, pdl: bool) -> None:
-    for num_tokens, dtype in ((1, torch.bfloat16), (3, torch.float32), (300, torch.float16)):
+@pytest.mark.parametrize(("heads", "normed"), LAYOUTS, ids=str)
+def test_rotate_and_store(heads: HeadLayout, normed: bool) -> None:
+    for num_tokens, dtype in ((1, torch.bfloat16), (3, torch.float32), (300, torch.bfloat16)):
         rotation = make_rotation(heads, num_tokens, normed, dtype)
         expected = rotation.copy()
         expected.reference()
-        rotation.kernel(pdl)
+        rotation.kernel(pdl=False)
         rotation.check(expected)
 
 
@@ -211,7 +211,7 @@ def test_a_captured_chain_reads_what_the_kernel_in_front_wrote(pdl: bool) -> Non
                 x = torch.cat((half, half), dim=1)
             out.copy_(half)
 
-        graph = capture(lambda run=run: run(pdl))  # type: ignore[misc]
+        graph = capture(lambda run=run: run(pdl))
         for seed in range(20):
             start.copy_(random(num_tokens, width, seed=seed))
             graph.replay()
@@ -237,7 +237,7 @@ def test_a_long_chain_of_norms_is_the_same_with_dependent_launch() -> None:
             y = rms_norm(y, weight, 1e-6, pdl=bool(index))
         outs[index].copy_(y)
 
-    graphs = [capture(lambda i=i: run(i)) for i in (0, 1)]  # type: ignore[misc]
+    graphs = [capture(lambda i=i: run(i)) for i in (0, 1)]
     for seed in range(10):
         x.copy_(random(64, 4096, seed=seed))
         for graph in graphs:
@@ -302,13 +302,12 @@ def keys(seeds: range, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return torch.from_numpy(mix_seeds(seeds)).to(GPU), positions.to(GPU)
 
 
-def test_noise_alone_is_gumbels() -> None:
-    """Rows of zeros: the noise alone decides, and float32 noise has near ties."""
-    num, vocab = 2000, 1024
-    seed_keys, positions = keys(range(num), torch.arange(num) * 77)
-    logits = torch.zeros(num, vocab, device=GPU)
-    reference = GumbelSampler(vocab, GPU).draw(logits, seed_keys, positions)
-    assert torch.equal(draw(logits, seed_keys, positions), reference)
+def test_noise_is_gumbels_bit_by_bit() -> None:
+    from gumbel_probe import kernel_noise
+
+    seed_keys, positions = keys(range(1000), torch.arange(1000) * 1_000_003)
+    expected = GumbelSampler(4096, GPU)._noise(*_row_keys(seed_keys, positions))
+    assert torch.equal(kernel_noise(seed_keys, positions, 4096), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

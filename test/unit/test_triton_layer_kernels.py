@@ -1,4 +1,5 @@
-"""Triton's layer, prologue and sampling kernels on the CPU, in Triton's interpreter, against torch's operators.
+"""Triton's layer, prologue and sampling kernels on the CPU: in Triton's interpreter, against torch's operators, and
+compiled for GPUs that are not there.
 
 Run as a script this file is the checks themselves: the interpreter must be chosen before triton is imported and must
 not leak into other tests. Under pytest it starts that script once and reports each check.
@@ -23,6 +24,7 @@ CHECKS = (
     "silu_and_mul",
     "rotate_and_store",
     "decode_prologue",
+    "noise",
     "sample_greedy",
     "sample_noise",
     "sample_thresholds",
@@ -36,7 +38,11 @@ def results() -> dict[str, str]:
     pytest.importorskip("triton", reason="Triton is not installed")
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(Path(__file__))], env=env, capture_output=True, text=True, timeout=200
+        [sys.executable, "-W", "ignore::RuntimeWarning", __file__],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     loaded: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
@@ -46,6 +52,73 @@ def results() -> dict[str, str]:
 @pytest.mark.parametrize("name", CHECKS)
 def test_interpreted(name: str, results: dict[str, str]) -> None:
     assert results[name] == ""
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To machine code, with dependent launch from sm_90 on; every wide row is read by 16-byte loads."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    pdl = capability >= 90
+    for name, ptx in compiled(capability, pdl):
+        assert (
+            ptx.count("griddepcontrol.wait") == ptx.count("griddepcontrol.launch_dependents") == int(pdl)
+        ), name
+        if name in ("_rms_norm_kernel", "_silu_and_mul_kernel", "_rotate_and_store_kernel", "_piece_kernel"):
+            assert "ld.global.v4.b32" in ptx, name
+
+
+def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
+    """Each kernel's name and PTX, for the shapes of an 8B model."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fenceline.layers.kernels import activation, rms_norm, rotate_store
+    from fenceline.model_executor.kernels import decode_prologue_triton, sample_triton
+
+    heads = {
+        "NUM_HEADS": 32,
+        "NUM_KV_HEADS": 8,
+        "HALF": 64,
+        "BLOCK_HALF": 64,
+        "BLOCK_HEADS": 4,
+        "HAS_NORMS": True,
+    }
+    unused = {"thresholds": None, "maxima": None}
+    for kernel, warps, constants in (
+        (rms_norm._rms_norm_kernel, 16, {"SIZE": 4096, "BLOCK": 4096, "ROWS": 1}),
+        (activation._silu_and_mul_kernel, 4, {"SIZE": 12_288, "BLOCK": 1024}),
+        (rotate_store._rotate_and_store_kernel, 1, heads),
+        (decode_prologue_triton._decode_prologue_kernel, 1, {"PAGE_SIZE": 64, "BLOCK": 32}),
+        (sample_triton._piece_kernel, 4, {"VOCAB": 151_936, "BLOCK": 1024, **unused}),
+        (sample_triton._combine_kernel, 4, {"PIECES": 149, "BLOCK": 256}),
+    ):
+        names, fixed = kernel.arg_names, constants | {"PDL": pdl}
+        signature = {name: "constexpr" if name in fixed else ARGUMENTS.get(name, "*i64") for name in names}
+        aligned = {
+            (names.index(n),): [["tt.divisibility", 16]]
+            for n, t in signature.items()
+            if "*" in t or n == "stride"
+        }
+        values = {(names.index(name),): value for name, value in fixed.items()}
+        source = ASTSource(kernel, signature, values, aligned)
+        options = {"num_warps": warps, "launch_pdl": pdl}
+        asm = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
+        assert asm["cubin"]
+        yield kernel.__name__, asm["ptx"]
+
+
+# Types of the kernels' arguments that are no int64 tensors.
+ARGUMENTS = {
+    **dict.fromkeys(("x", "weight", "out", "gate_up", "qkv", "logits"), "*bf16"),
+    **dict.fromkeys(("q_weight", "k_weight", "k_cache", "v_cache"), "*bf16"),
+    **dict.fromkeys(("table", "temperatures", "noise_scales", "best_scores"), "*fp32"),
+    **dict.fromkeys(("page_table", "best_ids"), "*i32"),
+    **dict.fromkeys(("num_rows", "size", "max_pages"), "i32"),
+    "stride": "i64",
+    "eps": "fp32",
+}
 
 
 # --- the checks, run in the script -------------------------------------------------------------------
@@ -162,6 +235,21 @@ def interpreted_logarithms() -> Iterator[None]:
         sample_triton.libdevice = original
 
 
+def check_noise() -> None:
+    from gumbel_probe import kernel_noise
+
+    from fenceline.model_executor.gumbel import GumbelSampler, _row_keys, mix_seeds
+
+    seed_keys = torch.from_numpy(mix_seeds([0, -1, 2**63 - 1, -(2**63), *range(5, 20)]))
+    positions = torch.arange(len(seed_keys)) * 1001
+    sampler = GumbelSampler(1024, torch.device("cpu"))
+    sampler._dtype = torch.float32
+    expected = sampler._noise(*_row_keys(seed_keys, positions))
+    with interpreted_logarithms():
+        actual = kernel_noise(seed_keys, positions, 1024)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)  # numpy's logarithm for torch's
+
+
 class Draw:
     """Inputs of one sampling call, and the same call to both implementations."""
 
@@ -270,6 +358,7 @@ def main() -> None:
     torch.set_num_threads(1)
     results = {}
     for name in CHECKS:
+        torch.manual_seed(0)
         try:
             globals()[f"check_{name}"]()
             results[name] = ""
