@@ -14,11 +14,6 @@ from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDe
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Device
 
-# Requests and tokens of each, in the measurement.
-SHAPES: Mapping[ForwardMode, tuple[int, int]] = {
-    ForwardMode.EXTEND: (4, 1024),
-    ForwardMode.DECODE: (32, 1024),
-}
 # A backend that plans on the host costs every decode step a plan and a copy that no kernel time shows. One without is
 # taken unless its kernels are slower by more than this.
 _PLAN_STEP_CREDIT = 1.1
@@ -37,6 +32,21 @@ class AttentionSetting:
     context_length: int
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredBatch:
+    """Requests of ``num_tokens`` each: all of them new in EXTEND but for a prefix, one of them in DECODE."""
+
+    num_requests: int
+    num_tokens: int
+    prefix_len: int = 0
+
+
+BATCHES: Mapping[ForwardMode, MeasuredBatch] = {
+    ForwardMode.EXTEND: MeasuredBatch(4, 1024),
+    ForwardMode.DECODE: MeasuredBatch(32, 1024),
+}
+
+
 def choose(times_us: Mapping[str, float], mode: ForwardMode) -> str:
     """The best of the measured backends; in decode one without a plan step has credit."""
     best = min(times_us, key=lambda name: times_us[name])
@@ -48,7 +58,12 @@ def choose(times_us: Mapping[str, float], mode: ForwardMode) -> str:
     return best
 
 
-def measure_us(backend: AttentionBackend, setting: AttentionSetting, mode: ForwardMode) -> float:
+def measure_us(
+    backend: AttentionBackend,
+    setting: AttentionSetting,
+    mode: ForwardMode,
+    batch: MeasuredBatch | None = None,
+) -> float:
     """Microseconds of one layer's attention, as a graph's replay takes them, over a pool that nobody uses yet.
 
     Compiles what the backend needs. The pool is only read. Blocks until the device is done.
@@ -56,7 +71,7 @@ def measure_us(backend: AttentionBackend, setting: AttentionSetting, mode: Forwa
     device = setting.device
     device.synchronize()  # the pool was written on the default stream
     with device.forward.active():
-        step, num_calls = _step(backend, setting, mode)
+        step, num_calls = _step(backend, setting, mode, batch or BATCHES[mode])
         step()
     device.synchronize()
     graph = device.capture("attention measurement", device.make_graph_pool("attention measurement"), step)
@@ -72,18 +87,19 @@ def measure_us(backend: AttentionBackend, setting: AttentionSetting, mode: Forwa
 
 
 def _step(
-    backend: AttentionBackend, setting: AttentionSetting, mode: ForwardMode
+    backend: AttentionBackend, setting: AttentionSetting, mode: ForwardMode, batch: MeasuredBatch
 ) -> tuple[Callable[[], None], int]:
     """A step's attention over as many layers as the model has, and how many calls that is."""
-    pool, (num_requests, num_tokens) = setting.kv_pool, SHAPES[mode]
-    num_tokens = min(num_tokens, setting.context_length)
-    num_queries = num_requests * (num_tokens if mode is ForwardMode.EXTEND else 1)
+    pool = setting.kv_pool
+    seq_len = min(batch.num_tokens, setting.context_length)
+    query_len = seq_len - min(batch.prefix_len, seq_len - 1) if mode is ForwardMode.EXTEND else 1
+    num_queries = batch.num_requests * query_len
     keys = pool.k(0)
     num_kv_heads, head_dim = keys.shape[1:]
     num_heads = setting.num_heads
     qkv = torch.randn(num_queries, num_heads + 2 * num_kv_heads, head_dim, device=keys.device).to(keys.dtype)
     q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    plan = _plan(backend, setting, mode, num_requests, num_tokens)
+    plan = _plan(backend, setting, mode, batch.num_requests, seq_len, query_len)
     num_calls = min(max(pool.num_layers, _NUM_CALLS[0]), _NUM_CALLS[1])
 
     def step() -> None:
@@ -99,7 +115,8 @@ def _plan(
     setting: AttentionSetting,
     mode: ForwardMode,
     num_requests: int,
-    num_tokens: int,
+    seq_len: int,
+    query_len: int,
 ) -> AttentionPlan:
     pool = setting.kv_pool
     torch_device = pool.k(0).device
@@ -108,15 +125,15 @@ def _plan(
     pages = torch.arange(num_requests * columns, device=torch_device) % (pool.num_pages - 1) + 1
     page_table = pages.view(num_requests, columns).int()
     rows = torch.arange(num_requests, device=torch_device)
-    seq_lens = torch.full((num_requests,), num_tokens, dtype=torch.int64, device=torch_device)
-    lens_cpu = np.full(num_requests, num_tokens, dtype=np.int64)
+    seq_lens = torch.full((num_requests,), seq_len, dtype=torch.int64, device=torch_device)
+    lens_cpu = np.full(num_requests, seq_len, dtype=np.int64)
     if mode is ForwardMode.DECODE:
         graph_plan = backend.plan_graph(GraphDecodeInputs(page_table, rows, seq_lens, setting.context_length))
         if graph_plan is not None:
             backend.before_replay(num_requests, lens_cpu)
             return graph_plan
     extend = mode is ForwardMode.EXTEND
-    starts = torch.arange(num_requests + 1, dtype=torch.int32, device=torch_device) * num_tokens
+    starts = torch.arange(num_requests + 1, dtype=torch.int32, device=torch_device) * query_len
     return backend.plan(
         AttentionInputs(
             mode=mode,
@@ -124,7 +141,7 @@ def _plan(
             rows=rows,
             seq_lens=seq_lens,
             seq_lens_cpu=lens_cpu,
-            query_lens_cpu=lens_cpu if extend else np.ones_like(lens_cpu),
+            query_lens_cpu=np.full_like(lens_cpu, query_len),
             query_starts=starts if extend else None,
         )
     )

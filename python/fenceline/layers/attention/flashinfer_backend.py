@@ -47,11 +47,19 @@ Lens = npt.NDArray[np.int64]
 class FlashInferAttentionBackend(AttentionBackend):
     """Plans over one KV pool. A plan is good until the next is made: they share the ring and the workspaces.
 
-    ``num_heads`` are this rank's query heads. ``prefill`` overrules FlashInfer's choice of its own kernels: fa2 or fa3.
+    ``num_heads`` are this rank's query heads. To compare kernels, ``prefill`` names FlashInfer's fa2 or fa3 and
+    ``tensor_cores`` says what decode runs on; None leaves both to what fits the GPU and the model.
     Raises ValueError with the remedy where FlashInfer is missing or has no kernels for the model.
     """
 
-    def __init__(self, kv_pool: KVPool, device: Device, num_heads: int, prefill: str | None = None) -> None:
+    def __init__(
+        self,
+        kv_pool: KVPool,
+        device: Device,
+        num_heads: int,
+        prefill: str | None = None,
+        tensor_cores: bool | None = None,
+    ) -> None:
         keys = kv_pool.k(0)
         self.shape = AttentionShape(
             num_heads, keys.shape[1], keys.shape[2], kv_pool.page_size, kv_pool.k(0).dtype
@@ -67,7 +75,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         fa3_or_fa2 = prefill or prefill_generation(device.torch_device, self.shape.dtype)
         self.prefill = PrefillKernels(self.shape, fa3_or_fa2)
         self.decode: DecodeKernels | PrefillKernels = DecodeKernels(self.shape)
-        if self.shape.group > _MAX_CUDA_CORE_GROUP:
+        if self.shape.group > _MAX_CUDA_CORE_GROUP if tensor_cores is None else tensor_cores:
             self.decode = PrefillKernels(self.shape, "fa2") if fa3_or_fa2 != "fa2" else self.prefill
         self._ring = PlanRing(device, _INT_BYTES)
         self._num_sms = torch.cuda.get_device_properties(device.torch_device).multi_processor_count

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from fenceline.layers.attention.base import AttentionBackend
-from fenceline.layers.attention.choice import SHAPES, AttentionSetting, choose, measure_us
+from fenceline.layers.attention.choice import BATCHES, AttentionSetting, choose, measure_us
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.forward_batch import ForwardMode
 from fenceline.mem_cache.kv_pool import KVPool
@@ -116,13 +116,13 @@ def _chosen(name: str, mode: ForwardMode, setting: AttentionSetting) -> str:
             times_us[candidate] = result
             notes.append(f"{candidate} {result:.1f} us")
     chosen = choose(times_us, mode) if times_us else _REFERENCE
-    requests, tokens = SHAPES[mode]
+    batch = BATCHES[mode]
     logger.info(
         "Attention of %s steps: %s (%d requests of %d tokens, one layer: %s)",
         "prefill" if mode is ForwardMode.EXTEND else "decode",
         chosen,
-        requests,
-        tokens,
+        batch.num_requests,
+        batch.num_tokens,
         "; ".join(notes),
     )
     return chosen

@@ -1,0 +1,159 @@
+"""Attention kernels side by side: microseconds of one layer, as a graph's replay takes them.
+
+    python benchmark/kernels/bench_attention.py [--models 0.6B 8B] [--page-size 1]
+
+Decode reads its keys and values once: the table also says how much of the bytes a second that is. Extend's figure is in
+TFLOP/s of the causal half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fenceline.layers.attention.base import AttentionBackend
+from fenceline.layers.attention.choice import AttentionSetting, MeasuredBatch, measure_us
+from fenceline.layers.attention.fa3_backend import Fa3AttentionBackend
+from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend
+from fenceline.layers.attention.registry import make_attention_backends
+from fenceline.layers.attention.triton_backend import TritonAttentionBackend
+from fenceline.layers.forward_batch import ForwardMode
+from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.memory_order import Device, open_device
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """A model's attention."""
+
+    queries: int
+    kv: int
+    head_dim: int
+
+
+MODELS = {"0.6B": Heads(16, 8, 128), "8B": Heads(32, 8, 128)}
+DECODE = [MeasuredBatch(*shape) for shape in ((1, 1024), (32, 384), (32, 1024), (256, 1152), (8, 16384))]
+EXTEND = [
+    MeasuredBatch(*shape)
+    for shape in ((1, 128), (1, 1024), (8, 1024), (16, 128), (1, 8192), (8, 1024 + 16, 16), (1, 8192, 7168))
+]
+NUM_LAYERS = 8
+CONTEXT_LENGTH = 32768
+
+
+def backends(setting: AttentionSetting, mode: ForwardMode) -> dict[str, Callable[[], AttentionBackend]]:
+    """What is compared in steps of that kind."""
+    pool, device, heads = setting.kv_pool, setting.device, setting.num_heads
+
+    def flashinfer(prefill: str | None = None, tensor_cores: bool | None = None) -> AttentionBackend:
+        return FlashInferAttentionBackend(pool, device, heads, prefill, tensor_cores)
+
+    both: dict[str, Callable[[], AttentionBackend]] = {
+        "triton": lambda: TritonAttentionBackend(pool),
+        "fa3": lambda: Fa3AttentionBackend(pool),
+    }
+    if mode is ForwardMode.EXTEND:
+        return both | {
+            "flashinfer": flashinfer,
+            "flashinfer fa2": lambda: flashinfer("fa2"),
+        }
+    return both | {
+        "flashinfer cuda cores": lambda: flashinfer(tensor_cores=False),
+        "flashinfer tensor cores": lambda: flashinfer(tensor_cores=True),
+    }
+
+
+def rate(heads: Heads, mode: ForwardMode, batch: MeasuredBatch, us: float) -> str:
+    """Bytes or operations a second."""
+    if mode is ForwardMode.DECODE:
+        nbytes = batch.num_requests * batch.num_tokens * heads.kv * heads.head_dim * 4
+        return f"{nbytes / us / 1e6:5.2f} TB/s"
+    total, prefix = batch.num_tokens, batch.prefix_len
+    pairs = batch.num_requests * (total * total - prefix * prefix) / 2
+    return f"{4 * pairs * heads.queries * heads.head_dim / us / 1e6:5.0f} TFLOP/s"
+
+
+def compare(name: str, heads: Heads, page_size: int, device: Device) -> None:
+    """Print the model's two tables."""
+    pool = KVPool(
+        400_000 // page_size,
+        page_size,
+        NUM_LAYERS,
+        heads.kv,
+        heads.head_dim,
+        torch.bfloat16,
+        device.torch_device,
+    )
+    for layer in range(NUM_LAYERS):
+        pool.k(layer).normal_()
+        pool.v(layer).normal_()
+    setting = AttentionSetting(pool, device, heads.queries, CONTEXT_LENGTH)
+    for mode, batches in ((ForwardMode.DECODE, DECODE), (ForwardMode.EXTEND, EXTEND)):
+        print(f"{name} {mode.value}, page size {page_size}")
+        for label, make in backends(setting, mode).items():
+            cells = []
+            for batch in batches:
+                try:
+                    us = measure_us(make(), setting, mode, batch)
+                    cells.append(f"{us:8.1f} us {rate(heads, mode, batch, us)}")
+                except Exception as error:  # one that is missing must not keep the others
+                    cells.append(f"{type(error).__name__}: {str(error)[:80]}")
+                    break
+            print(f"  {label:24}", " | ".join(cells), flush=True)
+        shapes = [
+            f"{b.num_requests} x {b.num_tokens}" + f" ({b.prefix_len} cached)" * bool(b.prefix_len)
+            for b in batches
+        ]
+        print(f"  {'':24}", " | ".join(shapes), flush=True)
+
+
+def plan_cost(device: Device) -> None:
+    """What planning a decode step costs the CPU, of which the kernels' times say nothing."""
+    heads = MODELS["8B"]
+    pool = KVPool(4096, 16, 1, heads.kv, heads.head_dim, torch.bfloat16, device.torch_device)
+    backend = FlashInferAttentionBackend(pool, device, heads.queries)
+    table = torch.zeros(257, 2048, dtype=torch.int32, device=device.torch_device)
+    from fenceline.layers.forward_batch import GraphDecodeInputs
+
+    for size in (1, 32, 256):
+        rows = torch.zeros(size, dtype=torch.int64, device=device.torch_device)
+        backend.plan_graph(GraphDecodeInputs(table, rows, torch.ones_like(rows), CONTEXT_LENGTH))
+        lens = np.random.default_rng(size).integers(1, 2000, size)
+        begin = time.perf_counter()
+        for _ in range(200):
+            backend.before_replay(size, lens)
+        print(f"plan of {size} requests: {(time.perf_counter() - begin) * 5e3:.0f} us of CPU")
+        device.synchronize()
+
+
+def main() -> None:
+    """Print the tables of the chosen models, then what auto makes of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--page-size", type=int, default=1)
+    args = parser.parse_args()
+    device = open_device("cuda")
+    for name in args.models:
+        compare(name, MODELS[name], args.page_size, device)
+        torch.cuda.empty_cache()
+    plan_cost(device)
+    for name in args.models:
+        heads = MODELS[name]
+        pool = KVPool(80_000, 1, 8, heads.kv, heads.head_dim, torch.bfloat16, device.torch_device)
+        begin = time.perf_counter()
+        chosen = make_attention_backends(
+            "auto", "auto", AttentionSetting(pool, device, heads.queries, CONTEXT_LENGTH)
+        )
+        took = time.perf_counter() - begin
+        print(
+            f"auto, {name}: prefill {chosen.prefill_name}, decode {chosen.decode_name}, chosen in {took:.2f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()
