@@ -153,7 +153,7 @@ def bench_sample(pdl: bool, tune: bool) -> None:
         logits, length = random(num_reqs, VOCAB) * 3, 20 if num_reqs < 256 else 5
         seed_keys = torch.from_numpy(mix_seeds(range(num_reqs))).to(GPU)
         positions, tokens = seed_keys.clone(), seed_keys.clone()
-        ones, rows, last = torch.ones(num_reqs, device=GPU), tokens * 0 + 1, torch.zeros_like(tokens)
+        ones, rows, last = torch.ones(num_reqs, device=GPU), tokens * 0, torch.zeros_like(tokens)
 
         def run(scales: torch.Tensor, p: bool, logits: torch.Tensor = logits, keys: torch.Tensor = seed_keys,
                 positions: torch.Tensor = positions, tokens: torch.Tensor = tokens,
