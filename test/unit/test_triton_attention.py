@@ -34,6 +34,8 @@ INTERPRETED = (
     "extend_with_every_head_size",
     "extend_in_every_precision",
     "extend_of_many_requests",
+    "extend_with_split_keys",
+    "extend_grid_fills_the_gpu",
     "extend_reads_no_column_past_the_end",
     "impossible_batches_are_refused",
 )
@@ -103,16 +105,16 @@ def decode(step, num_workers: int = 3) -> torch.Tensor:  # type: ignore[no-untyp
     return output
 
 
-def extend(step, block_m: int = 16, block_n: int = 16) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    from fenceline.layers.kernels.extend_attention import ExtendConfig, extend_attention, extend_tiles
+def extend(step, block_m: int = 16, block_n: int = 16, num_splits: int = 1) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    from fenceline.layers.kernels.extend_attention import ExtendConfig, ExtendGrid, extend_attention
 
     keys, values = step.pool.k(1), step.pool.v(1)
     queries = torch.cat(step.queries)
     lens = np.array(step.query_lens)
+    group = queries.shape[1] // keys.shape[1]
+    grid = ExtendGrid(int((-(-lens * group // block_m)).sum()), num_splits)
     config = ExtendConfig(block_m, block_n, 4, 2)
-    num_tiles = extend_tiles(lens, queries.shape[1] // keys.shape[1], config)
-    starts = starts_of(lens)
-    return extend_attention(queries, keys, values, requests_of(step), starts, num_tiles, SCALE, config)
+    return extend_attention(queries, keys, values, requests_of(step), starts_of(lens), grid, SCALE, config)
 
 
 def starts_of(query_lens: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
@@ -278,6 +280,27 @@ def check_extend_of_many_requests() -> None:
     agree(backend_output(step, decoding=False, queries=torch.cat(step.queries)), step)
 
 
+def check_extend_with_split_keys() -> None:
+    """Splits that a short request leaves empty, splits of which early rows see nothing."""
+    for num_splits in (2, 3, 7):
+        step = case([70, 3, 64], [30, 3, 1], 16, (3, 1))
+        agree(extend(step, 16, 16, num_splits), step)
+
+
+def check_extend_grid_fills_the_gpu() -> None:
+    from fenceline.layers.kernels.extend_attention import ExtendConfig, ExtendGrid, extend_grid
+
+    config = ExtendConfig(64, 64, 4, 3)
+
+    def grid(query_lens: list[int], seq_lens: list[int]) -> ExtendGrid:
+        return extend_grid(np.array(query_lens), np.array(seq_lens), (32, 8), config, 132)
+
+    assert grid([16], [8192]) == ExtendGrid(1, 16)
+    assert grid([16], [700]) == ExtendGrid(1, 2)
+    assert grid([17, 1], [400, 9]) == ExtendGrid(3, 1)
+    assert grid([1024], [8192]) == ExtendGrid(64, 1)
+
+
 def check_extend_reads_no_column_past_the_end() -> None:
     for page_size in (1, 64):
         step = case([1, 65, 64, 40], [1, 3, 64, 2], page_size, (2, 1))
@@ -307,9 +330,10 @@ def compile_for(arch: str) -> None:
 
     common = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "GROUP": 4, "PAGE_SIZE": 1, "BATCH_PAD": 64, "BLOCK_N": 64}
     pdl = arch != "sm_80"
-    decode = {"GROUP_PAD": 4, "ROWS": 16, "MERGE": 8, "PDL": pdl}
+    decode = {"NUM_WORKERS": 33, "GROUP_PAD": 4, "ROWS": 16, "MERGE": 8, "PDL": pdl}
     _compile(decode_attention._decode_kernel, common | decode, arch, 4, 5, pdl)
-    _compile(extend_attention._extend_kernel, common | {"BLOCK_M": 128}, arch, 8, 3, False)
+    _compile(extend_attention._extend_kernel, common | {"BLOCK_M": 128, "SPLIT": False}, arch, 8, 3, False)
+    _compile(extend_attention._extend_kernel, common | {"BLOCK_M": 16, "SPLIT": True}, arch, 4, 5, False)
 
 
 def _compile(

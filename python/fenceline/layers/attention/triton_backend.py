@@ -6,7 +6,6 @@ run. A captured decode step therefore needs nothing from the host, whatever its 
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from fenceline.layers.attention.base import AttentionBackend, AttentionPlan
@@ -18,7 +17,7 @@ from fenceline.layers.kernels.decode_attention import (
     PagedRequests,
     decode_attention,
 )
-from fenceline.layers.kernels.extend_attention import ExtendConfig, extend_attention, extend_tiles
+from fenceline.layers.kernels.extend_attention import ExtendConfig, ExtendGrid, extend_attention, extend_grid
 from fenceline.mem_cache.kv_pool import KVPool
 
 # Workers of a batch for each multiprocessor: as many as run on it at once, so that all are done at the same time.
@@ -41,11 +40,11 @@ class TritonAttentionBackend(AttentionBackend):
                 "--attention-backend flashinfer or torch"
             )
         self.kv_pool = kv_pool
-        self._num_sms = 1
+        self.num_sms = 1
         self._launch_pdl = False
         if keys.is_cuda:
             device = torch.cuda.get_device_properties(keys.device)
-            self._num_sms = device.multi_processor_count
+            self.num_sms = device.multi_processor_count
             self._launch_pdl = device.major >= 9
         max_workers = self._num_workers(_MAX_WORKERS_PER_SM)
         self.workspace = DecodeWorkspace(num_kv_heads, head_dim, max_workers, keys.device)
@@ -64,7 +63,7 @@ class TritonAttentionBackend(AttentionBackend):
             assert bool((inputs.query_lens_cpu == 1).all()), "decode has one query for each request"
             return self._plan_decode(requests)
         assert inputs.query_starts is not None, "EXTEND names where each request's queries start"
-        return _ExtendPlan(self, requests, inputs.query_starts, inputs.query_lens_cpu)
+        return _ExtendPlan(self, requests, inputs)
 
     def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
         """See ``AttentionBackend.plan_graph``; every bucket can be captured."""
@@ -94,7 +93,7 @@ class TritonAttentionBackend(AttentionBackend):
         return _DecodePlan(self.kv_pool, requests, self.workspace, self.decode_config(len(requests.rows)))
 
     def _num_workers(self, workers_per_sm: int) -> int:
-        return max(self._num_sms * workers_per_sm // self.kv_pool.k(0).shape[1], 1)
+        return max(self.num_sms * workers_per_sm // self.kv_pool.k(0).shape[1], 1)
 
 
 class _DecodePlan(AttentionPlan):
@@ -121,32 +120,29 @@ class _ExtendPlan(AttentionPlan):
     """Any number of queries for each request, after a prefix that is in the pool."""
 
     def __init__(
-        self,
-        backend: TritonAttentionBackend,
-        requests: PagedRequests,
-        query_starts: torch.Tensor,
-        query_lens_cpu: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
+        self, backend: TritonAttentionBackend, requests: PagedRequests, inputs: AttentionInputs
     ) -> None:
         self._backend = backend
         self._requests = requests
-        self._query_starts = query_starts
-        self._query_lens_cpu = query_lens_cpu.copy()  # whoever made the batch may reuse its arrays
-        self._cut: tuple[int, ExtendConfig, int] | None = (
-            None  # for a group of so many heads: config, num_tiles
-        )
+        self._inputs = inputs
+        self._cut: tuple[ExtendConfig, ExtendGrid] | None = None  # the same in every layer
 
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """See ``AttentionPlan.forward``."""
-        pool = self._backend.kv_pool
+        pool, query_starts = self._backend.kv_pool, self._inputs.query_starts
         keys, values = pool.k(layer_id), pool.v(layer_id)
         group = _group(q, keys)
-        if self._cut is None or self._cut[0] != group:  # the same in every layer
-            config = self._backend.extend_config(int(self._query_lens_cpu.max()) * group)
-            self._cut = group, config, extend_tiles(self._query_lens_cpu, group, config)
-        _, config, num_tiles = self._cut
-        return extend_attention(q, keys, values, self._requests, self._query_starts, num_tiles, scale, config)
+        if self._cut is None:
+            lens = self._inputs.query_lens_cpu
+            config = self._backend.extend_config(int(lens.max()) * group)
+            heads = q.shape[1], keys.shape[1]
+            grid = extend_grid(lens, self._inputs.seq_lens_cpu, heads, config, self._backend.num_sms)
+            self._cut = config, grid
+        config, grid = self._cut
+        assert query_starts is not None
+        return extend_attention(q, keys, values, self._requests, query_starts, grid, scale, config)
 
 
 def _group(q: torch.Tensor, keys: torch.Tensor) -> int:

@@ -2,7 +2,7 @@
 
 What bounds it is reading K and V once, so that reading is spread evenly over the GPU by the kernel itself. Every
 request is cut into blocks of ``block_n`` tokens; all blocks of the batch, request after request, are one line, and
-each of the workers that share a KV head takes one stretch of it, equally long but for one block. Which stretch a worker
+each of the workers that share a KV head takes one stretch of it, all equally long. Which stretch a worker
 takes follows from ``seq_lens`` in device memory alone: the grid never changes, so a captured graph stays balanced
 when lengths change, and nothing is planned on the host.
 
@@ -31,7 +31,8 @@ _NO_SCORE = tl.constexpr(-1.0e30)  # below every score, and finite: no NaN from 
 class DecodeConfig:
     """How a batch is cut: blocks of ``block_n`` tokens (a power of two >= 16), ``num_workers`` for each KV head.
 
-    ``launch_pdl``: overlap the launch with the end of the kernel in front (sm_90 and later).
+    ``launch_pdl``: overlap the launch with the end of the kernel in front (sm_90 and later). ``max_registers`` of a
+    thread: fewer let more workers run on a multiprocessor at once.
     """
 
     block_n: int
@@ -39,6 +40,7 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     launch_pdl: bool = False
+    max_registers: int | None = None
 
 
 class DecodeWorkspace:
@@ -96,82 +98,86 @@ def decode_attention(
     assert 1 <= group <= MAX_GROUP and group * num_kv_heads == num_heads
     assert config.num_workers <= workspace.max_workers
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    padded_group = triton.next_power_of_2(group)
+    group_pad = triton.next_power_of_2(group)
     _decode_kernel[(num_kv_heads, config.num_workers)](
         q, k_cache, v_cache, out, requests.page_table, requests.rows, requests.seq_lens,
         workspace.partial, workspace.stats, workspace.num_done,
         batch, scale * _LOG2_E, q.stride(0), requests.page_table.stride(0),
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, GROUP=group, GROUP_PAD=padded_group, ROWS=MAX_GROUP,
-        PAGE_SIZE=requests.page_size, BATCH_PAD=padded_batch(batch), BLOCK_N=config.block_n,
-        MERGE=max(2, _MERGE_ELEMENTS // (padded_group * head_dim)), PDL=config.launch_pdl,
+        NUM_WORKERS=config.num_workers, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, GROUP=group,
+        GROUP_PAD=group_pad, ROWS=MAX_GROUP, PAGE_SIZE=requests.page_size, BATCH_PAD=padded_batch(batch),
+        BLOCK_N=config.block_n, MERGE=max(_MERGE_ELEMENTS // (group_pad * head_dim), 2), PDL=config.launch_pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.launch_pdl,
+        maxnreg=config.max_registers,
     )  # fmt: skip
     return out
 
 
 def padded_batch(batch: int) -> int:
     """Lengths that a worker looks at: few different values, since each is a kernel of its own."""
-    return next((size for size in (16, 64, 256) if batch <= size), 0) or triton.next_power_of_2(batch)
+    return next((size for size in (1, 16, 64, 256) if batch <= size), 0) or triton.next_power_of_2(batch)
 
 
 @triton.jit(do_not_specialize=["batch"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, page_table_ptr, rows_ptr, seq_lens_ptr, partial_ptr, stats_ptr, num_done_ptr,
     batch, scale_log2, q_stride, page_table_stride,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
-    ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, BATCH_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    MERGE: tl.constexpr, PDL: tl.constexpr,
+    NUM_WORKERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, BATCH_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, MERGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(
-        0
-    )  # neighbouring programs read the heads of one token, which are neighbours in memory
-    worker = tl.program_id(1)
+    # Neighbouring programs read the heads of the same tokens, which are neighbours in memory.
+    head, worker = tl.program_id(0), tl.program_id(1)
     if PDL:
         tl_cuda.gdc_launch_dependents()
         tl_cuda.gdc_wait()
-    ids = tl.arange(0, BATCH_PAD)
-    seq_lens = tl.load(seq_lens_ptr + ids, mask=ids < batch, other=0).to(tl.int32)
-    table_rows = tl.load(rows_ptr + ids, mask=ids < batch, other=0).to(tl.int32)
-    num_blocks = (seq_lens + BLOCK_N - 1) // BLOCK_N
-    ends = tl.cumsum(num_blocks, 0)
-    total = tl.sum(num_blocks, 0)
-    base = total // tl.num_programs(1)
-    extra = total % tl.num_programs(1)  # so many workers have a block more
-    unit = worker * base + tl.minimum(worker, extra)
-    last_unit = unit + base + (worker < extra).to(tl.int32)
-    request = tl.sum((ends <= unit).to(tl.int32), 0)
+    if BATCH_PAD == 1:  # nothing to search: what one request waits for is latency
+        request, request_first = 0, 0
+        seq_len = tl.load(seq_lens_ptr).to(tl.int32)
+        table_row = tl.load(rows_ptr)
+        total = (seq_len + BLOCK_N - 1) // BLOCK_N
+        stretch = (total + NUM_WORKERS - 1) // NUM_WORKERS
+        unit = worker * stretch
+    else:
+        ids = tl.arange(0, BATCH_PAD)
+        seq_lens = tl.load(seq_lens_ptr + ids, mask=ids < batch, other=0).to(tl.int32)
+        num_blocks = (seq_lens + BLOCK_N - 1) // BLOCK_N
+        total = tl.sum(num_blocks, 0)
+        stretch = (total + NUM_WORKERS - 1) // NUM_WORKERS
+        unit = worker * stretch
+        ends = tl.cumsum(num_blocks, 0)
+        request = tl.minimum(tl.sum((ends <= unit).to(tl.int32), 0), batch - 1)
+        request_first = tl.max(tl.where(ends <= unit, ends, 0), 0)
+        seq_len = tl.load(seq_lens_ptr + request).to(tl.int32)
+        table_row = tl.load(rows_ptr + request)
+    last_unit = tl.minimum(unit + stretch, total)
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, HEAD_DIM)
-    out_offsets = (head * GROUP + rows)[:, None] * HEAD_DIM + dims[None, :]
+    offsets = (head * GROUP + rows)[:, None] * HEAD_DIM + dims[None, :]
+    row_live = (rows < GROUP)[:, None]
     while unit < last_unit:
-        mine = ids == request
-        seq_len = tl.sum(tl.where(mine, seq_lens, 0), 0)
-        table_row = tl.sum(tl.where(mine, table_rows, 0), 0)
-        request_end = tl.sum(tl.where(mine, ends, 0), 0)
-        request_first = request_end - (seq_len + BLOCK_N - 1) // BLOCK_N
+        request_end = request_first + (seq_len + BLOCK_N - 1) // BLOCK_N
         stop = tl.minimum(last_unit, request_end)
-        q = tl.load(
-            q_ptr + request.to(tl.int64) * q_stride + out_offsets, mask=(rows < GROUP)[:, None], other=0.0
-        )
+        next_request = tl.minimum(request + 1, batch - 1)
+        next_seq_len = tl.load(seq_lens_ptr + next_request).to(tl.int32)
+        next_table_row = tl.load(rows_ptr + next_request)
+        q = tl.load(q_ptr + tl.cast(request, tl.int64) * q_stride + offsets, mask=row_live, other=0.0)
         acc, top, norm = _attend(
-            q, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM,
-            page_table_ptr + table_row.to(tl.int64) * page_table_stride,
+            q, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, page_table_ptr + table_row * page_table_stride,
             unit - request_first, stop - request_first, seq_len, scale_log2,
             NUM_KV_HEADS, HEAD_DIM, ROWS, PAGE_SIZE, BLOCK_N,
         )  # fmt: skip
-        out_row = out_ptr + request.to(tl.int64) * (NUM_KV_HEADS * GROUP * HEAD_DIM)
+        out_row = out_ptr + tl.cast(request, tl.int64) * (NUM_KV_HEADS * GROUP * HEAD_DIM)
         if (unit == request_first) & (stop == request_end):
-            result = acc / norm[:, None]
-            tl.store(out_row + out_offsets, result.to(out_ptr.dtype.element_ty), mask=(rows < GROUP)[:, None])
+            tl.store(out_row + offsets, (acc / norm[:, None]).to(out_ptr.dtype.element_ty), mask=row_live)
         else:
-            piece = _piece(head, worker, unit == request_first)
+            piece = _piece(head, worker, unit == request_first, NUM_WORKERS)
             at = rows[:, None] * HEAD_DIM + dims[None, :]
-            tl.store(partial_ptr + piece * (ROWS * HEAD_DIM) + at, acc, mask=(rows < GROUP)[:, None])
+            tl.store(partial_ptr + piece * (ROWS * HEAD_DIM) + at, acc, mask=row_live)
             tl.store(stats_ptr + piece * (2 * ROWS) + rows, top)
             tl.store(stats_ptr + piece * (2 * ROWS) + ROWS + rows, norm)
-            first_worker = _worker_of(request_first, base, extra)
-            last_worker = _worker_of(request_end - 1, base, extra)
-            counter = num_done_ptr + head * tl.num_programs(1) + first_worker
+            first_worker = request_first // stretch
+            last_worker = (request_end - 1) // stretch
+            counter = num_done_ptr + head * NUM_WORKERS + first_worker
             # All threads' stores come before the one thread's release, and its acquire before all threads' loads.
             tl.debug_barrier()
             num_before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
@@ -180,10 +186,11 @@ def _decode_kernel(
                 tl.store(counter, 0)
                 _merge(
                     out_row, partial_ptr, stats_ptr, head, first_worker, last_worker,
-                    HEAD_DIM, GROUP, GROUP_PAD, ROWS, MERGE,
+                    NUM_WORKERS, HEAD_DIM, GROUP, GROUP_PAD, ROWS, MERGE,
                 )  # fmt: skip
         unit = stop
-        request += 1
+        request, request_first = next_request, request_end
+        seq_len, table_row = next_seq_len, next_table_row
 
 
 @triton.jit
@@ -230,21 +237,14 @@ def token_slots(
 
 
 @triton.jit
-def _worker_of(unit, base, extra):
-    """The worker whose stretch holds ``unit``: the first ``extra`` have base + 1 of them, the others base."""
-    longer = extra * (base + 1)
-    return tl.where(unit < longer, unit // (base + 1), extra + (unit - longer) // tl.maximum(base, 1))
-
-
-@triton.jit
-def _piece(head, worker, begins):
+def _piece(head, worker, begins, NUM_WORKERS: tl.constexpr):
     """Where a piece's partial result lies: one that begins its request may follow one that ends another."""
-    return (head * tl.num_programs(1) + worker) * 2 + tl.where(begins, 1, 0)
+    return (head * NUM_WORKERS + worker) * 2 + tl.where(begins, 1, 0)
 
 
 @triton.jit
 def _merge(
-    out_ptr, partial_ptr, stats_ptr, head, first_worker, last_worker,
+    out_ptr, partial_ptr, stats_ptr, head, first_worker, last_worker, NUM_WORKERS: tl.constexpr,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     """Put the pieces of a request together and store its result at ``out_ptr``, the request's row."""
@@ -256,7 +256,7 @@ def _merge(
     norm = tl.zeros([GROUP_PAD], tl.float32)
     for first in tl.range(first_worker, last_worker + 1, MERGE, num_stages=1):
         workers = first + tl.arange(0, MERGE)
-        pieces = _piece(head, workers, workers == first_worker)
+        pieces = _piece(head, workers, workers == first_worker, NUM_WORKERS)
         live = (workers <= last_worker)[:, None] & row_live[None, :]
         stats_at = stats_ptr + pieces[:, None] * (2 * ROWS) + rows[None, :]
         piece_top = tl.load(stats_at, mask=live, other=_NO_SCORE)

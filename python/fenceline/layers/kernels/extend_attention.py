@@ -2,7 +2,8 @@
 
 A tile is up to ``block_m`` query rows of one request and one KV head, a row being one query head of one token; heads
 that share a KV head are neighbours in a tile, so that even a few new tokens fill it. Which request a tile belongs to
-is found on the device from ``query_starts``.
+is found on the device from ``query_starts``. A few new tokens after a long prefix are too few tiles for a GPU: then
+the keys of each tile are split too, and a second launch merges.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ _LOG2_E = 1.4426950408889634
 _NO_SCORE = tl.constexpr(-1.0e30)  # below every score, and finite: no NaN from its differences
 
 
+# Keys that a split is worth: partial results cost memory traffic and a launch.
+_SPLIT_TOKENS = 512
+
+
 @dataclass(frozen=True, slots=True)
 class ExtendConfig:
     """``block_m`` query rows against ``block_n`` keys at a time; powers of two >= 16."""
@@ -31,9 +36,26 @@ class ExtendConfig:
     num_stages: int
 
 
-def extend_tiles(query_lens_cpu: npt.NDArray[np.int64], group: int, config: ExtendConfig) -> int:
-    """Tiles of a batch for each KV head that ``group`` query heads share."""
-    return int((-(-query_lens_cpu * group // config.block_m)).sum())
+@dataclass(frozen=True, slots=True)
+class ExtendGrid:
+    """How many programs a batch takes: ``num_tiles`` for each KV head, each with its keys in ``num_splits``."""
+
+    num_tiles: int
+    num_splits: int
+
+
+def extend_grid(
+    query_lens_cpu: npt.NDArray[np.int64],
+    seq_lens_cpu: npt.NDArray[np.int64],
+    heads: tuple[int, int],
+    config: ExtendConfig,
+    num_sms: int,
+) -> ExtendGrid:
+    """The grid of a batch of ``heads`` (H, Hkv) that leaves as few of ``num_sms`` multiprocessors idle as it can."""
+    group = heads[0] // heads[1]
+    num_tiles = int((-(-query_lens_cpu * group // config.block_m)).sum())
+    worth = -(-int(seq_lens_cpu.max()) // _SPLIT_TOKENS)
+    return ExtendGrid(num_tiles, max(min(num_sms // (num_tiles * heads[1]), worth), 1))
 
 
 def extend_attention(
@@ -42,7 +64,7 @@ def extend_attention(
     v_cache: torch.Tensor,
     requests: PagedRequests,
     query_starts: torch.Tensor,
-    num_tiles: int,
+    grid: ExtendGrid,
     scale: float,
     config: ExtendConfig,
 ) -> torch.Tensor:
@@ -50,8 +72,8 @@ def extend_attention(
 
     q [T, H, D], its heads contiguous, tokens maybe strided; queries of request b are q[query_starts[b] :
     query_starts[b + 1]], query_starts [B + 1] int32 on the device; k_cache, v_cache [num_slots, Hkv, D], contiguous,
-    in q's dtype; D a power of two >= 16. ``num_tiles`` as ``extend_tiles`` says (more is harmless). Softmax statistics
-    and sums are float32. One launch on the current stream, no host synchronisation.
+    in q's dtype; D a power of two >= 16. ``grid`` of this batch and ``config`` (more tiles are harmless). Softmax
+    statistics and sums are float32. On the current stream, no host synchronisation.
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[1]
@@ -62,22 +84,31 @@ def extend_attention(
     assert len(query_starts) == batch + 1 and len(requests.seq_lens) == batch
     assert num_heads % num_kv_heads == 0
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _extend_kernel[(num_kv_heads, num_tiles)](
-        q, k_cache, v_cache, out, requests.page_table, requests.rows, requests.seq_lens, query_starts,
-        batch, scale * _LOG2_E, q.stride(0), requests.page_table.stride(0),
+    partial = stats = out
+    if grid.num_splits > 1:
+        partial = torch.empty((grid.num_splits, *q.shape), dtype=torch.float32, device=q.device)
+        stats = torch.empty((grid.num_splits, 2, *q.shape[:2]), dtype=torch.float32, device=q.device)
+    _extend_kernel[(num_kv_heads, grid.num_tiles, grid.num_splits)](
+        q, k_cache, v_cache, partial, stats, requests.page_table, requests.rows, requests.seq_lens, query_starts,
+        batch, len(q), scale * _LOG2_E, q.stride(0), requests.page_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads,
         PAGE_SIZE=requests.page_size, BATCH_PAD=padded_batch(batch), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        SPLIT=grid.num_splits > 1, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
+    if grid.num_splits > 1:
+        _merge_kernel[(len(q), num_kv_heads)](
+            partial, stats, out, grid.num_splits, len(q), NUM_HEADS=num_heads, HEAD_DIM=head_dim,
+            GROUP=num_heads // num_kv_heads, GROUP_PAD=triton.next_power_of_2(num_heads // num_kv_heads), num_warps=4,
+        )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "num_tokens"])
 def _extend_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, page_table_ptr, rows_ptr, seq_lens_ptr, query_starts_ptr,
-    batch, scale_log2, q_stride, page_table_stride,
+    q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, page_table_ptr, rows_ptr, seq_lens_ptr, query_starts_ptr,
+    batch, num_tokens, scale_log2, q_stride, page_table_stride,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BATCH_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BATCH_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     # Late tiles see the most keys, so they go first.
@@ -107,7 +138,13 @@ def _extend_kernel(
     prefix = seq_len - num_queries
     num_visible_to_all = prefix + first_row // GROUP + 1
     num_visible = tl.minimum(prefix + (first_row + BLOCK_M - 1) // GROUP + 1, seq_len)
-    num_full_blocks = num_visible_to_all // BLOCK_N
+    first_block = 0
+    last_block = (num_visible + BLOCK_N - 1) // BLOCK_N
+    if SPLIT:
+        stretch = (last_block + tl.num_programs(2) - 1) // tl.num_programs(2)
+        first_block = tl.program_id(2) * stretch
+        last_block = tl.minimum(first_block + stretch, last_block)
+    full_end = tl.minimum(num_visible_to_all // BLOCK_N, last_block)
     k_head = k_ptr + head * HEAD_DIM
     v_head = v_ptr + head * HEAD_DIM
     table = page_table_ptr + table_row * page_table_stride
@@ -115,17 +152,52 @@ def _extend_kernel(
     top = tl.full([BLOCK_M], _NO_SCORE, tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)
     acc, top, norm = _attend(
-        q, k_head, v_head, table, acc, top, norm, prefix + tokens, 0, num_full_blocks, num_visible, scale_log2,
+        q, k_head, v_head, table, acc, top, norm, prefix + tokens, first_block, full_end, num_visible, scale_log2,
         NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, False,
     )  # fmt: skip
     acc, top, norm = _attend(
         q, k_head, v_head, table, acc, top, norm, prefix + tokens,
-        num_full_blocks, (num_visible + BLOCK_N - 1) // BLOCK_N, num_visible, scale_log2,
+        tl.maximum(full_end, first_block), last_block, num_visible, scale_log2,
         NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, True,
     )  # fmt: skip
-    out_at = (start + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP * HEAD_DIM) + heads * HEAD_DIM
-    result = (acc / norm[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_at[:, None] + dims[None, :], result, mask=row_live)
+    out_rows = (start + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+    if SPLIT:
+        rows_of_split = tl.program_id(2).to(tl.int64) * num_tokens * (NUM_KV_HEADS * GROUP)
+        stats_at = stats_ptr + 2 * rows_of_split + out_rows
+        tl.store(stats_at, top, mask=rows < num_queries * GROUP)
+        tl.store(stats_at + num_tokens * (NUM_KV_HEADS * GROUP), norm, mask=rows < num_queries * GROUP)
+        out_rows += rows_of_split
+    else:
+        acc = acc / norm[:, None]
+    out_at = out_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=row_live)
+
+
+@triton.jit(do_not_specialize=["num_splits", "num_tokens"])
+def _merge_kernel(
+    partial_ptr, stats_ptr, out_ptr, num_splits, num_tokens,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+):  # fmt: skip
+    """Put the splits of one token's heads of one KV head together. A split of which a row sees no key has weight 0."""
+    group = tl.arange(0, GROUP_PAD)
+    live = group < GROUP
+    rows = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1) * GROUP + group
+    at = rows[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    split_rows = num_tokens.to(tl.int64) * NUM_HEADS
+    acc = tl.zeros([GROUP_PAD, HEAD_DIM], tl.float32)
+    top = tl.full([GROUP_PAD], _NO_SCORE, tl.float32)
+    norm = tl.zeros([GROUP_PAD], tl.float32)
+    for split in tl.range(0, num_splits):
+        split_top = tl.load(stats_ptr + 2 * split * split_rows + rows, mask=live, other=_NO_SCORE)
+        split_norm = tl.load(stats_ptr + (2 * split + 1) * split_rows + rows, mask=live, other=1.0)
+        partial = tl.load(partial_ptr + split * split_rows * HEAD_DIM + at, mask=live[:, None], other=0.0)
+        new_top = tl.maximum(top, split_top)
+        weight = tl.exp2(split_top - new_top)
+        decay = tl.exp2(top - new_top)
+        norm = norm * decay + split_norm * weight
+        acc = acc * decay[:, None] + partial * weight[:, None]
+        top = new_top
+    tl.store(out_ptr + at, (acc / norm[:, None]).to(out_ptr.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit
@@ -134,8 +206,9 @@ def _attend(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """q [BLOCK_M, HEAD_DIM] over some blocks of keys, of which row r sees those up to ``last_visible`` [BLOCK_M]. The
-    first block of a request, which every row sees, comes before all others."""
+    """q [BLOCK_M, HEAD_DIM] over some blocks of keys, of which row r sees those up to ``last_visible`` [BLOCK_M].
+
+    A row that sees none of them is left with ``_NO_SCORE`` at the top, and so without weight in a merge."""
     dims = tl.arange(0, HEAD_DIM)
     for block in tl.range(first_block, last_block):
         positions = block * BLOCK_N + tl.arange(0, BLOCK_N)
