@@ -1,0 +1,72 @@
+"""benchmark/h200: what can be wrong without a GPU: the tokenizer, the table, the list of guards that are taken out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fenceline.config.server_args import ServerArgs, resolve
+from fenceline.managers.tokenizer import load_tokenizer
+
+FOLDER = Path(__file__).parents[2] / "benchmark" / "h200"
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
+def test_the_tokenizer_is_as_large_as_the_real_one(tmp_path: Path) -> None:
+    from shapes import NUM_PLAIN_TOKENS, make_model_dir
+
+    folder = make_model_dir("0.6b", tmp_path)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.vocab_size == 151669
+    assert tokenizer.encode("<|endoftext|><|im_start|><|im_end|></think>") == [151643, 151644, 151645, 151668]
+    assert len(tokenizer.special_ids) == 14
+    text = "Twelve foxes, and 30 dogs."
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.decode(list(range(1000, NUM_PLAIN_TOKENS, 1000)))) > 400
+    assert tokenizer.decode([151935]) == ""  # the model's padding of the vocabulary
+
+
+@pytest.mark.parametrize(("shape", "layers", "parameters"), [("0.6b", 28, 0.596e9), ("8b", 36, 8.19e9)])
+def test_shapes_are_the_real_ones(tmp_path: Path, shape: str, layers: int, parameters: float) -> None:
+    from shapes import make_model_dir
+
+    model = resolve(ServerArgs(model_path=str(make_model_dir(shape, tmp_path)), load_format="dummy")).model
+    assert (model.num_layers, model.vocab_size, model.context_length) == (layers, 151936, 40960)
+    heads = model.num_heads + 2 * model.num_kv_heads
+    attention = model.hidden_size * model.head_dim * (heads + model.num_heads)
+    layer = attention + 3 * model.hidden_size * model.intermediate_size
+    embeddings = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
+    assert layers * layer + embeddings == pytest.approx(parameters, rel=0.01)
+
+
+def test_table_row_compares_with_the_reference() -> None:
+    from run import Figures, Row, graph_summary, table_row
+
+    row = Row("8b", "32", "load", Figures(5799.2, 60.0, 5.0), "10/10")
+    assert table_row(row) == "| 8b | load | 5,799 | 5,272 | 1.10 | 60.0 | 85 | 5.00 | 5.9 | 1.18 | 10/10 |"
+    assert table_row(Row("8b", "32", "load", None, error="died")) == "| 8b | load | failed |"
+    graphs = {"replays": 7, "eligible_steps": 9, "fallbacks": {"size": 2}, "repairs": {}}
+    assert graph_summary({"internal_states": [{"cuda_graphs": graphs}]}) == "7/9 {'size': 2}"
+    assert graph_summary({"internal_states": [{"cuda_graphs": None}]}) == ""
+    assert graph_summary(None) == ""
+
+
+def test_every_guard_that_is_taken_out_is_there() -> None:
+    from unguarded import STUBS
+
+    for owner, name, stub in STUBS:
+        assert name in vars(owner), f"{owner.__name__}.{name}"
+        assert vars(owner)[name] is not stub
+
+
+def test_configs_name_no_code() -> None:
+    for path in FOLDER.glob("models/*/config.json"):
+        config = json.loads(path.read_text())
+        assert config["architectures"] == ["Qwen3ForCausalLM"]
+        assert "auto_map" not in config
