@@ -101,6 +101,7 @@ class _ReplayState:
         self._graph = graphs._captured[size].graph
         self._tensors = [graphs._step.arena["num_steps"], engine.runner.req_pool.last_tokens]
         self._values = [tensor.clone() for tensor in self._tensors]
+        self._device.synchronize()  # on the default stream, which is ordered with no other
 
     def time_replays(self, num: int) -> float:
         """Seconds per replay. Afterwards everything is as the loop left it."""
