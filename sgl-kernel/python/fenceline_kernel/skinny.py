@@ -64,10 +64,8 @@ class SkinnyGemm:
 
     def __init__(self, library: KernelLibrary | None = None) -> None:
         """``library``: of ``load``, compiled on first use (None: the current GPU's). Raises KernelUnavailable."""
-        # The loader hands out one handle for one path.
-        function = ctypes.CDLL(str((library or load()).path)).fenceline_skinny_gemm
+        function = (library or load()).function("skinny_gemm", "fenceline_skinny_gemm")
         function.argtypes = (ctypes.POINTER(SkinnyGemmRequestC), ctypes.c_void_p)
-        function.restype = ctypes.c_char_p
         self._function = function
 
     def __call__(

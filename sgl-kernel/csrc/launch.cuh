@@ -1,0 +1,20 @@
+// One kernel launch whose error is its own: cudaGetLastError would also report what somebody else left behind.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace fenceline {
+
+template <typename Params>
+const char* launch(void (*kernel)(Params), dim3 grid, uint32_t num_threads, Params& params, void* stream) {
+  void* arguments[] = {&params};
+  const cudaError_t error = cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, dim3(num_threads), arguments, 0,
+                                             static_cast<cudaStream_t>(stream));
+  if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();  // taken back: reported here, not at somebody's next call
+  return cudaGetErrorString(error);
+}
+
+}  // namespace fenceline

@@ -1,0 +1,12 @@
+// The C ABI. Every function enqueues on `stream` (a cudaStream_t) of the current device, returns at once and copies its
+// descriptors before it does; it returns null, or a static text that says what went wrong.
+#pragma once
+
+#include "fenceline/arena_fill.h"
+#include "fenceline/page_copy.h"
+
+extern "C" {
+const char* fenceline_arena_fill(const fenceline::FillField* fields, int32_t num_fields, int64_t num_live,
+                                 const int64_t* num_live_ptr, void* stream);
+const char* fenceline_copy_pages(const fenceline::PageCopyRequest* request, void* stream);
+}

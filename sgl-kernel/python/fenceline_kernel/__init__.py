@@ -1,0 +1,29 @@
+"""Fenceline's own CUDA C++ kernels: compiled on first use, called through a plain C ABI.
+
+``available()`` says whether they can be used here; everything else raises ``KernelUnavailable`` with the remedy where
+they cannot. Every call enqueues on a stream and returns; whoever owns the tensors keeps them alive, and unwritten by
+others, until that stream has passed the call.
+"""
+
+from fenceline_kernel.errors import KernelUnavailable
+from fenceline_kernel.fill import MAX_FILL_FIELDS, FillField, FillPlan, arena_fill
+from fenceline_kernel.library import KernelLibrary, available, load, why_unavailable
+from fenceline_kernel.pages import DEFAULT_NUM_CTAS, PagePools, gather_pages, scatter_pages
+from fenceline_kernel.version import __version__
+
+__all__ = [
+    "DEFAULT_NUM_CTAS",
+    "MAX_FILL_FIELDS",
+    "FillField",
+    "FillPlan",
+    "KernelLibrary",
+    "KernelUnavailable",
+    "PagePools",
+    "__version__",
+    "arena_fill",
+    "available",
+    "gather_pages",
+    "load",
+    "scatter_pages",
+    "why_unavailable",
+]

@@ -1,0 +1,7 @@
+"""The one error of this package that is not the caller's."""
+
+from __future__ import annotations
+
+
+class KernelUnavailable(RuntimeError):
+    """The kernels cannot be used on this machine; the message is one line with the remedy."""

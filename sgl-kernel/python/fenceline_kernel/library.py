@@ -1,0 +1,159 @@
+"""The compiled libraries, built ahead or compiled on first use, and their C ABI in ctypes.
+
+The structures mirror include/fenceline/abi.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fenceline_kernel.cache import PREBUILT, cache_folder, compiled_library, find_sources, prebuilt_library
+from fenceline_kernel.errors import KernelUnavailable
+from fenceline_kernel.toolchain import arch_of, find_nvcc
+
+
+class FillFieldC(ctypes.Structure):
+    """fenceline::FillField."""
+
+    _fields_ = (
+        ("src", ctypes.c_void_p),
+        ("dst", ctypes.c_void_p),
+        ("pad", ctypes.c_uint64),
+        ("src_rows", ctypes.c_uint32),
+        ("src_row_bytes", ctypes.c_uint32),
+        ("src_row_stride", ctypes.c_uint32),
+        ("size", ctypes.c_uint32),
+        ("row_bytes", ctypes.c_uint32),
+        ("unit_bytes", ctypes.c_uint32),
+    )
+
+
+class PageCopyRequestC(ctypes.Structure):
+    """fenceline::PageCopyRequest."""
+
+    _fields_ = (
+        ("buffers", ctypes.c_void_p),
+        ("host", ctypes.c_void_p),
+        ("device_pages", ctypes.c_void_p),
+        ("host_pages", ctypes.c_void_p),
+        ("num_rejected", ctypes.c_void_p),
+        ("host_page_stride", ctypes.c_int64),
+        ("host_layer_stride", ctypes.c_int64),
+        ("host_kv_stride", ctypes.c_int64),
+        ("chunk_bytes", ctypes.c_int64),
+        ("num_device_pages", ctypes.c_int64),
+        ("num_host_pages", ctypes.c_int64),
+        ("num_pages", ctypes.c_int64),
+        ("num_layers", ctypes.c_int32),
+        ("index_bytes", ctypes.c_int32),
+        ("num_ctas", ctypes.c_int32),
+        ("to_host", ctypes.c_int32),
+    )
+
+
+class KernelLibrary:
+    """The kernels for GPUs of one capability, for tensors of one device type (``cpu`` in this package's own tests)."""
+
+    def __init__(self, find: Callable[[str], Path], device_type: str = "cuda") -> None:
+        """``find`` gives the shared library of a unit (a .cu file's name), compiling it if need be. The fill and the
+        page copy are loaded now, other units when their functions are asked for. Raises KernelUnavailable."""
+        self._find = find
+        self.device_type = device_type
+        self._fill = self.function("arena_fill", "fenceline_arena_fill")
+        self._fill.argtypes = (
+            ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
+        )  # fmt: skip
+        self._copy = self.function("page_copy", "fenceline_copy_pages")
+        self._copy.argtypes = (ctypes.POINTER(PageCopyRequestC), ctypes.c_void_p)
+
+    def function(self, unit: str, name: str) -> ctypes._NamedFuncPointer:
+        """A function of library ``unit`` that returns null or a text; argtypes are the caller's to set.
+
+        Raises KernelUnavailable if the unit does not compile or cannot be loaded."""
+        path = self._find(unit)
+        try:
+            function: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(str(path)), name)
+        except (OSError, AttributeError) as error:
+            raise KernelUnavailable(f"{path} cannot be loaded ({error}): delete it and try again") from error
+        function.restype = ctypes.c_char_p
+        return function
+
+    def arena_fill(
+        self,
+        fields: ctypes.Array[FillFieldC],
+        num_live: int,
+        num_live_ptr: int | None,
+        device: torch.device,
+        stream: int | None,
+    ) -> None:
+        """fenceline_arena_fill on ``stream`` (None: torch's current one). Raises RuntimeError if the launch fails."""
+        call = functools.partial(self._fill, fields, len(fields), num_live, num_live_ptr)
+        self._call("arena_fill", call, device, stream)
+
+    def copy_pages(self, request: PageCopyRequestC, device: torch.device, stream: int | None) -> None:
+        """fenceline_copy_pages on ``stream`` (None: torch's current one). Raises RuntimeError if a launch fails."""
+        self._call("page copy", functools.partial(self._copy, ctypes.byref(request)), device, stream)
+
+    def _call(
+        self, name: str, call: Callable[[int], bytes | None], device: torch.device, stream: int | None
+    ) -> None:
+        if self.device_type != "cuda":
+            error = call(0)
+        elif torch.cuda.current_device() == device.index:
+            error = call(torch.cuda.current_stream(device).cuda_stream if stream is None else stream)
+        else:
+            with torch.cuda.device(device):  # a launch needs its stream's device to be the current one
+                error = call(torch.cuda.current_stream(device).cuda_stream if stream is None else stream)
+        if error is not None:
+            raise RuntimeError(f"{name}: {error.decode()}")
+
+
+def load(device: torch.device | int | None = None) -> KernelLibrary:
+    """The library for ``device`` (None: the current GPU), compiled on first use. Raises KernelUnavailable."""
+    if not torch.cuda.is_available():
+        raise KernelUnavailable("torch sees no NVIDIA GPU: check the driver, and that torch is a CUDA build")
+    if torch.version.hip is not None:
+        raise KernelUnavailable("torch is a ROCm build: these kernels need an NVIDIA GPU")
+    found = _load(torch.cuda.get_device_capability(device))
+    if isinstance(found, KernelUnavailable):
+        raise KernelUnavailable(str(found))
+    return found
+
+
+def why_unavailable(device: torch.device | int | None = None) -> str | None:
+    """Why the kernels cannot be used on ``device``, in one line with the remedy; None if they can.
+
+    Compiles them if that is still to be done (a few seconds, once per machine)."""
+    try:
+        load(device)
+    except KernelUnavailable as error:
+        return str(error)
+    return None
+
+
+def available(device: torch.device | int | None = None) -> bool:
+    """Whether the kernels can be used on ``device``. Never raises; see ``why_unavailable``."""
+    return why_unavailable(device) is None
+
+
+@functools.cache
+def _load(capability: tuple[int, int]) -> KernelLibrary | KernelUnavailable:
+    """Failures are remembered like successes: a compiler is not tried again by each call."""
+    try:
+        return KernelLibrary(functools.partial(find_library, capability))
+    except KernelUnavailable as error:
+        return error
+
+
+def find_library(capability: tuple[int, int], unit: str) -> Path:
+    """The shared library of ``unit``: built ahead, else of the cache, else compiled now. Raises KernelUnavailable."""
+    sources = find_sources()
+    ready = prebuilt_library(sources, unit, capability, PREBUILT)
+    if ready is not None:
+        return ready
+    return compiled_library(sources, unit, find_nvcc(), [arch_of(capability)], cache_folder())

@@ -1,0 +1,105 @@
+"""nvcc: where it is, which version, and the flags that the kernels are compiled with.
+
+Environment read here, and nowhere else but in ``cache``: CUDA_HOME, CUDA_PATH, PATH.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fenceline_kernel.errors import KernelUnavailable
+
+# What a wheel carries: each runs on every GPU of its major version from its minor version on, sm_90a on 9.0 alone.
+WHEEL_ARCHS = ("80", "90a", "100")
+_FLAGS = (
+    "-shared",
+    "-std=c++17",
+    "-O3",
+    "--compiler-options",
+    "-fPIC",
+    "-cudart",
+    "static",
+    "--threads",
+    "0",
+)
+_NO_NVCC = (
+    "nvcc was not found: install the CUDA 13 toolkit and set CUDA_HOME to it, or install a wheel of fenceline-kernel"
+    " that was built where nvcc is (pip wheel --no-deps sgl-kernel/)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Nvcc:
+    """A CUDA compiler. ``version`` is the text it prints of itself, its build included."""
+
+    path: Path
+    version: str
+
+    def command(self, archs: Sequence[str], include: Path, source: Path, output: Path) -> list[str]:
+        """The command that makes ``output``, a shared library for ``archs``, of ``source``."""
+        return [str(self.path), *_FLAGS, *arch_flags(archs), f"-I{include}", "-o", str(output), str(source)]
+
+
+def arch_of(capability: tuple[int, int]) -> str:
+    """``90a`` for (9, 0): Hopper's own instructions need the a; elsewhere the plain number."""
+    major, minor = capability
+    return f"{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
+
+
+def arch_flags(archs: Sequence[str]) -> list[str]:
+    """nvcc's flags for machine code of each of ``archs``. The shorthand -arch=sm_90a would also run a plain pass."""
+    return [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+
+
+def runs_on(archs: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Whether machine code for one of ``archs`` runs on a GPU of ``capability``."""
+    major, minor = capability
+    for arch in archs:
+        if arch.endswith("a"):
+            if arch == f"{major}{minor}a":
+                return True
+        elif int(arch[:-1]) == major and int(arch[-1]) <= minor:
+            return True
+    return False
+
+
+def find_nvcc(environ: Mapping[str, str] | None = None) -> Nvcc:
+    """The nvcc of CUDA_HOME or CUDA_PATH, else of PATH, /usr/local/cuda, or NVIDIA's compiler wheel beside us.
+
+    Raises KernelUnavailable if there is none, if CUDA_HOME names a folder without one, or if it does not run.
+    """
+    environ = os.environ if environ is None else environ
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if environ.get(variable):
+            path = Path(environ[variable]) / "bin" / "nvcc"
+            if not os.access(path, os.X_OK):
+                raise KernelUnavailable(f"{variable} is set but {path} is no program: correct it or unset it")
+            return Nvcc(path, _version(path))
+    for candidate in _candidates(environ):
+        if os.access(candidate, os.X_OK):
+            return Nvcc(candidate, _version(candidate))
+    raise KernelUnavailable(_NO_NVCC)
+
+
+def _candidates(environ: Mapping[str, str]) -> list[Path]:
+    on_path = shutil.which("nvcc", path=environ.get("PATH", ""))
+    wheels = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin/nvcc"))
+    return [*([Path(on_path)] if on_path else []), Path("/usr/local/cuda/bin/nvcc"), *wheels]
+
+
+def _version(path: Path) -> str:
+    try:
+        result = subprocess.run(
+            [str(path), "--version"], capture_output=True, text=True, check=False, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelUnavailable(f"{path} does not run ({error}): install the CUDA toolkit anew") from error
+    if result.returncode != 0:
+        raise KernelUnavailable(f"{path} --version failed: install the CUDA toolkit anew")
+    return result.stdout.strip()

@@ -1,0 +1,53 @@
+// The C ABI on the CPU: the headers' own planning, checks and address arithmetic, every thread of a launch in turn. It is
+// how the CPU suite runs the kernels' logic, and the Python bindings over it, where there is no GPU.
+//   g++ -std=c++17 -O1 -Wall -Wextra -Werror -shared -fPIC -I include tests/host_emulation.cpp
+#include <cstring>
+
+#include "fenceline/abi.h"
+
+namespace {
+
+int32_t num_launches = 0;
+
+template <typename Unit>
+void copy_all_units(const fenceline::PageCopyParams& params, bool to_host) {
+  for (uint32_t i = 0; i < params.num_units; ++i) {
+    const fenceline::PageUnit unit = fenceline::locate_unit<Unit>(params, i);
+    if (unit.device != nullptr) {
+      std::memcpy(to_host ? unit.host : unit.device, to_host ? unit.device : unit.host, sizeof(Unit));
+    } else if (unit.first && params.num_rejected != nullptr) {
+      ++*params.num_rejected;
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" const char* fenceline_arena_fill(const fenceline::FillField* fields, int32_t num_fields, int64_t num_live,
+                                            const int64_t* num_live_ptr, void*) {
+  fenceline::FillParams params{};
+  if (const char* wrong = fenceline::plan_fill(fields, num_fields, num_live, num_live_ptr, &params)) return wrong;
+  ++num_launches;
+  const int64_t live = params.num_live_ptr != nullptr ? *params.num_live_ptr : params.num_live;
+  constexpr uint32_t kStep = 5;  // as many threads
+  for (int32_t i = 0; i < params.num_fields; ++i) {
+    for (uint32_t first = 0; first < kStep; ++first) fenceline::fill_any_field(params.fields[i], live, first, kStep);
+  }
+  return nullptr;
+}
+
+extern "C" const char* fenceline_copy_pages(const fenceline::PageCopyRequest* request, void*) {
+  return fenceline::copy_pages(*request, [](const fenceline::PageCopyParams& params, uint32_t unit_bytes, bool to_host,
+                                            int32_t) -> const char* {
+    ++num_launches;
+    if (unit_bytes == 16) copy_all_units<fenceline::Unit16>(params, to_host);
+    else if (unit_bytes == 4) copy_all_units<uint32_t>(params, to_host);
+    else copy_all_units<uint8_t>(params, to_host);
+    return nullptr;
+  });
+}
+
+// For the tests alone.
+extern "C" int32_t emulation_num_launches() { return num_launches; }
+extern "C" uint32_t emulation_quotient(uint32_t n, uint32_t divisor) { return fenceline::FastDivisor(divisor).quotient(n); }
+extern "C" uint32_t emulation_widest_unit(uint64_t bits) { return fenceline::widest_unit(bits); }

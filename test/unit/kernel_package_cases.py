@@ -1,0 +1,175 @@
+"""Random cases for the CUDA package and what they must give: on the CPU under emulation, on a GPU for real."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from fenceline_kernel import (
+    DEFAULT_NUM_CTAS,
+    FillField,
+    KernelLibrary,
+    PagePools,
+    gather_pages,
+    scatter_pages,
+)
+
+_DTYPES = (
+    torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool, torch.float32, torch.bfloat16, torch.float64,
+)  # fmt: skip
+
+
+@dataclass
+class FillCase:
+    """Fields to fill, destinations holding noise."""
+
+    fields: list[FillField]
+
+    @property
+    def max_live(self) -> int:
+        """The most live rows that every field takes."""
+        return min(len(t) for f in self.fields for t in (f.dst, f.src) if t is not None)
+
+    def check(self, num_live: int) -> None:
+        """Every destination is live rows of its source and padding, in torch's own words."""
+        for one in self.fields:
+            expected = torch.full_like(one.dst, one.pad)
+            if one.src is not None:
+                live = min(num_live, len(one.src), len(one.dst))
+                rows = one.src[:live].to(one.dst.device)
+                if one.dst.dim() == 2:
+                    expected[:live, : one.src.shape[1]] = rows
+                else:
+                    expected[:live] = rows
+            assert torch.equal(one.dst, expected), one.name
+
+
+def random_fill_case(seed: int, device: str, pinned: bool = False) -> FillCase:
+    """1 to 32 fields of random dtype and shape; ``pinned``: about half the sources lie in pinned host memory."""
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    fields = []
+    for i in range(draw.choice((1, 2, 5, 32))):
+        dtype = draw.choice(_DTYPES)
+        size = draw.choice((1, 3, 16, 65))
+        shape = draw.choice(((), (1,), (7,), (64,), (129,), (3, 5), (2, 8)))
+        dst = _noise((size + 1, *shape), dtype, generator).to(device)[draw.randint(0, 1) :][:size]
+        pad = draw.choice((0, 1)) if dtype in (torch.bool, torch.uint8) else draw.choice((-1, 0, 1))
+        src = _random_source(draw, generator, size, shape, dtype)
+        if src is not None:
+            src = src.pin_memory() if pinned and draw.random() < 0.5 else src.to(device)
+            if draw.random() < 0.3 and src.device.type == device:
+                src = torch.cat([src, src], dim=0)[::2] if len(src) > 1 else src
+        fields.append(FillField(dst, src, pad, f"field{i}"))
+    return FillCase(fields)
+
+
+def _random_source(
+    draw: random.Random, generator: torch.Generator, size: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor | None:
+    if draw.random() < 0.15:
+        return None
+    if len(shape) == 1 and draw.random() < 0.5:
+        shape = (draw.randint(1, shape[0]),)  # a page table with fewer columns than its graph's
+    return _noise((size + draw.randint(-1, 2), *shape), dtype, generator)
+
+
+def _noise(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    values = torch.randint(0, 2 if dtype == torch.bool else 100, shape, generator=generator)
+    return values.to(dtype)
+
+
+@dataclass
+class PageCase:
+    """A KV pool, host memory in one of the layouts, and pages to copy between them."""
+
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+    host: torch.Tensor
+    page_size: int
+    layout: str
+    device_pages: torch.Tensor
+    host_pages: torch.Tensor
+    num_ctas: int = field(default=DEFAULT_NUM_CTAS)
+
+    @staticmethod
+    def random(
+        seed: int,
+        layout: str,
+        device: str,
+        num_layers: int | None = None,
+        heads: tuple[int, int] | None = None,
+    ) -> PageCase:
+        """Shapes from one byte-wide chunk to whole pages of many heads; page lists without repetition."""
+        draw = random.Random(seed)
+        page_size = draw.choice((1, 2, 16, 64))
+        num_layers = num_layers if num_layers is not None else draw.choice((1, 2, 5))
+        heads = (
+            heads if heads is not None else draw.choice(((1, 1), (1, 3), (2, 6), (2, 8), (8, 128), (1, 64)))
+        )
+        dtype = draw.choice((torch.bfloat16, torch.float32, torch.uint8))
+        num_pages, num_host = draw.randint(3, 20), draw.randint(3, 25)
+        pool = [_kv((num_pages * page_size, *heads), dtype, device) for _ in range(2 * num_layers)]
+        if layout == "layer_first":
+            host = _kv((num_layers, 2, num_host * page_size, *heads), dtype, "cpu")
+        else:
+            host = _kv((num_host, num_layers, 2, page_size, *heads), dtype, "cpu")
+        count = draw.randint(1, min(num_pages, num_host))
+        index = draw.choice((torch.int32, torch.int64))
+        device_pages = torch.tensor(draw.sample(range(num_pages), count), dtype=index, device=device)
+        host_pages = torch.tensor(draw.sample(range(num_host), count), dtype=index, device=device)
+        host = host.pin_memory() if device != "cpu" else host
+        num_ctas = draw.choice((1, 3, DEFAULT_NUM_CTAS, 200))
+        return PageCase(pool[::2], pool[1::2], host, page_size, layout, device_pages, host_pages, num_ctas)
+
+    def pools(self, library: KernelLibrary | None = None) -> PagePools:
+        """The pools of this case."""
+        return PagePools(self.k, self.v, self.host, self.page_size, self.layout, library)  # type: ignore[arg-type]
+
+    def check_gather(self, pools: PagePools, layers: range | None = None) -> None:
+        """Copy to the host; the pages named and no other byte must have changed."""
+        expected = self.host.clone()
+        for layer, c, device_page, host_page in self._copies(layers):
+            self._host_page(expected, layer, c, host_page).copy_(self._device_page(layer, c, device_page))
+        gather_pages(pools, self.device_pages, self.host_pages, layers=layers, num_ctas=self.num_ctas)
+        _synchronize(self.k[0])
+        assert torch.equal(self.host, expected)
+
+    def check_scatter(self, pools: PagePools, layers: range | None = None) -> None:
+        """Copy to the device after the host's bytes have changed; as above."""
+        self.host.copy_(_kv(tuple(self.host.shape), self.host.dtype, "cpu"))
+        expected = [tensor.clone() for tensor in (*self.k, *self.v)]
+        for layer, c, device_page, host_page in self._copies(layers):
+            begin = device_page * self.page_size
+            target = expected[layer + c * len(self.k)][begin : begin + self.page_size]
+            target.copy_(self._host_page(self.host, layer, c, host_page))
+        scatter_pages(pools, self.host_pages, self.device_pages, layers=layers, num_ctas=self.num_ctas)
+        _synchronize(self.k[0])
+        assert all(torch.equal(a, b) for a, b in zip((*self.k, *self.v), expected, strict=True))
+
+    def _copies(self, layers: range | None) -> Iterator[tuple[int, int, int, int]]:
+        pairs = list(zip(self.device_pages.tolist(), self.host_pages.tolist(), strict=True))
+        for layer in range(len(self.k)) if layers is None else layers:
+            for c in (0, 1):
+                for device_page, host_page in pairs:
+                    yield layer, c, device_page, host_page
+
+    def _device_page(self, layer: int, c: int, page: int) -> torch.Tensor:
+        return (self.k, self.v)[c][layer][page * self.page_size : (page + 1) * self.page_size]
+
+    def _host_page(self, host: torch.Tensor, layer: int, c: int, page: int) -> torch.Tensor:
+        if self.layout == "page_first":
+            return host[page, layer, c]
+        return host[layer, c, page * self.page_size : (page + 1) * self.page_size]
+
+
+def _kv(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Noise without NaN: random bytes of numbers that compare equal to themselves."""
+    return torch.randint(0, 120, shape, dtype=torch.uint8).to(dtype).to(device)
+
+
+def _synchronize(tensor: torch.Tensor) -> None:
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize()
