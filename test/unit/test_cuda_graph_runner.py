@@ -1,0 +1,273 @@
+"""CudaGraphRunner and DecodeRunner on the CPU, whose graphs run their body again: sizes, fallbacks, repairs, the
+comparison, and tokens that do not depend on whether there are graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from step_traces import FULL, PLAIN, TraceShape, random_trace, steady_trace, swap_trace
+from trace_runner import first_difference, make_runner, play, same_tokens
+
+from fenceline.memory_order import LeaseError, Points, open_device
+from fenceline.memory_order.cpu import CpuDevice, CpuGraph
+from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner, GraphMismatch
+from fenceline.model_executor.decode_runner import RepairError
+from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.model_executor.schedule_batch import DecodeBatch
+from fenceline.vgpu.proving.steps import Loop, make_config
+from fenceline.vgpu.proving.workloads import WORKLOADS
+
+SHAPE = TraceShape(num_rows=12, num_pages=100)
+SIZES = (1, 2, 4, 8)
+
+
+def runner_of(
+    *severed: str, shape: TraceShape = SHAPE, sizes: tuple[int, ...] = SIZES, **flags: object
+) -> ModelRunner:
+    return make_runner(open_device("cpu", frozenset(severed)), shape, sizes, context_length=128, **flags)
+
+
+def graphs_of(runner: ModelRunner) -> CudaGraphRunner:
+    assert runner.decode.graphs is not None
+    return runner.decode.graphs
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    return runner_of()
+
+
+# --- which size a batch is replayed in (F11) ---------------------------------------------------------
+
+
+def bare(runner: ModelRunner, sizes: tuple[int, ...], padding: bool) -> CudaGraphRunner:
+    """One that has captured nothing yet."""
+    step, attention = runner.decode._step, runner.decode._attention
+    return CudaGraphRunner(runner.device, step, attention, runner.req_pool, sizes, padding)
+
+
+@given(st.sets(st.integers(1, 300), min_size=1, max_size=8), st.booleans(), st.integers(1, 5000))
+def test_every_batch_has_an_answer(runner: ModelRunner, chosen: set[int], padding: bool, beyond: int) -> None:
+    sizes = tuple(sorted(chosen))
+    graphs = bare(runner, sizes, padding)
+    boundaries = {n for size in sizes for n in (size - 1, size, size + 1) if n > 0} | {sizes[-1] + beyond}
+    expected = {"size": 0, "padding": 0}
+    for num_reqs in sorted(boundaries):
+        fitting = [size for size in sizes if size >= num_reqs]
+        if not fitting:
+            expected["size"] += 1
+            assert graphs.size_for(num_reqs) is None
+        elif padding or fitting[0] == num_reqs:
+            assert graphs.size_for(num_reqs) == fitting[0]
+        else:
+            expected["padding"] += 1
+            assert graphs.size_for(num_reqs) is None
+    assert graphs.stats.fallbacks == {reason: n for reason, n in expected.items() if n}
+
+
+def test_without_the_guard_a_large_batch_is_cut_to_fit() -> None:
+    graphs = graphs_of(runner_of("total_buckets"))
+    assert [graphs.size_for(n) for n in (8, 9, 5000)] == [8, 8, 8]
+
+
+# --- fallbacks and repairs ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"), [({}, "size"), ({"disable_cuda_graph_padding": True}, "padding")], ids=str
+)
+def test_steps_without_a_graph_are_counted_and_right(flags: dict[str, bool], reason: str) -> None:
+    shape = TraceShape(num_rows=12, num_pages=100, batches=(3, 4, 8, 9, 12))
+    batches = random_trace(3, 60, shape)
+    replayed = runner_of(**flags)
+    assert same_tokens(play(runner_of(sizes=()), batches), play(replayed, batches)) == ""
+    stats = graphs_of(replayed).stats
+    counts = [len(batch.rows) for batch in batches if isinstance(batch, DecodeBatch)]
+    fits = (lambda n: n <= 8) if reason == "size" else (lambda n: n in SIZES)
+    assert stats.eligible_steps == len(counts)
+    assert stats.replays == sum(map(fits, counts)) > 0
+    assert sum(stats.fallbacks.values()) == len(counts) - stats.replays
+    assert stats.fallbacks[reason] > 0 and stats.fallbacks["size"] == sum(n > 8 for n in counts)
+    assert stats.repairs == {}
+
+
+MOVES: dict[str, Callable[[ModelRunner], None]] = {
+    "keys": lambda r: r.kv_pool._k.__setitem__(0, r.kv_pool.k(0).clone()),
+    "values": lambda r: r.kv_pool._v.__setitem__(0, r.kv_pool.v(0).clone()),
+    "page table": lambda r: setattr(r.req_pool, "page_table", r.req_pool.page_table.clone()),
+    "last tokens": lambda r: setattr(r.req_pool, "last_tokens", r.req_pool.last_tokens.clone()),
+}
+
+
+@pytest.mark.parametrize("moved", MOVES)
+def test_memory_that_has_moved_is_not_replayed_on(moved: str) -> None:
+    batches = steady_trace(4, 12)
+    expected = play(runner_of(), batches)
+    runner = runner_of()
+    outputs = play(runner, batches[:6])
+    MOVES[moved](runner)
+    outputs += play(runner, batches[6:])
+    assert same_tokens(expected, outputs) == ""
+    stats = graphs_of(runner).stats
+    assert (stats.replays, stats.fallbacks, stats.repairs) == (5, {"address": 7}, {})
+
+
+def tamper(runner: ModelRunner) -> None:
+    """As if a step had not been counted, neither by the host nor on the device."""
+    filled = runner.decode._filled
+    assert filled is not None
+    filled.num_steps -= 1
+    runner.decode._step.arena["num_steps"].sub_(1)
+
+
+def play_tampered(runner: ModelRunner) -> str:
+    """Where the answers of a steady batch differ that is tampered with after its sixth step."""
+    batches = steady_trace(4, 12)
+    launched = 0
+
+    def after_launch(batch: object) -> None:
+        nonlocal launched
+        launched += 1
+        if launched == 6:
+            tamper(runner)
+
+    return first_difference(play(runner_of(), batches), play(runner, batches, after_launch))
+
+
+def test_an_arena_that_holds_other_lengths_is_filled_again() -> None:
+    runner = runner_of()
+    assert play_tampered(runner) == ""
+    stats = graphs_of(runner).stats
+    assert stats.repairs == {"arena": 1} and stats.replays == stats.eligible_steps == 12
+    assert runner.decode._step.arena.num_fills == 2
+
+
+def test_where_repairs_are_not_tolerated_they_raise() -> None:
+    class Strict(CpuDevice):
+        tolerates_repairs = False
+
+    with pytest.raises(RepairError, match="the arena's lengths are .* the batch's"):
+        play_tampered(make_runner(Strict(), SHAPE, SIZES, context_length=128))
+
+
+# --- leases ------------------------------------------------------------------------------------------
+
+
+def test_outputs_of_a_replay_end_with_the_next(runner: ModelRunner) -> None:
+    batches = steady_trace(5, 4)
+    play(runner, batches)
+    last = batches[-1]
+    assert isinstance(last, DecodeBatch)
+    graphs = graphs_of(runner)
+    with torch.inference_mode():
+        first = graphs.replay(4, last.seq_lens + 1)
+        assert first.take("next_tokens", 4).shape == (4,)
+        graphs.replay(4, last.seq_lens + 2)
+        with pytest.raises(LeaseError, match=r"decode\.next_tokens of replay \d+ is gone"):
+            first.take("next_tokens", 4)
+
+
+# --- --debug-cuda-graph ------------------------------------------------------------------------------
+
+
+def test_comparing_finds_nothing_where_nothing_is_wrong() -> None:
+    batches = random_trace(6, 30, SHAPE)
+    compared = runner_of(debug_cuda_graph=True)
+    assert first_difference(play(runner_of(), batches), play(compared, batches)) == ""
+    assert graphs_of(compared).stats.replays > 10
+
+
+@pytest.mark.parametrize(
+    "field", ["num_steps", "seq_lens", "positions", "out_slots", "input_ids", "next_tokens", "logits"]
+)
+def test_comparing_names_the_field_that_differs(field: str) -> None:
+    runner = runner_of(debug_cuda_graph=True)
+    graphs, arena = graphs_of(runner), runner.decode._step.arena
+    graph = graphs._captured[4].graph
+    assert isinstance(graph, CpuGraph)
+    body = graph._body
+
+    def wrong() -> None:
+        body()
+        (graphs.logits(4) if field == "logits" else arena[field])[2].add_(1)
+
+    graph._body = wrong
+    with pytest.raises(GraphMismatch, match=rf"decode\[4\]: {field} of rows \[2\] differs"):
+        play(runner, steady_trace(7, 3))
+
+
+# --- the same tokens, and nothing uploaded -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(("page_size", "seed"), [(1, 1), (16, 2)])
+def test_tokens_do_not_depend_on_graphs(page_size: int, seed: int) -> None:
+    shape = TraceShape(
+        page_size,
+        12,
+        1600 // page_size,
+        tuple(range(1, 12)),
+        chunk=20,
+        sampling=PLAIN + FULL,
+        logprob_share=0.1,
+    )
+    batches = random_trace(seed, 120, shape)
+    replayed = runner_of(shape=shape)
+    assert same_tokens(play(runner_of(shape=shape, sizes=()), batches), play(replayed, batches)) == ""
+    stats = graphs_of(replayed).stats
+    assert stats.replays > 40 and stats.fallbacks["size"] > 0 and not stats.repairs
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("workload", ["mixed", "aborts", "retraction", "graphs"])
+def test_the_schedulers_steps_do_not_depend_on_graphs(workload: str, seed: int) -> None:
+    scenario = WORKLOADS[workload].make(Random(f"{workload} {seed}"))
+    flags = {**scenario.flags, "context_length": 256}
+    loop = Loop(make_config({**flags, "cuda_graph_bs": (1, 3)}, "cpu"), open_device("cpu"), scenario.arrivals)
+    loop.run()
+    worker = loop.scheduler.worker
+    assert isinstance(worker, ModelRunner) and graphs_of(worker).stats.replays > 0
+    plain = ModelRunner(
+        make_config({name: flag for name, flag in flags.items() if name != "cuda_graph_bs"}, "cpu"),
+        open_device("cpu"),
+        show_progress=False,
+    )
+    assert plain.decode.graphs is None
+    batches = [dataclasses.replace(decision.batch, after=Points.none()) for decision in loop.decisions]
+    published = [decision.output for decision in loop.decisions]
+    assert same_tokens(play(plain, batches), [output for output in published if output is not None]) == ""
+
+
+@pytest.mark.parametrize("sizes", [SIZES, ()], ids=["graphs", "eager"])
+def test_steady_decode_uploads_nothing(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, batches = runner_of(sizes=sizes), steady_trace(8, 40)
+    uploads: list[set[str]] = []
+    upload = runner._inputs.upload
+    monkeypatch.setattr(
+        runner._inputs, "upload", lambda arrays: uploads.append(set(arrays)) or upload(arrays)
+    )
+    play(runner, batches)
+    pages = {"page_rows", "page_columns", "page_ids"}
+    new_pages = sum(len(batch.page_writes) > 0 for batch in batches[2:])
+    assert "plan_rows" in uploads[1] and uploads[2:] == [pages] * new_pages
+    assert runner.decode._step.arena.num_fills == 1 and 0 < new_pages < 5
+
+
+def test_a_changed_batch_is_filled_once() -> None:
+    runner, batches = runner_of(shape=TraceShape(1, 12, 400)), swap_trace(9, 20)
+    play(runner, batches)
+    assert runner.decode._step.arena.num_fills == 20 and graphs_of(runner).stats.replays == 20
+
+
+def test_capture_shows_its_progress(runner: ModelRunner, capfd: pytest.CaptureFixture[str]) -> None:
+    with torch.inference_mode():
+        graphs = bare(runner, (1, 3), True)
+        graphs.capture(128, show_progress=True)
+    shown = capfd.readouterr().err
+    assert "Capturing decode graphs" in shown and "1 requests, 0.00 GiB" in shown and "2/2" in shown
+    assert graphs.sizes == (1, 3) and graphs.stats.capture_s >= 0
