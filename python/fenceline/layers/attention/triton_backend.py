@@ -58,7 +58,7 @@ class TritonAttentionBackend(AttentionBackend):
         assert bool((inputs.query_lens_cpu <= inputs.seq_lens_cpu).all()), (
             "seq_lens include this step's tokens"
         )
-        requests = PagedRequests(inputs.page_table, inputs.rows, inputs.seq_lens, self.kv_pool.page_size)
+        requests = self.requests_of(inputs)
         if inputs.mode is ForwardMode.DECODE:
             assert bool((inputs.query_lens_cpu == 1).all()), "decode has one query for each request"
             return self._plan_decode(requests)
@@ -67,9 +67,11 @@ class TritonAttentionBackend(AttentionBackend):
 
     def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
         """See ``AttentionBackend.plan_graph``; every bucket can be captured."""
-        return self._plan_decode(
-            PagedRequests(inputs.page_table, inputs.rows, inputs.seq_lens, self.kv_pool.page_size)
-        )
+        return self._plan_decode(self.requests_of(inputs))
+
+    def requests_of(self, inputs: AttentionInputs | GraphDecodeInputs) -> PagedRequests:
+        """What the kernels read of a batch."""
+        return PagedRequests(inputs.page_table, inputs.rows, inputs.seq_lens, self.kv_pool.page_size)
 
     def decode_config(self, batch: int) -> DecodeConfig:
         """How decode of ``batch`` requests is cut; ``benchmark/kernels/bench_attention.py --sweep`` compares others."""

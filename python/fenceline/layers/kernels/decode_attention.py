@@ -114,7 +114,7 @@ def decode_attention(
 
 def padded_batch(batch: int) -> int:
     """Lengths that a worker looks at: few different values, since each is a kernel of its own."""
-    return next((size for size in (1, 16, 64, 256) if batch <= size), 0) or triton.next_power_of_2(batch)
+    return next((size for size in (1, 64, 256) if batch <= size), 0) or triton.next_power_of_2(batch)
 
 
 @triton.jit(do_not_specialize=["batch"])

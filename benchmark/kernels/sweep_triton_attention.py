@@ -1,0 +1,251 @@
+"""Which cut of our Triton attention is fastest on the GPU at hand: every configuration, one layer in a captured graph.
+
+    python benchmark/kernels/sweep_triton_attention.py [--models 0.6B 8B] [--page-size 1] [--jobs 8] [--top 4]
+
+Prints, for each batch, the fastest configurations, and the backend's own choice (marked ``*``) wherever it ranks.
+Decode in GB/s of keys and values, extend in TFLOP/s of what the causal mask leaves. Compiling takes most of the time,
+so ``--jobs`` processes do it first, side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from fenceline.layers.attention.triton_backend import TritonAttentionBackend
+from fenceline.layers.kernels.decode_attention import (
+    DecodeConfig,
+    DecodeWorkspace,
+    PagedRequests,
+    decode_attention,
+)
+from fenceline.layers.kernels.extend_attention import ExtendConfig, extend_attention, extend_grid
+from fenceline.mem_cache.kv_pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """A model's attention, in bfloat16."""
+
+    queries: int
+    kv: int
+    head_dim: int
+
+
+MODELS = {"0.6B": Heads(16, 8, 128), "8B": Heads(32, 8, 128)}
+LATENCY_BOUND = (1, 4)  # batches that try the cuts for few requests
+DECODE = (
+    (1, 512), (1, 1150), (1, 4096), (4, 1150), (16, 1150), (32, 384), (32, 1150), (64, 1150), (256, 512), (256, 1150),
+)  # fmt: skip
+EXTEND = (  # requests, new tokens of each, tokens of the prefix before them
+    (1, 1024, 0), (8, 1024, 0), (8, 1024, 1024), (1, 1024, 7168), (8, 16, 1024), (1, 16, 8192),
+)  # fmt: skip
+# block_n, num_warps, num_stages, workers a multiprocessor, max_registers
+FEW = (
+    (64, 4, 1, 2, None), (64, 4, 2, 2, None), (64, 4, 3, 2, None), (64, 8, 1, 2, None), (64, 8, 2, 2, None),
+    (32, 4, 1, 2, None), (32, 4, 2, 2, None), (32, 4, 3, 2, None), (32, 2, 1, 2, None), (32, 4, 3, 4, 128),
+    (64, 4, 2, 1, None), (64, 8, 1, 1, None), (128, 8, 1, 1, None),
+)  # fmt: skip
+MANY = (
+    (64, 4, 3, 2, None), (64, 4, 5, 2, None), (64, 4, 7, 2, None), (64, 4, 5, 3, 168), (64, 4, 5, 4, None),
+    (32, 4, 5, 3, None), (32, 4, 5, 4, 128), (32, 4, 7, 4, 128), (32, 2, 5, 4, None), (64, 8, 5, 2, 128),
+    (128, 8, 3, 1, None), (128, 8, 5, 1, None), (128, 4, 3, 2, None),
+)  # fmt: skip
+TILES = (
+    (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 2),
+    (64, 64, 4, 3), (64, 64, 4, 5), (64, 128, 4, 2), (64, 32, 4, 5), (128, 32, 8, 5),
+)  # fmt: skip
+SMALL_TILES = (
+    (16, 64, 4, 3),
+    (16, 64, 4, 5),
+    (16, 32, 4, 5),
+    (32, 64, 4, 3),
+    (64, 64, 4, 3),
+    (64, 64, 4, 5),
+    (128, 64, 8, 3),
+)
+_POOL_BYTES = 12 << 30
+_MAX_LAYERS = 28
+
+Config = DecodeConfig | ExtendConfig
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of a layer's keys and values
+
+
+def make_pool(heads: Heads, page_size: int, num_tokens: int, max_layers: int) -> KVPool:
+    """Random keys and values for ``num_tokens``, of enough layers that no cache holds one until the next round."""
+    layer_bytes = num_tokens * heads.kv * heads.head_dim * 4
+    num_layers = min(max(_POOL_BYTES // layer_bytes, 4), max_layers)
+    num_pages = -(-num_tokens // page_size) + 1
+    pool = KVPool(
+        num_pages, page_size, num_layers, heads.kv, heads.head_dim, torch.bfloat16, torch.device("cuda")
+    )
+    for layer in range(num_layers):
+        pool.k(layer).normal_()
+        pool.v(layer).normal_()
+    return pool
+
+
+def make_requests(pool: KVPool, batch: int, num_tokens: int) -> PagedRequests:
+    """Requests of ``num_tokens`` each, on pages in random order."""
+    columns = -(-num_tokens // pool.page_size)
+    table = torch.zeros(batch, -(-columns // 16) * 16, dtype=torch.int32, device="cuda")
+    pages = torch.randperm(pool.num_pages - 1, device="cuda")[: batch * columns] + 1
+    table[:, :columns] = pages.view(batch, columns)
+    rows = torch.arange(batch, device="cuda")
+    return PagedRequests(table, rows, torch.full((batch,), num_tokens, device="cuda"), pool.page_size)
+
+
+def time_us(step: Step, pool: KVPool) -> float:
+    """Microseconds of ``step`` of a layer in a graph of all layers; the best of several replays."""
+    num_layers = pool.num_layers
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step(pool.k(0), pool.v(0))
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for layer in range(num_layers):
+                step(pool.k(layer), pool.v(layer))
+        best = float("inf")
+        for _ in range(6):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            best = min(best, begin.elapsed_time(end))
+    return best * 1e3 / num_layers
+
+
+def decode_configs(batch: int, num_sms: int, heads: Heads) -> list[DecodeConfig]:
+    """What is tried for a batch, with the launches overlapped as in the backend."""
+    cuts = FEW if batch in LATENCY_BOUND else MANY
+    return [
+        DecodeConfig(block_n, max(num_sms * per_sm // heads.kv, 1), num_warps, num_stages, True, registers)
+        for block_n, num_warps, num_stages, per_sm, registers in cuts
+    ]
+
+
+def report(title: str, results: dict[str, float], own: str, work: float, unit: str, top: int) -> None:
+    """The fastest of ``results`` (microseconds), and where the backend's own choice comes; ``work`` per microsecond
+    is in ``unit``."""
+    ranked = sorted(results, key=lambda name: results[name])
+    cells = [
+        f"{'*' if name == own else ''}{name} {results[name]:.1f}us {work / results[name]:.0f}{unit}"
+        for i, name in enumerate(ranked)
+        if i < top or name == own
+    ]
+    print(f"{title}: " + " | ".join(cells), flush=True)
+
+
+def describe(config: Config) -> str:
+    """Short, for a table."""
+    if isinstance(config, ExtendConfig):
+        return f"{config.block_m}x{config.block_n}/w{config.num_warps}/s{config.num_stages}"
+    registers = f"/r{config.max_registers}" if config.max_registers else ""
+    pdl = "" if config.launch_pdl else "/nopdl"
+    return f"{config.block_n}/w{config.num_warps}/s{config.num_stages}/p{config.num_workers}{registers}{pdl}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One model's. ``shard``: only compile, and of each batch's configurations those."""
+
+    name: str
+    heads: Heads
+    page_size: int
+    top: int
+    shard: slice | None
+
+    def decode(self) -> None:
+        """All decode batches."""
+        num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+        workspace = DecodeWorkspace(self.heads.kv, self.heads.head_dim, num_sms, torch.device("cuda"))
+        for batch, num_tokens in DECODE:
+            pool, requests, q = self._make(batch, num_tokens, batch)
+            own = TritonAttentionBackend(pool).decode_config(batch)
+            steps: dict[Config, Step] = {
+                config: partial(
+                    decode_attention, q, requests=requests, scale=0.1, workspace=workspace, config=config
+                )
+                for config in dict.fromkeys([own, *decode_configs(batch, num_sms, self.heads)])
+            }
+            work = batch * num_tokens * self.heads.kv * self.heads.head_dim * 4 / 1e3
+            self._compare(f"decode {batch}x{num_tokens}", steps, pool, own, work, "GB/s")
+
+    def extend(self) -> None:
+        """All extend batches."""
+        for batch, new, prefix in EXTEND:
+            pool, requests, q = self._make(batch, new + prefix, batch * new)
+            starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * new
+            backend = TritonAttentionBackend(pool)
+            own = backend.extend_config(new * self.heads.queries // self.heads.kv)
+            cuts = TILES if new > 64 else SMALL_TILES
+            lens = np.full(batch, new), np.full(batch, new + prefix)
+            steps: dict[Config, Step] = {}
+            for config in dict.fromkeys([own, *(ExtendConfig(*cut) for cut in cuts)]):
+                grid = extend_grid(*lens, (self.heads.queries, self.heads.kv), config, backend.num_sms)
+                steps[config] = partial(
+                    extend_attention, q, requests=requests, query_starts=starts, grid=grid, scale=0.1, config=config
+                )  # fmt: skip
+            pairs = batch * (new * prefix + new * (new + 1) / 2)
+            work = 4 * pairs * self.heads.queries * self.heads.head_dim / 1e6
+            self._compare(f"extend {batch}x{new} after {prefix}", steps, pool, own, work, "TF/s")
+
+    def _make(
+        self, batch: int, num_tokens: int, num_queries: int
+    ) -> tuple[KVPool, PagedRequests, torch.Tensor]:
+        room = batch * (num_tokens + self.page_size)
+        pool = make_pool(self.heads, self.page_size, room, 1 if self.shard else _MAX_LAYERS)
+        q = torch.randn(num_queries, self.heads.queries, self.heads.head_dim, device="cuda").bfloat16()
+        return pool, make_requests(pool, batch, num_tokens), q
+
+    def _compare(
+        self, title: str, steps: Mapping[Config, Step], pool: KVPool, own: Config, work: float, unit: str
+    ) -> None:
+        results = {}
+        for config, step in list(steps.items())[self.shard or slice(None)]:
+            try:
+                if self.shard:
+                    step(pool.k(0), pool.v(0))
+                else:
+                    results[describe(config)] = time_us(step, pool)
+            except Exception as error:  # a cut that does not fit must not end the sweep
+                print(f"{title} {describe(config)}: {str(error)[:120]}", file=sys.stderr)
+        if not self.shard:
+            report(f"{self.name} {title}", results, describe(own), work, unit, self.top)
+
+
+def main() -> None:
+    """Compile, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 8))
+    parser.add_argument("--top", type=int, default=4)
+    parser.add_argument("--only", choices=("decode", "extend"))
+    parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.shard is None:
+        command = [sys.executable, *sys.argv, "--jobs", str(args.jobs), "--shard"]
+        for job in [subprocess.Popen([*command, str(i)]) for i in range(args.jobs)]:
+            job.wait()
+    for name in args.models:
+        shard = None if args.shard is None else slice(args.shard, None, args.jobs)
+        sweep = Sweep(name, MODELS[name], args.page_size, args.top, shard)
+        if args.only != "extend":
+            sweep.decode()
+        if args.only != "decode":
+            sweep.extend()
+
+
+if __name__ == "__main__":
+    main()

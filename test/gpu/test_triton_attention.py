@@ -1,0 +1,169 @@
+"""The triton attention backend on a GPU against the textbook, eager and in graphs replayed with other requests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_attention_torch import SCALE, Case
+
+from fenceline.layers.attention.base import AttentionPlan
+from fenceline.layers.attention.triton_backend import TritonAttentionBackend
+from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
+from fenceline.layers.kernels.decode_attention import DecodeConfig, decode_attention
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+# Every group, page size and head size, and every pair of the latter two with few and with many heads.
+SHAPES = [
+    *((page_size, (2 * group, 2), 64) for group, page_size in enumerate((1, 16, 64, 1, 16, 64, 1, 16), 1)),
+    *((page_size, heads, 128) for page_size in (1, 16, 64) for heads in ((4, 2), (7, 1))),
+    (32, (32, 8), 128),
+    (1, (16, 8), 128),
+    (16, (4, 4), 32),
+    (64, (4, 2), 16),
+]
+shapes = pytest.mark.parametrize(("page_size", "heads", "head_dim"), SHAPES, ids=str)
+
+
+def inputs_of(step: Case, mode: ForwardMode) -> AttentionInputs:
+    lens = np.array(step.query_lens)
+    return AttentionInputs(
+        mode=mode,
+        page_table=step.page_table.cuda(),
+        rows=step.rows.cuda(),
+        seq_lens=torch.tensor(step.seq_lens).cuda(),
+        seq_lens_cpu=np.array(step.seq_lens),
+        query_lens_cpu=lens,
+        query_starts=torch.from_numpy(np.concatenate([[0], np.cumsum(lens)])).int().cuda(),
+    )
+
+
+def attend(plan: AttentionPlan, step: Case) -> torch.Tensor:
+    """With q as models hand it over, a view of qkv."""
+    num_heads, head_dim = step.queries[0].shape[1:]
+    num_kv_heads = step.pool.k(1).shape[1]
+    qkv = torch.zeros(
+        sum(step.query_lens), num_heads + 2 * num_kv_heads, head_dim, dtype=step.queries[0].dtype
+    )
+    qkv[:, :num_heads] = torch.cat(step.queries)
+    q, k, v = qkv.cuda().split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    plan.prepare()
+    return plan.forward(1, q, k, v, SCALE)
+
+
+def check(step: Case, mode: ForwardMode) -> None:
+    output = attend(TritonAttentionBackend(step.pool).plan(inputs_of(step, mode)), step)
+    assert output.is_contiguous() and output.dtype == step.queries[0].dtype
+    torch.testing.assert_close(
+        output.double().cpu(), torch.cat(step.expected()), atol=TOLERANCES[output.dtype], rtol=0
+    )
+
+
+def decode_case(
+    lens: list[int],
+    page_size: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Case:
+    return Case(lens, [1] * len(lens), page_size, heads, 1, dtype, head_dim, device="cuda")
+
+
+@shapes
+def test_decode(page_size: int, heads: tuple[int, int], head_dim: int) -> None:
+    """Lengths on both sides of every boundary: of pages, of blocks, of what one worker takes."""
+    edges = sorted({n + d for n in (1, page_size, 64, 128, 640) for d in (-1, 0, 1) if n + d > 0})
+    check(decode_case(edges, page_size, heads, head_dim), ForwardMode.DECODE)
+    for lens in ([1], [page_size], [777], [5000, 3], [4000] * 3 + [1] * 40):
+        check(decode_case(lens, page_size, heads, head_dim), ForwardMode.DECODE)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_decode_of_random_batches(dtype: torch.dtype) -> None:
+    random = np.random.default_rng(2)
+    for size in (1, 2, 17, 100, 300):
+        lens = [int(n) for n in random.integers(1, 600, size)]
+        check(decode_case(lens, 16, (4, 2), 64, dtype), ForwardMode.DECODE)
+
+
+@shapes
+def test_extend(page_size: int, heads: tuple[int, int], head_dim: int) -> None:
+    """Tiles of every kind, prefixes on both sides of a page's end, keys split and not."""
+    p = page_size
+    batches = (
+        [(0, 1), (0, p), (p, p), (2 * p - 1, 2), (1, 65)],
+        [(0, 300), (700, 129), (64, 1)],
+        [(1500, 3)],
+        [(0, 1)],
+    )
+    for batch in batches:
+        lens = [prefix + new for prefix, new in batch], [new for _, new in batch]
+        step = Case(*lens, page_size, heads, 1, torch.bfloat16, head_dim, device="cuda")
+        check(step, ForwardMode.EXTEND)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_extend_of_random_batches(dtype: torch.dtype) -> None:
+    random = np.random.default_rng(3)
+    for size in (1, 3, 30):
+        lens = [int(n) for n in random.integers(1, 500, size)]
+        new = [int(random.integers(1, n + 1)) for n in lens]
+        check(Case(lens, new, 16, (4, 2), size, dtype, 64, device="cuda"), ForwardMode.EXTEND)
+
+
+@pytest.mark.parametrize("bucket", [1, 8, 64])
+def test_graph_replays_follow_rows_and_lengths(bucket: int) -> None:
+    """One graph, many batches: each replay equals the textbook, and an eager run on the same tensors bit for bit."""
+    random = np.random.default_rng(bucket)
+    lens = [int(n) for n in random.integers(1, 1500, 40)]
+    step = decode_case(lens, 16, (8, 2), 128)
+    step.page_table[0] = 0  # the sink's row; Case never gives out its page
+    alive = [i for i, row in enumerate(step.rows.tolist()) if row != 0]
+    expected = step.expected()
+    table = step.page_table.cuda()
+    rows = torch.zeros(bucket, dtype=torch.int64, device="cuda")
+    seq_lens = torch.ones(bucket, dtype=torch.int64, device="cuda")
+    q = torch.zeros(bucket, 8, 128, dtype=torch.bfloat16, device="cuda")
+    backend = TritonAttentionBackend(step.pool)
+    plan = backend.plan_graph(GraphDecodeInputs(table, rows, seq_lens, 1500))
+    assert plan is not None
+    plan.forward(1, q, q[:, :2], q[:, :2], SCALE)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = plan.forward(1, q, q[:, :2], q[:, :2], SCALE)
+    for _ in range(30):
+        members = random.permutation(alive)[: random.integers(1, bucket + 1)].tolist()
+        rows.zero_()
+        seq_lens.fill_(1)
+        rows[: len(members)] = step.rows[members].cuda()
+        seq_lens[: len(members)] = torch.tensor(lens)[members].cuda()
+        q[: len(members)] = torch.cat([step.queries[i] for i in members]).cuda()
+        graph.replay()
+        assert torch.equal(output, plan.forward(1, q, q[:, :2], q[:, :2], SCALE))
+        wanted = torch.cat([expected[i] for i in members])
+        torch.testing.assert_close(output[: len(members)].double().cpu(), wanted, atol=3e-2, rtol=0)
+
+
+def test_a_merge_does_not_depend_on_timing() -> None:
+    """Requests cut among all workers, again and again: whoever is last merges in the same order."""
+    step = decode_case([9000, 1, 7000], 1, (8, 2), 128)
+    backend = TritonAttentionBackend(step.pool)
+    plan = backend.plan(inputs_of(step, ForwardMode.DECODE))
+    first = attend(plan, step)
+    for _ in range(200):
+        assert torch.equal(attend(plan, step), first)
+    assert not backend.workspace.num_done.any()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 5, 16])
+def test_decode_however_it_is_cut(num_workers: int) -> None:
+    step = decode_case([1200, 64, 65, 300, 1], 1, (4, 2), 128)
+    backend = TritonAttentionBackend(step.pool)
+    config = DecodeConfig(64, num_workers, 4, 3)
+    requests = backend.requests_of(inputs_of(step, ForwardMode.DECODE))
+    q = torch.cat(step.queries).cuda()
+    output = decode_attention(q, step.pool.k(1), step.pool.v(1), requests, SCALE, backend.workspace, config)
+    torch.testing.assert_close(output.double().cpu(), torch.cat(step.expected()), atol=3e-2, rtol=0)
