@@ -132,7 +132,7 @@ def bad_fields() -> dict[str, tuple[list[FillField], str]]:
     other = torch.zeros(4, 6, dtype=torch.int32)
     return {
         "none": ([], "1 to 32 fields, got 0"),
-        "many": ([FillField(torch.zeros(1), None, 0)] * 33, "got 33: split them"),
+        "many": ([FillField(torch.zeros(1), None, 0)] * 33, "got 33: fill twice"),
         "dtype": ([FillField(good, other.long(), 0, "rows")], "rows: src is torch.int64, dst is torch.int32"),
         "strided": ([FillField(good.T, None, 0, "table")], "table: dst must be contiguous"),
         "scalar": ([FillField(torch.tensor(1), None, 0)], r"must be contiguous \[size, ...\]"),
@@ -146,9 +146,12 @@ def bad_fields() -> dict[str, tuple[list[FillField], str]]:
             [FillField(torch.zeros(2, dtype=torch.complex64), None, 0)],
             "view it as a smaller dtype",
         ),
-        "self": ([FillField(good, good, 0, "plan")], "plan: its memory overlaps"),
-        "chain": ([FillField(good, None, 0), FillField(other, good[1:], 0, "b")], "b: its memory overlaps"),
-        "twice": ([FillField(good, None, 0), FillField(good[3:], None, 0, "b")], "b: its memory overlaps"),
+        "self": ([FillField(good, good, 0, "plan")], "plan: src overlaps the destination plan"),
+        "chain": ([FillField(good, None, 0), FillField(other, good[1:], 0, "b")], "b: src overlaps"),
+        "twice": (
+            [FillField(good, None, 0), FillField(good[3:], None, 0, "b")],
+            "b: its memory overlaps another destination",
+        ),
     }
 
 
@@ -157,6 +160,28 @@ def test_fields_that_cannot_be_filled_are_refused(emulated: KernelLibrary, name:
     fields, message = bad_fields()[name]
     with pytest.raises(ValueError, match=message):
         FillPlan(fields, emulated)
+
+
+def test_plan_takes_other_sources_and_checks_them_too(emulated: KernelLibrary) -> None:
+    """A ring's slots take turns; the destinations and pads stay."""
+    tables, ids = torch.zeros(4, 6, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    plan = FillPlan(
+        [FillField(tables, None, -1, "tables"), FillField(ids, torch.ones(4).long(), 5, "ids")], emulated
+    )
+    for width in (2, 6, 1):
+        plan.fill(3, [torch.full((3, width), width, dtype=torch.int32), None])
+        assert tables.tolist() == [[width] * width + [-1] * (6 - width)] * 3 + [[-1] * 6]
+        assert ids.tolist() == [5] * 4
+    plan.fill(2)
+    assert (tables.tolist(), ids.tolist()) == ([[-1] * 6] * 4, [1, 1, 5, 5])
+    with pytest.raises(ValueError, match="num_live is 4, these fields take 0 to 3"):
+        plan.fill(4, [None, torch.zeros(3).long()])
+    with pytest.raises(ValueError, match="tables: src overlaps the destination tables"):
+        plan.fill(1, [tables[1:], None])
+    with pytest.raises(ValueError, match="ids: src overlaps the destination tables"):
+        plan.fill(1, [None, tables.view(torch.int64)[3]])
+    with pytest.raises(ValueError, match="1 sources for 2 fields"):
+        plan.fill(1, [None])
 
 
 def test_two_fields_may_share_a_source(emulated: KernelLibrary) -> None:
@@ -526,7 +551,7 @@ def test_compiled_functions_answer_through_the_bindings() -> None:
         lambda unit: compiled_library(find_sources(), unit, nvcc, WHEEL_ARCHS, folder), "cpu"
     )
     with pytest.raises(RuntimeError, match="arena_fill: num_live is negative"):
-        kernels.arena_fill((library.FillFieldC * 1)(), -1, None, torch.device("cpu"), 0)
+        kernels.arena_fill(bytes(48), 1, -1, None, torch.device("cpu"), 0)
     with pytest.raises(RuntimeError, match="page copy: num_ctas is 1 to 1024"):
         request = library.PageCopyRequestC(num_layers=1, chunk_bytes=1, index_bytes=4)
         kernels.copy_pages(request, torch.device("cpu"), 0)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from fenceline_kernel.library import FillFieldC, KernelLibrary, load
+from fenceline_kernel.library import FILL_FIELD, KernelLibrary, load
 
 MAX_FILL_FIELDS = 32
 
@@ -22,7 +23,7 @@ class FillField:
     ``src`` [rows, *row], same dtype, on the same GPU or in pinned host memory; each row contiguous, any stride between
     rows. With two dimensions its rows may be shorter than dst's: the missing columns are padded. None: all padding.
     ``pad``: the value of every element that is not live. ``name`` stands in error messages.
-    The tensors stay the caller's; a FillPlan keeps their addresses, not their memory.
+    Who writes and reads the tensors besides is the caller's to order; a FillPlan keeps them alive.
     """
 
     dst: torch.Tensor
@@ -32,7 +33,7 @@ class FillField:
 
 
 class FillPlan:
-    """Fields checked once, filled many times: a fill is one launch and copies no descriptor to the GPU."""
+    """Destinations and pads checked once, filled many times: one launch each, and no descriptor travels to the GPU."""
 
     def __init__(self, fields: Sequence[FillField], library: KernelLibrary | None = None) -> None:
         """Raises ValueError naming the field and the remedy; KernelUnavailable if there are no kernels."""
@@ -42,31 +43,77 @@ class FillPlan:
             )
         self.device = fields[0].dst.device
         self._library = library if library is not None else load(self.device)
-        for field in fields:
-            _check_field(field, self.device, self._library.device_type)
-        _check_no_overlap(fields)
-        self._fields = (FillFieldC * len(fields))(*map(_descriptor, fields))
-        # The most rows that every field has room for and every source holds.
-        rows = [len(tensor) for field in fields for tensor in (field.dst, field.src) if tensor is not None]
-        self.max_live = min(rows)
+        if self.device.type != self._library.device_type:
+            raise ValueError(
+                f"{fields[0].name}: dst is on {self.device}: it must be on {self._library.device_type}"
+            )
+        self._fields = tuple(fields)  # the addresses below stay theirs
+        self._targets = [_make_target(field, self.device) for field in fields]
+        self._spans = sorted(target.span for target in self._targets)
+        for (_, end, _), (start, _, name) in itertools.pairwise(self._spans):
+            if start < end:
+                raise ValueError(f"{name}: its memory overlaps another destination: give each its own buffer")
+        self._room = min(target.size for target in self._targets)
+        self._packed, self.max_live = self._bind([field.src for field in fields])
 
-    def fill(self, num_live: int | torch.Tensor, stream: int | None = None) -> None:
+    def fill(
+        self,
+        num_live: int | torch.Tensor,
+        sources: Sequence[torch.Tensor | None] | None = None,
+        stream: int | None = None,
+    ) -> None:
         """Copy rows [0, num_live) of every source and pad every other row, on ``stream`` (None: torch's current one).
 
-        An int is fixed when a graph is captured; an int64 tensor of one element on the same GPU is read when the kernel
-        runs and taken as at most each field's rows. Raises ValueError if num_live is none of these or out of range,
-        RuntimeError if the launch fails.
+        ``num_live``: an int is fixed when a graph is captured; an int64 tensor of one element on the same GPU is read
+        when the kernel runs and taken as at most each field's rows. ``sources``: one for each field, None for nothing
+        but padding, instead of those that the plan was made with: a ring's next slot. They are the caller's to keep
+        alive. Raises ValueError if something does not fit, RuntimeError if the launch fails.
         """
+        packed, max_live = (self._packed, self.max_live) if sources is None else self._bind(sources)
         if isinstance(num_live, torch.Tensor):
             if num_live.dtype != torch.int64 or num_live.numel() != 1 or num_live.device != self.device:
                 raise ValueError(f"num_live must be one int64 on {self.device}: got {_describe(num_live)}")
-            self._library.arena_fill(self._fields, 0, num_live.data_ptr(), self.device, stream)
+            number, pointer = 0, num_live.data_ptr()
         else:
-            if not 0 <= num_live <= self.max_live:
+            if not 0 <= num_live <= max_live:
                 raise ValueError(
-                    f"num_live is {num_live}, these fields take 0 to {self.max_live}: use a larger bucket"
+                    f"num_live is {num_live}, these fields take 0 to {max_live}: use a larger bucket"
                 )
-            self._library.arena_fill(self._fields, num_live, None, self.device, stream)
+            number, pointer = num_live, None
+        self._library.arena_fill(packed, len(self._targets), number, pointer, self.device, stream)
+
+    def _bind(self, sources: Sequence[torch.Tensor | None]) -> tuple[bytes, int]:
+        """Descriptors for ``sources``, and the most rows that every field has room for and every source holds."""
+        if len(sources) != len(self._targets):
+            raise ValueError(
+                f"{len(sources)} sources for {len(self._targets)} fields: give one, or None, for each"
+            )
+        packed, max_live = [], self._room
+        for target, src in zip(self._targets, sources, strict=True):
+            if src is None:
+                packed.append(_pack(target, 0, 0, 0, 0))
+                continue
+            _check_source(target, src, self.device)
+            num_rows = len(src)
+            max_live = min(max_live, num_rows)
+            if src.numel() == 0:
+                packed.append(_pack(target, 0, 0, 0, 0))
+                continue
+            start, row_bytes = src.data_ptr(), src.nbytes // num_rows
+            row_stride = src.stride(0) * target.itemsize
+            self._check_not_written(start, start + (num_rows - 1) * row_stride + row_bytes, target.name)
+            packed.append(_pack(target, start, num_rows, row_bytes, row_stride))
+        return b"".join(packed), max_live
+
+    def _check_not_written(self, start: int, end: int, name: str) -> None:
+        """What a fill reads it does not write (F9: the source stays as it was; and blocks run in any order)."""
+        before = (
+            bisect.bisect_left(self._spans, (end, 0, "")) - 1
+        )  # the last destination that starts before end
+        if before >= 0 and self._spans[before][1] > start:
+            raise ValueError(
+                f"{name}: src overlaps the destination {self._spans[before][2]}: give each its own buffer"
+            )
 
 
 def arena_fill(
@@ -75,90 +122,76 @@ def arena_fill(
     stream: int | None = None,
     library: KernelLibrary | None = None,
 ) -> None:
-    """``FillPlan(fields).fill(num_live)``: for fields that are not filled again."""
-    FillPlan(fields, library).fill(num_live, stream)
+    """``FillPlan(fields).fill(num_live)``: for fields that are filled once. A FillPlan kept is several times faster."""
+    FillPlan(fields, library).fill(num_live, stream=stream)
 
 
-def _check_field(field: FillField, device: torch.device, device_type: str) -> None:
-    dst, src, name = field.dst, field.src, field.name
-    if dst.device != device or dst.device.type != device_type:
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What a descriptor says of a destination; ``row`` is a row's shape, ``span`` its first byte, end and name."""
+
+    name: str
+    dtype: torch.dtype
+    itemsize: int
+    row: torch.Size
+    size: int
+    row_bytes: int
+    pad: int
+    span: tuple[int, int, str]
+
+
+def _make_target(field: FillField, device: torch.device) -> _Target:
+    dst, name = field.dst, field.name
+    if dst.device != device:
         raise ValueError(
-            f"{name}: dst is on {dst.device}: all fields of a fill must be on one {device_type} device"
+            f"{name}: dst is on {dst.device}: all fields of a fill must be on one device, here {device}"
         )
     if dst.dim() == 0 or dst.numel() == 0 or not dst.is_contiguous():
         raise ValueError(f"{name}: dst must be contiguous [size, ...] and not empty, got {_describe(dst)}")
-    _check_pad(field)
-    if src is None:
-        return
-    if src.dtype != dst.dtype:
-        raise ValueError(f"{name}: src is {src.dtype}, dst is {dst.dtype}: make them equal")
+    start, nbytes, size = dst.data_ptr(), dst.nbytes, len(dst)
+    return _Target(
+        name=name,
+        dtype=dst.dtype,
+        itemsize=dst.element_size(),
+        row=dst.shape[1:],
+        size=size,
+        row_bytes=nbytes // size,
+        pad=pad_pattern(field.pad, dst.dtype, name),
+        span=(start, start + nbytes, name),
+    )
+
+
+def _pack(target: _Target, source: int, num_rows: int, row_bytes: int, row_stride: int) -> bytes:
+    return FILL_FIELD.pack(
+        source, target.span[0], target.pad, num_rows, row_bytes, row_stride, target.size, target.row_bytes, 0
+    )
+
+
+def _check_source(target: _Target, src: torch.Tensor, device: torch.device) -> None:
+    name, row, wanted = target.name, src.shape[1:], target.row
+    if src.dtype is not target.dtype:
+        raise ValueError(f"{name}: src is {src.dtype}, dst is {target.dtype}: make them equal")
     if src.device != device and not src.is_pinned():
         raise ValueError(
             f"{name}: src is on {src.device}: put it on {device} or into pinned memory (pin_memory())"
         )
-    narrower = src.dim() == dst.dim() == 2 and src.shape[1] <= dst.shape[1]
-    if src.dim() == 0 or not (narrower or src.shape[1:] == dst.shape[1:]):
-        raise ValueError(
-            f"{name}: src {tuple(src.shape)} does not fit dst {tuple(dst.shape)}: rows must be alike"
-        )
-    if len(src) > 0 and not src[0].is_contiguous():
+    if src.dim() == 0 or not (row == wanted or (len(row) == len(wanted) == 1 and row[0] <= wanted[0])):
+        raise ValueError(f"{name}: rows of src are {tuple(row)}, of dst {tuple(wanted)}: rows must be alike")
+    if not src.is_contiguous() and len(src) > 0 and not src[0].is_contiguous():
         raise ValueError(f"{name}: the rows of src must be contiguous: call contiguous() on it")
 
 
-def _check_pad(field: FillField) -> None:
-    dtype, pad = field.dst.dtype, field.pad
+@functools.lru_cache(maxsize=1024)
+def pad_pattern(pad: int | float | bool, dtype: torch.dtype, name: str = "field") -> int:
+    """``pad`` repeated to eight bytes, as a little-endian number. Raises ValueError if it is no ``dtype``."""
     if dtype.is_complex or dtype.itemsize > 8:
-        raise ValueError(f"{field.name}: {dtype} has no pad pattern of 8 bytes: view it as a smaller dtype")
-    if dtype.is_floating_point:
-        return
-    limits = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    if not isinstance(pad, int) or not limits[0] <= pad <= limits[1]:
-        raise ValueError(f"{field.name}: pad {pad!r} is no {dtype}")
-
-
-def _check_no_overlap(fields: Sequence[FillField]) -> None:
-    """What a fill writes nobody else may read or write in the same launch (F9: the source stays as it was)."""
-    spans = []
-    for field in fields:
-        spans.append((*_span(field.dst), True, field.name))
-        if field.src is not None and field.src.numel() > 0:
-            spans.append((*_span(field.src), False, field.name))
-    spans.sort()
-    end, written_end = 0, 0
-    for start, stop, written, name in spans:
-        if start < (end if written else written_end):
-            raise ValueError(
-                f"{name}: its memory overlaps another source or destination: give each its own buffer"
-            )
-        end = max(end, stop)
-        written_end = max(written_end, stop) if written else written_end
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-def _descriptor(field: FillField) -> FillFieldC:
-    dst, src = field.dst, field.src
-    size = dst.element_size()
-    live = src is not None and src.numel() > 0
-    return FillFieldC(
-        src=src.data_ptr() if src is not None and live else None,
-        dst=dst.data_ptr(),
-        pad=pad_pattern(field.pad, dst.dtype),
-        src_rows=len(src) if src is not None and live else 0,
-        src_row_bytes=math.prod(src.shape[1:]) * size if src is not None else 0,
-        src_row_stride=src.stride(0) * size if src is not None else 0,
-        size=len(dst),
-        row_bytes=math.prod(dst.shape[1:]) * size,
-    )
-
-
-def pad_pattern(pad: int | float | bool, dtype: torch.dtype) -> int:
-    """``pad`` as ``dtype``, repeated to eight bytes, as a little-endian number."""
+        raise ValueError(f"{name}: {dtype} has no pad pattern of 8 bytes: view it as a smaller dtype")
+    if not dtype.is_floating_point:
+        limits = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        if not isinstance(pad, int) or not limits[0] <= pad <= limits[1]:
+            raise ValueError(f"{name}: pad {pad!r} is no {dtype}")
     one = bytes(torch.tensor([pad], dtype=dtype).view(torch.uint8).tolist())
-    return int.from_bytes(bytes(itertools.islice(itertools.cycle(one), 8)), "little")
+    return int.from_bytes(one * (8 // len(one)), "little")
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,21 +17,8 @@ from fenceline_kernel.cache import PREBUILT, cache_folder, compiled_library, fin
 from fenceline_kernel.errors import KernelUnavailable
 from fenceline_kernel.toolchain import arch_of, find_nvcc
 
-
-class FillFieldC(ctypes.Structure):
-    """fenceline::FillField."""
-
-    _fields_ = (
-        ("src", ctypes.c_void_p),
-        ("dst", ctypes.c_void_p),
-        ("pad", ctypes.c_uint64),
-        ("src_rows", ctypes.c_uint32),
-        ("src_row_bytes", ctypes.c_uint32),
-        ("src_row_stride", ctypes.c_uint32),
-        ("size", ctypes.c_uint32),
-        ("row_bytes", ctypes.c_uint32),
-        ("unit_bytes", ctypes.c_uint32),
-    )
+# fenceline::FillField: src, dst, pad; src_rows, src_row_bytes, src_row_stride, size, row_bytes, unit_bytes.
+FILL_FIELD = struct.Struct("=3Q6I")
 
 
 class PageCopyRequestC(ctypes.Structure):
@@ -85,14 +73,17 @@ class KernelLibrary:
 
     def arena_fill(
         self,
-        fields: ctypes.Array[FillFieldC],
+        fields: bytes,
+        num_fields: int,
         num_live: int,
         num_live_ptr: int | None,
         device: torch.device,
         stream: int | None,
     ) -> None:
-        """fenceline_arena_fill on ``stream`` (None: torch's current one). Raises RuntimeError if the launch fails."""
-        call = functools.partial(self._fill, fields, len(fields), num_live, num_live_ptr)
+        """fenceline_arena_fill of packed FILL_FIELDs on ``stream`` (None: torch's current one).
+
+        Raises RuntimeError if the launch fails."""
+        call = functools.partial(self._fill, fields, num_fields, num_live, num_live_ptr)
         self._call("arena_fill", call, device, stream)
 
     def copy_pages(self, request: PageCopyRequestC, device: torch.device, stream: int | None) -> None:
