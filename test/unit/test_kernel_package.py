@@ -132,7 +132,7 @@ def bad_fields() -> dict[str, tuple[list[FillField], str]]:
     other = torch.zeros(4, 6, dtype=torch.int32)
     return {
         "none": ([], "1 to 32 fields, got 0"),
-        "many": ([FillField(torch.zeros(1), None, 0)] * 33, "got 33: fill twice"),
+        "many": ([FillField(torch.zeros(1), None, 0)] * 33, "got 33: split them"),
         "dtype": ([FillField(good, other.long(), 0, "rows")], "rows: src is torch.int64, dst is torch.int32"),
         "strided": ([FillField(good.T, None, 0, "table")], "table: dst must be contiguous"),
         "scalar": ([FillField(torch.tensor(1), None, 0)], r"must be contiguous \[size, ...\]"),
