@@ -74,11 +74,11 @@ class TritonAttentionBackend(AttentionBackend):
         return PagedRequests(inputs.page_table, inputs.rows, inputs.seq_lens, self.kv_pool.page_size)
 
     def decode_config(self, batch: int) -> DecodeConfig:
-        """How decode of ``batch`` requests is cut; ``benchmark/kernels/bench_attention.py --sweep`` compares others."""
+        """How decode of ``batch`` requests is cut; ``benchmark/kernels/sweep_triton_attention.py`` compares others."""
         if self.kv_pool.k(0).element_size() > 2:
             return DecodeConfig(32, self._num_workers(2), 4, 2, self._launch_pdl)
         if batch <= _SMALL_BATCH:
-            return DecodeConfig(32, self._num_workers(2), 4, 3, self._launch_pdl)
+            return DecodeConfig(64, self._num_workers(2), 4, 2, self._launch_pdl)
         return DecodeConfig(64, self._num_workers(2), 4, 5, self._launch_pdl)
 
     def extend_config(self, max_rows: int) -> ExtendConfig:
