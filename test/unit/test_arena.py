@@ -77,7 +77,7 @@ def test_fill_writes_heads_and_tails(
         assert arena.num_fills == number + 1
 
 
-SPECS = [
+SPECS: list[tuple[torch.dtype, Role, int, tuple[int, ...]]] = [
     (torch.int64, Role.PLAN, 0, ()),
     (torch.float32, Role.PLAN, 1, ()),
     (torch.int64, Role.INPUT, 0, ()),

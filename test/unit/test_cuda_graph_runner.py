@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -80,12 +81,12 @@ def test_without_the_guard_a_large_batch_is_cut_to_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "reason"), [({}, "size"), ({"disable_cuda_graph_padding": True}, "padding")], ids=str
+    ("no_padding", "reason"), [(False, "size"), (True, "padding")], ids=["padding", "no padding"]
 )
-def test_steps_without_a_graph_are_counted_and_right(flags: dict[str, bool], reason: str) -> None:
+def test_steps_without_a_graph_are_counted_and_right(no_padding: bool, reason: str) -> None:
     shape = TraceShape(num_rows=12, num_pages=100, batches=(3, 4, 8, 9, 12))
     batches = random_trace(3, 60, shape)
-    replayed = runner_of(**flags)
+    replayed = runner_of(disable_cuda_graph_padding=no_padding)
     assert same_tokens(play(runner_of(sizes=()), batches), play(replayed, batches)) == ""
     stats = graphs_of(replayed).stats
     counts = [len(batch.rows) for batch in batches if isinstance(batch, DecodeBatch)]
@@ -248,9 +249,12 @@ def test_steady_decode_uploads_nothing(sizes: tuple[int, ...], monkeypatch: pyte
     runner, batches = runner_of(sizes=sizes), steady_trace(8, 40)
     uploads: list[set[str]] = []
     upload = runner._inputs.upload
-    monkeypatch.setattr(
-        runner._inputs, "upload", lambda arrays: uploads.append(set(arrays)) or upload(arrays)
-    )
+
+    def noted(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        uploads.append(set(arrays))
+        return upload(arrays)
+
+    monkeypatch.setattr(runner._inputs, "upload", noted)
     play(runner, batches)
     pages = {"page_rows", "page_columns", "page_ids"}
     new_pages = sum(len(batch.page_writes) > 0 for batch in batches[2:])

@@ -167,6 +167,16 @@ def live_memory(runner: ModelRunner) -> list[torch.Tensor]:
     return [tensor.cpu().clone() for tensor in (*parts, runner.req_pool.last_tokens[1:])]
 
 
+def clear(runner: ModelRunner) -> None:
+    """Forget all keys, values and last tokens."""
+    runner.device.synchronize()
+    pool = runner.kv_pool
+    for tensor in (*map(pool.k, range(pool.num_layers)), *map(pool.v, range(pool.num_layers))):
+        tensor.zero_()
+    runner.req_pool.last_tokens.zero_()
+    runner.device.synchronize()
+
+
 def same_memory(a: ModelRunner, b: ModelRunner) -> bool:
     """Whether both have, bit by bit, the same KV and last tokens."""
     return all(torch.equal(x, y) for x, y in zip(live_memory(a), live_memory(b), strict=True))
@@ -174,6 +184,8 @@ def same_memory(a: ModelRunner, b: ModelRunner) -> bool:
 
 def check_same(expected: ModelRunner, got: ModelRunner, batches: Sequence[ScheduleBatch]) -> list[StepOutput]:
     """Play on both, the first one step at a time; all answers and all memory must agree. Returns the answers."""
+    for runner in (expected, got):
+        clear(runner)
     answers = play(expected, batches, overlap=False)
     assert first_difference(answers, play(got, batches)) == ""
     assert same_memory(expected, got), "keys and values differ"

@@ -1,0 +1,60 @@
+"""A short life of a model runner, to be watched by compute-sanitizer:
+
+    compute-sanitizer --tool memcheck --error-exitcode 9 python test/gpu/sanitizer_run.py
+
+Requests join and leave, decode steps replay graphs, every sampling feature is used. ``--eager`` runs the same steps
+without captures; with PYTORCH_NO_CUDA_MEMORY_CACHING=1 every tensor is then an allocation of its own, whose bounds the
+sanitizer knows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path[:0] = [
+    str(Path(__file__).parents[1] / "unit"),
+    str(Path(__file__).parents[2] / "sgl-kernel" / "python"),
+]
+
+from guarded_runs import EagerCudaDevice, trace_shape  # noqa: E402
+from step_traces import FULL, PLAIN, VOCAB_SIZE, random_trace  # noqa: E402
+from trace_runner import make_runner, play  # noqa: E402
+
+from fenceline.memory_order import open_device  # noqa: E402
+
+
+def main() -> None:
+    """Prints how many steps ran. Exit status 1 if a token is not of the vocabulary."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--eager", action="store_true", help="no captures")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--page-size", type=int, default=16)
+    args = parser.parse_args()
+    shape = trace_shape(
+        args.page_size,
+        batches=(1, 2, 3, 5, 8, 11),
+        chunk=16,
+        sampling=PLAIN + FULL,
+        logprob_share=0.1,
+        steady=2,
+    )
+    device = EagerCudaDevice() if args.eager else open_device("cuda")
+    runner = make_runner(device, shape)
+    outputs = play(runner, random_trace(1, args.steps, shape))
+    device.synchronize()
+    wrong = [out for out in outputs if ((out.next_tokens < 0) | (out.next_tokens >= VOCAB_SIZE)).any()]
+    assert runner.decode.graphs is not None
+    replays = runner.decode.graphs.stats.replays
+    print(
+        f"{len(outputs)} steps, {replays} {'eager' if args.eager else 'replays'}, {len(wrong)} wrong",
+        flush=True,
+    )
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

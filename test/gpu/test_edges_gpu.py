@@ -1,0 +1,66 @@
+"""Each edge is necessary on a GPU: without it, and with a spin that holds its window open, a step gets or gives the
+values of another; with it, the same spin changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from guarded_runs import (
+    corruption,
+    play_spinning,
+    runners,
+    spin_after_waits,
+    spin_before_copies,
+    trace_shape,
+    unguarded,
+)
+from step_traces import swap_trace
+from trace_runner import first_difference, make_runner, play
+
+from fenceline.memory_order import Device, open_device
+from fenceline.memory_order.edges import EDGES
+
+pytestmark = pytest.mark.gpu
+
+# Every step uploads and downloads the same layout, so that another step's values are valid, and wrong.
+BATCHES = swap_trace(50, 24)
+
+
+def late_uploads(device: Device) -> None:
+    spin_before_copies(device.schedule)
+
+
+def late_steps(device: Device) -> None:
+    """FORWARD is late between its wait for the inputs and its copy of them, and with all that follows."""
+    spin_after_waits(device.forward)
+
+
+def late_results(device: Device) -> None:
+    spin_before_copies(device.copy)
+
+
+SPINS: dict[str, Callable[[Device], None]] = {
+    "forward_after_schedule": late_uploads,
+    "schedule_after_forward": late_steps,
+    "copy_after_forward": late_steps,
+    "host_after_copy": late_results,
+    "staging_reuse": late_uploads,
+}
+
+
+def test_every_edge_has_its_spin() -> None:
+    assert SPINS.keys() == EDGES.keys()
+
+
+@pytest.mark.parametrize("name", SPINS)
+def test_an_edge_is_necessary(name: str) -> None:
+    expected = play(runners("cuda", 1)[0], BATCHES, overlap=False)
+    guarded = make_runner(open_device("cuda"), trace_shape(1))
+    assert first_difference(expected, play_spinning(guarded, BATCHES, 2, SPINS[name])) == ""
+    assert first_difference(expected, play_spinning(unguarded("cuda", name, 1), BATCHES, 2, SPINS[name]))
+
+
+def test_without_spins_the_answers_are_the_same() -> None:
+    expected = play(runners("cuda", 1)[0], BATCHES, overlap=False)
+    assert corruption(expected, runners("cuda", 1)[1], BATCHES) == ""

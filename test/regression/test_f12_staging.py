@@ -1,0 +1,52 @@
+"""F12: pinned and device staging are written again only when whoever reads them has."""
+
+from __future__ import annotations
+
+import pytest
+from guarded_runs import (
+    SHORT_SPIN_CYCLES,
+    play_spinning,
+    runners,
+    spin_after_points,
+    spin_before_copies,
+    trace_shape,
+    unguarded,
+)
+from step_traces import FULL, PLAIN, random_trace, swap_trace
+from trace_runner import first_difference, make_runner, play
+
+from fenceline.memory_order import Device, open_device
+
+pytestmark = pytest.mark.gpu
+
+BATCHES = swap_trace(120, 24)
+
+
+def late_copies(device: Device) -> None:
+    spin_before_copies(device.schedule)
+
+
+def late_steps(device: Device) -> None:
+    spin_after_points(device.forward)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_random_steps_whose_uploads_are_late(page_size: int) -> None:
+    shape = trace_shape(page_size, sampling=PLAIN + FULL, logprob_share=0.05, steady=2)
+    batches = random_trace(121, 1000, shape)
+    runner = make_runner(open_device("cuda"), shape)
+    spin_before_copies(runner.device.schedule, SHORT_SPIN_CYCLES)
+    reference = runners("cuda", page_size)[0]
+    assert first_difference(play(reference, batches, overlap=False), play(runner, batches)) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "spin"), [("staging_reuse", late_copies), ("own_copy", late_steps)], ids=["pinned", "device"]
+)
+def test_staging_that_is_written_too_early_gives_a_step_the_next_ones_inputs(name: str, spin: object) -> None:
+    """Every step uploads; the copy (or the step that reads the device's half) is 10 ms late."""
+    assert callable(spin)
+    expected = play(runners("cuda", 1)[0], BATCHES, overlap=False)
+    guarded = make_runner(open_device("cuda"), trace_shape(1))
+    assert first_difference(expected, play_spinning(guarded, BATCHES, 2, spin)) == ""
+    assert first_difference(expected, play_spinning(unguarded("cuda", name, 1), BATCHES, 2, spin))

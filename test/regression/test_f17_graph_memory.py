@@ -1,0 +1,142 @@
+"""F17: captured memory has one owner, and what a graph reads or leaves lies outside of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from guarded_runs import SPIN_CYCLES, check_random_steps, page_sizes, raw, runners, trace_shape
+from step_traces import TraceShape, random_trace
+from trace_runner import first_difference, make_runner, play
+
+from fenceline.memory_order import Device, Graph, GraphPool, open_device
+from fenceline.memory_order.cuda import CudaGraph
+from fenceline.model_executor.forward_result import ForwardResult, StepOutput
+
+pytestmark = pytest.mark.gpu
+
+NUM = 1 << 20
+
+
+def capture(device: Device, name: str, pool: GraphPool, body: Callable[[], None]) -> Graph:
+    """Captured after a first run outside, and ready."""
+    with device.forward.active():
+        body()
+    device.synchronize()
+    graph = device.capture(name, pool, body)
+    graph.register()
+    graph.allow_replay()
+    return graph
+
+
+@page_sizes
+def test_random_steps_equal_eager_ones(page_size: int) -> None:
+    check_random_steps("cuda", page_size)
+
+
+def test_target_and_draft_share_a_device() -> None:
+    """Two runners with graphs, pools and streams of their own, in turns, while others use and free memory."""
+    shape = trace_shape(16)
+    traces = [random_trace(seed, 500, shape) for seed in (171, 172)]
+    expected = [play(runners("cuda", 16)[0], trace, overlap=False) for trace in traces]
+    pair = [make_runner(open_device("cuda"), shape) for _ in traces]
+    got: list[list[StepOutput]] = [[], []]
+    flights: list[ForwardResult | None] = [None, None]
+    for step, batches in enumerate(zip(*traces, strict=True)):
+        for which, (runner, batch) in enumerate(zip(pair, batches, strict=True)):
+            flight, flights[which] = flights[which], runner.launch(batch)
+            if flight is not None:
+                got[which].append(flight.wait())
+            with runner.device.forward.active():
+                torch.full((NUM >> (step % 8),), torch.nan, device="cuda")
+        if step % 100 == 0:
+            torch.cuda.empty_cache()
+    for which, last in enumerate(flights):
+        assert last is not None
+        got[which].append(last.wait())
+        assert first_difference(expected[which], got[which]) == ""
+
+
+def test_graphs_outlive_others_graphs() -> None:
+    """Another owner's graphs come and go; their memory goes back to the allocator and is written by others."""
+    batches = random_trace(173, 200, trace_shape(16))
+    expected = play(runners("cuda", 16)[0], batches)
+    runner = make_runner(open_device("cuda"), trace_shape(16))
+    for part in range(4):
+        other: object = make_runner(open_device("cuda"), TraceShape(num_rows=12, num_pages=64))
+        del other
+        torch.cuda.empty_cache()
+        torch.full((16 * NUM,), torch.nan, device="cuda")
+        steps = slice(part * 50, part * 50 + 50)
+        got = play(runner, batches[steps])
+        assert first_difference(expected[steps], got) == ""
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own pools", "one pool"])
+def test_graphs_of_one_pool_overwrite_each_other(shared: bool) -> None:
+    """The target's graph is 10 ms between writing and reading a temporary; the draft's runs meanwhile."""
+    device = open_device("cuda")
+    target = device.make_graph_pool("target")
+    draft = target if shared else device.make_graph_pool("draft")
+    xs, outs = torch.ones(2, NUM, device="cuda"), torch.zeros(2, NUM, device="cuda")
+    xs[1] = 100.0
+    temporaries = [0, 0]
+    device.synchronize()
+
+    def body(which: int) -> None:
+        temporary = xs[which] * 3
+        temporaries[which] = temporary.data_ptr()
+        if which == 0:
+            torch.cuda._sleep(SPIN_CYCLES)
+        outs[which].copy_(temporary)
+
+    graphs = [
+        capture(device, f"graph {which}", pool, lambda which=which: body(which))  # type: ignore[misc]
+        for which, pool in enumerate((target, draft))
+    ]
+    assert (temporaries[0] == temporaries[1]) == shared
+    graphs[0].replay()
+    second = graphs[1]
+    assert isinstance(second, CudaGraph)
+    with device.copy.active():
+        torch.cuda._sleep(SPIN_CYCLES // 10)
+        second.raw.replay()
+    device.synchronize()
+    assert (outs[1] == 300.0).all()
+    assert bool((outs[0] == 3.0).all()) == (not shared)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["arena before the graphs", "arena in their pool"])
+def test_an_arena_in_the_graphs_own_memory_is_overwritten(inside: bool) -> None:
+    """A field that is allocated while a graph is captured, and then known to graphs alone, is the next graph's too."""
+    device = open_device("cuda")
+    pool = device.make_graph_pool("decode")
+    source, out, other = (torch.zeros(NUM, device="cuda") for _ in range(3))
+    fields = [torch.empty(NUM, device="cuda")]
+    device.synchronize()
+
+    def fill() -> None:
+        if inside:
+            fields[0] = torch.empty(NUM, device="cuda")
+        fields[0].copy_(source)
+
+    def step() -> None:
+        out.copy_(fields[0])
+
+    def draft() -> None:
+        other.copy_(source + 7)
+
+    fill_graph = capture(device, "fill", pool, fill)
+    step_graph = capture(device, "step", pool, step)
+    if inside:
+        fields.clear()
+    draft_graph = capture(device, "draft", pool, draft)
+    for value in range(1, 4):
+        with raw(device.forward).active():
+            source.fill_(value)
+        for graph in (fill_graph, draft_graph, step_graph):
+            graph.replay()
+        device.synchronize()
+        assert (other == value + 7).all()
+        assert bool((out == value).all()) == (not inside)
