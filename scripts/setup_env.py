@@ -176,6 +176,16 @@ def install(root: Path, env: Env, choice: Choice, extras: Sequence[str], pip: Ru
             "pip could not install the package (see above): check the network and run this again"
         )
     check_torch(env, choice)
+    install_kernels(root, choice, pip)
+
+
+def install_kernels(root: Path, choice: Choice, pip: Run) -> None:
+    """Our own CUDA kernels, on a machine with a GPU. They compile on first use; the server runs without them too."""
+    if choice.cuda is None:
+        return
+    source = str(root / "sgl-kernel")
+    if not pip(["install", "--no-deps", "--no-build-isolation", "--editable", source]):
+        say("sgl-kernel/ could not be installed (see above): the server runs without our own CUDA kernels")
 
 
 def install_torch(choice: Choice, pip: Run) -> None:

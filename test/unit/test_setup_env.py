@@ -83,8 +83,18 @@ def test_gpu_set_up_lets_torch_bring_its_own_and_adds_the_extra(
     setup_env.install(ROOT, env, GPU, [], pip)
     assert pip.commands[0][-1] == "torch>=2.11,<2.15"
     assert "--no-deps" not in pip.commands[0]
-    assert pip.commands[-1][-1] == f"{ROOT}[cuda]"
+    assert pip.commands[-2][-1] == f"{ROOT}[cuda]"
     assert "torch==" not in pip.constraints
+    assert pip.commands[-1][-2:] == ["--editable", f"{ROOT}/sgl-kernel"]
+    assert "--no-deps" in pip.commands[-1]  # torch is there, and stays what it is
+
+
+def test_gpu_set_up_goes_on_without_our_kernels(
+    env: Env, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(setup_env, "check_torch", lambda env, choice: None)
+    setup_env.install(ROOT, env, GPU, [], FakePip(failing=[f"{ROOT}/sgl-kernel"]))
+    assert "the server runs without our own CUDA kernels" in capsys.readouterr().err
 
 
 def test_cuda_packages_in_a_cpu_environment_are_refused(env: Env) -> None:
