@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from fenceline.vgpu import KernelError, RaceError, VirtualGpu, use
+from fenceline.vgpu import BoundsError, KernelError, RaceError, VirtualGpu, use
 
 
 def make(policy: str = "random", **options: object) -> tuple[VirtualGpu, torch.device]:
@@ -29,6 +29,10 @@ def test_integers_without_a_value_are_beyond_any_index(dtype: torch.dtype) -> No
 
 def test_an_index_that_nobody_wrote_is_an_illegal_access() -> None:
     _, device = make()
+    table, index = torch.zeros(100, device=device), torch.empty(2, dtype=torch.int64, device=device)
+    with pytest.raises(BoundsError, match="index_select"):
+        table.index_select(0, index).cpu()
+    device = use(VirtualGpu(detect=False))
     table, index = torch.zeros(100, device=device), torch.empty(2, dtype=torch.int64, device=device)
     with pytest.raises(KernelError, match="index_select"):
         table.index_select(0, index).cpu()

@@ -14,7 +14,7 @@ from enum import Enum
 import torch
 
 from fenceline.memory_order.device import Device, FillField
-from fenceline.memory_order.guards import ARENA_PAD
+from fenceline.memory_order.guards import ARENA_PAD, PLAN_SOURCE, TOTAL_BUCKETS
 from fenceline.memory_order.lease import LeaseError
 
 
@@ -54,7 +54,7 @@ class Arena:
             )
             device.name_memory(tensor, f"{name}.{field.name}", tensor[0].nbytes)
             if field.role is Role.PLAN:
-                device.protect_from_graphs(tensor)
+                device.protect_from_graphs(tensor, PLAN_SOURCE)
             self._tensors[field.name] = tensor
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -77,15 +77,14 @@ class Arena:
             if field.role is Role.INPUT
         ]
         self.num_fills += 1
-        self._device.begin_fill([field.target for field in work])
+        self._device.begin_fill([field.target for field in work], ARENA_PAD)
         self._device.fill_rows(work, pad=self._device.keeps(ARENA_PAD))
 
     def begin_replay(self) -> ArenaOutputs:
         """The outputs of the replay that is about to be submitted. Those of earlier ones end."""
         self.generation += 1
-        self._device.begin_fill(
-            [self[field.name] for field in self.fields.values() if field.role is Role.OUTPUT]
-        )
+        outputs = [self[field.name] for field in self.fields.values() if field.role is Role.OUTPUT]
+        self._device.begin_fill(outputs, TOTAL_BUCKETS)  # rows beyond the captured size are not written
         return ArenaOutputs(self, self.generation)
 
 
@@ -105,4 +104,6 @@ class ArenaOutputs:
             raise LeaseError(
                 f"{arena.name}.{name} of replay {self._generation} is gone: replay {arena.generation} writes it"
             )
-        return arena[name][:num_rows]
+        tensor = arena[name][:num_rows]
+        arena._device.lease(tensor)
+        return tensor

@@ -80,11 +80,11 @@ class Device(ABC):
         so that nothing is set up or compiled inside. The host may not wait for the device in it."""
 
     def fill_rows(self, fields: Sequence[FillField], pad: bool = True) -> None:
-        """Write heads and tails on the current stream; without ``pad`` the heads alone (for tests)."""
+        """Write heads and tails on the current stream; without ``pad`` no tail of a field with a source (for tests)."""
         for field in fields:
             if field.source is not None:
                 field.target[: field.num_live].copy_(field.source)
-            if pad and field.num_live < len(field.target):
+            if (pad or field.source is None) and field.num_live < len(field.target):
                 field.target[field.num_live :].fill_(field.pad)
 
     def synchronize(self) -> None:
@@ -111,12 +111,22 @@ class Device(ABC):
         """
         return
 
-    def protect_from_graphs(self, tensor: torch.Tensor) -> None:
-        """Graphs may read ``tensor`` but never write it (F9). For devices that watch their memory; others ignore it."""
+    def protect_from_graphs(self, tensor: torch.Tensor, guard: Guard) -> None:
+        """Graphs may read ``tensor`` but never write it (F9), which ``guard`` sees to.
+
+        For devices that watch their memory; others ignore it.
+        """
         return
 
-    def begin_fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Whoever reads ``tensors`` from now on must find bytes written from now on (F7).
+    def begin_fill(self, tensors: Sequence[torch.Tensor], guard: Guard) -> None:
+        """Whoever reads ``tensors`` from now on must find bytes written from now on (F7), which ``guard`` sees to.
+
+        For devices that watch their memory; others ignore it.
+        """
+        return
+
+    def lease(self, tensor: torch.Tensor) -> None:
+        """``tensor`` may be used in work that is submitted before the next :meth:`begin_fill` of its memory (F8).
 
         For devices that watch their memory; others ignore it.
         """

@@ -8,7 +8,7 @@ memory (F16).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -139,8 +139,10 @@ class ResultLease:
         nbytes: int,
         produced: Point,
         copied: Point,
+        sources: Sequence[torch.Tensor],
     ) -> None:
         self.produced = produced
+        self._sources = sources  # what is copied to the host stays allocated until it has been (F16)
         self._ring = ring
         self._slot: _Slot | None = slot
         self._layout = layout
@@ -163,6 +165,7 @@ class ResultLease:
         host = slot.host.numpy()
         values = {name: field.read(host) for name, field in self._layout.items()}
         slot.leased = False
+        self._sources = ()
         return values
 
 
@@ -214,7 +217,8 @@ class ResultRing(_Ring):
             order.download(StreamName.COPY, "copy of the step's results")
         for place, source in copies:
             device.copy.copy(place, source)
-        return ResultLease(self, slot, layout, nbytes, produced, device.copy.record())
+        sources = [source for _, source in copies]
+        return ResultLease(self, slot, layout, nbytes, produced, device.copy.record(), sources)
 
     def _pack(
         self, slot: _Slot, layout: Mapping[str, _Field], tensors: Mapping[str, torch.Tensor], nbytes: int

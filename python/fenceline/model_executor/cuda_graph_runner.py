@@ -137,6 +137,7 @@ class CudaGraphRunner:
         captured = self._captured[size]
         self._attention.before_replay(size, seq_lens_cpu)
         outputs = self._step.arena.begin_replay()
+        self._device.begin_fill([self._logits], TOTAL_BUCKETS)
         if self._debug:
             self._compare(captured)
         else:

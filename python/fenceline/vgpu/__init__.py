@@ -6,9 +6,14 @@ Importing this package makes ``vgpu`` a device that ``memory_order.open_device``
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.errors import (
     AuditError,
+    BoundsError,
     CaptureError,
+    CheckError,
     DeadlockError,
+    FreshnessError,
+    GenerationError,
     KernelError,
+    ProtectionError,
     RaceError,
     StaleMemoryError,
     VgpuError,
@@ -24,12 +29,17 @@ from fenceline.vgpu.threads import Channel
 
 __all__ = [
     "AuditError",
+    "BoundsError",
     "CaptureError",
     "Channel",
+    "CheckError",
     "DeadlockError",
     "Event",
+    "FreshnessError",
+    "GenerationError",
     "Graph",
     "KernelError",
+    "ProtectionError",
     "RaceError",
     "Rows",
     "Script",

@@ -18,11 +18,7 @@ import torch
 from fenceline.vgpu import backend
 from fenceline.vgpu.layout import contiguous_form, form_of, layout_of
 from fenceline.vgpu.operation import Access, Operation, here
-from fenceline.vgpu.tensor import VTensor, new_tensor
-
-
-def _access(tensor: VTensor) -> Access:
-    return Access(tensor.allocation.tag, tensor.layout_)
+from fenceline.vgpu.tensor import VTensor, access, new_tensor
 
 
 def copy_(dst: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -30,7 +26,7 @@ def copy_(dst: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> t
     if isinstance(dst, VTensor):
         if isinstance(src, VTensor):
             target, source = dst.plain, src.plain
-            dst.gpu.submit("copy", lambda: _run(target, source), [_access(src)], [_access(dst)], here())
+            dst.gpu.submit("copy", lambda: _run(target, source), [access(src)], [access(dst)], here())
         else:
             _to_device(dst, src, non_blocking)
         return dst
@@ -50,7 +46,7 @@ def _to_device(dst: VTensor, src: torch.Tensor, non_blocking: bool) -> None:
     source = src.detach() if tag is not None and non_blocking else src.detach().clone()
     reads = [Access(tag, layout_of(src))] if tag is not None and non_blocking else []
     target = dst.plain
-    op = dst.gpu.submit("copy to device", lambda: _run(target, source), reads, [_access(dst)], here())
+    op = dst.gpu.submit("copy to device", lambda: _run(target, source), reads, [access(dst)], here())
     if not non_blocking:
         dst.gpu.synchronize(op)
 
@@ -61,7 +57,7 @@ def _to_host(dst: torch.Tensor, src: VTensor, non_blocking: bool) -> Operation:
         src.gpu.forbid_in_capture("a copy to pageable memory", src.gpu.thread.current)
     writes = [] if tag is None else [Access(tag, layout_of(dst))]
     target, source = dst.detach(), src.plain
-    op = src.gpu.submit("copy to host", lambda: _run(target, source), [_access(src)], writes, here())
+    op = src.gpu.submit("copy to host", lambda: _run(target, source), [access(src)], writes, here())
     if tag is None or not non_blocking:
         src.gpu.synchronize(op)
     return op
@@ -88,7 +84,7 @@ def to_copy(
         gpu, place = src.gpu, here()
         result = new_tensor(gpu, form, place)
         target, source = result.plain, src.plain
-        gpu.submit("to", lambda: _run(target, source), [_access(src)], [_access(result)], place)
+        gpu.submit("to", lambda: _run(target, source), [access(src)], [access(result)], place)
         return result
     if torch.device(device).type != "cpu":
         raise RuntimeError(f"a vgpu tensor cannot go to {device}; copy it to the CPU first")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from fenceline.memory_order.device import Device, register_device
 from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
+from fenceline.memory_order.guards import GRAPH_POOL, Guard
 from fenceline.memory_order.stream import Point, Stream
 from fenceline.vgpu.factories import use
 from fenceline.vgpu.gpu import VirtualGpu
@@ -81,6 +82,11 @@ class VgpuDevice(Device):
         return pool.total_bytes - pool.used_bytes, pool.total_bytes
 
     def make_graph_pool(self, owner: str) -> GraphPool:
+        if not self.keeps(
+            GRAPH_POOL
+        ):  # as if captured without a pool: what a capture frees goes to whoever asks next
+            assert isinstance(self.forward, VgpuStream), "made by this device"
+            return GraphPool(owner, self.gpu.graph(owner, self.forward.raw))
         return GraphPool(owner, self.gpu.graph(owner))
 
     def capture(self, name: str, pool: GraphPool, body: Callable[[], None]) -> Graph:
@@ -98,6 +104,15 @@ class VgpuDevice(Device):
 
     def host_access(self, buffer: torch.Tensor, write: bool, what: str) -> None:
         self.gpu.host_access(buffer, write, what)
+
+    def protect_from_graphs(self, tensor: torch.Tensor, guard: Guard) -> None:
+        self.gpu.checks.protect_from_graphs(tensor, guard.name)
+
+    def begin_fill(self, tensors: Sequence[torch.Tensor], guard: Guard) -> None:
+        self.gpu.checks.begin_fill(tensors, guard.name)
+
+    def lease(self, tensor: torch.Tensor) -> None:
+        self.gpu.checks.lease(tensor)
 
     def _make_stream(self, name: StreamName) -> Stream:
         return VgpuStream(name, self.severed, self.gpu)

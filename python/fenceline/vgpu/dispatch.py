@@ -14,12 +14,12 @@ import torch
 from fenceline.vgpu import backend
 from fenceline.vgpu.copies import copy_, to_copy
 from fenceline.vgpu.errors import VgpuError
-from fenceline.vgpu.footprint import Rows
+from fenceline.vgpu.footprint import Indexes
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.layout import Form, form_of
-from fenceline.vgpu.operation import NO_ACCESS, Access, here
+from fenceline.vgpu.operation import NO_ACCESS, NO_BOUNDS, Access, Bound, Bounds, here
 from fenceline.vgpu.operators import Kind, Operator
-from fenceline.vgpu.tensor import VTensor, new_tensor, set_dispatch, wrap
+from fenceline.vgpu.tensor import VTensor, access, new_tensor, set_dispatch, wrap
 
 Kwargs = Mapping[str, Any]
 Handler = Callable[["Operator", tuple[Any, ...], Kwargs], Any]
@@ -168,30 +168,36 @@ def _view(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
 
 def _wrap_views(base: VTensor, result: Any) -> Any:
     if isinstance(result, torch.Tensor):
-        return wrap(base.gpu, result, base.allocation)
-    return [wrap(base.gpu, item, base.allocation) for item in result]
+        view = wrap(base.gpu, result, base.allocation)
+        if base.generation:
+            view.generation = base.generation
+        return view
+    return [_wrap_views(base, item) for item in result]
 
 
 def _kernel(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-    if operator.rows is not None and _has_mask(args):
+    if operator.indexes is not None and _has_mask(args):
         return _sync(operator, args, kwargs)
     call = _Call(operator, args, kwargs)
     written = _written(operator, args, kwargs) if operator.mutated else []
     forms = _output_forms(call, operator, written)
     gpu, place = call.gpu, here()
     func = _seeded(operator, call)
-    rows = () if operator.rows is None else operator.rows(call.args)
+    indexes = () if operator.indexes is None else operator.indexes(call.args)
+    bounds = _bounds(call, indexes) if indexes else NO_BOUNDS
     if operator.is_out:
         _check_out(operator, forms, written)
     if operator.overwrites and not _accumulates(operator, call):
         fresh = {id(t) for t in written}
-        reads = [_access(t, rows) for t in call.tensors if id(t) not in fresh]
+        reads = [_access(t, indexes) for t in call.tensors if id(t) not in fresh]
     else:
-        reads = [_access(t, rows) for t in call.tensors]
-    writes = [_access(t, rows) for t in written]
+        reads = [_access(t, indexes) for t in call.tensors]
+    writes = [_access(t, indexes) for t in written]
     plain_args, plain_kwargs = call.args, call.kwargs
     if None not in operator.outputs:
-        gpu.submit(operator.label, lambda: func(*plain_args, **plain_kwargs), reads, writes, place)
+        gpu.submit(
+            operator.label, lambda: func(*plain_args, **plain_kwargs), reads, writes, place, bounds=bounds
+        )
         return _same(operator, args, kwargs)
     outputs = _new_outputs(gpu, forms, operator, place)
     writes += [Access(t.allocation.tag, t.layout_) for t in outputs]
@@ -200,7 +206,7 @@ def _kernel(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     def run() -> None:
         _store(func(*plain_args, **plain_kwargs), targets)
 
-    gpu.submit(operator.label, run, reads, writes, place)
+    gpu.submit(operator.label, run, reads, writes, place, bounds=bounds)
     return outputs[0] if isinstance(forms, Form) else _returned(operator, args, kwargs, forms, outputs)
 
 
@@ -239,11 +245,22 @@ def _seeded(operator: Operator, call: _Call) -> Any:
     return seeded
 
 
-def _access(tensor: VTensor, rows: Rows = ()) -> Access:
-    for indexed, index in rows:
-        if tensor.plain is indexed:
-            return Access(tensor.allocation.tag, tensor.layout_, index)
-    return Access(tensor.allocation.tag, tensor.layout_)
+def _access(tensor: VTensor, indexes: Indexes) -> Access:
+    for indexed, axis, index in indexes:
+        if axis == 0 and tensor.plain is indexed:
+            return access(tensor, index)
+    return access(tensor)
+
+
+def _bounds(call: _Call, indexes: Indexes) -> Bounds:
+    tensors = {id(tensor.plain): tensor for tensor in call.tensors}
+    found = []
+    for indexed, axis, index in indexes:
+        target, source = tensors.get(id(indexed)), tensors.get(id(index))
+        if target is not None:
+            where = None if source is None else access(source)
+            found.append(Bound(target.allocation.tag, axis, target.shape[axis], index, where))
+    return found
 
 
 def _new_outputs(gpu: VirtualGpu, forms: Any, operator: Operator, place: Any) -> list[VTensor]:
@@ -296,8 +313,8 @@ def _sync(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     written = _written(operator, args, kwargs) if operator.mutated else []
     gpu, place = call.gpu, here()
     box: list[Any] = []
-    reads = [_access(t) for t in call.tensors]
-    writes = [_access(t) for t in written]
+    reads = [access(t) for t in call.tensors]
+    writes = [access(t) for t in written]
     func, plain_args, plain_kwargs = operator.func, call.args, call.kwargs
     done = gpu.submit(
         operator.label, lambda: box.append(func(*plain_args, **plain_kwargs)), reads, writes, place

@@ -23,8 +23,53 @@ class AuditError(VgpuError):
     """An operation touched memory that it had not declared."""
 
 
-class StaleMemoryError(VgpuError):
+class CheckError(VgpuError):
+    """Memory was used in the right order and in the wrong way; happens-before cannot see that.
+
+    ``checker``: which check says so. ``guard``: what should have prevented it (``memory_order/guards.py``), "" if
+    nobody has said. ``memory``: its name, and rows. ``places``: the source lines concerned, the one to blame last.
+    """
+
+    checker = ""
+
+    def __init__(
+        self, message: str, guard: str = "", memory: str = "", places: tuple[str, ...] = (), order: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.guard = guard
+        self.memory = memory
+        self.places = places
+        self.order = order
+
+
+class FreshnessError(CheckError):
+    """Rows were read that nobody has written since their fill began."""
+
+    checker = "freshness"
+
+
+class ProtectionError(CheckError):
+    """A graph writes memory that is not a graph's to write."""
+
+    checker = "protection"
+
+
+class GenerationError(CheckError):
+    """A view of one fill or replay was used after the next one had begun."""
+
+    checker = "generation"
+
+
+class BoundsError(CheckError):
+    """An index names no row of the memory it is used on: it is too large, or negative."""
+
+    checker = "bounds"
+
+
+class StaleMemoryError(CheckError):
     """Memory was used after the tenancy it was meant for had ended."""
+
+    checker = "lifetime"
 
 
 class RaceError(VgpuError):

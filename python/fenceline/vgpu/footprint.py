@@ -1,4 +1,4 @@
-"""Which rows of a tensor the indexing operators touch."""
+"""What the indexing operators index, and so which rows of it they touch."""
 
 from __future__ import annotations
 
@@ -7,29 +7,27 @@ from typing import Any
 
 import torch
 
-# From an operator's arguments: indexed tensors, each with the rows (axis 0) that are touched. Others: all of them.
+# From an operator's arguments: indexed tensors, each with an axis and the index on it. An index on axis 0 names the
+# rows that are touched; of tensors without one all rows are.
+Indexes = Sequence[tuple[torch.Tensor, int, torch.Tensor]]
+IndexRule = Callable[[Sequence[Any]], Indexes]
 Rows = Sequence[tuple[torch.Tensor, torch.Tensor]]
-RowIndexes = Callable[[Sequence[Any]], Rows]
 
 
-def _by_dim(tensor: int, dim: int, index: int) -> RowIndexes:
-    def rows(args: Sequence[Any]) -> Rows:
-        return ((args[tensor], args[index]),) if args[dim] == 0 else ()
-
-    return rows
+def _by_dim(args: Sequence[Any]) -> Indexes:
+    tensor, dim, index = args[:3]
+    return ((tensor, dim % tensor.ndim, index),) if tensor.ndim else ()
 
 
-def _by_list(args: Sequence[Any]) -> Rows:
-    first = args[1][0] if args[1] else None
-    return () if first is None else ((args[0], first),)
+def _by_list(args: Sequence[Any]) -> Indexes:
+    return [(args[0], axis, index) for axis, index in enumerate(args[1]) if index is not None]
 
 
-def _embedding(args: Sequence[Any]) -> Rows:
-    return ((args[0], args[1]),)
+def _embedding(args: Sequence[Any]) -> Indexes:
+    return ((args[0], 0, args[1]),)
 
 
-_DIM_FIRST = _by_dim(tensor=0, dim=1, index=2)
-_ROWS: dict[str, RowIndexes] = {
+_RULES: dict[str, IndexRule] = {
     "index": _by_list,
     "index_put_": _by_list,
     "_index_put_impl_": _by_list,
@@ -37,19 +35,20 @@ _ROWS: dict[str, RowIndexes] = {
     "embedding": _embedding,
     **dict.fromkeys(
         ("index_select", "index_copy_", "index_add_", "index_fill_", "gather", "scatter_", "scatter_add_",
-         "scatter_reduce_"), _DIM_FIRST
+         "scatter_reduce_"), _by_dim
     ),
 }  # fmt: skip
 
 
-def declare_rows(name: str, rule: RowIndexes) -> None:
-    """Say which rows the custom operator ``name`` (``library::name``) touches, before it is first called.
+def declare_rows(name: str, rule: Callable[[Sequence[Any]], Rows]) -> None:
+    """Say which rows (axis 0) the custom operator ``name`` (``library::name``) touches, before it is first called.
 
-    ``rule`` gets the positional arguments, tensors as plain ones whose values are not there yet.
+    ``rule`` gets the positional arguments, tensors as plain ones whose values are not there yet, and answers with
+    indexed tensors, each with its index.
     """
-    _ROWS[name] = rule
+    _RULES[name] = lambda args: [(tensor, 0, index) for tensor, index in rule(args)]
 
 
-def row_indexes(label: str) -> RowIndexes | None:
+def index_rule(label: str) -> IndexRule | None:
     """The rule of the operator called ``label``, None if it does not index."""
-    return _ROWS.get(label)
+    return _RULES.get(label)

@@ -9,13 +9,15 @@ from random import Random
 import torch
 
 from fenceline.vgpu.audit import Auditor
+from fenceline.vgpu.checks import Checks
 from fenceline.vgpu.detector import Detector
-from fenceline.vgpu.errors import AuditError, CaptureError, DeadlockError, KernelError, RaceError
+from fenceline.vgpu.errors import AuditError, CaptureError, DeadlockError, RaceError
 from fenceline.vgpu.event import Event
+from fenceline.vgpu.findings import Findings
 from fenceline.vgpu.graph import Capture, Graph
 from fenceline.vgpu.layout import Form, layout_at
 from fenceline.vgpu.memory import ALIGN, Allocation, PinnedMemory, Pool, Region, Tag, whole
-from fenceline.vgpu.operation import NO_ACCESS, Accesses, Operation, Place, here
+from fenceline.vgpu.operation import NO_ACCESS, NO_BOUNDS, Accesses, Bounds, Operation, Place, here
 from fenceline.vgpu.policy import Policy, Turn, make_policy
 from fenceline.vgpu.streams import HostThread, VirtualStream
 from fenceline.vgpu.threads import Rotation, Worker
@@ -27,8 +29,9 @@ class VirtualGpu:
     """One virtual GPU: its memory, its streams, the host threads that use it, and the schedule.
 
     ``policy`` is a name of ``policy.POLICIES`` or a Policy. ``detect`` keeps vector clocks and raises ``RaceError`` at
-    the first race (``collect``: keeps all in ``races`` instead). ``audit`` runs everything twice to
-    see that operations touch what they declare and no more. Host threads take turns: see ``spawn``.
+    the first race, or ``CheckError`` where one of ``checks`` fails (``collect``: keeps all in ``findings`` instead).
+    ``audit`` runs everything twice to see that operations touch what they declare and no more. Host threads take
+    turns: see ``spawn``.
     """
 
     def __init__(
@@ -43,9 +46,9 @@ class VirtualGpu:
         self.seed = seed
         self.policy = make_policy(policy, seed) if isinstance(policy, str) else policy
         self.detector = Detector(self.history_of) if detect else None
-        self.collect = collect
         self.auditor = Auditor() if audit else None
-        self.races: list[RaceError] = []
+        self.findings = Findings(collect, self._look_ahead)
+        self.checks = Checks(self.findings, self._moment, enabled=detect)
         self.pool = Pool(total_bytes)
         self.pinned = PinnedMemory()
         self.num_run = 0
@@ -56,7 +59,6 @@ class VirtualGpu:
         self._released: list[tuple[Tag, VirtualStream]] = []
         self.capturing: Capture | None = None
         self._num_graphs = 0
-        self._failure: BaseException | None = None
         self.default_stream = self.stream("default")
         self.rotation = Rotation(self._thread("host"), seed, self.policy.switch_odds)
         self.num_calls = 0
@@ -115,7 +117,8 @@ class VirtualGpu:
         capture = stream.capture
         pool = f"stream {stream.number}" if capture is None else capture.graph.pool
         tag = Tag(self.pool.take(pool, form.nbytes), place, form.shape)
-        tag.pool = pool
+        tag.pool, tag.captured = pool, capture is not None
+        tag.region.tenant = tag
         return tag.region.view(layout_at(form, 0)), Allocation(tag, stream, self._release)
 
     def _release(self, tag: Tag, stream: VirtualStream) -> None:
@@ -162,6 +165,15 @@ class VirtualGpu:
         finally:
             thread.resources = before
 
+    @property
+    def races(self) -> list[RaceError]:
+        """Those found so far."""
+        return self.findings.races
+
+    def _moment(self) -> int:
+        self._seq += 1
+        return self._seq
+
     # --- submission ----------------------------------------------------------------------------------
 
     def submit(
@@ -172,12 +184,13 @@ class VirtualGpu:
         writes: Accesses = NO_ACCESS,
         place: Place | None = None,
         stream: VirtualStream | None = None,
+        bounds: Bounds = NO_BOUNDS,
     ) -> Operation:
         """Queue an operation on ``stream`` (default: the current one). The device may run some work now."""
         thread = self.thread
         if thread.resources:
             writes = (*writes, *thread.resources)
-        op = Operation(label, here() if place is None else place, run, reads, writes)
+        op = Operation(label, here() if place is None else place, run, reads, writes, bounds=bounds)
         self._collect_released()
         self.enqueue(thread.current if stream is None else stream, op)
         self._drift()
@@ -195,8 +208,7 @@ class VirtualGpu:
             self._queue(stream, op)
 
     def _queue(self, stream: VirtualStream, op: Operation) -> None:
-        self._seq += 1
-        op.seq = self._seq
+        op.seq = self._moment()
         stream.append(op, self.thread.submitting)
 
     def record(self, stream: VirtualStream) -> Operation:
@@ -207,10 +219,15 @@ class VirtualGpu:
         self._drift()
         return op
 
-    def graph(self, name: str = "graph", pool: Graph | None = None) -> Graph:
-        """A graph to capture into, with memory of its own or that of ``pool``."""
+    def graph(self, name: str = "graph", pool: Graph | VirtualStream | None = None) -> Graph:
+        """A graph to capture into, with memory of its own or that of ``pool``: another graph's, or a stream's, which
+        hands it to others as soon as the capture has ended."""
         self._num_graphs += 1
-        return Graph(self, name, f"graph {self._num_graphs}" if pool is None else pool.pool)
+        if isinstance(pool, VirtualStream):
+            return Graph(self, name, f"stream {pool.number}")
+        if pool is not None:
+            return Graph(self, name, pool.pool)
+        return Graph(self, name, f"graph {self._num_graphs}")
 
     @contextmanager
     def capture(self, graph: Graph) -> Iterator[None]:
@@ -274,10 +291,9 @@ class VirtualGpu:
             tag = self.pinned.find(tensor)
             assert tag is not None, "only pinned memory is touched by both sides"
             op = Operation(what, here(), None)
-            self._seq += 1
-            op.seq = self._seq
+            op.seq = self._moment()
             self.thread.act(op)
-            self._report(self.detector.host_access(op, tag, tensor, write))
+            self.findings.add_races(self.detector.host_access(op, tag, tensor, write))
         self._drift()
 
     def draw_seed(self) -> int:
@@ -319,8 +335,7 @@ class VirtualGpu:
                 self._run_head(stream)
 
     def _run_head(self, stream: VirtualStream) -> None:
-        if self._failure is not None:
-            raise self._failure
+        self.findings.raise_again()
         op = stream.queue.popleft()
         trace, call = self.trace, self.num_calls
         if trace and trace[-1].call == call and trace[-1].stream == stream.name:
@@ -329,7 +344,8 @@ class VirtualGpu:
             trace.append(Turn(call, stream.name, 1))
         if op.run is not None:
             if self.detector is not None:
-                self._report(self.detector.check(op))
+                self.findings.add_races(self.detector.check(op))
+                self.checks.run(op)
             try:
                 if self.auditor is None:
                     op.run()
@@ -338,41 +354,21 @@ class VirtualGpu:
             except AuditError:
                 raise
             except Exception as error:
-                self._fail(op, error)
+                self.findings.fail(op, error)
             op.run = None
             op.reads = op.writes = NO_ACCESS
+            op.bounds = NO_BOUNDS
             self.num_run += 1
         op.done = True
         op.after = None
-
-    def _fail(self, op: Operation, error: Exception) -> None:
-        """A kernel failed. Where it read what a race left there, the race is the news."""
-        self._raise_first(self._look_ahead())
-        self._failure = KernelError(f"{op.label} on {op.where} failed: {error}\n  submitted at {op.place}")
-        raise self._failure from error
-
-    def _report(self, races: list[RaceError]) -> None:
-        if races and not self.collect:
-            self._raise_first([*races, *self._look_ahead()])
-        if races:
-            self._keep(races)
-
-    def _keep(self, races: list[RaceError]) -> None:
-        known = {(race.places, race.hazard) for race in self.races}
-        self.races += [race for race in races if (race.places, race.hazard) not in known]
 
     def _look_ahead(self) -> list[RaceError]:
         """Races of work that is queued: a schedule may show an effect before the cause."""
         if self.detector is None:
             return []
         queued = [op for stream in self.streams for op in stream.queue if op.run is not None]
+        queued.sort(key=lambda op: op.seq)  # what happens before something else is looked at before it
         return [race for op in queued for race in self.detector.look_ahead(op)]
-
-    def _raise_first(self, races: list[RaceError]) -> None:
-        if races:
-            self._failure = min(races, key=lambda race: race.order)
-            self._keep(races)
-            raise self._failure
 
     def _stuck(self, op: Operation) -> str:
         waits = [

@@ -39,6 +39,7 @@ class Graph:
         self._branches: list[VirtualStream] = []  # those beside the stream of the launch
         self.failed = False
         self._uses: dict[Tag, Operation] = {}  # memory, and the first operation that touches it
+        self._writes: dict[Tag, Operation] = {}  # the same of those that write
         self._ready = False
         self._last: Operation | None = None  # the end of the latest replay
 
@@ -48,7 +49,8 @@ class Graph:
         return len(self._nodes)
 
     def replay(self) -> None:
-        """Queue everything again on the current stream. Raises ``StaleMemoryError`` if memory it uses was freed.
+        """Queue everything again on the current stream. Raises ``StaleMemoryError`` if memory it uses was freed,
+        ``ProtectionError`` if it writes what graphs may not.
 
         It runs after earlier replays of this graph on whatever streams, as ``cudaGraphLaunch`` promises.
         """
@@ -79,7 +81,8 @@ class Graph:
         if node.event is not None and old.after is None:
             node.event.mark = gpu.record(stream)
             return node.event.mark
-        op = Operation(old.label, old.place, old.run, old.reads, old.writes)
+        op = Operation(old.label, old.place, old.run, old.reads, old.writes, bounds=old.bounds)
+        op.graph = self.name
         if node.event is not None:
             if node.event.mark is None:
                 return op
@@ -92,9 +95,25 @@ class Graph:
     def _check_memory(self) -> None:
         for tag, op in self._uses.items():
             if tag.ended and tag.pool != self.pool:
-                raise StaleMemoryError(
-                    f"{self.name} replays {op.label} on freed memory: {tag}\n  captured at {op.place}"
-                )
+                text = f"lifetime: {self.name} replays {op.label} on freed memory: {tag}\n  captured at {op.place}"
+                raise StaleMemoryError(text, "", str(tag), (str(op.place),))
+        for tag, op in self._writes.items():
+            self._gpu.checks.graph_write(op, tag, self.name)
+            tenant = tag.region.tenant
+            # Graphs of one owner may share memory; whoever else has it now does not expect them.
+            if tag.ended and tenant is not None and not tenant.ended and not tenant.captured:
+                self._gpu.checks.found(_somebody_elses(self.name, op, tenant))
+
+
+def _somebody_elses(graph: str, op: Operation, tenant: Tag) -> StaleMemoryError:
+    lines = [
+        f"lifetime: {graph} writes {tenant}, which is not its own",
+        f"  captured: {op.label} at {op.place}",
+        "  what it wrote went back to the allocator when the capture ended, and was handed out again at",
+        f"  {tenant.place}",
+        "  missing guard: graph_pool",
+    ]
+    return StaleMemoryError("\n".join(lines), "graph_pool", str(tenant), (str(op.place), str(tenant.place)))
 
 
 class Capture:
@@ -127,8 +146,12 @@ class Capture:
         self._numbers[op] = len(self._numbers)
         nodes = self.graph._nodes
         nodes.append(_Node(self._streams.index(stream), op, after, event))
+        op.graph = self.graph.name
         for tag, _, _ in (*op.reads, *op.writes):
             self.graph._uses.setdefault(tag, op)
+        for tag, _, _ in op.writes:
+            self.graph._writes.setdefault(tag, op)
+            self.graph._gpu.checks.graph_write(op, tag, self.graph.name)
         if stream is not self._streams[0] and op.run is not None:
             self._unjoined[stream] = op
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fenceline.vgpu.operation import Access, here
-from fenceline.vgpu.tensor import VTensor
+from fenceline.vgpu.operation import Access, Bound, here
+from fenceline.vgpu.tensor import VTensor, access
 
 
 class Rows(NamedTuple):
@@ -32,13 +32,22 @@ def launch(
     tensors = [arg for arg in args if isinstance(arg, VTensor)]
     assert tensors, "a kernel works on at least one tensor of the device"
     plain = [arg.plain if isinstance(arg, VTensor) else arg for arg in args]
-    read = [_access(part) for part in reads]
-    read += [_access(part.ids) for part in (*reads, *writes) if isinstance(part, Rows)]
-    tensors[0].gpu.submit(label, lambda: kernel(*plain), read, [_access(part) for part in writes], here())
+    indexes = [part for part in (*reads, *writes) if isinstance(part, Rows)]
+    read = [_access(part) for part in reads] + [_access(part.ids) for part in indexes]
+    bounds = [_bound(part) for part in indexes]
+    tensors[0].gpu.submit(
+        label, lambda: kernel(*plain), read, [_access(part) for part in writes], here(), bounds=bounds
+    )
 
 
 def _access(part: torch.Tensor | Rows) -> Access:
     tensor, index = part if isinstance(part, Rows) else (part, None)
     assert isinstance(tensor, VTensor), "a footprint lies on the device"
     assert index is None or isinstance(index, VTensor), "an index lies on the device"
-    return Access(tensor.allocation.tag, tensor.layout_, None if index is None else index.plain)
+    return access(tensor, None if index is None else index.plain)
+
+
+def _bound(part: Rows) -> Bound:
+    tensor, ids = part
+    assert isinstance(tensor, VTensor) and isinstance(ids, VTensor), "checked with the access"
+    return Bound(tensor.allocation.tag, 0, tensor.shape[0], ids.plain, access(ids))

@@ -18,6 +18,7 @@ from fenceline.vgpu.operation import Access, Place
 if TYPE_CHECKING:
     from fenceline.vgpu.shadow import Shadow
     from fenceline.vgpu.streams import VirtualStream
+    from fenceline.vgpu.watch import Watch
 
 # In every type of two bytes or more: NaN, or a number far outside any index range.
 _POISON = 0x7FF8
@@ -28,7 +29,7 @@ ALIGN = 64  # as torch's CPU allocator, so that kernels take the same path as on
 class Region:
     """A piece of memory, on the device or pinned on the host. ``shadow`` is the detector's."""
 
-    __slots__ = ("_halves", "_views", "bytes", "capacity", "number", "shadow", "storage", "whole")
+    __slots__ = ("_halves", "_views", "bytes", "capacity", "number", "shadow", "storage", "tenant", "whole")
 
     def __init__(self, number: int, capacity: int) -> None:
         self.number = number
@@ -39,6 +40,7 @@ class Region:
         self._views: dict[Layout, torch.Tensor] = {}
         self.whole = layout_at(contiguous_form((capacity,), torch.uint8), 0)
         self.shadow: Shadow | None = None
+        self.tenant: Tag | None = None  # the latest
         self.poison()
 
     def poison(self) -> None:
@@ -60,7 +62,9 @@ class Region:
 class Tag:
     """What reports call one tenancy of a region, and the rows its memory is divided into."""
 
-    __slots__ = ("ended", "is_exclusive", "is_host", "name", "place", "pool", "region", "row_bytes", "shape")
+    __slots__ = (
+        "captured", "ended", "is_exclusive", "is_host", "name", "place", "pool", "region", "row_bytes", "shape", "watch"
+    )  # fmt: skip
 
     def __init__(self, region: Region, place: Place, shape: tuple[int, ...], is_host: bool = False) -> None:
         self.region = region
@@ -71,6 +75,8 @@ class Tag:
         self.is_host = is_host
         self.pool = ""
         self.ended = False
+        self.captured = False  # allocated during a capture
+        self.watch: Watch | None = None  # of memory of which something is asked: see watch
         self.is_exclusive = False  # a resource that bears one user at a time, not memory
 
     def __str__(self) -> str:

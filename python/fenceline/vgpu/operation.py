@@ -83,20 +83,32 @@ class Access(NamedTuple):
     rows: torch.Tensor | None = None
 
 
+class Bound(NamedTuple):
+    """``values`` index ``axis`` of ``tag``'s memory, which has ``size`` there. ``source``: the memory they lie in."""
+
+    tag: Tag
+    axis: int
+    size: int
+    values: torch.Tensor
+    source: Access | None
+
+
 Accesses = Sequence[Access]
+Bounds = Sequence[Bound]
 NO_ACCESS: Accesses = ()
+NO_BOUNDS: Bounds = ()
 
 
 class Operation:
     """Work on a stream. ``agent`` and ``index`` name it for vector clocks, ``seq`` is its place in program order.
 
-    ``run`` is None for a mark or a wait. ``after`` is the mark that a wait waits for. Once ``done``, what it needed to
-    run is dropped.
+    ``run`` is None for a mark or a wait. ``after`` is the mark that a wait waits for. ``bounds`` are of its indices,
+    ``graph`` the one it was replayed with. Once ``done``, what it needed to run is dropped.
     """
 
     __slots__ = (
-        "after", "agent", "capture", "clock", "done", "index", "label", "place", "reads", "run", "seq", "stream",
-        "where", "writes",
+        "after", "agent", "bounds", "capture", "clock", "done", "graph", "index", "label", "place", "reads", "run",
+        "seq", "stream", "where", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -107,6 +119,7 @@ class Operation:
         reads: Accesses = NO_ACCESS,
         writes: Accesses = NO_ACCESS,
         after: Operation | None = None,
+        bounds: Bounds = NO_BOUNDS,
     ) -> None:
         self.label = label
         self.place = place
@@ -114,6 +127,8 @@ class Operation:
         self.reads = reads
         self.writes = writes
         self.after = after
+        self.bounds = bounds
+        self.graph = ""
         self.done = False
         self.capture: Capture | None = None  # the capture that it is part of; such a one never runs itself
         self.stream: VirtualStream | None = None

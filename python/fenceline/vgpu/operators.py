@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fenceline.vgpu import backend
-from fenceline.vgpu.footprint import row_indexes
+from fenceline.vgpu.footprint import index_rule
 
 # Composites that run as one kernel; all others are taken apart.
 _WHOLE = {
@@ -55,6 +55,7 @@ class Operator:
     __slots__ = (
         "draws",
         "func",
+        "indexes",
         "is_out",
         "kind",
         "label",
@@ -62,7 +63,6 @@ class Operator:
         "name",
         "outputs",
         "overwrites",
-        "rows",
         "takes_generator",
     )
 
@@ -79,7 +79,7 @@ class Operator:
         ]
         # For each return: the name of the argument that it is, or None for a new tensor.
         self.outputs = [_aliased(schema, result) for result in schema.returns]
-        self.rows = row_indexes(self.label)
+        self.indexes = index_rule(self.label)
         overload = func._overloadname
         self.is_out = overload.endswith("out")
         self.overwrites = self.is_out or (self.label in _OVERWRITING and "reduce" not in overload)

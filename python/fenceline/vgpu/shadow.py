@@ -150,27 +150,32 @@ class Shadow:
         self._rows.clear()
 
     def _units(self, layout: Layout, rows: Rows | None) -> Units:
-        if rows is not None:
-            return self._row_units(layout, rows)
-        unit = self.unit_bytes
-        pieces = [(start // unit, -(-end // unit)) for start, end in layout.ranges]
-        if len(pieces) == 1:
-            return slice(*pieces[0])
-        if not pieces:
-            return slice(0, 0)
-        return np.concatenate([np.arange(first, last) for first, last in pieces])
+        return units_of(layout, rows, self.unit_bytes)
 
-    def _row_units(self, layout: Layout, rows: Rows) -> Units:
-        form, unit = layout.form, self.unit_bytes
-        num_rows = form.shape[0]
-        rows = np.where(rows < 0, rows + num_rows, rows)
-        rows = rows[(rows >= 0) & (rows < num_rows)]  # the kernel will complain about the others
-        step = form.stride[0] * form.itemsize
-        starts = layout.offset * form.itemsize + rows * step
-        span = form.nbytes - (num_rows - 1) * step
-        if span <= unit and step % unit == 0 and layout.offset * form.itemsize % unit == 0:
-            return starts // unit
-        first, last = starts // unit, -(-(starts + span) // unit)
-        width = int((last - first).max(initial=0))
-        units = np.minimum(first[:, None] + np.arange(width), last[:, None] - 1)
-        return np.unique(units)
+
+def units_of(layout: Layout, rows: Rows | None, unit: int) -> Units:
+    """The units of ``unit`` bytes that ``layout``, or its ``rows``, covers in part or whole."""
+    if rows is not None:
+        return _row_units(layout, rows, unit)
+    pieces = [(start // unit, -(-end // unit)) for start, end in layout.ranges]
+    if len(pieces) == 1:
+        return slice(*pieces[0])
+    if not pieces:
+        return slice(0, 0)
+    return np.concatenate([np.arange(first, last) for first, last in pieces])
+
+
+def _row_units(layout: Layout, rows: Rows, unit: int) -> Units:
+    form = layout.form
+    num_rows = form.shape[0]
+    rows = np.where(rows < 0, rows + num_rows, rows)
+    rows = rows[(rows >= 0) & (rows < num_rows)]  # the bounds check complains about the others
+    step = form.stride[0] * form.itemsize
+    starts = layout.offset * form.itemsize + rows * step
+    span = form.nbytes - (num_rows - 1) * step
+    if span <= unit and step % unit == 0 and layout.offset * form.itemsize % unit == 0:
+        return starts // unit
+    first, last = starts // unit, -(-(starts + span) // unit)
+    width = int((last - first).max(initial=0))
+    units = np.minimum(first[:, None] + np.arange(width), last[:, None] - 1)
+    return np.unique(units)

@@ -11,7 +11,7 @@ from fenceline.vgpu import backend
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.layout import Form, Layout, layout_at, layout_of
 from fenceline.vgpu.memory import Allocation
-from fenceline.vgpu.operation import Place
+from fenceline.vgpu.operation import Access, Place
 
 _NOTHING: Mapping[str, Any] = {}
 _dispatch: list[
@@ -25,12 +25,16 @@ def set_dispatch(dispatch: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], A
 
 
 class VTensor(backend.NoTorchFunction, torch.Tensor):  # type: ignore[misc]
-    """``plain`` is the memory as a CPU tensor: for kernels when they run, never for the host to look at."""
+    """``plain`` is the memory as a CPU tensor: for kernels when they run, never for the host to look at.
+
+    ``generation`` is the one in which it was leased (``Checks.lease``), 0 if it was not.
+    """
 
     plain: torch.Tensor
     allocation: Allocation
     layout_: Layout
     gpu: VirtualGpu
+    generation: int = 0
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -65,6 +69,17 @@ def wrap(
     tensor.layout_ = layout
     tensor.gpu = gpu
     return tensor
+
+
+def access(tensor: VTensor, index: torch.Tensor | None = None) -> Access:
+    """All of ``tensor``, or its rows ``index``, as something that an operation touches.
+
+    Raises ``GenerationError`` for a view that was leased for an earlier fill of its memory.
+    """
+    tag = tensor.allocation.tag
+    if tensor.generation:
+        tensor.gpu.checks.use(tag, tensor.generation)
+    return Access(tag, tensor.layout_, index)
 
 
 def new_tensor(gpu: VirtualGpu, form: Form, place: Place) -> VTensor:

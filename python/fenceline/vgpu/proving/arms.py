@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from fenceline.memory_order.edges import EDGES
 from fenceline.memory_order.guards import GUARDS
+from fenceline.vgpu.errors import BoundsError, FreshnessError, ProtectionError, StaleMemoryError
 from fenceline.vgpu.proving.runs import HAPPENS_BEFORE, Outcome, Trial, named_races
 
 NECESSARY, REDUNDANT, DORMANT = "necessary", "redundant", "dormant"
@@ -66,6 +67,10 @@ def _by_report(pattern: str) -> Callable[[Outcome], bool]:
     return lambda outcome: outcome.checker == HAPPENS_BEFORE and bool(re.search(pattern, outcome.report))
 
 
+def _by_guard(checker: str, name: str) -> Callable[[Outcome], bool]:
+    return lambda outcome: outcome.checker == checker and name in outcome.edges
+
+
 def _by_effect(outcome: Outcome) -> bool:
     """Program order is not happens-before's business: wrong tokens, or shapes that do not fit."""
     return not outcome.clean and outcome.checker != HAPPENS_BEFORE
@@ -76,6 +81,17 @@ _GUARD_ARMS = (
     Arm("growth_stop", "guard", "growth", _by_report(r"return to the allocator writes it on default")),
     Arm("own_copy", "guard", "staging", _by_report(r"on input_ring\.device(.|\n)*copy to device writes it")),
     Arm("same_composition", "guard", "bursts", _by_effect),
+    Arm("arena_pad", "guard", "graphs", _by_guard(FreshnessError.checker, "arena_pad")),
+    Arm(
+        "own_results",
+        "guard",
+        "outputs",
+        _by_report(r"WAR on decode\.next_tokens(.|\n)*copy to host reads it on copy"),
+    ),
+    Arm("plan_source", "guard", "graphs", _by_guard(ProtectionError.checker, "plan_source")),
+    Arm("total_buckets", "guard", "buckets", _by_guard(FreshnessError.checker, "total_buckets")),
+    Arm("graph_pool", "guard", "graphs", _by_guard(StaleMemoryError.checker, "graph_pool")),
+    Arm("sink", "guard", "graphs", _by_guard(BoundsError.checker, "sink")),
 )
 
 

@@ -94,6 +94,7 @@ def run_engine(random: Random, kind: str, open_device: Callable[[], Device]) -> 
         backends.append(InProcess(config, open_device))
         return backends[-1]
 
+    graphs = {"cuda_graph_bs": (2, 3), "context_length": 64} if random.random() < 0.5 else {}
     engine = fenceline.Engine(
         launch,
         model_path=tiny_model_path(),
@@ -103,6 +104,7 @@ def run_engine(random: Random, kind: str, open_device: Callable[[], Device]) -> 
         max_total_tokens=64,
         max_running_requests=3,
         chunked_prefill_size=8,
+        **graphs,
     )
     with engine:
         for _ in range(2):

@@ -9,7 +9,7 @@ from random import Random
 
 from fenceline.memory_order import LeaseError
 from fenceline.vgpu.device import VgpuDevice
-from fenceline.vgpu.errors import DeadlockError, KernelError, RaceError
+from fenceline.vgpu.errors import CheckError, DeadlockError, KernelError, RaceError
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.policy import Policy, Script, make_policy
 from fenceline.vgpu.proving.engine import run_engine
@@ -61,7 +61,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A run's verdict. ``checker`` is "" if all were silent; ``edges`` are those that a race's report names."""
+    """A run's verdict. ``checker`` is "" if all were silent; ``edges``: edges and guards that its report names."""
 
     trial: Trial
     checker: str = ""
@@ -127,8 +127,10 @@ class Verdict:
 
 def verdict_of(error: Exception) -> Verdict:
     """What an engine's failure on the virtual GPU means."""
-    checker = next((name for kind, name in _CHECKERS if isinstance(error, kind)), _INVARIANTS)
     text = str(error) or type(error).__name__
+    if isinstance(error, CheckError):
+        return Verdict(error.checker, (error.guard,) if error.guard else (), error.memory, text)
+    checker = next((name for kind, name in _CHECKERS if isinstance(error, kind)), _INVARIANTS)
     if checker == _INVARIANTS:
         text = f"{type(error).__name__}: {text}\n  {_origin(error)}"
     edges, memory = (error.edges, error.memory) if isinstance(error, RaceError) else ((), "")

@@ -22,7 +22,9 @@ from fenceline.managers.io_struct import (
 )
 from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
 
-Flags = Mapping[str, int | float | str | bool | tuple[int, ...]]
+Flag = int | float | str | bool | tuple[int, ...]
+Flags = Mapping[str, Flag]
+_GRAPH_CONTEXT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,20 @@ class _Script:
     def send(self, step: int, message: Message) -> None:
         self.arrivals.append(Arrival(step, message))
 
-    def scenario(self, **flags: int | float | str | bool | tuple[int, ...]) -> Scenario:
+    def scenario(self, **flags: Flag) -> Scenario:
         return Scenario(flags, tuple(sorted(self.arrivals, key=lambda arrival: arrival.step)))
+
+    def graphs(self, *sizes: int, share: float = 0.5) -> Flags:
+        """In a share of the runs, decode in graphs of ``sizes``; a few of them without padding."""
+        if self.random.random() >= share:
+            return {}
+        # The model's own context would only make every captured attention long.
+        flags: dict[str, Flag] = {"cuda_graph_bs": sizes, "context_length": _GRAPH_CONTEXT}
+        return flags | ({"disable_cuda_graph_padding": True} if self.random.random() < 0.2 else {})
+
+    def in_turn(self) -> Flags:
+        """In a few of the runs, each step is finished before the next one begins."""
+        return {"disable_overlap_schedule": True} if self.random.random() < 0.15 else {}
 
     def options(self) -> dict[str, object]:
         """How a request samples: mostly greedy, the rest of everything."""
@@ -104,7 +118,14 @@ def _mixed(random: Random) -> Scenario:
     for _ in range(5):
         prompt = script.prompt(1, 26)
         script.add(random.randrange(8), prompt, random.randint(1, 6), **script.options())
-    return script.scenario(max_total_tokens=160, max_running_requests=4, chunked_prefill_size=8, page_size=4)
+    return script.scenario(
+        max_total_tokens=160,
+        max_running_requests=4,
+        chunked_prefill_size=8,
+        page_size=4,
+        **script.graphs(1, 3),
+        **script.in_turn(),
+    )
 
 
 def _prefixes(random: Random) -> Scenario:
@@ -119,6 +140,8 @@ def _prefixes(random: Random) -> Scenario:
         chunked_prefill_size=16,
         page_size=4,
         schedule_policy=random.choice(("fcfs", "lpm")),
+        **script.graphs(2, 3),
+        **script.in_turn(),
     )
 
 
@@ -132,7 +155,14 @@ def _aborts(random: Random) -> Scenario:
             script.send(start + random.randrange(7), abort)
     if random.random() < 0.3:
         script.send(random.randrange(4, 10), AbortReq(abort_all=True))
-    return script.scenario(max_total_tokens=96, max_running_requests=3, chunked_prefill_size=8, page_size=4)
+    return script.scenario(
+        max_total_tokens=96,
+        max_running_requests=3,
+        chunked_prefill_size=8,
+        page_size=4,
+        **script.graphs(2, 3),
+        **script.in_turn(),
+    )
 
 
 def _retraction(random: Random) -> Scenario:
@@ -145,6 +175,8 @@ def _retraction(random: Random) -> Scenario:
         chunked_prefill_size=16,
         page_size=4,
         schedule_conservativeness=0.01,
+        **script.graphs(2, 4),
+        **script.in_turn(),
     )
 
 
@@ -169,6 +201,8 @@ def _bursts(random: Random) -> Scenario:
         page_size=4,
         disable_radix_cache=random.random() < 0.3,
         schedule_policy=random.choice(("fcfs", "random")),
+        **script.graphs(1, 4),
+        **script.in_turn(),
     )
 
 
@@ -178,7 +212,13 @@ def _row_reuse(random: Random) -> Scenario:
     for _ in range(4):
         stop = tuple(random.sample(range(1, VOCAB_SIZE), 24))
         script.add(0, script.prompt(2, 5), 6, temperature=1.0, stop_token_ids=stop)
-    return script.scenario(max_total_tokens=24, max_running_requests=1, chunked_prefill_size=16, page_size=1)
+    return script.scenario(
+        max_total_tokens=24,
+        max_running_requests=1,
+        chunked_prefill_size=16,
+        page_size=1,
+        **script.graphs(1),
+    )
 
 
 def _staging(random: Random) -> Scenario:
@@ -188,7 +228,13 @@ def _staging(random: Random) -> Scenario:
         script.add(
             index * random.randint(1, 2), script.prompt(1, 4), random.randint(2, 6), **script.options()
         )
-    return script.scenario(max_total_tokens=40, max_running_requests=3, chunked_prefill_size=8, page_size=1)
+    return script.scenario(
+        max_total_tokens=40,
+        max_running_requests=3,
+        chunked_prefill_size=8,
+        page_size=1,
+        **script.graphs(2, 3),
+    )
 
 
 def _growth(random: Random) -> Scenario:
@@ -220,7 +266,40 @@ def _graphs(random: Random) -> Scenario:
         max_running_requests=5,
         chunked_prefill_size=16,
         page_size=4,
-        cuda_graph_bs=(2, 4),
+        **script.graphs(2, 4, share=1.0),
+        **script.in_turn(),
+    )
+
+
+def _buckets(random: Random) -> Scenario:
+    """F11: batches of one to five requests, which need nothing but a draw, and graphs of one to three."""
+    script = _Script(random)
+    for index in range(6):
+        start, options = index * random.randint(0, 2), random.choice(({}, {"temperature": 0.8}))
+        script.add(start, script.prompt(1, 4), random.randint(4, 9), ignore_eos=True, **options)
+    return script.scenario(
+        max_total_tokens=128,
+        max_running_requests=5,
+        chunked_prefill_size=16,
+        page_size=4,
+        cuda_graph_bs=(1, random.choice((2, 3))),
+        context_length=_GRAPH_CONTEXT,
+    )
+
+
+def _outputs(random: Random) -> Scenario:
+    """F8: every decode step a replay, whose next tokens go to the host as they are."""
+    script = _Script(random)
+    for index in range(4):
+        options = {"temperature": 1.0, "ignore_eos": True}
+        script.add(index * random.randint(0, 4), script.prompt(1, 4), random.randint(5, 10), **options)
+    return script.scenario(
+        max_total_tokens=96,
+        max_running_requests=3,
+        chunked_prefill_size=16,
+        page_size=4,
+        cuda_graph_bs=(1, 3),
+        context_length=_GRAPH_CONTEXT,
     )
 
 
@@ -242,6 +321,10 @@ WORKLOADS: dict[str, Workload] = {
         ),
         Workload("staging", "every step uploads", _staging, share=2),
         Workload("graphs", "decode in padded graphs of two sizes, and beyond them", _graphs, share=3),
+        Workload(
+            "outputs", "F8: every decode step a replay, its tokens taken as they are", _outputs, share=2
+        ),
+        Workload("buckets", "F11: more requests than the largest graph holds", _buckets),
         Workload("growth", "uploads and results that outgrow the rings", _growth),
         Workload(ENGINE, "rounds of prompts through fenceline.Engine", _no_script),
     )

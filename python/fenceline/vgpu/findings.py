@@ -1,0 +1,60 @@
+"""What the checkers of a virtual GPU have found, and what is raised of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fenceline.vgpu.errors import CheckError, KernelError, RaceError
+from fenceline.vgpu.operation import Operation
+
+
+class Findings:
+    """Raises what is found, and again at every later call; with ``collect`` it only keeps it.
+
+    ``look_ahead``: races of work that is queued. A schedule may show an effect before the cause.
+    """
+
+    def __init__(self, collect: bool, look_ahead: Callable[[], list[RaceError]]) -> None:
+        self.races: list[RaceError] = []
+        self.errors: list[CheckError] = []
+        self._failure: BaseException | None = None
+        self._collect = collect
+        self._look_ahead = look_ahead
+
+    def raise_again(self) -> None:
+        """Raise the failure that there was, if there was one."""
+        if self._failure is not None:
+            raise self._failure
+
+    def add_races(self, races: Sequence[RaceError]) -> None:
+        """Take in what the detector says of an operation."""
+        if races and not self._collect:
+            self._raise_first([*races, *self._look_ahead()])
+        if races:
+            self._keep(races)
+
+    def add_errors(self, errors: Sequence[CheckError]) -> None:
+        """Take in what the other checks say. Where a race has led to it, the race is the news."""
+        if not errors:
+            return
+        self.errors += errors
+        if not self._collect:
+            self._raise_first(self._look_ahead())
+            self._failure = errors[0]
+            raise self._failure
+
+    def fail(self, op: Operation, error: Exception) -> None:
+        """A kernel failed. Where it read what a race left there, the race is the news."""
+        self._raise_first(self._look_ahead())
+        self._failure = KernelError(f"{op.label} on {op.where} failed: {error}\n  submitted at {op.place}")
+        raise self._failure from error
+
+    def _keep(self, races: Sequence[RaceError]) -> None:
+        known = {(race.places, race.hazard) for race in self.races}
+        self.races += [race for race in races if (race.places, race.hazard) not in known]
+
+    def _raise_first(self, races: Sequence[RaceError]) -> None:
+        if races:
+            self._failure = min(races, key=lambda race: race.order)
+            self._keep(races)
+            raise self._failure

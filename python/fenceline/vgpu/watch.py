@@ -1,0 +1,190 @@
+"""Checks of what happens-before cannot see: memory used in the right order and in the wrong way.
+
+* freshness: after ``begin_fill`` whoever reads the memory must find rows written since, not what an earlier batch left;
+* generation: a view of such memory that was leased is good until the next ``begin_fill``;
+* protection: no graph may write memory that only the host's plan may;
+* bounds: an index names a row that there is. Torch wraps negative ones around, to a row that is somebody's.
+
+What matters is the order of the program: each operation's ``seq``, not when a schedule ran it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fenceline.memory_order.order_report import row_numbers
+from fenceline.vgpu.errors import BoundsError, CheckError, FreshnessError, GenerationError, ProtectionError
+from fenceline.vgpu.operation import Access, Bound, Operation, Place
+from fenceline.vgpu.shadow import Rows, units_of
+
+if TYPE_CHECKING:
+    from fenceline.vgpu.memory import Tag
+
+_DEFAULT_UNIT_BYTES = 16
+_MAX_FILLS = 256  # that are remembered; operations in flight are younger by far
+_MAX_SHOWN = 6
+
+
+class Fill(NamedTuple):
+    """The moment ``seq`` of the program after which the memory is filled anew, and who sees to that."""
+
+    seq: int
+    place: Place
+    guard: str
+
+
+class Watch:
+    """What is asked of one tenancy of memory, and who wrote its units last."""
+
+    __slots__ = ("_fills", "_seqs", "_tag", "_unit", "_writers", "generation", "protected_by")
+
+    def __init__(self, tag: Tag) -> None:
+        self._tag = tag
+        self._unit = tag.row_bytes or _DEFAULT_UNIT_BYTES
+        num_units = -(-tag.region.capacity // self._unit)
+        self._seqs = np.zeros(num_units, np.int64)
+        self._writers = np.full(num_units, None, dtype=object)
+        self._fills: list[Fill] = []
+        self.generation = 0  # how often a fill has begun
+        self.protected_by: str | None = None  # the guard that keeps graphs from writing it, None: they may
+
+    def begin_fill(self, fill: Fill) -> None:
+        """See ``Checks.begin_fill``."""
+        self.generation += 1
+        self._fills.append(fill)
+        if len(self._fills) > 2 * _MAX_FILLS:
+            del self._fills[:_MAX_FILLS]
+
+    @property
+    def fill(self) -> Fill:
+        """The latest."""
+        return self._fills[-1]
+
+    def note_write(self, op: Operation, access: Access) -> None:
+        """``op`` writes there now."""
+        units = units_of(access.layout, _values(access), self._unit)
+        self._seqs[units] = op.seq
+        self._writers[units] = op
+
+    def check_read(self, op: Operation, access: Access) -> CheckError | None:
+        """What is wrong with reading there now."""
+        position = bisect_left(self._fills, op.seq, key=lambda fill: fill.seq)
+        if position == 0:
+            return None
+        fill = self._fills[position - 1]
+        units = units_of(access.layout, _values(access), self._unit)
+        stale = self._seqs[units] <= fill.seq
+        if not stale.any():
+            return None
+        found = np.unique(np.arange(len(self._seqs))[units][stale])
+        return self._stale(op, fill, found)
+
+    def last_writer(self, access: Access) -> Operation | None:
+        """Who wrote the first unit there last, None if that was before anybody watched."""
+        units = np.arange(len(self._seqs))[units_of(access.layout, None, self._unit)]
+        writer: Operation | None = self._writers[units[0]] if len(units) else None
+        return writer
+
+    def _stale(self, op: Operation, fill: Fill, units: npt.NDArray[np.int64]) -> FreshnessError:
+        memory = self._name(units)
+        writer: Operation | None = self._writers[units[0]]
+        written = "never written since it is watched" if writer is None else f"last written by {_who(writer)}"
+        lines = [
+            f"freshness: {memory} read, which nobody has written since the fill began",
+            f"  read by {_who(op)}",
+            f"  {written}",
+            f"  the fill began at {fill.place}",
+        ]
+        if fill.guard:
+            lines.append(f"  missing guard: {fill.guard}")
+        places = tuple(str(place) for place in (None if writer is None else writer.place, op.place) if place)
+        return FreshnessError("\n".join(lines), fill.guard, memory, places, op.seq)
+
+    def _name(self, units: npt.NDArray[np.int64]) -> str:
+        if self._tag.row_bytes:
+            return f"{self._tag} row{'s' * (len(units) > 1)} {row_numbers(units)}"
+        return f"{self._tag} bytes {units[0] * self._unit}..{(units[-1] + 1) * self._unit}"
+
+
+def check(op: Operation) -> list[CheckError]:
+    """What is wrong with ``op``, which is about to run; what it writes is noted."""
+    found = [
+        error
+        for access in op.reads
+        if access.tag.watch and (error := access.tag.watch.check_read(op, access))
+    ]
+    for access in op.writes:
+        if access.tag.watch is not None:
+            access.tag.watch.note_write(op, access)
+    for bound in op.bounds:
+        values = bound.values.numpy()
+        if values.size and (values.min() < 0 or values.max() >= bound.size):
+            found.append(_out_of_bounds(op, bound, values.reshape(-1)))
+    return found
+
+
+def _out_of_bounds(op: Operation, bound: Bound, values: Rows) -> BoundsError:
+    wrong = np.flatnonzero((values < 0) | (values >= bound.size))
+    shown = ", ".join(str(values[i]) for i in wrong[:_MAX_SHOWN]) + (
+        ", ..." if len(wrong) > _MAX_SHOWN else ""
+    )
+    writes = any(access.tag is bound.tag for access in op.writes)
+    axis = "rows" if bound.axis == 0 else f"axis {bound.axis}"
+    memory = f"{bound.tag} {axis}"
+    lines = [
+        f"bounds: {memory} 0-{bound.size - 1} indexed with {shown}",
+        f"  {'written' if writes else 'read'} by {_who(op)}",
+    ]
+    if bound.source is not None:
+        source = bound.source
+        lines.append(f"  the index is {source.tag}, element{'s' * (len(wrong) > 1)} {row_numbers(wrong)}")
+        writer = source.tag.watch.last_writer(source) if source.tag.watch is not None else None
+        if writer is not None:
+            lines.append(f"  written by {_who(writer)}")
+    negative = bool((values < 0).any())
+    if negative:
+        lines.append("  torch counts negative indices from the end, where a row is somebody's")
+        lines.append("  missing guard: sink (padding names a row that is kept for it)")
+    return BoundsError("\n".join(lines), "sink" if negative else "", memory, (str(op.place),), op.seq)
+
+
+def protected_write(op: Operation, tag: Tag, graph: str) -> ProtectionError | None:
+    """What is wrong with ``op``, captured in ``graph``, writing to ``tag``'s memory."""
+    if tag.watch is None or tag.watch.protected_by is None:
+        return None
+    guard = tag.watch.protected_by
+    lines = [
+        f"protection: {tag} is what a batch is planned from, and every replay of {graph} writes it",
+        f"  captured: {op.label} at {op.place}",
+    ]
+    if guard:
+        lines.append(f"  missing guard: {guard}")
+    return ProtectionError("\n".join(lines), guard, str(tag), (str(op.place),), op.seq)
+
+
+def outlived(tag: Tag, generation: int, place: Place) -> GenerationError:
+    """The error of using, at ``place``, a view of ``tag``'s memory that was leased for an earlier ``generation``."""
+    assert tag.watch is not None, "leased memory is watched"
+    fill = tag.watch.fill
+    lines = [
+        f"generation: {tag}, leased in generation {generation}, is used in generation {tag.watch.generation}",
+        f"  used at {place}",
+        f"  that generation began at {fill.place}",
+    ]
+    return GenerationError("\n".join(lines), "", str(tag), (str(fill.place), str(place)))
+
+
+def _who(op: Operation) -> str:
+    inside = f" in {op.graph}" if op.graph else ""
+    return f"{op.label}{inside} on {op.where} ({op.where}#{op.index}), {op.place}"
+
+
+def _values(access: Access) -> Rows | None:
+    if access.rows is None:
+        return None
+    values: Rows = access.rows.reshape(-1).numpy().astype(np.int64)
+    return values
