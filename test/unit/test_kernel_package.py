@@ -96,6 +96,14 @@ def test_fill_reads_the_number_of_live_rows_when_it_runs_and_takes_no_more_than_
         case.check(min(max(value, 0), 10**6))
 
 
+def test_fill_reads_no_row_that_the_source_does_not_have(emulated: KernelLibrary) -> None:
+    """The rows behind it are somebody's: here they hold 9."""
+    buffer, target = torch.full((8,), 9), torch.zeros(8, dtype=torch.int64)
+    buffer[:5] = 1
+    FillPlan([FillField(target, buffer[:5], -1)], emulated).fill(torch.tensor([8]))
+    assert target.tolist() == [1] * 5 + [-1] * 3
+
+
 def test_fill_is_one_launch(emulated: KernelLibrary, counted: ctypes.CDLL) -> None:
     fields = [FillField(torch.ones(8), torch.zeros(8), 2.0) for _ in range(32)]
     before = counted.emulation_num_launches()
