@@ -13,7 +13,6 @@ from guarded_runs import (
     spin_after_waits,
     spin_before_copies,
     trace_shape,
-    unguarded,
 )
 from step_traces import swap_trace
 from trace_runner import first_difference, make_runner, play
@@ -53,12 +52,13 @@ def test_every_edge_has_its_spin() -> None:
     assert SPINS.keys() == EDGES.keys()
 
 
+@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
 @pytest.mark.parametrize("name", SPINS)
-def test_an_edge_is_necessary(name: str) -> None:
+def test_an_edge_is_necessary(name: str, guarded: bool) -> None:
     expected = play(runners("cuda", 1)[0], BATCHES, overlap=False)
-    guarded = make_runner(open_device("cuda"), trace_shape(1))
-    assert first_difference(expected, play_spinning(guarded, BATCHES, 2, SPINS[name])) == ""
-    assert first_difference(expected, play_spinning(unguarded("cuda", name, 1), BATCHES, 2, SPINS[name]))
+    runner = make_runner(open_device("cuda"), trace_shape(1))
+    got = play_spinning(runner, BATCHES, 4, SPINS[name], "" if guarded else name)
+    assert bool(first_difference(expected, got)) != guarded
 
 
 def test_without_spins_the_answers_are_the_same() -> None:

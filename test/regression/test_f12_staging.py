@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from guarded_runs import (
     SHORT_SPIN_CYCLES,
@@ -10,7 +12,6 @@ from guarded_runs import (
     spin_after_points,
     spin_before_copies,
     trace_shape,
-    unguarded,
 )
 from step_traces import FULL, PLAIN, random_trace, swap_trace
 from trace_runner import first_difference, make_runner, play
@@ -40,13 +41,15 @@ def test_random_steps_whose_uploads_are_late(page_size: int) -> None:
     assert first_difference(play(reference, batches, overlap=False), play(runner, batches)) == ""
 
 
+@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
 @pytest.mark.parametrize(
     ("name", "spin"), [("staging_reuse", late_copies), ("own_copy", late_steps)], ids=["pinned", "device"]
 )
-def test_staging_that_is_written_too_early_gives_a_step_the_next_ones_inputs(name: str, spin: object) -> None:
+def test_staging_that_is_written_too_early_gives_a_step_the_next_ones_inputs(
+    name: str, spin: Callable[[Device], None], guarded: bool
+) -> None:
     """Every step uploads; the copy (or the step that reads the device's half) is 10 ms late."""
-    assert callable(spin)
     expected = play(runners("cuda", 1)[0], BATCHES, overlap=False)
-    guarded = make_runner(open_device("cuda"), trace_shape(1))
-    assert first_difference(expected, play_spinning(guarded, BATCHES, 2, spin)) == ""
-    assert first_difference(expected, play_spinning(unguarded("cuda", name, 1), BATCHES, 2, spin))
+    runner = make_runner(open_device("cuda"), trace_shape(1))
+    got = play_spinning(runner, BATCHES, 4, spin, "" if guarded else name)
+    assert bool(first_difference(expected, got)) != guarded

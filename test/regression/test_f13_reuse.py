@@ -13,7 +13,6 @@ from guarded_runs import (
     spin_after_points,
     spin_after_waits,
     trace_shape,
-    unguarded,
 )
 from step_traces import random_trace, row_reuse_trace
 from trace_runner import first_difference, make_runner, play
@@ -43,11 +42,11 @@ def test_and_so_they_do_under_steps_that_are_late(page_size: int) -> None:
 
 
 @pytest.mark.gpu
-def test_without_the_edge_a_step_computes_its_rows_next_owner() -> None:
+@pytest.mark.parametrize("severed", ["", "schedule_after_forward"], ids=["guarded", "unguarded"])
+def test_without_the_edge_a_step_computes_its_rows_next_owner(severed: str) -> None:
     """One row: each request ends with its first token, and the next one's prompt is uploaded at once."""
     batches = row_reuse_trace(132, 24)
     expected = play(runners("cuda", 1)[0], batches, overlap=False)
-    guarded = make_runner(open_device("cuda"), trace_shape(1))
-    assert first_difference(expected, play_spinning(guarded, batches, 2, late_steps)) == ""
-    cut = unguarded("cuda", "schedule_after_forward", 1)
-    assert first_difference(expected, play_spinning(cut, batches, 2, late_steps))
+    runner = make_runner(open_device("cuda"), trace_shape(1))
+    got = play_spinning(runner, batches, 2, late_steps, severed)
+    assert bool(first_difference(expected, got)) == bool(severed)

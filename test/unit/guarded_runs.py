@@ -116,13 +116,25 @@ def corruption(expected: Sequence[StepOutput], runner: ModelRunner, batches: Seq
 
 
 def play_spinning(
-    runner: ModelRunner, batches: Sequence[ScheduleBatch], num_setup: int, spin: Callable[[Device], None]
+    runner: ModelRunner,
+    batches: Sequence[ScheduleBatch],
+    num_setup: int,
+    spin: Callable[[Device], None],
+    severed: str = "",
 ) -> list[StepOutput]:
-    """The first steps one by one, then ``spin`` on the device, then the rest, two in flight."""
+    """The first steps one by one; then, with ``spin`` on the device and without the edge or guard ``severed``, the
+    rest, two in flight. Setup ends with a step like those that follow: staging must hold what is valid for them."""
+    device = runner.device
     outputs = play(runner, batches[:num_setup], overlap=False)
-    runner.device.synchronize()
-    spin(runner.device)
-    return outputs + play(runner, batches[num_setup:])
+    device.synchronize()
+    spin(device)
+    if severed:
+        device.severed = frozenset({severed})
+        for stream in device.streams:
+            stream._severed = device.severed
+    outputs += play(runner, batches[num_setup:])
+    device.synchronize()
+    return outputs
 
 
 def spin_before_copies(stream: object, cycles: int = SPIN_CYCLES) -> None:
