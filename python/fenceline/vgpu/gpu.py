@@ -113,7 +113,7 @@ class VirtualGpu:
     def allocate(self, form: Form, place: Place) -> tuple[torch.Tensor, Allocation]:
         """Memory for a tensor of ``form`` from the current stream's pool: its plain view, and the tenancy."""
         stream = self.thread.current
-        self._collect_released()
+        self.collect_released()
         capture = stream.capture
         pool = f"stream {stream.number}" if capture is None else capture.graph.pool
         tag = Tag(self.pool.take(pool, form.nbytes), place, form.shape)
@@ -124,7 +124,8 @@ class VirtualGpu:
     def _release(self, tag: Tag, stream: VirtualStream) -> None:
         self._released.append((tag, stream))  # may be called at any moment, by Python's collector
 
-    def _collect_released(self) -> None:
+    def collect_released(self) -> None:
+        """Take back what tensors that have died meanwhile held."""
         while self._released:
             tag, stream = self._released.pop(0)
             region = tag.region
@@ -191,7 +192,7 @@ class VirtualGpu:
         if thread.resources:
             writes = (*writes, *thread.resources)
         op = Operation(label, here() if place is None else place, run, reads, writes, bounds=bounds)
-        self._collect_released()
+        self.collect_released()
         self.enqueue(thread.current if stream is None else stream, op)
         self._drift()
         return op
@@ -214,7 +215,7 @@ class VirtualGpu:
     def record(self, stream: VirtualStream) -> Operation:
         """A mark after everything submitted to ``stream`` so far."""
         op = Operation("record", here(), None)
-        self._collect_released()
+        self.collect_released()
         self.enqueue(stream, op)
         self._drift()
         return op
@@ -234,7 +235,7 @@ class VirtualGpu:
         """Inside, work submitted to the current stream, and to streams that wait for it, is captured, not queued."""
         if self.capturing is not None:
             raise CaptureError("another capture is in progress")
-        self._collect_released()
+        self.collect_released()
         capture = self.capturing = Capture(graph, self.thread.current)
         try:
             yield
@@ -242,7 +243,7 @@ class VirtualGpu:
             self.capturing = None
             capture.end(self, completed=False)
             raise
-        self._collect_released()
+        self.collect_released()
         self.capturing = None
         capture.end(self, completed=True)
 
@@ -254,7 +255,7 @@ class VirtualGpu:
 
     def wait(self, stream: VirtualStream, mark: Operation) -> None:
         """What is submitted to ``stream`` from now on runs after ``mark``. The host does not block."""
-        self._collect_released()
+        self.collect_released()
         self.enqueue(stream, Operation("wait", here(), None, after=mark))
         self._drift()
 
@@ -262,7 +263,7 @@ class VirtualGpu:
 
     def synchronize(self, op: Operation) -> None:
         """Block the calling thread until ``op`` has run."""
-        self._collect_released()
+        self.collect_released()
         self.forbid_in_capture("making the host wait")
         self._run_until(op)
         self.thread.heard(op)
@@ -286,7 +287,7 @@ class VirtualGpu:
 
     def host_access(self, tensor: torch.Tensor, write: bool, what: str) -> None:
         """Declare that the calling thread reads or writes ``tensor``, which lies in pinned memory, now."""
-        self._collect_released()
+        self.collect_released()
         if self.detector is not None:
             tag = self.pinned.find(tensor)
             assert tag is not None, "only pinned memory is touched by both sides"

@@ -60,6 +60,7 @@ class Graph:
         launch = gpu.thread.current
         if launch.capture is not None:
             raise CaptureError(f"{self.name} is replayed on {launch.name}, which is being captured")
+        gpu.collect_released()
         self._check_memory()
         self.num_replays += 1
         if self._last is not None and self._last.stream is not launch:

@@ -158,7 +158,7 @@ def protected_write(op: Operation, tag: Tag, graph: str) -> ProtectionError | No
         return None
     guard = tag.watch.protected_by
     lines = [
-        f"protection: {tag} is what a batch is planned from, and every replay of {graph} writes it",
+        f"protection: no graph may write {tag}, and every replay of {graph} does",
         f"  captured: {op.label} at {op.place}",
     ]
     if guard:
