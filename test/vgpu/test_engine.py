@@ -36,11 +36,14 @@ def test_tokens_equal_those_of_the_cpu_and_the_detector_is_silent(policy: str) -
         {"chunked_prefill_size": 8},
         {"disable_overlap_schedule": True},
         {"disable_radix_cache": True},
+        {"cuda_graph_bs": (2, 4), "context_length": 64},
+        {"cuda_graph_bs": (3, 5), "context_length": 64, "disable_cuda_graph_padding": True},
+        {"cuda_graph_bs": (1, 6), "context_length": 64, "disable_overlap_schedule": True},
     ],
     ids=str,
 )
 def test_other_configurations_are_silent_too(flags: dict[str, object]) -> None:
-    """Retraction, chunks, no overlap, no prefix cache; twice each, so that memory is handed on."""
+    """Retraction, chunks, no overlap, no prefix cache, graphs; twice each, so that memory is handed on."""
     for seed in range(2):
         driver = tiny_driver(VgpuDevice(gpu=VirtualGpu(seed=seed)), **flags)
         answers(driver, tiny_requests())

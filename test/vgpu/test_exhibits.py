@@ -22,6 +22,7 @@ def load(path: Path) -> ModuleType:
 
 
 races = load(ROOT / "docs" / "examples" / "races.py")
+stale = load(ROOT / "docs" / "examples" / "stale.py")
 
 FOUND = {
     "f1_backup_reads_what_forward_writes": ("RAW", "kv rows 4-7"),
@@ -30,6 +31,25 @@ FOUND = {
     "f13_row_is_refilled": ("WAW", "last_tokens row 3"),
     "f16_tensor_is_freed_while_used_elsewhere": ("WAR", "result bytes"),
 }
+
+OBJECTED = {
+    "f7_padding_is_stale": ("freshness", "inputs rows 2-3"),
+    "f8_output_is_overwritten": ("generation", "next_tokens"),
+    "f9_plan_is_overwritten": ("protection", "plan.seq_lens"),
+    "f17_graph_writes_what_it_gave_back": ("lifetime", "token_counts"),
+    "f18_padding_is_minus_one": ("bounds", "kv rows"),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("program", stale.PROGRAMS, ids=lambda program: program.__name__)
+def test_stale_memory_is_reported_on_every_schedule(program: stale.Program, policy: str) -> None:  # type: ignore[name-defined]
+    for seed in range(SEEDS):
+        error = stale.run(program, False, seed, policy)
+        assert error is not None, f"{policy} {seed}: silent"
+        assert (error.checker, error.memory) == OBJECTED[program.__name__], str(error)
+        assert "stale.py" in error.places[-1]
+        assert stale.run(program, True, seed, policy) is None
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -60,4 +80,5 @@ def test_a_report_names_both_operations_the_rows_and_the_missing_order() -> None
 
 def test_the_page_shows_what_the_programs_say() -> None:
     page = (ROOT / "docs" / "vgpu.md").read_text(encoding="utf-8")
-    assert races.markdown() in page, "put the output of docs/examples/races.py into docs/vgpu.md"
+    for examples in (races, stale):
+        assert examples.markdown() in page, f"put the output of {examples.__file__} into docs/vgpu.md"

@@ -144,8 +144,11 @@ def test_audit_is_content_with_honest_kernels() -> None:
     assert gpu.auditor is not None and gpu.auditor.num_audited >= 5
 
 
-def test_the_engines_operators_touch_what_they_declare() -> None:
+@pytest.mark.parametrize(
+    "flags", [{}, {"cuda_graph_bs": (2, 4), "context_length": 64}], ids=["eager", "graphs"]
+)
+def test_the_engines_operators_touch_what_they_declare(flags: dict[str, object]) -> None:
     gpu = VirtualGpu(audit=True)
-    expected = answers(tiny_driver("cpu"), tiny_requests(2))
-    assert answers(tiny_driver(VgpuDevice(gpu=gpu)), tiny_requests(2)) == expected
+    expected = answers(tiny_driver("cpu", **flags), tiny_requests(2))
+    assert answers(tiny_driver(VgpuDevice(gpu=gpu), **flags), tiny_requests(2)) == expected
     assert gpu.auditor is not None and gpu.auditor.num_audited > 500
