@@ -12,7 +12,6 @@ from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
 from fenceline.memory_order.stream import Point, Stream
 
-
 try:
     import fenceline_kernel
 except ImportError:  # it is optional: what it does, torch's operators do more slowly
@@ -74,6 +73,7 @@ class CudaDevice(Device):
             )
         super().__init__(torch.device("cuda", torch.cuda.current_device()), severed)
         self._kernels = _load_kernels(self.torch_device)
+        self._fills: dict[tuple[int, ...], fenceline_kernel.FillPlan] = {}  # by the addresses they fill
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -85,8 +85,15 @@ class CudaDevice(Device):
             return
         num_live = max(field.num_live for field in fields)
         assert all(field.num_live in (0, num_live) for field in fields), "one batch fills all fields"
-        plan = [fenceline_kernel.FillField(field.target, field.source, field.pad) for field in fields]
-        fenceline_kernel.arena_fill(plan, num_live, library=self._kernels)
+        targets = tuple(field.target.data_ptr() for field in fields)
+        sources = [field.source for field in fields]
+        plan = self._fills.get(targets)
+        if plan is None:  # checking takes longer than filling: once for each arena
+            plan = self._fills[targets] = fenceline_kernel.FillPlan(
+                [fenceline_kernel.FillField(field.target, field.source, field.pad) for field in fields],
+                self._kernels,
+            )
+        plan.fill(num_live, sources)
 
     def memory_info(self) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(self.torch_device)
