@@ -1,4 +1,4 @@
-"""LayerKernels of torch's own operators: what the CPU and the virtual GPU run, and what our kernels are held against."""
+"""LayerKernels of torch's own operators: what a CPU and the virtual GPU run, and the reference for our own."""
 
 from __future__ import annotations
 
