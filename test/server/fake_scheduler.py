@@ -230,7 +230,8 @@ class FakeScheduler:
             num_generated_tokens=self.num_generated, num_prompt_tokens=0, num_cached_tokens=0,
             new_token_ratio=0.5, paused=self.paused, memory_bytes={"weights": 1, "kv_cache": 2},
             cuda_graphs=CudaGraphState(
-                eligible_steps=9, replays=7, fallbacks={"size": 2}, repairs={}, capture_s=1.5, capture_bytes=3
+                eligible_steps=9, replays=7, replays_by_size={"1": 7}, fallbacks={"size": 2}, repairs={},
+                capture_s=1.5, capture_bytes=3,
             ),
         )  # fmt: skip
 

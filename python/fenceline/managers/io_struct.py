@@ -179,6 +179,7 @@ class CudaGraphState(msgspec.Struct, frozen=True, kw_only=True):
 
     eligible_steps: int
     replays: int
+    replays_by_size: dict[str, int]
     fallbacks: dict[str, int]  # steps that ran without a graph, by reason
     repairs: dict[str, int]  # steps before which something wrong had to be put right, by reason
     capture_s: float

@@ -134,6 +134,7 @@ def _graph_state(stats: GraphStats) -> CudaGraphState:
     return CudaGraphState(
         eligible_steps=stats.eligible_steps,
         replays=stats.replays,
+        replays_by_size=dict(stats.replays_by_size),
         fallbacks=dict(stats.fallbacks),
         repairs=dict(stats.repairs),
         capture_s=stats.capture_s,

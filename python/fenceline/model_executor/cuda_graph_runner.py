@@ -8,6 +8,8 @@ holds this batch at this step.
 from __future__ import annotations
 
 import bisect
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +27,8 @@ from fenceline.model_executor.decode_step import DecodeStep
 
 I64 = npt.NDArray[np.int64]
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class GraphStats:
@@ -33,6 +37,7 @@ class GraphStats:
 
     eligible_steps: int = 0
     replays: int = 0
+    replays_by_size: dict[str, int] = field(default_factory=dict)  # captured sizes, as text
     fallbacks: dict[str, int] = field(default_factory=dict)
     repairs: dict[str, int] = field(default_factory=dict)
     capture_s: float = 0.0
@@ -84,7 +89,7 @@ class CudaGraphRunner:
 
     def capture(self, max_seq_len: int, show_progress: bool) -> None:
         """Capture every size, the largest first so that smaller ones fit into its memory. Waits for the device."""
-        free_before, _ = self._device.memory_info()
+        begin, (free_before, _) = time.perf_counter(), self._device.memory_info()
         pool = self._device.make_graph_pool("decode")
         bar = tqdm(
             sorted(self._sizes, reverse=True), desc="Capturing decode graphs", disable=not show_progress
@@ -102,9 +107,17 @@ class CudaGraphRunner:
             bar.set_postfix_str(f"{size} requests, {max(free_before - free, 0) / 2**30:.2f} GiB")
         for captured in self._captured.values():
             captured.graph.allow_replay()
+        self.stats.replays_by_size = {str(size): 0 for size in self._sizes}
         self._device.synchronize()
         self.stats.capture_bytes = max(free_before - self._device.memory_info()[0], 0)
-        self.stats.capture_s = bar.format_dict["elapsed"]
+        self.stats.capture_s = time.perf_counter() - begin
+        logger.info(
+            "Captured decode graphs of %d sizes up to %d requests in %.1f s, %.2f GiB",
+            len(self._sizes),
+            max(self._sizes, default=0),
+            self.stats.capture_s,
+            self.stats.capture_bytes / 2**30,
+        )
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -143,6 +156,7 @@ class CudaGraphRunner:
         else:
             captured.graph.replay()
         self.stats.replays += 1
+        self.stats.replays_by_size[str(size)] += 1
         return outputs
 
     def logits(self, num_reqs: int) -> torch.Tensor:
