@@ -19,6 +19,14 @@ from fenceline.vgpu.proving.table import Proof, record
 
 torch.set_num_threads(1)
 ARMS = {arm.name: arm for arm in all_arms()}
+# What graphs rely on is a matter of program order: each has the check that it is for.
+CHECKERS = {
+    "arena_pad": "freshness",
+    "plan_source": "protection",
+    "total_buckets": "freshness",
+    "graph_pool": "lifetime",
+    "sink": "bounds",
+}
 
 
 @pytest.mark.slow
@@ -35,8 +43,11 @@ def test_the_intact_engine_is_clean_and_every_edge_is_necessary(tmp_path: Path) 
     for row in proof["edges"]:
         if row["status"] != "dormant":
             assert row["status"] == "necessary" and row["seeds_run"] >= 10, row
-        if row["kind"] == "edge":
+        if row["kind"] == "edge" or row["name"] in CHECKERS:
             assert "by name" in row["caught_by"] and row["name"] in row["report"]
+            assert row["caught_by"].startswith(CHECKERS.get(row["name"], HAPPENS_BEFORE))
+        if row["name"] == "own_results":
+            assert "WAR on decode.next_tokens" in row["report"]
     assert all(found["covered"] > 0 for found in proof["branches"].values()) and len(proof["branches"]) == 3
     kept = ("name", "status", "workload", "seed", "caught_by")
     found = [{name: row[name] for name in kept} for row in proof["edges"]]
@@ -94,6 +105,13 @@ def test_without_the_detector_races_show_as_wrong_answers() -> None:
         assert failure is not None and failure.checker != HAPPENS_BEFORE, arm.name
 
 
+@pytest.mark.parametrize("name", CHECKERS)
+def test_the_guards_of_graphs_are_named_by_their_checks(name: str) -> None:
+    outcome = next(outcome for seed in range(10) if not (outcome := run(ARMS[name].trial(seed))).clean)
+    assert outcome.checker == CHECKERS[name] and outcome.edges == (name,) and ARMS[name].names(outcome)
+    assert f"missing guard: {name}" in outcome.report and "fenceline/" in outcome.report
+
+
 def test_a_failing_schedule_is_told_by_the_switches_that_matter() -> None:
     failure = run(ARMS["schedule_after_forward"].trial(0, detect=False))
     assert not failure.clean
@@ -129,7 +147,7 @@ def test_a_budget_ends_the_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    "argv", [["--edge", "forward_after_lunch"], ["--workload", "lunch"], ["--edge", "sink"]]
+    "argv", [["--edge", "forward_after_lunch"], ["--workload", "lunch"], ["--edge", "retired_after"]]
 )
 def test_wrong_names_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:

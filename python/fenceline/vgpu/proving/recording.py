@@ -66,6 +66,7 @@ class Recording:
     page_size: int
     recorded_pages: int
     problems: tuple[str, ...]
+    graph_sizes: tuple[int, ...] = ()  # in which its decode batches were replayed
 
     @cached_property
     def flags(self) -> Flags:
@@ -77,10 +78,13 @@ class Recording:
         )
         columns = max(columns, *(len(pages) for pages in self.page_table.values()), 0)
         context = max(longest, columns * self.page_size) + self.page_size
+        # The same graphs without those that nobody needed: each batch finds its size again.
+        graphs = {"cuda_graph_bs": self.graph_sizes} if self.graph_sizes else {}
         return {
+            **graphs,
             "page_size": self.page_size,
             "max_total_tokens": (self.num_pages - 1) * self.page_size,
-            "max_running_requests": self.num_rows - 1,
+            "max_running_requests": max((self.num_rows - 1, *self.graph_sizes)),
             "context_length": context,
             "json_model_override_args": json.dumps({"max_position_embeddings": context}),
         }
@@ -146,7 +150,18 @@ class _Reader:
             page_size=self._page_size,
             recorded_pages=dump["num_pages"],
             problems=tuple(self._stale_pages()),
+            graph_sizes=tuple(sorted(self._graph_sizes())),
         )
+
+    def _graph_sizes(self) -> set[int]:
+        config = self._dump["config"]
+        sizes, exact = (
+            sorted(config.get("cuda_graph_bs", ())),
+            config.get("disable_cuda_graph_padding", False),
+        )
+        batches = {len(self._composition(step)["rows"]) for step in self._steps if step["mode"] != "extend"}
+        fitting = (next((size for size in sizes if size >= batch), None) for batch in batches)
+        return {size for size in fitting if size is not None and (not exact or size in batches)}
 
     # --- what the ring has forgotten
 

@@ -17,6 +17,7 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.managers.io_struct import BatchTokenOut, Message
 from fenceline.managers.scheduler import InFlight, Scheduler
 from fenceline.memory_order import Device, Points, open_device
+from fenceline.model_executor.cuda_graph_runner import GraphStats
 from fenceline.model_executor.forward_result import ForwardResult, LogprobValues, StepOutput
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.schedule_batch import ScheduleBatch
@@ -58,6 +59,30 @@ class _Noted:
         return self._decision.output
 
 
+class _Witness:
+    """The scheduler's Worker: a ModelRunner whose launches, and what is published of them, are written down."""
+
+    def __init__(self, runner: ModelRunner, decisions: list[Decision]) -> None:
+        self.device = runner.device
+        self.pages = runner.pages
+        self.req_pool = runner.req_pool
+        self.memory_bytes = runner.memory_bytes
+        self._runner = runner
+        self._decisions = decisions
+
+    @property
+    def graph_stats(self) -> GraphStats | None:
+        """See ModelRunner."""
+        return self._runner.graph_stats
+
+    def launch(self, batch: ScheduleBatch) -> ForwardResult:
+        """See ModelRunner."""
+        result = self._runner.launch(batch)
+        decision = Decision(batch)
+        self._decisions.append(decision)
+        return cast(ForwardResult, _Noted(result, decision))
+
+
 class Loop:
     """A Scheduler over a ModelRunner, the arrivals it will see, and the decisions it took. No threads."""
 
@@ -74,7 +99,8 @@ class Loop:
         self._arrivals = deque(arrivals)
         self._tell = tell
         self._flight: InFlight | None = None
-        self.scheduler = Scheduler(config, ModelRunner(config, device, show_progress=False), self, self)
+        self.runner = ModelRunner(config, device, show_progress=False)
+        self.scheduler = Scheduler(config, _Witness(self.runner, self.decisions), self, self)
 
     def send(self, message: Message) -> None:
         """Put a message into the inbox as of now."""
@@ -112,12 +138,7 @@ class Loop:
 
     def step(self) -> None:
         """One turn of the scheduler's loop."""
-        flight = self.scheduler.step(self._flight)
-        if flight is not None:
-            decision = Decision(flight.batch)
-            self.decisions.append(decision)
-            flight = InFlight(flight.batch, flight.reqs, cast(ForwardResult, _Noted(flight.result, decision)))
-        self._flight = flight
+        self._flight = self.scheduler.step(self._flight)
         self.step_no += 1
         self.scheduler.memory.tree.check()
 
