@@ -106,22 +106,21 @@ def make_requests(pool: KVPool, batch: int, num_tokens: int) -> PagedRequests:
 def time_us(step: Step, pool: KVPool) -> float:
     """Microseconds of ``step`` of a layer in a graph of all layers; the best of several replays."""
     num_layers = pool.num_layers
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step(pool.k(0), pool.v(0))
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for layer in range(num_layers):
-                step(pool.k(layer), pool.v(layer))
-        best = float("inf")
-        for _ in range(6):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            best = min(best, begin.elapsed_time(end))
+    step(pool.k(0), pool.v(0))
+    # A graph is captured and replayed on whatever stream: all that it reads must have been written before.
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in range(num_layers):
+            step(pool.k(layer), pool.v(layer))
+    best = float("inf")
+    for _ in range(6):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end))
     return best * 1e3 / num_layers
 
 
