@@ -47,6 +47,22 @@ def test_workloads_reach_what_they_are_for() -> None:
         assert prompts > loop.scheduler.memory.num_pages * 4, "without evictions it would not fit"
 
 
+def test_workloads_visit_graphs_padding_and_what_lies_beyond() -> None:
+    """Every scripted workload meets graphs, but for the one with prompts of thousands of tokens."""
+    replays, fallbacks = {}, set()
+    for name in [name for name in WORKLOADS if name not in (ENGINE, "growth")]:
+        for seed in range(8):
+            loop = make_loop(name, seed)
+            loop.run()
+            stats = loop.runner.graph_stats
+            if stats is not None:
+                replays[name] = replays.get(name, 0) + stats.replays
+                fallbacks |= set(stats.fallbacks)
+                assert not stats.repairs
+    assert len(replays) == len(WORKLOADS) - 2 and all(replays.values()), replays
+    assert fallbacks == {"size", "padding"}
+
+
 def test_decisions_executed_again_give_the_same_and_other_answers_are_noticed() -> None:
     device = VgpuDevice(gpu=VirtualGpu(seed=4))
     loop = make_loop("mixed", 4, device)
