@@ -91,16 +91,12 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
         (activation._silu_and_mul_kernel, 4, {"SIZE": 12_288, "BLOCK": 1024}),
         (rotate_store._rotate_and_store_kernel, 1, heads),
         (decode_prologue_triton._decode_prologue_kernel, 1, {"PAGE_SIZE": 64, "BLOCK": 32}),
-        (sample_triton._piece_kernel, 4, {"VOCAB": 151_936, "BLOCK": 1024, **unused}),
+        (sample_triton._piece_kernel, 4, {"STRIDE": 151_936, "VOCAB": 151_936, "BLOCK": 1024, **unused}),
         (sample_triton._combine_kernel, 4, {"PIECES": 149, "BLOCK": 256}),
     ):
         names, fixed = kernel.arg_names, constants | {"PDL": pdl}
         signature = {name: "constexpr" if name in fixed else ARGUMENTS.get(name, "*i64") for name in names}
-        aligned = {
-            (names.index(n),): [["tt.divisibility", 16]]
-            for n, t in signature.items()
-            if "*" in t or n == "stride"
-        }
+        aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in signature.items() if "*" in t}
         values = {(names.index(name),): value for name, value in fixed.items()}
         source = ASTSource(kernel, signature, values, aligned)
         options = {"num_warps": warps, "launch_pdl": pdl}
@@ -116,7 +112,6 @@ ARGUMENTS = {
     **dict.fromkeys(("table", "temperatures", "noise_scales", "best_scores"), "*fp32"),
     **dict.fromkeys(("page_table", "best_ids"), "*i32"),
     **dict.fromkeys(("num_rows", "size", "max_pages"), "i32"),
-    "stride": "i64",
     "eps": "fp32",
 }
 

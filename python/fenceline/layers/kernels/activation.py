@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
+
+from fenceline.layers.kernels.launcher import KernelVariant
 
 _BLOCK = 1024
 _ELEMENTS_A_THREAD = 8
@@ -22,17 +26,16 @@ def silu_and_mul(gate_up: torch.Tensor, pdl: bool = False) -> torch.Tensor:
     out = gate_up.new_empty(num_rows, size)
     if num_rows == 0:
         return out
-    block = min(_BLOCK, triton.next_power_of_2(size))
-    _silu_and_mul_kernel[(num_rows * triton.cdiv(size, block),)](
-        gate_up,
-        out,
-        SIZE=size,
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=max(1, block // (32 * _ELEMENTS_A_THREAD)),
-        launch_pdl=pdl,
-    )
+    variant = _variant(size, pdl)
+    variant.launch((num_rows * -(-size // variant.constants["BLOCK"]),), (gate_up, out))
     return out
+
+
+@cache
+def _variant(size: int, pdl: bool) -> KernelVariant:
+    block = min(_BLOCK, triton.next_power_of_2(size))
+    constants = {"SIZE": size, "BLOCK": block, "PDL": pdl}
+    return KernelVariant(_silu_and_mul_kernel, constants, max(1, block // (32 * _ELEMENTS_A_THREAD)), pdl)
 
 
 @triton.jit

@@ -9,10 +9,14 @@ before this one, because that one begins only when all in front of it have ended
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
+
+from fenceline.layers.kernels.launcher import KernelVariant
 
 # Elements one program works on at least: short rows share a program.
 _MIN_TILE = 1024
@@ -31,23 +35,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool = Fals
     out = torch.empty_like(x)
     if num_rows == 0:
         return out
+    variant = _variant(size, pdl)
+    variant.launch((-(-num_rows // variant.constants["ROWS"]),), (x, weight, out), (num_rows, eps))
+    return out
+
+
+@cache
+def _variant(size: int, pdl: bool) -> KernelVariant:
     block = triton.next_power_of_2(size)
     rows_each = max(1, _MIN_TILE // block)
-    grid = (triton.cdiv(num_rows, rows_each),)
-    _rms_norm_kernel[grid](
-        x,
-        weight,
-        out,
-        num_rows,
-        eps,
-        SIZE=size,
-        BLOCK=block,
-        ROWS=rows_each,
-        PDL=pdl,
-        num_warps=max(1, min(_MAX_WARPS, block * rows_each // (32 * _ELEMENTS_A_THREAD))),
-        launch_pdl=pdl,
-    )
-    return out
+    num_warps = max(1, min(_MAX_WARPS, block * rows_each // (32 * _ELEMENTS_A_THREAD)))
+    constants = {"SIZE": size, "BLOCK": block, "ROWS": rows_each, "PDL": pdl}
+    return KernelVariant(_rms_norm_kernel, constants, num_warps, pdl)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from fenceline.layers.kernels.base import HeadLayout, QKNorm
+from fenceline.layers.kernels.launcher import KernelVariant
 
 # Up to so many tokens latency counts, and a program is one warp with few heads; beyond, bytes in flight do.
 _FEW_TOKENS = 256
@@ -45,32 +48,35 @@ def rotate_and_store(
     assert positions.is_contiguous() and out_slots.is_contiguous()
     if num_tokens == 0:
         return
-    block_half = triton.next_power_of_2(half)
     tile = _SMALL_TILE if num_tokens <= _FEW_TOKENS else _LARGE_TILE
-    most_heads = triton.next_power_of_2(max(heads.num_heads, heads.num_kv_heads))
+    blocks, variant = _variant(heads.num_heads, heads.num_kv_heads, half, tile, norms is not None, pdl)
+    q_weight, k_weight, eps = None, None, 0.0
+    if norms is not None:
+        q_weight, k_weight, eps = norms.q_weight, norms.k_weight, norms.eps
+    tensors = (qkv, q_weight, k_weight, table, positions, k_cache, v_cache, out_slots)
+    variant.launch((num_tokens * blocks,), tensors, (eps,))
+
+
+@cache
+def _variant(
+    num_heads: int, num_kv_heads: int, half: int, tile: int, has_norms: bool, pdl: bool
+) -> tuple[int, KernelVariant]:
+    """Programs for each token, and what they run."""
+    block_half = triton.next_power_of_2(half)
+    most_heads = triton.next_power_of_2(max(num_heads, num_kv_heads))
     block_heads = min(max(1, tile // (2 * block_half)), most_heads)
-    q_blocks = triton.cdiv(heads.num_heads, block_heads)
-    kv_blocks = triton.cdiv(heads.num_kv_heads, block_heads)
-    _rotate_and_store_kernel[(num_tokens * (q_blocks + 2 * kv_blocks),)](
-        qkv,
-        norms.q_weight if norms else None,
-        norms.k_weight if norms else None,
-        norms.eps if norms else 0.0,
-        table,
-        positions,
-        k_cache,
-        v_cache,
-        out_slots,
-        NUM_HEADS=heads.num_heads,
-        NUM_KV_HEADS=heads.num_kv_heads,
-        HALF=half,
-        BLOCK_HALF=block_half,
-        BLOCK_HEADS=block_heads,
-        HAS_NORMS=norms is not None,
-        PDL=pdl,
-        num_warps=max(1, 2 * block_half * block_heads // (32 * _ELEMENTS_A_THREAD)),
-        launch_pdl=pdl,
-    )
+    blocks = -(-num_heads // block_heads) + 2 * -(-num_kv_heads // block_heads)
+    constants = {
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HALF": half,
+        "BLOCK_HALF": block_half,
+        "BLOCK_HEADS": block_heads,
+        "HAS_NORMS": has_norms,
+        "PDL": pdl,
+    }
+    num_warps = max(1, 2 * block_half * block_heads // (32 * _ELEMENTS_A_THREAD))
+    return blocks, KernelVariant(_rotate_and_store_kernel, constants, num_warps, pdl)
 
 
 @triton.jit
@@ -78,12 +84,12 @@ def _rotate_and_store_kernel(
     qkv,
     q_weight,
     k_weight,
-    eps,
     table,
     positions,
     k_cache,
     v_cache,
     out_slots,
+    eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,

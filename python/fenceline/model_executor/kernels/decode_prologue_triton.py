@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
+
+from fenceline.layers.kernels.launcher import KernelVariant
 
 _MAX_BLOCK = 128
 
@@ -24,22 +28,17 @@ def launch(
     if size == 0:
         return
     block = min(_MAX_BLOCK, max(32, triton.next_power_of_2(size)))
-    _decode_prologue_kernel[(triton.cdiv(size, block),)](
-        *plan,
-        page_table,
-        last_tokens,
-        *outputs,
-        size,
-        page_table.stride(0),
-        PAGE_SIZE=page_size,
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=block // 32,
-        launch_pdl=pdl,
-    )
+    tensors = (*plan, page_table, last_tokens, *outputs)
+    _variant(page_size, block, pdl).launch((-(-size // block),), tensors, (size, page_table.stride(0)))
 
 
-@triton.jit(do_not_specialize=["size"])
+@cache
+def _variant(page_size: int, block: int, pdl: bool) -> KernelVariant:
+    constants = {"PAGE_SIZE": page_size, "BLOCK": block, "PDL": pdl}
+    return KernelVariant(_decode_prologue_kernel, constants, block // 32, pdl)
+
+
+@triton.jit(do_not_specialize=["size", "max_pages"])
 def _decode_prologue_kernel(
     rows,
     plan_seq_lens,

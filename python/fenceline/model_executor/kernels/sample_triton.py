@@ -7,12 +7,15 @@ too, so that the noise is, bit by bit, what ``GumbelSampler`` computes on the sa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 from triton.language.extra import libdevice
+
+from fenceline.layers.kernels.launcher import KernelVariant
 
 _BLOCK = 1024  # 149 programs for the largest vocabularies: one request alone fills a large GPU
 
@@ -43,11 +46,10 @@ def launch(
     assert logits.stride(1) == 1 and next_tokens.is_contiguous() and next_tokens.dtype == torch.int64
     if num_reqs == 0:
         return
-    block = min(_BLOCK, max(32, triton.next_power_of_2(vocab_size)))
-    pieces = triton.cdiv(vocab_size, block)
+    pieces, draw, combine = _variants(vocab_size, logits.stride(0), pdl)
     best_scores = torch.empty(num_reqs, pieces, dtype=torch.float32, device=logits.device)
     best_ids = torch.empty(num_reqs, pieces, dtype=torch.int32, device=logits.device)
-    _piece_kernel[(pieces * num_reqs,)](
+    tensors = (
         logits,
         inputs.temperatures,
         inputs.noise_scales,
@@ -57,27 +59,21 @@ def launch(
         inputs.maxima,
         best_scores,
         best_ids,
-        logits.stride(0),
-        VOCAB=vocab_size,
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=max(1, block // 256),
-        launch_pdl=pdl,
     )
+    draw.launch((pieces * num_reqs,), tensors)
+    combine.launch((num_reqs,), (best_scores, best_ids, rows, last_tokens, next_tokens, steps))
+
+
+@cache
+def _variants(vocab_size: int, stride: int, pdl: bool) -> tuple[int, KernelVariant, KernelVariant]:
+    """The number of pieces, what draws in each of them, and what compares them."""
+    block = min(_BLOCK, max(32, triton.next_power_of_2(vocab_size)))
+    pieces = -(-vocab_size // block)
+    constants = {"STRIDE": stride, "VOCAB": vocab_size, "BLOCK": block, "PDL": pdl}
+    draw = KernelVariant(_piece_kernel, constants, max(1, block // 256), pdl)
     block = max(32, triton.next_power_of_2(pieces))
-    _combine_kernel[(num_reqs,)](
-        best_scores,
-        best_ids,
-        rows,
-        last_tokens,
-        next_tokens,
-        steps,
-        PIECES=pieces,
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=max(1, min(4, block // 64)),
-        launch_pdl=pdl,
-    )
+    constants = {"PIECES": pieces, "BLOCK": block, "PDL": pdl}
+    return pieces, draw, KernelVariant(_combine_kernel, constants, max(1, min(4, block // 64)), pdl)
 
 
 @triton.jit
@@ -91,7 +87,7 @@ def _piece_kernel(
     maxima,
     best_scores,
     best_ids,
-    stride,
+    STRIDE: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -116,7 +112,7 @@ def _piece_kernel(
     if PDL:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
-    values = tl.load(logits + req.to(tl.int64) * stride + ids, mask=live, other=-float("inf")).to(tl.float32)
+    values = tl.load(logits + req.to(tl.int64) * STRIDE + ids, mask=live, other=-float("inf")).to(tl.float32)
     scores = values
     if temperatures is not None:
         scores = tl.div_rn(values, tl.zeros_like(values) + temperature)

@@ -1,0 +1,102 @@
+"""Launching Triton kernels cheaply: Triton's own launch works out anew each time which compiled variant fits, which
+costs the CPU more than many a kernel takes on the GPU. Here a variant is bound once and then launched directly.
+
+A kernel launched this way takes its tensors first, then its numbers, then its constants (``tl.constexpr``), and has its
+whole numbers under ``do_not_specialize``, so that the variants of a kernel are as many as its constants and types and
+none is compiled for a number never seen before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import torch
+import triton
+
+_ALIGNMENT = 16  # of addresses, on which compiled kernels rely
+# Whose launch functions we know how to call, and how those declare their leading arguments.
+_KNOWN_VERSION = "3.6."
+_KNOWN_FORMAT = "iiiKKppOOOOOO"
+
+Tensors = Sequence[torch.Tensor | None]
+Grid = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """``function(x, y, z, stream, *before, *addresses, *scalars, *after)`` launches."""
+
+    function: Callable[..., None]
+    before: tuple[object, ...]
+    after: tuple[None, ...]
+
+
+class KernelVariant:
+    """A Triton kernel with its constants and launch options. Make it once for each set of them and keep it."""
+
+    __slots__ = ("_bound", "_kernel", "_options", "constants")
+
+    def __init__(
+        self, kernel: Any, constants: Mapping[str, int | bool], num_warps: int, pdl: bool = False
+    ) -> None:
+        """``kernel``: a ``triton.jit`` function; ``pdl``: programmatic dependent launch, see ``rms_norm``."""
+        self.constants = dict(constants)
+        self._kernel = kernel
+        self._options = {"num_warps": num_warps, "launch_pdl": pdl}
+        self._bound: dict[tuple[object, ...], _Bound] = {}
+
+    def launch(self, grid: Grid, tensors: Tensors, scalars: tuple[float, ...] = ()) -> None:
+        """Launch on the current stream of the tensors' device, which is the current device.
+
+        ``grid``: one to three sizes, all at least 1. The first tensor is never None; a number is always an int or
+        always a float. Launch hooks (Triton's profilers) see only what could not be bound.
+        """
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        first = tensors[0]
+        assert first is not None
+        device = first.get_device()
+        key = (device, *[None if tensor is None else tensor.dtype for tensor in tensors])
+        bound = self._bound.get(key)
+        if bound is None or reduce(or_, addresses) % _ALIGNMENT:
+            self._launch_by_triton(grid, tensors, scalars, key)
+            return
+        x, y, z = (grid + (1, 1))[:3]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        bound.function(x, y, z, stream, *bound.before, *addresses, *scalars, *bound.after)
+
+    def _launch_by_triton(
+        self, grid: Grid, tensors: Tensors, scalars: tuple[float, ...], key: tuple[object, ...]
+    ) -> None:
+        """Triton finds the variant, compiling it if need be; the next launch of its like finds it bound."""
+        compiled = self._kernel[grid](*tensors, *scalars, **self.constants, **self._options)
+        aligned = all(tensor is None or tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)
+        if compiled is None or not aligned:
+            return  # run by the interpreter, or an address like which there will hardly be another
+        numbers = self._kernel.params[len(tensors) : len(tensors) + len(scalars)]
+        for number, value in zip(numbers, scalars, strict=True):
+            assert isinstance(value, float) or number.do_not_specialize, f"{number.name} chooses a variant"
+        bound = _bind(compiled, len(self.constants))
+        if bound is not None:
+            self._bound[key] = bound
+
+
+def _bind(compiled: Any, num_constants: int) -> _Bound | None:
+    """None where this Triton, or what the kernel needs, is not what is known here: Triton launches it then."""
+    try:
+        from triton.backends.nvidia import driver
+
+        if not triton.__version__.startswith(_KNOWN_VERSION) or driver._BASE_ARGS_FORMAT != _KNOWN_FORMAT:
+            return None
+        launcher, metadata = compiled.run, compiled.packed_metadata
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            return None
+        options = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
+        return _Bound(
+            launcher.launch, (*options, None, None, metadata, None, None, None), (None,) * num_constants
+        )
+    except (ImportError, AttributeError):
+        return None

@@ -1,0 +1,212 @@
+"""Launches that bypass Triton's own: the same function with the same arguments as through Triton, by a driver that
+records instead of launching, so that kernels are compiled for a GPU that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import driver
+
+from fenceline.layers.kernels import activation, launcher, rms_norm, rotate_store
+from fenceline.layers.kernels.base import HeadLayout, QKNorm
+from fenceline.model_executor.kernels import decode_prologue_triton, sample_triton
+
+STREAM = 77
+BF16 = torch.bfloat16
+
+
+class Recorder:
+    """What Triton asks of a GPU's driver, and every launch with its arguments."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.through_triton = 0
+        recorder = self
+
+        class Launcher(nvidia.CudaLauncher):
+            def __init__(self, source: Any, metadata: Any) -> None:
+                self.num_ctas = 1
+                self.global_scratch_size = self.profile_scratch_size = 0
+                self.global_scratch_align = self.profile_scratch_align = 1
+                self.launch_cooperative_grid, self.launch_pdl = False, metadata.launch_pdl
+                self.launch = lambda *args: recorder.launches.append(args)
+
+            def __call__(self, *args: Any) -> None:
+                recorder.through_triton += 1
+                super().__call__(*args)
+
+        self.launcher_cls = Launcher
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 1 << 17},
+            load_binary=lambda name, kernel, shared, device: (object(), hash(kernel), 32, 0, 1024),
+        )
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return STREAM
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Recorder]:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    recorder = Recorder()
+    kernels = (
+        rms_norm._rms_norm_kernel,
+        activation._silu_and_mul_kernel,
+        rotate_store._rotate_and_store_kernel,
+        decode_prologue_triton._decode_prologue_kernel,
+        sample_triton._piece_kernel,
+        sample_triton._combine_kernel,
+    )
+    makers = (
+        rms_norm._variant,
+        activation._variant,
+        rotate_store._variant,
+        decode_prologue_triton._variant,
+        sample_triton._variants,
+    )
+    monkeypatch.setattr(driver, "_active", recorder)
+    yield recorder
+    for kernel in kernels:
+        kernel.device_caches.clear()
+    for maker in makers:
+        maker.cache_clear()
+
+
+def addresses_for_tensors(launch: tuple[Any, ...], num_args: int) -> tuple[Any, ...]:
+    """A launch as it is when bound: addresses for tensors, nothing for hooks and for constants, which the kernel has
+    built in."""
+    begin = len(launcher._KNOWN_FORMAT)
+    plain = [
+        arg.data_ptr() if isinstance(arg, torch.Tensor) else 0 if arg is None else arg
+        for arg in launch[begin:]
+    ]
+    return (*launch[: begin - 3], None, None, None, *plain[:num_args], *[None] * (len(plain) - num_args))
+
+
+def test_a_bound_launch_is_tritons(gpu: Recorder) -> None:
+    x, weight = torch.zeros(5, 2048, dtype=BF16), torch.ones(2048, dtype=BF16)
+    rms_norm.rms_norm(x, weight, 1e-6, pdl=True)
+    out = rms_norm.rms_norm(x, weight, 1e-6, pdl=True)
+    first, second = gpu.launches
+    assert gpu.through_triton == 1
+    at = len(launcher._KNOWN_FORMAT) + 2  # the output is each call's own
+    first = addresses_for_tensors(first, 5)
+    assert second == (*first[:at], out.data_ptr(), *first[at + 1 :])
+    assert second[:4] == (5, 1, 1, STREAM)
+    assert second[6] is True, "dependent launch"
+
+
+def test_numbers_and_types(gpu: Recorder) -> None:
+    """Neither sizes nor factors make a variant, types do."""
+    weight = torch.ones(64, dtype=BF16)
+    for num_rows in (3, 1, 16, 17, 4096):
+        rms_norm.rms_norm(torch.zeros(num_rows, 64, dtype=BF16), weight, 1e-5 * num_rows)
+    assert gpu.through_triton == 1
+    assert [launch[0] for launch in gpu.launches] == [-(-rows // 16) for rows in (3, 1, 16, 17, 4096)]
+    assert gpu.launches[-1][len(launcher._KNOWN_FORMAT) + 3 :][:2] == (4096, 1e-5 * 4096)
+    rms_norm.rms_norm(torch.zeros(3, 64), weight.float(), 1e-5)
+    rms_norm.rms_norm(torch.zeros(3, 64), weight, 1e-5)
+    assert gpu.through_triton == 3
+    functions = [launch[4] for launch in gpu.launches]
+    assert len(set(functions[:5])) == 1 and len(set(functions)) == 3
+
+
+def test_an_address_that_is_not_aligned(gpu: Recorder) -> None:
+    """What was compiled for aligned addresses is not launched with others, and the other way about."""
+    weight = torch.ones(65, dtype=BF16)
+    x = torch.zeros(3, 64, dtype=BF16)
+    assert weight[1:].data_ptr() % 16 == 2
+    for last in (weight[1:], weight[:64], weight[1:], weight[:64], weight[1:]):
+        rms_norm.rms_norm(x, last, 1e-5)
+    functions = [launch[4] for launch in gpu.launches]
+    assert functions == [functions[0], functions[1]] * 2 + [functions[0]] and functions[0] != functions[1]
+    assert gpu.through_triton == 4, "the aligned one is bound"
+
+
+def test_every_kernel_is_bound(gpu: Recorder) -> None:
+    heads = HeadLayout(4, 2, 32)
+    table, cache = torch.zeros(64, 48), torch.zeros(32, 2, 32, dtype=BF16)
+    norm = torch.ones(32, dtype=BF16)
+
+    def ids(size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int64)
+
+    def launch_all(size: int) -> None:
+        activation.silu_and_mul(torch.zeros(size, 128, dtype=BF16))
+        for norms in (None, QKNorm(norm, norm, 1e-6)):
+            qkv = torch.zeros(size, 8 * 32, dtype=BF16)
+            rotate_store.rotate_and_store(qkv, heads, norms, table, ids(size), cache, cache, ids(size))
+        state = torch.zeros(4, 8, dtype=torch.int32), ids(4)
+        outputs = ids(size), ids(size), ids(size), ids(size)
+        decode_prologue_triton.launch((ids(size), ids(size), ids(size)), state, 16, outputs)
+        inputs = sample_triton.DrawInputs(None, None, None, ids(size), None, None)
+        sample_triton.launch(torch.zeros(size, 300), inputs, None, None, ids(size), None)
+        draws = torch.ones(size), torch.ones(size), ids(size), ids(size)
+        inputs = sample_triton.DrawInputs(*draws, None, None)
+        sample_triton.launch(torch.zeros(size, 300), inputs, ids(size), ids(4), ids(size), ids(size))
+
+    launch_all(3)
+    each = len(gpu.launches)
+    assert each == gpu.through_triton == 8
+    for size in (1, 16, 20):
+        launch_all(size)
+    assert len(gpu.launches) == 4 * each
+    assert gpu.through_triton == each
+
+
+def test_numbers_that_choose_a_variant_are_refused(gpu: Recorder) -> None:
+    variant = launcher.KernelVariant(specialised, {}, num_warps=1)
+    with pytest.raises(AssertionError, match="size chooses a variant"):
+        variant.launch((1,), (torch.zeros(16),), (3,))
+
+
+@triton.jit
+def specialised(x, size):  # type: ignore[no-untyped-def]
+    triton.language.store(x, size)
+
+
+@pytest.mark.parametrize("change", ["version", "format"])
+def test_an_unknown_triton_launches_by_itself(
+    gpu: Recorder, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if change == "version":
+        monkeypatch.setattr(triton, "__version__", "3.9.1")
+    else:
+        monkeypatch.setattr(nvidia, "_BASE_ARGS_FORMAT", "iiiKO")
+    for _ in range(3):
+        activation.silu_and_mul(torch.zeros(5, 128, dtype=BF16))
+    assert len(gpu.launches) == gpu.through_triton == 3
+
+
+def test_scratch_memory_is_left_to_triton() -> None:
+    run = SimpleNamespace(
+        launch=print,
+        launch_cooperative_grid=False,
+        launch_pdl=False,
+        global_scratch_size=0,
+        profile_scratch_size=0,
+    )
+    compiled = SimpleNamespace(run=run, packed_metadata=(1, 1, 0), function=5)
+    assert launcher._bind(compiled, 1) is not None
+    run.global_scratch_size = 64
+    assert launcher._bind(compiled, 1) is None
+    del run.global_scratch_size
+    assert launcher._bind(compiled, 1) is None
