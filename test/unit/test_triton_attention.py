@@ -330,7 +330,7 @@ def compile_for(arch: str) -> None:
 
     common = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "GROUP": 4, "PAGE_SIZE": 1, "BATCH_PAD": 64, "BLOCK_N": 64}
     pdl = arch != "sm_80"
-    decode = {"NUM_WORKERS": 33, "GROUP_PAD": 4, "ROWS": 16, "MERGE": 8, "PDL": pdl}
+    decode = {"NUM_WORKERS": 33, "GROUP_PAD": 4, "ROWS": 16, "MERGE": 16, "PDL": pdl, "NUM_PREFETCHED": 2 * pdl}
     _compile(decode_attention._decode_kernel, common | decode, arch, 4, 5, pdl)
     _compile(extend_attention._extend_kernel, common | {"BLOCK_M": 128, "SPLIT": False}, arch, 8, 3, False)
     _compile(extend_attention._extend_kernel, common | {"BLOCK_M": 16, "SPLIT": True}, arch, 4, 5, False)

@@ -22,7 +22,7 @@ from fenceline.mem_cache.kv_pool import KVPool
 
 # Workers of a batch for each multiprocessor: as many as run on it at once, so that all are done at the same time.
 _MAX_WORKERS_PER_SM = 4
-_SMALL_BATCH = 8  # requests; fewer are bound by latency, more by memory bandwidth
+_LARGE_BLOCKS_SHARED = 160 << 10  # bytes of shared memory that a multiprocessor needs for blocks of 128 tokens
 
 
 class TritonAttentionBackend(AttentionBackend):
@@ -42,10 +42,14 @@ class TritonAttentionBackend(AttentionBackend):
         self.kv_pool = kv_pool
         self.num_sms = 1
         self._launch_pdl = False
+        self._large_blocks = False
         if keys.is_cuda:
             device = torch.cuda.get_device_properties(keys.device)
             self.num_sms = device.multi_processor_count
             self._launch_pdl = device.major >= 9
+            self._large_blocks = (
+                head_dim <= 128 and device.shared_memory_per_block_optin >= _LARGE_BLOCKS_SHARED
+            )
         max_workers = self._num_workers(_MAX_WORKERS_PER_SM)
         self.workspace = DecodeWorkspace(num_kv_heads, head_dim, max_workers, keys.device)
 
@@ -74,11 +78,17 @@ class TritonAttentionBackend(AttentionBackend):
         return PagedRequests(inputs.page_table, inputs.rows, inputs.seq_lens, self.kv_pool.page_size)
 
     def decode_config(self, batch: int) -> DecodeConfig:
-        """How decode of ``batch`` requests is cut; ``benchmark/kernels/sweep_triton_attention.py`` compares others."""
+        """How decode of ``batch`` requests is cut; ``benchmark/kernels/sweep_triton_attention.py`` compares others.
+
+        The lengths are not known here, and any batch may be one of long requests: all but a single request, which is
+        bound by latency, get enough stages to keep the memory busy.
+        """
         if self.kv_pool.k(0).element_size() > 2:
             return DecodeConfig(32, self._num_workers(2), 4, 2, self._launch_pdl)
-        if batch <= _SMALL_BATCH:
-            return DecodeConfig(64, self._num_workers(2), 4, 2, self._launch_pdl)
+        if batch == 1:
+            return DecodeConfig(32, self._num_workers(2), 2, 1, self._launch_pdl)
+        if 8 < batch <= 16 and self._large_blocks:
+            return DecodeConfig(128, self._num_workers(1), 8, 5, self._launch_pdl)
         return DecodeConfig(64, self._num_workers(2), 4, 5, self._launch_pdl)
 
     def extend_config(self, max_rows: int) -> ExtendConfig:

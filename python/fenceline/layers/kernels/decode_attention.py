@@ -9,6 +9,10 @@ when lengths change, and nothing is planned on the host.
 A request that lies within one stretch is finished by its worker. One that is cut leaves a partial result of each of
 its pieces in the workspace; the worker that finishes last, as an atomic counter tells, merges them in the order of
 the pieces, so results do not depend on timing. Nobody waits for anybody.
+
+With ``launch_pdl`` a worker starts while the kernel in front still runs, finds its stretch and has the L2 cache fetch
+the first keys and values of it; q and everything else it reads after the wait. See ``decode_attention`` for what that
+asks of the kernel in front.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ from triton.language.extra import cuda as tl_cuda
 # Query heads of one KV head are the rows of a matrix product, which has at least 16.
 MAX_GROUP = 16
 _LOG2_E = 1.4426950408889634
-_MERGE_ELEMENTS = 4096  # partial results that a merge holds in registers at once
+_MERGE_ELEMENTS = 2048  # partial results that a warp which merges holds in registers at once
+_SECTOR_BYTES = tl.constexpr(32)  # what a cache fetches at least
 _NO_SCORE = tl.constexpr(-1.0e30)  # below every score, and finite: no NaN from its differences
 
 
@@ -31,8 +36,9 @@ _NO_SCORE = tl.constexpr(-1.0e30)  # below every score, and finite: no NaN from 
 class DecodeConfig:
     """How a batch is cut: blocks of ``block_n`` tokens (a power of two >= 16), ``num_workers`` for each KV head.
 
-    ``launch_pdl``: overlap the launch with the end of the kernel in front (sm_90 and later). ``max_registers`` of a
-    thread: fewer let more workers run on a multiprocessor at once.
+    ``launch_pdl``: overlap the launch with the end of the kernel in front (sm_90 and later), and fetch the first
+    ``num_prefetched`` blocks of each worker into L2 meanwhile. ``max_registers`` of a thread: fewer let more workers
+    run on a multiprocessor at once.
     """
 
     block_n: int
@@ -41,6 +47,7 @@ class DecodeConfig:
     num_stages: int
     launch_pdl: bool = False
     max_registers: int | None = None
+    num_prefetched: int = 2
 
 
 class DecodeWorkspace:
@@ -50,7 +57,9 @@ class DecodeWorkspace:
     """
 
     def __init__(self, num_kv_heads: int, head_dim: int, max_workers: int, device: torch.device) -> None:
+        assert max_workers >= 1
         self.max_workers = max_workers
+        self.heads = num_kv_heads, head_dim
         # A worker cuts at most the first and the last request of its stretch.
         pieces = num_kv_heads * max_workers * 2
         self.partial = torch.empty(pieces * MAX_GROUP * head_dim, dtype=torch.float32, device=device)
@@ -87,6 +96,11 @@ def decode_attention(
     q [B, H, D], its heads contiguous, tokens maybe strided; k_cache, v_cache [num_slots, Hkv, D], contiguous, in q's
     dtype; H / Hkv <= 16, D a power of two >= 16. Softmax statistics and sums are float32. One launch on the current
     stream, which a graph may capture; no host synchronisation.
+
+    With ``config.launch_pdl``, ``requests`` and the slots that hold tokens before a request's last are read before the
+    kernel in front is done: it may write q and each request's last slot, nothing else of these, and must let its
+    dependents start (if it does so early at all) only after its own wait, so that whatever came before it is done.
+    ``rotate_and_store`` is such a kernel, and so is every kernel that knows nothing of dependent launches.
     """
     batch, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[1]
@@ -96,7 +110,11 @@ def decode_attention(
     assert k_cache.dtype == v_cache.dtype == q.dtype
     assert requests.rows.shape == requests.seq_lens.shape == (batch,)
     assert 1 <= group <= MAX_GROUP and group * num_kv_heads == num_heads
-    assert config.num_workers <= workspace.max_workers
+    assert 1 <= config.num_workers <= workspace.max_workers, (config, workspace.max_workers)
+    assert workspace.heads == (num_kv_heads, head_dim), (workspace.heads, k_cache.shape)
+    assert requests.page_table.dtype == torch.int32 and requests.page_table.stride(1) == 1
+    assert requests.rows.dtype == requests.seq_lens.dtype == torch.int64
+    assert requests.rows.is_contiguous() and requests.seq_lens.is_contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     group_pad = triton.next_power_of_2(group)
     _decode_kernel[(num_kv_heads, config.num_workers)](
@@ -105,7 +123,8 @@ def decode_attention(
         batch, scale * _LOG2_E, q.stride(0), requests.page_table.stride(0),
         NUM_WORKERS=config.num_workers, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, GROUP=group,
         GROUP_PAD=group_pad, ROWS=MAX_GROUP, PAGE_SIZE=requests.page_size, BATCH_PAD=padded_batch(batch),
-        BLOCK_N=config.block_n, MERGE=max(_MERGE_ELEMENTS // (group_pad * head_dim), 2), PDL=config.launch_pdl,
+        BLOCK_N=config.block_n, MERGE=max(_MERGE_ELEMENTS * config.num_warps // (group_pad * head_dim), 2),
+        PDL=config.launch_pdl, NUM_PREFETCHED=config.num_prefetched if config.launch_pdl else 0,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.launch_pdl,
         maxnreg=config.max_registers,
     )  # fmt: skip
@@ -123,13 +142,13 @@ def _decode_kernel(
     batch, scale_log2, q_stride, page_table_stride,
     NUM_WORKERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, BATCH_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr, MERGE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, MERGE: tl.constexpr, PDL: tl.constexpr, NUM_PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     # Neighbouring programs read the heads of the same tokens, which are neighbours in memory.
     head, worker = tl.program_id(0), tl.program_id(1)
     if PDL:
         tl_cuda.gdc_launch_dependents()
-        tl_cuda.gdc_wait()
+    # Up to the wait, nothing that the kernel in front writes may be read, and nothing written.
     if BATCH_PAD == 1:  # nothing to search: what one request waits for is latency
         request, request_first = 0, 0
         seq_len = tl.load(seq_lens_ptr).to(tl.int32)
@@ -150,6 +169,14 @@ def _decode_kernel(
         seq_len = tl.load(seq_lens_ptr + request).to(tl.int32)
         table_row = tl.load(rows_ptr + request)
     last_unit = tl.minimum(unit + stretch, total)
+    if NUM_PREFETCHED > 0:
+        _prefetch(
+            k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, page_table_ptr + table_row * page_table_stride,
+            unit - request_first, last_unit - request_first, seq_len,
+            NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, NUM_PREFETCHED,
+        )  # fmt: skip
+    if PDL:
+        tl_cuda.gdc_wait()
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, HEAD_DIM)
     offsets = (head * GROUP + rows)[:, None] * HEAD_DIM + dims[None, :]
@@ -191,6 +218,35 @@ def _decode_kernel(
         unit = stop
         request, request_first = next_request, request_end
         seq_len, table_row = next_seq_len, next_table_row
+
+
+@triton.jit
+def _prefetch(
+    k_ptr, v_ptr, table_ptr, first_block, last_block, seq_len, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Have the first ``NUM_BLOCKS`` of some blocks of a request fetched into L2, but for the request's last token.
+
+    L2 is where all multiprocessors meet: what is written later is not missed.
+    """
+    SECTOR: tl.constexpr = _SECTOR_BYTES * 8 // k_ptr.dtype.element_ty.primitive_bitwidth
+    sectors = tl.arange(0, HEAD_DIM // SECTOR if HEAD_DIM > SECTOR else 1) * SECTOR
+    for ahead in tl.static_range(NUM_BLOCKS):
+        positions = (first_block + ahead) * BLOCK_N + tl.arange(0, BLOCK_N)
+        live = (positions < seq_len - 1) & (first_block + ahead < last_block)
+        pages = tl.load(table_ptr + positions // PAGE_SIZE, mask=live, other=0)
+        slots = pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
+        offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + sectors[None, :]
+        _prefetch_sectors(k_ptr + offsets, live[:, None])
+        _prefetch_sectors(v_ptr + offsets, live[:, None])
+
+
+@triton.jit
+def _prefetch_sectors(pointers, live):
+    tl.inline_asm_elementwise(
+        "{ .reg .pred live; setp.ne.s32 live, $2, 0; @live prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r", [pointers.to(tl.int64), live.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -254,20 +310,21 @@ def _merge(
     acc = tl.zeros([GROUP_PAD, HEAD_DIM], tl.float32)
     top = tl.full([GROUP_PAD], _NO_SCORE, tl.float32)
     norm = tl.zeros([GROUP_PAD], tl.float32)
+    # Rows come first, so that each warp has rows of its own, and a thread adds up pieces without asking others.
     for first in tl.range(first_worker, last_worker + 1, MERGE, num_stages=1):
         workers = first + tl.arange(0, MERGE)
         pieces = _piece(head, workers, workers == first_worker, NUM_WORKERS)
-        live = (workers <= last_worker)[:, None] & row_live[None, :]
-        stats_at = stats_ptr + pieces[:, None] * (2 * ROWS) + rows[None, :]
+        live = row_live[:, None] & (workers <= last_worker)[None, :]
+        at = pieces[None, :, None] * (ROWS * HEAD_DIM) + rows[:, None, None] * HEAD_DIM + dims[None, None, :]
+        partial = tl.load(partial_ptr + at, mask=live[:, :, None], other=0.0)
+        stats_at = stats_ptr + pieces[None, :] * (2 * ROWS) + rows[:, None]
         piece_top = tl.load(stats_at, mask=live, other=_NO_SCORE)
         piece_norm = tl.load(stats_at + ROWS, mask=live, other=0.0)
-        at = pieces[:, None, None] * (ROWS * HEAD_DIM) + rows[None, :, None] * HEAD_DIM + dims[None, None, :]
-        partial = tl.load(partial_ptr + at, mask=live[:, :, None], other=0.0)
-        new_top = tl.maximum(top, tl.max(piece_top, 0))
-        weights = tl.exp2(piece_top - new_top[None, :])
+        new_top = tl.maximum(top, tl.max(piece_top, 1))
+        weights = tl.exp2(piece_top - new_top[:, None])
         decay = tl.exp2(top - new_top)
-        norm = norm * decay + tl.sum(piece_norm * weights, 0)
-        acc = acc * decay[:, None] + tl.sum(partial * weights[:, :, None], 0)
+        norm = norm * decay + tl.sum(piece_norm * weights, 1)
+        acc = acc * decay[:, None] + tl.sum(partial * weights[:, :, None], 1)
         top = new_top
     norm = tl.where(row_live, norm, 1.0)
     out_at = out_ptr + (head * GROUP + rows)[:, None] * HEAD_DIM + dims[None, :]
