@@ -80,10 +80,14 @@ def test_row_shards_sum(bias: bool) -> None:
     x = torch.randn(5, 12)
     expected = nn.functional.linear(x, weights["x.o_proj.weight"], weights.get("x.o_proj.bias"))
     kernels = TorchLayerKernels()
-    torch.testing.assert_close(whole.add_to(torch.ones(5, 7), x, kernels), expected + 1)
+
+    def add(layer: RowParallelLinear, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return kernels.linear_add(residual, x, layer.weight, layer.own_bias)
+
+    torch.testing.assert_close(add(whole, torch.ones(5, 7), x), expected + 1)
     total = torch.zeros(5, 7)
     for half, part in zip(halves, x.chunk(2, -1), strict=True):
-        half.add_to(total, part, kernels)
+        add(half, total, part)
     torch.testing.assert_close(total, expected)
 
 
@@ -160,9 +164,10 @@ def test_a_decoder_layer_of_two_ranks_sums_to_the_whole(name: str, tmp_path: Pat
         layer = model.layers[1]
         assert isinstance(layer, DecoderLayer)
         attended = attend(*rotated(model, layer, x, kernels))
-        added = layer.self_attn.o_proj.add_to(torch.zeros_like(x), attended.flatten(1), kernels)
-        mlp = layer.mlp.add_to(x.clone(), layer.post_attention_layernorm, kernels) - x
-        return added, mlp
+        p = layer.params
+        added = kernels.linear_add(torch.zeros_like(x), attended.flatten(1), p.o, p.o_bias)
+        h = kernels.norm_gate_up(x, p.mlp_norm, p.eps, p.gate_up, p.gate_up_bias)
+        return added, kernels.linear_add(torch.zeros_like(x), h, p.down, p.down_bias)
 
     whole, *halves = [attention_and_mlp(model) for model in models]
     for expected, first, second in zip(whole, *halves, strict=True):

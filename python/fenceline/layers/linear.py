@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fenceline.layers.kernels.base import LayerKernels
 from fenceline.layers.shard import Shard
 from fenceline.layers.weight_slot import WeightSlot, WeightSlots, new_param
 
@@ -130,10 +129,10 @@ class RowParallelLinear(nn.Module):
         self.weight = new_param(out_features, size, dtype=dtype)
         self.bias = new_param(out_features, dtype=dtype) if bias else None
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, kernels: LayerKernels) -> torch.Tensor:
-        """``residual`` [T, out_features] += this rank's product of x [T, in_features], in place; returns it."""
-        # Only one rank may add the bias, else the sum would hold it `size` times.
-        return kernels.linear_add(residual, x, self.weight, self.bias if self.shard.rank == 0 else None)
+    @property
+    def own_bias(self) -> torch.Tensor | None:
+        """What this rank adds to its product: if all added the bias, the sum would hold it ``size`` times."""
+        return self.bias if self.shard.rank == 0 else None
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         """Slots named ``{prefix}{name}.weight`` and ``.bias``."""

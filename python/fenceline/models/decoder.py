@@ -7,6 +7,8 @@ stretch between two attention calls can be captured as one graph. The residual s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -50,12 +52,12 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype) if qk_norm else None
 
-    @property
+    @cached_property
     def heads(self) -> HeadLayout:
         """This rank's heads."""
         return HeadLayout(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, self.head_dim)
 
-    @property
+    @cached_property
     def norms(self) -> QKNorm | None:
         """The normalisation of queries and keys, in families that have it."""
         if self.q_norm is None or self.k_norm is None:
@@ -83,15 +85,30 @@ class GatedMLP(nn.Module):
         )
         self.down_proj = RowParallelLinear("down_proj", size, hidden_size, bias, shard, dtype)
 
-    def add_to(self, x: torch.Tensor, norm: RMSNorm, kernels: LayerKernels) -> torch.Tensor:
-        """``x`` [T, hidden_size] += mlp(norm(x)), in place; returns ``x``."""
-        gate_up = self.gate_up_proj
-        h = kernels.norm_gate_up(x, norm.weight, norm.eps, gate_up.weight, gate_up.bias)
-        return self.down_proj.add_to(x, h, kernels)
-
     def weight_slots(self, prefix: str) -> WeightSlots:
         """Slots by their names in the checkpoint."""
         return {**self.gate_up_proj.weight_slots(prefix), **self.down_proj.weight_slots(prefix)}
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerParams:
+    """What a layer computes with, looked up once: nn.Module looks its parameters up in Python each time, and a step
+    over few tokens takes the GPU less time than the CPU needs to submit it. Biases are what this rank adds."""
+
+    heads: HeadLayout
+    norms: QKNorm | None
+    scale: float
+    eps: float
+    attention_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    o: torch.Tensor
+    o_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
 
 
 class DecoderLayer(nn.Module):
@@ -105,15 +122,38 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
+    @cached_property
+    def params(self) -> _LayerParams:
+        """Parameters are filled in place, so looking them up once is enough."""
+        attn, mlp = self.self_attn, self.mlp
+        return _LayerParams(
+            heads=attn.heads,
+            norms=attn.norms,
+            scale=attn.scale,
+            eps=self.input_layernorm.eps,
+            attention_norm=self.input_layernorm.weight,
+            qkv=attn.qkv_proj.weight,
+            qkv_bias=attn.qkv_proj.bias,
+            o=attn.o_proj.weight,
+            o_bias=attn.o_proj.own_bias,
+            mlp_norm=self.post_attention_layernorm.weight,
+            gate_up=mlp.gate_up_proj.weight,
+            gate_up_bias=mlp.gate_up_proj.bias,
+            down=mlp.down_proj.weight,
+            down_bias=mlp.down_proj.own_bias,
+        )
+
     def before_attention(self, x: torch.Tensor, kernels: LayerKernels) -> torch.Tensor:
-        """x [T, hidden_size] → queries, keys and values [T, size of ``self_attn.heads``], not yet rotated."""
-        norm, qkv = self.input_layernorm, self.self_attn.qkv_proj
-        return kernels.norm_linear(x, norm.weight, norm.eps, qkv.weight, qkv.bias)
+        """x [T, hidden_size] → queries, keys and values [T, size of ``params.heads``], not yet rotated."""
+        p = self.params
+        return kernels.norm_linear(x, p.attention_norm, p.eps, p.qkv, p.qkv_bias)
 
     def after_attention(self, x: torch.Tensor, attended: torch.Tensor, kernels: LayerKernels) -> torch.Tensor:
         """The layer's input x [T, hidden_size] and attention's output [T, heads, head_dim] → its output, in x."""
-        x = self.self_attn.o_proj.add_to(x, attended.flatten(1), kernels)
-        return self.mlp.add_to(x, self.post_attention_layernorm, kernels)
+        p = self.params
+        x = kernels.linear_add(x, attended.flatten(1), p.o, p.o_bias)
+        h = kernels.norm_gate_up(x, p.mlp_norm, p.eps, p.gate_up, p.gate_up_bias)
+        return kernels.linear_add(x, h, p.down, p.down_bias)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         """Slots by their names in the checkpoint."""
@@ -156,15 +196,14 @@ class CausalLM(nn.Module):
         assert self.shard.size == 1, "the ranks' partial sums have nobody to add them up yet"
         x: torch.Tensor = self.embed_tokens(batch.input_ids)
         kernels, pool, table = batch.kernels, batch.kv_pool, self.rotary.table
+        positions, out_slots, attn = batch.positions, batch.out_slots, batch.attn
         for layer_id, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            attn = layer.self_attn
+            p = layer.params
             qkv = layer.before_attention(x, kernels)
             k_cache, v_cache = pool.k(layer_id), pool.v(layer_id)
-            kernels.rotate_and_store(
-                qkv, attn.heads, attn.norms, table, batch.positions, k_cache, v_cache, batch.out_slots
-            )
-            attended = batch.attn.forward(layer_id, *attn.heads.split(qkv), attn.scale)
+            kernels.rotate_and_store(qkv, p.heads, p.norms, table, positions, k_cache, v_cache, out_slots)
+            attended = attn.forward(layer_id, *p.heads.split(qkv), p.scale)
             x = layer.after_attention(x, attended, kernels)
         return x
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
@@ -300,6 +301,7 @@ def prefill_generation(device: torch.device, dtype: torch.dtype) -> str:
     return determine(device, _NO_POSITIONS, False, False, dtype, dtype)
 
 
+@cache  # not to be changed
 def _common(scale: float, causal: bool) -> dict[str, object]:
     return {
         "maybe_lse": None,
@@ -322,7 +324,7 @@ def _common(scale: float, causal: bool) -> dict[str, object]:
 
 
 def _output(q: torch.Tensor) -> torch.Tensor:
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    return q.new_empty(q.shape)
 
 
 def _ints(values: Sequence[int] | Lens) -> torch.Tensor:

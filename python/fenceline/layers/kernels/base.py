@@ -19,8 +19,10 @@ class HeadLayout:
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of qkv [T, size]: q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]."""
-        heads = qkv.unflatten(-1, (-1, self.head_dim))
-        return heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)  # type: ignore[return-value]
+        sizes = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        # Methods that are not written in Python: this runs once a layer.
+        heads = qkv.view(qkv.shape[0], sum(sizes), self.head_dim)
+        return heads.split_with_sizes(sizes, 1)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,9 @@ from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm
 from fenceline.layers.kernels.rms_norm import rms_norm
 from fenceline.layers.kernels.rotate_store import rotate_and_store
 from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, skinny_linear
-from fenceline.layers.kernels.skinny_table import CudaConfig, GpuTraits, SkinnyTable, load_table
+from fenceline.layers.kernels.skinny_table import ROW_BUCKETS, CudaConfig, GpuTraits, SkinnyTable, load_table
+
+_FEW_ROWS = ROW_BUCKETS[-1]  # more are never the skinny kernels' to multiply
 
 # x, weight, cut, fusion, output (None: a new one) -> output
 CudaProduct = Callable[[torch.Tensor, torch.Tensor, CudaConfig, Fusion, torch.Tensor | None], torch.Tensor]
@@ -37,18 +39,18 @@ class CudaLayerKernels(LayerKernels):
         return rms_norm(x, weight, eps, pdl=self._pdl)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        done = self._few_rows(x, weight, Fusion(bias=bias))
+        done = self._few_rows(x, weight, Fusion(bias=bias)) if x.shape[0] <= _FEW_ROWS else None
         return F.linear(x, weight, bias) if done is None else done
 
     def linear_add(
         self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        if self._few_rows(x, weight, Fusion(bias=bias, residual=residual)) is None:
-            if bias is None:
-                residual.addmm_(x, weight.t())
-            else:
-                residual.add_(F.linear(x, weight, bias))
-        return residual
+        few = x.shape[0] <= _FEW_ROWS
+        if few and self._few_rows(x, weight, Fusion(bias=bias, residual=residual)) is not None:
+            return residual
+        if bias is None:
+            return residual.addmm_(x, weight.t())
+        return residual.add_(F.linear(x, weight, bias))
 
     def norm_linear(
         self,
@@ -59,9 +61,10 @@ class CudaLayerKernels(LayerKernels):
         bias: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        done = self._few_rows(x, weight, Fusion(norm_weight, eps, bias), out)
-        if done is not None:
-            return done
+        if x.shape[0] <= _FEW_ROWS:
+            done = self._few_rows(x, weight, Fusion(norm_weight, eps, bias), out)
+            if done is not None:
+                return done
         normed = self.rms_norm(x, norm_weight, eps)
         if out is None:
             return F.linear(normed, weight, bias)
@@ -77,9 +80,10 @@ class CudaLayerKernels(LayerKernels):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        done = self._few_rows(x, weight, Fusion(norm_weight, eps, bias, gated=True))
-        if done is not None:
-            return done
+        if x.shape[0] <= _FEW_ROWS:
+            done = self._few_rows(x, weight, Fusion(norm_weight, eps, bias, gated=True))
+            if done is not None:
+                return done
         gate_up = F.linear(self.rms_norm(x, norm_weight, eps), weight, bias)
         return silu_and_mul(gate_up, pdl=self._pdl)
 
