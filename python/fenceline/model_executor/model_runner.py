@@ -30,6 +30,7 @@ from fenceline.model_executor.sampler import OutputLogprobs, Sampler, prompt_log
 from fenceline.model_executor.sampling_batch import SamplingBatch, sampling_arrays
 from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, ExtendSeq, ScheduleBatch
 from fenceline.model_executor.step_order import StepOrder
+from fenceline.model_executor.warm_up import warm_up
 from fenceline.models.loader import load_model
 
 Arrays = dict[str, npt.NDArray[np.generic]]
@@ -86,6 +87,8 @@ class ModelRunner:
         if device.keeps(STARTUP_STOP):  # weights and pools were written on the default stream
             device.synchronize()
         self._capture(config, show_progress)
+        if device.kind == "cuda":
+            warm_up(device, config, self.launch)
 
     def _make_attention(self, config: EngineConfig) -> AttentionBackends:
         setting = AttentionSetting(self.kv_pool, self.device, config.model.num_heads, config.context_length)

@@ -1,0 +1,116 @@
+"""What a server does once before it serves: prefill steps and draws of the usual shapes, so that no kernel is compiled
+and none is loaded onto the GPU while a request waits for it. Decode steps are warmed up as they are captured.
+
+All of it runs in the sink: row 0, whose pages are page 0, and slot 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.config.sampling_params import SamplingParams
+from fenceline.memory_order import Device, Points
+from fenceline.model_executor.forward_result import ForwardResult
+from fenceline.model_executor.sampler import Sampler
+from fenceline.model_executor.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
+from fenceline.model_executor.schedule_batch import ExtendBatch, ExtendSeq, PageWrites
+
+logger = logging.getLogger(__name__)
+
+# Tokens of a step: libraries choose another kernel for another size, and load it when it is first called.
+_TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+# Lengths of a step's requests, and the prefix that each has. Attention has other kernels for a prefix.
+_BATCHES = (
+    ((32,) * 4, 0), ((128,) * 8, 0), ((32,) * 32, 0), ((1, 7, 100, 500), 0),
+    ((1,), 100), ((64,), 500), ((1024,), 1024), ((32,) * 4, 200), ((1, 7, 100, 500), 1000),
+)  # fmt: skip
+_SAMPLED_ROWS = (1, 2, 8, 32)
+_SAMPLING: tuple[dict[str, object], ...] = (
+    {"temperature": 0.0},
+    {},
+    {"top_k": 20},
+    {"top_p": 0.9},
+    {"top_k": 20, "top_p": 0.9},
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
+    {"logit_bias": {0: 1.0}, "min_new_tokens": 1},
+)
+_TOP_LOGPROBS = 5
+
+
+def warm_up(device: Device, config: EngineConfig, launch: Callable[[ExtendBatch], ForwardResult]) -> None:
+    """Run prefill steps by ``launch`` and draws on FORWARD, and wait for them."""
+    begin = time.perf_counter()
+    num_steps = 0
+    for batch in _extend_batches(config):
+        launch(batch).wait()
+        num_steps += 1
+    with device.forward.active():
+        _warm_up_sampler(device, config)
+    device.synchronize()
+    logger.info("Warmed up with %d prefill steps in %.1f s", num_steps, time.perf_counter() - begin)
+
+
+def _extend_batches(config: EngineConfig) -> Iterator[ExtendBatch]:
+    """Of the sizes that this configuration can meet."""
+    longest = config.context_length - 1
+    most = config.chunked_prefill_size or config.max_prefill_tokens
+    sizes = [size for size in _TOKENS if size < most] + [most]
+    batches = [
+        ((longest,) * (size // longest) + (size % longest,) * (size % longest > 0), 0) for size in sizes
+    ]
+    for lens, prefix in (*batches, *_BATCHES):
+        if sum(lens) <= most and max(lens) + prefix <= longest and len(lens) <= config.max_running_requests:
+            yield _extend_batch(lens, prefix)
+
+
+def _extend_batch(lens: Sequence[int], prefix_len: int) -> ExtendBatch:
+    greedy = _req_sampling({"temperature": 0.0}, prefix_len)
+    in_sink = [np.zeros(num_tokens, dtype=np.int64) for num_tokens in lens]
+    seqs = tuple(
+        ExtendSeq(row=0, token_ids=zeros, prefix_len=prefix_len, out_slots=zeros, sampling=greedy)
+        for zeros in in_sink
+    )
+    return ExtendBatch(seqs, PageWrites(), Points.none())
+
+
+@torch.inference_mode()
+def _warm_up_sampler(device: Device, config: EngineConfig) -> None:
+    """With a Sampler of its own: the server's has no token counts before a request needs them."""
+    vocab_size, place = config.model.vocab_size, device.torch_device
+    sampler = Sampler(vocab_size, 1, place)
+    no_ids = torch.zeros(0, dtype=torch.int64, device=place)
+    sampler.begin_request(0, no_ids, no_ids)
+    for num_reqs in _SAMPLED_ROWS:
+        if num_reqs > config.max_running_requests:
+            continue
+        logits = torch.zeros(num_reqs, vocab_size, device=place)
+        positions = torch.ones(num_reqs, dtype=torch.int64, device=place)
+        for number, fields in enumerate(_SAMPLING):
+            first = _req_sampling(
+                {"temperature": 0.0}, 1, logprobs=number % 2 == 1
+            )  # and mixed with greedy ones
+            rest = [_req_sampling(fields, 1)] * num_reqs
+            for reqs in (rest, [first, *rest[1:]]):
+                views = {name: torch.from_numpy(a).to(place) for name, a in sampling_arrays(reqs).items()}
+                sampler.forward(logits, positions, SamplingBatch.from_views(reqs, views))
+
+
+def _req_sampling(fields: dict[str, object], prompt_len: int, logprobs: bool = False) -> ReqSampling:
+    params = SamplingParams(**fields)  # type: ignore[arg-type]
+    top = _TOP_LOGPROBS if logprobs else 0
+    return ReqSampling(
+        params,
+        seed=0,
+        row=0,
+        prompt_len=prompt_len,
+        stop_ids=(0,),
+        return_logprob=logprobs,
+        top_logprobs_num=top,
+    )

@@ -1,0 +1,53 @@
+"""The warm-up before serving touches nothing but the sink, and leaves the answers what they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scheduler_driver import Driver, make_model_driver, request
+
+from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.model_executor.schedule_batch import ExtendBatch
+from fenceline.model_executor.warm_up import warm_up
+
+torch.set_num_threads(1)
+
+
+def answers(driver: Driver) -> list[list[int]]:
+    reqs = [request(f"r{i}", [5, 9 + i, 7], temperature=0.7 * i, seed=3, max_new_tokens=6) for i in range(3)]
+    driver.send(*reqs)
+    driver.run()
+    return [driver.answers[req.rid].output_ids for req in reqs]
+
+
+@pytest.mark.parametrize("flags", [{}, {"chunked_prefill_size": 48, "num_rows": 3}])
+def test_only_the_sink_is_touched(flags: dict[str, int]) -> None:
+    driver = make_model_driver(memory_check="order", max_total_tokens=4096, **flags)
+    expected = answers(make_model_driver(max_total_tokens=4096, **flags))
+    runner, config = driver.worker, driver.config
+    assert isinstance(runner, ModelRunner)
+    batches: list[ExtendBatch] = []
+
+    def launch(batch: ExtendBatch):  # type: ignore[no-untyped-def]
+        batches.append(batch)
+        return runner.launch(batch)
+
+    page_size = config.page_size
+    for layer in range(config.model.num_layers):
+        runner.kv_pool.k(layer)[page_size:].fill_(7)
+        runner.kv_pool.v(layer)[page_size:].fill_(7)
+    runner.req_pool.last_tokens[1:].fill_(-3)
+    page_table = runner.req_pool.page_table.clone()
+    warm_up(runner.device, config, launch)
+
+    most = config.chunked_prefill_size or config.max_prefill_tokens
+    sizes = [sum(len(seq.token_ids) for seq in batch.seqs) for batch in batches]
+    assert max(sizes) == most and 1 in sizes
+    assert any(seq.prefix_len for batch in batches for seq in batch.seqs) or most < 100
+    for layer in range(config.model.num_layers):
+        assert bool((runner.kv_pool.k(layer)[page_size:] == 7).all())
+        assert bool((runner.kv_pool.v(layer)[page_size:] == 7).all())
+        assert bool(runner.kv_pool.k(layer).isfinite().all())
+    assert bool((runner.req_pool.last_tokens[1:] == -3).all())
+    assert torch.equal(runner.req_pool.page_table, page_table)
+    assert answers(driver) == expected
