@@ -44,11 +44,11 @@ SCALE = 0.3
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter multiplies no bfloat16 matrices
 
 
-def _run_script(mode: str, interpret: str) -> dict[str, str]:
+def run_script(mode: str, interpret: str, script: str = __file__) -> dict[str, str]:
     pytest.importorskip("triton", reason="Triton is not installed")
     env = os.environ | {"TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(Path(__file__)), mode], env=env, capture_output=True, text=True, timeout=200
+        [sys.executable, script, mode], env=env, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     loaded: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
@@ -58,12 +58,12 @@ def _run_script(mode: str, interpret: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
     """What each check raised, the empty text where nothing."""
-    return _run_script("interpret", "1")
+    return run_script("interpret", "1")
 
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, str]:
-    return _run_script("compile", "0")
+    return run_script("compile", "0")
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
@@ -92,14 +92,14 @@ def requests_of(step):  # type: ignore[no-untyped-def]
     return PagedRequests(step.page_table, step.rows, torch.tensor(step.seq_lens), step.pool.page_size)
 
 
-def decode(step, num_workers: int = 3) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def decode(step, num_workers: int = 3, workspace=None, queries=None, launch_pdl=False) -> torch.Tensor:  # type: ignore[no-untyped-def]
     """One launch with blocks of 16 tokens; the workspace must be as it was before."""
     from fenceline.layers.kernels.decode_attention import DecodeConfig, DecodeWorkspace, decode_attention
 
     keys, values = step.pool.k(1), step.pool.v(1)
-    workspace = DecodeWorkspace(keys.shape[1], keys.shape[2], 8, keys.device)
-    config = DecodeConfig(16, num_workers, 4, 2)
-    queries = torch.cat(step.queries)
+    workspace = workspace or DecodeWorkspace(keys.shape[1], keys.shape[2], 8, keys.device)
+    config = DecodeConfig(16, num_workers, 4, 2, launch_pdl)
+    queries = torch.cat(step.queries) if queries is None else queries
     output = decode_attention(queries, keys, values, requests_of(step), SCALE, workspace, config)
     assert not workspace.num_done.any()
     return output
@@ -179,10 +179,8 @@ def spoil(step) -> None:  # type: ignore[no-untyped-def]
 def check_decode_of_padded_requests() -> None:
     """Row 0 and length 1 read the first slot of the sink page, and nothing of them reaches the others."""
     step = case([40, 9], [1, 1], 16, (2, 1))
-    step.rows, step.page_table = (
-        step.rows + 1,
-        torch.cat([torch.zeros_like(step.page_table[:1]), step.page_table]),
-    )
+    step.rows = step.rows + 1
+    step.page_table = torch.cat([torch.zeros_like(step.page_table[:1]), step.page_table])
     alone = decode(step)
     step.rows = torch.cat([step.rows, torch.zeros(3, dtype=torch.int64)])
     step.seq_lens = step.seq_lens + [1, 1, 1]
@@ -198,10 +196,8 @@ def check_decode_of_strided_queries() -> None:
     step = case([40, 9], [1, 1], 16, (4, 2))
     qkv = torch.full((2, 8, 16), float("nan"))
     qkv[:, :4] = torch.cat(step.queries)
-    expected = torch.cat(step.expected())
     step.queries = list(qkv[:, :4].split(1))
     agree(backend_output(step, decoding=True, queries=qkv[:, :4]), step)
-    assert expected.shape == (2, 4, 16)
 
 
 def backend_output(step, decoding: bool, queries: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -330,22 +326,26 @@ def compile_for(arch: str) -> None:
 
     common = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "GROUP": 4, "PAGE_SIZE": 1, "BATCH_PAD": 64, "BLOCK_N": 64}
     pdl = arch != "sm_80"
-    decode = {"NUM_WORKERS": 33, "GROUP_PAD": 4, "ROWS": 16, "MERGE": 16, "PDL": pdl, "NUM_PREFETCHED": 2 * pdl}
-    _compile(decode_attention._decode_kernel, common | decode, arch, 4, 5, pdl)
-    _compile(extend_attention._extend_kernel, common | {"BLOCK_M": 128, "SPLIT": False}, arch, 8, 3, False)
-    _compile(extend_attention._extend_kernel, common | {"BLOCK_M": 16, "SPLIT": True}, arch, 4, 5, False)
+    decode = {"NUM_WORKERS": 33, "GROUP_PAD": 4, "ROWS": 16, "MERGE": 16, "PDL": pdl}
+    decode["NUM_PREFETCHED"] = 2 if pdl else 0
+    compile_kernel(decode_attention._decode_kernel, common | decode, arch, 4, 5, pdl)
+    extend = extend_attention._extend_kernel
+    compile_kernel(extend, common | {"BLOCK_M": 128, "SPLIT": False}, arch, 8, 3, False)
+    compile_kernel(extend, common | {"BLOCK_M": 16, "SPLIT": True}, arch, 4, 5, False)
 
 
-def _compile(
+def compile_kernel(
     kernel, constants: dict[str, int], arch: str, num_warps: int, num_stages: int, pdl: bool
-) -> None:  # type: ignore[no-untyped-def]
+) -> str:  # type: ignore[no-untyped-def]
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
     types |= dict.fromkeys(("page_table_ptr", "num_done_ptr", "query_starts_ptr"), "*i32")
-    types |= dict.fromkeys(("rows_ptr", "seq_lens_ptr"), "*i64")
+    types |= dict.fromkeys(("rows_ptr", "seq_lens_ptr", "positions", "out_slots"), "*i64")
+    types |= dict.fromkeys(("qkv", "q_weight", "k_weight", "k_cache", "v_cache"), "*bf16")
+    types |= {"table": "*fp32", "eps": "fp32"}
     types |= dict.fromkeys(("partial_ptr", "stats_ptr"), "*fp32") | {"scale_log2": "fp32"}
     types |= dict.fromkeys(constants, "constexpr")
     names = kernel.arg_names
@@ -363,9 +363,10 @@ def _compile(
     binary = triton.compile(source, target=GPUTarget("cuda", int(arch[3:]), 32), options=options)
     shared_limit = 163 << 10 if arch == "sm_80" else 227 << 10
     assert binary.asm["cubin"] and binary.metadata.shared <= shared_limit
+    return str(binary.asm["ptx"])
 
 
-def _let_numpy_index() -> None:
+def let_numpy_index() -> None:
     """Triton 3.6's interpreter makes an index of an array of one element by int(), which numpy 2.4 refuses."""
     from triton.runtime import interpreter
 
@@ -378,7 +379,7 @@ def _let_numpy_index() -> None:
     interpreter._patch_lang_tensor = patched
 
 
-def _outcome(check: Callable[[], None]) -> str:
+def outcome(check: Callable[[], None]) -> str:
     try:
         check()
     except Exception:
@@ -389,9 +390,9 @@ def _outcome(check: Callable[[], None]) -> str:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1] == "compile":
-        outcomes = {arch: _outcome(lambda arch=arch: compile_for(arch)) for arch in COMPILED}  # type: ignore[misc]
+        outcomes = {arch: outcome(lambda arch=arch: compile_for(arch)) for arch in COMPILED}  # type: ignore[misc]
     else:
-        _let_numpy_index()
+        let_numpy_index()
         sys.path.insert(0, str(Path(__file__).parent))
-        outcomes = {name: _outcome(globals()[f"check_{name}"]) for name in INTERPRETED}
+        outcomes = {name: outcome(globals()[f"check_{name}"]) for name in INTERPRETED}
     print(json.dumps(outcomes))

@@ -22,7 +22,7 @@ from fenceline.mem_cache.kv_pool import KVPool
 
 # Workers of a batch for each multiprocessor: as many as run on it at once, so that all are done at the same time.
 _MAX_WORKERS_PER_SM = 4
-_LARGE_BLOCKS_SHARED = 160 << 10  # bytes of shared memory that a multiprocessor needs for blocks of 128 tokens
+_LARGE_SHARED = (9, 10)  # compute capabilities with 227 KiB of shared memory, enough for blocks of 128 tokens
 
 
 class TritonAttentionBackend(AttentionBackend):
@@ -47,9 +47,7 @@ class TritonAttentionBackend(AttentionBackend):
             device = torch.cuda.get_device_properties(keys.device)
             self.num_sms = device.multi_processor_count
             self._launch_pdl = device.major >= 9
-            self._large_blocks = (
-                head_dim <= 128 and device.shared_memory_per_block_optin >= _LARGE_BLOCKS_SHARED
-            )
+            self._large_blocks = head_dim <= 128 and device.major in _LARGE_SHARED
         max_workers = self._num_workers(_MAX_WORKERS_PER_SM)
         self.workspace = DecodeWorkspace(num_kv_heads, head_dim, max_workers, keys.device)
 

@@ -1,0 +1,182 @@
+"""Decode attention that starts while the kernel in front still runs: what it may touch before its wait, in Triton's
+interpreter and in the machine code; and launches that share a workspace.
+
+A script under pytest, as ``test_triton_attention.py`` is, for the same reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from test_triton_attention import case, compile_kernel, decode, let_numpy_index, outcome, run_script, spoil
+
+INTERPRETED = (
+    "nothing_of_the_kernel_in_front_is_read_before_the_wait",
+    "launches_on_one_workspace_leave_no_trace",
+    "a_workspace_too_small_is_refused",
+)
+COMPILED = ("decode_attention", "kernel_in_front")
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    """What each check raised, the empty text where nothing."""
+    return run_script("interpret", "1", __file__)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, str]:
+    return run_script("compile", "0", __file__)
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted(name: str, interpreted: dict[str, str]) -> None:
+    assert interpreted[name] == ""
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_machine_code(name: str, compiled: dict[str, str]) -> None:
+    assert compiled[name] == ""
+
+
+# --- the checks, run in the script -------------------------------------------------------------------------------
+
+
+def check_nothing_of_the_kernel_in_front_is_read_before_the_wait() -> None:
+    """The kernel in front has written q and each request's last slot only when a worker's wait is over; all that is
+    fetched before is there by then, and of the requests: no column past an end is followed."""
+    for page_size, batch in ((1, [50]), (1, [37, 1, 33]), (64, [64, 65])):
+        step = case(batch, [1] * len(batch), page_size, (4, 2))
+        spoil(step)
+        alone = decode(step, 5)
+        fetched = _Fetched(step)
+        with fetched.in_place_of_the_gpu():
+            overlapped = decode(step, 5, queries=fetched.queries, launch_pdl=True)
+        assert torch.equal(overlapped, alone)
+        assert fetched.num_waits == 2 * 5, "every worker waits: kernels behind count on it"
+        if batch != [50]:
+            continue
+        bytes_of_all = 2 * (batch[0] - 1) * 2 * 16 * 4  # keys and values of two heads
+        assert len(fetched.sectors) * 32 == bytes_of_all, "all but the last token, and nothing twice"
+
+
+class _Fetched:
+    """The kernel in front of a decode launch, and the GPU's part in overlapping the two."""
+
+    def __init__(self, step) -> None:  # type: ignore[no-untyped-def]
+        size = step.pool.page_size
+        self.queries = torch.cat(step.queries)
+        self._outputs = [self.queries]
+        for row, length in zip(step.rows, step.seq_lens, strict=True):
+            slot = int(step.page_table[row, (length - 1) // size]) * size + (length - 1) % size
+            self._outputs += [step.pool.k(1)[slot], step.pool.v(1)[slot]]
+        self._written = [output.clone() for output in self._outputs]
+        caches = (step.pool.k(1), step.pool.v(1))
+        self._ranges = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in caches]
+        last = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in self._outputs[1:]]
+        self._last = {at for start, end in last for at in range(start, end, 32)}
+        self.sectors: set[int] = set()
+        self.num_waits = 0
+
+    def begin(self) -> None:
+        """A worker starts: what the kernel in front writes is not there yet."""
+        for output in self._outputs:
+            output.fill_(float("nan"))
+
+    def wait(self) -> None:
+        self.num_waits += 1
+        for output, written in zip(self._outputs, self._written, strict=True):
+            output.copy_(written)
+
+    def fetch(self, pointers, live) -> None:  # type: ignore[no-untyped-def]
+        addresses = pointers.handle.data
+        chosen = np.broadcast_to(live.handle.data, addresses.shape).astype(bool)
+        for at in addresses[chosen].tolist():
+            assert any(start <= at < end for start, end in self._ranges), "outside of the pool"
+            assert at not in self._last and at not in self.sectors
+            self.sectors.add(at)
+
+    @contextlib.contextmanager
+    def in_place_of_the_gpu(self) -> Iterator[None]:
+        from fenceline.layers.kernels import decode_attention as module
+
+        real = module.tl_cuda, module._prefetch_sectors
+        module.tl_cuda = SimpleNamespace(gdc_launch_dependents=self.begin, gdc_wait=self.wait)
+        module._prefetch_sectors = self.fetch
+        try:
+            yield
+        finally:
+            module.tl_cuda, module._prefetch_sectors = real
+
+
+def check_launches_on_one_workspace_leave_no_trace() -> None:
+    """Launch after launch on one workspace, cut differently, with workers in any order: counters are zero between,
+    and results those of the first."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    from fenceline.layers.kernels import decode_attention as module
+
+    step = case([200, 3, 90], [1, 1, 1], 16, (2, 1))
+    expected = {workers: decode(step, workers) for workers in (3, 8)}
+    keys = step.pool.k(1)
+    workspace = module.DecodeWorkspace(keys.shape[1], keys.shape[2], 8, keys.device)
+    real = interpreter_builder.set_grid_idx
+    random = np.random.default_rng(4)
+    for workers in (8, 3, 8):
+        order = random.permutation(workers)
+        interpreter_builder.set_grid_idx = lambda x, y, z, order=order: real(x, int(order[y]), z)
+        try:
+            output = decode(step, workers, workspace=workspace)
+        finally:
+            interpreter_builder.set_grid_idx = real
+        assert torch.equal(output, expected[workers])
+
+
+def check_a_workspace_too_small_is_refused() -> None:
+    step = case([9], [1], 16, (4, 2))
+    with pytest.raises(AssertionError):
+        decode(step, 9)
+    with pytest.raises(AssertionError):
+        decode(step, 0)
+
+
+def check_decode_attention() -> None:
+    """Up to the wait nothing is written, and only lengths, rows and page ids are read, words of their own; q, keys and
+    values travel by the vector."""
+    from fenceline.layers.kernels import decode_attention as module
+
+    shape = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "GROUP": 4, "PAGE_SIZE": 1, "GROUP_PAD": 4, "ROWS": 16}
+    few = {"BATCH_PAD": 1, "BLOCK_N": 32, "NUM_WORKERS": 33, "MERGE": 8}
+    many = {"BATCH_PAD": 64, "BLOCK_N": 128, "NUM_WORKERS": 16, "MERGE": 32}
+    for cut, num_warps, num_stages in ((few, 2, 1), (many, 8, 5)):
+        constants = shape | cut | {"PDL": True, "NUM_PREFETCHED": 2}
+        ptx = compile_kernel(module._decode_kernel, constants, "sm_90", num_warps, num_stages, True)
+        ahead, behind = ptx.split("griddepcontrol.wait")
+        assert "prefetch.global.L2" in ahead and "prefetch.global.L2" not in behind and "atom." in behind
+        assert not re.search(r"st\.global|atom\.|red\.global|cp\.async|ld\.global\S*\.v\d", ahead)
+
+
+def check_kernel_in_front() -> None:
+    """``rotate_and_store`` lets its dependents start only after its own wait, as ``decode_attention`` asks."""
+    from fenceline.layers.kernels import rotate_store
+
+    shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "BLOCK_HALF": 64, "BLOCK_HEADS": 4}
+    kernel = rotate_store._rotate_and_store_kernel
+    ptx = compile_kernel(kernel, shape | {"HAS_NORMS": False, "PDL": True}, "sm_90", 2, 3, True)
+    assert 0 < ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if sys.argv[1] == "interpret":
+        let_numpy_index()
+    names = INTERPRETED if sys.argv[1] == "interpret" else COMPILED
+    print(json.dumps({name: outcome(globals()[f"check_{name}"]) for name in names}))
