@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from token_worker import LaggingStream
 
 from fenceline.memory_order import InputRing, LeaseError, Point, Points, ResultRing, open_device
-from fenceline.memory_order.device import Device
+from fenceline.memory_order.cpu import CpuDevice
 from fenceline.memory_order.edges import (
     COPY_AFTER_FORWARD,
     EDGES,
@@ -44,22 +44,13 @@ class RecordingStream(LaggingStream):
         self.blocked.append(point)
 
 
-class RecordingDevice(Device):
+class RecordingDevice(CpuDevice):
     """A device whose Points pass only when the host waits for them."""
 
     kind = "recording"
 
-    def __init__(self, severed: frozenset[str] = frozenset()) -> None:
-        super().__init__(torch.device("cpu"), severed)
-
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         return torch.full((nbytes,), 255, dtype=torch.uint8)
-
-    def memory_info(self) -> tuple[int, int]:
-        return 0, 0
-
-    def _synchronize(self) -> None:
-        return
 
     def _make_stream(self, name: StreamName) -> Stream:
         return RecordingStream(name, self.severed)
