@@ -41,12 +41,20 @@ class KernelVariant:
     __slots__ = ("_bound", "_kernel", "_options", "constants")
 
     def __init__(
-        self, kernel: Any, constants: Mapping[str, int | bool], num_warps: int, pdl: bool = False
+        self,
+        kernel: Any,
+        constants: Mapping[str, int | bool],
+        num_warps: int,
+        pdl: bool = False,
+        num_stages: int | None = None,
     ) -> None:
-        """``kernel``: a ``triton.jit`` function; ``pdl``: programmatic dependent launch, see ``rms_norm``."""
+        """``kernel``: a ``triton.jit`` function; ``pdl``: programmatic dependent launch, see ``rms_norm``;
+        ``num_stages`` of its loops, None: Triton's choice."""
         self.constants = dict(constants)
         self._kernel = kernel
-        self._options = {"num_warps": num_warps, "launch_pdl": pdl}
+        self._options: dict[str, int | bool] = {"num_warps": num_warps, "launch_pdl": pdl}
+        if num_stages is not None:
+            self._options["num_stages"] = num_stages
         self._bound: dict[tuple[object, ...], _Bound] = {}
 
     def launch(self, grid: Grid, tensors: Tensors, scalars: tuple[float, ...] = ()) -> None:
