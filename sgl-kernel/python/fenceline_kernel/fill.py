@@ -171,7 +171,7 @@ def _check_source(target: _Target, src: torch.Tensor, device: torch.device) -> N
     name, row, wanted = target.name, src.shape[1:], target.row
     if src.dtype is not target.dtype:
         raise ValueError(f"{name}: src is {src.dtype}, dst is {target.dtype}: make them equal")
-    if src.device != device and not src.is_pinned():
+    if src.device != device and src.numel() > 0 and not src.is_pinned():  # nothing is pinned of nothing
         raise ValueError(
             f"{name}: src is on {src.device}: put it on {device} or into pinned memory (pin_memory())"
         )

@@ -62,7 +62,10 @@ class SkinnyTable:
         self._entries = dict(entries)
 
     def choose(self, rows: int, weight_rows: int, k: int, gated: bool) -> SkinnyChoice:
-        """How to multiply [rows, k] with a weight [weight_rows, k]; None leaves it to cuBLAS."""
+        """How to multiply [rows, k] with a weight [weight_rows, k]; None leaves it to cuBLAS, as no rows are: those are
+        the logits of a step in which no prompt is complete."""
+        if rows == 0:
+            return None
         bucket = next((size for size in ROW_BUCKETS if rows <= size), None)
         if bucket is None or k % 8 != 0:
             return None

@@ -1,0 +1,62 @@
+"""The choice of kernel for products of few rows: measured cuts where there are some, cuBLAS where ours cannot run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from fenceline.layers.kernels.skinny_table import (
+    CudaConfig,
+    GpuTraits,
+    SkinnyTable,
+    choice_to_json,
+    load_table,
+    table_key,
+)
+
+H200 = GpuTraits(name="NVIDIA H200", num_sms=132, capability=(9, 0), has_cuda_kernels=True)
+WITHOUT_NVCC = GpuTraits(name="NVIDIA H200", num_sms=132, capability=(9, 0), has_cuda_kernels=False)
+UNKNOWN = GpuTraits(name="Some GPU", num_sms=80, capability=(8, 0), has_cuda_kernels=True)
+
+
+@pytest.mark.parametrize("gpu", [H200, WITHOUT_NVCC, UNKNOWN])
+def test_no_rows_are_nobodys_kernel(gpu: GpuTraits) -> None:
+    """A prefill step in which no prompt is complete has no logits: memcheck's run found the launch of nothing."""
+    assert load_table(gpu).choose(0, 151936, 1024, False) is None
+
+
+def test_measured_cuts_are_taken_for_every_row_count_of_their_bucket() -> None:
+    table = load_table(H200)
+    assert isinstance(table.choose(1, 6144, 4096, False), CudaConfig)
+    assert table.choose(3, 6144, 4096, False) == table.choose(4, 6144, 4096, False)
+    assert table.choose(32, 6144, 4096, False) is None  # cuBLAS measured better
+    assert table.choose(33, 6144, 4096, False) is None
+
+
+def test_without_the_cuda_package_no_choice_names_it() -> None:
+    table = load_table(WITHOUT_NVCC)
+    for rows in range(34):
+        for shape in ((6144, 4096), (4096, 12288), (64, 64), (1000, 1024)):
+            assert not isinstance(table.choose(rows, *shape, False), CudaConfig)
+
+
+def test_k_that_cannot_be_read_in_16_bytes_goes_to_cublas() -> None:
+    assert load_table(UNKNOWN).choose(1, 64, 100, False) is None
+
+
+def test_choices_survive_the_file(tmp_path: Path) -> None:
+    import json
+
+    entries = {
+        table_key(1, 64, 64, False): CudaConfig(tiles=2),
+        table_key(2, 64, 64, True): None,
+    }
+    text = json.dumps({"entries": {key: choice_to_json(choice) for key, choice in entries.items()}})
+    (tmp_path / "Some_GPU.json").write_text(text)
+    table = load_table(UNKNOWN, tmp_path)
+    assert table.choose(1, 64, 64, False) == CudaConfig(tiles=2)
+    assert table.choose(2, 64, 64, True) is None
+    assert isinstance(SkinnyTable(UNKNOWN, {}).choose(1, 64, 64, False), CudaConfig)
