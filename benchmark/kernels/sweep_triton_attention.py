@@ -1,10 +1,12 @@
 """Which cut of our Triton attention is fastest on the GPU at hand: every configuration, one layer in a captured graph.
 
-    python benchmark/kernels/sweep_triton_attention.py [--models 0.6B 8B] [--page-size 1] [--jobs 8] [--top 4]
+    python benchmark/kernels/sweep_triton_attention.py [--models 0.6B 8B] [--page-size 1] [--batches 1x1150 8x512]
+        [--jobs 8] [--top 4]
 
 Prints, for each batch, the fastest configurations, and the backend's own choice (marked ``*``) wherever it ranks.
-Decode in GB/s of keys and values, extend in TFLOP/s of what the causal mask leaves. Compiling takes most of the time,
-so ``--jobs`` processes do it first, side by side.
+Decode in GB/s of keys and values, extend in TFLOP/s of what the causal mask leaves. Decode runs behind
+``rotate_and_store``, as in a model, whose time alone is taken off: what overlaps with it is part of the figure.
+Compiling takes most of the time, so ``--jobs`` processes do it first, side by side.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,6 +23,7 @@ import numpy as np
 import torch
 
 from fenceline.layers.attention.triton_backend import TritonAttentionBackend
+from fenceline.layers.kernels.base import HeadLayout
 from fenceline.layers.kernels.decode_attention import (
     DecodeConfig,
     DecodeWorkspace,
@@ -28,6 +31,7 @@ from fenceline.layers.kernels.decode_attention import (
     decode_attention,
 )
 from fenceline.layers.kernels.extend_attention import ExtendConfig, extend_attention, extend_grid
+from fenceline.layers.kernels.rotate_store import rotate_and_store
 from fenceline.mem_cache.kv_pool import KVPool
 
 
@@ -41,23 +45,24 @@ class Heads:
 
 
 MODELS = {"0.6B": Heads(16, 8, 128), "8B": Heads(32, 8, 128)}
-LATENCY_BOUND = (1, 4)  # batches that try the cuts for few requests
+LATENCY_BOUND = (1, 2)  # batches that try the cuts for few requests
 DECODE = (
-    (1, 512), (1, 1150), (1, 4096), (4, 1150), (16, 1150), (32, 384), (32, 1150), (64, 1150), (256, 512), (256, 1150),
+    (1, 512), (1, 1150), (1, 4096), (4, 1150), (8, 512), (8, 16384), (16, 1150), (32, 384), (32, 1150), (64, 1150),
+    (256, 512), (256, 1150),
 )  # fmt: skip
 EXTEND = (  # requests, new tokens of each, tokens of the prefix before them
     (1, 1024, 0), (8, 1024, 0), (8, 1024, 1024), (1, 1024, 7168), (8, 16, 1024), (1, 16, 8192),
 )  # fmt: skip
-# block_n, num_warps, num_stages, workers a multiprocessor, max_registers
+# block_n, num_warps, num_stages, workers a multiprocessor, max_registers, blocks fetched before the wait
 FEW = (
-    (64, 4, 1, 2, None), (64, 4, 2, 2, None), (64, 4, 3, 2, None), (64, 8, 1, 2, None), (64, 8, 2, 2, None),
-    (32, 4, 1, 2, None), (32, 4, 2, 2, None), (32, 4, 3, 2, None), (32, 2, 1, 2, None), (32, 4, 3, 4, 128),
-    (64, 4, 2, 1, None), (64, 8, 1, 1, None), (128, 8, 1, 1, None),
+    (32, 2, 1, 2, None, 2), (32, 2, 1, 2, None, 0), (32, 2, 1, 4, None, 2), (32, 1, 1, 4, None, 2),
+    (64, 4, 1, 2, None, 2), (64, 4, 3, 2, None, 2), (64, 4, 3, 2, None, 4), (64, 4, 5, 2, None, 2),
+    (64, 4, 1, 1, None, 4), (64, 2, 1, 2, None, 2), (128, 8, 1, 1, None, 2), (128, 4, 1, 1, None, 2),
 )  # fmt: skip
 MANY = (
-    (64, 4, 3, 2, None), (64, 4, 5, 2, None), (64, 4, 7, 2, None), (64, 4, 5, 3, 168), (64, 4, 5, 4, None),
-    (32, 4, 5, 3, None), (32, 4, 5, 4, 128), (32, 4, 7, 4, 128), (32, 2, 5, 4, None), (64, 8, 5, 2, 128),
-    (128, 8, 3, 1, None), (128, 8, 5, 1, None), (128, 4, 3, 2, None),
+    (64, 4, 3, 2, None, 2), (64, 4, 5, 2, None, 2), (64, 4, 5, 2, None, 0), (64, 4, 5, 2, None, 4),
+    (64, 4, 7, 2, None, 2), (32, 2, 5, 4, None, 2), (32, 4, 5, 3, None, 2), (64, 8, 5, 2, 128, 2),
+    (128, 8, 3, 1, None, 2), (128, 8, 5, 1, None, 2), (128, 8, 5, 1, None, 0), (128, 4, 5, 1, None, 2),
 )  # fmt: skip
 TILES = (
     (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 2),
@@ -76,7 +81,7 @@ _POOL_BYTES = 12 << 30
 _MAX_LAYERS = 28
 
 Config = DecodeConfig | ExtendConfig
-Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of a layer's keys and values
+Step = Callable[[torch.Tensor, torch.Tensor], object]  # of a layer's keys and values
 
 
 def make_pool(heads: Heads, page_size: int, num_tokens: int, max_layers: int) -> KVPool:
@@ -124,12 +129,59 @@ def time_us(step: Step, pool: KVPool) -> float:
     return best * 1e3 / num_layers
 
 
+@dataclass(frozen=True, slots=True)
+class Front:
+    """``rotate_and_store`` of one token for each of ``requests``, the kernel in front of decode attention."""
+
+    heads: Heads
+    requests: PagedRequests
+    qkv: torch.Tensor
+    table: torch.Tensor
+    positions: torch.Tensor
+    out_slots: torch.Tensor
+
+    @classmethod
+    def of(cls, heads: Heads, requests: PagedRequests) -> Front:
+        """With random activations, which keep their size however often they are rotated."""
+        batch, page_size = len(requests.rows), requests.page_size
+        width = (heads.queries + 2 * heads.kv) * heads.head_dim
+        positions = requests.seq_lens - 1
+        pages = requests.page_table[requests.rows, positions // page_size].long()
+        return cls(
+            heads,
+            requests,
+            torch.randn(batch, width, device="cuda").bfloat16(),
+            torch.tensor([1.0, 1.0, 0.0], device="cuda")
+            .repeat_interleave(heads.head_dim // 2)
+            .repeat(int(positions.max()) + 1, 1),
+            positions,
+            pages * page_size + positions % page_size,
+        )
+
+    def rotate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Rotate and store into one layer."""
+        layout = HeadLayout(self.heads.queries, self.heads.kv, self.heads.head_dim)
+        rotate_and_store(
+            self.qkv, layout, None, self.table, self.positions, keys, values, self.out_slots, pdl=True
+        )
+
+    def attend(
+        self, keys: torch.Tensor, values: torch.Tensor, workspace: DecodeWorkspace, config: DecodeConfig
+    ) -> torch.Tensor:
+        """Rotate and store into one layer, then attend."""
+        self.rotate(keys, values)
+        q = self.qkv.view(len(self.qkv), -1, self.heads.head_dim)[:, : self.heads.queries]
+        return decode_attention(q, keys, values, self.requests, 0.1, workspace, config)
+
+
 def decode_configs(batch: int, num_sms: int, heads: Heads) -> list[DecodeConfig]:
     """What is tried for a batch, with the launches overlapped as in the backend."""
     cuts = FEW if batch in LATENCY_BOUND else MANY
     return [
-        DecodeConfig(block_n, max(num_sms * per_sm // heads.kv, 1), num_warps, num_stages, True, registers)
-        for block_n, num_warps, num_stages, per_sm, registers in cuts
+        DecodeConfig(
+            block_n, max(num_sms * per_sm // heads.kv, 1), num_warps, num_stages, True, registers, ahead
+        )
+        for block_n, num_warps, num_stages, per_sm, registers, ahead in cuts
     ]
 
 
@@ -149,9 +201,8 @@ def describe(config: Config) -> str:
     """Short, for a table."""
     if isinstance(config, ExtendConfig):
         return f"{config.block_m}x{config.block_n}/w{config.num_warps}/s{config.num_stages}"
-    registers = f"/r{config.max_registers}" if config.max_registers else ""
-    pdl = "" if config.launch_pdl else "/nopdl"
-    return f"{config.block_n}/w{config.num_warps}/s{config.num_stages}/p{config.num_workers}{registers}{pdl}"
+    cut = f"{config.block_n}/w{config.num_warps}/s{config.num_stages}/p{config.num_workers}/f{config.num_prefetched}"
+    return cut + (f"/r{config.max_registers}" if config.max_registers else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,22 +214,24 @@ class Sweep:
     page_size: int
     top: int
     shard: slice | None
+    batches: Collection[str]  # of decode; none: all
 
     def decode(self) -> None:
         """All decode batches."""
         num_sms = torch.cuda.get_device_properties(0).multi_processor_count
         workspace = DecodeWorkspace(self.heads.kv, self.heads.head_dim, num_sms, torch.device("cuda"))
         for batch, num_tokens in DECODE:
-            pool, requests, q = self._make(batch, num_tokens, batch)
+            if self.batches and f"{batch}x{num_tokens}" not in self.batches:
+                continue
+            pool, requests, _ = self._make(batch, num_tokens, batch)
+            front = Front.of(self.heads, requests)
             own = TritonAttentionBackend(pool).decode_config(batch)
             steps: dict[Config, Step] = {
-                config: partial(
-                    decode_attention, q, requests=requests, scale=0.1, workspace=workspace, config=config
-                )
+                config: partial(front.attend, workspace=workspace, config=config)
                 for config in dict.fromkeys([own, *decode_configs(batch, num_sms, self.heads)])
             }
             work = batch * num_tokens * self.heads.kv * self.heads.head_dim * 4 / 1e3
-            self._compare(f"decode {batch}x{num_tokens}", steps, pool, own, work, "GB/s")
+            self._compare(f"decode {batch}x{num_tokens}", steps, pool, own, work, "GB/s", front.rotate)
 
     def extend(self) -> None:
         """All extend batches."""
@@ -208,15 +261,23 @@ class Sweep:
         return pool, make_requests(pool, batch, num_tokens), q
 
     def _compare(
-        self, title: str, steps: Mapping[Config, Step], pool: KVPool, own: Config, work: float, unit: str
+        self,
+        title: str,
+        steps: Mapping[Config, Step],
+        pool: KVPool,
+        own: Config,
+        work: float,
+        unit: str,
+        front: Step | None = None,
     ) -> None:
         results = {}
+        front_us = time_us(front, pool) if front and not self.shard else 0.0
         for config, step in list(steps.items())[self.shard or slice(None)]:
             try:
                 if self.shard:
                     step(pool.k(0), pool.v(0))
                 else:
-                    results[describe(config)] = time_us(step, pool)
+                    results[describe(config)] = time_us(step, pool) - front_us
             except Exception as error:  # a cut that does not fit must not end the sweep
                 print(f"{title} {describe(config)}: {str(error)[:120]}", file=sys.stderr)
         if not self.shard:
@@ -230,6 +291,9 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 8))
     parser.add_argument("--top", type=int, default=4)
+    parser.add_argument(
+        "--batches", nargs="+", default=(), metavar="NUMxTOKENS", help="of decode; all if not given"
+    )
     parser.add_argument("--only", choices=("decode", "extend"))
     parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -239,7 +303,7 @@ def main() -> None:
             job.wait()
     for name in args.models:
         shard = None if args.shard is None else slice(args.shard, None, args.jobs)
-        sweep = Sweep(name, MODELS[name], args.page_size, args.top, shard)
+        sweep = Sweep(name, MODELS[name], args.page_size, args.top, shard, args.batches)
         if args.only != "extend":
             sweep.decode()
         if args.only != "decode":

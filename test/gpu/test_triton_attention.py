@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,9 @@ from test_attention_torch import SCALE, Case
 from fenceline.layers.attention.base import AttentionPlan
 from fenceline.layers.attention.triton_backend import TritonAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
+from fenceline.layers.kernels.base import HeadLayout
 from fenceline.layers.kernels.decode_attention import DecodeConfig, decode_attention
+from fenceline.layers.kernels.rotate_store import rotate_and_store
 
 pytestmark = pytest.mark.gpu
 
@@ -156,6 +160,46 @@ def test_a_merge_does_not_depend_on_timing() -> None:
     for _ in range(200):
         assert torch.equal(attend(plan, step), first)
     assert not backend.workspace.num_done.any()
+
+
+@pytest.mark.parametrize("batch", [1, 6, 16, 40])
+def test_decode_behind_the_kernel_that_writes_its_last_tokens(batch: int) -> None:
+    """Layer upon layer in a graph, each launch overlapping the one in front, equals launches one at a time bit for
+    bit: what is fetched ahead of the wait is never an old q or an old last token."""
+    random = np.random.default_rng(batch)
+    step = decode_case([int(n) for n in random.integers(1, 700, batch)], 1, (8, 2), 128)
+    backend = TritonAttentionBackend(step.pool)
+    requests = backend.requests_of(inputs_of(step, ForwardMode.DECODE))
+    positions = requests.seq_lens - 1
+    slots = requests.page_table[requests.rows, positions].long()
+    table = torch.tensor([0.6, 0.6, 0.8], device="cuda").repeat_interleave(64).repeat(700, 1)
+    qkv = torch.randn(batch, 12 * 128, device="cuda").bfloat16()
+    start = qkv.clone()
+    config = backend.decode_config(batch)
+    keys, values = step.pool.k(1), step.pool.v(1)
+
+    def layers(overlap: bool) -> list[torch.Tensor]:
+        qkv.copy_(start)
+        outputs = []
+        for _ in range(20):
+            rotate_and_store(
+                qkv, HeadLayout(8, 2, 128), None, table, positions, keys, values, slots, pdl=overlap
+            )
+            q = qkv.view(batch, 12, 128)[:, :8]
+            cut = dataclasses.replace(config, launch_pdl=overlap)
+            outputs.append(decode_attention(q, keys, values, requests, SCALE, backend.workspace, cut))
+        return outputs
+
+    expected = layers(overlap=False)
+    layers(overlap=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = layers(overlap=True)
+    for _ in range(20):
+        graph.replay()
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(outputs, expected, strict=True))
+    assert not torch.equal(expected[0], expected[1]) and not backend.workspace.num_done.any()
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 5, 16])
