@@ -33,6 +33,7 @@ REFERENCE = TorchLayerKernels()
 def us_per_launch(launch: Callable[[], object], length: int = 200) -> float:
     """Microseconds of each of ``length`` launches in a captured graph."""
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which may not have written the operands yet
     with torch.cuda.stream(side):
         launch()
         launch()
