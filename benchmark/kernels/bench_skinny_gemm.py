@@ -227,7 +227,7 @@ class Sweep:
         self.try_all(
             CudaConfig(tiles, n, k, depth)
             for (n, k), tiles, depth in itertools.product(
-                ((1, 8), (1, 4), (2, 4), (1, 16), (2, 8)), (4, 2, 6, 1, 3), (3,)
+                ((1, 8), (1, 4), (2, 4), (1, 16), (2, 8)), (4, 2, 6, 3), (3,)
             )
         )
         for _ in range(2):
@@ -257,9 +257,10 @@ class Sweep:
         stage = choice.tiles * 1024 + (self.rows + 1) * 128
         block = choice.warps_n * choice.tiles * 8
         shared = warps * choice.depth * stage + choice.warps_k * self.rows * (block + 9) * 4
+        compiled = choice.tiles != 3 or self.rows <= 8
         even = not self.product.gated or choice.warps_n * choice.tiles % 2 == 0
         wide = choice.warps_k * choice.cluster * 64 <= self.product.k
-        return even and wide and shared <= SHARED_LIMIT and block <= self.product.weight_rows
+        return compiled and even and wide and shared <= SHARED_LIMIT and block <= self.product.weight_rows
 
     def neighbours(self, config: CudaConfig) -> list[CudaConfig]:
         sms = self.bench.gpu.num_sms
@@ -270,7 +271,7 @@ class Sweep:
                 for ctas in (0, sms, 2 * sms, 3 * sms)
             ),
             *(replace(config, cluster=c, num_ctas=config.num_ctas // c * c) for c in (1, 2, 4)),
-            *(replace(config, tiles=tiles) for tiles in (1, 2, 3, 4, 6)),
+            *(replace(config, tiles=tiles) for tiles in (2, 3, 4, 6)),
             *(replace(config, prefetch_bytes=size) for size in (0, 2048, 32_768)),
             *(
                 replace(config, warps_n=n, warps_k=k)
@@ -352,7 +353,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16])
     parser.add_argument(
         "--seconds", type=float, default=2.0, help="for the sweep of one product and number of rows"
     )

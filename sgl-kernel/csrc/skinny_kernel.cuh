@@ -25,7 +25,7 @@ __device__ __forceinline__ uint4 times(const uint4& a, const uint4& b) {
   return make_uint4(multiply_pairs(a.x, b.x), multiply_pairs(a.y, b.y), multiply_pairs(a.z, b.z), multiply_pairs(a.w, b.w));
 }
 
-// kRowTiles: groups of 8 rows of x (1, 2 or 4); kTiles: groups of 8 rows of the weight for each warp.
+// kRowTiles: groups of 8 rows of x (1 or 2); kTiles: groups of 8 rows of the weight for each warp.
 //
 // Lane (g, t) = (lane / 4, lane % 4) holds row g of a tile and elements 8 t to 8 t + 7 of 32. The tensor core wants
 // elements 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of 16 there; as x and the weight are permuted alike, the sum is the same, and
@@ -156,7 +156,7 @@ class SkinnyGemm {
   __device__ __forceinline__ void run_block(uint32_t block) {
     const bool first = block == first_block;
     const float residual = early_residual(block);
-    float acc[(kRowTiles + 1) / 2][kTiles][4] = {};
+    float acc[kTiles][4] = {};
     float square[kRowTiles] = {};
     for (uint32_t step = 0; step < p.steps; ++step) {
       wait_for_oldest(p.depth);
@@ -175,7 +175,7 @@ class SkinnyGemm {
     __syncthreads();
   }
 
-  __device__ __forceinline__ void multiply_stage(uint32_t stage, float (&acc)[(kRowTiles + 1) / 2][kTiles][4],
+  __device__ __forceinline__ void multiply_stage(uint32_t stage, float (&acc)[kTiles][4],
                                                  float (&square)[kRowTiles], bool with_squares) const {
     const uint32_t mine = stage + (g * 4 + t) * 16;
 #pragma unroll
@@ -196,18 +196,14 @@ class SkinnyGemm {
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
         const uint4 w = load_shared(mine + i * 1024 + half * 512);
-#pragma unroll
-        for (int m = 0; m < (kRowTiles + 1) / 2; ++m) {
-          const uint4 top = x[2 * m];
-          const uint4 bottom = 2 * m + 1 < kRowTiles ? x[(2 * m + 1) % kRowTiles] : make_uint4(0, 0, 0, 0);
-          multiply(acc[m][i], top.x, bottom.x, top.y, bottom.y, w.x, w.y);
-          multiply(acc[m][i], top.z, bottom.z, top.w, bottom.w, w.z, w.w);
-        }
+        const uint4 bottom = kRowTiles == 2 ? x[kRowTiles - 1] : make_uint4(0, 0, 0, 0);
+        multiply(acc[i], x[0].x, bottom.x, x[0].y, bottom.y, w.x, w.y);
+        multiply(acc[i], x[0].z, bottom.z, x[0].w, bottom.w, w.z, w.w);
       }
     }
   }
 
-  __device__ __forceinline__ void store_partial_sums(const float (&acc)[(kRowTiles + 1) / 2][kTiles][4],
+  __device__ __forceinline__ void store_partial_sums(const float (&acc)[kTiles][4],
                                                      const float (&square)[kRowTiles], bool with_squares) {
     float* to = sums + warp_k * p.rows * p.sum_stride + warp_n * kTiles * 8 + t * 2;
 #pragma unroll
@@ -216,7 +212,7 @@ class SkinnyGemm {
       if (row < p.rows) {
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
-          const float* from = acc[i / 2][tile] + (i % 2) * 2;
+          const float* from = acc[tile] + i * 2;
           *reinterpret_cast<float2*>(to + row * p.sum_stride + tile * 8) = make_float2(from[0], from[1]);
         }
       }

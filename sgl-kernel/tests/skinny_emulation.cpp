@@ -253,16 +253,6 @@ void run_thread(bool norm) {
   }
 }
 
-template <int kRowTiles>
-void run_thread(int32_t tiles, bool norm) {
-  switch (tiles) {
-    case 1: return run_thread<kRowTiles, 1>(norm);
-    case 2: return run_thread<kRowTiles, 2>(norm);
-    case 3: return run_thread<kRowTiles, 3>(norm);
-    default: return run_thread<kRowTiles, 4>(norm);
-  }
-}
-
 const SkinnyGemmRequest* request = nullptr;
 
 // With FENCELINE_ONE_KERNEL only the kernel for 8 rows and 2 tiles is compiled, which takes a quarter of the time.
@@ -271,12 +261,11 @@ void fiber_main() {
 #ifdef FENCELINE_ONE_KERNEL
   run_thread<1, 2>(norm);
 #else
-  if (request->rows <= 8) {
-    run_thread<1>(request->tiles, norm);
-  } else if (request->rows <= 16) {
-    run_thread<2>(request->tiles, norm);
-  } else {
-    run_thread<4>(request->tiles, norm);
+  const bool few = request->rows <= 8;
+  switch (request->tiles) {
+    case 2: few ? run_thread<1, 2>(norm) : run_thread<2, 2>(norm); break;
+    case 3: run_thread<1, 3>(norm); break;
+    default: few ? run_thread<1, 4>(norm) : run_thread<2, 4>(norm); break;
   }
 #endif
   self().done = true;

@@ -23,14 +23,14 @@ Emulate = Callable[..., bytes | None]
 # tiles, warps_n, warps_k, depth, cluster, num_ctas, prefetch_bytes
 CUTS = (
     (2, 1, 2, 2, 1, 0, 0),
-    (1, 2, 2, 6, 1, 0, 128),
+    (2, 2, 2, 6, 1, 0, 128),
     (4, 1, 1, 3, 1, 1, 0),
     (3, 2, 1, 4, 1, 2, 0),
     (2, 1, 2, 2, 2, 2, 0),
-    (1, 2, 1, 3, 4, 0, 64),
+    (2, 2, 1, 3, 4, 0, 64),
 )
 SHAPES = ((48, 256), (40, 136))  # weight rows and K: whole tiles, ragged ones
-ROWS = (1, 8, 11, 32)
+ROWS = (1, 8, 11, 16)
 
 
 class Request(ctypes.Structure):
@@ -111,7 +111,7 @@ def test_agrees_with_float64(emulate: Emulate, cut: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     for (number, rows), shape in itertools.product(enumerate(ROWS), SHAPES):
         for eager, kind in enumerate(("plain", "norm", "gated", "residual")):
-            if kind == "gated" and cut[0] * cut[1] % 2:
+            if (kind == "gated" and cut[0] * cut[1] % 2) or (cut[0] == 3 and rows > 8):
                 continue
             error = relative_error(emulate, cut, rows, shape, kind, (eager + number) % 2)
             assert error < 6e-3, (rows, shape, kind, error)
@@ -138,8 +138,10 @@ def test_each_wait_is_needed(tmp_path: Path, old: str, new: str, eager: int) -> 
 @pytest.mark.parametrize(
     ("cut", "rows", "said"),
     [
-        ((4, 1, 2, 2, 1, 0, 0), 33, b"rows"),
-        ((1, 1, 2, 5, 1, 0, 0), 1, b"stages"),
+        ((4, 1, 2, 2, 1, 0, 0), 17, b"rows"),
+        ((1, 1, 2, 2, 1, 0, 0), 1, b"tiles"),
+        ((3, 1, 2, 2, 1, 0, 0), 9, b"3 for up to 8 rows"),
+        ((2, 1, 2, 5, 1, 0, 0), 1, b"stages"),
         ((2, 1, 2, 2, 2, 3, 0), 1, b"num_ctas"),
     ],
 )

@@ -32,13 +32,13 @@ def test_measured_cuts_are_taken_for_every_row_count_of_their_bucket() -> None:
     table = load_table(H200)
     assert isinstance(table.choose(1, 6144, 4096, False), CudaConfig)
     assert table.choose(3, 6144, 4096, False) == table.choose(4, 6144, 4096, False)
-    assert table.choose(32, 6144, 4096, False) is None  # cuBLAS measured better
-    assert table.choose(33, 6144, 4096, False) is None
+    assert table.choose(16, 24576, 4096, True) is None  # cuBLAS measured better
+    assert table.choose(17, 6144, 4096, False) is None
 
 
 def test_without_the_cuda_package_no_choice_names_it() -> None:
     table = load_table(WITHOUT_NVCC)
-    for rows in range(34):
+    for rows in range(18):
         for shape in ((6144, 4096), (4096, 12288), (64, 64), (1000, 1024)):
             assert not isinstance(table.choose(rows, *shape, False), CudaConfig)
 

@@ -1,7 +1,7 @@
 // Skinny GEMM: few rows times a large weight, bfloat16 in and out, float32 sums. What counts is to read the weight once at
 // memory bandwidth; everything else hides behind that.
 //
-//   y[m, n] = sum_k norm(x)[m, k] * weight[n, k] + bias[n]        m < rows <= 32
+//   y[m, n] = sum_k norm(x)[m, k] * weight[n, k] + bias[n]        m < rows <= 16
 //   out[m, n] = y[m, n]                                           plain:    weight [num_out, k]
 //             = residual[m, n] + y[m, n]                          residual: may be `out` itself
 //             = silu(y[m, n]) * y[m, num_out + n]                 gated:    weight [2 * num_out, k], gates first
@@ -22,7 +22,7 @@
 
 namespace fenceline {
 
-constexpr int kMaxSkinnyRows = 32;
+constexpr int kMaxSkinnyRows = 16;
 constexpr int kSkinnyStepK = 64;  // elements of K that a warp takes at a time
 
 // Part of the C ABI: python/fenceline_kernel/skinny.py mirrors it.
@@ -38,7 +38,7 @@ struct SkinnyGemmRequest {
   int32_t k;                // a multiple of 8
   float eps;
   int32_t gated;            // 1 or 0
-  int32_t tiles;            // of 8 weight rows for each warp: 1, 2, 3, 4 or 6
+  int32_t tiles;            // of 8 weight rows for each warp: 2, 4 or 6, or 3 for up to 8 rows
   int32_t warps_n;
   int32_t warps_k;          // warps_n * warps_k <= 16
   int32_t depth;            // 2, 3, 4 or 6 stages in flight
@@ -71,7 +71,9 @@ struct SkinnyGemmParams {
 
 // Null, or what is wrong with the request.
 inline const char* check_skinny_gemm(const SkinnyGemmRequest& r) {
-  if (r.rows < 1 || r.rows > kMaxSkinnyRows) return "skinny_gemm takes 1 to 32 rows";
+  if (r.rows < 1 || r.rows > kMaxSkinnyRows) return "skinny_gemm takes 1 to 16 rows";
+  const bool known_tiles = r.tiles == 2 || (r.tiles == 3 && r.rows <= 8) || r.tiles == 4 || r.tiles == 6;
+  if (!known_tiles) return "skinny_gemm takes 2, 4 or 6 tiles for each warp, 3 for up to 8 rows";
   if (r.k < 8 || r.k % 8 != 0 || r.num_out < 1) return "skinny_gemm needs k a multiple of 8 and an output";
   if ((reinterpret_cast<uintptr_t>(r.x) | reinterpret_cast<uintptr_t>(r.weight) |
        reinterpret_cast<uintptr_t>(r.norm_weight)) & 15) return "skinny_gemm needs operands aligned to 16 bytes";

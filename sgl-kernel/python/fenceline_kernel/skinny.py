@@ -9,7 +9,7 @@ import torch
 
 from fenceline_kernel.library import KernelLibrary, load
 
-MAX_ROWS = 32
+MAX_ROWS = 16
 
 
 class SkinnyGemmRequestC(ctypes.Structure):
@@ -44,7 +44,8 @@ class SkinnyConfig:
     """How the product is cut over the GPU; every choice gives the same sums up to their order.
 
     A CTA of ``warps_n * warps_k`` warps takes ``warps_n * tiles * 8`` rows of the weight at a time; its ``warps_k``
-    warps, and ``cluster`` CTAs, share K. ``depth`` stages of 64 elements of K are in flight for each warp.
+    warps, and ``cluster`` CTAs, share K. ``tiles`` is 2, 4 or 6, or 3 for up to 8 rows of x. ``depth`` stages of 64
+    elements of K are in flight for each warp.
     ``num_ctas``: upper bound of the grid (0: none). ``prefetch_bytes`` of each row of a CTA's first block are asked
     into L2 before the kernel in front has ended. ``pdl``: start before it has ended.
     """
@@ -81,7 +82,7 @@ class SkinnyGemm:
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> None:
-        """``out`` [T, N] = x [T, K] times weight [N, K], 1 ≤ T ≤ 32, K a multiple of 8, on torch's current stream.
+        """``out`` [T, N] = x [T, K] times weight [N, K], 1 ≤ T ≤ 16, K a multiple of 8, on torch's current stream.
 
         ``norm_weight`` [K] with ``eps``: rms_norm(x) comes first. ``bias`` [N]. ``residual`` [T, N] is added; it may
         be ``out``. ``gated``: weight [2 N, K], gates first, bias [2 N], and ``out`` is silu(gate) * up. All tensors are
