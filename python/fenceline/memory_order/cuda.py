@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -16,6 +17,8 @@ try:
     import fenceline_kernel
 except ImportError:  # it is optional: what it does, torch's operators do more slowly
     fenceline_kernel = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
 
 
 class CudaStream(Stream):
@@ -119,6 +122,10 @@ class CudaDevice(Device):
 
 def _load_kernels(device: torch.device) -> fenceline_kernel.KernelLibrary | None:
     """Our own kernels, compiled on first use; None where they are not installed or cannot be compiled."""
-    if fenceline_kernel is None or not fenceline_kernel.available():
+    if fenceline_kernel is None:
         return None
-    return fenceline_kernel.load(device)
+    try:
+        return fenceline_kernel.load(device)
+    except fenceline_kernel.KernelUnavailable as error:
+        logger.warning("Our own CUDA kernels cannot be used, so decode is slower: %s", error)
+        return None

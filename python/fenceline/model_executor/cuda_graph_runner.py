@@ -95,7 +95,8 @@ class CudaGraphRunner:
             sorted(self._sizes, reverse=True), desc="Capturing decode graphs", disable=not show_progress
         )
         for size in bar:
-            plan = self._plan(size, max_seq_len)
+            with self._device.forward.active():  # what a plan allocates and writes, FORWARD then reads
+                plan = self._plan(size, max_seq_len)
             if plan is None:
                 self._sizes.remove(size)
                 continue

@@ -7,6 +7,9 @@ before it sampled without the host having seen it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -57,6 +60,9 @@ class ModelRunner:
         )
         num_rows = config.max_running_requests + 1  # with the sink
         self.sampler = Sampler(model.vocab_size, num_rows, device.torch_device)
+        max_pages_per_req = -(-config.context_length // config.page_size) + 1
+        # As much as 1 GiB by default.
+        self.req_pool = ReqPool(num_rows, max_pages_per_req, device.torch_device)
         num_pages = num_kv_pages(config, device, dtype)  # of what is left
         self.kv_pool = KVPool(
             num_pages,
@@ -71,8 +77,6 @@ class ModelRunner:
             for part, tensor in (("k", self.kv_pool.k(layer)), ("v", self.kv_pool.v(layer))):
                 device.name_memory(tensor, f"kv_pool.layer{layer}.{part}", tensor[0].nbytes)
         self.pages = LeasePool("KV pages", num_pages, reserved=1)
-        max_pages_per_req = -(-config.context_length // config.page_size) + 1
-        self.req_pool = ReqPool(num_rows, max_pages_per_req, device.torch_device)
         page_table, last_tokens = self.req_pool.page_table, self.req_pool.last_tokens
         device.name_memory(page_table, "req_pool.page_table", page_table[0].nbytes)
         device.name_memory(last_tokens, "req_pool.last_tokens", last_tokens.itemsize)
@@ -86,9 +90,11 @@ class ModelRunner:
             self._order = StepOrder(device.checker, self.kv_pool, self.req_pool)
         if device.keeps(STARTUP_STOP):  # weights and pools were written on the default stream
             device.synchronize()
-        self._capture(config, show_progress)
+        with _room_for("decode graphs", "lower --cuda-graph-max-bs, or give --disable-cuda-graph"):
+            self._capture(config, show_progress)
         if device.kind == "cuda":
-            warm_up(device, config, self.launch)
+            with _room_for("the largest prefill step", "lower --chunked-prefill-size"):
+                warm_up(device, config, self.launch)
 
     def _make_attention(self, config: EngineConfig) -> AttentionBackends:
         setting = AttentionSetting(self.kv_pool, self.device, config.model.num_heads, config.context_length)
@@ -216,6 +222,17 @@ class ModelRunner:
             none = torch.empty(0, dtype=torch.int64, device=self.device.torch_device)
             results = {"next_tokens": none} | results
         return ForwardResult(self._results.download(results))
+
+
+@contextmanager
+def _room_for(what: str, otherwise: str) -> Iterator[None]:
+    """Start-up that allocates beside the KV pool. Raises ``ValueError`` with the remedy where memory runs out."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"no memory is left for {what} beside weights and KV cache: lower --mem-fraction-static, {otherwise}"
+        ) from error
 
 
 def _logprob_results(prefix: str, values: OutputLogprobs) -> Views:

@@ -17,6 +17,9 @@ from fenceline.layers.kernels.skinny_table import ROW_BUCKETS, CudaConfig, GpuTr
 
 _FEW_ROWS = ROW_BUCKETS[-1]  # more are never the skinny kernels' to multiply
 
+# Shared memory of a block that the skinny GEMM's cuts count on: sm_80, 90 and 100 have it, sm_86, 89 and 120 do not.
+_SHARED_BYTES = 160 << 10
+
 # x, weight, cut, fusion, output (None: a new one) -> output
 CudaProduct = Callable[[torch.Tensor, torch.Tensor, CudaConfig, Fusion, torch.Tensor | None], torch.Tensor]
 
@@ -129,6 +132,9 @@ def make_cuda_kernels(device: torch.device) -> CudaLayerKernels:
 
 def _find_cuda_product(device: torch.device) -> CudaProduct | None:
     """fenceline_kernel's skinny GEMM, where the package is installed and can be used."""
+    gpu = torch.cuda.get_device_properties(device)
+    if gpu.shared_memory_per_block_optin < _SHARED_BYTES:  # type: ignore[attr-defined]  # of the stubs, not of torch
+        return None
     try:
         from fenceline_kernel import KernelUnavailable, load
         from fenceline_kernel.skinny import SkinnyConfig, SkinnyGemm

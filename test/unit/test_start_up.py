@@ -1,0 +1,106 @@
+"""What a ModelRunner does once, in which order and on which stream, and what it says where memory or kernels are
+missing."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from step_traces import TraceShape
+from trace_runner import make_runner
+
+from fenceline.layers.attention.base import AttentionPlan
+from fenceline.layers.attention.torch_backend import TorchAttentionBackend
+from fenceline.layers.forward_batch import GraphDecodeInputs
+from fenceline.memory_order.cpu import CpuDevice
+from fenceline.model_executor import model_runner
+from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
+
+torch.set_num_threads(1)
+SHAPE = TraceShape(num_rows=4, num_pages=40)
+
+
+def test_plans_of_graphs_are_made_on_the_stream_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, depth, made = CpuDevice(), [0], []
+
+    @contextmanager
+    def active() -> Iterator[None]:
+        depth[0] += 1
+        yield
+        depth[0] -= 1
+
+    def plan_graph(self: TorchAttentionBackend, inputs: GraphDecodeInputs) -> AttentionPlan | None:
+        made.append(depth[0])
+        return original(self, inputs)
+
+    original = TorchAttentionBackend.plan_graph
+    monkeypatch.setattr(device.forward, "active", active)
+    monkeypatch.setattr(TorchAttentionBackend, "plan_graph", plan_graph)
+    make_runner(device, SHAPE, (1, 2), context_length=128)
+    assert made == [1, 1]
+
+
+def test_request_rows_are_there_before_the_rest_becomes_kv_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of page tables take up to a gigabyte: pages that did not know of it would take it from activations."""
+    order = []
+    for name in ("ReqPool", "num_kv_pages"):
+        original = getattr(model_runner, name)
+        monkeypatch.setattr(model_runner, name, lambda *args, n=name, f=original: order.append(n) or f(*args))
+    make_runner(CpuDevice(), SHAPE, (), context_length=128)
+    assert order == ["ReqPool", "num_kv_pages"]
+
+
+def test_memory_that_does_not_suffice_for_graphs_is_told_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def capture(self: CudaGraphRunner, max_seq_len: int, show_progress: bool) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    monkeypatch.setattr(CudaGraphRunner, "capture", capture)
+    with pytest.raises(ValueError, match="decode graphs .*lower --mem-fraction-static.*--disable-cuda-graph"):
+        make_runner(CpuDevice(), SHAPE, (1, 2), context_length=128)
+
+
+def test_kernels_that_cannot_be_used_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from fenceline.memory_order import cuda
+
+    class KernelUnavailable(Exception):
+        pass
+
+    def load(device: torch.device) -> None:
+        raise KernelUnavailable("nvcc was not found: install the CUDA 13 toolkit")
+
+    monkeypatch.setattr(
+        cuda, "fenceline_kernel", SimpleNamespace(load=load, KernelUnavailable=KernelUnavailable)
+    )
+    with caplog.at_level(logging.WARNING):
+        assert cuda._load_kernels(torch.device("cuda")) is None
+    assert "nvcc was not found: install the CUDA 13 toolkit" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("shared_kib", "used"), [(227, True), (163, True), (99, False)], ids=["sm_90", "sm_80", "sm_89"]
+)
+def test_the_skinny_gemm_is_left_out_where_its_cuts_do_not_fit(
+    shared_kib: int, used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from fenceline.layers.kernels import cuda_kernels
+
+    class KernelUnavailable(Exception):
+        pass
+
+    properties = SimpleNamespace(shared_memory_per_block_optin=shared_kib << 10)
+    package = SimpleNamespace(KernelUnavailable=KernelUnavailable, load=lambda device: None)
+    skinny = SimpleNamespace(SkinnyConfig=object, SkinnyGemm=lambda library: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setitem(sys.modules, "fenceline_kernel", package)
+    monkeypatch.setitem(sys.modules, "fenceline_kernel.skinny", skinny)
+    assert (cuda_kernels._find_cuda_product(torch.device("cuda")) is not None) == used
