@@ -7,10 +7,15 @@ from functools import lru_cache
 import pytest
 import torch
 from scheduler_driver import Driver, make_model_driver, request
+from step_traces import TraceShape, random_trace
+from trace_runner import make_runner, play
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fenceline
 from fenceline.managers.io_struct import TokenizedGenerateReq
+from fenceline.memory_order import open_device
+from fenceline.model_executor import model_runner
+from fenceline.model_executor.sampler import OutputLogprobs, prompt_logprobs
 
 TEXTS = [
     "Q: 12 + 7 = ?\nA:",
@@ -140,3 +145,21 @@ def test_logprobs_of_prompt_and_output_equal_transformers() -> None:
     for position in (1, len(ids) - 1):
         best = logprobs[position - 1].topk(3)
         assert [token for _, token in first.top_logprobs[position]] == best.indices.tolist()
+
+
+def test_prompt_logits_stay_in_the_models_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every position of a chunk in float32 is gigabytes that nobody has set aside."""
+    dtypes = []
+
+    def spy(logits: torch.Tensor, targets: torch.Tensor, top_k: int) -> OutputLogprobs:
+        dtypes.append(logits.dtype)
+        values = prompt_logprobs(logits, targets, top_k)
+        wide = prompt_logprobs(logits.float(), targets, top_k)
+        assert torch.equal(values.chosen, wide.chosen)
+        assert torch.equal(values.top_logprobs, wide.top_logprobs)
+        return values
+
+    monkeypatch.setattr(model_runner, "prompt_logprobs", spy)
+    shape = TraceShape(num_rows=8, num_pages=60, logprob_share=0.5)
+    play(make_runner(open_device("cpu"), shape, (), dtype="bfloat16"), random_trace(3, 40, shape))
+    assert dtypes and set(dtypes) == {torch.bfloat16}
