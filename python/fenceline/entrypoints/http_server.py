@@ -9,12 +9,15 @@ from contextlib import contextmanager
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.errors import install_error_handlers
 from fenceline.entrypoints.front_door import FrontDoor
+from fenceline.entrypoints.http_protocol import JoiningHttpProtocol
 from fenceline.entrypoints.native_api import NativeApi
 from fenceline.entrypoints.openai.router import create_router
+from fenceline.entrypoints.short_way import ShortWay, handlers_of
 from fenceline.managers.tokenizer_manager import TokenizerManager
 from fenceline.version import __version__
 
@@ -22,23 +25,25 @@ SHUTDOWN_TIMEOUT_S = 2  # for answers still being written when the server closes
 KEEP_ALIVE_S = 60
 
 
-def create_app(manager: TokenizerManager, config: EngineConfig) -> FastAPI:
+def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
     """All endpoints over ``manager``, behind the front door."""
     app = FastAPI(title="Fenceline", version=__version__)
     install_error_handlers(app)
-    app.include_router(NativeApi(manager, config).router())
-    app.include_router(create_router(manager, config))
-    app.add_middleware(FrontDoor, api_key=config.api_key)
-    return app
+    routers = (NativeApi(manager, config).router(), create_router(manager, config))
+    for router in routers:
+        app.include_router(router)
+    short = ShortWay(app, handlers_of(route for router in routers for route in router.routes))
+    return FrontDoor(short, api_key=config.api_key)
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers: the supervisor decides what a signal means."""
 
-    def __init__(self, app: FastAPI, config: EngineConfig) -> None:
+    def __init__(self, app: ASGIApp, config: EngineConfig) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
+                http=JoiningHttpProtocol,
                 log_level=config.log_level_http,
                 log_config=None,  # the process's own format
                 timeout_keep_alive=KEEP_ALIVE_S,

@@ -18,6 +18,7 @@ from fenceline.managers.request_types import GenerateChunk, RequestError
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+HEAD_PATIENCE_S = 1.0
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -31,6 +32,9 @@ class EventStream(Response):
     ``close`` is called exactly once at the end, at once if the client disconnects, and must make ``events``
     end: ``StreamGroup.close``. A RequestError raised by ``events`` becomes an error event, then ``[DONE]``.
     While the client's connection is full, sending waits; meanwhile ``StreamGroup`` merges chunks.
+
+    The head waits a second for the first event, to leave together with it: a hundred requests that arrive together are
+    all submitted before anybody is told that he will get an answer.
     """
 
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
@@ -41,13 +45,16 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the stream."""
         gone = asyncio.ensure_future(_on_disconnect(receive, self._close))
+        head = _Head(send)
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             send_body: Send = scope.get(BODY_SEND, send)
             async for event in self._guarded():
+                await head.sent()
                 await send_body({"type": "http.response.body", "body": event, "more_body": True})
+            await head.sent()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
+            head.forget()
             gone.cancel()
             self._close()
 
@@ -60,6 +67,32 @@ class EventStream(Response):
         except Exception as error:  # too late for a status code: the client still gets a reason
             logger.exception("a stream failed")
             yield b"data: " + error_bytes(internal_error(error)) + b"\n\n" + DONE
+
+
+class _Head:
+    """The head of a stream, sent once: when it is asked for, or after :data:`HEAD_PATIENCE_S`."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._is_sent = False
+        self._task: asyncio.Task[None] | None = None
+        self._timer = asyncio.get_running_loop().call_later(HEAD_PATIENCE_S, self._late)
+
+    def _late(self) -> None:
+        self._task = asyncio.ensure_future(self.sent())
+
+    async def sent(self) -> None:
+        """Send it unless that has been done."""
+        if not self._is_sent:
+            self._is_sent = True
+            self._timer.cancel()
+            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+
+    def forget(self) -> None:
+        """The stream has ended."""
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
 
 async def collect_or_abort(request: Request, group: StreamGroup) -> list[GenerateChunk]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
 from pathlib import Path
@@ -79,17 +80,34 @@ def drain(socket: zmq.Socket[bytes], limit: int | None = None) -> list[Message]:
 
 
 class ZmqLink:
-    """The TokenizerManager's sockets: binds ``ports.tokenizer``, connects to ``ports.scheduler``."""
+    """The TokenizerManager's sockets: binds ``ports.tokenizer``, connects to ``ports.scheduler``.
+
+    What one turn of the event loop sends arrives together: requests that come at the same time are one prefill step,
+    not the first of them alone and then the others. (Parts of a zmq message are delivered all or none; readers take
+    each as a message.)
+    """
 
     def __init__(self, ports: PortArgs) -> None:
         self._context = zmq.Context()
         self._inbox = bind_pull(self._context, ports.tokenizer)
         self._outbox = connect_push(self._context, ports.scheduler)
         self._readable: zmq.asyncio.Socket | None = None
+        self._unsent: list[bytes] = []
 
     def send(self, message: Message) -> None:
         """See :class:`SchedulerLink`."""
-        self._outbox.send(encode(message), zmq.NOBLOCK)
+        self._unsent.append(encode(message))
+        if len(self._unsent) > 1:
+            return
+        try:
+            asyncio.get_running_loop().call_soon(self._flush)
+        except RuntimeError:  # nobody runs a loop (any more)
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._unsent:
+            parts, self._unsent = self._unsent, []
+            self._outbox.send_multipart(parts, zmq.NOBLOCK)
 
     async def receive(self) -> list[Message]:
         """See :class:`SchedulerLink`."""
@@ -105,6 +123,7 @@ class ZmqLink:
         """See :class:`SchedulerLink`. On the event loop's thread; nobody may be receiving."""
         if self._context.closed:
             return
+        self._flush()
         if self._readable is not None:
             self._readable.close()
         self._inbox.close()

@@ -1,0 +1,194 @@
+"""What leaves together: writes of one turn of the loop, an answer's head and first event, requests of one moment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import pytest
+import zmq
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from fenceline.entrypoints import sse
+from fenceline.entrypoints.http_protocol import MAX_HELD_BYTES, JoiningTransport, LateLogger
+from fenceline.entrypoints.short_way import ShortWay, handlers_of
+from fenceline.entrypoints.sse import EventStream
+from fenceline.managers.io_struct import AbortReq, ShutdownReq
+from fenceline.managers.ipc import ZmqLink, bind_pull, drain, make_ports, remove_ports
+from fenceline.managers.request_types import RequestError
+
+
+class Wire(asyncio.Transport):
+    """Notes what reaches the kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[bytes | str] = []
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.calls.append(bytes(data))
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+
+async def test_writes_of_one_turn_are_one_write_and_come_before_the_end() -> None:
+    wire = Wire()
+    transport = JoiningTransport(wire, asyncio.get_running_loop())
+    transport.writelines([b"head ", b"event"])
+    assert wire.calls == []
+    await asyncio.sleep(0)
+    assert wire.calls == [b"head event"]
+    transport.write(b"last")
+    transport.close()
+    await asyncio.sleep(0)
+    assert wire.calls == [b"head event", b"last", "close"]
+
+
+async def test_a_lot_is_not_held() -> None:
+    wire = Wire()
+    transport = JoiningTransport(wire, asyncio.get_running_loop())
+    transport.write(b"a")
+    transport.write(b"b" * MAX_HELD_BYTES)
+    assert [len(data) for data in wire.calls] == [MAX_HELD_BYTES + 1]
+    transport.write(b"c")
+    await asyncio.sleep(0)
+    assert wire.calls[1:] == [b"c"]
+
+
+async def test_what_is_held_is_lost_with_an_abort() -> None:
+    wire = Wire()
+    transport = JoiningTransport(wire, asyncio.get_running_loop())
+    transport.write(b"a")
+    transport.abort()
+    await asyncio.sleep(0)
+    assert wire.calls == ["abort"]
+
+
+async def test_access_lines_come_late_and_in_order(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("test.access")
+    late = LateLogger(logger, asyncio.get_running_loop())
+    with caplog.at_level(logging.INFO, "test.access"):
+        for number in range(3):
+            late.info("%d", number)
+        assert not caplog.messages
+        async with asyncio.timeout(5):
+            while len(caplog.messages) < 3:
+                await asyncio.sleep(0)
+    assert caplog.messages == ["0", "1", "2"]
+
+
+async def stream(events: AsyncIterator[bytes], sent: list[Message], news: asyncio.Event) -> None:
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody leaves")
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        news.set()
+
+    await EventStream(events, lambda: None)({"type": "http"}, receive, send)
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 3600.0])
+async def test_the_head_waits_for_the_first_event_but_not_for_ever(
+    patience_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "HEAD_PATIENCE_S", patience_s)
+    go, news, sent = asyncio.Event(), asyncio.Event(), list[Message]()
+
+    async def events() -> AsyncIterator[bytes]:
+        await go.wait()
+        yield b"data: 1\n\n"
+
+    task = asyncio.ensure_future(stream(events(), sent, news))
+    if patience_s == 0.0:
+        await news.wait()
+        assert [message["type"] for message in sent] == ["http.response.start"]
+    else:
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not sent
+    go.set()
+    await task
+    assert [message["type"] for message in sent] == ["http.response.start", *["http.response.body"] * 2]
+    assert [message["body"] for message in sent[1:]] == [b"data: 1\n\n", b""]
+
+
+async def test_what_is_sent_in_one_turn_arrives_together_and_in_order() -> None:
+    ports = make_ports()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox = bind_pull(context, ports.scheduler)
+    link = ZmqLink(ports)
+    try:
+        requests = [AbortReq(rid=str(index)) for index in range(40)]
+        for request in requests:
+            link.send(request)
+        assert not inbox.poll(0)
+        await asyncio.sleep(0)
+        assert inbox.poll(5000)
+        assert drain(inbox, 1) == requests[:1]
+        assert drain(inbox) == requests[1:]
+        link.send(ShutdownReq())
+        link.close()  # sends what the loop did not come to
+        assert inbox.poll(5000)
+        assert drain(inbox) == [ShutdownReq()]
+    finally:
+        link.close()
+        context.destroy(linger=0)
+        remove_ports(ports)
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [(RequestError(418, "no"), 418), (ClientDisconnect(), 499), (None, 200)],
+)
+async def test_the_short_way_answers_as_the_app_does(raised: Exception | None, status: int) -> None:
+    sent: list[Message] = []
+
+    async def handler(request: Request) -> Response:
+        if raised is not None:
+            raise raised
+        return Response(await request.body())
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "the app", "path": scope["path"]})
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"body"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    way = ShortWay(app, {"/generate": handler})
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
+    await way(scope, receive, send)
+    assert sent[0]["status"] == status
+    if raised is None:
+        assert sent[1]["body"] == b"body"
+    sent.clear()
+    await way({**scope, "method": "GET"}, receive, send)
+    await way({**scope, "path": "/other"}, receive, send)
+    assert sent == [{"type": "the app", "path": path} for path in ("/generate", "/other")]
+
+
+def test_only_generation_goes_the_short_way() -> None:
+    from fastapi import APIRouter
+
+    router = APIRouter()
+
+    @router.post("/generate")
+    async def generate(request: Request) -> Response:
+        return Response()
+
+    @router.post("/flush_cache")
+    async def flush(request: Request) -> Response:
+        return Response()
+
+    assert handlers_of(router.routes) == {"/generate": generate}
