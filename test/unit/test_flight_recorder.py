@@ -146,7 +146,7 @@ def test_live_requests_are_told_with_their_pages() -> None:
         driver.step()
     (req,) = dump(driver)["reqs"]
     assert (req["rid"], req["row"], req["num_prompt_tokens"]) == ("alive", 1, 6)
-    assert req["pages"] == driver.scheduler.reqs["alive"].pages
+    assert req["pages"] == list(driver.scheduler.reqs["alive"].pages)
     assert dump(driver)["steps"][-1]["tokens"] is None, "in flight"
 
 

