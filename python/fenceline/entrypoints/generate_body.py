@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import TypeVar, cast
 
 import msgspec
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.sampling_params import SamplingParams
-from fenceline.managers.request_types import MAX_SAMPLES, GenerateInput, RequestError, expand_samples
+from fenceline.managers.request_types import MAX_SAMPLES, GenerateInput, RequestError, expand_samples, new_rid
 
 T = TypeVar("T")
+Prompt = tuple[str | None, list[int] | None]  # text or ids
 MAX_PROMPTS = 4096
 NULL = msgspec.Raw(b"null")  # msgspec takes a union of Raw and None for None alone
 
@@ -126,41 +127,41 @@ def expand(body: GenerateBody, config: EngineConfig, default_rid: str | None) ->
     )
     top = _spread(body.top_logprobs_num or 0, num, "top_logprobs_num")
     inputs: list[GenerateInput] = []
-    for index, prompt in enumerate(prompts):
-        one = replace(
-            prompt,
+    for index, (text, ids) in enumerate(prompts):
+        one = GenerateInput(
+            text=text,
+            input_ids=ids,
             sampling_params=_to_params(sampling[index], config),
             stream=body.stream,
             return_logprob=logprob[index],
             logprob_start_len=start[index],
             top_logprobs_num=top[index],
+            rid=new_rid() if rids is None else rids[index],
+            family="" if rids is None else family,
         )
-        if rids is not None:
-            one = replace(one, rid=rids[index], family=family)
         inputs.extend(expand_samples(one, n))
     return Expanded(inputs, single and n == 1)
 
 
-def _prompts(body: GenerateBody) -> tuple[list[GenerateInput], bool]:
+def _prompts(body: GenerateBody) -> tuple[Sequence[Prompt], bool]:
     if (body.text is None) == (body.input_ids is None):
         raise RequestError(400, "give either text or input_ids, not both and not neither", param="text")
     if body.text is not None:
         if isinstance(body.text, str):
-            return [GenerateInput(text=body.text)], True
-        return _some([GenerateInput(text=text) for text in body.text], "text"), False
+            return [(body.text, None)], True
+        return _some([(text, None) for text in body.text], "text"), False
     assert body.input_ids is not None
-    nested = [ids for ids in body.input_ids if isinstance(ids, list)]
-    flat = [index for index in body.input_ids if isinstance(index, int)]
-    if nested and flat:
+    kinds = set(map(type, body.input_ids))  # not one by one: there are thousands
+    if len(kinds) > 1:
         raise RequestError(
             400, "input_ids mixes ids and lists of ids: send one or the other", param="input_ids"
         )
-    if nested:
-        return [GenerateInput(input_ids=ids) for ids in nested], False
-    return [GenerateInput(input_ids=flat)], True
+    if kinds == {list}:
+        return [(None, cast(list[int], ids)) for ids in body.input_ids], False
+    return [(None, cast(list[int], body.input_ids))], True
 
 
-def _some(prompts: list[GenerateInput], name: str) -> list[GenerateInput]:
+def _some(prompts: list[Prompt], name: str) -> list[Prompt]:
     if not prompts:
         raise RequestError(400, f"{name} is an empty list: there is nothing to do", param=name)
     return prompts
@@ -200,7 +201,7 @@ def _num_samples(sampling: Sequence[NativeSampling]) -> int:
 def _refuse(struct: msgspec.Struct, table: dict[str, str]) -> None:
     for name, remedy in table.items():
         value: msgspec.Raw = getattr(struct, name)
-        if bytes(value) not in (b"null", b"[]", b"{}"):
+        if value is not NULL and bytes(value) not in (b"null", b"[]", b"{}"):
             raise RequestError(400, f"{name} is not available: {remedy}", param=name, code="unsupported")
 
 

@@ -21,7 +21,7 @@ from fenceline.entrypoints.launch import (
     launch_processes,
     run_scheduler,
 )
-from fenceline.managers.process import DUMP_SIGNAL, setup_logging
+from fenceline.managers.process import DUMP_SIGNAL, freeze_garbage_collector, setup_logging
 from fenceline.managers.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,9 @@ class Supervisor:
         if manager.limits is None or stop.done():
             return await self._finish(manager, await stop)
         server = HttpServer(create_app(manager, self._config), self._config)
+        self._sock.listen(server.config.backlog)  # whoever reads the address may connect at once
         serving = asyncio.ensure_future(server.serve(sockets=[self._sock]))
+        freeze_garbage_collector()
         self._announce(manager)
         try:
             return await self._finish(manager, await stop)

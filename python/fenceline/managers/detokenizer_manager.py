@@ -26,7 +26,7 @@ from fenceline.managers.io_struct import (
     encode,
 )
 from fenceline.managers.ipc import MAX_DRAINED, bind_pull, connect_push, drain
-from fenceline.managers.process import prepare_child
+from fenceline.managers.process import freeze_garbage_collector, prepare_child
 from fenceline.managers.stop_strings import StopMatch, StopScanner
 from fenceline.managers.tokenizer import Tokenizer, load_tokenizer
 
@@ -186,6 +186,7 @@ def run_detokenizer_process(config: EngineConfig, ports: PortArgs) -> None:
     """The detokenizer process' main function; ends with the parent or on :class:`ShutdownReq`."""
     prepare_child("detokenizer", config.log_level, ports)
     manager = DetokenizerManager(Detokenizer(load_tokenizer(config.tokenizer_path)), ports)
+    freeze_garbage_collector()
     try:
         manager.run()
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -59,6 +60,13 @@ def setup_logging(log_level: str) -> None:
     logging.basicConfig(
         level=log_level.upper(), format=LOG_FORMAT, datefmt="%Y-%m-%d %H:%M:%S", stream=sys.stderr, force=True
     )
+
+
+def freeze_garbage_collector() -> None:
+    """Before serving: what exists now (modules, tables, the model) lives as long as the process, and no collection,
+    which everybody waits for, needs to look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _end_with(sentinel: int, ports: PortArgs) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -49,7 +49,7 @@ def _error_type(status: int) -> str:
 
 def new_rid() -> str:
     """A fresh request id: 32 hexadecimal digits."""
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 @dataclass(frozen=True, slots=True)

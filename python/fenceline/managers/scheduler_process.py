@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import gc
 import logging
 import os
 import sys
@@ -19,7 +18,7 @@ from fenceline.managers.flight_dump import dump_and_log, dump_on_signal
 from fenceline.managers.flight_recorder import FlightRecorder
 from fenceline.managers.io_struct import BatchTokenOut, FatalError, Message, PortArgs, SchedulerReady, encode
 from fenceline.managers.ipc import bind_pull, connect_push, drain
-from fenceline.managers.process import prepare_child
+from fenceline.managers.process import freeze_garbage_collector, prepare_child
 from fenceline.managers.scheduler import InFlight, Scheduler
 from fenceline.memory_order import open_device
 from fenceline.model_executor.model_runner import ModelRunner
@@ -128,8 +127,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs) -> None:
         recorder = scheduler.recorder
         dump_on_signal(recorder)
         outbox.to_tokenizer(ready_message(config, scheduler))
-        gc.collect()
-        gc.freeze()  # the model's objects live as long as the process: no need to look at them again
+        freeze_garbage_collector()
         run_loop(scheduler)
         watchdog.waiting()
     except Exception as error:
