@@ -386,6 +386,16 @@ def test_cache_folder_respects_xdg(tmp_path: Path) -> None:
         assert cache_folder(environ) == Path.home() / ".cache" / "fenceline" / "kernels"
 
 
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    with pytest.raises(KernelUnavailable, match="set XDG_CACHE_HOME"):
+        cache_folder({})
+    assert cache_folder({"XDG_CACHE_HOME": "/cache"}) == Path("/cache/fenceline/kernels")
+
+
 @pytest.fixture
 def sources(tmp_path: Path) -> Sources:
     texts = {

@@ -77,10 +77,15 @@ def find_sources() -> Sources:
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Where compiled libraries are kept. A relative XDG_CACHE_HOME counts as none, as its specification says."""
+    """Where compiled libraries are kept. A relative XDG_CACHE_HOME counts as none, as its specification says.
+
+    Raises KernelUnavailable for a user without a home, as containers have them."""
     environ = os.environ if environ is None else environ
     base = Path(environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "fenceline" / "kernels"
+    try:
+        return (base if base.is_absolute() else Path.home() / ".cache") / "fenceline" / "kernels"
+    except RuntimeError as error:
+        raise KernelUnavailable(f"{error}: set XDG_CACHE_HOME to a folder that can be written") from error
 
 
 def cache_key(sources: Sources, unit: str, nvcc: Nvcc, archs: Sequence[str]) -> str:
