@@ -15,7 +15,7 @@ _CPU_KV_BYTES = 4 << 30
 def num_kv_pages(config: EngineConfig, device: Device, dtype: torch.dtype) -> int:
     """Pages of the KV pool, the sink page included.
 
-    ``--max-total-tokens`` if given; else what ``--mem-fraction-static`` leaves beside the weights (which
+    ``--max-total-tokens`` if given; else what ``--mem-fraction-static`` leaves beside weights and page tables (which
     are loaded by now), but no more than all running requests can use. Raises ``ValueError`` with the
     remedy when that is less than one request of two pages.
     """
