@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-ROWS = (1, 2, 5, 17, 33)
+ROWS = (1, 5, 17)  # each a kernel, or a padding, of its own
 SHAPES = ((48, 64), (50, 72), (7, 40))  # N and K: whole blocks, ragged blocks, less than a block
 FUSIONS = ("plain", "bias", "norm", "gated", "residual")
 # The interpreter multiplies bfloat16 matrices by their bit patterns, so two rows or more are tried in float16.
@@ -39,7 +39,7 @@ class Case:
 CASES = [
     Case(dtype, rows, n, k, fusion)
     for dtype, rows, (n, k), fusion in itertools.product(DTYPES, ROWS, SHAPES, FUSIONS)
-    if (dtype == "bfloat16") <= (rows == 1)
+    if (dtype == "bfloat16") <= (rows == 1) and (dtype == "float32" or (n, k) == SHAPES[1])
 ]
 
 

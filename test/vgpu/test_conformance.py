@@ -17,22 +17,25 @@ from conformance_vgpu import VgpuMachine
 
 from fenceline.vgpu import RaceError, VirtualGpu
 
-NUM_SEEDS = 60
+NUM_SEEDS = 40  # that every outcome shows
+NUM_DETECTED_SEEDS = 12  # the detector answers on every schedule alike, but for programs that say "sometimes"
 
 every_program = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
 
 
-def schedules(detect: bool) -> Iterator[VirtualGpu]:
+def schedules(num_seeds: int, detect: bool) -> Iterator[VirtualGpu]:
     for policy in ("fifo", "eager", "laziest"):
         yield VirtualGpu(policy=policy, detect=detect)
-    for seed in range(NUM_SEEDS):
+    for seed in range(num_seeds):
         for policy in ("random", "pct"):
             yield VirtualGpu(seed=seed, policy=policy, detect=detect)
 
 
 @every_program
 def test_outcomes_are_those_allowed(program: Program) -> None:
-    seen: Counter[Outcome] = Counter(program.run(VgpuMachine(gpu)) for gpu in schedules(detect=False))
+    seen: Counter[Outcome] = Counter(
+        program.run(VgpuMachine(gpu)) for gpu in schedules(NUM_SEEDS, detect=False)
+    )
     assert set(seen) == program.allowed, f"seen {dict(seen)}, allowed {set(program.allowed)}"
 
 
@@ -40,7 +43,7 @@ def test_outcomes_are_those_allowed(program: Program) -> None:
 def test_the_detector_objects_to_what_has_several_outcomes(program: Program) -> None:
     """Whatever the schedule; where one outcome is certain it is silent."""
     num_races, num_runs = 0, 0
-    for gpu in schedules(detect=True):
+    for gpu in schedules(NUM_DETECTED_SEEDS, detect=True):
         num_runs += 1
         try:
             program.run(VgpuMachine(gpu))

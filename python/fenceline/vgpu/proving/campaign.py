@@ -20,7 +20,7 @@ from fenceline.vgpu.proving.runs import Outcome, Trial, run
 from fenceline.vgpu.proving.table import Proof
 from fenceline.vgpu.proving.workloads import WORKLOADS
 
-_MEASURED_ROUNDS = 2  # of all workloads, in this process, with branches counted
+_MEASURED_ROUNDS = 1  # of all workloads, in this process, with branches counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,9 +168,9 @@ def _aborts(random: Random) -> Scenario:
 def _retraction(random: Random) -> Scenario:
     script = _Script(random)
     for _ in range(4):
-        script.add(random.randrange(3), script.prompt(3, 8), random.randint(6, 12), ignore_eos=True)
+        script.add(random.randrange(3), script.prompt(3, 8), random.randint(5, 9), ignore_eos=True)
     return script.scenario(
-        max_total_tokens=random.choice((28, 32, 36)),
+        max_total_tokens=random.choice((24, 28, 32)),
         max_running_requests=4,
         chunked_prefill_size=16,
         page_size=4,
