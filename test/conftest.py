@@ -19,7 +19,10 @@ hypothesis.settings.load_profile("fenceline")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` or ``multi_gpu`` where there are not enough GPUs."""
+    """Files with slow tests first: several processes share the files out, and nobody is left with one at the end.
+    Skip tests marked ``gpu`` or ``multi_gpu`` where there are not enough GPUs."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     wanted = {"gpu": 1, "multi_gpu": 2}
     marked = [(item, wanted[mark]) for item in items for mark in wanted if item.get_closest_marker(mark)]
     if not marked:
