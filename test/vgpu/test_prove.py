@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,13 @@ CHECKERS = {
     "graph_pool": "lifetime",
     "sink": "bounds",
 }
+
+
+@pytest.fixture(autouse=True)
+def _log_lines_come_back() -> Iterator[None]:
+    """The command silences its process for the runs; other tests of this one want to read what is logged."""
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.slow
