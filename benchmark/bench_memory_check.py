@@ -1,10 +1,10 @@
-"""What --memory-check order costs per decode step: the whole loop with the real model runner, and a model that is free.
+"""What --memory-check order and the flight recorder cost per decode step, in the whole loop with the real model runner.
 
     python benchmark/bench_memory_check.py [--running 1,16,64,256] [--prompt-len 64] [--steps 600]
 
-The loop runs with ``order`` on, and every call into the checker is timed where the loop makes it, caches as cold as
-they are there: the cost is the sum over the calls of a step, each at its median. The step with ``off`` beside it is
-everything that a decode step does on the CPU but the model's layers: scheduler, rings, page tables, sampler.
+The model alone is free. The loop runs with ``order`` on, or with the recorder alone, and every call into them is timed
+where the loop makes it, caches as cold as they are there: the cost is the sum over the calls of a step, each at its
+median. The step beside it is without the checker: scheduler, rings, page tables, sampler.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fenceline.config.resolve import resolve
 from fenceline.config.sampling_params import SamplingParams
 from fenceline.config.server_args import ServerArgs
 from fenceline.layers.forward_batch import ForwardBatch
+from fenceline.managers.flight_recorder import FlightRecorder
 from fenceline.managers.io_struct import TokenizedGenerateReq
 from fenceline.managers.scheduler import InFlight, Scheduler
 from fenceline.memory_order import OrderChecker, open_device
@@ -108,6 +109,7 @@ class Stopwatch:
         return timed
 
 
+RECORDER = [(FlightRecorder, name) for name in ("launched", "published")]
 ENTRANCES = [
     *((StepOrder, name) for name in ("begin_step", "decode")),
     *((SlotOrder, name) for name in ("host", "device", "upload", "download")),
@@ -116,14 +118,14 @@ ENTRANCES = [
 
 
 def run(num_running: int, prompt_len: int, num_steps: int, page_size: int, check: str) -> tuple[float, float]:
-    """Microseconds of one decode step, the median, and of its calls into the checker."""
+    """Microseconds of one decode step, the median, and of its calls into the checker, with ``off`` the recorder."""
     scheduler = make_scheduler(num_running, prompt_len, num_steps, page_size, check)
     flight: InFlight | None = None
     while len(scheduler.running) < num_running:
         flight = scheduler.step(flight)
     for _ in range(8):
         flight = scheduler.step(flight)
-    watch = Stopwatch(ENTRANCES if check == "order" else [])
+    watch = Stopwatch(ENTRANCES if check == "order" else RECORDER)
     watch.start()
     steps = []
     for _ in range(num_steps):
@@ -146,13 +148,17 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{'running':>8} {'step, off: us':>14} {'checker: median us':>19} {'min':>6} {'max':>6}")
+    print(
+        f"{'running':>8} {'step: us':>10} {'recorder: us':>13} {'share':>7} {'checker: us':>12} {'min':>6} {'max':>6}"
+    )
     for size in [int(n) for n in args.running.split(",")]:
         shape = (size, args.prompt_len, args.steps, args.page_size)
-        step = statistics.median(run(*shape, "off")[0] for _ in range(args.repeats))
+        plain = [run(*shape, "off") for _ in range(args.repeats)]
+        step, recorder = (statistics.median(column) for column in zip(*plain, strict=True))
         costs = [run(*shape, "order")[1] for _ in range(args.repeats)]
         print(
-            f"{size:>8} {step:>14.1f} {statistics.median(costs):>19.1f} {min(costs):>6.1f} {max(costs):>6.1f}"
+            f"{size:>8} {step:>10.1f} {recorder:>13.2f} {recorder / step:>7.2%} {statistics.median(costs):>12.1f} "
+            f"{min(costs):>6.1f} {max(costs):>6.1f}"
         )
 
 
