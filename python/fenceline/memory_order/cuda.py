@@ -93,7 +93,7 @@ class CudaDevice(Device):
         plan = self._fills.get(targets)
         if plan is None:  # checking takes longer than filling: once for each arena
             plan = self._fills[targets] = fenceline_kernel.FillPlan(
-                [fenceline_kernel.FillField(field.target, field.source, field.pad) for field in fields],
+                [fenceline_kernel.FillField(field.target, None, field.pad) for field in fields],
                 self._kernels,
             )
         plan.fill(num_live, sources)
