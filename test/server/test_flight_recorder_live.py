@@ -129,7 +129,8 @@ def test_a_step_that_never_ends_is_dumped_by_the_watchdog_and_on_sigusr1(tmp_pat
             server.wait_ready().client() as client,
             client.stream("POST", "/generate", json=streaming) as response,
         ):
-            lines = response.iter_lines()  # kept: an iterator that is dropped closes the connection, which aborts
+            # Kept: an iterator that is dropped closes the connection, and that is an abort.
+            lines = response.iter_lines()
             next(lines)
             server.signal(signal.SIGUSR1)
             wait_for(lambda: "SIGUSR1; the last steps" in server.output)
