@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -23,8 +24,9 @@ def conftest() -> ModuleType:
 class Item:
     """As much of a collected test as the hook looks at."""
 
-    def __init__(self, *marks: str) -> None:
+    def __init__(self, *marks: str, path: str = "test_it.py") -> None:
         self.marks = marks
+        self.path = Path(path)
         self.added: list[str] = []
 
     def get_closest_marker(self, name: str) -> str | None:
@@ -59,3 +61,10 @@ def test_nobody_asks_for_gpus_without_a_marked_test(
 
     monkeypatch.setattr(conftest, "_num_gpus", ask)
     conftest.pytest_collection_modifyitems([Item()])
+
+
+def test_files_with_slow_tests_come_first_and_stay_in_order(conftest: ModuleType) -> None:
+    quick, long, beside = Item(path="a.py"), Item("slow", path="b.py"), Item(path="b.py")
+    items = [quick, beside, long, last := Item(path="c.py")]
+    conftest.pytest_collection_modifyitems(items)
+    assert items == [beside, long, quick, last]
