@@ -44,6 +44,12 @@ def dumps(server: LiveServer) -> list[tuple[str, dict[str, Any]]]:
     return [(why, json.loads(Path(path).read_text())) for why, path in LAST_WORDS.findall(server.output)]
 
 
+def told_at_the_end(server: LiveServer) -> bool:
+    """Whether a dump is named on the last lines. Python's own tracker may mourn what a process that died had open."""
+    lines = [line for line in server.lines if "resource_tracker" not in line and "warnings.warn" not in line]
+    return LAST_WORDS.search("".join(lines[-4:])) is not None
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("dumps") / "made"
@@ -119,7 +125,7 @@ def test_books_that_do_not_add_up_are_dumped(tmp_path: Path) -> None:
         assert "KV pages do not add up while idle: 1 leased to nobody" in why
         assert dump["reason"] == why and len(dump["steps"]) == 12
         assert [event["why"] for event in dump["events"] if event["event"] == "depart"] == ["length"]
-        assert LAST_WORDS.search("".join(server.lines[-4:])), "on the last lines"
+        assert told_at_the_end(server)
 
 
 def test_a_step_that_never_ends_is_dumped_by_the_watchdog_and_on_sigusr1(tmp_path: Path) -> None:
@@ -139,4 +145,4 @@ def test_a_step_that_never_ends_is_dumped_by_the_watchdog_and_on_sigusr1(tmp_pat
         assert asked == "SIGUSR1" and len(while_hanging["steps"]) >= 2
         assert why.startswith("a step has not ended for 6 s")
         assert dump["steps"][-1]["tokens"] is None and dump["steps"][-2]["mode"] == "decode"
-        assert LAST_WORDS.search("".join(server.lines[-4:])), "on the last lines"
+        assert told_at_the_end(server)
