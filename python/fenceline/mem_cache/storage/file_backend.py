@@ -1,0 +1,270 @@
+"""FileBackend: a directory of page files on a local disk, shared by all servers that name it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fenceline.mem_cache.storage import page_file
+from fenceline.mem_cache.storage.base import (
+    PageParts,
+    Reason,
+    StatsBook,
+    StorageError,
+    StorageStats,
+    Tally,
+)
+from fenceline.mem_cache.storage.cleaner import Cleaner
+from fenceline.mem_cache.storage.directory import StorageDirectory, TempFile
+from fenceline.mem_cache.storage.page_hash import PageFingerprint, PageKey
+
+# A page's time of last use is its file's mtime. Pages of one call get times this far apart, the first the latest: a
+# prefix loses its last pages first, as a later page is of no use without the ones before.
+_STEP_NS = 1000
+_START_TIMEOUT_S = 30.0  # another server may be making room
+_OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class FileBackend:
+    """The ``StorageBackend`` that keeps each page in a file (see ``page_file`` and ``directory`` for the layout).
+
+    A page appears under its name complete or not at all, whenever its writer dies; what cannot be verified is a miss
+    and is removed. The files of all models in the directory together never exceed ``max_bytes`` (of the server that
+    writes). Threads and processes may use a directory at the same time; there are no threads in here.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        fingerprint: PageFingerprint,
+        max_bytes: int,
+        *,
+        fsync: bool = False,
+        clean_to: float = 0.9,
+        lock_timeout_s: float = 1.0,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """``fsync``: a page is on the disk before it appears; without, the system writes it when it likes, and what a
+        power failure tears is a miss by its checksum. ``clean_to``: share of ``max_bytes`` that is left when the least
+        recently used pages have made room. ``clock``: wall-clock time in ns.
+
+        Takes stock of the directory. Raises ``ValueError`` if it cannot be used."""
+        self._page_nbytes = fingerprint.page_nbytes
+        self._file_nbytes = page_file.HEADER_NBYTES + fingerprint.page_nbytes
+        if max_bytes < self._file_nbytes:
+            raise ValueError(
+                f"a storage of {max_bytes} bytes cannot hold one page of {self._file_nbytes}: make it larger"
+            )
+        assert 0.0 < clean_to <= 1.0, f"clean_to is a share, got {clean_to}"
+        self._model = fingerprint.directory_name()
+        self._fsync = fsync
+        self._clock = clock
+        self._book = StatsBook()
+        try:
+            self._directory = StorageDirectory(Path(root), lock_timeout_s)
+            self._cleaner = Cleaner(self._directory, max_bytes, int(max_bytes * clean_to))
+            self._take_stock(fingerprint)
+        except OSError as error:
+            raise ValueError(
+                f"cannot use the storage directory {os.fspath(root)}: {error}; name one that this user may write"
+            ) from error
+        except StorageError as error:
+            raise ValueError(
+                f"cannot use the storage directory: {error}; end it or name another one"
+            ) from error
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of a page's payload."""
+        return self._page_nbytes
+
+    def stats(self) -> StorageStats:
+        """Counts since this object was made."""
+        return self._book.snapshot()
+
+    # --- the calls -----------------------------------------------------------------------------------
+
+    def exists(self, keys: Sequence[PageKey]) -> list[bool]:
+        """See ``StorageBackend``. One system call a page."""
+        started, now, tally = time.perf_counter(), self._clock(), Tally()
+        found = [self._touch(self._path(key), now - i * _STEP_NS) for i, key in enumerate(keys)]
+        tally.seconds["exists"] += time.perf_counter() - started
+        self._book.add(tally)
+        return found
+
+    def get(self, keys: Sequence[PageKey], pages: Sequence[PageParts]) -> list[bool]:
+        """See ``StorageBackend``. The disk's bytes go straight to the parts."""
+        started, now, tally = time.perf_counter(), self._clock(), Tally()
+        found = [
+            self._get_page(key, page, now - i * _STEP_NS, tally)
+            for i, (key, page) in enumerate(zip(keys, pages, strict=True))
+        ]
+        num_hits = sum(found)
+        tally.counts.update(hits=num_hits, misses=len(found) - num_hits)
+        tally.counts["read_bytes"] += num_hits * self._page_nbytes
+        tally.seconds["get"] += time.perf_counter() - started
+        self._book.add(tally)
+        return found
+
+    def set(self, keys: Sequence[PageKey], pages: Sequence[PageParts]) -> list[bool]:
+        """See ``StorageBackend``. The first page for which there is no room ends the call: those behind it would fare
+        no better, and a prefix cannot use them."""
+        started, now, tally = time.perf_counter(), self._clock(), Tally()
+        keep_since = now - len(keys) * _STEP_NS
+        stored = [False] * len(keys)
+        for i, (key, page) in enumerate(zip(keys, pages, strict=True)):
+            parts = page_file.views(page, self._page_nbytes)
+            try:
+                self._set_page(key, parts, now - i * _STEP_NS, keep_since, tally)
+                stored[i] = True
+            except (StorageError, OSError) as error:
+                reason = _reason(error)
+                no_room = reason in (Reason.FULL, Reason.NO_SPACE)
+                tally.errors[reason] += len(keys) - i if no_room else 1
+                if no_room:
+                    break
+        tally.counts["unwritten"] += len(keys) - sum(stored)
+        tally.seconds["set"] += time.perf_counter() - started
+        self._book.add(tally)
+        return stored
+
+    def clear(self) -> int:
+        """See ``StorageBackend``. Other servers of this model lose their pages too."""
+        num_removed = 0
+        try:
+            with self._directory.locked() as books:
+                for page in self._directory.pages_of(self._model):
+                    os.unlink(page.path)
+                    num_removed += 1
+                books.write(self._directory.scan()[0])
+        except (OSError, StorageError) as error:
+            self._book.add(_failed(error))
+        return num_removed
+
+    # --- one page ------------------------------------------------------------------------------------
+
+    def _get_page(self, key: PageKey, page: PageParts, used_ns: int, tally: Tally) -> bool:
+        parts = page_file.views(page, self._page_nbytes)
+        path = self._path(key)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            tally.errors[_reason(error)] += 1
+            return False
+        try:
+            page_file.read_page(fd, key, parts)
+        except (StorageError, OSError) as error:
+            tally.errors[_reason(error)] += 1
+            if isinstance(error, StorageError):  # damaged; what the system failed to read may be sound
+                self._remove(path)
+            return False
+        finally:
+            os.close(fd)
+        self._touch(path, used_ns)
+        return True
+
+    def _set_page(
+        self, key: PageKey, parts: Sequence[memoryview], used_ns: int, keep_since_ns: int, tally: Tally
+    ) -> None:
+        path = self._path(key)
+        if self._touch(path, used_ns):
+            tally.counts["duplicates"] += 1
+            return
+        temp = self._reserve(keep_since_ns, tally)
+        try:
+            page_file.write_page(temp.fd, key, parts)
+            if self._fsync:
+                os.fsync(temp.fd)
+            os.utime(temp.fd, ns=(used_ns, used_ns))
+            _publish(temp.path, path)
+        except BaseException:
+            self._remove(temp.path)
+            raise
+        finally:
+            os.close(temp.fd)
+        tally.counts["writes"] += 1
+        tally.counts["written_bytes"] += self._page_nbytes
+
+    def _reserve(self, keep_since_ns: int, tally: Tally) -> TempFile:
+        """A temporary file for one page, its bytes counted. Raises ``StorageError``, ``OSError``."""
+        if self._directory.num_free_bytes() < self._file_nbytes:
+            raise StorageError(Reason.NO_SPACE, "the disk is full")
+        with self._directory.locked() as books:
+            if not self._cleaner.make_room(books, self._file_nbytes, self._clock(), keep_since_ns, tally):
+                raise StorageError(Reason.FULL, "every page is newer than this call")
+            used = books.used
+            assert used is not None, "making room leaves the books in order"
+            books.write(used + self._file_nbytes)
+            try:
+                return self._directory.make_temp(self._file_nbytes)
+            except OSError:
+                books.write(used)
+                raise
+
+    def _remove(self, path: str) -> None:
+        """Remove a file that is no good, and its bytes from the books, if it is still there."""
+        try:
+            with self._directory.locked() as books:
+                size = os.stat(path).st_size
+                os.unlink(path)
+                # Of a file that somebody lengthened or shortened, never more than was counted.
+                books.subtract(min(size, self._file_nbytes))
+        except (OSError, StorageError):
+            # Not even that: the file stays, counted, and whoever reads or scans it next tries again.
+            pass
+
+    def _touch(self, path: str, used_ns: int) -> bool:
+        """Note the use of a page; whether it is there."""
+        try:
+            os.utime(path, ns=(used_ns, used_ns))
+        except FileNotFoundError:
+            return False
+        except OSError:  # a directory that we may only read
+            return os.path.exists(path)
+        return True
+
+    def _path(self, key: PageKey) -> str:
+        return self._directory.page_path(self._model, key)
+
+    def _take_stock(self, fingerprint: PageFingerprint) -> None:
+        """Put the books in order after whatever happened to the last server; see that we may write."""
+        tally = Tally()
+        with self._directory.locked(_START_TIMEOUT_S) as books:
+            self._cleaner.clean(books, 0, self._clock(), None, tally)
+            temp = self._directory.make_temp(0)
+            try:
+                os.write(temp.fd, fingerprint.describe().encode() + b"\n")
+                # For people who wonder what the hexadecimal directory is.
+                _publish(temp.path, f"{self._directory.root}/{self._model}/fingerprint.json")
+            except OSError as error:
+                os.unlink(temp.path)
+                if _reason(error) is not Reason.NO_SPACE:  # what is there can be read on a full disk too
+                    raise
+            finally:
+                os.close(temp.fd)
+        self._book.add(tally)
+
+
+def _publish(temp: str, path: str) -> None:
+    try:
+        os.rename(temp, path)
+    except FileNotFoundError:  # the first page of its folder
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        os.rename(temp, path)
+
+
+def _reason(error: OSError | StorageError) -> Reason:
+    if isinstance(error, StorageError):
+        return error.reason
+    return Reason.NO_SPACE if error.errno in _OUT_OF_SPACE else Reason.IO
+
+
+def _failed(error: OSError | StorageError) -> Tally:
+    tally = Tally()
+    tally.errors[_reason(error)] += 1
+    return tally

@@ -1,0 +1,79 @@
+"""The names of pages in storage: a hash chain over everything their bytes depend on.
+
+``key_i = sha256(key_{i-1} | tokens of page i)`` and ``key_{-1} = sha256(fingerprint | extra_key)``: a key names the
+whole prefix that ends with its page, and the model, format and shard that computed it. Both parts of a link have a
+fixed length, so different prefixes cannot run into the same text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+PageKey = bytes
+KEY_NBYTES = 32
+
+# Part of every key: whoever changes what a page's bytes mean changes this, and old pages are never found again.
+_SCHEME = b"fenceline page 1\0"
+_INT32 = np.iinfo(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class PageFingerprint:
+    """What two servers must have in common to read each other's pages.
+
+    ``model_id`` must change with the weights (path and revision, better a digest of the files); ``draft_id`` is the
+    draft model's, whose layers are in the page too; ``dtype`` that of the KV; ``layout`` the order of bytes in a
+    page; ``page_nbytes`` bytes of one page, all layers, of this rank.
+    """
+
+    model_id: str
+    dtype: str
+    page_size: int
+    page_nbytes: int
+    layout: str
+    tp_rank: int = 0
+    tp_size: int = 1
+    draft_id: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.page_size >= 1, f"page_size {self.page_size}"
+        assert self.page_nbytes >= 1, f"page_nbytes {self.page_nbytes}"
+        assert 0 <= self.tp_rank < self.tp_size, f"rank {self.tp_rank} of {self.tp_size}"
+
+    def describe(self) -> str:
+        """All fields as one line of JSON, the same for equal fingerprints."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    def directory_name(self) -> str:
+        """32 hex digits for the place where pages of this fingerprint lie."""
+        return self.root_key().hex()[:32]
+
+    def root_key(self, extra_key: str = "") -> PageKey:
+        """The parent of a first page. ``extra_key`` names an isolated namespace, as in the radix tree."""
+        text = json.dumps([self.describe(), extra_key])  # JSON, so that no field can pose as its neighbour
+        return hashlib.sha256(_SCHEME + text.encode()).digest()
+
+
+def page_keys(parent: PageKey, token_ids: NDArray[np.integer[Any]], page_size: int) -> list[PageKey]:
+    """The keys of the whole pages of ``token_ids`` [n], any integer dtype with values of int32; the tail is ignored.
+
+    ``parent``: the key of the page before them, or ``PageFingerprint.root_key``. About 0.5 us a page.
+    """
+    assert len(parent) == KEY_NBYTES, f"a key has {KEY_NBYTES} bytes, this one {len(parent)}"
+    assert token_ids.ndim == 1, f"token_ids must be a vector, got {token_ids.ndim} dimensions"
+    whole = token_ids[: len(token_ids) // page_size * page_size]
+    if whole.size and whole.dtype != np.int32:
+        fits = _INT32.min <= int(whole.min()) and int(whole.max()) <= _INT32.max
+        assert fits, "a token id that does not fit int32 would share its key with another"
+    data = whole.astype("<i4").tobytes()
+    keys: list[PageKey] = []
+    for start in range(0, len(data), 4 * page_size):
+        parent = hashlib.sha256(parent + data[start : start + 4 * page_size]).digest()
+        keys.append(parent)
+    return keys
