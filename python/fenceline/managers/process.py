@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 
+from tqdm import tqdm
+
 from fenceline.managers.io_struct import PortArgs
 from fenceline.managers.ipc import remove_ports
 
@@ -35,6 +37,7 @@ def prepare_child(name: str, log_level: str, ports: PortArgs) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
     signal.pthread_sigmask(signal.SIG_BLOCK, (DUMP_SIGNAL,))
     setup_logging(log_level)
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which outlives a killed process
     parent = multiprocessing.parent_process()
     if parent is not None:
         watch = threading.Thread(
