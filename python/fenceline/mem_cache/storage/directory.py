@@ -146,7 +146,11 @@ class StorageDirectory:
 
     def num_free_bytes(self) -> int:
         """What the file system has left for us."""
-        vfs = os.statvfs(self.root)
+        try:
+            vfs = os.statvfs(self.root)
+        except FileNotFoundError:  # somebody removed it: begin anew
+            self._make()
+            vfs = os.statvfs(self.root)
         return vfs.f_bavail * vfs.f_frsize
 
     def page_path(self, model: str, key: bytes) -> str:
