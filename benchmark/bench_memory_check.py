@@ -27,7 +27,8 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.managers.flight_recorder import FlightRecorder
 from fenceline.managers.io_struct import TokenizedGenerateReq
-from fenceline.managers.scheduler import InFlight, Scheduler
+from fenceline.managers.scheduler import Scheduler
+from fenceline.managers.scheduler_types import InFlight
 from fenceline.memory_order import OrderChecker, open_device
 from fenceline.memory_order.slot_order import SlotOrder
 from fenceline.model_executor import model_runner

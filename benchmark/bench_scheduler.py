@@ -26,7 +26,8 @@ from fenceline.config.resolve import resolve
 from fenceline.config.sampling_params import SamplingParams
 from fenceline.config.server_args import ServerArgs
 from fenceline.managers.io_struct import BatchTokenOut, Message, TokenizedGenerateReq, encode
-from fenceline.managers.scheduler import InFlight, Scheduler
+from fenceline.managers.scheduler import Scheduler
+from fenceline.managers.scheduler_types import InFlight
 from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.memory_order import LeasePool, Point, open_device
 from fenceline.model_executor.forward_result import StepOutput

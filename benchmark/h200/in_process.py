@@ -20,8 +20,9 @@ from fenceline.config.sampling_params import SamplingParams
 from fenceline.config.server_args import parse_args
 from fenceline.managers.io_struct import AbortReq, Message, PortArgs, TokenizedGenerateReq
 from fenceline.managers.ipc import bind_pull, make_ports, remove_ports
-from fenceline.managers.scheduler import InFlight, Scheduler
+from fenceline.managers.scheduler import Scheduler
 from fenceline.managers.scheduler_process import ZmqOutbox
+from fenceline.managers.scheduler_types import InFlight
 from fenceline.memory_order import open_device
 from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
 from fenceline.model_executor.decode_runner import DecodeRunner

@@ -22,7 +22,8 @@ from fenceline.managers.io_struct import (
     TokenLogprobs,
     TokenOut,
 )
-from fenceline.managers.scheduler import InFlight, Scheduler, Worker
+from fenceline.managers.scheduler import Scheduler
+from fenceline.managers.scheduler_types import InFlight, Worker
 from fenceline.memory_order import open_device
 from fenceline.model_executor.model_runner import ModelRunner
 

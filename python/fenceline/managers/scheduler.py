@@ -14,15 +14,14 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
-from typing import Protocol
 
 import numpy as np
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.managers.flight_recorder import FlightRecorder
-from fenceline.managers.io_struct import AbortReq, BatchTokenOut, FinishReason, Message, TokenizedGenerateReq
+from fenceline.managers.io_struct import AbortReq, FinishReason, Message, TokenizedGenerateReq
 from fenceline.managers.output import OutputSender, log_output, log_prompt
 from fenceline.managers.prefill import CLIP_NEW_TOKENS, PrefillPlan, PrefillPlanner, remap_writes
 from fenceline.managers.req import LogprobLog, Req, emit_interval
@@ -31,62 +30,13 @@ from fenceline.managers.running_batch import RunningBatch
 from fenceline.managers.schedule_policy import NewTokenRatio, order_waiting
 from fenceline.managers.scheduler_control import SchedulerControl
 from fenceline.managers.scheduler_stats import SchedulerStats
+from fenceline.managers.scheduler_types import Inbox, InFlight, Outbox, Worker
 from fenceline.mem_cache.radix_cache import RadixCache
-from fenceline.mem_cache.req_pool import ReqPool
-from fenceline.memory_order import LeasePool, Points
-from fenceline.model_executor.cuda_graph_runner import GraphStats
-from fenceline.model_executor.forward_result import ForwardResult, StepOutput
+from fenceline.memory_order import Points
+from fenceline.model_executor.forward_result import StepOutput
 from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, PageWrites, ScheduleBatch
 
 logger = logging.getLogger(__name__)
-
-
-class Inbox(Protocol):
-    """Where requests and control messages come from."""
-
-    def drain(self, block: bool) -> Sequence[Message]:
-        """All messages that have arrived; with ``block`` wait until there is one."""
-        ...
-
-
-class Outbox(Protocol):
-    """Where news go."""
-
-    def to_detokenizer(self, message: BatchTokenOut) -> None:
-        """Tokens."""
-        ...
-
-    def to_tokenizer(self, message: Message) -> None:
-        """Replies to control messages, statistics."""
-        ...
-
-
-class Worker(Protocol):
-    """What computes steps: a ModelRunner, or a stand-in that benchmarks measure the scheduler with."""
-
-    pages: LeasePool
-    req_pool: ReqPool
-
-    @property
-    def memory_bytes(self) -> dict[str, int]:
-        """Long-lived allocations by name."""
-        ...
-
-    @property
-    def graph_stats(self) -> GraphStats | None: ...  # None without graphs
-
-    def launch(self, batch: ScheduleBatch) -> ForwardResult:
-        """Submit one step without waiting for it."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A launched step: its batch, its requests in batch order, and its result to come."""
-
-    batch: ScheduleBatch
-    reqs: Sequence[Req]
-    result: ForwardResult
 
 
 class Scheduler:

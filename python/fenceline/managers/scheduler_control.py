@@ -24,7 +24,8 @@ from fenceline.managers.io_struct import (
 )
 
 if TYPE_CHECKING:
-    from fenceline.managers.scheduler import Outbox, Scheduler
+    from fenceline.managers.scheduler import Scheduler
+    from fenceline.managers.scheduler_types import Outbox
 
 logger = logging.getLogger(__name__)
 

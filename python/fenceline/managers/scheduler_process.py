@@ -19,7 +19,8 @@ from fenceline.managers.flight_recorder import FlightRecorder
 from fenceline.managers.io_struct import BatchTokenOut, FatalError, Message, PortArgs, SchedulerReady, encode
 from fenceline.managers.ipc import bind_pull, connect_push, drain
 from fenceline.managers.process import freeze_garbage_collector, prepare_child
-from fenceline.managers.scheduler import InFlight, Scheduler
+from fenceline.managers.scheduler import Scheduler
+from fenceline.managers.scheduler_types import InFlight
 from fenceline.memory_order import open_device
 from fenceline.model_executor.model_runner import ModelRunner
 

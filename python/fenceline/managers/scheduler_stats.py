@@ -12,7 +12,8 @@ from fenceline.managers.request_memory import RequestMemory
 from fenceline.model_executor.cuda_graph_runner import GraphStats
 
 if TYPE_CHECKING:
-    from fenceline.managers.scheduler import Outbox, Scheduler, Worker
+    from fenceline.managers.scheduler import Scheduler
+    from fenceline.managers.scheduler_types import Outbox, Worker
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.config.resolve import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.managers.io_struct import BatchTokenOut, Message
-from fenceline.managers.scheduler import InFlight, Scheduler
+from fenceline.managers.scheduler import Scheduler
+from fenceline.managers.scheduler_types import InFlight
 from fenceline.memory_order import Device, Points, open_device
 from fenceline.model_executor.cuda_graph_runner import GraphStats
 from fenceline.model_executor.forward_result import ForwardResult, LogprobValues, StepOutput
