@@ -34,7 +34,7 @@ from fenceline_kernel.cache import (
     prebuilt_library,
 )
 from fenceline_kernel.fill import pad_pattern
-from fenceline_kernel.toolchain import WHEEL_ARCHS, Nvcc, arch_of, find_nvcc, runs_on
+from fenceline_kernel.toolchain import WHEEL_ARCHS, Nvcc, arch_of, check_driver, find_nvcc, runs_on
 from kernel_package_cases import FillCase, PageCase, random_fill_case
 
 PACKAGE = Path(__file__).resolve().parents[2] / "sgl-kernel"
@@ -366,6 +366,17 @@ def fake_nvcc(folder: Path, body: str) -> Nvcc:
     path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo release 13.0 && exit 0\n{find_out}{body}\n')
     path.chmod(0o755)
     return Nvcc(path, "release 13.0")
+
+
+def test_a_compiler_newer_than_the_driver_is_refused_before_a_launch_fails() -> None:
+    newer = Nvcc(Path("/cuda/bin/nvcc"), "Cuda compilation tools, release 13.0, V13.0.48")
+    with pytest.raises(
+        KernelUnavailable, match=r"nvcc is of CUDA 13, the driver of CUDA 12\.8: update the driver"
+    ):
+        check_driver(newer, 12080)
+    for fine in (13000, 13020, 14000, None):
+        check_driver(newer, fine)
+    check_driver(Nvcc(Path("nvcc"), "says nothing of itself"), 12080)
 
 
 def test_compiler_is_found_or_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from fenceline_kernel.cache import PREBUILT, cache_folder, compiled_library, find_sources, prebuilt_library
 from fenceline_kernel.errors import KernelUnavailable
-from fenceline_kernel.toolchain import arch_of, find_nvcc
+from fenceline_kernel.toolchain import arch_of, check_driver, driver_version, find_nvcc
 
 # fenceline::FillField: src, dst, pad; src_rows, src_row_bytes, src_row_stride, size, row_bytes, unit_bytes.
 FILL_FIELD = struct.Struct("=3Q6I")
@@ -147,4 +147,6 @@ def find_library(capability: tuple[int, int], unit: str) -> Path:
     ready = prebuilt_library(sources, unit, capability, PREBUILT)
     if ready is not None:
         return ready
-    return compiled_library(sources, unit, find_nvcc(), [arch_of(capability)], cache_folder())
+    nvcc = find_nvcc()
+    check_driver(nvcc, driver_version())
+    return compiled_library(sources, unit, nvcc, [arch_of(capability)], cache_folder())

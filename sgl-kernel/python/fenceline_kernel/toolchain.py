@@ -5,7 +5,9 @@ Environment read here, and nowhere else but in ``cache``: CUDA_HOME, CUDA_PATH, 
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -44,6 +46,27 @@ class Nvcc:
     def command(self, archs: Sequence[str], include: Path, source: Path, output: Path) -> list[str]:
         """The command that makes ``output``, a shared library for ``archs``, of ``source``."""
         return [str(self.path), *_FLAGS, *arch_flags(archs), f"-I{include}", "-o", str(output), str(source)]
+
+
+def check_driver(nvcc: Nvcc, driver: int | None) -> None:
+    """Raises KernelUnavailable where what ``nvcc`` makes cannot run: its runtime is of a newer major version than the
+    driver (``driver_version``; None: unknown, nothing is said)."""
+    release = re.search(r"release (\d+)\.", nvcc.version)
+    if driver is not None and release is not None and int(release.group(1)) > driver // 1000:
+        raise KernelUnavailable(
+            f"{nvcc.path} is of CUDA {release.group(1)}, the driver of CUDA {driver // 1000}.{driver % 1000 // 10}: "
+            "update the driver, or set CUDA_HOME to a toolkit that is no newer"
+        )
+
+
+def driver_version() -> int | None:
+    """The newest CUDA version that the installed driver runs, as 13000 for 13.0; None without a driver."""
+    try:
+        version = ctypes.c_int()
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else version.value
 
 
 def arch_of(capability: tuple[int, int]) -> str:
