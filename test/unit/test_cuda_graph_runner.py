@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 from step_traces import FULL, PLAIN, TraceShape, random_trace, steady_trace, swap_trace
 from trace_runner import first_difference, make_runner, play, same_tokens
 
+from fenceline.layers.attention.base import AttentionPlan
+from fenceline.layers.attention.torch_backend import TorchAttentionBackend
+from fenceline.layers.forward_batch import GraphDecodeInputs
 from fenceline.memory_order import LeaseError, Points, open_device
 from fenceline.memory_order.cpu import CpuDevice, CpuGraph
 from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner, GraphMismatch
@@ -75,6 +78,23 @@ def test_every_batch_has_an_answer(runner: ModelRunner, chosen: set[int], paddin
 def test_without_the_guard_a_large_batch_is_cut_to_fit() -> None:
     graphs = graphs_of(runner_of("total_buckets"))
     assert [graphs.size_for(n) for n in (8, 9, 5000)] == [8, 8, 8]
+
+
+def test_a_size_that_attention_cannot_plan_is_left_out_with_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs = bare(runner_of(), SIZES, padding=True)
+    original = TorchAttentionBackend.plan_graph
+
+    def plan_graph(self: TorchAttentionBackend, inputs: GraphDecodeInputs) -> AttentionPlan | None:
+        return None if len(inputs.rows) > 4 else original(self, inputs)
+
+    monkeypatch.setattr(TorchAttentionBackend, "plan_graph", plan_graph)
+    with caplog.at_level("WARNING"):
+        graphs.capture(128, show_progress=False)
+    assert graphs.sizes == (1, 2, 4)
+    assert [r.getMessage().partition(":")[0] for r in caplog.records] == ["--cuda-graph-bs 8 is left out"]
+    assert "a smaller --context-length" in caplog.text
 
 
 # --- fallbacks and repairs ---------------------------------------------------------------------------

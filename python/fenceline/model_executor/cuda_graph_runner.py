@@ -99,6 +99,11 @@ class CudaGraphRunner:
                 plan = self._plan(size, max_seq_len)
             if plan is None:
                 self._sizes.remove(size)
+                logger.warning(
+                    "--cuda-graph-bs %d is left out: too much attention for a graph on this device, %d requests of up"
+                    " to %d tokens; a smaller --context-length makes it fit",
+                    *(size, size, max_seq_len),
+                )
                 continue
             self._warm_up(size, plan)
             graph = self._device.capture(f"decode[{size}]", pool, lambda s=size, p=plan: self._run(s, p))  # type: ignore[misc]
