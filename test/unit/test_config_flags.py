@@ -156,6 +156,10 @@ def test_values_reach_their_fields() -> None:
         ),
         ("--cuda-graph-bs", "--cuda-graph-bs: expected at least one argument"),
         ("--cuda-graph-bs 1 two", "--cuda-graph-bs 1 two: expected whole numbers"),
+        (
+            "--cuda-graph-bs 1,2,4",
+            "--cuda-graph-bs 1,2,4: expected whole numbers with spaces between them",
+        ),
         ("--cuda-graph-bs 1 2.5 --port 1", "--cuda-graph-bs 1 2.5: expected whole numbers"),
         ("--load-format gguf", "--load-format gguf: not available, convert the weights to safetensors and"),
         ("--port", "--port: expected one argument"),
