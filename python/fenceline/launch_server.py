@@ -11,15 +11,19 @@ PROG = "python -m fenceline.launch_server"
 
 
 def main(argv: Sequence[str], prog: str = PROG) -> None:
-    """Serve until stopped. Wrong flags end the process with one line on stderr and status 2."""
+    """Serve until stopped. Wrong flags end the process with one line on stderr and status 2, Ctrl-C before the server
+    minds signals itself with status 130."""
     try:
         config = resolve(parse_args(argv, prog))
+        # Imported late: wrong flags and --help answer at once.
+        from fenceline.entrypoints.http_server import launch_server
+
+        launch_server(config)
     except ConfigError as error:
         exit_with(error, prog)
-    # Imported late: wrong flags and --help answer at once.
-    from fenceline.entrypoints.http_server import launch_server
-
-    launch_server(config)
+    except KeyboardInterrupt:
+        print(f"{prog}: stopped while it was starting", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":
