@@ -67,13 +67,19 @@ def path_of(root: Path, backend_fingerprint: PageFingerprint, name: PageKey) -> 
     return root / backend_fingerprint.directory_name() / name.hex()[:2] / f"{name.hex()}.page"
 
 
-def check_books(root: Path, max_bytes: int) -> int:
-    """Files never exceed the bytes counted, and these never the bound. Returns bytes of files."""
+def books_of(root: Path) -> tuple[int, int]:
+    """Bytes in files, and bytes that the books count. Sweeps what dead writers left."""
     directory = StorageDirectory(root, lock_timeout_s=30.0)
     with directory.locked() as books:
         used = books.used
         actual, _ = directory.scan()
     assert used is not None, "the number of bytes in use is lost"
+    return actual, used
+
+
+def check_books(root: Path, max_bytes: int) -> int:
+    """Files never exceed the bytes counted, and these never the bound. Returns bytes of files."""
+    actual, used = books_of(root)
     assert actual <= used, f"{actual} bytes in files, {used} counted"
     assert used <= max_bytes, f"{used} bytes counted, {max_bytes} allowed"
     return actual

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from storage_cases import (
+    books_of,
     check_books,
     contents,
     empty,
@@ -211,6 +212,7 @@ def test_a_symbolic_link_to_the_directory(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     first = FileBackend(tmp_path / "link", fingerprint(PAGE), TEN)
     put(first, NAMES[:2])
+    assert books_of(tmp_path / "link") == (2 * file_nbytes(PAGE), 2 * file_nbytes(PAGE))
     second = FileBackend(tmp_path / "disk", fingerprint(PAGE), TEN)
     assert read_checked(second, NAMES[:2]) == [True, True]
     assert second.clear() == 2
@@ -257,7 +259,7 @@ def assert_nothing_happened(backend: FileBackend, root: Path, reason: Reason, nu
     assert backend.stats().errors == {reason: num_pages}
     assert backend.stats().unwritten == 3
     assert temp_files(root) == []
-    assert check_books(root, TEN) == 2 * file_nbytes(PAGE)
+    assert books_of(root) == (2 * file_nbytes(PAGE), 2 * file_nbytes(PAGE))
     assert read_checked(backend, NAMES[:2]) == [True, True]
 
 

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 import storage_processes as processes
-from storage_cases import check_books, fingerprint, key, page_files, read_checked, temp_files
+from storage_cases import check_books, fingerprint, key, read_checked, temp_files
 
 from fenceline.mem_cache.storage.file_backend import FileBackend
 
@@ -63,19 +63,20 @@ def test_writers_killed_at_random_moments(tmp_path: Path) -> None:
 
 def test_servers_share_a_directory(tmp_path: Path) -> None:
     """Four processes of two models in a directory too small for them."""
+    usage = tmp_path / "usage"
     servers = [start("share", tmp_path, seed) for seed in range(4)]
     try:
         while any(server.poll() is None for server in servers):
-            if (tmp_path / "tmp").exists() and (tmp_path / "usage").stat().st_size:
+            if usage.exists() and usage.stat().st_size:
                 check_books(tmp_path, processes.SHARED_BOUND)
-        for server in servers:
-            answer = result(server)
+        answers = [result(server) for server in servers]
+        for answer in answers:
             # Whoever lost the CPU for a while may find nothing older than its own call. Nothing else goes wrong.
             assert set(answer["errors"]) <= {"full"}, answer
-            assert answer["hits"] > 0
-            assert answer["evictions"] > 0
+        assert sum(answer["hits"] for answer in answers) > 0
+        assert sum(answer["evictions"] for answer in answers) > 0
     finally:
         for server in servers:
             server.kill()
-    assert len({path.parts[-3] for path in page_files(tmp_path)}) == 2
+    assert len(list(tmp_path.glob("*/fingerprint.json"))) == 2
     assert temp_files(tmp_path) == []

@@ -14,7 +14,7 @@ _FUTURE_NS = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Cleaner:
-    """Keeps ``directory`` within ``max_bytes``. A scan costs about 3 us a page, so each one makes room down to
+    """Keeps ``directory`` within ``max_bytes``. A scan costs about 9 us a page, so each one makes room down to
     ``low_bytes``."""
 
     directory: StorageDirectory

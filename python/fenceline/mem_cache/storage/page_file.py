@@ -13,7 +13,7 @@ bytes       little-endian
 ==========  ===================================================================
 
 A CRC-32 finds every error within 32 consecutive bits, so no damaged byte passes; arbitrary damage passes with a chance
-of one in 2^32. It is the fastest sum that the standard library has (2.6 GB/s where SHA-1 makes 1.5 and BLAKE2b 0.6).
+of one in 2^32. It is the fastest sum that the standard library has (3.6 GB/s where SHA-1 makes 1.6 and BLAKE2b 0.6).
 """
 
 from __future__ import annotations
