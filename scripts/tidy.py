@@ -33,7 +33,7 @@ ATTIC = ("", "__main__", "cli", "launch_server", "bench_serving", "benchmarking"
 TEST_ONLY = "vgpu"
 # Run in processes, or at moments, where torch must not be loaded. Importing it inside a function is allowed in config
 # alone, to ask for a GPU.
-NO_TORCH = ("config", "managers.io_struct", "mem_cache.radix_cache")
+NO_TORCH = ("config", "managers.io_struct", "mem_cache.radix_cache", "mem_cache.storage")
 ORDERING_ROOMS = ("memory_order", TEST_ONLY)
 
 _RAW_CLASSES = {"Stream", "Event", "ExternalStream", "CUDAGraph", "graph", "graph_pool_handle"}
