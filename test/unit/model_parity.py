@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from fenceline.config.model_config import ModelConfig
-from fenceline.layers.attention.registry import make_attention_backend
+from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
 from fenceline.layers.kernels.base import LayerKernels
 from fenceline.layers.kernels.torch_kernels import TorchLayerKernels
@@ -129,7 +129,7 @@ class PagedModel:
         for layer in range(config.num_layers):
             self.pool.k(layer)[page_size:] = float("nan")
             self.pool.v(layer)[page_size:] = float("nan")
-        self.backend = make_attention_backend("torch", self.pool)
+        self.backend = TorchAttentionBackend(self.pool)
         pages = np.random.default_rng(3).permutation(np.arange(1, num_pages))
         self.page_table = pages.reshape(num_rows, pages_per_row).astype(np.int32)
 

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fenceline.layers.attention.registry import ATTENTION_BACKENDS, make_attention_backend
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend, decode_groups
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode
 from fenceline.mem_cache.kv_pool import KVPool
@@ -184,10 +183,3 @@ def test_impossible_batches_are_refused(seq_lens: list[int], query_lens: list[in
     )
     with pytest.raises(AssertionError):
         TorchAttentionBackend(pool).plan(inputs)
-
-
-def test_registry_names_the_known_backends() -> None:
-    pool = KVPool(2, 1, 1, 1, 8, torch.float32, torch.device("cpu"))
-    assert isinstance(make_attention_backend("torch", pool), TorchAttentionBackend)
-    with pytest.raises(ValueError, match=", ".join(ATTENTION_BACKENDS)):
-        make_attention_backend("fa9", pool)

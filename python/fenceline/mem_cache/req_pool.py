@@ -30,8 +30,3 @@ class ReqPool:
     def write_pages(self, rows: torch.Tensor, columns: torch.Tensor, pages: torch.Tensor) -> None:
         """``page_table[rows, columns] = pages``; all [N], int64 but pages int32. Call on FORWARD only."""
         self.page_table.index_put_((rows, columns), pages)
-
-    def slots(self, rows: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
-        """KV slots [N] int64 of token ``positions`` [N] int64 in ``rows`` [N] int64. FORWARD only."""
-        pages = self.page_table[rows, positions // page_size].long()
-        return pages * page_size + positions % page_size

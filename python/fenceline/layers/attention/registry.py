@@ -11,7 +11,6 @@ from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.attention.choice import BATCHES, AttentionSetting, choose, measure_us
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.forward_batch import ForwardMode
-from fenceline.mem_cache.kv_pool import KVPool
 
 _AUTO = "auto"
 _REFERENCE = "torch"
@@ -78,14 +77,6 @@ def make_attention_backends(prefill: str, decode: str, setting: AttentionSetting
         prefill_name=prefill,
         decode_name=decode,
     )
-
-
-def make_attention_backend(name: str, kv_pool: KVPool) -> AttentionBackend:
-    """A backend for any device, by name. Raises ``ValueError`` naming the known ones."""
-    _check_known(name)
-    if name != _REFERENCE:
-        raise ValueError(f"--attention-backend {name} needs an NVIDIA GPU: use --attention-backend torch")
-    return TorchAttentionBackend(kv_pool)
 
 
 def _check_known(name: str) -> None:

@@ -43,14 +43,10 @@ class LayerKernels(ABC):
         """RMSNorm over the last axis, x [T, D] → [T, D]."""
 
     @abstractmethod
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [T, K], weight [N, K], bias [N] → [T, N]."""
-
-    @abstractmethod
     def linear_add(
         self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """``residual`` [T, N] += linear(x), in place; returns ``residual``."""
+        """``residual`` [T, N] += x [T, K] @ weight [N, K] transposed + bias [N], in place; returns ``residual``."""
 
     @abstractmethod
     def norm_linear(
@@ -62,7 +58,7 @@ class LayerKernels(ABC):
         bias: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """linear(rms_norm(x)): x [T, K] → [T, N], in ``out`` if given."""
+        """rms_norm(x [T, K]) @ weight [N, K] transposed + bias [N] → [T, N], in ``out`` if given."""
 
     @abstractmethod
     def norm_gate_up(

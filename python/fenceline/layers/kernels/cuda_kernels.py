@@ -41,10 +41,6 @@ class CudaLayerKernels(LayerKernels):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps, pdl=self._pdl)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        done = self._few_rows(x, weight, Fusion(bias=bias)) if x.shape[0] <= _FEW_ROWS else None
-        return F.linear(x, weight, bias) if done is None else done
-
     def linear_add(
         self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
