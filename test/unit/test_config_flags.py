@@ -33,17 +33,12 @@ THREAD_COMMANDS = {
         "--model-path Qwen/Qwen3-Coder-30B-A3B-Instruct --tp 4 --host 0.0.0.0 --enable-piecewise-cuda-graph",
         ["--tp 4", "--enable-piecewise-cuda-graph"],
     ),
-    "hicache-reproduction": (
-        "--model-path any-model --enable-hierarchical-cache --mem-fraction-static 0.40 --hicache-io-backend kernel"
-        " --attention-backend fa3 --port 8000",
-        ["--enable-hierarchical-cache", "--hicache-io-backend kernel"],
-    ),
     "hicache-stress": (
         "--model-path MiniMaxAI/MiniMax-M2.5 --tp 8 --ep 8 --mem-fraction-static 0.40 --enable-hierarchical-cache"
         " --hicache-ratio 2.0 --hicache-size 64 --hicache-write-policy write_through --hicache-io-backend kernel"
         " --attention-backend fa3 --decode-attention-backend flashinfer --chunked-prefill-size 8192 --page-size 64"
         " --enable-cache-report --trust-remote-code --port 8000",
-        ["--tp 8", "--ep 8", "--hicache-write-policy write_through", "--trust-remote-code"],
+        ["--tp 8", "--ep 8", "--trust-remote-code"],
     ),
     "sparse": (
         "--model-path any-model --dense-as-sparse --attention-backend minicpm_flashinfer",
@@ -51,7 +46,7 @@ THREAD_COMMANDS = {
     ),
     "draft-backend": (
         "--model-path any-model --speculative-draft-attention-backend flashinfer --enable-hierarchical-cache",
-        ["--speculative-draft-attention-backend flashinfer", "--enable-hierarchical-cache"],
+        ["--speculative-draft-attention-backend flashinfer"],
     ),
 }
 
@@ -89,9 +84,11 @@ def test_thread_command_parses_once_the_remedy_is_followed(name: str) -> None:
     assert args.disable_radix_cache == ("--disable-radix-cache" in words)
     assert args.enable_cache_report == ("--enable-cache-report" in words)
     assert args.port == (8000 if "8000" in words else 30000)
-    wanted = {"hicache-reproduction": "fa3", "hicache-stress": "fa3", "sparse": "flashinfer"}
+    wanted = {"hicache-stress": "fa3", "sparse": "flashinfer"}
     assert args.attention_backend == wanted.get(name)
     assert args.decode_attention_backend == ("flashinfer" if name == "hicache-stress" else None)
+    assert args.enable_hierarchical_cache == ("--enable-hierarchical-cache" in words)
+    assert args.hicache_size == (64 if name == "hicache-stress" else 0)
 
 
 @pytest.mark.parametrize("option", REFUSED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fenceline.config.errors import ConfigError
+from fenceline.config.hicache import check_hicache
 
 if TYPE_CHECKING:
     from fenceline.config.server_args import ServerArgs
@@ -31,6 +32,7 @@ def check(args: ServerArgs) -> None:
     _check_memory(args)
     _check_graphs(args)
     _check_conflicts(args)
+    check_hicache(args)
 
 
 def _require(condition: bool, message: str) -> None:

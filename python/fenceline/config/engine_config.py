@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fenceline.config.hicache import HiCacheConfig
     from fenceline.config.model_config import ModelConfig
 
 
@@ -19,7 +20,7 @@ class EngineConfig:
     ``max_total_tokens`` None that the model runner sizes the KV pool from ``mem_fraction_static``;
     ``max_queued_requests`` None that the queue is unbounded. ``chat_template`` is the template's text.
     Attention backends are names or ``auto``, which the model runner decides by measuring. ``cuda_graph_bs`` are the
-    decode batch sizes to capture, ascending; empty means no graphs.
+    decode batch sizes to capture, ascending; empty means no graphs. ``hicache`` None: pages live on the device alone.
     """
 
     # Model and tokenizer
@@ -53,6 +54,7 @@ class EngineConfig:
     schedule_conservativeness: float
     disable_radix_cache: bool
     disable_overlap_schedule: bool
+    hicache: HiCacheConfig | None
 
     # Device and kernels
     device: str

@@ -37,9 +37,6 @@ def _same(options: str, refusal: Refusal) -> dict[str, Refusal]:
 
 
 _PARALLEL = "this server uses one GPU: leave it out and start one server per GPU"
-_HICACHE = (
-    "there is no host tier yet: leave it out, or give the device more memory with --mem-fraction-static"
-)
 _SPECULATIVE = "there is no speculative decoding yet: leave it out"
 _PIECEWISE = "there are no piecewise CUDA graphs yet: leave it out"
 _LORA = "merge the adapter into the model and pass the merged directory as --model-path"
@@ -58,12 +55,10 @@ REFUSED: Mapping[str, Refusal] = {
         "code from a model directory is never run: leave it out, the supported architectures are built in"
     ),
     **_same("--enable-piecewise-cuda-graph --piecewise-cuda-graph-max-tokens", Refusal(_PIECEWISE)),
-    **_same(
-        "--enable-hierarchical-cache --hicache-ratio --hicache-size --hicache-write-policy --hicache-io-backend"
-        " --hicache-mem-layout --hicache-storage-prefetch-policy --hicache-storage-backend-extra-config",
-        Refusal(_HICACHE),
+    "--hicache-storage-backend-extra-config": Refusal(
+        "each setting has its flag: use --hicache-storage-dir, --hicache-storage-size and"
+        " --hicache-storage-prefetch-timeout"
     ),
-    "--hicache-storage-backend": Refusal(_HICACHE, ("none",)),
     **_same(
         "--speculative-draft-model-path --speculative-num-steps --speculative-eagle-topk"
         " --speculative-num-draft-tokens --speculative-draft-attention-backend --speculative-token-map"
@@ -81,7 +76,6 @@ REFUSED: Mapping[str, Refusal] = {
         " decode"
     ),
     "--enable-torch-compile": Refusal("models run as written: leave it out"),
-    "--retract-policy": Refusal("retracted requests recompute: leave it out", ("recompute",)),
     "--tool-call-parser": Refusal(
         "the model's text is returned as it is: leave it out and parse in the client"
     ),
@@ -97,5 +91,6 @@ REFUSED: Mapping[str, Refusal] = {
     "--disable-piecewise-cuda-graph": Refusal("", ANY),
     "--disable-custom-all-reduce": Refusal("", ANY),
     "--sleep-on-idle": Refusal("", ANY),
+    "--disable-hicache-numa-detect": Refusal("", ANY),
     "--skip-server-warmup": Refusal("", ANY),
 }

@@ -17,6 +17,7 @@ from fenceline.config.device import choose_device, cuda_is_available
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.errors import ConfigError
 from fenceline.config.graphs import attention_backends, cuda_graph_bs
+from fenceline.config.hicache import hicache_config
 from fenceline.config.hub import model_directory
 from fenceline.config.model_config import ModelConfig
 
@@ -74,6 +75,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         schedule_conservativeness=args.schedule_conservativeness,
         disable_radix_cache=args.disable_radix_cache,
         disable_overlap_schedule=args.disable_overlap_schedule,
+        hicache=hicache_config(args, device, (prefill_attention_backend, decode_attention_backend)),
         device=device,
         prefill_attention_backend=prefill_attention_backend,
         decode_attention_backend=decode_attention_backend,

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from fenceline.config import hicache_flags as hicache
 from fenceline.config.arg_parser import build_parser, from_mapping, parse_values
 from fenceline.config.device import is_registered
 from fenceline.config.errors import ConfigError
@@ -171,6 +172,20 @@ class ServerArgs:
     disable_overlap_schedule: bool = flag(
         False, "Finish each step's results before the next step is launched.", group=_MEMORY
     )
+
+    # HiCache (hicache_flags.py)
+    enable_hierarchical_cache: bool = hicache.ENABLE
+    hicache_ratio: float = hicache.RATIO
+    hicache_size: float = hicache.SIZE
+    hicache_write_policy: str = hicache.WRITE_POLICY
+    hicache_io_backend: str | None = hicache.IO_BACKEND
+    hicache_mem_layout: str = hicache.MEM_LAYOUT
+    retract_policy: str = hicache.RETRACT_POLICY
+    hicache_storage_backend: str = hicache.STORAGE_BACKEND
+    hicache_storage_dir: str | None = hicache.STORAGE_DIR
+    hicache_storage_size: float | None = hicache.STORAGE_SIZE
+    hicache_storage_prefetch_policy: str = hicache.PREFETCH_POLICY
+    hicache_storage_prefetch_timeout: float | None = hicache.PREFETCH_TIMEOUT
 
     # Device and kernels
     device: str = flag(

@@ -1,0 +1,225 @@
+"""HiCache's configuration: which flags go together, and what they resolve to."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+from fenceline.config.errors import ConfigError
+from fenceline.config.flags import flags_of
+
+if TYPE_CHECKING:
+    from fenceline.config.server_args import ServerArgs
+
+WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
+IoBackend = Literal["kernel", "direct"]
+MemLayout = Literal["layer_first", "page_first"]
+PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
+RetractPolicy = Literal["recompute", "offload"]
+
+GB = 10**9
+_DEFAULT_STORAGE_BYTES = 64 * GB
+_DEFAULT_PREFETCH_TIMEOUT_S = 1.0
+# SGLang's numbers: for fewer tokens a step that computes them costs less than bringing them.
+_LOAD_BACK_THRESHOLD = 10
+_PREFETCH_THRESHOLD = 256
+# Attention backends that may run a persistent kernel in the mode; ``auto`` may become any of them.
+_MAYBE_PERSISTENT_PREFILL = frozenset(("auto", "flashinfer", "fa3"))
+_MAYBE_PERSISTENT_DECODE = frozenset(("auto", "fa3"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiCacheStorageConfig:
+    """The storage tier. ``directory`` is absolute, exists and was writable at start. ``prefetch_timeout_s`` is None
+    unless ``prefetch_policy`` is ``timeout``. Prefixes with fewer than ``prefetch_threshold`` tokens beyond what the
+    host has are not looked for."""
+
+    backend: Literal["file"]
+    directory: str
+    max_bytes: int
+    prefetch_policy: PrefetchPolicy
+    prefetch_timeout_s: float | None
+    prefetch_threshold: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiCacheConfig:
+    """The host tier under the prefix cache, and what lies below it.
+
+    ``host_bytes`` is the host tier's size; None: ``ratio`` times the device's KV cache. A prefix with fewer than
+    ``load_back_threshold`` tokens on the host is computed rather than loaded. ``storage`` None: no third tier.
+    """
+
+    ratio: float
+    host_bytes: int | None
+    write_policy: WritePolicy
+    io_backend: IoBackend
+    mem_layout: MemLayout
+    retract_policy: RetractPolicy
+    load_back_threshold: int
+    storage: HiCacheStorageConfig | None
+
+
+def check_hicache(args: ServerArgs) -> None:
+    """Raise ConfigError for the first value or combination of HiCache's flags that cannot work."""
+    _check_switches(args)
+    _check_sizes(args)
+    _require(
+        args.hicache_storage_dir != "",
+        "--hicache-storage-dir is empty: name a directory or leave the flag out",
+    )
+    timeout = args.hicache_storage_prefetch_timeout
+    _require(
+        timeout is None or args.hicache_storage_prefetch_policy == "timeout",
+        "--hicache-storage-prefetch-timeout is for --hicache-storage-prefetch-policy timeout: add it or leave the"
+        " timeout out",
+    )
+    _require(
+        timeout is None or timeout > 0,
+        f"--hicache-storage-prefetch-timeout {timeout}: give a number of seconds > 0, or use"
+        " --hicache-storage-prefetch-policy best_effort",
+    )
+
+
+def _check_switches(args: ServerArgs) -> None:
+    _require(
+        not (args.enable_hierarchical_cache and args.disable_radix_cache),
+        "--enable-hierarchical-cache keeps more prefixes and --disable-radix-cache keeps none: drop one of them",
+    )
+    for flag in flags_of(type(args)).values():
+        value = getattr(args, flag.name)
+        if value == flag.default:
+            continue
+        of_hicache = flag.name.startswith("hicache_") or flag.name == "retract_policy"
+        _require(
+            args.enable_hierarchical_cache or not of_hicache,
+            f"{flag.option} {value}: needs --enable-hierarchical-cache; add it or leave this out",
+        )
+        _require(
+            args.hicache_storage_backend != "none" or not flag.name.startswith("hicache_storage_"),
+            f"{flag.option} {value}: needs --hicache-storage-backend file; add it or leave this out",
+        )
+
+
+def _check_sizes(args: ServerArgs) -> None:
+    ratio, size, storage = args.hicache_ratio, args.hicache_size, args.hicache_storage_size
+    _require(ratio > 0, f"--hicache-ratio {ratio:g}: must be above 0; 2.0 is usual")
+    _require(size >= 0, f"--hicache-size {size:g}: give a number of GB, or 0 to go by --hicache-ratio")
+    _require(
+        storage is None or storage > 0,
+        f"--hicache-storage-size {storage}: must be above 0; leave --hicache-storage-backend out for no storage",
+    )
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def hicache_config(
+    args: ServerArgs,
+    device: str,
+    attention: tuple[str, str],
+    has_kernels: Callable[[], bool] | None = None,
+) -> HiCacheConfig | None:
+    """The configuration of HiCache; None without --enable-hierarchical-cache. Makes the storage's directory.
+
+    ``attention`` are the resolved backends of prefill and decode, ``has_kernels`` says whether the kernel package is
+    installed. Raises ConfigError for sizes beyond this machine and a directory that cannot be used.
+    """
+    if not args.enable_hierarchical_cache:
+        return None
+    return HiCacheConfig(
+        ratio=args.hicache_ratio,
+        host_bytes=_host_bytes(args.hicache_size),
+        write_policy=cast(WritePolicy, args.hicache_write_policy),
+        io_backend=_io_backend(args.hicache_io_backend, device, attention, has_kernels or has_kernel_package),
+        mem_layout=cast(MemLayout, args.hicache_mem_layout),
+        retract_policy=cast(RetractPolicy, args.retract_policy),
+        load_back_threshold=_LOAD_BACK_THRESHOLD,
+        storage=_storage(args),
+    )
+
+
+def has_kernel_package() -> bool:
+    """Whether fenceline_kernel is installed."""
+    return importlib.util.find_spec("fenceline_kernel") is not None
+
+
+def _host_bytes(size_gb: float) -> int | None:
+    if size_gb == 0:
+        return None
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    _require(
+        size_gb * GB <= machine,
+        f"--hicache-size {size_gb:g}: this machine has {machine / GB:.1f} GB of memory in all; give less",
+    )
+    return int(size_gb * GB)
+
+
+def _io_backend(
+    wanted: str | None, device: str, attention: tuple[str, str], has_kernels: Callable[[], bool]
+) -> IoBackend:
+    # Where there are no SMs (cpu and its like) the name decides nothing but which edges apply: any is allowed.
+    if device != "cuda":
+        return "kernel" if wanted == "kernel" else "direct"
+    if wanted == "kernel":
+        _require(
+            has_kernels(),
+            "--hicache-io-backend kernel: the package fenceline_kernel is not installed; install sgl-kernel/ or use"
+            " --hicache-io-backend direct",
+        )
+        return "kernel"
+    prefill, decode = attention
+    persistent = prefill in _MAYBE_PERSISTENT_PREFILL or decode in _MAYBE_PERSISTENT_DECODE
+    return "direct" if wanted == "direct" or persistent or not has_kernels() else "kernel"
+
+
+def _storage(args: ServerArgs) -> HiCacheStorageConfig | None:
+    if args.hicache_storage_backend == "none":
+        return None
+    directory = _storage_directory(args.hicache_storage_dir)
+    policy = cast(PrefetchPolicy, args.hicache_storage_prefetch_policy)
+    timeout = args.hicache_storage_prefetch_timeout or _DEFAULT_PREFETCH_TIMEOUT_S
+    return HiCacheStorageConfig(
+        backend="file",
+        directory=str(directory),
+        max_bytes=_storage_bytes(args.hicache_storage_size, directory),
+        prefetch_policy=policy,
+        prefetch_timeout_s=timeout if policy == "timeout" else None,
+        prefetch_threshold=_PREFETCH_THRESHOLD,
+    )
+
+
+def _storage_directory(wanted: str | None) -> Path:
+    # One for each user: pages are readable by their owner alone.
+    default = Path(tempfile.gettempdir()) / f"fenceline-hicache-{os.getuid()}"
+    path = default if wanted is None else Path(wanted).expanduser().absolute()
+    name = f"--hicache-storage-dir {path if wanted is None else wanted}"
+    _require(path.is_dir() or not path.exists(), f"{name}: is a file; name a directory")
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{name}: cannot be written ({reason}); name another directory") from error
+    return path
+
+
+def _storage_bytes(size_gb: float | None, directory: Path) -> int:
+    disk = shutil.disk_usage(directory).total
+    if size_gb is None:
+        return min(_DEFAULT_STORAGE_BYTES, disk // 2)
+    _require(
+        size_gb * GB <= disk,
+        f"--hicache-storage-size {size_gb:g}: the file system of {directory} has {disk / GB:.1f} GB in all; give less,"
+        " or name another --hicache-storage-dir",
+    )
+    return int(size_gb * GB)
