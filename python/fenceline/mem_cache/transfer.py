@@ -1,0 +1,95 @@
+"""Transfers of KV pages between device and host: what the tree hands to the controller, and how both refer to it.
+
+A :class:`Ticket` stands for one batched transfer. Nodes of the tree carry the tickets of the transfers that touch
+their pages, splits copy them to both halves, and whoever gives such a page back reads the Points *through* the
+ticket: so nobody has to find a node again when a transfer is done (F15). This room is pure CPU: no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from fenceline.memory_order.stream import Point, Points
+
+I32 = npt.NDArray[np.int32]
+
+
+class TransferKind(Enum):
+    """Which way the pages go."""
+
+    LOAD = "load"  # host -> device, on stream LOAD
+    STORE = "store"  # device -> host, on stream STORE
+
+
+class Ticket:
+    """The identity of one transfer. Its Points are set exactly once, when the transfer is submitted.
+
+    ``num_pages`` grows while the tree adds pages to it (several ``begin_load`` may share one ticket), until it is
+    submitted. ``waited`` (loads): FORWARD has waited for all of its Points, so that work submitted to FORWARD from
+    then on needs no further wait. Tickets compare by identity; ``id`` is for order, logs and errors.
+    """
+
+    __slots__ = ("_layer_points", "_points", "id", "kind", "num_pages", "waited")
+
+    def __init__(self, id: int, kind: TransferKind) -> None:
+        self.id = id
+        self.kind = kind
+        self.num_pages = 0
+        self.waited = False
+        self._points: Points | None = None
+        self._layer_points: tuple[Point, ...] = ()
+
+    @property
+    def submitted(self) -> bool:
+        """Whether the transfer has been handed to its stream."""
+        return self._points is not None
+
+    @property
+    def points(self) -> Points:
+        """After these all pages of the transfer, on both sides, may be touched by others. Submitted tickets only."""
+        assert self._points is not None, f"{self!r} has not been submitted: nobody knows when it is done"
+        return self._points
+
+    @property
+    def layer_points(self) -> tuple[Point, ...]:
+        """Loads: one Point for each layer, after which that layer's pages are filled. Empty for stores."""
+        assert self._points is not None, f"{self!r} has not been submitted: nobody knows when its layers are done"
+        return self._layer_points
+
+    def add_pages(self, num_pages: int) -> None:
+        """Count ``num_pages`` more pages as part of this transfer, before it is submitted."""
+        assert self._points is None, f"{self!r} has been submitted: no page can be added"
+        self.num_pages += num_pages
+
+    def submit(self, points: Points, layer_points: tuple[Point, ...] = ()) -> None:
+        """The transfer has been submitted: ``points`` are its end, ``layer_points`` (loads) its layers' ends."""
+        assert self._points is None, f"{self!r} is submitted twice"
+        self._points = points
+        self._layer_points = layer_points
+
+    def __repr__(self) -> str:
+        return f"{self.kind.value} ticket {self.id}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageTransfer:
+    """What the controller has to copy for ``ticket``: page ``i`` of one side to or from page ``i`` of the other.
+
+    ``device_pages``, ``host_pages`` int32 [n], owned by the tree. ``after``: what the copying stream waits for
+    first, as far as the tree knows it: earlier users of the pages it brings into the transfer. The Points of pages
+    that the caller brought (device pages of a load) are the caller's to join.
+    """
+
+    ticket: Ticket
+    device_pages: I32
+    host_pages: I32
+    after: Points
+
+    @property
+    def num_pages(self) -> int:
+        """Pages to copy; 0 means that there is nothing to submit."""
+        return len(self.device_pages)
