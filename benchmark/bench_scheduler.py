@@ -74,7 +74,7 @@ class NullBox:
         self.messages = messages
         self.num_bytes = 0
 
-    def drain(self, block: bool) -> Sequence[Message]:
+    def drain(self, block: bool, timeout_ms: int | None = None) -> Sequence[Message]:
         messages, self.messages = self.messages, ()
         return messages
 

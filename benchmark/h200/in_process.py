@@ -46,7 +46,7 @@ class _Inbox:
     def __init__(self) -> None:
         self.messages: list[Message] = []
 
-    def drain(self, block: bool) -> Sequence[Message]:
+    def drain(self, block: bool, timeout_ms: int | None = None) -> Sequence[Message]:
         messages, self.messages = self.messages, []
         return messages
 

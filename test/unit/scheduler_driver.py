@@ -54,8 +54,8 @@ class Driver:
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config, self.worker, self, self)
 
-    def drain(self, block: bool) -> Sequence[Message]:
-        assert not block or self.pending, "the scheduler blocks although requests are waiting for it"
+    def drain(self, block: bool, timeout_ms: int | None = None) -> Sequence[Message]:
+        assert not block or timeout_ms is not None or self.pending, "the scheduler blocks although requests are waiting for it"
         messages, self.pending = list(self.pending), deque()
         return messages
 

@@ -63,11 +63,11 @@ class ZmqInbox:
         self._socket = socket
         self._watchdog = watchdog
 
-    def drain(self, block: bool) -> Sequence[Message]:
+    def drain(self, block: bool, timeout_ms: int | None = None) -> Sequence[Message]:
         """See :class:`fenceline.managers.scheduler.Inbox`."""
         if block:
             self._watchdog.waiting()
-            self._socket.poll()
+            self._socket.poll(timeout_ms)
         self._watchdog.busy()
         return drain(self._socket)
 

@@ -18,8 +18,8 @@ from fenceline.model_executor.schedule_batch import ScheduleBatch
 class Inbox(Protocol):
     """Where requests and control messages come from."""
 
-    def drain(self, block: bool) -> Sequence[Message]:
-        """All messages that have arrived; with ``block`` wait until there is one."""
+    def drain(self, block: bool, timeout_ms: int | None = None) -> Sequence[Message]:
+        """All messages that have arrived; with ``block`` wait until there is one, ``timeout_ms`` at most."""
         ...
 
 

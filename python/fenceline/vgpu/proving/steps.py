@@ -109,7 +109,7 @@ class Loop:
 
     # --- inbox and outbox of the scheduler
 
-    def drain(self, block: bool) -> Sequence[Message]:
+    def drain(self, block: bool, timeout_ms: int | None = None) -> Sequence[Message]:
         """See ``managers.scheduler.Inbox``. A scheduler that would sleep is taken to the next arrival."""
         if block and self._arrivals:
             self.step_no = max(self.step_no, self._arrivals[0].step)
