@@ -1,0 +1,155 @@
+"""HostPool: where the bytes of a page lie in each layout, what storage sees, and what is said where memory is short."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from page_pools import Shape, host_pages, make_pools
+
+from fenceline.mem_cache import host_pool as module
+from fenceline.mem_cache.host_pool import HostLayout, HostPool, available_host_bytes
+from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.memory_order import Device, open_device
+
+LAYOUTS: tuple[HostLayout, ...] = ("layer_first", "page_first")
+SHAPE = Shape()
+
+
+@pytest.fixture
+def device() -> Device:
+    return open_device("cpu")
+
+
+@pytest.fixture
+def kv_pool() -> KVPool:
+    return KVPool(4, 4, 3, 2, 8, torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sizes_and_shapes(device: Device, layout: HostLayout) -> None:
+    _, pool = make_pools(device, layout, SHAPE)
+    assert pool.page_nbytes == KVPool.bytes_per_page(4, 3, 2, 8, torch.bfloat16) == 2 * 3 * pool.part_nbytes
+    assert pool.nbytes == pool.buffer.nbytes == 15 * pool.page_nbytes
+    assert tuple(pool.view.shape) == ((3, 2, 60, 2, 8) if layout == "layer_first" else (15, 3, 2, 4, 2, 8))
+    assert pool.view.dtype == torch.bfloat16
+    assert pool.view.data_ptr() == pool.buffer.data_ptr()
+    assert (pool.pages.size, pool.pages.num_free) == (15, 15)  # page 0 is a page like any other
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parts_are_disjoint_contiguous_and_make_up_everything(device: Device, layout: HostLayout) -> None:
+    _, pool = make_pools(device, layout, SHAPE)
+    pool.buffer.zero_()
+    number = 0
+    for page in range(15):
+        for layer in range(3):
+            for kv in (0, 1):
+                part = pool.part(page, layer, kv)
+                assert part.is_contiguous()
+                assert tuple(part.shape) == (4, 2, 8)
+                assert not part.any(), "no other part reaches here"
+                number += 1
+                part.fill_(number)
+                assert torch.equal(pool.page(page)[layer, kv], part)
+    assert pool.view.all()
+
+
+def test_storage_sees_the_same_bytes_in_both_layouts(device: Device) -> None:
+    seen = {}
+    for layout, num_parts in (("layer_first", 6), ("page_first", 1)):
+        _, pool = make_pools(device, layout, SHAPE)  # type: ignore[arg-type]
+        for page in range(15):
+            pool.page(page).copy_(torch.arange(3 * 2 * 4 * 2 * 8).view(3, 2, 4, 2, 8) + page)
+        parts = [pool.parts(page) for page in range(15)]
+        assert {len(one) for one in parts} == {num_parts}
+        assert all(part.flags.c_contiguous and part.dtype == np.uint8 for one in parts for part in one)
+        seen[layout] = [b"".join(part.tobytes() for part in one) for one in parts]
+    assert seen["layer_first"] == seen["page_first"]
+    assert len(set(seen["page_first"])) == 15
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_storage_writes_into_the_parts_is_in_the_pool(device: Device, layout: HostLayout) -> None:
+    _, pool = make_pools(device, layout, SHAPE)
+    before = host_pages(pool)
+    for part in pool.parts(7):
+        part[:] = 0
+    after = host_pages(pool)
+    assert not after[7].any()
+    assert torch.equal(after[torch.arange(15) != 7], before[torch.arange(15) != 7])
+
+
+@pytest.mark.parametrize("page", [-1, 15])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_page_that_is_not_there_has_no_parts(device: Device, layout: HostLayout, page: int) -> None:
+    with pytest.raises(AssertionError, match="there is no host page"):
+        make_pools(device, layout, SHAPE)[1].parts(page)
+
+
+# --- memory that is not there
+
+
+def test_a_pool_larger_than_the_machine_is_refused_before_anything_is_allocated(
+    device: Device, kv_pool: KVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(nbytes: int) -> torch.Tensor:
+        raise AssertionError("it would have been allocated")
+
+    monkeypatch.setattr(device, "host_buffer", never)
+    num_pages = 10**15 // KVPool.bytes_per_page(4, 3, 2, 8, torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"wants 1000000\.0 GB.* lower --hicache-size \(GB\) or --hicache-ratio"
+    ):
+        HostPool(device, num_pages, kv_pool, "page_first")
+
+
+def test_some_memory_is_left_to_others(
+    device: Device, kv_pool: KVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = KVPool.bytes_per_page(4, 3, 2, 8, torch.bfloat16)
+    monkeypatch.setattr(module, "available_host_bytes", lambda: 100 * page)
+    assert HostPool(device, 95, kv_pool, "page_first").num_pages == 95
+    with pytest.raises(ValueError, match="lower --hicache-size"):
+        HostPool(device, 96, kv_pool, "page_first")
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("CUDA error: out of memory\nlong advice"), MemoryError(), OSError("no")]
+)
+def test_memory_that_cannot_be_pinned_is_refused_with_the_remedy(
+    device: Device, kv_pool: KVPool, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(nbytes: int) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setattr(device, "host_buffer", fails)
+    with pytest.raises(
+        ValueError, match="could not be allocated and pinned .*: lower --hicache-size"
+    ) as raised:
+        HostPool(device, 10, kv_pool, "layer_first")
+    assert "\n" not in str(raised.value)
+    assert raised.value.__cause__ is error
+
+
+def test_wrong_layouts_and_no_pages_are_refused(device: Device, kv_pool: KVPool) -> None:
+    with pytest.raises(ValueError, match="--hicache-mem-layout token_first: use layer_first or page_first"):
+        HostPool(device, 3, kv_pool, "token_first")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="room for no page: raise --hicache-size"):
+        HostPool(device, 0, kv_pool, "page_first")
+
+
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = available_host_bytes()
+    for name, text in (("max", "1000000"), ("current", "700000"), ("stat", "anon 5\ninactive_file 100000\n")):
+        (tmp_path / name).write_text(text)
+    files = tuple(str(tmp_path / name) for name in ("max", "current", "stat"))
+    monkeypatch.setattr(module, "_CGROUP_FILES", (files,))
+    assert available_host_bytes() == 400000
+    (tmp_path / "current").write_text("1200000")
+    assert available_host_bytes() == 0
+    for text in ("max", str(10**18)):
+        (tmp_path / "max").write_text(text)
+        assert available_host_bytes() > machine / 2

@@ -1,0 +1,158 @@
+"""PageCopier on the CPU and on the virtual GPU: the pages named become equal, and no other byte changes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from page_pools import Shape, device_pages, host_pages, make_pools
+
+from fenceline.mem_cache.host_pool import HostLayout
+from fenceline.mem_cache.page_copy import PageCopier, Run, RunCopier, make_page_copier, runs_of
+from fenceline.memory_order import open_device
+from fenceline.vgpu import RaceError, VgpuDevice, VirtualGpu
+
+LAYOUTS: tuple[HostLayout, ...] = ("layer_first", "page_first")
+
+
+def pages(*numbers: int) -> np.ndarray:
+    return np.array(numbers, dtype=np.int32)
+
+
+@st.composite
+def page_lists(draw: st.DrawFn, size: int) -> list[int]:
+    """Distinct pages below ``size``, often with runs."""
+    numbers = draw(st.permutations(range(size)))
+    if draw(st.booleans()):
+        start = draw(st.integers(0, size - 1))
+        run = list(range(start, min(start + draw(st.integers(1, size)), size)))
+        numbers = run + [number for number in numbers if number not in run]
+    return numbers[: draw(st.integers(0, size))]
+
+
+@given(page_lists(12), page_lists(15))
+def test_runs_are_the_pairs_in_order_and_as_few_as_can_be(device: list[int], host: list[int]) -> None:
+    n = min(len(device), len(host))
+    runs = list(runs_of(pages(*device[:n]), pages(*host[:n])))
+    pairs = [(run.device_page + i, run.host_page + i) for run in runs for i in range(run.num_pages)]
+    assert pairs == list(zip(device[:n], host[:n], strict=True))
+    for before, after in zip(runs, runs[1:], strict=False):
+        ends = (before.device_page + before.num_pages, before.host_page + before.num_pages)
+        assert ends != (after.device_page, after.host_page)
+
+
+def test_a_run_breaks_where_either_side_does() -> None:
+    assert list(runs_of(pages(1, 2, 3, 4, 9), pages(5, 6, 8, 9, 10))) == [
+        Run(1, 5, 2),
+        Run(3, 8, 2),
+        Run(9, 10, 1),
+    ]
+    assert list(runs_of(pages(3, 2, 1), pages(3, 2, 1))) == [Run(3, 3, 1), Run(2, 2, 1), Run(1, 1, 1)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    strided=st.booleans(),
+    device=page_lists(12),
+    host=page_lists(15),
+    bounds=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    page_size=st.sampled_from([1, 4]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.uint8]),
+)
+def test_random_lists_both_ways(
+    layout: HostLayout,
+    strided: bool,
+    device: list[int],
+    host: list[int],
+    bounds: tuple[int, int],
+    page_size: int,
+    dtype: torch.dtype,
+) -> None:
+    cpu = open_device("cpu")
+    kv_pool, host_pool = make_pools(cpu, layout, Shape(page_size=page_size, dtype=dtype))
+    copier = RunCopier(cpu, kv_pool, host_pool, uses_sm=False, strided=strided)
+    n = min(len(device), len(host))
+    before, expected = device_pages(kv_pool), host_pages(host_pool)
+    expected[host[:n]] = before[device[:n]]
+    copier.to_host(cpu.copy, pages(*device[:n]), pages(*host[:n]))
+    assert torch.equal(host_pages(host_pool), expected)
+    assert torch.equal(device_pages(kv_pool), before)
+    layers = range(min(bounds), max(bounds))
+    there = device[::-1][:n]  # other pages than they came from
+    wanted = before.clone()
+    for at, page in zip(there, host[:n], strict=True):
+        wanted[at, layers.start : layers.stop] = expected[page, layers.start : layers.stop]
+    copier.to_device(cpu.copy, pages(*host[:n]), pages(*there), layers)
+    assert torch.equal(device_pages(kv_pool), wanted)
+    assert torch.equal(host_pages(host_pool), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lists_that_do_not_fit_are_refused_and_nothing_is_copied(layout: HostLayout) -> None:
+    cpu = open_device("cpu")
+    kv_pool, host_pool = make_pools(cpu, layout, Shape())
+    copier = make_page_copier(cpu, kv_pool, host_pool, "direct")
+    before = device_pages(kv_pool), host_pages(host_pool)
+    for device, host, words in (
+        (pages(1, 12), pages(1, 2), r"device pages 1\.\.12 are not all in 0\.\.11"),
+        (pages(1, -1), pages(1, 2), r"device pages -1\.\.1 are"),
+        (pages(1, 2), pages(15, 1), r"host pages 1\.\.15 are not all in 0\.\.14"),
+        (pages(1, 2), pages(1), "2 device pages but 1 host pages"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            copier.to_host(cpu.copy, device, host)
+        with pytest.raises(ValueError, match=words):
+            copier.to_device(cpu.copy, host, device, range(3))
+    assert torch.equal(device_pages(kv_pool), before[0])
+    assert torch.equal(host_pages(host_pool), before[1])
+
+
+def test_the_io_backend_decides_who_uses_the_sms() -> None:
+    cpu = open_device("cpu")
+    pools = make_pools(cpu, "page_first", Shape())
+    assert make_page_copier(cpu, *pools, "kernel").uses_sm
+    assert not make_page_copier(cpu, *pools, "direct").uses_sm
+
+
+# --- on the virtual GPU
+
+
+def virtual(policy: str, seed: int) -> VgpuDevice:
+    return VgpuDevice(gpu=VirtualGpu(policy=policy, seed=seed))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("policy", "seed"), [("random", 0), ("random", 1), ("laziest", 0)])
+def test_on_the_virtual_gpu_lists_are_read_at_the_call_and_bytes_when_the_stream_gets_there(
+    layout: HostLayout, policy: str, seed: int
+) -> None:
+    device = virtual(policy, seed)
+    kv_pool, host_pool = make_pools(device, layout, Shape())
+    copier = make_page_copier(device, kv_pool, host_pool, "direct")
+    before, expected = device_pages(kv_pool), host_pages(host_pool)
+    taken, given_to = pages(3, 4, 5, 9), pages(0, 1, 2, 14)
+    expected[given_to] = before[taken]
+    copier.to_host(device.store, taken, given_to)
+    taken[:], given_to[:] = 0, 0
+    device.synchronize()
+    assert torch.equal(host_pages(host_pool), expected)
+    back = pages(7, 8, 2, 1)
+    for layer in range(3):
+        copier.to_device(device.load, pages(0, 1, 2, 14), back, range(layer, layer + 1))
+    before[back] = expected[[0, 1, 2, 14]]
+    device.synchronize()
+    assert torch.equal(device_pages(kv_pool), before)
+
+
+def test_the_virtual_gpu_sees_a_store_that_does_not_wait_and_names_the_page() -> None:
+    device = virtual("random", 0)
+    kv_pool, host_pool = make_pools(device, "page_first", Shape())
+    copier: PageCopier = make_page_copier(device, kv_pool, host_pool, "direct")
+    with device.forward.active():
+        kv_pool.k(1)[8:12] = 1.0
+    copier.to_host(device.store, pages(2), pages(3))
+    with pytest.raises(RaceError, match="store_after_forward"):
+        device.synchronize()
