@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from page_pools import Shape, host_pages, make_pools
@@ -12,7 +14,7 @@ from page_pools import Shape, host_pages, make_pools
 from fenceline.mem_cache import host_pool as module
 from fenceline.mem_cache.host_pool import HostLayout, HostPool, available_host_bytes
 from fenceline.mem_cache.kv_pool import KVPool
-from fenceline.memory_order import Device, open_device
+from fenceline.memory_order import Device, open_device, pinned
 
 LAYOUTS: tuple[HostLayout, ...] = ("layer_first", "page_first")
 SHAPE = Shape()
@@ -153,3 +155,64 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for text in ("max", str(10**18)):
         (tmp_path / "max").write_text(text)
         assert available_host_bytes() > machine / 2
+
+
+# --- memory of many gigabytes, with a registry in CUDA's place
+
+
+class Registry:
+    """What is pinned, as CUDA would know it."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+
+    def register(self, address: int, nbytes: int) -> None:
+        self.pinned[address] = nbytes
+
+    def unregister(self, address: int) -> None:
+        del self.pinned[address]
+
+
+def test_a_mapped_buffer_is_pinned_whole_and_touched_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "_TOUCH_BYTES", 1 << 20)
+    registry, process = Registry(), psutil.Process()
+    before, resident = process.memory_info().rss, []
+
+    def register(address: int, nbytes: int) -> None:
+        resident.append(process.memory_info().rss - before)
+        registry.register(address, nbytes)
+
+    nbytes = (64 << 20) + 4097  # no multiple of what a thread touches at a time
+    buffer = pinned.pinned_buffer(nbytes, register, registry.unregister)
+    assert registry.pinned == {buffer.data_ptr(): nbytes}
+    assert resident[0] >= 60 << 20, "pinning finds the memory in place"
+    assert (buffer.dtype, buffer.numel(), int(buffer.sum())) == (torch.uint8, nbytes, 0)
+
+
+def test_a_mapped_buffer_is_unpinned_with_the_last_view() -> None:
+    registry = Registry()
+    buffer = pinned.pinned_buffer(1 << 20, registry.register, registry.unregister)
+    view = buffer.view(torch.float32)[100:]
+    array = view.numpy()
+    del buffer
+    gc.collect()
+    assert len(registry.pinned) == 1
+    view.fill_(3.0)
+    del view
+    gc.collect()
+    assert len(registry.pinned) == 1
+    assert array.min() == 3.0
+    del array
+    gc.collect()
+    assert registry.pinned == {}
+
+
+def test_memory_that_is_refused_is_given_back_and_never_unregistered() -> None:
+    def refuse(address: int, nbytes: int) -> None:
+        raise RuntimeError("cudaHostRegister failed with error 2")
+
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(RuntimeError, match="error 2"):
+        pinned.pinned_buffer(64 << 20, refuse, Registry().unregister)
+    gc.collect()
+    assert psutil.Process().memory_info().rss - before < 32 << 20
