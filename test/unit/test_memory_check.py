@@ -15,12 +15,13 @@ from tiny_model import tiny_driver, tiny_requests
 from fenceline.config.errors import ConfigError
 from fenceline.config.server_args import ServerArgs
 from fenceline.memory_order import Device, InputRing, OrderChecker, OrderError, ResultRing, open_device
-from fenceline.memory_order.edges import EDGES, Hazard, StreamName
+from fenceline.memory_order.edges import RING_EDGES, Hazard, StreamName
 from fenceline.memory_order.guards import GROWTH_STOP
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.vgpu import VirtualGpu
 from fenceline.vgpu.device import VgpuDevice
 
+RINGS = [edge.name for edge in RING_EDGES]
 FORWARD, LOAD, STORE, HOST = StreamName.FORWARD, StreamName.LOAD, StreamName.STORE, StreamName.HOST
 
 
@@ -60,7 +61,7 @@ def test_the_rings_are_silent(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", DEVICES)
-@pytest.mark.parametrize("edge", EDGES.values(), ids=lambda edge: edge.name)
+@pytest.mark.parametrize("edge", RING_EDGES, ids=lambda edge: edge.name)
 def test_a_severed_edge_is_named(edge, kind: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(OrderError) as caught:
         transfers(open_checked(kind, frozenset({edge.name})))
@@ -145,7 +146,7 @@ def test_the_engine_is_silent_and_its_tokens_are_the_same() -> None:
     np.testing.assert_array_equal(order.pages._page_table, driver.worker.req_pool.page_table.numpy())
 
 
-@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("edge", RINGS)
 def test_the_engine_without_an_edge_is_refused(edge: str) -> None:
     with pytest.raises(OrderError) as caught:
         answers(severed_driver(edge))
@@ -157,7 +158,7 @@ def test_the_engine_on_vgpu() -> None:
     expected = tiny_answers(tiny_driver("cpu"), tiny_requests())
     device = VgpuDevice(gpu=VirtualGpu(seed=5))
     assert tiny_answers(tiny_driver(device, memory_check="order"), tiny_requests()) == expected
-    for edge in EDGES:
+    for edge in RINGS:
         device = VgpuDevice(frozenset({edge}), VirtualGpu(seed=5, policy="laziest", collect=True))
         with pytest.raises(OrderError) as caught:
             tiny_answers(tiny_driver(device, memory_check="order"), tiny_requests())

@@ -10,7 +10,7 @@ import torch
 from tiny_model import answers, tiny_driver, tiny_requests
 
 from fenceline.memory_order import InputRing, ResultRing
-from fenceline.memory_order.edges import EDGES
+from fenceline.memory_order.edges import RING_EDGES
 from fenceline.vgpu import Script, Turn, VgpuDevice, VgpuError, VirtualGpu
 
 POLICIES = ("fifo", "eager", "laziest", "random", "pct")
@@ -91,7 +91,7 @@ def test_the_rings_are_silent(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("edge", [edge.name for edge in RING_EDGES])
 def test_without_an_edge_the_detector_names_it(edge: str, policy: str) -> None:
     for seed in range(3):
         gpu = VirtualGpu(seed=seed, policy=policy, collect=True)

@@ -13,7 +13,7 @@ import torch
 
 from fenceline.managers.flight_dump import dump_json
 from fenceline.memory_order import Points, open_device
-from fenceline.memory_order.edges import EDGES
+from fenceline.memory_order.edges import RING_EDGES
 from fenceline.model_executor.schedule_batch import DecodeBatch
 from fenceline.vgpu.proving.recording import read_recording
 from fenceline.vgpu.proving.steps import Decision, Loop, execute, make_config
@@ -104,7 +104,7 @@ def test_page_tables_of_what_was_forgotten_are_those_of_then(tmp_path: Path) -> 
     assert num_rows > 3
 
 
-@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("edge", [edge.name for edge in RING_EDGES])
 def test_a_severed_edge_is_reported_by_name(
     edge: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,7 @@ from fenceline.memory_order.device import Device, open_device, register_device
 from fenceline.memory_order.graph import Graph, GraphError, GraphPool, GraphState
 from fenceline.memory_order.lease import LeaseError, LeasePool
 from fenceline.memory_order.staging import InputRing, ResultLease, ResultRing
-from fenceline.memory_order.stream import Point, Points, Stream
+from fenceline.memory_order.stream import Point, Points, Stream, wait_for_pages
 
 __all__ = [
     "Arena",
@@ -30,4 +30,5 @@ __all__ = [
     "Stream",
     "open_device",
     "register_device",
+    "wait_for_pages",
 ]

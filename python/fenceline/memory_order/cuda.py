@@ -11,6 +11,7 @@ import torch
 from fenceline.memory_order.device import Device, FillField
 from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
+from fenceline.memory_order.pinned import MIN_MAPPED_BYTES, pin_for_cuda
 from fenceline.memory_order.stream import Point, Stream
 
 try:
@@ -27,6 +28,7 @@ class CudaStream(Stream):
     def __init__(self, name: StreamName, severed: frozenset[str], device: torch.device) -> None:
         super().__init__(name, severed)
         self.raw = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+        self._timed = name in (StreamName.LOAD, StreamName.STORE)  # see seconds_between
 
     def active(self) -> AbstractContextManager[None]:
         return torch.cuda.stream(self.raw)
@@ -38,9 +40,14 @@ class CudaStream(Stream):
             dst.copy_(src, non_blocking=True)
 
     def _record_event(self) -> object:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=self._timed)  # type: ignore[no-untyped-call]
         event.record(self.raw)
         return event
+
+    def seconds_between(self, first: Point, last: Point) -> float | None:
+        """See ``Stream.seconds_between``. Of LOAD and STORE alone: other streams' events carry no time."""
+        assert isinstance(first.event, torch.cuda.Event) and isinstance(last.event, torch.cuda.Event)
+        return first.event.elapsed_time(last.event) / 1e3 if self._timed else None
 
     def _wait_event(self, point: Point) -> None:
         assert isinstance(point.event, torch.cuda.Event)
@@ -49,6 +56,11 @@ class CudaStream(Stream):
     def _block(self, point: Point) -> None:
         assert isinstance(point.event, torch.cuda.Event)
         point.event.synchronize()
+
+    def _query(self, point: Point) -> bool:
+        assert isinstance(point.event, torch.cuda.Event)
+        passed: bool = point.event.query()  # type: ignore[no-untyped-call]
+        return passed
 
 
 class CudaGraph(Graph):
@@ -79,6 +91,8 @@ class CudaDevice(Device):
         self._fills: dict[tuple[int, ...], fenceline_kernel.FillPlan] = {}  # by the addresses they fill
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
+        if nbytes >= MIN_MAPPED_BYTES:
+            return pin_for_cuda(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def fill_rows(self, fields: Sequence[FillField], pad: bool = True) -> None:

@@ -44,12 +44,14 @@ class Device(ABC):
         self.schedule = self._make_stream(StreamName.SCHEDULE)
         self.forward = self._make_stream(StreamName.FORWARD)
         self.copy = self._make_stream(StreamName.COPY)
+        self.load = self._make_stream(StreamName.LOAD)
+        self.store = self._make_stream(StreamName.STORE)
         self.checker: OrderChecker | None = None  # with --memory-check order: see check_order
 
     @property
     def streams(self) -> tuple[Stream, ...]:
         """All streams."""
-        return (self.schedule, self.forward, self.copy)
+        return (self.schedule, self.forward, self.copy, self.load, self.store)
 
     def check_order(self) -> None:
         """Refuse races of declared accesses at submission from now on; before rings and pools are made."""

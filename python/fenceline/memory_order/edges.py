@@ -35,67 +35,156 @@ class Hazard(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """``waiter`` does not touch ``protects`` before ``source`` has passed its Point."""
+    """Of each pair (waiter, source): the waiter does not touch ``protects`` before the source has passed its Point."""
 
     name: str
-    waiter: StreamName
-    source: StreamName
+    pairs: tuple[tuple[StreamName, StreamName], ...]
     hazards: tuple[Hazard, ...]
     protects: str
     failure: str  # the F-number of docs/architecture.md, "" where none has been reported
 
+    @property
+    def waiter(self) -> StreamName:
+        """The first pair's."""
+        return self.pairs[0][0]
+
+    @property
+    def source(self) -> StreamName:
+        """The first pair's."""
+        return self.pairs[0][1]
+
+    def joins(self, waiter: StreamName, source: StreamName) -> bool:
+        """Whether the edge is declared between these two, in this direction."""
+        return (waiter, source) in self.pairs
+
+
+_HOST, _SCHEDULE, _FORWARD = StreamName.HOST, StreamName.SCHEDULE, StreamName.FORWARD
+_COPY, _LOAD, _STORE = StreamName.COPY, StreamName.LOAD, StreamName.STORE
+
+# --- a step's inputs and results ---------------------------------------------------------------------
 
 FORWARD_AFTER_SCHEDULE = Edge(
     name="forward_after_schedule",
-    waiter=StreamName.FORWARD,
-    source=StreamName.SCHEDULE,
+    pairs=((_FORWARD, _SCHEDULE),),
     hazards=(Hazard.RAW,),
     protects="device staging uploaded for this batch",
     failure="",
 )
 SCHEDULE_AFTER_FORWARD = Edge(
     name="schedule_after_forward",
-    waiter=StreamName.SCHEDULE,
-    source=StreamName.FORWARD,
+    pairs=((_SCHEDULE, _FORWARD),),
     hazards=(Hazard.WAR,),
     protects="device staging slots about to be reused",
     failure="F13",
 )
 COPY_AFTER_FORWARD = Edge(
     name="copy_after_forward",
-    waiter=StreamName.COPY,
-    source=StreamName.FORWARD,
+    pairs=((_COPY, _FORWARD),),
     hazards=(Hazard.RAW,),
     protects="sampled tokens and logprobs in the result ring",
     failure="",
 )
 HOST_AFTER_COPY = Edge(
     name="host_after_copy",
-    waiter=StreamName.HOST,
-    source=StreamName.COPY,
+    pairs=((_HOST, _COPY),),
     hazards=(Hazard.RAW, Hazard.WAR),
     protects="results in pinned memory, and the device result slot they came from",
     failure="",
 )
 STAGING_REUSE = Edge(
     name="staging_reuse",
-    waiter=StreamName.HOST,
-    source=StreamName.SCHEDULE,
+    pairs=((_HOST, _SCHEDULE),),
     hazards=(Hazard.WAR,),
     protects="pinned staging slots about to be rewritten",
     failure="F12",
 )
 
+# --- KV pages on their way between device and host ---------------------------------------------------
+
+STORE_AFTER_FORWARD = Edge(
+    name="store_after_forward",
+    pairs=((_STORE, _FORWARD),),
+    hazards=(Hazard.RAW,),
+    protects="KV pages being backed up, which a step may still write",
+    failure="F1",
+)
+FORWARD_AFTER_STORE = Edge(
+    name="forward_after_store",
+    pairs=((_FORWARD, _STORE),),
+    hazards=(Hazard.WAR,),
+    protects="reused KV pages whose backup still reads them",
+    failure="F1",
+)
+LOAD_AFTER_FORWARD = Edge(
+    name="load_after_forward",
+    pairs=((_LOAD, _FORWARD),),
+    hazards=(Hazard.WAR, Hazard.WAW),
+    protects="KV pages that were retired while a step in flight uses them",
+    failure="F3",
+)
+FORWARD_AFTER_LOAD = Edge(
+    name="forward_after_load",
+    pairs=((_FORWARD, _LOAD),),
+    hazards=(Hazard.RAW, Hazard.WAW),
+    protects="KV pages being loaded, layer by layer, and those of a load that nobody needs any more",
+    failure="F4",
+)
+LOAD_AFTER_STORE = Edge(
+    name="load_after_store",
+    pairs=((_LOAD, _STORE),),
+    hazards=(Hazard.WAR, Hazard.RAW),
+    protects="KV pages whose backup still reads them; host pages whose backup still writes them",
+    failure="F15",
+)
+STORE_AFTER_LOAD = Edge(
+    name="store_after_load",
+    pairs=((_STORE, _LOAD),),
+    hazards=(Hazard.WAR, Hazard.RAW),
+    protects="host pages that a load still reads; KV pages that a load still fills",
+    failure="F15",
+)
+SM_EXCLUSIVE = Edge(
+    name="sm_exclusive",
+    pairs=((_FORWARD, _STORE), (_STORE, _FORWARD)),
+    hazards=(Hazard.EXCLUSIVE,),
+    protects="the multiprocessors, of persistent attention and of backups that run on them",
+    failure="F2",
+)
+HOST_PAGE_REUSE = Edge(
+    name="host_page_reuse",
+    pairs=((_HOST, _LOAD), (_HOST, _STORE)),
+    hazards=(Hazard.WAR, Hazard.RAW, Hazard.WAW),
+    protects="pinned host pages touched by storage workers",
+    failure="F15",
+)
+
+RING_EDGES = (
+    FORWARD_AFTER_SCHEDULE,
+    SCHEDULE_AFTER_FORWARD,
+    COPY_AFTER_FORWARD,
+    HOST_AFTER_COPY,
+    STAGING_REUSE,
+)
+PAGE_EDGES = (
+    STORE_AFTER_FORWARD,
+    FORWARD_AFTER_STORE,
+    LOAD_AFTER_FORWARD,
+    FORWARD_AFTER_LOAD,
+    LOAD_AFTER_STORE,
+    STORE_AFTER_LOAD,
+)
 EDGES: dict[str, Edge] = {
-    edge.name: edge
-    for edge in (
-        FORWARD_AFTER_SCHEDULE,
-        SCHEDULE_AFTER_FORWARD,
-        COPY_AFTER_FORWARD,
-        HOST_AFTER_COPY,
-        STAGING_REUSE,
-    )
+    edge.name: edge for edge in (*RING_EDGES, *PAGE_EDGES, SM_EXCLUSIVE, HOST_PAGE_REUSE)
 }
+_PAGE_EDGE_OF = {edge.pairs[0]: edge for edge in PAGE_EDGES}
+
+
+def pages_edge(waiter: StreamName, source: StreamName) -> Edge:
+    """The edge by which ``waiter`` takes over KV pages, or host pages, that ``source`` has touched.
+
+    Raises ``KeyError`` where there is none: one of the two touches no pages.
+    """
+    return _PAGE_EDGE_OF[waiter, source]
 
 
 # What ``python -m fenceline.vgpu.prove --write-docs`` has found, in source trees only.
@@ -118,8 +207,9 @@ def edges_markdown() -> str:
     ]
     for edge in EDGES.values():
         hazards = ", ".join(h.value for h in edge.hazards)
+        pairs = ", ".join(f"{waiter.value} ← {source.value}" for waiter, source in edge.pairs)
         lines.append(
-            f"| {edge.name} | {edge.waiter.value} ← {edge.source.value} | {hazards} "
+            f"| {edge.name} | {pairs} | {hazards} "
             f"| {edge.protects} | {edge.failure or '-'} | {proved.cells(edge.name)} |"
         )
     lines += [

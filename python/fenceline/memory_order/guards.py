@@ -41,9 +41,8 @@ SAME_COMPOSITION = Guard(
 )
 RETIRED_AFTER = Guard(
     name="retired_after",
-    protects="pages and rows that a step in flight still touches: leased out again with that step's Points",
+    protects="pages that a step or a transfer in flight still touches: leased out again with its Points",
     failure="F3, F13",
-    dormant="FORWARD alone touches pages and rows, in program order; LOAD and STORE will not be",
 )
 RESULT_LEASE = Guard(
     name="result_lease",

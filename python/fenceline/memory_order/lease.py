@@ -28,9 +28,10 @@ class LeasePool:
 
     Ids below ``reserved`` are never handed out: id 0 is the sink that padding writes to (F18). Allocation
     order is deterministic. Ids known to have passed their Points are preferred, then the longest retired.
+    Without ``keep_points`` they are handed out without their Points, as if guard ``retired_after`` were not there.
     """
 
-    def __init__(self, name: str, size: int, reserved: int = 1) -> None:
+    def __init__(self, name: str, size: int, reserved: int = 1, keep_points: bool = True) -> None:
         assert 0 <= reserved < size, f"{name}: {size} ids of which {reserved} reserved leave none"
         self.name = name
         self.size = size
@@ -41,6 +42,7 @@ class LeasePool:
         self._num_ready = size - reserved
         self._pending: deque[tuple[Ids, Points]] = deque()
         self._num_pending = 0
+        self._keep_points = keep_points
 
     @property
     def num_free(self) -> int:
@@ -75,7 +77,7 @@ class LeasePool:
             parts.append(taken)
         leased = parts[0] if len(parts) == 1 else np.concatenate(parts)
         self._leased[leased] = True
-        return leased, after
+        return leased, after if self._keep_points else Points.none()
 
     def retire(self, ids: Ids, after: Points) -> None:
         """Give ``ids`` back; they may be touched by others after ``after``.

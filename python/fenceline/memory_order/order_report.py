@@ -22,15 +22,12 @@ def fitting_edges(hazard: Hazard, first: str, second: str) -> list[Edge]:
 
     An exclusive resource may be held by either of the two first.
     """
-    return [
-        edge
-        for edge in EDGES.values()
-        if hazard in edge.hazards
-        and (
-            (edge.waiter.value == second and edge.source.value == first)
-            or (hazard is Hazard.EXCLUSIVE and edge.waiter.value == first and edge.source.value == second)
-        )
-    ]
+    return [edge for edge in EDGES.values() if hazard in edge.hazards and _fits(edge, hazard, first, second)]
+
+
+def _fits(edge: Edge, hazard: Hazard, first: str, second: str) -> bool:
+    pairs = [(waiter.value, source.value) for waiter, source in edge.pairs]
+    return (second, first) in pairs or (hazard is Hazard.EXCLUSIVE and (first, second) in pairs)
 
 
 def missing_edge(edges: list[Edge], first: str, second: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fenceline.memory_order.checker import OrderChecker
-from fenceline.memory_order.edges import Edge, StreamName
+from fenceline.memory_order.edges import Edge, StreamName, pages_edge
 from fenceline.memory_order.vector_clock import Clock
 
 
@@ -22,7 +22,8 @@ class Stream(ABC):
     """One named, in-order queue of device work.
 
     ``serial`` counts the Points recorded; ``passed_serial`` is the last one the host knows to have
-    passed, learned only from waits it had to make anyway and never from a query in the hot path.
+    passed, learned from waits it had to make anyway and from :meth:`poll`, once a step. Both are the scheduler
+    thread's: what pages it hands out depends on them, so no other thread changes them.
     """
 
     def __init__(self, name: StreamName, severed: frozenset[str]) -> None:
@@ -47,8 +48,9 @@ class Stream(ABC):
         for point in after if isinstance(after, Points) else (after,):
             if point.stream is self:
                 continue
-            assert edge.waiter is self.name, f"{edge.name} is not an edge of {self.name}"
-            assert edge.source is point.stream.name, f"{edge.name} does not start at {point.stream.name}"
+            assert edge.joins(self.name, point.stream.name), (
+                f"{edge.name} does not join {self.name.value} ← {point.stream.name.value}"
+            )
             if edge.name in self._severed:
                 continue
             if self.checker is not None:
@@ -57,10 +59,8 @@ class Stream(ABC):
                 self._wait_event(point)
 
     def synchronize(self, point: Point, edge: Edge) -> None:
-        """Block the host until ``point``, which is on this stream, has passed."""
-        assert edge.waiter is StreamName.HOST, f"{edge.name} is not an edge of the host"
-        assert edge.source is self.name, f"{edge.name} does not start at {self.name}"
-        assert point.stream is self, "a Point is waited for on its own stream"
+        """Block the scheduler thread until ``point``, which is on this stream, has passed."""
+        self._check_host_edge(point, edge)
         if edge.name in self._severed:
             return
         if self.checker is not None:
@@ -70,10 +70,43 @@ class Stream(ABC):
         self._block(point)
         self.note_passed(point)
 
+    def synchronize_from_worker(self, point: Point, edge: Edge) -> None:
+        """Block the calling thread, one of :meth:`Device.start_worker`, until ``point`` on this stream has passed.
+
+        The scheduler does not learn of it: what it hands out must not depend on a worker's timing. A Point that the
+        scheduler knows to have passed is waited for all the same; the worker does not know it.
+        """
+        self._check_host_edge(point, edge)
+        if edge.name not in self._severed:
+            self._block(point)
+
+    def poll(self, point: Point) -> bool:
+        """Ask the device, once, whether ``point``, which is on this stream, has passed; the host then knows it.
+
+        For completions that are drained once a step, oldest first. False says nothing and orders nothing.
+        """
+        assert point.stream is self, "a Point is polled on its own stream"
+        if not point.passed:
+            if not self._query(point):
+                return False
+            self.note_passed(point)
+        if self.checker is not None:
+            self.checker.hear(point.clock)
+        return True
+
+    def _check_host_edge(self, point: Point, edge: Edge) -> None:
+        assert edge.joins(StreamName.HOST, self.name), f"{edge.name} does not join host ← {self.name.value}"
+        assert point.stream is self, "a Point is waited for on its own stream"
+
     def note_passed(self, point: Point) -> None:
         """Record that the host has learned, by other means than :meth:`synchronize`, that ``point`` passed."""
         assert point.stream is self, "a Point is noted on its own stream"
         self.passed_serial = max(self.passed_serial, point.serial)
+
+    def seconds_between(self, first: Point, last: Point) -> float | None:
+        """How long this stream took from ``first`` to ``last``, both of which are its own and have passed, by the
+        device's clock; None where it has none."""
+        return None
 
     @abstractmethod
     def active(self) -> AbstractContextManager[None]:
@@ -91,6 +124,10 @@ class Stream(ABC):
 
     @abstractmethod
     def _block(self, point: Point) -> None: ...
+
+    def _query(self, point: Point) -> bool:
+        """What the device says. A stream that has no device to ask answers what the host knows."""
+        return point.passed
 
 
 @dataclass(frozen=True, slots=True, eq=True)
@@ -159,3 +196,13 @@ def _joined(points: Iterable[Point]) -> Points:
     if not latest:
         return _NONE
     return Points(tuple(latest[name] for name in sorted(latest, key=lambda n: n.value)))
+
+
+def wait_for_pages(stream: Stream, after: Points) -> None:
+    """Before ``stream`` first touches KV pages, or host pages, that come with ``after``: one edge for each Point.
+
+    Points of ``stream`` itself need none. Raises ``KeyError`` for a Point on a stream that touches no pages.
+    """
+    for point in after:
+        if point.stream is not stream:
+            stream.wait(point, pages_edge(stream.name, point.stream.name))

@@ -49,6 +49,10 @@ class VgpuStream(Stream):
         assert isinstance(point.event, Operation)
         self.gpu.synchronize(point.event)
 
+    def _query(self, point: Point) -> bool:
+        assert isinstance(point.event, Operation)
+        return self.gpu.query(point.event)
+
 
 class VgpuGraph(Graph):
     """A virtual graph."""

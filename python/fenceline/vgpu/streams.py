@@ -11,6 +11,7 @@ from fenceline.vgpu.operation import Access, Operation
 if TYPE_CHECKING:
     from fenceline.vgpu.graph import Capture
 
+_PATIENCE = 32  # questions in vain about a stream's work, after which it runs
 _REMEMBERED = 1 << 17  # actions of an agent that reports can name
 
 
@@ -91,13 +92,19 @@ class HostThread(Agent):
 class VirtualStream(Agent):
     """Operations run in order, one after the other; between streams nothing is promised."""
 
-    __slots__ = ("_heard", "capture", "queue")
+    __slots__ = ("_heard", "_num_asked", "capture", "queue")
 
     def __init__(self, number: int, name: str) -> None:
         super().__init__(number, name)
         self.queue: deque[Operation] = deque()
         self.capture: Capture | None = None
         self._heard: Clock | None = None
+        self._num_asked = 0
+
+    def patience_is_over(self) -> bool:
+        """Somebody has asked in vain whether work has run. True each time that this has been often enough."""
+        self._num_asked = (self._num_asked + 1) % _PATIENCE
+        return self._num_asked == 0
 
     @property
     def runnable(self) -> bool:

@@ -1,0 +1,159 @@
+"""Streams that move KV pages: their edges, what the host asks of them, and what it may know."""
+
+from __future__ import annotations
+
+import pytest
+from test_memory_order import RecordingDevice, RecordingStream
+
+from fenceline.memory_order import LeasePool, Points, Stream, open_device, wait_for_pages
+from fenceline.memory_order.cpu import CpuDevice
+from fenceline.memory_order.edges import (
+    EDGES,
+    HOST_PAGE_REUSE,
+    PAGE_EDGES,
+    SM_EXCLUSIVE,
+    STAGING_REUSE,
+    Edge,
+    StreamName,
+    edges_markdown,
+    pages_edge,
+)
+
+MOVERS = (StreamName.FORWARD, StreamName.LOAD, StreamName.STORE)
+
+
+def streams(device: CpuDevice) -> dict[StreamName, RecordingStream]:
+    found = {stream.name: stream for stream in device.streams}
+    return {name: stream for name, stream in found.items() if isinstance(stream, RecordingStream)}
+
+
+def test_any_two_streams_that_touch_pages_have_one_edge_each_way() -> None:
+    pairs = [(a, b) for a in MOVERS for b in MOVERS if a is not b]
+    assert sorted(edge.name for edge in PAGE_EDGES) == sorted(pages_edge(a, b).name for a, b in pairs)
+    for waiter, source in pairs:
+        edge = pages_edge(waiter, source)
+        assert edge.name == f"{waiter.value}_after_{source.value}" and edge.joins(waiter, source)
+        assert not edge.joins(source, waiter)
+    with pytest.raises(KeyError):
+        pages_edge(StreamName.COPY, StreamName.FORWARD)
+
+
+def test_an_edge_may_join_several_pairs() -> None:
+    forward, store, host = StreamName.FORWARD, StreamName.STORE, StreamName.HOST
+    assert SM_EXCLUSIVE.joins(forward, store) and SM_EXCLUSIVE.joins(store, forward)
+    assert not SM_EXCLUSIVE.joins(forward, StreamName.LOAD)
+    assert HOST_PAGE_REUSE.joins(host, store) and HOST_PAGE_REUSE.joins(host, StreamName.LOAD)
+    assert not HOST_PAGE_REUSE.joins(store, host)
+    assert "| sm_exclusive | forward ← store, store ← forward | exclusive |" in edges_markdown()
+    assert all((edge.waiter, edge.source) == edge.pairs[0] for edge in EDGES.values())
+
+
+def test_pages_are_waited_for_by_the_edge_of_each_pair() -> None:
+    device = RecordingDevice()
+    by_name = streams(device)
+    points = {name: by_name[name].record() for name in MOVERS}
+    after = Points.of(*points.values())
+    for name, stream in by_name.items():
+        if name in MOVERS:
+            wait_for_pages(stream, after)
+            assert set(stream.waits) == {point for point in after if point.stream is not stream}
+    with pytest.raises(KeyError):
+        wait_for_pages(device.copy, after)
+    before = len(by_name[StreamName.LOAD].waits)
+    device.forward.note_passed(points[StreamName.FORWARD])
+    wait_for_pages(device.load, Points.of(points[StreamName.LOAD]).join(Points.none()))
+    wait_for_pages(device.load, Points((points[StreamName.FORWARD],)))
+    assert len(by_name[StreamName.LOAD].waits) == before, "program order, and what has passed, cost nothing"
+
+
+@pytest.mark.parametrize("edge", PAGE_EDGES, ids=lambda edge: edge.name)
+def test_severing_cuts_one_pages_edge_alone(edge: Edge) -> None:
+    device = RecordingDevice(frozenset({edge.name}))
+    by_name = streams(device)
+    after = Points.of(*(by_name[name].record() for name in MOVERS))
+    for name in MOVERS:
+        wait_for_pages(by_name[name], after)
+    missing = [
+        (name, point.stream.name)
+        for name in MOVERS
+        for point in after
+        if point.stream.name is not name and point not in by_name[name].waits
+    ]
+    assert missing == list(edge.pairs)
+
+
+class AnsweringStream(RecordingStream):
+    """A stream whose device has got as far as ``reached``."""
+
+    reached = 0
+    asked = 0
+
+    def _query(self, point: object) -> bool:
+        self.asked += 1
+        return point.serial <= self.reached  # type: ignore[attr-defined]
+
+
+class AnsweringDevice(CpuDevice):
+    def _make_stream(self, name: StreamName) -> Stream:
+        return AnsweringStream(name, self.severed)
+
+
+def test_a_poll_asks_once_and_the_host_then_knows() -> None:
+    device = AnsweringDevice()
+    store = device.store
+    assert isinstance(store, AnsweringStream)
+    first, second = store.record(), store.record()
+    assert not store.poll(first) and not first.passed and store.asked == 1
+    store.reached = 1
+    assert store.poll(first) and first.passed and not second.passed
+    assert store.poll(first) and store.asked == 2, "what is known is not asked again"
+    assert not store.poll(second)
+    with pytest.raises(AssertionError, match="on its own stream"):
+        device.load.poll(first)
+
+
+def test_a_worker_s_wait_tells_the_scheduler_nothing() -> None:
+    device = RecordingDevice()
+    store = device.store
+    assert isinstance(store, RecordingStream)
+    point = store.record()
+    store.synchronize_from_worker(point, HOST_PAGE_REUSE)
+    assert store.blocked == [point] and not point.passed and store.passed_serial == 0
+    store.note_passed(point)
+    store.synchronize_from_worker(point, HOST_PAGE_REUSE)
+    assert store.blocked == [point, point], "the worker has to see for itself"
+    with pytest.raises(AssertionError, match="does not join host ← store"):
+        store.synchronize_from_worker(point, STAGING_REUSE)
+    severed = RecordingDevice(frozenset({"host_page_reuse"}))
+    assert isinstance(severed.store, RecordingStream)
+    severed.store.synchronize_from_worker(severed.store.record(), HOST_PAGE_REUSE)
+    assert severed.store.blocked == []
+
+
+def test_the_cpu_has_done_what_is_submitted() -> None:
+    device = open_device("cpu")
+    point = device.store.record()
+    assert point.passed and device.store.poll(point)
+    device.store.synchronize_from_worker(point, HOST_PAGE_REUSE)
+
+
+def test_under_the_checker_the_cpu_lags_by_one_question() -> None:
+    device = open_device("cpu")
+    device.check_order()
+    first, second = device.load.record(), device.load.record()
+    assert not device.load.poll(first)
+    third = device.load.record()
+    assert device.load.poll(first) and device.load.poll(second) and not device.load.poll(third)
+    assert device.load.poll(third)
+
+
+@pytest.mark.parametrize("keep_points", [True, False])
+def test_retired_pages_come_with_their_points(keep_points: bool) -> None:
+    device = RecordingDevice()
+    pool = LeasePool("KV pages", 3, keep_points=keep_points)
+    leased = pool.alloc(2)
+    assert leased is not None
+    point = device.store.record()
+    pool.retire(leased[0], Points.of(point))
+    again = pool.alloc(2)
+    assert again is not None and again[1] == (Points.of(point) if keep_points else Points.none())
