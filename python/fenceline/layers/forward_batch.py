@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -40,6 +41,9 @@ class ForwardBatch:
     kernels: LayerKernels  # what the layers compute with
     kv_pool: KVPool  # where keys and values go
     logits_out: torch.Tensor | None = None  # [L, vocab_size]: where the logits go; None: memory of their own
+    # Called before each layer first touches the pool, between graphs and never inside: FORWARD waits until that layer of
+    # the pages that are being loaded for this batch has arrived. None: nothing is.
+    layer_ready: Callable[[int], None] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -76,6 +76,9 @@ class RunCopier(PageCopier):
 
     def to_host(self, stream: Stream, device_pages: Pages, host_pages: Pages) -> None:
         layers = range(self._kv_pool.num_layers)
+        if self.uses_sm and len(device_pages) > 0:
+            with stream.active():
+                self._device.occupy_sm()  # loads do not: they run beside persistent attention
         for device_part, host_part in self._pieces(stream, device_pages, host_pages, layers):
             stream.copy(host_part, device_part)
 
@@ -93,9 +96,6 @@ class RunCopier(PageCopier):
             raise ValueError(
                 f"{len(device_pages)} device pages but {len(host_pages)} host pages: they go in pairs"
             )
-        if self.uses_sm and len(device_pages) > 0:
-            with stream.active():
-                self._device.occupy_sm()
         runs = [one for run in runs_of(device_pages, host_pages) for one in self._cut(run)]
         for layer in layers:
             for kv, tensor in enumerate((self._kv_pool.k(layer), self._kv_pool.v(layer))):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order import Points
 from fenceline.model_executor.sampling_batch import ReqSampling
 
@@ -64,11 +65,13 @@ class ExtendSeq:
 
 @dataclass(frozen=True, slots=True)
 class ExtendBatch:
-    """A prefill step. ``after``: Points of the memory it touches for the first time."""
+    """A prefill step. ``after``: Points of the memory it touches for the first time; ``loads``: submitted loads of pages
+    that it reads, which no step before it has waited for."""
 
     seqs: tuple[ExtendSeq, ...]
     page_writes: PageWrites
     after: Points
+    loads: tuple[Ticket, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

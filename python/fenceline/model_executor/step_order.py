@@ -21,7 +21,7 @@ class StepOrder:
     """
 
     def __init__(self, checker: OrderChecker, kv_pool: KVPool, req_pool: ReqPool) -> None:
-        self._checker = checker
+        self.checker = checker
         self._page_size = kv_pool.page_size
         rows, columns = req_pool.page_table.shape
         self.page_table = checker.memory("req_pool.page_table", rows)
@@ -32,11 +32,11 @@ class StepOrder:
 
     def begin_step(self) -> None:
         """What is submitted from now on is the next step's."""
-        self._checker.begin_step()
+        self.checker.begin_step()
 
     def extend(self, batch: ExtendBatch) -> None:
         """A prefill step: writes the pages of its chunks, reads all pages up to them."""
-        checker = self._checker
+        checker = self.checker
         op = checker.begin(StreamName.FORWARD, "prefill step")
         self._write_table(op, batch.page_writes)
         rows = np.array([seq.row for seq in batch.seqs], dtype=np.int64)
@@ -51,7 +51,7 @@ class StepOrder:
 
     def decode(self, batch: DecodeBatch) -> None:
         """A decode step: writes each request's last page, reads all of them."""
-        checker, rows = self._checker, batch.rows
+        checker, rows = self.checker, batch.rows
         op = checker.begin(StreamName.FORWARD, "decode step")
         if len(batch.page_writes):
             self._write_table(op, batch.page_writes)
@@ -60,5 +60,5 @@ class StepOrder:
         checker.write(op, self.last_tokens, rows)  # and reads them: the tokens of the step before
 
     def _write_table(self, op: Operation, writes: PageWrites) -> None:
-        self._checker.write(op, self.page_table, writes.rows)
+        self.checker.write(op, self.page_table, writes.rows)
         self.pages.write_table(writes.rows, writes.columns, writes.pages)

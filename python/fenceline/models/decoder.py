@@ -196,11 +196,15 @@ class CausalLM(nn.Module):
         assert self.shard.size == 1, "the ranks' partial sums have nobody to add them up yet"
         x: torch.Tensor = self.embed_tokens(batch.input_ids)
         kernels, pool, table = batch.kernels, batch.kv_pool, self.rotary.table
-        positions, out_slots, attn = batch.positions, batch.out_slots, batch.attn
+        positions, out_slots, attn, ready = batch.positions, batch.out_slots, batch.attn, batch.layer_ready
         for layer_id, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             p = layer.params
             qkv = layer.before_attention(x, kernels)
+            if ready is not None:
+                ready(
+                    layer_id
+                )  # before the store too: the last page loaded may be one that this batch goes on with
             k_cache, v_cache = pool.k(layer_id), pool.v(layer_id)
             kernels.rotate_and_store(qkv, p.heads, p.norms, table, positions, k_cache, v_cache, out_slots)
             attended = attn.forward(layer_id, *p.heads.split(qkv), p.scale)

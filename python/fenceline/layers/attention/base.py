@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fenceline.layers.forward_batch import AttentionInputs, GraphDecodeInputs
+from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
 
 
 class AttentionPlan(ABC):
@@ -36,6 +36,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """Prepare one eager batch. No host synchronisation."""
+
+    def persistent(self, mode: ForwardMode) -> bool:
+        """Whether kernels of that mode hold their SMs until they have worked off all tiles, so that whoever else wants
+        SMs meanwhile is in their way (edge sm_exclusive)."""
+        return False
 
     def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
         """A plan that a graph of this bucket can capture; None: this backend (or this size) cannot be captured.

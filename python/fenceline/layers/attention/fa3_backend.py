@@ -71,6 +71,10 @@ class Fa3AttentionBackend(AttentionBackend):
         self.kv_pool = kv_pool
         self.attend = load_flash_attention() if attend is None else attend
 
+    def persistent(self, mode: ForwardMode) -> bool:
+        """One scheduler for both modes: as many blocks as SMs, each of which takes tile after tile."""
+        return True
+
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """Gathers the batch's page table on the current stream. No host synchronisation."""
         assert len(inputs.seq_lens_cpu) > 0, "an empty batch has nothing to attend to"

@@ -87,6 +87,10 @@ class FlashInferAttentionBackend(AttentionBackend):
         """Whether the first step of that kind costs no compilation."""
         return (self.prefill if mode is ForwardMode.EXTEND else self.decode).is_compiled
 
+    def persistent(self, mode: ForwardMode) -> bool:
+        """Its fa3 kernels are, which only prefill runs on; fa2 and the decode kernels have a block for each tile."""
+        return mode is ForwardMode.EXTEND and self.prefill.generation == "fa3"
+
     @property
     def num_plans(self) -> int:
         """Plans made so far; see ``_EagerPlan``."""

@@ -52,6 +52,14 @@ ATTENTION_BACKENDS: Mapping[str, Callable[[AttentionSetting], AttentionBackend]]
 )
 
 
+_registered: dict[str, Callable[[AttentionSetting], AttentionBackend]] = {}
+
+
+def register_attention_backend(name: str, factory: Callable[[AttentionSetting], AttentionBackend]) -> None:
+    """Let configurations name another backend, one for any device; ``auto`` does not know it. For tests' devices."""
+    _registered[name] = factory
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionBackends:
     """The backends of both kinds of steps, one and the same object where the names are equal."""
@@ -60,6 +68,10 @@ class AttentionBackends:
     decode: AttentionBackend
     prefill_name: str
     decode_name: str
+
+    def persistent(self, mode: ForwardMode) -> bool:
+        """Whether steps of that mode run persistent kernels: see ``AttentionBackend.persistent``."""
+        return (self.prefill if mode is ForwardMode.EXTEND else self.decode).persistent(mode)
 
 
 def make_attention_backends(prefill: str, decode: str, setting: AttentionSetting) -> AttentionBackends:
@@ -86,6 +98,8 @@ def _check_known(name: str) -> None:
 
 
 def _make(name: str, setting: AttentionSetting) -> AttentionBackend:
+    if name in _registered:
+        return _registered[name](setting)
     _check_known(name)
     if name != _REFERENCE and setting.device.kind != "cuda":
         raise ValueError(f"--attention-backend {name} needs an NVIDIA GPU: use --attention-backend torch")
