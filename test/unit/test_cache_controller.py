@@ -43,12 +43,12 @@ class Rig:
         self._num_tickets += 1
         return Ticket(self._num_tickets, kind)
 
-    def store(self, device: Sequence[int], host: Sequence[int], after: Points = Points.none()) -> Ticket:  # noqa: B008
+    def store(self, device: Sequence[int], host: Sequence[int], after: Points = Points.none()) -> Ticket:
         ticket = self.ticket(STORE)
         self.controller.store(ticket, ids(*device), ids(*host), after)
         return ticket
 
-    def load(self, device: Sequence[int], host: Sequence[int], after: Points = Points.none()) -> Ticket:  # noqa: B008
+    def load(self, device: Sequence[int], host: Sequence[int], after: Points = Points.none()) -> Ticket:
         ticket = self.ticket(LOAD)
         self.controller.load(ticket, ids(*device), ids(*host), after)
         return ticket

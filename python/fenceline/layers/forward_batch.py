@@ -41,8 +41,8 @@ class ForwardBatch:
     kernels: LayerKernels  # what the layers compute with
     kv_pool: KVPool  # where keys and values go
     logits_out: torch.Tensor | None = None  # [L, vocab_size]: where the logits go; None: memory of their own
-    # Called before each layer first touches the pool, between graphs and never inside: FORWARD waits until that layer of
-    # the pages that are being loaded for this batch has arrived. None: nothing is.
+    # Called before each layer first touches the pool, outside graphs: FORWARD then waits until that layer of the pages
+    # that are being loaded for this batch has arrived. None: nothing is being loaded.
     layer_ready: Callable[[int], None] | None = None
 
     @property

@@ -7,7 +7,7 @@ before it sampled without the host having seen it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -20,6 +20,7 @@ from fenceline.layers.attention.registry import AttentionBackends, make_attentio
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
 from fenceline.layers.kernels.select import make_layer_kernels
 from fenceline.layers.shard import Shard
+from fenceline.mem_cache.cache_controller import CacheController
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.memory_order import Device, InputRing, LeasePool, ResultRing, wait_for_pages
@@ -28,6 +29,7 @@ from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner, GraphSta
 from fenceline.model_executor.decode_runner import DecodeRunner
 from fenceline.model_executor.decode_step import DecodeStep
 from fenceline.model_executor.forward_result import ForwardResult
+from fenceline.model_executor.hicache import make_cache_controller
 from fenceline.model_executor.memory import num_kv_pages
 from fenceline.model_executor.sampler import OutputLogprobs, Sampler, prompt_logprobs
 from fenceline.model_executor.sampling_batch import SamplingBatch, sampling_arrays
@@ -88,6 +90,9 @@ class ModelRunner:
         self._order: StepOrder | None = None
         if device.checker is not None:
             self._order = StepOrder(device.checker, self.kv_pool, self.req_pool)
+        self.hicache: CacheController | None = None
+        if config.hicache is not None:
+            self.hicache = make_cache_controller(config.hicache, device, self.kv_pool, self._order)
         if device.keeps(STARTUP_STOP):  # weights and pools were written on the default stream
             device.synchronize()
         with _room_for("decode graphs", "lower --cuda-graph-max-bs, or give --disable-cuda-graph"):
@@ -129,7 +134,10 @@ class ModelRunner:
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of the long-lived allocations by name."""
         weights = sum(p.nbytes for p in self.model.parameters())
-        return {"weights": weights, "kv_cache": self.kv_pool.nbytes}
+        sizes = {"weights": weights, "kv_cache": self.kv_pool.nbytes}
+        if self.hicache is not None:
+            sizes["host_kv_cache"] = self.hicache.host_pool.nbytes
+        return sizes
 
     @property
     def graph_stats(self) -> GraphStats | None:
@@ -142,9 +150,16 @@ class ModelRunner:
         wait_for_pages(self.device.forward, batch.after)  # WAR, WAW: transfers may still use retired pages
         if self._order is not None:
             self._order.begin_step()
-        if isinstance(batch, ExtendBatch):
-            return self._launch_extend(batch)
-        return self._launch_decode(batch)
+        mode = ForwardMode.EXTEND if isinstance(batch, ExtendBatch) else ForwardMode.DECODE
+        exclusive = self.hicache
+        if exclusive is not None and not self._attention.persistent(mode):
+            exclusive = None
+        if exclusive is not None:
+            exclusive.before_persistent_forward()
+        result = self._launch_extend(batch) if isinstance(batch, ExtendBatch) else self._launch_decode(batch)
+        if exclusive is not None:
+            exclusive.after_persistent_forward(result.done)
+        return result
 
     # --- extend --------------------------------------------------------------------------------------
 
@@ -153,7 +168,8 @@ class ModelRunner:
         sampled = [seq.sampling for seq in batch.seqs if seq.sampling is not None]
         arrays |= sampling_arrays(sampled)
         views = self._inputs.upload(arrays)
-        if self._order is not None:
+        layer_ready = self._layer_ready(batch)
+        if self._order is not None and layer_ready is None:
             self._order.extend(batch)
         with self.device.forward.active():
             self._write_pages(views)
@@ -167,8 +183,11 @@ class ModelRunner:
                 attn=self._attention.prefill.plan(_extend_attention(batch, views, self.req_pool.page_table)),
                 kernels=self._kernels,
                 kv_pool=self.kv_pool,
+                layer_ready=layer_ready,
             )
             logits = self.model(forward_batch)
+            for ticket in batch.loads:
+                ticket.waited = True  # FORWARD has: what is submitted from now on comes after them
             results: Views = {}
             num_sampled = len(sampled)
             if num_sampled:
@@ -182,6 +201,23 @@ class ModelRunner:
                 values = prompt_logprobs(logits[num_sampled:], views["prompt_targets"], top_k)
                 results |= _logprob_results("prompt", values)
         return self._finish(results)
+
+    def _layer_ready(self, batch: ExtendBatch) -> Callable[[int], None] | None:
+        """What makes FORWARD wait for ``batch.loads``, layer by layer; None if there are none."""
+        if not batch.loads:
+            return None
+        assert self.hicache is not None, "without a host tier nothing is loaded"
+        ready, order = self.hicache.layer_ready(batch.loads), self._order
+        if order is None:
+            return ready
+        last_layer = self.kv_pool.num_layers - 1
+
+        def declared(layer: int) -> None:
+            ready(layer)
+            if layer == last_layer:  # its pages are there: whole pages can be declared
+                order.extend(batch)
+
+        return declared
 
     def _begin_penalties(self, batch: ExtendBatch, views: Views) -> None:
         for index, seq in enumerate(batch.seqs):

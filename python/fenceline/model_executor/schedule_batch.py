@@ -65,8 +65,8 @@ class ExtendSeq:
 
 @dataclass(frozen=True, slots=True)
 class ExtendBatch:
-    """A prefill step. ``after``: Points of the memory it touches for the first time; ``loads``: submitted loads of pages
-    that it reads, which no step before it has waited for."""
+    """A prefill step. ``after``: Points of the memory it touches for the first time; ``loads``: transfers that bring
+    pages that it reads, submitted but not waited for by any earlier step."""
 
     seqs: tuple[ExtendSeq, ...]
     page_writes: PageWrites

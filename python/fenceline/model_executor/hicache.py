@@ -1,0 +1,48 @@
+"""Makes the host tier of a model runner: its pages, what copies them, and the controller that submits the copies."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fenceline.config.hicache import HiCacheConfig
+from fenceline.mem_cache.cache_controller import CacheController
+from fenceline.mem_cache.host_pool import HostPool
+from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.mem_cache.page_copy import PageCopier, make_page_copier
+from fenceline.mem_cache.transfer_order import TransferOrder
+from fenceline.memory_order import Device
+from fenceline.model_executor.step_order import StepOrder
+
+
+def make_cache_controller(
+    config: HiCacheConfig, device: Device, kv_pool: KVPool, order: StepOrder | None
+) -> CacheController:
+    """A host tier for ``kv_pool``. ``order``: with ``--memory-check order``, where steps declare their pages.
+
+    Copies the sink page there and back on a GPU, so that nothing is compiled or loaded while a request waits. Waits for
+    the device. Raises ``ValueError`` with the remedy where the host has no room for it.
+    """
+    host_pool = HostPool(device, num_host_pages(config, kv_pool), kv_pool, config.mem_layout)
+    copier = make_page_copier(device, kv_pool, host_pool, config.io_backend)
+    transfer_order = None
+    if order is not None:
+        transfer_order = TransferOrder(order.checker, order.pages, kv_pool.num_layers, host_pool.num_pages)
+    if device.kind == "cuda":
+        _warm_up(device, copier, kv_pool.num_layers)
+    return CacheController(device, kv_pool, host_pool, copier, transfer_order)
+
+
+def num_host_pages(config: HiCacheConfig, kv_pool: KVPool) -> int:
+    """Pages of the host tier: as many as fit ``host_bytes`` if that is given, else by ``ratio`` to the device's."""
+    if config.host_bytes is None:
+        return int((kv_pool.num_pages - 1) * config.ratio)
+    return config.host_bytes // (kv_pool.nbytes // kv_pool.num_pages)
+
+
+def _warm_up(device: Device, copier: PageCopier, num_layers: int) -> None:
+    sink, first = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.int32)
+    device.synchronize()  # the pool was written on the default stream
+    copier.to_host(device.store, sink, first)
+    device.synchronize()
+    copier.to_device(device.load, first, sink, range(num_layers))
+    device.synchronize()
