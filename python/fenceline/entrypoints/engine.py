@@ -145,9 +145,10 @@ class Engine:
 
         self._run(abort())
 
-    def flush_cache(self) -> bool:
-        """Empty the prefix cache; False, and nothing done, while requests are in flight."""
-        return self._run(self._manager.flush_cache()).success
+    def flush_cache(self, storage: bool = False) -> bool:
+        """Empty the prefix cache, with ``storage`` the storage tier too; False, and nothing done, while requests are
+        in flight. Raises ValueError if there is no storage tier."""
+        return self._run(self._manager.flush_cache(storage)).success
 
     def get_server_info(self) -> dict[str, Any]:
         """What /server_info says."""

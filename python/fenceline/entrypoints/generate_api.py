@@ -110,10 +110,17 @@ class AnswerWriter:
         parts = [b'{"text":"', text, b'","output_ids":['] if self._has_text else [b'{"output_ids":[']
         parts += (ids, b"],", self._head)
         parts.append(
-            b',"prompt_tokens":%d,"completion_tokens":%d,"cached_tokens":%d,"num_retractions":%d,"finish_reason":'
+            b',"prompt_tokens":%d,"completion_tokens":%d,"cached_tokens":%d,"num_retractions":%d'
             % (chunk.prompt_tokens, chunk.completion_tokens, chunk.cached_tokens, chunk.num_retractions)
         )
+        details = chunk.cached_tokens_details
+        if details is not None:
+            parts.append(
+                b',"cached_tokens_details":{"device":%d,"host":%d,"storage":%d}'
+                % (details.device, details.host, details.storage)
+            )
         reason = chunk.finish_reason
+        parts.append(b',"finish_reason":')
         parts.append(b"null" if reason is None else orjson.dumps(finish_reason_object(reason)))
         if reason is not None:
             parts.append(b',"e2e_latency":%.6f' % chunk.e2e_latency)

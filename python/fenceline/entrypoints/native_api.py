@@ -82,6 +82,8 @@ class NativeApi:
         for prefix in ("/get_server_info", "/server_info"):
             router.add_api_route(prefix, self.server_info, methods=["GET"])
         router.add_api_route("/flush_cache", self.flush_cache, methods=both)
+        router.add_api_route("/clear_hicache_storage_backend", self.clear_storage, methods=both)
+        router.add_api_route("/hicache/storage-backend/clear", self.clear_storage, methods=["POST"])
         router.add_api_route("/abort_request", self.abort_request, methods=["POST"])
         router.add_api_route("/pause_generation", self.pause_generation, methods=["POST"])
         router.add_api_route("/continue_generation", self.continue_generation, methods=["POST"])
@@ -164,12 +166,21 @@ class NativeApi:
 
     # --- control
 
-    async def flush_cache(self) -> Response:
-        """Empty the prefix cache; 400 while requests are running or waiting."""
-        reply = await self._manager.flush_cache()
+    async def flush_cache(self, storage: bool = False) -> Response:
+        """Empty the prefix cache on device and host, with ``storage`` the storage tier too; 400 while requests are
+        running or waiting, and if there is no storage tier."""
+        await self._flush(storage)
+        return PlainTextResponse("Cache flushed.\n")
+
+    async def clear_storage(self) -> Response:
+        """Empty the storage tier and with it the tiers above, whose pages count as stored; 400 as above."""
+        await self._flush(storage=True)
+        return json_response("Hierarchical cache storage backend cleared.")
+
+    async def _flush(self, storage: bool) -> None:
+        reply = await self._manager.flush_cache(storage)
         if not reply.success:
             raise RequestError(400, reply.message or "the cache is in use; wait for the running requests")
-        return PlainTextResponse("Cache flushed.\n")
 
     async def abort_request(self, request: Request) -> Response:
         """Abort one request by its id or all; an unknown id is no error: it may just have finished."""

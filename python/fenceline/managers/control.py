@@ -19,6 +19,7 @@ from fenceline.managers.io_struct import (
 from fenceline.managers.request_types import RequestError
 
 CONTROL_TIMEOUT_S = 30.0
+STORAGE_TIMEOUT_S = 300.0  # emptying a storage removes many files
 PROFILE_TIMEOUT_S = 300.0  # stopping writes a trace of many megabytes
 
 
@@ -30,9 +31,10 @@ class ControlDesk:
         self._waiting: dict[str, asyncio.Future[ControlReply]] = {}
         self._failure: RequestError | None = None
 
-    async def flush_cache(self) -> ControlReply:
+    async def flush_cache(self, storage: bool = False) -> ControlReply:
         """See :class:`FlushCacheReq`."""
-        return await self._ask(FlushCacheReq(id=uuid4().hex))
+        timeout_s = STORAGE_TIMEOUT_S if storage else CONTROL_TIMEOUT_S
+        return await self._ask(FlushCacheReq(id=uuid4().hex, storage=storage), timeout_s)
 
     async def pause(self, mode: str) -> ControlReply:
         """See :class:`PauseGenerationReq`. Raises RequestError for an unknown mode."""

@@ -47,9 +47,11 @@ class AbortReq(Message):
 
 
 class FlushCacheReq(Message):
-    """Empty the prefix cache; refused unless idle. Answered by :class:`ControlReply`."""
+    """Empty the prefix cache on device and host, with ``storage`` the storage tier too; refused unless idle.
+    Answered by :class:`ControlReply`."""
 
     id: str
+    storage: bool = False
 
 
 class PauseGenerationReq(Message):
@@ -121,11 +123,20 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     top_logprobs: list[list[tuple[float, int]]]
 
 
+class CachedTokensDetails(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A request's ``cached_tokens`` by the tier in which they were found; the sum is ``cached_tokens``."""
+
+    device: int
+    host: int
+    storage: int
+
+
 class TokenOut(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """News of one request: the tokens since the last :class:`TokenOut` of the same request.
 
     The first one (``decode`` not None) carries what decoding needs. ``output_ids`` of a request over all
     its messages are its whole output, once each, in order. ``finish_reason`` not None: the last message.
+    ``cached_tokens_details`` is None without HiCache.
     """
 
     rid: str
@@ -138,6 +149,7 @@ class TokenOut(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     input_logprobs: TokenLogprobs | None = None
     output_logprobs: TokenLogprobs | None = None
     num_retractions: int = 0
+    cached_tokens_details: CachedTokensDetails | None = None
 
 
 class DecodeInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -186,6 +198,36 @@ class CudaGraphState(msgspec.Struct, frozen=True, kw_only=True):
     capture_bytes: int
 
 
+class TransferState(msgspec.Struct, frozen=True, kw_only=True):
+    """Finished transfers in one direction since start. ``seconds`` is the sum of their times, which may overlap."""
+
+    num_transfers: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+class HiCacheState(msgspec.Struct, frozen=True, kw_only=True):
+    """The tiers under the prefix cache. Counts are since start, pages and nodes are as of now."""
+
+    cached_tokens: dict[str, int]  # prompt tokens found, by tier: "device", "host", "storage"
+    num_host_tokens: int  # size of the host tier
+    num_used_host_tokens: int
+    # The tree's pages by where their bytes are: "device" only, "host" only, "both"; "in_transit" are being copied, and
+    # are counted in one of the others too.
+    pages: dict[str, int]
+    num_locked_nodes: int  # by requests, transfers or storage workers; 0 when all is quiet
+    evicted_tokens: dict[str, int]  # that left a tier, by tier: "device", "host"
+    load: TransferState  # host to device
+    store: TransferState  # device to host
+    storage_read: TransferState  # storage to host
+    storage_write: TransferState  # host to storage
+    prefetches: dict[str, int]  # reads from the storage, by how they ended
+    recomputes: dict[str, int]  # what was derived from pages that had moved and was made anew, by reason
+    num_storage_misses: int  # pages that were looked for and not there, or could not be read
+    storage_errors: dict[str, int]  # pages that could not be read or written, by reason
+
+
 class InternalState(msgspec.Struct, frozen=True, kw_only=True):
     """What the scheduler knows of itself; fields of /get_server_info and the gauges of /metrics."""
 
@@ -205,6 +247,7 @@ class InternalState(msgspec.Struct, frozen=True, kw_only=True):
     paused: bool
     memory_bytes: dict[str, int]  # "weights", "kv_cache", ...
     cuda_graphs: CudaGraphState | None = None  # None without graphs
+    hicache: HiCacheState | None = None  # None without HiCache
 
 
 class ControlReply(Message):

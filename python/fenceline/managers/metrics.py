@@ -10,9 +10,15 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 
-from fenceline.managers.io_struct import CudaGraphState, InternalState, TokenOut
+from fenceline.managers.io_struct import CudaGraphState, HiCacheState, InternalState, TokenOut, TransferState
 from fenceline.managers.request_table import RequestEntry
 
 _TTFT_BUCKETS = (
@@ -87,16 +93,18 @@ class Histogram:
 class Metrics:
     """Counts requests and tokens. One registry per server: two servers in one process do not meet."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, has_tiers: bool = False) -> None:
+        """``has_tiers``: with HiCache, where cached tokens are counted by the tier in which they were found."""
         self.registry = CollectorRegistry(auto_describe=False)
         self._model_name = model_name
+        self._has_tiers = has_tiers
         self._state: InternalState | None = None
         self._ttft = Histogram(_TTFT_BUCKETS)
         self._itl = Histogram(_ITL_BUCKETS)
         self._e2e = Histogram(_E2E_BUCKETS)
         self._prompt_tokens = 0
         self._generation_tokens = 0
-        self._cached_tokens = 0
+        self._cached_tokens = {"device": 0, "host": 0, "storage": 0}
         self._num_requests = 0
         self._num_aborted = 0
         self.registry.register(self)
@@ -108,7 +116,7 @@ class Metrics:
         if entry.first_token == 0.0:
             entry.first_token = now
             self._prompt_tokens += token.prompt_tokens
-            self._cached_tokens += token.cached_tokens
+            self._count_cached(token)
             self._ttft.observe(now - entry.created)
         elif count:
             self._itl.observe((now - entry.last_token) / count, count)
@@ -118,6 +126,15 @@ class Metrics:
             self._num_requests += 1
             self._num_aborted += reason.type == "abort"
             self._e2e.observe(now - entry.created)
+
+    def _count_cached(self, token: TokenOut) -> None:
+        details = token.cached_tokens_details
+        if details is None:
+            self._cached_tokens["device"] += token.cached_tokens
+            return
+        self._cached_tokens["device"] += details.device
+        self._cached_tokens["host"] += details.host
+        self._cached_tokens["storage"] += details.storage
 
     def abandoned(self, entry: RequestEntry) -> None:
         """The consumer of a request went away."""
@@ -139,7 +156,7 @@ class Metrics:
         yield self._counter(
             "generation_tokens", "Tokens generated for all requests.", self._generation_tokens
         )
-        yield self._counter("cached_tokens", "Prompt tokens found in the prefix cache.", self._cached_tokens)
+        yield self._cached()
         yield self._counter("num_requests", "Requests that have ended.", self._num_requests)
         yield self._counter("num_aborted_requests", "Requests that ended by an abort.", self._num_aborted)
         yield self._histogram("time_to_first_token_seconds", "From arrival to the first token.", self._ttft)
@@ -161,15 +178,59 @@ class Metrics:
         yield self._counter("num_retractions", "Requests sent back to the queue.", state.num_retractions)
         if state.cuda_graphs is not None:
             yield from self._graphs(state.cuda_graphs)
+        if state.hicache is not None:
+            yield from self._hicache(state.hicache)
 
     def _graphs(self, graphs: CudaGraphState) -> Iterator[Metric]:
         eligible, replays = graphs.eligible_steps, graphs.replays
         yield self._counter("cuda_graph_eligible_steps", "Decode steps while graphs are on.", eligible)
         yield self._counter("cuda_graph_replays", "Decode steps that were replays of a graph.", replays)
         text = "Decode steps that ran without a graph, by reason."
-        yield self._counters("cuda_graph_fallbacks", text, graphs.fallbacks)
+        yield self._counters("cuda_graph_fallbacks", text, "reason", graphs.fallbacks)
         text = "Decode steps before which something wrong had to be put right, by reason."
-        yield self._counters("cuda_graph_repairs", text, graphs.repairs)
+        yield self._counters("cuda_graph_repairs", text, "reason", graphs.repairs)
+
+    def _cached(self) -> Metric:
+        """Prompt tokens found cached: SGLang's counter with its label, which is there only where there are tiers."""
+        name, text = "cached_tokens", "Prompt tokens found in the prefix cache."
+        if self._has_tiers:
+            return self._counters(name, text, "cache_source", self._cached_tokens)
+        return self._counter(name, text, self._cached_tokens["device"])
+
+    def _hicache(self, state: HiCacheState) -> Iterator[Metric]:
+        used, total = state.num_used_host_tokens, state.num_host_tokens
+        yield self._gauge("hicache_host_used_tokens", "Tokens whose KV the host tier holds.", used)
+        yield self._gauge("hicache_host_total_tokens", "Size of the host tier in tokens.", total)
+        family = GaugeMetricFamily(
+            _PREFIX + "hicache_pages", "The tree's pages by where they are.", labels=["model_name", "state"]
+        )
+        for name, value in state.pages.items():
+            family.add_metric([self._model_name, name], float(value))
+        yield family
+        yield self._gauge("hicache_locked_nodes", "Nodes of the tree in use.", state.num_locked_nodes)
+        text = "Tokens whose KV left a tier."
+        yield self._counters("evicted_tokens", text, "cache_source", state.evicted_tokens)
+        yield from self._transfers("load_back", "from host to device", state.load)
+        yield from self._transfers("hicache_backup", "from device to host", state.store)
+        yield from self._transfers("prefetched", "from storage to host", state.storage_read)
+        yield from self._transfers("backuped", "from host to storage", state.storage_write)
+        text = "Reads ahead from the storage, by how they ended."
+        yield self._counters("hicache_prefetches", text, "outcome", state.prefetches)
+        text = "Pages that were looked for in the storage in vain."
+        yield self._counter("hicache_storage_misses", text, state.num_storage_misses)
+        text = "Pages that could not be read from or written to the storage, by reason."
+        yield self._counters("hicache_storage_errors", text, "reason", state.storage_errors)
+        text = "What was derived from pages that had moved since and was made anew, by reason."
+        yield self._counters("hicache_recomputes", text, "reason", state.recomputes)
+
+    def _transfers(self, name: str, way: str, transfers: TransferState) -> Iterator[Metric]:
+        yield self._counter(f"{name}_tokens", f"Tokens whose KV was copied {way}.", transfers.num_tokens)
+        yield self._counter(f"{name}_bytes", f"Bytes copied {way}.", transfers.num_bytes)
+        family = SummaryMetricFamily(
+            f"{_PREFIX}{name}_duration_seconds", f"Transfers {way}.", labels=["model_name"]
+        )
+        family.add_metric([self._model_name], transfers.num_transfers, transfers.seconds)
+        yield family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(_PREFIX + name, text, labels=["model_name"])
@@ -181,11 +242,11 @@ class Metrics:
         family.add_metric([self._model_name], float(value))
         return family
 
-    def _counters(self, name: str, text: str, by_reason: Mapping[str, int]) -> Metric:
-        """A counter for each reason; the reason "none" of value 0 shows the metric where there is none yet."""
-        family = CounterMetricFamily(_PREFIX + name, text, labels=["model_name", "reason"])
-        for reason, value in (by_reason or {"none": 0}).items():
-            family.add_metric([self._model_name, reason], float(value))
+    def _counters(self, name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+        """A counter for each value of ``label``; "none" of value 0 shows the metric where there is none yet."""
+        family = CounterMetricFamily(_PREFIX + name, text, labels=["model_name", label])
+        for value_of_label, value in (values or {"none": 0}).items():
+            family.add_metric([self._model_name, value_of_label], float(value))
         return family
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:

@@ -55,6 +55,7 @@ class OutputSender:
                 input_logprobs=input_logprobs,
                 output_logprobs=output_logprobs,
                 num_retractions=req.num_retractions,
+                cached_tokens_details=req.cached_details,
             )
         )
         req.num_emitted = num_outputs

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from fenceline.managers.io_struct import DecodeInfo, FinishReason, TokenizedGenerateReq
+from fenceline.managers.io_struct import CachedTokensDetails, DecodeInfo, FinishReason, TokenizedGenerateReq
 from fenceline.mem_cache.radix_cache import TreeNode
 from fenceline.memory_order import Points
 from fenceline.model_executor.sampling_batch import ReqSampling
@@ -72,6 +72,7 @@ class Req:
     output_ids: list[int] = field(default_factory=list)
     num_retractions: int = 0
     cached_tokens: int = 0  # of the prompt, as reported; set at first admission
+    cached_details: CachedTokensDetails | None = None  # the same by tier, set with it; None without HiCache
     was_admitted: bool = False
     num_emitted: int = 0
     announced: bool = False  # the detokenizer knows this request
@@ -152,6 +153,7 @@ class Req:
             output_ids=self.output_ids,
             num_retractions=self.num_retractions + 1,
             cached_tokens=self.cached_tokens,
+            cached_details=self.cached_details,
             was_admitted=True,
             num_emitted=self.num_emitted,
             announced=self.announced,

@@ -128,6 +128,13 @@ class RequestMemory:
         self.rows.retire(np.array([req.row], dtype=np.int32), after=req.last_flight)
         req.row, req.pages, req.node = 0, no_pages(), None
 
+    def flush(self, storage: bool = False) -> int:
+        """Empty the tree, with ``storage`` the storage tier too. No request holds anything. Returns how many device
+        pages are free again. Raises ValueError where there is no storage tier."""
+        if storage:
+            raise ValueError("there is no storage tier")
+        return self.tree.reset()
+
     def check_books(self, every_page: bool = False) -> None:
         """When no request holds anything: every page is free or in the tree, every row is free.
 

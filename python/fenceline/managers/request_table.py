@@ -53,6 +53,7 @@ class RequestEntry:
             input_logprobs=token.input_logprobs,
             finish_reason=token.finish_reason,
             num_retractions=token.num_retractions,
+            cached_tokens_details=token.cached_tokens_details,
         )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from fenceline.config.sampling_params import SamplingParams
-from fenceline.managers.io_struct import FinishReason, TokenLogprobs
+from fenceline.managers.io_struct import CachedTokensDetails, FinishReason, TokenLogprobs
 
 MAX_SAMPLES = 128
 
@@ -92,6 +92,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     input_logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
     num_retractions: int = 0
+    cached_tokens_details: CachedTokensDetails | None = None  # None without HiCache
 
     @property
     def finished(self) -> bool:

@@ -44,7 +44,7 @@ class SchedulerControl:
         """Carry out one control message and answer it."""
         match message:
             case FlushCacheReq():
-                self._reply(message.id, *self._flush())
+                self._reply(message.id, *self._flush(message.storage))
             case PauseGenerationReq():
                 self._reply(message.id, *self._pause(message.mode))
             case ContinueGenerationReq():
@@ -66,12 +66,15 @@ class SchedulerControl:
         """Count a step for a profile that was asked for by number of steps."""
         self._profiler.step()
 
-    def _flush(self) -> tuple[bool, str]:
+    def _flush(self, storage: bool) -> tuple[bool, str]:
         scheduler = self._scheduler
         scheduler.retire_departed()  # requests aborted by the messages just before still lock their prefixes
         if scheduler.reqs:
             return False, f"cache not flushed: {len(scheduler.reqs)} requests are pending"
-        num_pages = scheduler.memory.tree.reset()
+        try:
+            num_pages = scheduler.memory.flush(storage)
+        except ValueError as error:
+            return False, f"cache not flushed: {error}"
         return True, f"cache flushed: {num_pages} pages are free again"
 
     def _pause(self, mode: str) -> tuple[bool, str]:

@@ -60,7 +60,7 @@ class TokenizerManager:
         self.limits: SchedulerReady | None = None
         self.state: InternalState | None = None  # the scheduler's latest report
         self.fatal: str | None = None
-        self.metrics = Metrics(config.served_model_name)
+        self.metrics = Metrics(config.served_model_name, has_tiers=config.hicache is not None)
         self.control = ControlDesk(link.send)
         self._link = link
         self._table = RequestTable(config.max_queued_requests)
@@ -202,9 +202,18 @@ class TokenizerManager:
 
     # --- control
 
-    async def flush_cache(self) -> ControlReply:
-        """Empty the prefix cache; ``success`` False while requests are in flight."""
-        return await self.control.flush_cache()
+    async def flush_cache(self, storage: bool = False) -> ControlReply:
+        """Empty the prefix cache on device and host, with ``storage`` the storage tier too; ``success`` False while
+        requests are in flight. Raises RequestError (400) if there is no storage tier."""
+        hicache = self.config.hicache
+        if storage and (hicache is None or hicache.storage is None):
+            raise RequestError(
+                400,
+                "this server has no storage tier: start it with --enable-hierarchical-cache"
+                " --hicache-storage-backend file, or leave storage out",
+                param="storage",
+            )
+        return await self.control.flush_cache(storage)
 
     async def pause_generation(self, mode: str = "abort") -> ControlReply:
         """Stop scheduling; ``mode`` is abort, retract or in_place."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.managers.io_struct import FinishReason
+from fenceline.managers.io_struct import CachedTokensDetails, FinishReason
 from fenceline.managers.request_stream import StreamGroup
 from fenceline.managers.request_types import GenerateChunk, GenerateInput, RequestError
 from fenceline.managers.tokenizer import Tokenizer
@@ -88,39 +88,77 @@ class UsageCounter:
     """Token counts of one answer: of each choice and of all together.
 
     A prompt counts once, however many choices are drawn from it; choices lie prompt by prompt.
+    ``cached_tokens_details``: the request asked for the cached tokens by tier, as SGLang's clients do.
     """
 
-    def __init__(self, num_choices: int, choices_per_prompt: int, cache_report: bool) -> None:
-        self._counts = [(0, 0, 0)] * num_choices
+    def __init__(
+        self,
+        num_choices: int,
+        choices_per_prompt: int,
+        cache_report: bool,
+        cached_tokens_details: bool = False,
+    ) -> None:
+        self._counts = [_Counts()] * num_choices
         self._choices_per_prompt = choices_per_prompt
         self._cache_report = cache_report
+        self._cached_tokens_details = cached_tokens_details
 
     def note(self, index: int, chunk: GenerateChunk) -> None:
         """Take the totals of choice ``index`` from its latest chunk."""
-        self._counts[index] = (chunk.prompt_tokens, chunk.completion_tokens, chunk.cached_tokens)
+        self._counts[index] = _Counts(
+            chunk.prompt_tokens, chunk.completion_tokens, chunk.cached_tokens, chunk.cached_tokens_details
+        )
 
     def of_choice(self, index: int) -> dict[str, object]:
         """``usage`` of one choice so far."""
-        return self._as_dict(*self._counts[index])
+        return self._usage([self._counts[index]], self._counts[index].completion)
 
     def total(self) -> dict[str, object]:
         """``usage`` of the answer."""
-        firsts = self._counts[:: self._choices_per_prompt]
-        return self._as_dict(
-            sum(prompt for prompt, _, _ in firsts),
-            sum(completion for _, completion, _ in self._counts),
-            sum(cached for _, _, cached in firsts),
-        )
+        return self._usage(self._prompts(), sum(counts.completion for counts in self._counts))
 
-    def _as_dict(self, prompt: int, completion: int, cached: int) -> dict[str, object]:
+    def extension(self) -> dict[str, object]:
+        """``{"sglext": {"cached_tokens_details": ...}}`` if the request asked for it and there is HiCache, else
+        nothing."""
+        details = _details(self._prompts()) if self._cached_tokens_details else None
+        return {} if details is None else {"sglext": {"cached_tokens_details": details}}
+
+    def _prompts(self) -> Sequence[_Counts]:
+        return self._counts[:: self._choices_per_prompt]
+
+    def _usage(self, prompts: Sequence[_Counts], completion: int) -> dict[str, object]:
+        prompt = sum(counts.prompt for counts in prompts)
         usage: dict[str, object] = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
         }
         if self._cache_report:
-            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+            report: dict[str, object] = {"cached_tokens": sum(counts.cached for counts in prompts)}
+            details = _details(prompts)
+            if details is not None:
+                report["cached_tokens_details"] = details
+            usage["prompt_tokens_details"] = report
         return usage
+
+
+class _Counts(NamedTuple):
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+    details: CachedTokensDetails | None = None
+
+
+def _details(prompts: Sequence[_Counts]) -> dict[str, int] | None:
+    """Cached tokens of all prompts by tier; None without HiCache."""
+    found = [counts.details for counts in prompts if counts.details is not None]
+    if not found:
+        return None
+    return {
+        "device": sum(details.device for details in found),
+        "host": sum(details.host for details in found),
+        "storage": sum(details.storage for details in found),
+    }
 
 
 def finish_fields(reason: FinishReason | None) -> dict[str, object]:

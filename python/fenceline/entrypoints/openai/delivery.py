@@ -44,6 +44,10 @@ class StreamShape:
             return b""
         return event({**self.fields, "choices": [], "usage": usage})
 
+    def extension_frame(self, extension: Mapping[str, object]) -> bytes:
+        """The event before that one: what the request asked for beyond OpenAI's fields, if anything."""
+        return event({**self.fields, "choices": [], **extension}) if extension else b""
+
     def text_frame(self, choice_with_mark: Mapping[str, object]) -> TextFrame | None:
         """A frame that differs only in its text, prepared once; None if frames carry changing usage."""
         if self.continuous_usage:
@@ -101,7 +105,8 @@ class Answer:
         for index, chunk in enumerate(chunks):
             self.usage.note(index, chunk)
         choices = [choice.whole(chunk) for choice, chunk in zip(self.choices, chunks, strict=True)]
-        return json_response({**fields, "choices": choices, "usage": self.usage.total()})
+        usage = self.usage.total()
+        return json_response({**fields, "choices": choices, "usage": usage, **self.usage.extension()})
 
     async def _events(self, shape: StreamShape) -> AsyncGenerator[bytes, None]:
         prepared: list[TextFrame | None] = [None] * len(self.choices)
@@ -119,7 +124,7 @@ class Answer:
                 yield data
             if chunk.finish_reason is None:
                 prepared[index] = choice.text_frame(shape)
-        yield shape.usage_frame(self.usage.total()) + DONE
+        yield shape.extension_frame(self.usage.extension()) + shape.usage_frame(self.usage.total()) + DONE
 
 
 def event(value: object) -> bytes:

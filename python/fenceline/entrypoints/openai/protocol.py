@@ -103,6 +103,7 @@ class GenerationBody(BaseModel):
     no_stop_trim: bool = False
 
     rid: str | None = Field(default=None, min_length=1, max_length=MAX_RID_LENGTH)
+    return_cached_tokens_details: bool = False
 
     # Known to the field, not to this server: refused with a clear message unless empty (see ``refusals``).
     response_format: JsonObject | None = None

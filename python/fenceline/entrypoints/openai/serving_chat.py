@@ -49,7 +49,8 @@ class ChatServing:
         prompt = self._render(body)
         group = await self._generator.submit_many(await self._inputs(body, prompt, head.id))
         choices = [self._choice(index, body, prompt) for index in range(body.n)]
-        answer = Answer(group, choices, UsageCounter(body.n, body.n, self._model.cache_report))
+        usage = UsageCounter(body.n, body.n, self._model.cache_report, body.return_cached_tokens_details)
+        answer = Answer(group, choices, usage)
         if body.stream:
             return answer.stream(StreamShape.of(body, head.fields("chat.completion.chunk")))
         return await answer.whole(head.fields("chat.completion"), request)

@@ -50,7 +50,9 @@ class CompletionServing:
             CompletionChoice(index, body, self._texts, _echoed(body, group, tokenizer, index))
             for index in range(len(group.streams))
         ]
-        usage = UsageCounter(len(choices), body.n, self._model.cache_report)
+        usage = UsageCounter(
+            len(choices), body.n, self._model.cache_report, body.return_cached_tokens_details
+        )
         answer = Answer(group, choices, usage)
         fields = head.fields("text_completion")
         if body.stream:
