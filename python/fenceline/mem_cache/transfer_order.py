@@ -26,7 +26,6 @@ class TransferOrder:
         self._checker = checker
         self._device_pages = device_pages
         self.host_pages = checker.memory("host_pool", num_host_pages, "page")
-        self._sm = checker.memory("sm")
         self._layers = [
             checker.memory(f"kv_pool.layer{layer}", device_pages.num_rows, "page")
             for layer in range(num_layers)
@@ -39,7 +38,7 @@ class TransferOrder:
         checker.read(op, self._device_pages, device_pages)
         checker.write(op, self.host_pages, host_pages)
         if uses_sm:
-            checker.write(op, self._sm)
+            checker.occupy_sm(op)
 
     def load(self, layers: range, device_pages: I32, host_pages: I32) -> None:
         """Some layers of a load."""
@@ -57,4 +56,4 @@ class TransferOrder:
 
     def persistent_forward(self) -> None:
         """A step on FORWARD with persistent attention."""
-        self._checker.touch(StreamName.FORWARD, "persistent attention", None, self._sm)
+        self._checker.occupy_sm(self._checker.begin(StreamName.FORWARD, "persistent attention"))

@@ -1,0 +1,234 @@
+"""The model runner with a host tier: tokens do not depend on where pages have been, and decode graphs never notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import numpy as np
+import pytest
+from step_traces import GREEDY, VOCAB_SIZE, TraceShape
+from trace_runner import make_runner
+
+from fenceline.mem_cache.transfer import Ticket, TransferKind
+from fenceline.memory_order import Device, OrderError, Points, open_device
+from fenceline.model_executor.forward_result import ForwardResult, StepOutput
+from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.model_executor.sampling_batch import ReqSampling
+from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, ExtendSeq, PageWrites
+
+PAGE = 16
+PREFIX_PAGES = 5
+SHAPE = TraceShape(page_size=PAGE, num_rows=6, num_pages=40)
+LOAD, STORE = TransferKind.LOAD, TransferKind.STORE
+HICACHE = {"enable_hierarchical_cache": True, "hicache_ratio": 0.5}
+
+
+def hicache_runner(device: Device, **flags: object) -> ModelRunner:
+    return make_runner(device, SHAPE, (1, 2, 4), **(HICACHE | flags))
+
+
+def ids(pages: range | list[int]) -> np.ndarray:
+    return np.array(pages, dtype=np.int32)
+
+
+class Tiers:
+    """One runner; requests whose pages the test names, and transfers between these pages and the host's."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        assert runner.hicache is not None
+        self.runner, self.hicache = runner, runner.hicache
+        self._tickets = count(1)
+        self._compositions: Iterator[int] = count(1)
+
+    def extend(
+        self,
+        row: int,
+        tokens: np.ndarray,
+        pages: list[int],
+        prefix_len: int = 0,
+        loads: tuple[Ticket, ...] = (),
+    ) -> StepOutput:
+        """Compute ``tokens[prefix_len:]`` of a request whose pages are ``pages``, and wait for its answer."""
+        return self.launch(row, tokens, pages, prefix_len, loads).wait()
+
+    def launch(
+        self,
+        row: int,
+        tokens: np.ndarray,
+        pages: list[int],
+        prefix_len: int = 0,
+        loads: tuple[Ticket, ...] = (),
+    ) -> ForwardResult:
+        """The same; the step is in flight."""
+        positions = np.arange(prefix_len, len(tokens))
+        sampling = ReqSampling(GREEDY, 1, row, len(tokens), (0,), True, 2)
+        seq = ExtendSeq(
+            row=row,
+            token_ids=tokens[prefix_len:],
+            prefix_len=prefix_len,
+            out_slots=np.array(pages, np.int64)[positions // PAGE] * PAGE + positions % PAGE,
+            sampling=sampling,
+        )
+        num = -(-len(tokens) // PAGE)
+        rows = np.full(num, row, np.int64)
+        writes = PageWrites(rows, np.arange(num, dtype=np.int64), ids(pages[:num]))
+        return self.runner.launch(ExtendBatch((seq,), writes, Points.none(), loads))
+
+    def decode_batch(self, row: int, seq_len: int, composition: int) -> DecodeBatch:
+        sampling = ReqSampling(GREEDY, 1, row, seq_len, (0,), False, 0)
+        return DecodeBatch(
+            composition, np.array([row]), np.array([seq_len]), (sampling,), PageWrites(), Points.none()
+        )
+
+    def store(self, device_pages: range | list[int], host_pages: range | list[int]) -> Ticket:
+        """After everything that FORWARD has been given."""
+        ticket = Ticket(next(self._tickets), STORE)
+        after = Points.of(self.runner.device.forward.record())
+        self.hicache.store(ticket, ids(device_pages), ids(host_pages), after)
+        return ticket
+
+    def load(self, device_pages: range | list[int], host_pages: range | list[int], after: Points) -> Ticket:
+        ticket = Ticket(next(self._tickets), LOAD)
+        self.hicache.load(ticket, ids(device_pages), ids(host_pages), after)
+        return ticket
+
+    def drain(self) -> list[Ticket]:
+        """All acks. Under the checker a device may have to be asked twice."""
+        acks = []
+        while self.hicache.num_in_flight:
+            acks += self.hicache.drain_acks()
+        return acks
+
+
+def prompt(seed: int, num_tokens: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(1, VOCAB_SIZE, num_tokens)
+
+
+def through_the_host(tiers: Tiers, last: int = 7) -> tuple[StepOutput, StepOutput]:
+    """A prompt computed in one piece, and the same with a prefix whose pages went to the host and back to others.
+
+    The prefix ends within a page, which the second request goes on with, as after a retraction.
+    """
+    tokens = prompt(1, PREFIX_PAGES * PAGE + last)
+    prefix_len = PREFIX_PAGES * PAGE - 3
+    expected = tiers.extend(1, tokens, list(range(1, 10)))
+    first = tiers.launch(2, tokens[:prefix_len], list(range(11, 20)))
+    stored = tiers.store(range(11, 11 + PREFIX_PAGES), range(2, 2 + PREFIX_PAGES))
+    second = tiers.launch(3, prompt(2, 100), list(range(21, 30)))  # whose pages the loaded ones will be
+    device = tiers.runner.device
+    after = stored.points.join(Points.of(device.forward.record()))
+    loaded = tiers.load([25, 23, 21, 22, 28], range(2, 2 + PREFIX_PAGES), after)
+    first.wait()
+    third = tiers.launch(4, tokens, [25, 23, 21, 22, 28, 30], prefix_len, (loaded,))
+    assert loaded.waited
+    second.wait()
+    got = third.wait()
+    device.synchronize()
+    acks = tiers.drain()
+    assert set(acks) == {stored, loaded} and len(acks) == 2
+    return expected, got
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+@pytest.mark.parametrize("io_backend", ["kernel", "direct"])
+def test_a_prefix_that_went_to_the_host_and_back_gives_the_same_tokens(layout: str, io_backend: str) -> None:
+    runner = hicache_runner(
+        open_device("cpu"), hicache_mem_layout=layout, hicache_io_backend=io_backend, dtype="float32"
+    )
+    expected, got = through_the_host(Tiers(runner))
+    np.testing.assert_array_equal(got.next_tokens, expected.next_tokens)
+    assert got.logprobs is not None and expected.logprobs is not None
+    np.testing.assert_allclose(got.logprobs.chosen, expected.logprobs.chosen, rtol=1e-4, atol=1e-5)
+
+
+def test_a_page_that_was_not_loaded_shows() -> None:
+    """The test above can fail: the same without the bytes."""
+    tiers = Tiers(hicache_runner(open_device("cpu")))
+    tiers.hicache._copier.to_device = lambda *args: None  # type: ignore[method-assign]
+    expected, got = through_the_host(tiers)
+    assert got.logprobs is not None and expected.logprobs is not None
+    assert not np.allclose(got.logprobs.chosen, expected.logprobs.chosen, rtol=1e-4, atol=1e-5)
+
+
+def test_the_host_tier_is_as_large_as_asked() -> None:
+    by_ratio = hicache_runner(open_device("cpu"))
+    by_size = hicache_runner(open_device("cpu"), hicache_ratio=2.0, hicache_size=0.01)
+    assert by_ratio.hicache is not None and by_size.hicache is not None
+    assert by_ratio.hicache.host_pool.num_pages == SHAPE.num_pages // 2
+    pool = by_size.hicache.host_pool
+    assert pool.num_pages == 10**7 // pool.page_nbytes
+    assert by_size.memory_bytes["host_kv_cache"] == pool.nbytes == pool.num_pages * pool.page_nbytes
+
+
+def test_without_the_flag_there_is_none() -> None:
+    runner = make_runner(open_device("cpu"), SHAPE, ())
+    assert runner.hicache is None and "host_kv_cache" not in runner.memory_bytes
+
+
+def test_a_host_tier_without_room_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match="raise --hicache-size"):
+        hicache_runner(open_device("cpu"), hicache_ratio=0.001)
+
+
+# --- --memory-check order ----------------------------------------------------------------------------
+
+
+def checked_runner(severed: str = "", **flags: object) -> ModelRunner:
+    device = open_device("cpu", frozenset({severed} if severed else ()))
+    return hicache_runner(device, memory_check="order", **flags)
+
+
+def test_the_checker_is_silent() -> None:
+    tiers = Tiers(checked_runner())
+    for _ in range(2):
+        expected, got = through_the_host(tiers)
+        np.testing.assert_array_equal(got.next_tokens, expected.next_tokens)
+
+
+@pytest.mark.parametrize(
+    ("edge", "where"),
+    [
+        ("store_after_forward", "RAW on kv_pool pages 11-15"),
+        ("load_after_forward", "kv_pool pages 21-23, 25"),
+        ("load_after_store", "RAW on host_pool pages 2-6"),
+        ("forward_after_load", "RAW on kv_pool.layer0 pages 21-23, 25, 28"),
+    ],
+)
+def test_the_checker_names_the_edge_that_is_missing(edge: str, where: str) -> None:
+    with pytest.raises(OrderError, match=where) as caught:
+        through_the_host(Tiers(checked_runner(edge)))
+    assert edge in caught.value.edges
+
+
+def test_the_checker_sees_a_backup_of_pages_that_are_being_loaded() -> None:
+    tiers = Tiers(checked_runner("store_after_load"))
+    tiers.load([1, 2], [0, 1], Points.none())
+    with pytest.raises(OrderError, match="RAW on kv_pool page 2") as caught:
+        tiers.store([2], [5])
+    assert caught.value.edge == "store_after_load"
+
+
+def test_the_checker_sees_a_step_on_pages_whose_backup_runs() -> None:
+    tiers = Tiers(checked_runner("forward_after_store"))
+    tiers.extend(1, prompt(1, 2 * PAGE), [1, 2, 3])
+    tiers.store([1, 2], [0, 1])
+    with pytest.raises(OrderError, match="WAR on kv_pool pages 1-2") as caught:
+        tiers.extend(2, prompt(2, 2 * PAGE), [1, 2, 3])
+    assert caught.value.edge == "forward_after_store"
+
+
+@pytest.mark.parametrize("first", ["backup", "step"])
+def test_the_checker_sees_persistent_attention_beside_a_backup_on_sms(first: str) -> None:
+    """Both ways: whichever of the two comes first."""
+    hicache = checked_runner("sm_exclusive", hicache_io_backend="kernel").hicache
+    assert hicache is not None
+
+    def backup() -> None:
+        hicache.store(Ticket(1, STORE), ids([1]), ids([0]), Points.none())
+
+    both = [backup, hicache.before_persistent_forward]
+    with pytest.raises(OrderError, match="exclusive on resource sm") as caught:
+        for submit in both if first == "backup" else reversed(both):
+            submit()
+    assert caught.value.edge == "sm_exclusive"
