@@ -1,0 +1,87 @@
+"""From the configuration to a running storage tier; which pages two servers may share."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.config.hicache import HiCacheStorageConfig
+from fenceline.mem_cache.host_pool import HostPool
+from fenceline.mem_cache.storage.controller import StorageController
+from fenceline.mem_cache.storage.file_backend import FileBackend
+from fenceline.mem_cache.storage.page_file import HEADER_NBYTES
+from fenceline.mem_cache.storage.page_hash import PageFingerprint
+from fenceline.memory_order import Device
+
+# The parts of a HostPool's page come in this order in both of its layouts, so servers that differ in
+# --hicache-mem-layout read each other's pages.
+_BYTE_ORDER = "layer, key or value, token, head"
+
+
+def make_storage(
+    device: Device, host_pool: HostPool, config: EngineConfig
+) -> tuple[StorageController, PageFingerprint] | None:
+    """The storage tier that ``config`` asks for, its threads running, and what the keys of its pages start from;
+    None if it asks for none. The caller closes it.
+
+    Raises ``ValueError`` with the remedy for a directory that cannot be used or holds not even one page.
+    """
+    storage = None if config.hicache is None else config.hicache.storage
+    if storage is None:
+        return None
+    fingerprint = page_fingerprint(config, host_pool)
+    controller = StorageController(
+        device,
+        host_pool,
+        _backend(storage, fingerprint),
+        storage.prefetch_policy,
+        storage.prefetch_timeout_s,
+    )
+    return controller, fingerprint
+
+
+def _backend(storage: HiCacheStorageConfig, fingerprint: PageFingerprint) -> FileBackend:
+    file_nbytes = HEADER_NBYTES + fingerprint.page_nbytes
+    if storage.max_bytes < file_nbytes:
+        raise ValueError(
+            f"--hicache-storage-size of {storage.max_bytes / 1e9:g} GB holds not even one page of {file_nbytes} bytes: "
+            f"give at least {file_nbytes / 1e9:.6f}"
+        )
+    try:
+        return FileBackend(storage.directory, fingerprint, storage.max_bytes)
+    except ValueError as error:
+        raise ValueError(f"--hicache-storage-dir: {error}") from error
+
+
+def page_fingerprint(config: EngineConfig, host_pool: HostPool) -> PageFingerprint:
+    """Of the pages that a server with this configuration makes."""
+    return PageFingerprint(
+        model_id=model_id(config),
+        dtype=str(host_pool.view.dtype).removeprefix("torch."),
+        page_size=host_pool.page_size,
+        page_nbytes=host_pool.page_nbytes,
+        layout=_BYTE_ORDER,
+    )
+
+
+def model_id(config: EngineConfig) -> str:
+    """The model's directory and a digest of whatever else the KV of its tokens depends on: the model's configuration
+    as resolved (a longer context may scale its positions), the label of the weights, and of each weight file its name,
+    size and time of the last change (those of what a link points to); the seed where weights are random.
+
+    The files are not read: that would take as long as a start. So a copy of a model elsewhere, or one that was merely
+    touched, finds none of the old pages; a file overwritten in place with its size and time kept is not noticed.
+    """
+    directory = Path(config.model_path).resolve()
+    weights: object = config.random_seed
+    if config.load_format != "dummy":
+        files = sorted(directory.glob("*.safetensors"))
+        weights = [(file.name, (status := file.stat()).st_size, status.st_mtime_ns) for file in files]
+    model = dataclasses.asdict(config.model)
+    del model["model_path"]
+    facts = [model, config.dtype, config.load_format, config.weight_version, weights]
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+    return f"{directory} {digest[:32]}"

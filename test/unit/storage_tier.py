@@ -1,0 +1,184 @@
+"""A storage controller over a small host pool, for tests: bytes of pages follow from keys, waits have a limit."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from page_pools import Shape, make_pools
+from storage_cases import content, key
+
+from fenceline.config.hicache import PrefetchPolicy
+from fenceline.mem_cache.host_pool import HostLayout, HostPool
+from fenceline.mem_cache.storage.base import StorageBackend
+from fenceline.mem_cache.storage.controller import StorageController, StorageLimits
+from fenceline.mem_cache.storage.file_backend import FileBackend
+from fenceline.mem_cache.storage.page_hash import PageFingerprint, PageKey
+from fenceline.mem_cache.storage.prefetch import I32, Ack, Done, Failed, Prefetch
+from fenceline.memory_order import Device, Points, open_device
+
+NUM_PAGES = 32
+SHAPE = Shape(num_device_pages=2, num_host_pages=NUM_PAGES, page_size=2, num_layers=2, heads=(1, 4))
+PAGE = 2 * 2 * 2 * 4 * 2  # bytes: layers, keys and values, tokens, elements, of two bytes each
+KEYS = [key(n) for n in range(200)]
+PATIENCE_S = 30.0
+
+
+@dataclass
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Tier:
+    """A controller and what it works on. ``clock`` stands still unless a test moves it."""
+
+    pool: HostPool
+    controller: StorageController
+    clock: Clock
+    acks: list[Ack] = field(default_factory=list)  # all so far
+
+    def lease(self, num_pages: int) -> I32:
+        """Host pages, free of any Points."""
+        leased = self.pool.pages.alloc(num_pages)
+        assert leased is not None, "the host pool of the tests is too small"
+        return leased[0]
+
+    def retire(self, pages: I32) -> None:
+        self.pool.pages.retire(pages, Points.none())
+
+    def fill(self, pages: I32, keys: Sequence[PageKey]) -> None:
+        """Give pages the bytes that belong to their keys."""
+        for page, name in zip(pages.tolist(), keys, strict=True):
+            put_bytes(self.pool, page, content(name, PAGE))
+
+    def assert_right(self, pages: I32, keys: Sequence[PageKey]) -> None:
+        for page, name in zip(pages.tolist(), keys, strict=True):
+            assert np.array_equal(get_bytes(self.pool, page), content(name, PAGE)), f"page {page} is wrong"
+
+    def drain(self) -> list[Ack]:
+        new = self.controller.drain()
+        self.acks += new
+        return new
+
+    def until(self, ready: Callable[[], bool]) -> None:
+        """Drain until ``ready``, as a scheduler with nothing to do would."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not ready():
+            assert time.monotonic() < deadline, f"nothing came: {self.acks}"
+            if not self.drain():
+                time.sleep(0.0002)  # the workers' turn; nothing depends on how long
+
+    def write(self, keys: Sequence[PageKey], handle: int = 0) -> I32:
+        """Pages on their way to storage. They stay leased."""
+        pages = self.lease(len(keys))
+        self.fill(pages, keys)
+        self.controller.write(keys, pages, Points.none(), handle)
+        return pages
+
+    def settle(self) -> None:
+        """Until nothing is under way."""
+        self.until(lambda: self.controller.num_outstanding == 0)
+
+    def store(self, keys: Sequence[PageKey]) -> None:
+        """Write and wait."""
+        pages = self.write(keys)
+        self.settle()
+        self.retire(pages)
+
+    def query(self, keys: Sequence[PageKey], handle: int = 0) -> Prefetch:
+        op = Prefetch(handle, keys)
+        self.controller.query(op)
+        return op
+
+    def start_fetch(self, keys: Sequence[PageKey], num_pages: int | None = None) -> Prefetch:
+        """A prefetch whose pages are found, and are now being fetched."""
+        op = self.query(keys)
+        self.until(lambda: op.num_found > 0 or op.over)
+        if not op.over:
+            self.controller.fetch(op, self.lease(num_pages or op.num_found), Points.none())
+        return op
+
+    def finish(self, op: Prefetch) -> int:
+        """Wait for the closing ack, judge the pages, give them back. Returns how many came."""
+
+        def closing() -> list[Ack]:
+            return [ack for ack in self.acks if isinstance(ack, (Done, Failed)) and ack.op is op]
+
+        self.until(lambda: bool(closing()))
+        assert op.over and len(closing()) == 1
+        self.assert_right(op.host_pages[: op.num_fetched], op.keys[: op.num_fetched])
+        self.retire(op.host_pages)
+        return op.num_fetched
+
+    def prefetch(self, keys: Sequence[PageKey]) -> int:
+        """How many of the pages come."""
+        return self.finish(self.start_fetch(keys))
+
+
+class Gate:
+    """Holds up whoever passes, until it is opened. Tells when somebody has come."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._come = threading.Semaphore(0)
+
+    def __call__(self) -> None:
+        self._come.release()
+        assert self._open.wait(PATIENCE_S), "the test has never opened the gate"
+
+    def open(self) -> None:
+        self._open.set()
+
+    def wait_for_somebody(self) -> None:
+        assert self._come.acquire(timeout=PATIENCE_S), "nobody has come"
+
+
+def put_bytes(pool: HostPool, page: int, data: np.ndarray) -> None:
+    """Write a page past torch, as a worker does."""
+    start = 0
+    for part in pool.parts(page):
+        part[:] = data[start : start + part.nbytes]
+        start += part.nbytes
+
+
+def get_bytes(pool: HostPool, page: int) -> np.ndarray:
+    """The bytes of a page."""
+    return np.concatenate(pool.parts(page))
+
+
+def tier_fingerprint() -> PageFingerprint:
+    """Of the pages of ``SHAPE``."""
+    return PageFingerprint("tiny", "bfloat16", SHAPE.page_size, PAGE, "layer, key or value, token, head")
+
+
+def file_backend(root: Path, max_bytes: int = 1 << 20) -> FileBackend:
+    """A storage directory for pages of ``SHAPE``."""
+    return FileBackend(root, tier_fingerprint(), max_bytes)
+
+
+def make_tier(
+    backend: StorageBackend,
+    policy: PrefetchPolicy = "best_effort",
+    timeout_s: float | None = None,
+    *,
+    layout: HostLayout = "page_first",
+    num_workers: int = 2,
+    limits: StorageLimits | None = None,
+    device: Device | None = None,
+) -> Tier:
+    """A tier on the CPU (or ``device``). Whoever makes it closes its controller."""
+    _, pool = make_pools(open_device("cpu") if device is None else device, layout, SHAPE)
+    assert pool.page_nbytes == PAGE
+    clock = Clock()
+    controller = StorageController(pool.device, pool, backend, policy, timeout_s, num_workers, limits, clock)
+    return Tier(pool, controller, clock)
