@@ -2,7 +2,8 @@
 
 The answer to prompt ids p is p[0], p[1], ..., p[0], ...; an end-of-sequence id or a stop token id among
 them ends it, as does ``max_new_tokens``. The logprob of token t is ``-(t % 8) / 8``. A prompt seen before is
-cached except for its last token. Special seeds ask for trouble: see ``Seed``.
+cached except for its last token; with HiCache it is found on the device, or in the storage after a flush that spared
+that. Special seeds ask for trouble: see ``Seed``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.managers.io_struct import (
     AbortReq,
     BatchTokenOut,
+    CachedTokensDetails,
     ContinueGenerationReq,
     ControlReply,
     CudaGraphState,
@@ -27,6 +29,7 @@ from fenceline.managers.io_struct import (
     FlightRecorderReq,
     FlushCacheReq,
     GetInternalStateReq,
+    HiCacheState,
     InternalState,
     Message,
     PauseGenerationReq,
@@ -38,6 +41,7 @@ from fenceline.managers.io_struct import (
     TokenizedGenerateReq,
     TokenLogprobs,
     TokenOut,
+    TransferState,
     decode,
     encode,
 )
@@ -48,6 +52,17 @@ CAPACITY_TOKENS = 4096
 MAX_RUNNING = 64
 CONTEXT_LENGTH = 1024
 SLOW_STEP_S = 0.02
+HICACHE_STATE = HiCacheState(
+    cached_tokens={"device": 11, "host": 12, "storage": 13}, num_host_tokens=8192, num_used_host_tokens=640,
+    pages={"device": 1, "host": 2, "both": 3, "in_transit": 4}, num_locked_nodes=5,
+    evicted_tokens={"device": 14, "host": 15},
+    load=TransferState(num_transfers=21, num_tokens=22, num_bytes=23, seconds=2.5),
+    store=TransferState(num_transfers=31, num_tokens=32, num_bytes=33, seconds=3.5),
+    storage_read=TransferState(num_transfers=41, num_tokens=42, num_bytes=43, seconds=4.5),
+    storage_write=TransferState(num_transfers=51, num_tokens=52, num_bytes=53, seconds=5.5),
+    prefetches={"complete": 6, "cancelled": 7}, recomputes={"queued_match": 8},
+    num_storage_misses=9, storage_errors={"no_space": 10},
+)  # fmt: skip
 
 
 class Seed:
@@ -71,6 +86,7 @@ class Running:
 
     req: TokenizedGenerateReq
     cached_tokens: int
+    details: CachedTokensDetails | None = None
     num_out: int = 0
     next_time: float = 0.0
 
@@ -78,11 +94,13 @@ class Running:
 class FakeScheduler:
     """The requests and the answers; knows no sockets."""
 
-    def __init__(self, eos_ids: tuple[int, ...]) -> None:
+    def __init__(self, eos_ids: tuple[int, ...], *, has_tiers: bool = False) -> None:
         self.eos_ids = frozenset(eos_ids)
+        self.has_tiers = has_tiers
         self.running: dict[str, Running] = {}
         self.waiting: dict[str, Running] = {}
         self.seen: set[tuple[int, ...]] = set()
+        self.stored: set[tuple[int, ...]] = set()
         self.paused = False
         self.stopping = False
         self.num_aborts = 0
@@ -101,8 +119,8 @@ class FakeScheduler:
                 return self.accept(message), []
             case AbortReq():
                 return self.abort(message), []
-            case FlushCacheReq(id=id):
-                return [], [self.flush(id)]
+            case FlushCacheReq(id=id, storage=storage):
+                return [], [self.flush(id, storage)]
             case PauseGenerationReq(id=id, mode=mode):
                 self.paused = True
                 outs = self.abort(AbortReq(abort_all=True)) if mode == "abort" else []
@@ -134,9 +152,19 @@ class FakeScheduler:
             return [TokenOut(rid=req.rid, output_ids=[], prompt_tokens=len(req.input_ids), completion_tokens=0,
                              cached_tokens=0, finish_reason=reason)]  # fmt: skip
         key = tuple(req.input_ids)
-        self.waiting[req.rid] = Running(req, len(key) - 1 if key in self.seen else 0)
+        self.waiting[req.rid] = Running(req, *self.cached(key))
         self.seen.add(key)
+        self.stored.add(key)
         return []
+
+    def cached(self, key: tuple[int, ...]) -> tuple[int, CachedTokensDetails | None]:
+        """How much of a prompt is cached, and in which tier."""
+        length = len(key) - 1
+        device = length if key in self.seen else 0
+        if not self.has_tiers:
+            return device, None
+        storage = length if key in self.stored and not device else 0
+        return device + storage, CachedTokensDetails(device=device, host=0, storage=storage)
 
     def abort(self, message: AbortReq) -> list[TokenOut]:
         """End requests; silently if the detokenizer already told the client."""
@@ -151,11 +179,13 @@ class FakeScheduler:
                 outs.append(self.out(running, [], FinishReason(type="abort", message="aborted")))
         return outs
 
-    def flush(self, id: str) -> ControlReply:
+    def flush(self, id: str, storage: bool) -> ControlReply:
         """Refused unless idle."""
         idle = not self.running and not self.waiting
         if idle:
             self.seen.clear()
+        if idle and storage:
+            self.stored.clear()
         return ControlReply(id=id, success=idle, message="" if idle else "requests are running")
 
     def step(self, now: float) -> list[TokenOut]:
@@ -218,6 +248,7 @@ class FakeScheduler:
             decode=info if first and (new or reason is None or reason.type != "abort") else None,
             input_logprobs=logprobs_of(req.input_ids, req.logprob_start_len, req) if wants_input else None,
             output_logprobs=logprobs_of(new, -1, req) if req.return_logprob else None,
+            cached_tokens_details=running.details,
         )
 
     def state(self) -> InternalState:
@@ -233,6 +264,7 @@ class FakeScheduler:
                 eligible_steps=9, replays=7, replays_by_size={"1": 7}, fallbacks={"size": 2}, repairs={},
                 capture_s=1.5, capture_bytes=3,
             ),
+            hicache=HICACHE_STATE if self.has_tiers else None,
         )  # fmt: skip
 
 
@@ -310,7 +342,8 @@ def run_fake_scheduler(config: EngineConfig, ports: PortArgs) -> None:
     """A scheduler process' entry."""
     prepare_child("scheduler", config.log_level, ports)
     eos_ids = config.model.eos_token_ids
-    process = FakeProcess(FakeScheduler(eos_ids), ports, to_tokenizer=config.skip_tokenizer_init)
+    scheduler = FakeScheduler(eos_ids, has_tiers=config.hicache is not None)
+    process = FakeProcess(scheduler, ports, to_tokenizer=config.skip_tokenizer_init)
     try:
         process.run()
     except FakeFailure as error:

@@ -202,6 +202,14 @@ def test_flush_only_when_idle() -> None:
     assert driver.worker.pages.num_leased == 0
 
 
+def test_a_storage_that_is_not_there_cannot_be_flushed() -> None:
+    driver = make_driver()
+    driver.send(FlushCacheReq(id="storage", storage=True))
+    driver.step()
+    reply = next(r for r in driver.replies if isinstance(r, ControlReply))
+    assert (reply.success, reply.message) == (False, "cache not flushed: there is no storage tier")
+
+
 def test_prompt_that_cannot_fit_is_refused() -> None:
     driver = make_driver(num_pages=8, page_size=4)
     driver.send(request("big", [1] * 32, max_new_tokens=4), request("none", [], max_new_tokens=4))

@@ -361,6 +361,14 @@ async def test_control_replies_find_their_callers() -> None:
     assert [(await call).success for call in calls] == [True, False]
 
 
+async def test_a_storage_that_is_not_there_is_not_flushed() -> None:
+    bench = Bench()
+    with pytest.raises(RequestError, match="no storage tier: start it with --enable-hierarchical") as caught:
+        await bench.manager.flush_cache(storage=True)
+    assert (caught.value.status, caught.value.param) == (400, "storage")
+    assert bench.link.sent == []
+
+
 async def test_shutdown_tells_the_scheduler() -> None:
     bench = Bench()
     bench.manager.shutdown()

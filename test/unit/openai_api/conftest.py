@@ -24,6 +24,7 @@ from fenceline.entrypoints.openai.router import create_router
 from fenceline.managers.io_struct import (
     AbortReq,
     BatchStrOut,
+    CachedTokensDetails,
     FinishReason,
     Message,
     SchedulerReady,
@@ -49,6 +50,7 @@ class Script:
     pieces: list[str] = field(default_factory=lambda: ["Hello", " w", "ör", "ld"])
     finish: FinishReason = field(default_factory=lambda: FinishReason(type="stop", matched=0))
     cached_tokens: int = 0
+    cached_details: CachedTokensDetails | None = None
     endless: bool = False
     answer_of: Callable[[TokenizedGenerateReq], list[str]] | None = None
 
@@ -121,6 +123,7 @@ class ScriptedLink:
             prompt_tokens=len(message.input_ids),
             completion_tokens=count,
             cached_tokens=self.script.cached_tokens,
+            cached_tokens_details=self.script.cached_details,
             finish_reason=finish,
             output_logprobs=_logprobs(ids, message.top_logprobs_num)
             if message.return_logprob and ids
