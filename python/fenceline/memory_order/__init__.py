@@ -4,6 +4,7 @@ from fenceline.memory_order.arena import Arena, ArenaField, ArenaOutputs, Role
 from fenceline.memory_order.checker import OrderChecker, OrderError
 from fenceline.memory_order.device import Device, open_device, register_device
 from fenceline.memory_order.graph import Graph, GraphError, GraphPool, GraphState
+from fenceline.memory_order.host_threads import HostChannel, HostWorker
 from fenceline.memory_order.lease import LeaseError, LeasePool
 from fenceline.memory_order.staging import InputRing, ResultLease, ResultRing
 from fenceline.memory_order.stream import Point, Points, Stream, wait_for_pages
@@ -17,6 +18,8 @@ __all__ = [
     "GraphError",
     "GraphPool",
     "GraphState",
+    "HostChannel",
+    "HostWorker",
     "InputRing",
     "LeaseError",
     "LeasePool",

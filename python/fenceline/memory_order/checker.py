@@ -85,6 +85,8 @@ class OrderChecker:
         self._agents = [_Agent(number) for number in range(len(_NAMES))]
         self._host = self._agents[_HOST]
         self._submitting = _NEVER  # the host's now; the same object until something changes
+        self.sm = WatchedMemory("resource sm")  # the multiprocessors: see occupy_sm
+        self.sm.is_exclusive = True
 
     # --- order ---------------------------------------------------------------------------------------
 
@@ -183,6 +185,10 @@ class OrderChecker:
             self._compare(op, memory, True, memory.last_pages_of(rows, lengths))
         memory.note_rows(op.tick, rows, lengths, True)
 
+    def occupy_sm(self, op: Operation) -> None:
+        """``op`` holds all multiprocessors (see ``Device.occupy_sm``). Raises :class:`OrderError`."""
+        self.write(op, self.sm)
+
     # --- within --------------------------------------------------------------------------------------
 
     def _submitted(self, number: int) -> _Agent:
@@ -205,7 +211,7 @@ class OrderChecker:
             earlier = f"an operation too long ago to be named, {first}#{past.tick}"
         else:
             earlier = former.describe(past.was_write)
-        hazard = hazard_of(past.was_write, write)
+        hazard = Hazard.EXCLUSIVE if memory.is_exclusive else hazard_of(past.was_write, write)
         edges = fitting_edges(hazard, first, second)
         where = memory.describe(past.rows)
         message = (

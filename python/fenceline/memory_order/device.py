@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -13,7 +14,12 @@ from fenceline.memory_order.checker import OrderChecker
 from fenceline.memory_order.edges import EDGES, StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
 from fenceline.memory_order.guards import GUARDS, Guard
+from fenceline.memory_order.host_threads import HostChannel as HostChannel
+from fenceline.memory_order.host_threads import HostWorker as HostWorker
+from fenceline.memory_order.host_threads import QueueChannel, ThreadWorker
 from fenceline.memory_order.stream import Stream
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,23 @@ class Device(ABC):
     def capture(self, name: str, pool: GraphPool, body: Callable[[], None]) -> Graph:
         """Capture what ``body`` submits to FORWARD, which is current inside. ``body`` has run once before, outside,
         so that nothing is set up or compiled inside. The host may not wait for the device in it."""
+
+    def start_worker(self, name: str, run: Callable[[], None]) -> HostWorker:
+        """Start a thread of the host, which ends when ``run`` returns. It submits nothing and records no Points: it
+        waits for those it is told of with :meth:`Stream.synchronize_from_worker`."""
+        return ThreadWorker(name, run)
+
+    def make_channel(self) -> HostChannel[T]:
+        """A queue between threads of the host, those of :meth:`start_worker` and the one that made the device."""
+        return QueueChannel()
+
+    def occupy_sm(self) -> None:
+        """On the current stream: from here on its work holds all multiprocessors (persistent attention, page copies by
+        kernels), until another stream is ordered after it (F2).
+
+        For devices that watch their memory; others ignore it.
+        """
+        return
 
     def fill_rows(self, fields: Sequence[FillField], pad: bool = True) -> None:
         """Write heads and tails on the current stream; without ``pad`` no tail of a field with a source (for tests)."""

@@ -41,6 +41,7 @@ class WatchedMemory:
         "_pending_tick",
         "_reads",
         "_writes",
+        "is_exclusive",
         "last_reads",
         "last_writes",
         "name",
@@ -52,6 +53,7 @@ class WatchedMemory:
         self.name = name
         self.num_rows = num_rows
         self.row_name = row_name
+        self.is_exclusive = False  # a resource that bears one user at a time, not memory
         self.last_reads: dict[int, int] = {}
         self.last_writes: dict[int, int] = {}
         self._reads: dict[int, _Ticks] = {}  # agent → [num_rows], made when it first touches

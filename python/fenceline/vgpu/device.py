@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import torch
 
@@ -11,12 +12,17 @@ from fenceline.memory_order.device import Device, register_device
 from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
 from fenceline.memory_order.guards import GRAPH_POOL, Guard
+from fenceline.memory_order.host_threads import HostChannel, HostWorker
 from fenceline.memory_order.stream import Point, Stream
 from fenceline.vgpu.factories import use
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.graph import Graph as VirtualGraph
+from fenceline.vgpu.memory import whole
 from fenceline.vgpu.operation import Operation, here
 from fenceline.vgpu.streams import VirtualStream
+from fenceline.vgpu.threads import Channel
+
+T = TypeVar("T")
 
 
 class VgpuStream(Stream):
@@ -77,6 +83,7 @@ class VgpuDevice(Device):
     def __init__(self, severed: frozenset[str] = frozenset(), gpu: VirtualGpu | None = None) -> None:
         self.gpu = VirtualGpu() if gpu is None else gpu
         super().__init__(use(self.gpu), severed)
+        self._sm = whole(self.gpu.resource("sm"))
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         return self.gpu.pinned.buffer(nbytes, here())
@@ -99,6 +106,15 @@ class VgpuDevice(Device):
         with self.forward.active(), self.gpu.capture(graph.raw):
             body()
         return graph
+
+    def start_worker(self, name: str, run: Callable[[], None]) -> HostWorker:
+        return self.gpu.spawn(name, run)
+
+    def make_channel(self) -> HostChannel[T]:
+        return Channel(self.gpu)
+
+    def occupy_sm(self) -> None:
+        self.gpu.submit("work on all SMs", lambda: None, writes=(self._sm,))
 
     def _synchronize(self) -> None:
         self.gpu.synchronize_all()

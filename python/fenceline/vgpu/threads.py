@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_PATIENCE = 8  # questions in vain to a channel, after which another thread goes first
+
 
 class _Turn:
     """A thread's place in the rotation: it runs while it holds ``baton``."""
@@ -79,6 +81,13 @@ class Rotation:
         me = self._turns[self.agent.number]
         others = [turn for turn in self._able() if turn is not me]
         if others and self._random.random() < self._odds:
+            self._switch(me, self._random.choice(others))
+
+    def give_way(self) -> None:
+        """Another thread goes first, if any can."""
+        me = self._turns[self.agent.number]
+        others = [turn for turn in self._able() if turn is not me]
+        if others:
             self._switch(me, self._random.choice(others))
 
     def block_until(self, ready: Callable[[], bool], what: str) -> None:
@@ -145,6 +154,7 @@ class Channel(Generic[T]):
     def __init__(self, gpu: VirtualGpu) -> None:
         self._gpu = gpu
         self._items: deque[tuple[T, Clock]] = deque()
+        self._num_asked = 0  # in vain, since the last item
 
     def put(self, item: T) -> None:
         """Add an item; never blocks."""
@@ -154,7 +164,26 @@ class Channel(Generic[T]):
 
     def get(self) -> T:
         """The oldest item; blocks until there is one. Raises ``DeadlockError`` if there never will be."""
-        self._gpu.rotation.block_until(lambda: bool(self._items), "a message")
+        try:
+            self._gpu.rotation.block_until(lambda: bool(self._items), "a message")
+        except DeadlockError:
+            self._gpu.findings.raise_again()  # what has ended the thread that would have sent it is the news
+            raise
+        return self._take()
+
+    def poll(self) -> T | None:
+        """The oldest item, None if there is none now, which orders nothing. Who asks often enough lets others run,
+        whatever the policy."""
+        self._gpu.yield_turn()
+        if not self._items:
+            self._gpu.findings.raise_again()
+            self._num_asked += 1
+            if self._num_asked >= _PATIENCE:
+                self._gpu.rotation.give_way()
+        return self._take() if self._items else None
+
+    def _take(self) -> T:
+        self._num_asked = 0
         item, clock = self._items.popleft()
         self._gpu.thread.hear(clock)
         return item
