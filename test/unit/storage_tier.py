@@ -14,7 +14,7 @@ from storage_cases import content, key
 
 from fenceline.config.hicache import PrefetchPolicy
 from fenceline.mem_cache.host_pool import HostLayout, HostPool
-from fenceline.mem_cache.storage.base import StorageBackend
+from fenceline.mem_cache.storage.base import PageParts, StorageBackend, StorageStats
 from fenceline.mem_cache.storage.controller import StorageController, StorageLimits
 from fenceline.mem_cache.storage.file_backend import FileBackend
 from fenceline.mem_cache.storage.page_hash import PageFingerprint, PageKey
@@ -141,6 +141,38 @@ class Gate:
 
     def wait_for_somebody(self) -> None:
         assert self._come.acquire(timeout=PATIENCE_S), "nobody has come"
+
+
+class DictBackend:
+    """The least that a backend can be: pages in a dictionary, which never fails."""
+
+    def __init__(self, page_nbytes: int) -> None:
+        self.page_nbytes = page_nbytes
+        self.pages: dict[PageKey, np.ndarray] = {}
+
+    def exists(self, keys: Sequence[PageKey]) -> list[bool]:
+        return [name in self.pages for name in keys]
+
+    def get(self, keys: Sequence[PageKey], pages: Sequence[PageParts]) -> list[bool]:
+        for name, parts in zip(keys, pages, strict=True):
+            start = 0
+            for part in parts if name in self.pages else ():
+                part[:] = self.pages[name][start : start + part.nbytes]
+                start += part.nbytes
+        return self.exists(keys)
+
+    def set(self, keys: Sequence[PageKey], pages: Sequence[PageParts]) -> list[bool]:
+        for name, parts in zip(keys, pages, strict=True):
+            self.pages.setdefault(name, np.concatenate([np.asarray(part) for part in parts]))
+        return [True] * len(keys)
+
+    def clear(self) -> int:
+        num_pages = len(self.pages)
+        self.pages.clear()
+        return num_pages
+
+    def stats(self) -> StorageStats:
+        return StorageStats()
 
 
 def put_bytes(pool: HostPool, page: int, data: np.ndarray) -> None:
