@@ -6,6 +6,7 @@ from fenceline.memory_order.device import Device, open_device, register_device
 from fenceline.memory_order.graph import Graph, GraphError, GraphPool, GraphState
 from fenceline.memory_order.host_threads import HostChannel, HostWorker
 from fenceline.memory_order.lease import LeaseError, LeasePool
+from fenceline.memory_order.relocation import RelocationClock, Stamp
 from fenceline.memory_order.staging import InputRing, ResultLease, ResultRing
 from fenceline.memory_order.stream import Point, Points, Stream, wait_for_pages
 
@@ -27,9 +28,11 @@ __all__ = [
     "OrderError",
     "Point",
     "Points",
+    "RelocationClock",
     "ResultLease",
     "ResultRing",
     "Role",
+    "Stamp",
     "Stream",
     "open_device",
     "register_device",

@@ -1,0 +1,99 @@
+"""RelocationClock: who of the owners of pages has been given other ones since somebody looked (F5).
+
+An owner is a number that somebody else gives out: a request row (its page table), or anything else whose place can
+change. Its version moves with the CPU's *decision* to move its pages (bound to a load, offloaded, remapped onto the
+tree's, the row given to another request), not when the device gets there, and not by appending. Whatever is derived
+from where pages are (indices, a plan, a page table in an arena) is stamped when it is made, and compared before it is
+used: a mismatch means that it has to be made again. Nodes of the radix tree carry versions of their own, see
+``TreeNode.version``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Owners = Sequence[int] | npt.NDArray[np.integer]
+_Ints = npt.NDArray[np.int64]
+
+_MIN_OWNERS = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stamp:
+    """The versions [n] that ``owners`` [n], in the order they were given, had when the clock stood at ``epoch``."""
+
+    epoch: int
+    owners: _Ints
+    versions: _Ints
+
+
+class RelocationClock:
+    """Versions of owners 0, 1, ..., each 0 until it is first moved. ``num_owners``: as many as are expected.
+
+    ``epoch`` moves with every decision, whoever it concerns, so that while nothing moves a comparison is one of two
+    integers. ``num_moves`` counts moves of owners.
+    """
+
+    def __init__(self, num_owners: int = _MIN_OWNERS) -> None:
+        self.epoch = 0
+        self.num_moves = 0
+        self._versions: _Ints = np.zeros(max(num_owners, 1), dtype=np.int64)
+
+    def version(self, owner: int) -> int:
+        """How often ``owner`` has been moved."""
+        assert owner >= 0, "owners are numbered from 0"
+        return int(self._versions[owner]) if owner < len(self._versions) else 0
+
+    def move(self, owner: int) -> None:
+        """It has been decided that ``owner``'s pages are others, or elsewhere, from now on."""
+        assert owner >= 0, "owners are numbered from 0"
+        if owner >= len(self._versions):
+            self._grow(owner)
+        self._versions[owner] += 1
+        self.epoch += 1
+        self.num_moves += 1
+
+    def move_all(self, owners: Owners) -> None:
+        """:meth:`move` each of ``owners``, which are distinct, by one decision."""
+        moved = _as_owners(owners)
+        if not len(moved):
+            return
+        assert len(np.unique(moved)) == len(moved), "an owner is named twice in one decision"
+        if (last := int(moved.max())) >= len(self._versions):
+            self._grow(last)
+        self._versions[moved] += 1
+        self.epoch += 1
+        self.num_moves += len(moved)
+
+    def stamp(self, owners: Owners) -> Stamp:
+        """What is derived now from the places of ``owners``' pages gets this. The sequence may be changed later."""
+        mine = _as_owners(owners)
+        if len(mine) and (last := int(mine.max())) >= len(self._versions):
+            self._grow(last)
+        return Stamp(self.epoch, mine, self._versions[mine])
+
+    def is_current(self, stamp: Stamp) -> bool:
+        """Whether none of the stamp's owners has moved since. Constant time while nobody has."""
+        if stamp.epoch == self.epoch:
+            return True
+        return bool((self._versions[stamp.owners] == stamp.versions).all())
+
+    def moved_since(self, stamp: Stamp) -> _Ints:
+        """Those of the stamp's owners that have moved since, in its order."""
+        return stamp.owners[self._versions[stamp.owners] != stamp.versions]
+
+    def _grow(self, owner: int) -> None:
+        size = max(2 * len(self._versions), owner + 1)
+        self._versions = np.concatenate(
+            [self._versions, np.zeros(size - len(self._versions), dtype=np.int64)]
+        )
+
+
+def _as_owners(owners: Owners) -> _Ints:
+    array = np.array(owners, dtype=np.int64).reshape(-1)
+    assert not len(array) or int(array.min()) >= 0, "owners are numbered from 0"
+    return array
