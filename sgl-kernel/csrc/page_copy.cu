@@ -10,12 +10,14 @@ namespace {
 constexpr uint32_t kThreads = 512;
 constexpr uint32_t kUnroll = 8;
 
-// The bytes pass once: no line of theirs is worth keeping in L1. Nobody writes the source while the kernel runs.
+// The bytes pass once: no line of theirs is worth keeping in L1. Not .nc, though nobody writes the source while the kernel
+// runs: the assembler would move such loads behind the stores of those before and keep one or two in flight.
 __device__ __forceinline__ Unit16 load_unit(const Unit16* from) {
   Unit16 unit;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(unit.x), "=r"(unit.y), "=r"(unit.z), "=r"(unit.w)
-               : "l"(from));
+               : "l"(from)
+               : "memory");
   return unit;
 }
 
@@ -34,52 +36,49 @@ __device__ __forceinline__ void store_unit(Unit* to, const Unit& unit) {
   __stcs(to, unit);
 }
 
-template <typename Unit, bool kToHost>
-__global__ void __launch_bounds__(kThreads) page_copy_kernel(const __grid_constant__ PageCopyParams params) {
+template <typename Unit, int kMaxPages, bool kToHost>
+__global__ void __launch_bounds__(kThreads) page_copy_kernel(const __grid_constant__ PageCopyParams<kMaxPages> params) {
+  const uint32_t num_units = params.shape.num_units;
   const uint32_t step = gridDim.x * kThreads * kUnroll;
-  for (uint32_t base = blockIdx.x * kThreads * kUnroll + threadIdx.x; base < params.num_units; base += step) {
+  for (uint32_t base = blockIdx.x * kThreads * kUnroll + threadIdx.x; base < num_units; base += step) {
     // Addresses first: were the page numbers' loads among the bytes' loads, waiting for one could mean waiting for all.
+    // Past the end the last unit is copied again, the same bytes to the same place: with branches they would be.
     const Unit* from[kUnroll];
     Unit* to[kUnroll];
 #pragma unroll
     for (uint32_t u = 0; u < kUnroll; ++u) {
-      const uint32_t index = base + u * kThreads;
-      const bool inside = index < params.num_units;
-      const PageUnit unit = inside ? locate_unit<Unit>(params, index) : PageUnit{nullptr, nullptr, false};
+      const uint32_t index = min(base + u * kThreads, num_units - 1);
+      const PageUnit unit = locate_unit<Unit>(params.shape, params.pages, index);
       from[u] = reinterpret_cast<const Unit*>(kToHost ? unit.device : unit.host);
       to[u] = reinterpret_cast<Unit*>(kToHost ? unit.host : unit.device);
-      if (unit.first && to[u] == nullptr && params.num_rejected != nullptr) atomicAdd(params.num_rejected, 1);
     }
     Unit values[kUnroll];
 #pragma unroll
-    for (uint32_t u = 0; u < kUnroll; ++u) {
-      if (to[u] != nullptr) values[u] = load_unit(from[u]);
-    }
+    for (uint32_t u = 0; u < kUnroll; ++u) values[u] = load_unit(from[u]);
 #pragma unroll
-    for (uint32_t u = 0; u < kUnroll; ++u) {
-      if (to[u] != nullptr) store_unit(to[u], values[u]);
-    }
+    for (uint32_t u = 0; u < kUnroll; ++u) store_unit(to[u], values[u]);
   }
 }
 
-template <typename Unit>
-const char* launch_copy(PageCopyParams params, bool to_host, int32_t num_ctas, void* stream) {
-  const uint32_t useful = (params.num_units + kThreads * kUnroll - 1) / (kThreads * kUnroll);
-  const dim3 grid(std::min(useful, static_cast<uint32_t>(num_ctas)));
-  const auto kernel = to_host ? page_copy_kernel<Unit, true> : page_copy_kernel<Unit, false>;
+template <typename Unit, int kMaxPages>
+const char* launch_copy(PageCopyParams<kMaxPages> params, const PageCopyRequest& request, void* stream) {
+  const uint32_t useful = (params.shape.num_units + kThreads * kUnroll - 1) / (kThreads * kUnroll);
+  const dim3 grid(std::min(useful, static_cast<uint32_t>(request.num_ctas)));
+  const auto kernel =
+      request.to_host ? page_copy_kernel<Unit, kMaxPages, true> : page_copy_kernel<Unit, kMaxPages, false>;
   return launch(kernel, grid, kThreads, params, stream);
 }
 
 }  // namespace
 }  // namespace fenceline
 
-extern "C" const char* fenceline_copy_pages(const fenceline::PageCopyRequest* request, void* stream) {
+extern "C" const char* fenceline_copy_pages(fenceline::PageCopyRequest* request, void* stream) {
   using namespace fenceline;
-  return copy_pages(*request, [stream](const PageCopyParams& params, uint32_t unit_bytes, bool to_host, int32_t num_ctas) {
+  return copy_pages(*request, [request, stream](const auto& params, uint32_t unit_bytes) {
     switch (unit_bytes) {
-      case 16: return launch_copy<Unit16>(params, to_host, num_ctas, stream);
-      case 4: return launch_copy<uint32_t>(params, to_host, num_ctas, stream);
-      default: return launch_copy<uint8_t>(params, to_host, num_ctas, stream);
+      case 16: return launch_copy<Unit16>(params, *request, stream);
+      case 4: return launch_copy<uint32_t>(params, *request, stream);
+      default: return launch_copy<uint8_t>(params, *request, stream);
     }
   });
 }

@@ -4,20 +4,19 @@
 #include <cstring>
 
 #include "fenceline/abi.h"
+#include "fenceline/page_direct.h"
 
 namespace {
 
 int32_t num_launches = 0;
+int32_t num_plain = 0;    // copies of the copy engine
+int32_t num_strided = 0;
 
-template <typename Unit>
-void copy_all_units(const fenceline::PageCopyParams& params, bool to_host) {
-  for (uint32_t i = 0; i < params.num_units; ++i) {
-    const fenceline::PageUnit unit = fenceline::locate_unit<Unit>(params, i);
-    if (unit.device != nullptr) {
-      std::memcpy(to_host ? unit.host : unit.device, to_host ? unit.device : unit.host, sizeof(Unit));
-    } else if (unit.first && params.num_rejected != nullptr) {
-      ++*params.num_rejected;
-    }
+template <typename Unit, int kMaxPages>
+void copy_all_units(const fenceline::PageCopyParams<kMaxPages>& params, bool to_host) {
+  for (uint32_t i = 0; i < params.shape.num_units; ++i) {
+    const fenceline::PageUnit unit = fenceline::locate_unit<Unit>(params.shape, params.pages, i);
+    std::memcpy(to_host ? unit.host : unit.device, to_host ? unit.device : unit.host, sizeof(Unit));
   }
 }
 
@@ -36,10 +35,10 @@ extern "C" const char* fenceline_arena_fill(const fenceline::FillField* fields, 
   return nullptr;
 }
 
-extern "C" const char* fenceline_copy_pages(const fenceline::PageCopyRequest* request, void*) {
-  return fenceline::copy_pages(*request, [](const fenceline::PageCopyParams& params, uint32_t unit_bytes, bool to_host,
-                                            int32_t) -> const char* {
+extern "C" const char* fenceline_copy_pages(fenceline::PageCopyRequest* request, void*) {
+  return fenceline::copy_pages(*request, [request](const auto& params, uint32_t unit_bytes) -> const char* {
     ++num_launches;
+    const bool to_host = request->to_host != 0;
     if (unit_bytes == 16) copy_all_units<fenceline::Unit16>(params, to_host);
     else if (unit_bytes == 4) copy_all_units<uint32_t>(params, to_host);
     else copy_all_units<uint8_t>(params, to_host);
@@ -47,7 +46,21 @@ extern "C" const char* fenceline_copy_pages(const fenceline::PageCopyRequest* re
   });
 }
 
+extern "C" const char* fenceline_copy_pages_direct(fenceline::PageCopyRequest* request, void*) {
+  return fenceline::direct_pieces(*request, [request](const fenceline::CopyPiece& piece) -> const char* {
+    ++(piece.rows > 1 ? num_strided : num_plain);
+    for (int64_t row = 0; row < piece.rows; ++row) {
+      char* device = piece.device + row * piece.row_bytes;
+      char* host = piece.host + row * piece.host_stride;
+      std::memcpy(request->to_host ? host : device, request->to_host ? device : host, static_cast<size_t>(piece.row_bytes));
+    }
+    return nullptr;
+  });
+}
+
 // For the tests alone.
 extern "C" int32_t emulation_num_launches() { return num_launches; }
+extern "C" int32_t emulation_num_plain() { return num_plain; }
+extern "C" int32_t emulation_num_strided() { return num_strided; }
 extern "C" uint32_t emulation_quotient(uint32_t n, uint32_t divisor) { return fenceline::FastDivisor(divisor).quotient(n); }
 extern "C" uint32_t emulation_widest_unit(uint64_t bits) { return fenceline::widest_unit(bits); }

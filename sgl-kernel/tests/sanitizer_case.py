@@ -5,8 +5,9 @@ Destinations and sources end where their allocations end, so that one access too
 
 from __future__ import annotations
 
+import numpy as np
 import torch
-from fenceline_kernel import FillField, PagePools, arena_fill, gather_pages, scatter_pages
+from fenceline_kernel import FillField, PagePools, arena_fill
 
 
 def fills() -> None:
@@ -19,19 +20,18 @@ def fills() -> None:
 
 
 def copies() -> None:
-    """Every access width, both layouts, both directions, one page refused."""
-    for heads in ((1, 1), (1, 4), (2, 16)):
-        pool = [torch.zeros((4, *heads), dtype=torch.uint8, device="cuda") for _ in range(2)]
-        layer_first = torch.zeros((2, 2, 6, *heads), dtype=torch.uint8).pin_memory()
-        page_first = torch.zeros((3, 2, 2, 2, *heads), dtype=torch.uint8).pin_memory()
-        device_pages = torch.tensor([1, 0, 2], dtype=torch.int32, device="cuda")
-        host_pages = torch.tensor([2, 0, 1], dtype=torch.int32, device="cuda")
-        rejected = torch.zeros(1, dtype=torch.int32, device="cuda")
-        for pools in (PagePools(pool, [t.clone() for t in pool], layer_first, 2, "layer_first"),
-                      PagePools(pool, [t.clone() for t in pool], page_first, 2, "page_first")):  # fmt: skip
-            gather_pages(pools, device_pages, host_pages, num_rejected=rejected)
-            scatter_pages(pools, host_pages, device_pages, num_rejected=rejected)
-        assert rejected.item() == 4
+    """Every access width, both layouts, both directions, few pages and many, SMs and the copy engine."""
+    for heads, num_pages in (((1, 1), 4), ((1, 4), 4), ((2, 16), 4), ((1, 16), 300)):
+        pool = [torch.zeros((2 * num_pages, *heads), dtype=torch.uint8, device="cuda") for _ in range(2)]
+        layer_first = torch.zeros((2, 2, 2 * num_pages, *heads), dtype=torch.uint8).pin_memory()
+        page_first = torch.zeros((num_pages, 2, 2, 2, *heads), dtype=torch.uint8).pin_memory()
+        device_pages = np.arange(num_pages, dtype=np.int32)
+        host_pages = np.roll(device_pages, 1)
+        for io_backend in ("kernel", "direct"):
+            for host, layout in ((layer_first, "layer_first"), (page_first, "page_first")):
+                pools = PagePools(pool, [t.clone() for t in pool], host, 2, layout, io_backend)
+                pools.copy(device_pages, host_pages, to_host=True)
+                pools.copy(device_pages, host_pages, to_host=False)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,16 @@ from __future__ import annotations
 import random
 
 import fenceline_kernel
+import numpy as np
 import pytest
 import torch
-from fenceline_kernel import FillField, FillPlan, PagePools, gather_pages, scatter_pages
+from fenceline_kernel import FillField, FillPlan, PagePools
 from kernel_package_cases import PageCase, random_fill_case
+from page_pools import Shape, device_pages, host_pages, make_pools
+
+from fenceline.mem_cache.page_copy import CudaCopier, RunCopier, make_page_copier
+from fenceline.memory_order import open_device
+from fenceline.memory_order.pinned import MIN_MAPPED_BYTES
 
 pytestmark = pytest.mark.gpu
 
@@ -85,76 +91,210 @@ def test_source_in_pageable_memory_is_refused() -> None:
 
 # --- page copy
 
+IO_BACKENDS = ("kernel", "direct")
+LAYOUTS = ("layer_first", "page_first")
 
-@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
-@pytest.mark.parametrize("seed", range(24))
-def test_pages_travel_both_ways_and_nothing_else_changes(layout: str, seed: int) -> None:
+
+@pytest.mark.parametrize("io_backend", IO_BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", range(16))
+def test_pages_travel_both_ways_and_nothing_else_changes(io_backend: str, layout: str, seed: int) -> None:
     case = PageCase.random(seed, layout, "cuda")
-    pools = case.pools()
-    case.check_gather(pools)
-    case.check_scatter(pools)
+    pools = case.pools(io_backend)
+    case.check_to_host(pools)
+    case.check_to_device(pools)
 
 
-@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
-def test_some_layers_alone(layout: str) -> None:
-    case = PageCase.random(7, layout, "cuda", num_layers=6, heads=(2, 64))
-    pools = case.pools()
+@pytest.mark.parametrize("io_backend", IO_BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_groups_of_layers(io_backend: str, layout: str, page_size: int) -> None:
+    case = PageCase.random(7 + page_size, layout, "cuda", num_layers=6, heads=(2, 64), page_size=page_size)
+    pools = case.pools(io_backend)
     for layers in (range(2, 4), range(1), range(5, 6), range(6)):
-        case.check_gather(pools, layers)
-        case.check_scatter(pools, layers)
+        case.check_to_host(pools, layers)
+        case.check_to_device(pools, layers)
 
 
-def test_more_layers_than_one_launch_takes() -> None:
+@pytest.mark.parametrize("io_backend", IO_BACKENDS)
+def test_more_layers_than_one_launch_takes(io_backend: str) -> None:
     case = PageCase.random(2, "layer_first", "cuda", num_layers=130, heads=(1, 8))
-    case.check_gather(case.pools())
-    case.check_scatter(case.pools())
+    case.check_to_host(case.pools(io_backend))
+    case.check_to_device(case.pools(io_backend))
 
 
-def test_pages_out_of_bounds_are_skipped_and_counted_once_each() -> None:
-    case = PageCase.random(1, "page_first", "cuda")
-    pools, host = case.pools(), case.host.clone()
-    rejected = torch.zeros(1, dtype=torch.int32, device="cuda")
-    device_pages = torch.tensor([0, -1, pools.num_device_pages, 0], device="cuda")
-    host_pages = torch.tensor([pools.num_host_pages, 0, 0, -(2**40)], device="cuda")
-    gather_pages(pools, device_pages, host_pages, num_rejected=rejected)
-    scatter_pages(pools, host_pages, device_pages, num_rejected=rejected)
-    assert rejected.item() == 8
-    assert torch.equal(case.host, host)
+@pytest.mark.parametrize("io_backend", IO_BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_of_one_token_and_lists_of_more_than_one_launch_or_batch(io_backend: str, layout: str) -> None:
+    case = PageCase.random(0, layout, "cuda", num_layers=2, page_size=1)
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    case.k, case.v = ([_random_bytes((5000, 2, 8), generator) for _ in range(2)] for _ in range(2))
+    shape = (2, 2, 5000, 2, 8) if layout == "layer_first" else (5000, 2, 2, 1, 2, 8)
+    case.host = torch.zeros(shape, dtype=torch.bfloat16, pin_memory=True)
+    draw = np.random.default_rng(0)
+    case.device_pages, case.host_pages = (draw.permutation(5000).astype(np.int32) for _ in range(2))
+    case.device_pages[:1000] = np.sort(case.device_pages[:1000])  # some runs, short ones
+    pools = case.pools(io_backend)
+    case.copy(pools, True)
+    torch.cuda.synchronize()
+    device, host = torch.from_numpy(case.device_pages).long(), torch.from_numpy(case.host_pages).long()
+    for layer in range(2):
+        for c, tensor in enumerate((case.k[layer], case.v[layer])):
+            there = case.host[layer, c] if layout == "layer_first" else case.host[:, layer, c, 0]
+            assert torch.equal(there[host].view(torch.int16), tensor.cpu()[device].view(torch.int16))
+    before = [tensor.clone() for tensor in (*case.k, *case.v)]
+    for tensor in (*case.k, *case.v):
+        tensor.zero_()
+    case.copy(pools, False)
+    after = (*case.k, *case.v)
+    assert all(
+        torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(after, before, strict=True)
+    )
 
 
-def test_captured_copy_reads_its_lists_at_replay() -> None:
-    k, v = ([torch.randn(64, 2, 16, device="cuda") for _ in range(3)] for _ in range(2))
-    host = torch.zeros(9, 3, 2, 4, 2, 16).pin_memory()
-    pools = PagePools(k, v, host, 4, "page_first")
-    device_pages, host_pages = (torch.zeros(2, dtype=torch.int64, device="cuda") for _ in range(2))
-    host_pages[1] = 1
-    gather_pages(pools, device_pages, host_pages)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        gather_pages(pools, device_pages, host_pages)
-    for pages in ([3, 5], [15, 0]):
-        device_pages.copy_(torch.tensor(pages))
-        graph.replay()
-        torch.cuda.synchronize()
-        for i, page in enumerate(pages):
-            for layer in range(3):
-                assert torch.equal(host[i, layer, 0], k[layer][page * 4 : page * 4 + 4].cpu())
-                assert torch.equal(host[i, layer, 1], v[layer][page * 4 : page * 4 + 4].cpu())
+@pytest.mark.parametrize("io_backend", IO_BACKENDS)
+@pytest.mark.parametrize("named", [True, False])
+def test_a_copy_runs_on_the_current_stream_or_the_one_named(io_backend: str, named: bool) -> None:
+    """Held up on its stream, it reads what is there when the stream gets to it; the host has gone on."""
+    case = PageCase.random(3, "page_first", "cuda", num_layers=3, page_size=16)
+    pools, stream = case.pools(io_backend), torch.cuda.Stream()
+    case.copy(pools, True)  # loads the kernel, which may wait for the GPU
+    torch.cuda.synchronize()
+    case.host.zero_()
+    for tensor in (*case.k, *case.v):
+        tensor.fill_(1)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(400_000_000)  # cycles: a fifth of a second
+        for tensor in (*case.k, *case.v):
+            tensor.fill_(2)
+    lists = case.device_pages, case.host_pages
+    if named:
+        pools.copy(*lists, to_host=True, stream=stream.cuda_stream)
+    else:
+        with torch.cuda.stream(stream):
+            pools.copy(*lists, to_host=True)
+    assert not case.host.any(), "the stream still sleeps"
+    stream.synchronize()
+    assert (case.host[torch.from_numpy(case.host_pages).long()] == 2).all()
 
 
-def test_round_trip_of_a_gigabyte_is_the_same_bytes() -> None:
+@pytest.mark.parametrize("io_backend", IO_BACKENDS)
+def test_copies_both_ways_on_two_streams_at_once(io_backend: str) -> None:
+    case = PageCase.random(5, "page_first", "cuda", num_layers=4, heads=(8, 128), page_size=16)
+    num_pages, half = 40, 20
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    shape = (num_pages * 16, 8, 128)
+    case.k, case.v = ([_random_bytes(shape, generator) for _ in range(4)] for _ in range(2))
+    host = torch.empty(num_pages, 4, 2, 16, 8, 128, dtype=torch.bfloat16, pin_memory=True)
+    host.view(torch.int16).random_(-100, 100)
+    case.host = host
+    pools, numbers = case.pools(io_backend), np.arange(num_pages, dtype=np.int32)
+    old_host, old = host.clone(), [tensor.clone() for tensor in (*case.k, *case.v)]
+    load, store = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(10):
+        pools.copy(numbers[:half], numbers[:half], to_host=True, stream=store.cuda_stream)
+        for layer in range(4):
+            pools.copy(
+                numbers[half:], numbers[half:], to_host=False, layers=range(layer, layer + 1), stream=load.cuda_stream
+            )  # fmt: skip
+    torch.cuda.synchronize()
+    for i, (now, before) in enumerate(zip((*case.k, *case.v), old, strict=True)):
+        layer, c = i % 4, i // 4
+        now, before = (
+            now.view(num_pages, -1).view(torch.int16).cpu(),
+            before.view(num_pages, -1).view(torch.int16).cpu(),
+        )
+        assert torch.equal(now[:half], before[:half])
+        assert torch.equal(now[half:], old_host[half:, layer, c].flatten(1).view(torch.int16))
+        assert torch.equal(host[:half, layer, c].flatten(1).view(torch.int16), before[:half])
+
+
+def test_the_copy_engine_on_the_legacy_default_stream() -> None:
+    """Which the batch call refuses: the copies then go one by one."""
+    case = PageCase.random(11, "page_first", "cuda", num_layers=2, page_size=16)
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        case.check_to_host(case.pools("direct"))
+        case.check_to_device(case.pools("direct"))
+
+
+@pytest.mark.parametrize("io_backend", IO_BACKENDS)
+def test_round_trip_of_a_gigabyte_is_the_same_bytes(io_backend: str) -> None:
     """Many units for each thread, a copy that is no multiple of the grid, other pages on the way back."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     shape = (16 * 1021, 8, 128)
     k, v = ([_random_bytes(shape, generator) for _ in range(16)] for _ in range(2))
     host = torch.empty(1021, 16, 2, 16, 8, 128, dtype=torch.bfloat16, pin_memory=True)
-    pools = PagePools(k, v, host, 16, "page_first")
-    order, back = torch.randperm(1021, device="cuda"), torch.randperm(1021, device="cuda")
+    pools = PagePools(k, v, host, 16, "page_first", io_backend)  # type: ignore[arg-type]
+    draw, straight = np.random.default_rng(0), np.arange(1021, dtype=np.int32)
+    order, back = (draw.permutation(1021).astype(np.int32) for _ in range(2))
     before = [tensor.view(1021, -1).clone() for tensor in (*k, *v)]
-    gather_pages(pools, order, torch.arange(1021, device="cuda"), num_ctas=7)
-    scatter_pages(pools, torch.arange(1021, device="cuda"), back, num_ctas=16)
+    pools.copy(order, straight, to_host=True, num_ctas=7)
+    pools.copy(back, straight, to_host=False, num_ctas=16)
+    from_, to = torch.from_numpy(order).long().cuda(), torch.from_numpy(back).long().cuda()
     for tensor, old in zip((*k, *v), before, strict=True):
-        assert torch.equal(tensor.view(1021, -1)[back].view(torch.int16), old[order].view(torch.int16))
+        assert torch.equal(tensor.view(1021, -1)[to].view(torch.int16), old[from_].view(torch.int16))
+
+
+# --- through the engine's own rooms
+
+
+@pytest.mark.parametrize("io_backend", IO_BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_page_copier_on_load_and_store(io_backend: str, layout: str, page_size: int) -> None:
+    device = open_device("cuda")
+    shape = Shape(num_device_pages=40, num_host_pages=50, page_size=page_size, num_layers=5, heads=(4, 128))
+    kv_pool, host_pool = make_pools(device, layout, shape)  # type: ignore[arg-type]
+    copier = make_page_copier(device, kv_pool, host_pool, io_backend)  # type: ignore[arg-type]
+    assert isinstance(copier, CudaCopier)
+    before, expected = device_pages(kv_pool), host_pages(host_pool)
+    draw = np.random.default_rng(0)
+    taken, there = (draw.permutation(n)[:30].astype(np.int32) for n in (40, 50))
+    taken[:10], there[:10] = np.sort(taken[:10]), np.sort(there[:10])
+    expected[there] = before[taken]
+    copier.to_host(device.store, taken, there)
+    device.synchronize()
+    assert torch.equal(host_pages(host_pool), expected)
+    back = draw.permutation(40)[:30].astype(np.int32)
+    for first in (0, 2, 4):
+        copier.to_device(device.load, there, back, range(first, min(first + 2, 5)))
+    before[back] = expected[there]
+    device.synchronize()
+    assert torch.equal(device_pages(kv_pool), before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_torchs_own_copies_give_the_same(layout: str) -> None:
+    device = open_device("cuda")
+    kv_pool, host_pool = make_pools(device, layout, Shape())  # type: ignore[arg-type]
+    copier = RunCopier(device, kv_pool, host_pool, uses_sm=False, strided=False)
+    before, expected = device_pages(kv_pool), host_pages(host_pool)
+    taken, there = np.array([2, 3, 4, 9], np.int32), np.array([7, 8, 9, 0], np.int32)
+    expected[there] = before[taken]
+    copier.to_host(device.store, taken, there)
+    device.synchronize()
+    assert torch.equal(host_pages(host_pool), expected)
+    copier.to_device(device.load, there, taken[::-1].copy(), range(1, 3))
+    before[taken[::-1].copy(), 1:3] = expected[there, 1:3]
+    device.synchronize()
+    assert torch.equal(device_pages(kv_pool), before)
+
+
+def test_a_host_pool_of_half_a_gigabyte_is_pinned_by_mapping() -> None:
+    device = open_device("cuda")
+    shape = Shape(num_device_pages=4, num_host_pages=2048, page_size=64, num_layers=1, heads=(8, 128))
+    kv_pool, host_pool = make_pools(device, "page_first", shape)
+    assert host_pool.nbytes >= MIN_MAPPED_BYTES
+    assert host_pool.buffer.is_pinned()
+    assert host_pool.view[-1].is_pinned()
+    for io_backend in IO_BACKENDS:
+        copier = make_page_copier(device, kv_pool, host_pool, io_backend)  # type: ignore[arg-type]
+        copier.to_host(device.store, np.array([1, 3], np.int32), np.array([0, 2047], np.int32))
+        device.synchronize()
+        assert torch.equal(host_pages(host_pool)[[0, 2047]], device_pages(kv_pool)[[1, 3]])
+        host_pool.buffer.zero_()
 
 
 def _random_bytes(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

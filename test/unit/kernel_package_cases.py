@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import numpy as np
 import torch
-from fenceline_kernel import (
-    DEFAULT_NUM_CTAS,
-    FillField,
-    KernelLibrary,
-    PagePools,
-    gather_pages,
-    scatter_pages,
-)
+from fenceline_kernel import DEFAULT_NUM_CTAS, FillField, KernelLibrary, PagePools
 
 _DTYPES = (
     torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool, torch.float32, torch.bfloat16, torch.float64,
@@ -90,9 +84,10 @@ class PageCase:
     host: torch.Tensor
     page_size: int
     layout: str
-    device_pages: torch.Tensor
-    host_pages: torch.Tensor
-    num_ctas: int = field(default=DEFAULT_NUM_CTAS)
+    device_pages: np.ndarray
+    host_pages: np.ndarray
+    num_ctas: int = DEFAULT_NUM_CTAS
+    min_rows: int = 1
 
     @staticmethod
     def random(
@@ -101,10 +96,11 @@ class PageCase:
         device: str,
         num_layers: int | None = None,
         heads: tuple[int, int] | None = None,
+        page_size: int | None = None,
     ) -> PageCase:
-        """Shapes from one byte-wide chunk to whole pages of many heads; page lists without repetition."""
+        """Shapes from one byte-wide chunk to whole pages of many heads; distinct pages, some in a row."""
         draw = random.Random(seed)
-        page_size = draw.choice((1, 2, 16, 64))
+        page_size = page_size if page_size is not None else draw.choice((1, 2, 16, 64))
         num_layers = num_layers if num_layers is not None else draw.choice((1, 2, 5))
         heads = (
             heads if heads is not None else draw.choice(((1, 1), (1, 3), (2, 6), (2, 8), (8, 128), (1, 64)))
@@ -117,27 +113,29 @@ class PageCase:
         else:
             host = _kv((num_host, num_layers, 2, page_size, *heads), dtype, "cpu")
         count = draw.randint(1, min(num_pages, num_host))
-        index = draw.choice((torch.int32, torch.int64))
-        device_pages = torch.tensor(draw.sample(range(num_pages), count), dtype=index, device=device)
-        host_pages = torch.tensor(draw.sample(range(num_host), count), dtype=index, device=device)
+        device_pages = _page_list(draw, num_pages, count)
+        host_pages = _page_list(draw, num_host, count)
         host = host.pin_memory() if device != "cpu" else host
         num_ctas = draw.choice((1, 3, DEFAULT_NUM_CTAS, 200))
-        return PageCase(pool[::2], pool[1::2], host, page_size, layout, device_pages, host_pages, num_ctas)
+        min_rows = draw.choice((1, 2, 4, 100))
+        return PageCase(
+            pool[::2], pool[1::2], host, page_size, layout, device_pages, host_pages, num_ctas, min_rows
+        )
 
-    def pools(self, library: KernelLibrary | None = None) -> PagePools:
+    def pools(self, io_backend: str, library: KernelLibrary | None = None) -> PagePools:
         """The pools of this case."""
-        return PagePools(self.k, self.v, self.host, self.page_size, self.layout, library)  # type: ignore[arg-type]
+        return PagePools(self.k, self.v, self.host, self.page_size, self.layout, io_backend, library)  # type: ignore[arg-type]
 
-    def check_gather(self, pools: PagePools, layers: range | None = None) -> None:
+    def check_to_host(self, pools: PagePools, layers: range | None = None) -> None:
         """Copy to the host; the pages named and no other byte must have changed."""
         expected = self.host.clone()
         for layer, c, device_page, host_page in self._copies(layers):
             self._host_page(expected, layer, c, host_page).copy_(self._device_page(layer, c, device_page))
-        gather_pages(pools, self.device_pages, self.host_pages, layers=layers, num_ctas=self.num_ctas)
+        self.copy(pools, True, layers)
         _synchronize(self.k[0])
         assert torch.equal(self.host, expected)
 
-    def check_scatter(self, pools: PagePools, layers: range | None = None) -> None:
+    def check_to_device(self, pools: PagePools, layers: range | None = None) -> None:
         """Copy to the device after the host's bytes have changed; as above."""
         self.host.copy_(_kv(tuple(self.host.shape), self.host.dtype, "cpu"))
         expected = [tensor.clone() for tensor in (*self.k, *self.v)]
@@ -145,9 +143,17 @@ class PageCase:
             begin = device_page * self.page_size
             target = expected[layer + c * len(self.k)][begin : begin + self.page_size]
             target.copy_(self._host_page(self.host, layer, c, host_page))
-        scatter_pages(pools, self.host_pages, self.device_pages, layers=layers, num_ctas=self.num_ctas)
+        self.copy(pools, False, layers)
         _synchronize(self.k[0])
         assert all(torch.equal(a, b) for a, b in zip((*self.k, *self.v), expected, strict=True))
+
+    def copy(self, pools: PagePools, to_host: bool, layers: range | None = None) -> None:
+        """The lists are read at the call: they are overwritten right after it."""
+        device_pages, host_pages = self.device_pages.copy(), self.host_pages.copy()
+        pools.copy(
+            device_pages, host_pages, to_host=to_host, layers=layers, num_ctas=self.num_ctas, min_rows=self.min_rows
+        )  # fmt: skip
+        device_pages[:], host_pages[:] = 0, 0
 
     def _copies(self, layers: range | None) -> Iterator[tuple[int, int, int, int]]:
         pairs = list(zip(self.device_pages.tolist(), self.host_pages.tolist(), strict=True))
@@ -163,6 +169,16 @@ class PageCase:
         if self.layout == "page_first":
             return host[page, layer, c]
         return host[layer, c, page * self.page_size : (page + 1) * self.page_size]
+
+
+def _page_list(draw: random.Random, size: int, count: int) -> np.ndarray:
+    """``count`` distinct pages below ``size``: anywhere, in a row, or a row and then anywhere."""
+    kind, start = draw.choice(("anywhere", "row", "both")), draw.randint(0, size - count)
+    numbers = draw.sample(range(size), count)
+    if kind != "anywhere":
+        row = list(range(start, start + (count if kind == "row" else draw.randint(1, count))))
+        numbers = (row + [number for number in numbers if number not in row])[:count]
+    return np.array(numbers, dtype=np.int32)
 
 
 def _kv(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:

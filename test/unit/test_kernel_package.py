@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import fenceline_kernel
+import numpy as np
 import pytest
 import torch
 from fenceline_kernel import (
@@ -21,8 +22,8 @@ from fenceline_kernel import (
     KernelLibrary,
     KernelUnavailable,
     PagePools,
-    gather_pages,
     library,
+    pages,
 )
 from fenceline_kernel.cache import (
     Sources,
@@ -213,50 +214,112 @@ def test_numbers_of_live_rows_that_do_not_fit_are_refused(emulated: KernelLibrar
 
 # --- page copy
 
+IO_BACKENDS = ("kernel", "direct")
+LAYOUTS = ("layer_first", "page_first")
 
-@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+
+def page_list(*numbers: int) -> np.ndarray:
+    return np.array(numbers, dtype=np.int32)
+
+
+@pytest.mark.parametrize("io_backend", IO_BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(12))
 def test_pages_travel_both_ways_and_nothing_else_changes(
-    emulated: KernelLibrary, layout: str, seed: int
+    emulated: KernelLibrary, io_backend: str, layout: str, seed: int
 ) -> None:
     case = PageCase.random(seed, layout, "cpu")
-    pools = case.pools(emulated)
-    case.check_gather(pools)
-    case.check_scatter(pools)
+    pools = case.pools(io_backend, emulated)
+    case.check_to_host(pools)
+    case.check_to_device(pools)
 
 
-def test_pages_out_of_bounds_are_skipped_and_counted_once_each(emulated: KernelLibrary) -> None:
+@pytest.mark.parametrize("io_backend", IO_BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_some_layers_alone(emulated: KernelLibrary, io_backend: str, layout: str) -> None:
+    case = PageCase.random(7, layout, "cpu", num_layers=6, heads=(2, 4))
+    pools = case.pools(io_backend, emulated)
+    for layers in (range(2, 4), range(1), range(5, 6), range(6)):
+        case.check_to_host(pools, layers)
+        case.check_to_device(pools, layers)
+
+
+@pytest.mark.parametrize("io_backend", IO_BACKENDS)
+@pytest.mark.parametrize("to_host", [True, False])
+def test_pages_out_of_bounds_are_refused_and_nothing_is_copied(
+    emulated: KernelLibrary, io_backend: str, to_host: bool
+) -> None:
     case = PageCase.random(1, "page_first", "cpu")
-    pools, host = case.pools(emulated), case.host.clone()
-    rejected = torch.zeros(1, dtype=torch.int32)
-    device_pages = torch.tensor([0, -1, pools.num_device_pages, 0], dtype=torch.int64)
-    host_pages = torch.tensor([pools.num_host_pages, 0, 0, -(2**40)], dtype=torch.int64)
-    gather_pages(pools, device_pages, host_pages, num_rejected=rejected)
-    assert rejected.item() == 4
-    assert torch.equal(case.host, host)
+    pools = case.pools(io_backend, emulated)
+    before = [tensor.clone() for tensor in (case.host, *case.k, *case.v)]
+    for pair in ((pools.num_device_pages, 0), (-1, 0), (0, pools.num_host_pages), (0, -(2**31))):
+        words = f"pair 1 is device page {pair[0]} of {pools.num_device_pages} and host page {pair[1]} of"
+        with pytest.raises(ValueError, match=words):
+            pools.copy(page_list(1, pair[0]), page_list(1, pair[1]), to_host=to_host)
+    assert all(torch.equal(a, b) for a, b in zip((case.host, *case.k, *case.v), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "num_launches"), [(0, 0), (240, 1), (241, 1), (3824, 1), (3825, 2), (7649, 3)]
+)
+def test_long_lists_take_several_launches(
+    emulated: KernelLibrary, counted: ctypes.CDLL, num_pages: int, num_launches: int
+) -> None:
+    pool, host = [torch.arange(8000.0).view(8000, 1, 1)], torch.zeros(8000, 1, 2, 1, 1, 1)
+    pools = PagePools(pool, pool, host, 1, "page_first", library=emulated)
+    order = np.random.default_rng(0).permutation(8000).astype(np.int32)
+    taken, given_to = order[:num_pages], order[::-1][:num_pages].copy()
+    before = counted.emulation_num_launches()
+    pools.copy(taken, given_to, to_host=True)
+    assert counted.emulation_num_launches() == before + num_launches
+    expected = torch.zeros(8000)
+    expected[torch.from_numpy(given_to).long()] = torch.from_numpy(taken).float()
+    assert torch.equal(host[:, 0, 0].flatten(), expected)
+    assert torch.equal(host[:, 0, 1].flatten(), expected)
 
 
 def test_more_layers_than_one_launch_takes(emulated: KernelLibrary, counted: ctypes.CDLL) -> None:
     case = PageCase.random(2, "layer_first", "cpu", num_layers=130, heads=(1, 8))
     before = counted.emulation_num_launches()
-    case.check_gather(case.pools(emulated), None)
+    case.check_to_host(case.pools("kernel", emulated))
     assert counted.emulation_num_launches() == before + 2
 
 
-def test_no_pages_is_no_launch(emulated: KernelLibrary, counted: ctypes.CDLL) -> None:
-    before = counted.emulation_num_launches()
-    none = torch.zeros(0, dtype=torch.int64)
-    gather_pages(PageCase.random(0, "page_first", "cpu").pools(emulated), none, none)
-    assert counted.emulation_num_launches() == before
+@pytest.mark.parametrize(
+    ("layout", "min_rows", "plain", "strided"),
+    [
+        ("layer_first", 1, 6 * 4, 0),  # one copy for each run, layer and side
+        ("page_first", 100, 6 * 9, 0),  # one for each page, layer and side
+        ("page_first", 4, 6 * 5, 6 * 1),  # the run of four is one strided copy for each layer and side
+        ("page_first", 3, 6 * 2, 6 * 2),
+        ("page_first", 1, 6 * 2, 6 * 2),  # a single page has nothing to stride over
+    ],
+)
+def test_the_copy_engine_takes_pages_in_a_row_together(
+    emulated: KernelLibrary, counted: ctypes.CDLL, layout: str, min_rows: int, plain: int, strided: int
+) -> None:
+    case = PageCase.random(0, layout, "cpu", num_layers=3, page_size=2)
+    case.k, case.v = ([torch.rand(40, 2, 4) for _ in range(3)] for _ in range(2))
+    case.host = torch.zeros((3, 2, 40, 2, 4) if layout == "layer_first" else (20, 3, 2, 2, 2, 4))
+    case.device_pages = page_list(3, 4, 5, 6, 9, 10, 11, 1, 0)  # runs: 4 pages, 3 pages, one, one
+    case.host_pages = page_list(0, 1, 2, 3, 4, 5, 6, 8, 9)
+    case.min_rows = min_rows
+    before = counted.emulation_num_plain(), counted.emulation_num_strided()
+    case.check_to_host(case.pools("direct", emulated))
+    assert counted.emulation_num_plain() - before[0] == plain
+    assert counted.emulation_num_strided() - before[1] == strided
+    case.check_to_device(case.pools("direct", emulated))
 
 
-def test_target_and_draft_share_a_host_buffer(emulated: KernelLibrary) -> None:
+@pytest.mark.parametrize("io_backend", IO_BACKENDS)
+def test_target_and_draft_share_a_host_buffer(emulated: KernelLibrary, io_backend: str) -> None:
     """Two pools of different depth, each a view of the layers of one page_first buffer."""
     host = torch.zeros(5, 7, 2, 4, 2, 8)
-    pages = torch.tensor([3, 1]), torch.tensor([0, 4])
+    lists = page_list(3, 1), page_list(0, 4)
     for layers, value in ((slice(0, 5), 1.0), (slice(5, 7), 2.0)):
         pool = [torch.full((16, 2, 8), value) for _ in range(layers.stop - layers.start)]
-        gather_pages(PagePools(pool, pool, host[:, layers], 4, "page_first", emulated), *pages)
+        pools = PagePools(pool, pool, host[:, layers], 4, "page_first", io_backend, emulated)  # type: ignore[arg-type]
+        pools.copy(*lists, to_host=True)
     assert host.mean(dim=(2, 3, 4, 5)).tolist() == [
         [1.0] * 5 + [2.0] * 2 if p in (0, 4) else [0.0] * 7 for p in range(5)
     ]
@@ -276,25 +339,27 @@ def test_pools_that_do_not_fit_are_refused(emulated: KernelLibrary) -> None:
     )
     for k, memory, page_size, layout, message in refused:
         with pytest.raises(ValueError, match=message):
-            PagePools(k, pool, memory, page_size, layout, emulated)  # type: ignore[arg-type]
+            PagePools(k, pool, memory, page_size, layout, "kernel", emulated)  # type: ignore[arg-type]
 
 
 def test_page_lists_that_do_not_fit_are_refused(emulated: KernelLibrary) -> None:
-    pools = PageCase.random(0, "page_first", "cpu").pools(emulated)
-    one = torch.zeros(1, dtype=torch.int64)
+    pools = PageCase.random(0, "page_first", "cpu").pools("kernel", emulated)
+    one = page_list(0)
     refused = (
-        (one, one.int(), {}, "both lists must be int32 or both int64"),
-        (one.float(), one, {}, "both lists must be"),
-        (one, torch.zeros(2, dtype=torch.int64), {}, "1 device pages but 2 host pages"),
-        (torch.zeros(4, dtype=torch.int64)[::2], one, {}, "device_pages must be contiguous"),
+        (one.astype(np.int64), one, {}, "device_pages must be contiguous int32"),
+        (one, one.astype(np.float32), {}, "host_pages must be contiguous int32"),
+        (one[None], one, {}, "device_pages must be contiguous int32"),
+        (one, page_list(0, 1), {}, "1 device pages but 2 host pages"),
+        (page_list(0, 0, 0, 0)[::2], page_list(0, 1), {}, "device_pages must be contiguous"),
         (one, one, {"layers": range(99)}, "give a range within"),
         (one, one, {"layers": range(0)}, "give a range within"),
+        (one, one, {"layers": range(0, 1, 2)}, "give a range within"),
         (one, one, {"num_ctas": 0}, "give 1 to 1024"),
-        (one, one, {"num_rejected": one}, "must be one int32"),
+        (one, one, {"min_rows": 0}, "give 1 or more"),
     )
     for device_pages, host_pages, options, message in refused:
         with pytest.raises(ValueError, match=message):
-            gather_pages(pools, device_pages, host_pages, **options)
+            pools.copy(device_pages, host_pages, to_host=True, **options)
 
 
 # --- headers
@@ -448,6 +513,8 @@ def test_real_units_depend_on_their_headers() -> None:
     }
     assert {"arena_fill.cu", "launch.cuh", "abi.h", "common.h", "arena_fill.h"} <= files["arena_fill"]
     assert {"page_copy.cu", "launch.cuh", "page_copy.h"} <= files["page_copy"]
+    assert {"page_direct.cu", "page_direct.h", "page_copy.h"} <= files["page_direct"]
+    assert "page_direct.h" not in files["page_copy"]
     assert "skinny_gemm.h" not in files["arena_fill"] | files["page_copy"]
 
 
@@ -581,9 +648,13 @@ def test_compiled_functions_answer_through_the_bindings() -> None:
     )
     with pytest.raises(RuntimeError, match="arena_fill: num_live is negative"):
         kernels.arena_fill(bytes(48), 1, -1, None, torch.device("cpu"), 0)
-    with pytest.raises(RuntimeError, match="page copy: num_ctas is 1 to 1024"):
-        request = library.PageCopyRequestC(num_layers=1, chunk_bytes=1, index_bytes=4)
-        kernels.copy_pages(request, torch.device("cpu"), 0)
+    pool, host = [torch.zeros(4, 1, 1)], torch.zeros(4, 1, 2, 1, 1, 1)
+    for io_backend in IO_BACKENDS:
+        pools = PagePools(pool, pool, host, 1, "page_first", io_backend, kernels)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="pair 1 is device page 4 of 4 and host page 0 of 4"):
+            pools.copy(page_list(0, 4), page_list(0, 0), to_host=True)
+        request = pages.PageCopyRequestC(num_layers=1, chunk_bytes=1)
+        assert pools._function(ctypes.byref(request), 0) == b"num_ctas is 1 to 1024"
 
 
 def build_wheel(folder: Path, cuda_home: Path) -> Path:

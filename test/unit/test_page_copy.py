@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -156,3 +158,42 @@ def test_the_virtual_gpu_sees_a_store_that_does_not_wait_and_names_the_page() ->
     copier.to_host(device.store, pages(2), pages(3))
     with pytest.raises(RaceError, match="store_after_forward"):
         device.synchronize()
+
+
+def test_on_the_virtual_gpu_a_store_by_sms_beside_persistent_attention_is_seen() -> None:
+    for io_backend in ("kernel", "direct"):
+        device = virtual("random", 0)
+        copier = make_page_copier(device, *(pools := make_pools(device, "page_first", Shape())), io_backend)  # type: ignore[arg-type]
+        with device.forward.active():
+            device.occupy_sm()
+        copier.to_device(device.load, pages(1), pages(5), range(3))  # loads run beside it
+        device.load.record()
+        copier.to_host(device.store, pages(2), pages(3))
+        if io_backend == "kernel":
+            with pytest.raises(RaceError, match="sm_exclusive"):
+                device.synchronize()
+        else:
+            device.synchronize()
+        assert pools[1].pages.num_free == 15
+
+
+def test_without_fenceline_kernel_direct_falls_back_and_kernel_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = open_device("cpu")
+    monkeypatch.setattr(device, "kind", "cuda")
+    pools = make_pools(device, "page_first", Shape())
+    for reason in ("is not installed", "cannot be used"):
+        if reason == "is not installed":
+            monkeypatch.setitem(sys.modules, "fenceline_kernel", None)
+        else:
+            monkeypatch.delitem(sys.modules, "fenceline_kernel")  # torch sees no GPU here
+        with pytest.raises(ValueError, match="or use --hicache-io-backend direct"):
+            make_page_copier(device, *pools, "kernel")
+        with caplog.at_level("WARNING"):
+            copier = make_page_copier(device, *pools, "direct")
+        assert isinstance(copier, RunCopier)
+        assert "slower without fenceline_kernel" in caplog.text
+        before = device_pages(pools[0])
+        copier.to_host(device.store, pages(3, 4), pages(0, 1))
+        assert torch.equal(host_pages(pools[1])[:2], before[3:5])

@@ -6,9 +6,10 @@ cache controller's.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,11 @@ import torch
 from fenceline.mem_cache.host_pool import HostPool
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Device, Stream
+
+if TYPE_CHECKING:
+    import fenceline_kernel
+
+logger = logging.getLogger(__name__)
 
 Pages = npt.NDArray[np.int32]
 IoBackend = Literal["kernel", "direct"]
@@ -130,11 +136,52 @@ def _check(pages: Pages, num_pages: int, side: str) -> None:
         )
 
 
+class CudaCopier(PageCopier):
+    """One call into fenceline_kernel for each transfer: an SM kernel's launch, or a batch for the copy engine. The page
+    lists travel with the call, so nothing is uploaded."""
+
+    def __init__(self, device: Device, pools: fenceline_kernel.PagePools, uses_sm: bool) -> None:
+        self.uses_sm = uses_sm
+        self._device = device
+        self._pools = pools
+
+    def to_host(self, stream: Stream, device_pages: Pages, host_pages: Pages) -> None:
+        with stream.active():
+            if self.uses_sm and len(device_pages) > 0:
+                self._device.occupy_sm()  # loads do not: see RunCopier
+            self._pools.copy(device_pages, host_pages, to_host=True)
+
+    def to_device(self, stream: Stream, host_pages: Pages, device_pages: Pages, layers: range) -> None:
+        with stream.active():
+            self._pools.copy(device_pages, host_pages, to_host=False, layers=layers)
+
+
 def make_page_copier(
     device: Device, kv_pool: KVPool, host_pool: HostPool, io_backend: IoBackend
 ) -> PageCopier:
     """The copier of ``--hicache-io-backend``: ``kernel`` copies by SMs, ``direct`` by the copy engine.
 
-    Elsewhere than on a GPU both copy alike, and ``kernel`` occupies the resource ``sm`` where one is watched.
+    On a GPU both need fenceline_kernel; without it ``direct`` falls back to torch's copies, one for each run of pages,
+    layer and side, and ``kernel`` raises ``ValueError`` with the remedy. Elsewhere both copy alike, and ``kernel``
+    occupies the resource ``sm`` where one is watched.
     """
-    return RunCopier(device, kv_pool, host_pool, io_backend == "kernel", strided=device.kind != "cuda")
+    uses_sm = io_backend == "kernel"
+    if device.kind != "cuda":
+        return RunCopier(device, kv_pool, host_pool, uses_sm, strided=True)
+    layers = range(kv_pool.num_layers)
+    k, v = [kv_pool.k(layer) for layer in layers], [kv_pool.v(layer) for layer in layers]
+    try:
+        import fenceline_kernel
+
+        pools = fenceline_kernel.PagePools(
+            k, v, host_pool.view, host_pool.page_size, host_pool.layout, io_backend
+        )
+    except (ImportError, RuntimeError) as error:  # KernelUnavailable is a RuntimeError
+        if uses_sm:
+            raise ValueError(
+                f"--hicache-io-backend kernel needs fenceline_kernel ({error}): "
+                "install it (pip install --no-deps -e sgl-kernel/), or use --hicache-io-backend direct"
+            ) from error
+        logger.warning("Transfers of pages are slower without fenceline_kernel: %s", error)
+        return RunCopier(device, kv_pool, host_pool, uses_sm, strided=False)
+    return CudaCopier(device, pools, uses_sm)

@@ -38,8 +38,8 @@ def pinned_buffer(
 ) -> torch.Tensor:
     """Zeroed host memory [nbytes] uint8 that ``register(address, nbytes)`` has pinned.
 
-    ``unregister(address)`` is called when nothing holds it any more. Raises ``OSError`` where there is no such memory, or
-    what ``register`` raises."""
+    ``unregister(address)`` is called when nothing holds it any more. Raises ``OSError`` where there is no such memory,
+    or what ``register`` raises."""
     mapping = _Pinned(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # Linux has both, but a kernel may refuse
         try:

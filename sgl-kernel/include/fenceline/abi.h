@@ -8,5 +8,8 @@
 extern "C" {
 const char* fenceline_arena_fill(const fenceline::FillField* fields, int32_t num_fields, int64_t num_live,
                                  const int64_t* num_live_ptr, void* stream);
-const char* fenceline_copy_pages(const fenceline::PageCopyRequest* request, void* stream);
+// By SMs: one launch, but see copy_pages.
+const char* fenceline_copy_pages(fenceline::PageCopyRequest* request, void* stream);
+// By the copy engine: one batch of plain copies, and one copy for each strided piece.
+const char* fenceline_copy_pages_direct(fenceline::PageCopyRequest* request, void* stream);
 }

@@ -8,10 +8,11 @@ others, until that stream has passed the call.
 from fenceline_kernel.errors import KernelUnavailable
 from fenceline_kernel.fill import MAX_FILL_FIELDS, FillField, FillPlan, arena_fill
 from fenceline_kernel.library import KernelLibrary, available, load, why_unavailable
-from fenceline_kernel.pages import DEFAULT_NUM_CTAS, PagePools, gather_pages, scatter_pages
+from fenceline_kernel.pages import DEFAULT_MIN_ROWS, DEFAULT_NUM_CTAS, PagePools
 from fenceline_kernel.version import __version__
 
 __all__ = [
+    "DEFAULT_MIN_ROWS",
     "DEFAULT_NUM_CTAS",
     "MAX_FILL_FIELDS",
     "FillField",
@@ -22,8 +23,6 @@ __all__ = [
     "__version__",
     "arena_fill",
     "available",
-    "gather_pages",
     "load",
-    "scatter_pages",
     "why_unavailable",
 ]

@@ -21,43 +21,18 @@ from fenceline_kernel.toolchain import arch_of, check_driver, driver_version, fi
 FILL_FIELD = struct.Struct("=3Q6I")
 
 
-class PageCopyRequestC(ctypes.Structure):
-    """fenceline::PageCopyRequest."""
-
-    _fields_ = (
-        ("buffers", ctypes.c_void_p),
-        ("host", ctypes.c_void_p),
-        ("device_pages", ctypes.c_void_p),
-        ("host_pages", ctypes.c_void_p),
-        ("num_rejected", ctypes.c_void_p),
-        ("host_page_stride", ctypes.c_int64),
-        ("host_layer_stride", ctypes.c_int64),
-        ("host_kv_stride", ctypes.c_int64),
-        ("chunk_bytes", ctypes.c_int64),
-        ("num_device_pages", ctypes.c_int64),
-        ("num_host_pages", ctypes.c_int64),
-        ("num_pages", ctypes.c_int64),
-        ("num_layers", ctypes.c_int32),
-        ("index_bytes", ctypes.c_int32),
-        ("num_ctas", ctypes.c_int32),
-        ("to_host", ctypes.c_int32),
-    )
-
-
 class KernelLibrary:
     """The kernels for GPUs of one capability, for tensors of one device type (``cpu`` in this package's own tests)."""
 
     def __init__(self, find: Callable[[str], Path], device_type: str = "cuda") -> None:
-        """``find`` gives the shared library of a unit (a .cu file's name), compiling it if need be. The fill and the
-        page copy are loaded now, other units when their functions are asked for. Raises KernelUnavailable."""
+        """``find`` gives the shared library of a unit (a .cu file's name), compiling it if need be. The fill is loaded
+        now, other units when their functions are asked for. Raises KernelUnavailable."""
         self._find = find
         self.device_type = device_type
         self._fill = self.function("arena_fill", "fenceline_arena_fill")
         self._fill.argtypes = (
             ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
         )  # fmt: skip
-        self._copy = self.function("page_copy", "fenceline_copy_pages")
-        self._copy.argtypes = (ctypes.POINTER(PageCopyRequestC), ctypes.c_void_p)
 
     def function(self, unit: str, name: str) -> ctypes._NamedFuncPointer:
         """A function of library ``unit`` that returns null or a text; argtypes are the caller's to set.
@@ -84,15 +59,13 @@ class KernelLibrary:
 
         Raises RuntimeError if the launch fails."""
         call = functools.partial(self._fill, fields, num_fields, num_live, num_live_ptr)
-        self._call("arena_fill", call, device, stream)
+        self.call("arena_fill", call, device, stream)
 
-    def copy_pages(self, request: PageCopyRequestC, device: torch.device, stream: int | None) -> None:
-        """fenceline_copy_pages on ``stream`` (None: torch's current one). Raises RuntimeError if a launch fails."""
-        self._call("page copy", functools.partial(self._copy, ctypes.byref(request)), device, stream)
-
-    def _call(
+    def call(
         self, name: str, call: Callable[[int], bytes | None], device: torch.device, stream: int | None
     ) -> None:
+        """``call(stream)`` with ``device`` current and None replaced by torch's current stream; what it returns is null
+        or a text. Raises RuntimeError with the text."""
         if self.device_type != "cuda":
             error = call(0)
         elif torch.cuda.current_device() == device.index:

@@ -1,22 +1,58 @@
 """Page copies between the device's KV pool and pinned host memory (include/fenceline/page_copy.h).
 
-SMs read and write host memory through unified addressing: all layers of a set of pages in one launch, however the pages
-lie. ``num_ctas`` bounds the SMs that a copy holds.
+``kernel``: SMs read and write host memory through unified addressing: all layers of a set of pages in one launch,
+however the pages lie; ``num_ctas`` bounds the SMs that a copy holds. ``direct``: the copy engine; pages that follow
+each other on both sides travel together, and what cannot travel together is handed over in one batch.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from fenceline_kernel.library import KernelLibrary, PageCopyRequestC, load
+from fenceline_kernel.library import KernelLibrary, load
 
 HostLayout = Literal["layer_first", "page_first"]
+IoBackend = Literal["kernel", "direct"]
+Pages = npt.NDArray[np.int32]
 DEFAULT_NUM_CTAS = 8
 MAX_NUM_CTAS = 1024
+# From how many pages in a row one strided copy takes less time than as many plain ones of a batch.
+DEFAULT_MIN_ROWS = 4
+# io backend -> (unit, function)
+_FUNCTIONS = {
+    "kernel": ("page_copy", "fenceline_copy_pages"),
+    "direct": ("page_direct", "fenceline_copy_pages_direct"),
+}
+
+
+class PageCopyRequestC(ctypes.Structure):
+    """fenceline::PageCopyRequest."""
+
+    _fields_ = (
+        ("buffers", ctypes.c_void_p),
+        ("host", ctypes.c_void_p),
+        ("device_pages", ctypes.c_void_p),
+        ("host_pages", ctypes.c_void_p),
+        ("host_page_stride", ctypes.c_int64),
+        ("host_layer_stride", ctypes.c_int64),
+        ("host_kv_stride", ctypes.c_int64),
+        ("chunk_bytes", ctypes.c_int64),
+        ("num_device_pages", ctypes.c_int64),
+        ("num_host_pages", ctypes.c_int64),
+        ("num_pages", ctypes.c_int64),
+        ("bad_pair", ctypes.c_int64),
+        ("num_layers", ctypes.c_int32),
+        ("num_ctas", ctypes.c_int32),
+        ("to_host", ctypes.c_int32),
+        ("min_rows", ctypes.c_int32),
+    )
 
 
 class PagePools:
@@ -36,6 +72,7 @@ class PagePools:
         host: torch.Tensor,
         page_size: int,
         layout: HostLayout,
+        io_backend: IoBackend = "kernel",
         library: KernelLibrary | None = None,
     ) -> None:
         """Raises ValueError naming the remedy; KernelUnavailable if there are no kernels."""
@@ -54,6 +91,9 @@ class PagePools:
         self.host = host
         self._tensors = [tensor for pair in zip(k, v, strict=True) for tensor in pair]
         self._pointers = (ctypes.c_void_p * len(self._tensors))(*(t.data_ptr() for t in self._tensors))
+        self._first_buffer = ctypes.addressof(self._pointers)
+        self._function = self.library.function(*_FUNCTIONS[io_backend])
+        self._function.argtypes = (ctypes.POINTER(PageCopyRequestC), ctypes.c_void_p)
 
     @property
     def bytes_per_page(self) -> int:
@@ -62,81 +102,74 @@ class PagePools:
 
     def copy(
         self,
-        device_pages: torch.Tensor,
-        host_pages: torch.Tensor,
+        device_pages: Pages,
+        host_pages: Pages,
+        *,
         to_host: bool,
-        layers: range | None,
-        num_ctas: int,
-        num_rejected: torch.Tensor | None,
-        stream: int | None,
+        layers: range | None = None,
+        num_ctas: int = DEFAULT_NUM_CTAS,
+        min_rows: int = DEFAULT_MIN_ROWS,
+        stream: int | None = None,
     ) -> None:
-        """What gather_pages and scatter_pages share."""
+        """Device page ``device_pages[i]`` and host page ``host_pages[i]`` become equal, for ``layers`` (None: all).
+
+        Both lists: int32 [n], contiguous, read before this returns. ``to_host``: which side is written. Enqueued on
+        ``stream`` (a cudaStream_t; None: torch's current one): the host may read what was written, and write what was
+        read, once that stream has passed it. ``num_ctas``: the most SMs that a ``kernel`` copy holds. ``min_rows``: a
+        ``direct`` copy takes at least so many pages in a row as one strided copy. Raises ValueError before anything is
+        copied, naming the remedy or the pages out of bounds; RuntimeError if CUDA refuses.
+        """
         layers = range(self.num_layers) if layers is None else layers
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.num_layers:
             raise ValueError(f"layers is {layers}: give a range within the pool's {self.num_layers} layers")
         if not 1 <= num_ctas <= MAX_NUM_CTAS:
             raise ValueError(f"num_ctas is {num_ctas}: give 1 to {MAX_NUM_CTAS}")
-        _check_pages(device_pages, host_pages, self.device)
-        _check_counter(num_rejected, self.device)
+        if min_rows < 1:
+            raise ValueError(f"min_rows is {min_rows}: give 1 or more")
+        _check_lists(device_pages, host_pages)
         if len(device_pages) == 0:
             return
-        pointer_bytes = ctypes.sizeof(ctypes.c_void_p)
-        request = PageCopyRequestC(
-            buffers=ctypes.addressof(self._pointers) + 2 * layers.start * pointer_bytes,
-            host=self.host.data_ptr() + layers.start * self.host_layer_stride,
-            device_pages=device_pages.data_ptr(),
-            host_pages=host_pages.data_ptr(),
-            num_rejected=num_rejected.data_ptr() if num_rejected is not None else None,
-            host_page_stride=self.host_page_stride,
-            host_layer_stride=self.host_layer_stride,
-            host_kv_stride=self.host_kv_stride,
-            chunk_bytes=self.chunk_bytes,
-            num_device_pages=self.num_device_pages,
-            num_host_pages=self.num_host_pages,
-            num_pages=len(device_pages),
-            num_layers=len(layers),
-            index_bytes=device_pages.element_size(),
-            num_ctas=num_ctas,
-            to_host=int(to_host),
+        request = self._request(device_pages, host_pages, to_host, layers, num_ctas, min_rows)
+        try:
+            self.library.call(
+                "page copy", functools.partial(self._function, ctypes.byref(request)), self.device, stream
+            )
+        except RuntimeError as error:
+            if request.bad_pair < 0:
+                raise
+            pair = int(device_pages[request.bad_pair]), int(host_pages[request.bad_pair])
+            raise ValueError(
+                f"pair {request.bad_pair} is device page {pair[0]} of {self.num_device_pages} and host page {pair[1]} "
+                f"of {self.num_host_pages}: both count from 0"
+            ) from error
+
+    def _request(
+        self,
+        device_pages: Pages,
+        host_pages: Pages,
+        to_host: bool,
+        layers: range,
+        num_ctas: int,
+        min_rows: int,
+    ) -> PageCopyRequestC:
+        return PageCopyRequestC(
+            self._first_buffer + 2 * layers.start * ctypes.sizeof(ctypes.c_void_p),
+            self.host.data_ptr() + layers.start * self.host_layer_stride,
+            device_pages.ctypes.data,
+            host_pages.ctypes.data,
+            self.host_page_stride,
+            self.host_layer_stride,
+            self.host_kv_stride,
+            self.chunk_bytes,
+            self.num_device_pages,
+            self.num_host_pages,
+            len(device_pages),
+            -1,
+            len(layers),
+            num_ctas,
+            to_host,
+            min_rows,
         )
-        self.library.copy_pages(request, self.device, stream)
-
-
-def gather_pages(
-    pools: PagePools,
-    device_pages: torch.Tensor,
-    host_pages: torch.Tensor,
-    *,
-    layers: range | None = None,
-    num_ctas: int = DEFAULT_NUM_CTAS,
-    num_rejected: torch.Tensor | None = None,
-    stream: int | None = None,
-) -> None:
-    """Device to host: host page ``host_pages[i]`` becomes device page ``device_pages[i]``, for ``layers`` (None: all).
-
-    Both lists: [n], int32 or int64 alike, on the pool's GPU; read when the kernel runs. Enqueued on ``stream`` (a
-    cudaStream_t; None: torch's current one); the host may read once that stream has passed it. Page numbers out of
-    bounds are skipped and counted in ``num_rejected`` [1] int32 on the GPU. Raises ValueError, RuntimeError if the
-    launch fails.
-    """
-    pools.copy(device_pages, host_pages, True, layers, num_ctas, num_rejected, stream)
-
-
-def scatter_pages(
-    pools: PagePools,
-    host_pages: torch.Tensor,
-    device_pages: torch.Tensor,
-    *,
-    layers: range | None = None,
-    num_ctas: int = DEFAULT_NUM_CTAS,
-    num_rejected: torch.Tensor | None = None,
-    stream: int | None = None,
-) -> None:
-    """Host to device: device page ``device_pages[i]`` becomes host page ``host_pages[i]``; else as ``gather_pages``.
-
-    The host pages must hold their bytes when this is called, and keep them until the stream has passed it.
-    """
-    pools.copy(device_pages, host_pages, False, layers, num_ctas, num_rejected, stream)
 
 
 def _check_pool(tensors: Sequence[torch.Tensor], page_size: int, device_type: str) -> None:
@@ -185,22 +218,11 @@ def _check_host(host: torch.Tensor, k: torch.Tensor, device_type: str) -> None:
         raise ValueError("host must be pinned CPU memory: allocate it with pin_memory=True")
 
 
-def _check_pages(device_pages: torch.Tensor, host_pages: torch.Tensor, device: torch.device) -> None:
+def _check_lists(device_pages: Pages, host_pages: Pages) -> None:
     for name, pages in (("device_pages", device_pages), ("host_pages", host_pages)):
-        if pages.device != device or pages.dim() != 1 or not pages.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous [n] on {device}, got {tuple(pages.shape)} on {pages.device}"
-            )
-        if pages.dtype not in (torch.int32, torch.int64) or pages.dtype != device_pages.dtype:
-            raise ValueError(f"{name} is {pages.dtype}: both lists must be int32 or both int64")
+        if pages.dtype != np.int32 or pages.ndim != 1 or not pages.flags.c_contiguous:
+            raise ValueError(f"{name} must be contiguous int32 [n], got {pages.dtype} {list(pages.shape)}")
     if len(device_pages) != len(host_pages):
         raise ValueError(
             f"{len(device_pages)} device pages but {len(host_pages)} host pages: the lists go in pairs"
         )
-
-
-def _check_counter(num_rejected: torch.Tensor | None, device: torch.device) -> None:
-    if num_rejected is None:
-        return
-    if num_rejected.dtype != torch.int32 or num_rejected.numel() != 1 or num_rejected.device != device:
-        raise ValueError(f"num_rejected must be one int32 on {device}")

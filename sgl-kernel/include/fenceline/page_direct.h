@@ -1,0 +1,49 @@
+// Which copies a copy engine makes of a page copy: pages that follow each other on both sides travel together.
+#pragma once
+
+#include "fenceline/page_copy.h"
+
+namespace fenceline {
+
+// `rows` rows of row_bytes, contiguous on the device, host_stride bytes apart on the host. One row: a plain copy.
+struct CopyPiece {
+  char* device;
+  char* host;
+  int64_t row_bytes;
+  int64_t rows;
+  int64_t host_stride;
+};
+
+// How many pairs from the i-th on name pages that follow each other on both sides.
+inline int64_t run_length(const PageCopyRequest& r, int64_t i) {
+  int64_t n = 1;
+  while (i + n < r.num_pages && r.device_pages[i + n] == r.device_pages[i] + n && r.host_pages[i + n] == r.host_pages[i] + n) {
+    ++n;
+  }
+  return n;
+}
+
+// Calls emit(piece) -> const char* for each piece; null, or what went wrong.
+template <typename Emit>
+const char* direct_pieces(PageCopyRequest& r, Emit emit) {
+  if (const char* wrong = check_page_copy(r)) return wrong;
+  for (int64_t i = 0, n = 0; i < r.num_pages; i += n) {
+    n = run_length(r, i);
+    const bool plain = r.host_page_stride == r.chunk_bytes;  // pages lie side by side on the host as well
+    const int64_t pages = plain || n < r.min_rows ? 1 : n;  // in each piece, but for plain ones
+    for (int32_t part = 0; part < 2 * r.num_layers; ++part) {
+      char* device = r.buffers[part] + r.device_pages[i] * r.chunk_bytes;
+      char* host = r.host + r.host_pages[i] * r.host_page_stride + (part >> 1) * r.host_layer_stride +
+                   (part & 1) * r.host_kv_stride;
+      const int64_t row_bytes = plain ? n * r.chunk_bytes : r.chunk_bytes;
+      for (int64_t done = 0; done < n; done += plain ? n : pages) {
+        const CopyPiece piece{device + done * r.chunk_bytes, host + done * r.host_page_stride, row_bytes, pages,
+                              r.host_page_stride};
+        if (const char* wrong = emit(piece)) return wrong;
+      }
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace fenceline
