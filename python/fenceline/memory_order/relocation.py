@@ -84,7 +84,8 @@ class RelocationClock:
 
     def moved_since(self, stamp: Stamp) -> _Ints:
         """Those of the stamp's owners that have moved since, in its order."""
-        return stamp.owners[self._versions[stamp.owners] != stamp.versions]
+        moved: _Ints = stamp.owners[self._versions[stamp.owners] != stamp.versions]
+        return moved
 
     def _grow(self, owner: int) -> None:
         size = max(2 * len(self._versions), owner + 1)
