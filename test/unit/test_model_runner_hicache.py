@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import count
 
 import numpy as np
@@ -39,7 +38,6 @@ class Tiers:
         assert runner.hicache is not None
         self.runner, self.hicache = runner, runner.hicache
         self._tickets = count(1)
-        self._compositions: Iterator[int] = count(1)
 
     def extend(
         self,

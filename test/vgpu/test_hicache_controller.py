@@ -1,4 +1,4 @@
-"""CacheController on the virtual GPU: every schedule leaves the same bytes, and without an edge the detector names it."""
+"""CacheController on the virtual GPU: every schedule leaves the same bytes, and a missing edge is named."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_persistent_attention_and_backups_on_sms_exclude_each_other(
         edges = {(race.edge, race.hazard) for race in gpu.races}
         if severed and backend == PERSISTENT and io_backend == "kernel":
             assert edges == {("sm_exclusive", "exclusive")}
-            assert {race.memory for race in gpu.races} == {"sm"}
+            assert {race.memory for race in gpu.races} == {"resource sm"}
         else:
             assert edges == set()
 
