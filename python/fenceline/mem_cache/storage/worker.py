@@ -162,6 +162,7 @@ class StorageWorker:
         self._events = events
         self._stop = stop
         self._batch_pages = batch_pages
+        self._has_crashed = False
 
     def run(self) -> None:
         """The thread's body."""
@@ -254,6 +255,8 @@ class StorageWorker:
         try:
             answer, crashed = call(), False
         except Exception:
-            logger.exception("The storage backend failed; its pages are computed instead")
             answer, crashed = otherwise, True
+            if not self._has_crashed:  # the others are counted
+                logger.exception("The storage backend failed; what it does not give is computed")
+            self._has_crashed = True
         return answer, Cost(time.perf_counter() - started, edge_s, crashed)

@@ -1,0 +1,389 @@
+"""Bad days of the storage tier, at the controller: whatever the disk does, pages are right or missing, and counted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+import storage_tier_process as process
+from storage_cases import flip, path_of
+from storage_faults import FaultyBackend
+from storage_tier import KEYS, PAGE, PATIENCE_S, Gate, Tier, file_backend, make_tier, tier_fingerprint
+
+from fenceline.config.hicache import PrefetchPolicy
+from fenceline.mem_cache.storage.base import Reason
+from fenceline.mem_cache.storage.controller import StorageLimits
+from fenceline.mem_cache.storage.page_hash import PageKey
+from fenceline.mem_cache.storage.prefetch import (
+    I32,
+    Ack,
+    Done,
+    Failed,
+    Fetched,
+    Outcome,
+    Prefetch,
+    PrefetchState,
+    TimedOut,
+    Written,
+)
+from fenceline.memory_order import Points
+
+Make = Callable[..., Tier]
+TWO_PAGES = StorageLimits(batch_bytes=2 * PAGE)
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """make_tier, closed at the end."""
+    tiers: list[Tier] = []
+
+    def made(*args: object, **kwargs: object) -> Tier:
+        tiers.append(make_tier(*args, **kwargs))  # type: ignore[arg-type]
+        return tiers[-1]
+
+    yield made
+    for tier in tiers:
+        tier.controller.close()
+
+
+# --- pages that do not come --------------------------------------------------------------------------
+
+
+def test_a_damaged_page_ends_the_prefix(make: Make, tmp_path: Path) -> None:
+    tier = make(file_backend(tmp_path), limits=TWO_PAGES)
+    tier.store(KEYS[:6])
+    flip(path_of(tmp_path, tier_fingerprint(), KEYS[3]), 80, 1)
+    op = tier.start_fetch(KEYS[:6])
+    assert tier.finish(op) == 3 and op.outcome is Outcome.SHORT
+    assert tier.acks[-3:] == [Fetched(op, 0, 2), Fetched(op, 2, 1), Failed(op)]
+    assert tier.controller.stats().backend.errors == {Reason.CHECKSUM: 1}
+    assert tier.prefetch(KEYS[:6]) == 3, "next time it is known to be missing"
+    assert tier.controller.stats().prefetches == {Outcome.SHORT: 1, Outcome.COMPLETE: 1}
+    tier.store(KEYS[3:4])
+    assert tier.prefetch(KEYS[:6]) == 6, "and computed and kept again"
+
+
+def test_a_page_that_is_evicted_after_the_query(make: Make, tmp_path: Path) -> None:
+    tier = make(file_backend(tmp_path))
+    tier.store(KEYS[:4])
+    op = tier.query(KEYS[:4])
+    tier.until(lambda: op.num_found == 4)
+    path_of(tmp_path, tier_fingerprint(), KEYS[1]).unlink()
+    tier.controller.fetch(op, tier.lease(4), Points.none())
+    assert tier.finish(op) == 1 and op.outcome is Outcome.SHORT
+
+
+def test_a_disk_that_fails_now_and_then(make: Make, tmp_path: Path) -> None:
+    inner = file_backend(tmp_path)
+    make(inner).store(KEYS[:8])
+    tier = make(FaultyBackend(inner, fail=0.2, seed=3), limits=TWO_PAGES)
+    came = [tier.prefetch(KEYS[:8]) for _ in range(30)]
+    assert len(set(came)) > 3
+    outcomes = tier.controller.stats().prefetches
+    assert sum(outcomes.values()) == 30 and outcomes[Outcome.SHORT] > 5
+    assert tier.controller.stats().fetched == sum(came)
+
+
+class Crashing(FaultyBackend):
+    """Raises in one of its calls."""
+
+    call = ""
+
+    def exists(self, keys: object) -> list[bool]:
+        self.crash = float(self.call == "exists")
+        return super().exists(keys)  # type: ignore[arg-type]
+
+    def get(self, keys: object, pages: object) -> list[bool]:
+        self.crash = float(self.call == "get")
+        return super().get(keys, pages)  # type: ignore[arg-type]
+
+    def set(self, keys: object, pages: object) -> list[bool]:
+        self.crash = float(self.call == "set")
+        return super().set(keys, pages)  # type: ignore[arg-type]
+
+
+def test_a_backend_that_raises_costs_a_miss(make: Make, tmp_path: Path) -> None:
+    backend = Crashing(file_backend(tmp_path))
+    tier = make(backend, limits=TWO_PAGES)
+    tier.store(KEYS[:4])
+    for call in ("exists", "get"):
+        backend.call = call
+        op = tier.start_fetch(KEYS[:4])
+        assert tier.finish(op) == 0 and op.outcome is Outcome.SHORT
+        assert tier.acks[-1] == Failed(op)
+    backend.call = "set"
+    tier.write(KEYS[4:8], handle=5)
+    tier.settle()
+    assert tier.acks[-1] == Written(5, 0)
+    backend.call = ""
+    assert tier.prefetch(KEYS[:8]) == 4
+    stats = tier.controller.stats()
+    assert (stats.crashes, stats.written, stats.unwritten) == (3, 4, 4)
+
+
+# --- pages that are not kept -------------------------------------------------------------------------
+
+
+def test_a_full_storage(make: Make, tmp_path: Path) -> None:
+    backend = FaultyBackend(file_backend(tmp_path), full=True)
+    tier = make(backend, limits=TWO_PAGES)
+    tier.write(KEYS[:6], handle=1)
+    tier.settle()
+    assert tier.acks == [Written(1, 0)]
+    stats = tier.controller.stats()
+    assert (stats.written, stats.unwritten, stats.num_queued) == (0, 6, 0)
+    assert stats.backend.errors == {Reason.FULL: 2}, "what lies behind a page that is not kept is not tried"
+    backend.full = False
+    tier.store(KEYS[:6])
+    assert tier.prefetch(KEYS[:6]) == 6
+
+
+def test_a_disk_that_fills_up(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = file_backend(tmp_path)
+    tier = make(backend)
+    tier.store(KEYS[:2])
+    directory = "fenceline.mem_cache.storage.directory.StorageDirectory.num_free_bytes"
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, lambda self: 0)
+        tier.write(KEYS[:4], handle=3)
+        tier.settle()
+        assert tier.acks[-1] == Written(3, 2), "those that are there are there"
+        assert tier.prefetch(KEYS[:4]) == 2, "and are read"
+    assert tier.controller.stats().backend.errors == {Reason.NO_SPACE: 2}
+    assert tier.controller.stats().unwritten == 2
+    tier.store(KEYS[:4])
+    assert tier.prefetch(KEYS[:4]) == 4
+
+
+# --- a storage that hangs ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["best_effort", "wait_complete", "timeout"])
+def test_a_storage_that_hangs_holds_nobody_up(policy: PrefetchPolicy, make: Make, tmp_path: Path) -> None:
+    gate = Gate()
+    inner = file_backend(tmp_path)
+    make(inner).store(KEYS[:4])
+    tier = make(FaultyBackend(inner, pause=gate), policy, 99.0 if policy == "timeout" else None)
+    may, clock = tier.controller.may_schedule, tier.clock
+    asked = tier.query(KEYS[:4], handle=1)
+    pages = tier.write(KEYS[8:10], handle=1)
+    gate.wait_for_somebody()
+    clock.now += 9.0
+    tier.drain()
+    assert may(asked) is (policy == "best_effort")
+    late = tier.query(KEYS[:4], handle=2)
+    clock.now += 2.0  # eleven seconds without a sign
+    tier.drain()
+    assert may(asked) and may(late)
+    assert (TimedOut(asked) in tier.acks) is (policy != "best_effort")
+
+    dropped = tier.query(KEYS[:4], handle=3)
+    tier.controller.write(KEYS[8:10], pages, Points.none(), 2)
+    assert dropped.outcome is Outcome.DROPPED and may(dropped)
+    assert tier.drain() == [Done(dropped), Written(2, 0)]
+    stats = tier.controller.stats()
+    assert (stats.dropped, stats.num_queued, stats.stalls) == (2, 2, 2)
+
+    for op in (asked, late):
+        tier.controller.cancel(op)
+    gate.open()
+    tier.settle()
+    assert Written(1, 2) in tier.acks, "it came back"
+    assert asked.outcome is late.outcome is Outcome.CANCELLED
+    assert tier.prefetch(KEYS[:4]) == 4
+
+
+def test_one_reader_that_hangs_does_not_hold_up_the_others(make: Make, tmp_path: Path) -> None:
+    gate = Gate()
+    inner = file_backend(tmp_path)
+    make(inner).store(KEYS[:8])
+
+    class HangsOnOne(FaultyBackend):
+        def get(self, keys: object, pages: object) -> list[bool]:
+            if KEYS[0] in keys:  # type: ignore[operator]
+                gate()
+            return super().get(keys, pages)  # type: ignore[arg-type]
+
+    tier = make(HangsOnOne(inner), "wait_complete", num_workers=3)
+    stuck = tier.start_fetch(KEYS[:4])
+    gate.wait_for_somebody()
+    for _ in range(4):
+        tier.clock.now += 4.0
+        tier.drain()
+        assert tier.prefetch(KEYS[4:8]) == 4
+    assert tier.controller.may_schedule(stuck) and TimedOut(stuck) in tier.acks
+    assert tier.controller.stats().stalls == 0 and tier.controller.stats().timeouts == 1
+    gate.open()
+    assert tier.finish(stuck) == 4
+
+
+def test_clear_and_close_do_not_wait_for_ever(tmp_path: Path) -> None:
+    gate = Gate()
+    backend = FaultyBackend(file_backend(tmp_path))
+    tier = make_tier(backend, limits=StorageLimits(close_s=0.05))
+    tier.store(KEYS[:4])
+    backend.pause = gate
+    tier.write(KEYS[4:5])
+    gate.wait_for_somebody()
+    assert tier.controller.clear() == 0
+    asked = tier.query(KEYS[:4])
+    assert asked.outcome is Outcome.DROPPED, "what is about to be cleared is not found any more"
+    gate.open()
+    tier.settle()
+    tier.until(lambda: tier.controller.stats().written == 5)
+    assert tier.prefetch(KEYS[:5]) == 0, "it was cleared when it came back"
+
+    hangs = Gate()
+    backend.pause = hangs
+    tier.query(KEYS[:4])
+    hangs.wait_for_somebody()
+    tier.controller.close()
+    assert [t.name for t in threading.enumerate() if t.name.startswith("storage-query")]
+    hangs.open()
+
+
+@pytest.mark.slow
+def test_a_process_whose_storage_hangs_ends(tmp_path: Path) -> None:
+    command = [sys.executable, process.__file__, "hang", str(tmp_path), "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "hangs\nclosed\n"
+    assert "does not answer" in done.stderr
+
+
+# --- several servers, and their deaths ---------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_servers_killed_while_they_write_leave_nothing_wrong(make: Make, tmp_path: Path) -> None:
+    """Two of one directory, killed one after the other."""
+    random = Random(0)
+    command = [sys.executable, process.__file__, "write", str(tmp_path)]
+    servers = [
+        subprocess.Popen([*command, str(seed)], stdout=subprocess.PIPE, text=True) for seed in range(2)
+    ]
+    try:
+        for server in servers:
+            assert server.stdout is not None
+            for _ in range(random.randrange(20, 60)):  # some moment amid its writes
+                assert server.stdout.readline().startswith("written")
+            server.kill()
+            server.wait()
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+    tier = make(file_backend(tmp_path), num_workers=3)
+    came = [tier.prefetch(KEYS[first : first + 8]) for first in range(0, process.NUM_KEYS, 8)]
+    assert sum(came) > 0
+    assert tier.controller.stats().backend.errors == {}, "a torn page under a page's name"
+
+
+def test_two_servers_share_a_directory(make: Make, tmp_path: Path) -> None:
+    """Both write and read the same prefixes at once, in a directory too small for all of them."""
+    room = 30 * (PAGE + 64)
+    tiers = [make(file_backend(tmp_path, room), num_workers=3, limits=TWO_PAGES) for _ in range(2)]
+    random = Random(1)
+    came = 0
+    for round_ in range(60):
+        first = random.randrange(5) * 8
+        for number, tier in enumerate(tiers):
+            if (round_ + number) % 2:
+                pages = tier.write(KEYS[first : first + 4], handle=round_)
+            else:
+                op = tier.query(KEYS[first : first + 6], handle=round_)
+        for number, tier in enumerate(tiers):
+            if (round_ + number) % 2:
+                tier.settle()
+                tier.retire(pages)
+            else:
+                tier.until(lambda op=op: op.num_found > 0 or op.over)  # type: ignore[misc]
+                if not op.over:
+                    tier.controller.fetch(op, tier.lease(op.num_found), Points.none())
+                came += tier.finish(op)
+    assert came > 20
+    for tier in tiers:
+        assert set(tier.controller.stats().backend.errors) <= {Reason.FULL, Reason.BUSY}
+        assert tier.pool.pages.num_leased == 0
+
+
+# --- everything at once ------------------------------------------------------------------------------
+
+
+class Server:
+    """What a scheduler does with a storage tier, at random."""
+
+    def __init__(self, tier: Tier, random: Random) -> None:
+        self.tier = tier
+        self.random = random
+        self.writing: dict[int, I32] = {}
+        self.ops: list[Prefetch] = []
+        self.num_queries = self.offered = self.came = 0
+
+    def arrive(self, handle: int) -> None:
+        """A prefix to keep, or one to look for."""
+        first, num = self.random.randrange(6) * 8, self.random.randint(1, 6)
+        names = KEYS[first : first + num]
+        if self.random.random() < 0.5 and self.tier.pool.pages.num_free >= num:
+            self.writing[handle] = self.tier.write(names, handle)
+            self.offered += num
+        else:
+            self.ops.append(self.tier.query(names, handle))
+            self.num_queries += 1
+
+    def step(self) -> None:
+        for ack in self.tier.drain():
+            self.take(ack)
+        for op in self.ops:
+            if op.state is PrefetchState.FOUND:
+                leased = self.tier.pool.pages.alloc(self.random.randint(1, op.num_found))
+                if leased is not None:
+                    self.tier.controller.fetch(op, *leased)
+            if op.state is PrefetchState.FOUND or self.random.random() < 0.01:
+                self.tier.controller.cancel(op)
+
+    def take(self, ack: Ack) -> None:
+        match ack:
+            case Written():
+                self.tier.retire(self.writing.pop(ack.handle))
+            case Fetched(op, first, num):
+                end = first + num
+                self.tier.assert_right(op.host_pages[first:end], op.keys[first:end])
+                self.came += num
+            case Done(op) | Failed(op):
+                self.tier.retire(op.host_pages)
+                self.ops.remove(op)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_bad_day_of_everything(seed: int, make: Make, tmp_path: Path) -> None:
+    """Random calls on a failing, corrupting, crashing backend: bytes are right, and the books balance."""
+
+    def damage(name: PageKey) -> None:
+        flip(path_of(tmp_path, tier_fingerprint(), name), 70, 8)
+
+    room = 40 * (PAGE + 64)
+    backend = FaultyBackend(
+        file_backend(tmp_path, room), seed=seed, fail=0.05, corrupt=0.05, damage=damage, crash=0.05
+    )
+    tier = make(backend, num_workers=3, limits=StorageLimits(batch_bytes=2 * PAGE, max_write_pages=10))
+    server = Server(tier, Random(seed))
+    for handle in range(200):
+        server.arrive(handle)
+        server.step()
+    deadline = time.monotonic() + PATIENCE_S
+    while tier.controller.num_outstanding:
+        assert time.monotonic() < deadline
+        server.step()
+    stats = tier.controller.stats()
+    assert server.writing == {} and server.ops == [] and tier.pool.pages.num_leased == 0
+    assert stats.written + stats.unwritten + stats.dropped == server.offered
+    assert sum(stats.prefetches.values()) == server.num_queries
+    assert stats.num_prefetching == stats.num_queued == 0
+    assert stats.fetched == server.came > 0 and stats.crashes > 0 and stats.prefetches[Outcome.SHORT] > 0
