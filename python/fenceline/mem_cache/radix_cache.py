@@ -27,43 +27,23 @@ ranks that make the same calls own the same trees.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
-from fenceline.mem_cache.radix_node import Int32Array, IntArray, LruQueue, TreeNode
+from fenceline.mem_cache.radix_audit import check_node, check_owned
+from fenceline.mem_cache.radix_node import (
+    InsertResult,
+    Int32Array,
+    IntArray,
+    LruQueue,
+    MatchResult,
+    TreeNode,
+)
+from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order.lease import LeasePool
 from fenceline.memory_order.stream import Points
 
 __all__ = ["InsertResult", "MatchResult", "RadixCache", "TreeNode"]
-
-
-@dataclass(frozen=True, slots=True)
-class MatchResult:
-    """The longest cached prefix. ``pages`` int32 in token order (a copy), ``num_tokens`` a multiple of the
-    page size, ``node`` the deepest matched node (the root if nothing matched). The pages stay the tree's:
-    they are safe to read only while ``node`` is locked."""
-
-    pages: Int32Array
-    num_tokens: int
-    node: TreeNode
-
-
-@dataclass(frozen=True, slots=True)
-class InsertResult:
-    """What became of the caller's pages.
-
-    With ``e = num_existing_tokens // page_size``: ``pages[e : e + num_taken_pages]`` of the caller's now belong
-    to the tree. All others remain the caller's (or the tree's, where it got them from a match): it remaps its
-    request onto ``pages`` and retires the duplicates among ``[:e]``. ``pages`` int32 (a copy) are those that
-    hold the inserted range for everybody: the tree's, or the caller's own if the cache is disabled, so that
-    remapping is then the identity. ``node`` is the deepest node of the range; lock it to keep using ``pages``.
-    """
-
-    num_existing_tokens: int
-    num_taken_pages: int
-    pages: Int32Array
-    node: TreeNode
 
 
 class RadixCache:
@@ -86,7 +66,9 @@ class RadixCache:
         self._num_nodes = 0  # without the root
         self._num_evictable_pages = 0
         self._num_locked_pages = 0
-        self._lru = LruQueue()
+        self._num_locked_nodes = 0
+        self._num_moves = 0
+        self._lru = LruQueue(lambda node: node.is_evictable)
         nothing: Int32Array = np.empty(0, dtype=np.int32)
         self._root = self._new_node(nothing, nothing, b"", None, Points.none())
 
@@ -98,10 +80,19 @@ class RadixCache:
         Splits the last node where the match ends inside it, and makes the matched path the most recently used.
         ``extra_key`` names an isolated namespace: prefixes of different namespaces never match.
         """
-        tokens = _as_tokens(token_ids)
+        tokens = as_tokens(token_ids)
         path = self._walk(tokens[: len(tokens) // self.page_size * self.page_size], extra_key)
         pages = self._pages_of(path)
-        return MatchResult(pages, len(pages) * self.page_size, path[-1])
+        node = path[-1]
+        return MatchResult(pages, len(pages) * self.page_size, node, node, version=node.version)
+
+    def is_current(self, match: MatchResult) -> bool:
+        """Whether ``match`` still says where its prefix is. False once any of its pages has moved or gone (F5):
+        match again before using it. True does not promise that it is still the longest. Constant time.
+
+        One node's version stands for the whole path: pages go from the leaves up, so the deepest goes first.
+        """
+        return match.node.version == match.version
 
     def insert(
         self, token_ids: IntArray, pages: IntArray, after: Points = Points.none(), extra_key: str = ""
@@ -112,7 +103,7 @@ class RadixCache:
         it. See :class:`InsertResult` for who owns what afterwards. Makes the inserted path the most recently
         used. The arrays are copied.
         """
-        tokens = _as_tokens(token_ids)
+        tokens = as_tokens(token_ids)
         offered = np.array(pages, dtype=np.int32)
         assert tokens.size == offered.size * self.page_size, "the tree holds whole pages only"
         if self.disabled:
@@ -121,9 +112,13 @@ class RadixCache:
         existing = self._pages_of(path)
         num_existing = len(existing) * self.page_size
         taken = offered[len(existing) :].copy()
-        if taken.size:
-            path.append(self._add_leaf(path[-1], tokens[num_existing:].copy(), taken, after, extra_key))
-        return InsertResult(num_existing, taken.size, np.concatenate([existing, taken]), path[-1])
+        num_adopted = self._adopt(path, taken, after)
+        if taken.size > num_adopted:
+            own_tokens = tokens[num_existing + num_adopted * self.page_size :].copy()
+            own_pages = taken[num_adopted:].copy() if num_adopted else taken
+            path.append(self._add_leaf(path[-1], own_tokens, own_pages, after, extra_key))
+        loading = self._loading(path)
+        return InsertResult(num_existing, taken.size, np.concatenate([existing, taken]), path[-1], loading)
 
     # --- locks ---------------------------------------------------------------------------------------
 
@@ -132,8 +127,9 @@ class RadixCache:
         assert self._is_attached(node), f"node {node.id} has been evicted: match again before locking"
         while node.parent is not None:
             if node.lock_ref == 0:
-                self._num_evictable_pages -= node.num_pages
-                self._num_locked_pages += node.num_pages
+                self._num_evictable_pages -= len(node.pages)
+                self._num_locked_pages += len(node.pages)
+                self._num_locked_nodes += 1
             node.lock_ref += 1
             node = node.parent
 
@@ -146,9 +142,10 @@ class RadixCache:
             node.lock_ref -= 1
             node.after = node.after.join(after)
             if node.lock_ref == 0:
-                self._num_locked_pages -= node.num_pages
-                self._num_evictable_pages += node.num_pages
-                self._lru.push_if_evictable(node)
+                self._num_locked_pages -= len(node.pages)
+                self._num_evictable_pages += len(node.pages)
+                self._num_locked_nodes -= 1
+                self._offer(node)
             node = node.parent
 
     # --- shrinking -----------------------------------------------------------------------------------
@@ -170,17 +167,21 @@ class RadixCache:
 
     def reset(self) -> int:
         """Retire every page. Nothing may be locked. Returns the number of pages retired."""
-        assert self._num_locked_pages == 0, f"reset with {self._num_locked_pages} pages locked"
+        assert self._num_locked_nodes == 0, f"reset with {self._num_locked_pages} pages locked"
         num_retired = self._num_evictable_pages
         for node in list(self._nodes()):
             self._pool.retire(node.pages, node.after)
-            node.parent = None
-            node.children = {}
+            self._detach(node)
+        self._clear()
+        return num_retired
+
+    def _clear(self) -> None:
+        """All nodes have been detached."""
         self._root.children = {}
+        self._root.num_device_children = self._root.num_host_children = 0
         self._lru.clear()
         self._num_nodes = 0
         self._num_evictable_pages = 0
-        return num_retired
 
     # --- books ---------------------------------------------------------------------------------------
 
@@ -205,8 +206,23 @@ class RadixCache:
         return self._num_locked_pages
 
     @property
+    def num_locked_nodes(self) -> int:
+        """Nodes that somebody has locked, themselves or through a node below. Zero when nobody uses the tree."""
+        return self._num_locked_nodes
+
+    @property
+    def num_created(self) -> int:
+        """Nodes made so far, by growth and by splits: while it stands still, no match has become longer."""
+        return self._num_created
+
+    @property
+    def num_moves(self) -> int:
+        """How often the pages of a node moved or left: while it stands still, every match is current."""
+        return self._num_moves
+
+    @property
     def num_pages(self) -> int:
-        """Pages that the tree owns."""
+        """Device pages that the tree owns."""
         return self._num_evictable_pages + self._num_locked_pages
 
     def all_pages(self) -> Int32Array:
@@ -218,44 +234,23 @@ class RadixCache:
         self._lru.check()
         assert self._root.parent is None and self._root.num_pages == 0, "the root holds pages or has a parent"
         assert self._root.lock_ref == 0, "the root is locked"
-        num_nodes = num_evictable = num_locked = num_queued = 0
-        for node in self._nodes():
-            self._check_node(node)
-            num_nodes += 1
-            num_locked += node.num_pages if node.lock_ref else 0
-            num_evictable += 0 if node.lock_ref else node.num_pages
-            num_queued += node.queued
-        assert num_queued == len(self._lru), f"{num_queued} nodes queued, {len(self._lru)} queue entries"
-        assert num_nodes == self._num_nodes, f"{num_nodes} nodes, counted {self._num_nodes}"
-        assert num_evictable == self._num_evictable_pages, (
-            f"{num_evictable} evictable pages, counted {self._num_evictable_pages}"
-        )
-        assert num_locked == self._num_locked_pages, (
-            f"{num_locked} locked pages, counted {self._num_locked_pages}"
-        )
-        pages = self.all_pages()
-        assert len(np.unique(pages)) == len(pages), f"pages held twice: {_duplicates(pages)}"
-        lost = np.setdiff1d(pages, np.asarray(self._pool.owned(), dtype=np.int32))
-        assert lost.size == 0, f"the tree holds pages that the pool has free or never had: {lost.tolist()}"
-
-    def _check_node(self, node: TreeNode) -> None:
-        name, parent, size = f"node {node.id}", node.parent, self.page_size
-        assert parent is not None, f"{name}: in the tree without a parent"
-        assert parent.children.get(node.edge) is node, f"{name}: its parent does not know it by its edge"
-        assert node.num_pages > 0, f"{name}: holds no page"
-        assert node.tokens.size == node.num_pages * size, f"{name}: tokens and pages disagree in length"
-        assert node.edge.endswith(node.tokens[:size].tobytes()), (
-            f"{name}: edge is not its first page's tokens"
-        )
-        assert parent is self._root or len(node.edge) == 4 * size, f"{name}: namespace below the first level"
-        assert node.lock_ref >= sum(c.lock_ref for c in node.children.values()), (
-            f"{name}: fewer locks than the nodes below it"
-        )
-        assert node.last_access <= self._clock, f"{name}: accessed in the future"
-        assert parent is self._root or node.last_access <= parent.last_access, (
-            f"{name}: newer than its parent"
-        )
-        assert node.queued or node.children or node.lock_ref, f"{name}: evictable but not queued"
+        nodes = list(self._nodes())
+        for node in nodes:
+            check_node(node, self._root, self.page_size)
+            assert node.last_access <= self._clock, f"node {node.id}: accessed in the future"
+            assert node in self._lru or not node.is_evictable, f"node {node.id}: evictable but not queued"
+        num_evictable = sum(node.num_device_pages for node in nodes if node.lock_ref == 0)
+        num_locked = sum(node.num_device_pages for node in nodes if node.lock_ref)
+        num_queued = sum(node in self._lru for node in nodes)
+        for counted, number, what in (
+            (len(self._lru), num_queued, "queued nodes"),
+            (self._num_nodes, len(nodes), "nodes"),
+            (self._num_evictable_pages, num_evictable, "evictable pages"),
+            (self._num_locked_pages, num_locked, "locked pages"),
+            (self._num_locked_nodes, sum(node.lock_ref > 0 for node in nodes), "locked nodes"),
+        ):
+            assert counted == number, f"{number} {what}, counted {counted}"
+        check_owned(self.all_pages(), self._pool)
 
     # --- inner parts ---------------------------------------------------------------------------------
 
@@ -273,6 +268,7 @@ class RadixCache:
             whole = num_matched == child.num_pages
             path.append(child if whole else self._split(child, num_matched))
             path[-1].last_access = self._clock
+            path[-1].hit_count += 1
             pos += num_matched * self.page_size
             if not whole:
                 break
@@ -305,7 +301,13 @@ class RadixCache:
             node.tokens[:cut].copy(), node.pages[:num_pages].copy(), node.edge, node.parent, node.after
         )
         upper.lock_ref = node.lock_ref
+        self._num_locked_nodes += node.lock_ref > 0
+        self._num_locked_nodes += upper.lock_ref > 0
         upper.last_access = node.last_access
+        upper.hit_count = node.hit_count
+        upper.version = node.version
+        upper.on_device = node.on_device
+        upper.num_device_children = int(node.on_device)
         assert node.parent is not None, "the root has nothing to split"
         node.parent.children[node.edge] = upper
         node.tokens = node.tokens[cut:].copy()
@@ -320,11 +322,25 @@ class RadixCache:
         self, parent: TreeNode, tokens: Int32Array, pages: Int32Array, after: Points, extra_key: str
     ) -> TreeNode:
         leaf = self._new_node(tokens, pages, self._edge(parent, tokens, extra_key), parent, after)
+        leaf.hit_count = 1
         parent.children[leaf.edge] = leaf
+        parent.num_device_children += 1
         self._num_nodes += 1
-        self._num_evictable_pages += leaf.num_pages
+        self._num_evictable_pages += len(pages)
         self._lru.push_if_evictable(leaf)
         return leaf
+
+    def _adopt(self, path: list[TreeNode], pages: Int32Array, after: Points) -> int:
+        """Use the first of the caller's ``pages`` for nodes of ``path`` that lack device pages; how many."""
+        return 0
+
+    def _loading(self, path: list[TreeNode]) -> tuple[Ticket, ...]:
+        """Loads of ``path``'s pages that FORWARD has not waited for."""
+        return ()
+
+    def _offer(self, node: TreeNode) -> None:
+        """``node`` has no lock any more: it may be given up."""
+        self._lru.push_if_evictable(node)
 
     def _evict_leaf(self, node: TreeNode) -> int:
         """Retire the pages of an unlocked leaf and drop it; its parent may be the next candidate."""
@@ -332,11 +348,24 @@ class RadixCache:
         assert parent is not None, "the root is never evicted"
         self._pool.retire(node.pages, node.after)
         del parent.children[node.edge]
-        node.parent = None
+        parent.num_device_children -= 1
+        self._detach(node)
         self._num_nodes -= 1
-        self._num_evictable_pages -= node.num_pages
+        self._num_evictable_pages -= len(node.pages)
         self._lru.push_if_evictable(parent)
-        return node.num_pages
+        return len(node.pages)
+
+    def _detach(self, node: TreeNode) -> None:
+        """``node`` has left the tree: whoever still knows it must notice."""
+        node.parent = None
+        node.children = {}
+        node.num_device_children = node.num_host_children = 0
+        self._note_move(node)
+
+    def _note_move(self, node: TreeNode) -> None:
+        """The place of ``node``'s pages has changed."""
+        node.version += 1
+        self._num_moves += 1
 
     def _is_attached(self, node: TreeNode) -> bool:
         return node.parent is not None or node is self._root
@@ -347,9 +376,9 @@ class RadixCache:
         self._num_created += 1
         return TreeNode(self._num_created, tokens, pages, edge, parent, self._clock, after)
 
-    def _nodes(self) -> Iterator[TreeNode]:
-        """All nodes but the root, parents first, siblings in the order of insertion."""
-        stack = list(reversed(self._root.children.values()))
+    def _nodes(self, below: TreeNode | None = None) -> Iterator[TreeNode]:
+        """All nodes below ``below`` (the root), parents first, siblings in the order of insertion."""
+        stack = list(reversed((below or self._root).children.values()))
         while stack:
             node = stack.pop()
             yield node
@@ -360,13 +389,8 @@ class RadixCache:
         return np.concatenate([node.pages for node in path])
 
 
-def _as_tokens(token_ids: IntArray) -> Int32Array:
+def as_tokens(token_ids: IntArray) -> Int32Array:
     """Token ids as contiguous int32 [n]. The vocabulary fits, and half the bytes are compared."""
     tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
     assert tokens.ndim == 1, "token ids are one-dimensional"
     return tokens
-
-
-def _duplicates(ids: Int32Array) -> list[int]:
-    values, counts = np.unique(ids, return_counts=True)
-    return [int(v) for v in values[counts > 1]]

@@ -28,9 +28,9 @@ class TransferKind(Enum):
 class Ticket:
     """The identity of one transfer. Its Points are set exactly once, when the transfer is submitted.
 
-    ``num_pages`` grows while the tree adds pages to it (several ``begin_load`` may share one ticket), until it is
-    submitted. ``waited`` (loads): FORWARD has waited for all of its Points, so that work submitted to FORWARD from
-    then on needs no further wait. Tickets compare by identity; ``id`` is for order, logs and errors.
+    ``num_pages``, pages of the tree, grows until then (several ``begin_load`` may share one ticket). ``waited``
+    (loads): FORWARD has waited for all of its Points, so that work submitted to FORWARD from then on needs no
+    further wait. Tickets compare by identity; ``id`` is for order, logs and errors.
     """
 
     __slots__ = ("_layer_points", "_points", "id", "kind", "num_pages", "waited")
@@ -42,6 +42,16 @@ class Ticket:
         self.waited = False
         self._points: Points | None = None
         self._layer_points: tuple[Point, ...] = ()
+
+    @staticmethod
+    def load(id: int) -> Ticket:
+        """A ticket for a transfer from the host to the device."""
+        return Ticket(id, TransferKind.LOAD)
+
+    @staticmethod
+    def store(id: int) -> Ticket:
+        """A ticket for a transfer from the device to the host."""
+        return Ticket(id, TransferKind.STORE)
 
     @property
     def submitted(self) -> bool:
@@ -57,7 +67,9 @@ class Ticket:
     @property
     def layer_points(self) -> tuple[Point, ...]:
         """Loads: one Point for each layer, after which that layer's pages are filled. Empty for stores."""
-        assert self._points is not None, f"{self!r} has not been submitted: nobody knows when its layers are done"
+        assert self._points is not None, (
+            f"{self!r} has not been submitted: nobody knows when its layers are done"
+        )
         return self._layer_points
 
     def add_pages(self, num_pages: int) -> None:
@@ -76,15 +88,14 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PageTransfer:
-    """What the controller has to copy for ``ticket``: page ``i`` of one side to or from page ``i`` of the other.
+class PageMove:
+    """What has to be copied: page ``i`` of one side to or from page ``i`` of the other.
 
     ``device_pages``, ``host_pages`` int32 [n], owned by the tree. ``after``: what the copying stream waits for
-    first, as far as the tree knows it: earlier users of the pages it brings into the transfer. The Points of pages
-    that the caller brought (device pages of a load) are the caller's to join.
+    first, as far as the tree knows it: earlier users of these pages. The Points of pages that the caller brought
+    (the device pages of a load) are the caller's to join.
     """
 
-    ticket: Ticket
     device_pages: I32
     host_pages: I32
     after: Points
