@@ -345,8 +345,14 @@ class Server:
                 leased = self.tier.pool.pages.alloc(self.random.randint(1, op.num_found))
                 if leased is not None:
                     self.tier.controller.fetch(op, *leased)
-            if op.state is PrefetchState.FOUND or self.random.random() < 0.01:
+            if op.state is PrefetchState.FOUND or self.random.random() < 0.001:
                 self.tier.controller.cancel(op)
+
+    def serve_until_at_most(self, num_outstanding: int) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while self.tier.controller.num_outstanding > num_outstanding:
+            assert time.monotonic() < deadline, f"nothing ends: {self.ops}, {self.writing}"
+            self.step()
 
     def take(self, ack: Ack) -> None:
         match ack:
@@ -370,17 +376,14 @@ def test_a_bad_day_of_everything(seed: int, make: Make, tmp_path: Path) -> None:
 
     room = 40 * (PAGE + 64)
     backend = FaultyBackend(
-        file_backend(tmp_path, room), seed=seed, fail=0.05, corrupt=0.05, damage=damage, crash=0.05
+        file_backend(tmp_path, room), seed=seed, fail=0.05, corrupt=0.05, damage=damage, crash=0.08
     )
     tier = make(backend, num_workers=3, limits=StorageLimits(batch_bytes=2 * PAGE, max_write_pages=10))
     server = Server(tier, Random(seed))
-    for handle in range(200):
+    for handle in range(300):
         server.arrive(handle)
-        server.step()
-    deadline = time.monotonic() + PATIENCE_S
-    while tier.controller.num_outstanding:
-        assert time.monotonic() < deadline
-        server.step()
+        server.serve_until_at_most(6)
+    server.serve_until_at_most(0)
     stats = tier.controller.stats()
     assert server.writing == {} and server.ops == [] and tier.pool.pages.num_leased == 0
     assert stats.written + stats.unwritten + stats.dropped == server.offered
