@@ -26,8 +26,8 @@ pytestmark = pytest.mark.gpu
 NUM_ROUNDS = 300
 PAGE, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 16, 4, 32, 8, 128
 NUM_REQS, PREFIX, NEW = 4, 1024, 512
-NUM_LOADED = 384  # pages, 100 MB: 2 ms on the link, longer than a round's attention
-FIRST_LOADED = 600
+NUM_MOVED = 384  # pages, 100 MB: 2 ms on the link, longer than a round's attention
+FIRST_MOVED = 600
 
 
 class Attention:
@@ -43,7 +43,7 @@ class Attention:
         self.backend = FlashInferAttentionBackend(self.pool, device, HEADS, prefill="fa3")
         columns = (PREFIX + NEW) // PAGE
         pages = torch.randperm(NUM_REQS * columns) + 1
-        assert int(pages.max()) < FIRST_LOADED
+        assert int(pages.max()) < FIRST_MOVED
         self.table = pages.view(NUM_REQS, columns).int().cuda()
         self.rows = torch.arange(NUM_REQS).cuda()
         self.seq_lens = torch.full((NUM_REQS,), PREFIX + NEW).cuda()
@@ -67,28 +67,27 @@ class Attention:
         return [plan.forward(layer, self.q, self.k, self.v, HEAD_DIM**-0.5) for layer in range(LAYERS)]
 
 
-def test_attention_beside_kernel_loads_is_bit_identical() -> None:
-    pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("its fa3 kernels are for Hopper")
+def rounds_beside(kind: TransferKind) -> tuple[int, int]:
+    """(values of attention's output that are wrong, rounds whose transfer was still running when attention ended)."""
     device = open_device("cuda")
     attention = Attention(device)
     assert attention.backend.persistent(ForwardMode.EXTEND)
-    host = HostPool(device, NUM_LOADED, attention.pool, "page_first")
+    host = HostPool(device, NUM_MOVED, attention.pool, "page_first")
     host.view.normal_()
     copier = make_page_copier(device, attention.pool, host, "kernel")
     assert copier.uses_sm
     controller = CacheController(device, attention.pool, host, copier)
-    host_pages = np.random.default_rng(1).permutation(NUM_LOADED).astype(np.int32)
-    device_pages = np.arange(FIRST_LOADED, FIRST_LOADED + NUM_LOADED, dtype=np.int32)
+    host_pages = np.random.default_rng(1).permutation(NUM_MOVED).astype(np.int32)
+    device_pages = np.arange(FIRST_MOVED, FIRST_MOVED + NUM_MOVED, dtype=np.int32)
+    move = controller.load if kind is TransferKind.LOAD else controller.store
     with device.forward.active():
         expected = [output.clone() for output in attention.run()]
         num_wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     device.synchronize()
     num_beside = 0
     for number in range(NUM_ROUNDS):
-        ticket = Ticket(number, TransferKind.LOAD)
-        controller.load(ticket, device_pages, host_pages, Points.none())
+        ticket = Ticket(number, kind)
+        move(ticket, device_pages, host_pages, Points.none())
         with device.forward.active():
             for _ in range(2):
                 for output, right in zip(attention.run(), expected, strict=True):
@@ -96,13 +95,21 @@ def test_attention_beside_kernel_loads_is_bit_identical() -> None:
         done = device.forward.record()
         while not device.forward.poll(done):
             pass
-        num_beside += not device.load.poll(ticket.layer_points[-1])
+        num_beside += not any(point.stream.poll(point) for point in ticket.points)
         device.synchronize()
         assert controller.drain_acks() == [ticket]
-    assert int(num_wrong) == 0
-    assert num_beside > NUM_ROUNDS // 2, f"attention ended while its load ran in {num_beside} rounds only"
-    for device_page, host_page in zip(device_pages[:20].tolist(), host_pages[:20].tolist(), strict=True):
+    for device_page, host_page in zip(device_pages.tolist(), host_pages.tolist(), strict=True):
         slots = slice(device_page * PAGE, (device_page + 1) * PAGE)
         for layer in range(LAYERS):
             assert torch.equal(attention.pool.k(layer)[slots].cpu(), host.part(host_page, layer, 0))
             assert torch.equal(attention.pool.v(layer)[slots].cpu(), host.part(host_page, layer, 1))
+    return int(num_wrong), num_beside
+
+
+def test_attention_beside_kernel_loads_is_bit_identical() -> None:
+    pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("its fa3 kernels are for Hopper")
+    num_wrong, num_beside = rounds_beside(TransferKind.LOAD)
+    assert num_wrong == 0
+    assert num_beside > NUM_ROUNDS // 2, f"attention ended while its load ran in {num_beside} rounds only"

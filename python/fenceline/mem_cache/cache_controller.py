@@ -71,6 +71,7 @@ class CacheController:
     ) -> None:
         """``order``: what declares the transfers to the checker (``--memory-check order``)."""
         self.host_pool = host_pool
+        self.host_pages: LeasePool = host_pool.pages
         self.counts: dict[TransferKind, TransferCounts] = {kind: TransferCounts() for kind in TransferKind}
         self._device = device
         self._copier = copier
@@ -79,11 +80,6 @@ class CacheController:
         self._in_flight: dict[TransferKind, deque[_InFlight]] = {kind: deque() for kind in TransferKind}
         self._last_store: Point | None = None
         self._last_persistent: Point | None = None  # the latest step on FORWARD with persistent attention
-
-    @property
-    def host_pages(self) -> LeasePool:
-        """Who owns which host page."""
-        return self.host_pool.pages
 
     @property
     def num_in_flight(self) -> int:
