@@ -301,7 +301,6 @@ class RadixCache:
             node.tokens[:cut].copy(), node.pages[:num_pages].copy(), node.edge, node.parent, node.after
         )
         upper.lock_ref = node.lock_ref
-        self._num_locked_nodes += node.lock_ref > 0
         self._num_locked_nodes += upper.lock_ref > 0
         upper.last_access = node.last_access
         upper.hit_count = node.hit_count
