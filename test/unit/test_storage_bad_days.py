@@ -65,6 +65,7 @@ def test_a_damaged_page_ends_the_prefix(make: Make, tmp_path: Path) -> None:
     assert tier.controller.stats().backend.errors == {Reason.CHECKSUM: 1}
     assert tier.prefetch(KEYS[:6]) == 3, "next time it is known to be missing"
     assert tier.controller.stats().prefetches == {Outcome.SHORT: 1, Outcome.COMPLETE: 1}
+    assert tier.controller.stats().missed == 6, "three pages each time"
     tier.store(KEYS[3:4])
     assert tier.prefetch(KEYS[:6]) == 6, "and computed and kept again"
 
@@ -125,6 +126,7 @@ def test_a_backend_that_raises_costs_a_miss(make: Make, tmp_path: Path) -> None:
     assert tier.prefetch(KEYS[:8]) == 4
     stats = tier.controller.stats()
     assert (stats.crashes, stats.written, stats.unwritten) == (3, 4, 4)
+    assert stats.errors == {"crash": 3}
 
 
 # --- pages that are not kept -------------------------------------------------------------------------
@@ -226,12 +228,12 @@ def test_one_reader_that_hangs_does_not_hold_up_the_others(make: Make, tmp_path:
 def test_clear_and_close_do_not_wait_for_ever(tmp_path: Path) -> None:
     gate = Gate()
     backend = FaultyBackend(file_backend(tmp_path))
-    tier = make_tier(backend, limits=StorageLimits(close_s=0.05))
+    tier = make_tier(backend, limits=StorageLimits(clear_s=0.05, close_s=0.05))
     tier.store(KEYS[:4])
     backend.pause = gate
     tier.write(KEYS[4:5])
     gate.wait_for_somebody()
-    assert tier.controller.clear() == 0
+    assert tier.controller.clear() is None
     asked = tier.query(KEYS[:4])
     assert asked.outcome is Outcome.DROPPED, "what is about to be cleared is not found any more"
     gate.open()

@@ -66,6 +66,7 @@ def test_pages_come_back_in_another_server(
 
     stats = reader.controller.stats()
     assert (stats.found, stats.fetched, stats.prefetches) == (5, 5, {Outcome.COMPLETE: 1})
+    assert (stats.missed, stats.num_reads) == (2, 3)
     assert stats.backend.hits == 5 and stats.read_seconds > 0 and stats.query_seconds > 0
     assert writer.controller.stats().written == 5 and writer.controller.stats().write_seconds > 0
 

@@ -64,7 +64,8 @@ class StorageLimits:
     max_fetch_pages: int | None = None  # found or being fetched; half the pool
     max_prefetches: int = 256
     stall_s: float = 10.0  # without a sign of a worker: nobody waits for storage any more, nothing is put
-    close_s: float = 5.0  # that clear and close may block
+    clear_s: float = 30.0  # that clear may block
+    close_s: float = 5.0  # that close may block
 
 
 class StorageController:
@@ -207,19 +208,19 @@ class StorageController:
         """Counts since the start."""
         return self._tally.snapshot(self._backend.stats(), len(self._active), self._num_write_pages)
 
-    def clear(self) -> int:
+    def clear(self) -> int | None:
         """Empty storage of this model, whatever is still queued for it included. Returns how many pages were removed.
 
-        Blocks for ``limits.close_s`` at most: a storage that takes longer is cleared later (0 is returned), and
-        prefetches find nothing until then."""
+        Blocks for ``limits.clear_s`` at most: None where storage takes longer. It is cleared all the same, and
+        prefetches find nothing until it is."""
         assert not self._stop.is_set, "storage is closed"
         before = self._tally.counts["cleared"]
         self._num_clears += 1
         self._writes.put(ClearJob(), self._clock())
-        self._take_until(lambda: self._num_clears == 0, self._own_acks)
-        if self._num_clears:
-            logger.warning("The storage does not answer: it will be cleared as soon as it does")
-        return self._tally.counts["cleared"] - before
+        if self._take_until(lambda: self._num_clears == 0, self._own_acks, self._limits.clear_s):
+            return self._tally.counts["cleared"] - before
+        logger.warning("The storage does not answer: it will be cleared as soon as it does")
+        return None
 
     def close(self) -> None:
         """Leave what is queued, end the threads. One that hangs in the backend is left behind after ``limits.close_s``:
@@ -229,13 +230,13 @@ class StorageController:
         self._stop.is_set = True
         for lane in self._lanes:
             lane.send_home()
-        if not self._take_until(lambda: self._num_gone == len(self._workers), []):
+        if not self._take_until(lambda: self._num_gone == len(self._workers), [], self._limits.close_s):
             num_left = len(self._workers) - self._num_gone
             logger.warning("The storage does not answer: %d of its threads are left behind", num_left)
 
-    def _take_until(self, ready: Callable[[], bool], acks: list[Ack]) -> bool:
-        """Block until ``ready``; False if that takes longer than ``limits.close_s``."""
-        deadline = time.monotonic() + self._limits.close_s
+    def _take_until(self, ready: Callable[[], bool], acks: list[Ack], timeout_s: float) -> bool:
+        """Block until ``ready``; False if that takes longer than ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
         while not ready():
             event = self._events.poll()
             if event is not None:
@@ -271,6 +272,7 @@ class StorageController:
     def _take_wrote(self, event: Wrote, now: float, acks: list[Ack]) -> None:
         self._writes.heard(now, finished=event.last)
         self._charge("write", event.cost)
+        self._tally.counts["num_writes"] += 1
         self._tally.counts["written"] += event.num_written
         self._tally.counts["unwritten"] += event.num_pages - event.num_written
         self._num_write_pages -= event.num_pages
@@ -281,6 +283,8 @@ class StorageController:
         op = event.op
         self._queries.heard(now, finished=True)
         self._charge("query", event.cost)
+        if not op.cancelled:
+            self._tally.counts["missed"] += len(op.keys) - event.num_pages
         if op.cancelled:
             self._end(op, Outcome.CANCELLED, now, acks)
         elif event.cost.crashed:
@@ -302,12 +306,15 @@ class StorageController:
         self._fetches.heard(now, finished=event.last)
         self._charge("read", event.cost)
         op.heard_at = now
+        self._tally.counts["num_reads"] += 1
         if op.cancelled:
             self._tally.counts["fetched_in_vain"] += event.num_pages
         elif event.num_pages:
             acks.append(Fetched(op, op.num_fetched, event.num_pages))
             op.num_fetched += event.num_pages
             self._tally.counts["fetched"] += event.num_pages
+        if event.short and not op.cancelled:
+            self._tally.counts["missed"] += op.num_found - op.num_fetched
         if event.last and op.cancelled:
             self._end(op, Outcome.CANCELLED, now, acks)
         elif event.last:
