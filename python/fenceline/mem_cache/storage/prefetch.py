@@ -41,7 +41,8 @@ class Prefetch:
     ``keys``: of the pages wanted, in order, the first right behind what device and host have. Pages come in order, so
     at any time ``host_pages[:num_fetched]`` hold their KV. Once ``cancel`` was called ``num_fetched`` does not grow any
     more. All of ``host_pages`` stay leased until the closing ack (:class:`Done` or :class:`Failed`); those not used are
-    then retired after ``after``, which the worker may not have waited for.
+    then retired after ``after``, which the worker may not have waited for. Those used keep it: the worker has waited,
+    the streams that touch them next have not.
     """
 
     __slots__ = (
