@@ -28,15 +28,21 @@ class ServerDied(Exception):
 class BenchServer:
     """``python -m fenceline.launch_server`` on a free port. Use it in a ``with`` block.
 
-    Raises ServerDied on entering if the server is not healthy after ``start_timeout_s``.
+    ``launcher``: what Python runs, a stand-in of launch_server that takes its flags. Raises ServerDied on entering if
+    the server is not healthy after ``start_timeout_s``.
     """
 
     def __init__(
-        self, model_dir: Path, flags: Sequence[str], log: Path, start_timeout_s: float = 600.0
+        self,
+        model_dir: Path,
+        flags: Sequence[str],
+        log: Path,
+        start_timeout_s: float = 600.0,
+        launcher: Sequence[str] = ("-m", "fenceline.launch_server"),
     ) -> None:
         self.port = _free_port()
         self.command = [
-            *(sys.executable, "-m", "fenceline.launch_server", "--model-path", str(model_dir)),
+            *(sys.executable, *launcher, "--model-path", str(model_dir)),
             *("--load-format", "dummy", "--port", str(self.port), *flags),
         ]
         self.start_s = 0.0

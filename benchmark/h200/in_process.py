@@ -18,7 +18,7 @@ import zmq
 from fenceline.config.resolve import resolve
 from fenceline.config.sampling_params import SamplingParams
 from fenceline.config.server_args import parse_args
-from fenceline.managers.io_struct import AbortReq, Message, PortArgs, TokenizedGenerateReq
+from fenceline.managers.io_struct import AbortReq, FlushCacheReq, Message, PortArgs, TokenizedGenerateReq
 from fenceline.managers.ipc import bind_pull, make_ports, remove_ports
 from fenceline.managers.scheduler import Scheduler
 from fenceline.managers.scheduler_process import ZmqOutbox
@@ -106,14 +106,24 @@ class InProcessEngine:
         """Queue greedy requests of random prompts; ``output_lens`` repeat."""
         draw = torch.Generator().manual_seed(self._num_submitted)
         for i in range(num_reqs):
-            ids = torch.randint(0, _VOCAB, (prompt_len,), generator=draw).tolist()
-            length = output_lens[i % len(output_lens)]
-            params = SamplingParams(max_new_tokens=length, ignore_eos=True, temperature=0.0)
-            rid = f"req-{self._num_submitted}"
-            self._num_submitted += 1
-            self._inbox.messages.append(
-                TokenizedGenerateReq(rid=rid, input_ids=ids, sampling_params=params, stream=True)
-            )
+            vocab = min(_VOCAB, self.config.model.vocab_size)
+            ids = torch.randint(0, vocab, (prompt_len,), generator=draw).tolist()
+            self.submit_ids(ids, output_lens[i % len(output_lens)])
+
+    def submit_ids(self, ids: list[int], output_len: int) -> str:
+        """Queue one greedy request; returns its id."""
+        params = SamplingParams(max_new_tokens=output_len, ignore_eos=True, temperature=0.0)
+        rid = f"req-{self._num_submitted}"
+        self._num_submitted += 1
+        self._inbox.messages.append(
+            TokenizedGenerateReq(rid=rid, input_ids=ids, sampling_params=params, stream=True)
+        )
+        return rid
+
+    def flush(self) -> None:
+        """Empty the prefix cache, all tiers; no request may be there."""
+        self._inbox.messages.append(FlushCacheReq(id="flush"))
+        self.step()
 
     def step(self) -> None:
         """One turn of the loop: submits a step, and waits for the one before it."""

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench_server import BenchServer, ServerDied
-from shapes import NUM_PLAIN_TOKENS, SHAPES, make_model_dir
+from shapes import SHAPES, make_model_dir, num_plain_tokens
 
 _WARMUP_OUTPUT_LEN = 16
 _MOST_WARMUP_PROMPTS = 64
@@ -83,7 +83,7 @@ class Row:
 
 
 def bench(
-    server: BenchServer, load: Load, out: Path, name: str, seed: int, timeout_s: float
+    server: BenchServer, load: Load, vocab: int, out: Path, name: str, seed: int, timeout_s: float
 ) -> dict[str, object]:
     """bench_serving's JSON line. Raises ServerDied, or RuntimeError with its last words."""
     file = out / f"{name}.bench.json"
@@ -98,7 +98,7 @@ def bench(
             "--base-url",
             server.url,
         ),
-        *("--dataset-name", "random-ids", "--vocab-size", str(NUM_PLAIN_TOKENS), "--random-range-ratio", "1"),
+        *("--dataset-name", "random-ids", "--vocab-size", str(vocab), "--random-range-ratio", "1"),
         *("--random-input-len", str(load.input_len), "--random-output-len", str(load.output_len)),
         *(
             "--num-prompts",
@@ -138,12 +138,12 @@ def _wait(client: subprocess.Popen[bytes], server: BenchServer, timeout_s: float
 def measure(server: BenchServer, shape: str, key: str, args: argparse.Namespace) -> Row:
     """Warm up and run one load. Raises ServerDied."""
     load = LOADS[key].eighth() if args.quick else LOADS[key]
-    name = f"{shape}-{key}"
+    name, vocab = f"{shape}-{key}", num_plain_tokens(shape)
     try:
         prompts = min(load.concurrency, _MOST_WARMUP_PROMPTS)
         warmup = Load(load.input_len, _WARMUP_OUTPUT_LEN, load.concurrency, prompts)
-        bench(server, warmup, args.out, f"{name}-warmup", args.seed + 1000, args.timeout)
-        result = bench(server, load, args.out, name, args.seed, args.timeout)
+        bench(server, warmup, vocab, args.out, f"{name}-warmup", args.seed + 1000, args.timeout)
+        result = bench(server, load, vocab, args.out, name, args.seed, args.timeout)
     except RuntimeError as error:
         server.raise_if_dead(_DYING_S)
         return Row(shape, key, str(load), None, error=str(error))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-SHAPES = {"0.6b": "qwen3-0.6b", "8b": "qwen3-8b", "tiny": "tiny"}
+SHAPES = {"0.6b": "qwen3-0.6b", "8b": "qwen3-8b", "llama-8b": "llama-3.1-8b", "tiny": "tiny"}
 NUM_PLAIN_TOKENS = 151643  # special tokens follow; the model's vocabulary is padded to 151,936
 
 _SPECIAL = [
@@ -63,13 +63,33 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def _config(shape: str) -> dict[str, int]:
+    config: dict[str, int] = json.loads(_config_file(shape).read_text())
+    return config
+
+
+def _config_file(shape: str) -> Path:
+    return Path(__file__).parent / "models" / SHAPES[shape] / "config.json"
+
+
+def num_plain_tokens(shape: str) -> int:
+    """How many ids from 0 on are plain tokens that the model of ``shape`` knows."""
+    return min(NUM_PLAIN_TOKENS, _config(shape)["vocab_size"] - 256)  # special tokens come last
+
+
+def kv_bytes_per_token(shape: str) -> int:
+    """Of keys and values, all layers, in 16 bits."""
+    config = _config(shape)
+    return 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2
+
+
 def make_model_dir(shape: str, parent: Path) -> Path:
     """``parent``/NAME with config.json, tokenizer.json and tokenizer_config.json; made once."""
     folder = parent / SHAPES[shape]
     if (folder / "tokenizer_config.json").is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(Path(__file__).parent / "models" / SHAPES[shape] / "config.json", folder)
+    shutil.copy(_config_file(shape), folder)
     make_tokenizer().save(str(folder / "tokenizer.json"), pretty=False)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -68,5 +68,80 @@ def test_every_guard_that_is_taken_out_is_there() -> None:
 def test_configs_name_no_code() -> None:
     for path in FOLDER.glob("models/*/config.json"):
         config = json.loads(path.read_text())
-        assert config["architectures"] == ["Qwen3ForCausalLM"]
+        assert config["architectures"] in (["Qwen3ForCausalLM"], ["LlamaForCausalLM"])
         assert "auto_map" not in config
+
+
+def test_the_llama_shape_is_the_real_one(tmp_path: Path) -> None:
+    from shapes import kv_bytes_per_token, make_model_dir, num_plain_tokens
+
+    model = resolve(
+        ServerArgs(model_path=str(make_model_dir("llama-8b", tmp_path)), load_format="dummy")
+    ).model
+    assert (model.num_layers, model.num_kv_heads, model.head_dim, model.vocab_size) == (32, 8, 128, 128256)
+    assert kv_bytes_per_token("llama-8b") == 128 * 1024
+    assert num_plain_tokens("llama-8b") == 128000
+    assert num_plain_tokens("0.6b") == 151643
+
+
+def test_a_divergence_is_none_between_equals_and_grows() -> None:
+    from hicache_verify import divergence
+
+    near = [(-0.5, 3), (-1.5, 4), (-4.0, 9)]
+    assert divergence(near, near) == 0.0
+    half = [(-0.7, 3), (-1.2, 4), (-4.0, 9)]
+    assert 0.0 < divergence(near, half) < divergence(near, [(-4.0, 3), (-0.5, 4), (-1.5, 9)])
+    assert divergence([(-0.1, 1)], [(-5.0, 2)]) == 0.0, "nothing in common: everything is in the rest"
+
+
+def test_scores_tell_a_wrong_page_from_rounding() -> None:
+    from hicache_client import Answer
+    from hicache_verify import Sample, bounds_of, passes, report, score_of, verdicts
+
+    sample = Sample([1, 2], [5, 6], [-1.0, -2.0], [[(-1.0, 5)], [(-2.0, 6)]], {"host": 2}, "")
+
+    def scored(gap: float) -> object:
+        top = [[(-1.0, 5)], [(-2.0 + gap, 7), (-2.0, 6)]]
+        return score_of(sample, Answer([], 0, {}, input_logprobs=[-1.0, -2.0], input_top=top))
+
+    calibration = [scored(0.0), scored(0.01)]
+    bounds = bounds_of(calibration)
+    assert bounds["largest gap"] == pytest.approx(0.02)
+    assert passes(scored(0.019), bounds)
+    assert not passes(scored(0.021), bounds)
+    groups = {"calibration": calibration, "soak": [scored(0.015)], "one page wrong": [scored(0.2)]}
+    assert verdicts(groups, bounds)[1] == []
+    assert "| largest gap | 13.3 |" in report(groups, bounds)
+    blind = groups | {"one page wrong": [scored(0.01)]}
+    assert verdicts(blind, bounds)[1] == ["1 of 1 answers from a wrong page pass the check"]
+    assert len(verdicts(groups | {"soak": [scored(0.5)]}, bounds)[1]) == 1
+
+
+def test_a_soak_is_in_order_only_if_everything_is() -> None:
+    from hicache_soak import failures, num_still_windows
+
+    windows = [{"state": {"hicache": {"evicted_tokens": {"device": n}}}} for n in (0, 5, 9, 12)]
+    state = {
+        "cuda_graphs": {"fallbacks": {}, "repairs": {}},
+        "hicache": {"num_locked_nodes": 0, "evicted_tokens": {"device": 12}},
+        "flushed": True,
+    }
+    good = {
+        "tally": {"errors": [], "hit_tokens": {"host": 3}},
+        "settled": state,
+        "windows": windows,
+        "log_errors": [],
+    }
+    assert failures(good, tiers=True) == []
+    assert num_still_windows([*windows, windows[-1]]) == 1
+    for change in (
+        {"windows": [*windows, windows[-1]]},
+        {"tally": {"errors": ["HTTP 500"], "hit_tokens": {"host": 3}}},
+        {"tally": {"errors": [], "hit_tokens": {"device": 3}}},
+        {"settled": state | {"cuda_graphs": {"fallbacks": {"size": 1}, "repairs": {}}}},
+        {"settled": state | {"cuda_graphs": {"fallbacks": {}, "repairs": {"arena": 1}}}},
+        {"settled": state | {"hicache": {"num_locked_nodes": 1, "evicted_tokens": {"device": 12}}}},
+        {"settled": state | {"flushed": "HTTP 400"}},
+        {"log_errors": ["ERROR"]},
+    ):
+        assert len(failures(good | change, tiers=True)) == 1, change

@@ -1,0 +1,80 @@
+"""The real server with planted faults.
+
+    python benchmark/h200/hicache_fault.py --faults none,zero --fault-log FILE [launch_server flags]
+
+The faults take turns over the loads from the host: ``none``, ``zero`` (one of the load's host pages is zeroed before it
+is copied) and ``stale`` (one page of the device gets the bytes of another page, as an index that is no longer true
+would have it). Each load writes a line to the log. It is how the soak's check proves that it can see one wrong page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.config.server_args import parse_args, resolve
+from fenceline.entrypoints.supervisor import serve_until_stopped
+from fenceline.managers.io_struct import PortArgs
+
+KINDS = ("none", "zero", "stale")
+
+
+def run_planted_scheduler(faults: Sequence[str], log: Path, config: EngineConfig, ports: PortArgs) -> None:
+    """The scheduler process' entry."""
+    import numpy as np
+    import numpy.typing as npt
+
+    from fenceline.managers.scheduler_process import run_scheduler_process
+    from fenceline.mem_cache.cache_controller import CacheController
+    from fenceline.mem_cache.transfer import Ticket
+    from fenceline.memory_order import Points
+
+    load = CacheController.load
+    num_loads = 0
+
+    def planted(
+        self: CacheController,
+        ticket: Ticket,
+        device_pages: npt.NDArray[np.int32],
+        host_pages: npt.NDArray[np.int32],
+        after: Points,
+    ) -> object:
+        nonlocal num_loads
+        kind, num_pages = faults[num_loads % len(faults)], len(host_pages)
+        position = (num_loads * 7) % max(num_pages - 1, 1)
+        num_loads += 1
+        if kind == "zero":
+            for layer in range(config.model.num_layers):
+                for part in (0, 1):
+                    self.host_pool.part(int(host_pages[position]), layer, part).zero_()
+        elif kind == "stale" and num_pages > 1:
+            host_pages = host_pages.copy()
+            host_pages[position] = host_pages[position + 1]
+        with log.open("a") as file:
+            file.write(json.dumps({"kind": kind, "position": position, "num_pages": num_pages}) + "\n")
+        return load(self, ticket, device_pages, host_pages, after)
+
+    CacheController.load = planted  # type: ignore[method-assign, assignment]
+    run_scheduler_process(config, ports)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line: two options of its own, the rest is launch_server's."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--faults", required=True, help=f"comma-separated, of {', '.join(KINDS)}")
+    parser.add_argument("--fault-log", type=Path, required=True)
+    args, flags = parser.parse_known_args(argv)
+    faults = args.faults.split(",")
+    if not set(faults) <= set(KINDS):
+        parser.error(f"--faults {args.faults}: choose of {', '.join(KINDS)}")
+    entry = functools.partial(run_planted_scheduler, faults, args.fault_log)
+    return serve_until_stopped(resolve(parse_args(flags)), entry)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

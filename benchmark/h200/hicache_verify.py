@@ -1,0 +1,316 @@
+"""Are a soak's answers right? Each one is teacher-forced through a quiet server with the same weights.
+
+The answers were greedy, so each of their tokens had the largest logit of its step. The quiet server (no HiCache, room
+for everything) computes prompt and answer as one prompt; what it thinks of every token of the answer gives
+
+    gap    its largest logprob minus the token's: 0 where both chose the same
+    KL     of the soak's distribution over tokens from the quiet one's, over the alternatives that both returned
+
+Neither is zero in bf16: the same sums in other shapes round otherwise. Calibration says by how much: conversations of
+the same lengths on the quiet server itself, 64 at a time, scored in the same way. A sample passes if its largest gap,
+mean gap and mean KL are at most twice the largest that calibration saw. What the check can see is shown by a second
+server in which every other prefix comes back from the host with one page wrong (hicache_fault.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench_server import BenchServer, ServerDied
+from hicache_client import Alternatives, Answer, Client, RequestFailed, flush, in_turns, random_ids, table
+from hicache_presets import PRESETS, Preset
+from shapes import make_model_dir, num_plain_tokens
+
+_FAULTS = "none,zero,none,stale"
+_SCORED_AT_ONCE = 4  # other batches than those in which the answers were made
+_MARGIN = 2.0
+_LEAST_SEEN = 0.9  # of wrong pages
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """An answer as the server under test gave it."""
+
+    prompt: list[int]
+    output_ids: list[int]
+    logprobs: list[float]
+    top: list[Alternatives]
+    tiers: dict[str, int]
+    label: str
+
+    @classmethod
+    def empty(cls) -> Sample:
+        """One that has not come yet."""
+        return cls([], [], [], [], {}, "")
+
+    @classmethod
+    def of(cls, prompt: list[int], answer: Answer, label: str) -> Sample:
+        """With logprobs."""
+        return cls(
+            prompt, answer.output_ids, answer.output_logprobs, answer.output_top, dict(answer.tiers), label
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One sample beside the quiet server. Natural logarithms."""
+
+    label: str
+    largest_gap: float
+    mean_gap: float
+    mean_kl: float
+    mean_difference: float  # of the tokens' own logprobs, absolute
+    num_tokens: int
+    num_host_tokens: int
+
+
+Measure = Callable[[Score], float]
+MEASURES: dict[str, Measure] = {
+    "largest gap": lambda s: s.largest_gap,
+    "mean gap": lambda s: s.mean_gap,
+    "mean KL": lambda s: s.mean_kl,
+}
+_REPORTED: dict[str, Measure] = MEASURES | {"mean difference of logprobs": lambda s: s.mean_difference}
+
+
+def divergence(p: Alternatives, q: Alternatives) -> float:
+    """KL of p from q over the tokens that both list, and all others as one: never above that of the whole."""
+    others = {token: value for value, token in q}
+    shared = [(value, others[token]) for value, token in p if token in others]
+    rest_p = 1.0 - sum(math.exp(value) for value, _ in shared)
+    rest_q = 1.0 - sum(math.exp(value) for _, value in shared)
+    total = sum(math.exp(value) * (value - other) for value, other in shared)
+    if rest_p > 1e-9 and rest_q > 1e-9:
+        total += rest_p * math.log(rest_p / rest_q)
+    return max(total, 0.0)
+
+
+def score_of(sample: Sample, answer: Answer) -> Score:
+    """``answer``: the quiet server's logprobs of the sample's tokens."""
+    gaps = [
+        max(0.0, max(value for value, _ in top) - chosen)
+        for top, chosen in zip(answer.input_top, answer.input_logprobs, strict=True)
+    ]
+    kls = [divergence(p, q) for p, q in zip(sample.top, answer.input_top, strict=True)]
+    differences = [abs(a - b) for a, b in zip(sample.logprobs, answer.input_logprobs, strict=True)]
+    return Score(
+        label=sample.label,
+        largest_gap=max(gaps),
+        mean_gap=statistics.fmean(gaps),
+        mean_kl=statistics.fmean(kls),
+        mean_difference=statistics.fmean(differences),
+        num_tokens=len(gaps),
+        num_host_tokens=sample.tiers.get("host", 0),
+    )
+
+
+async def score_all(url: str, samples: Sequence[Sample]) -> list[Score]:
+    """Every sample through the quiet server, from an empty cache."""
+    await asyncio.to_thread(flush, url)
+    async with Client(url, timeout_s=600.0) as client:
+        asked = [client.score(s.prompt + s.output_ids, len(s.prompt)) for s in samples]
+        answers = await in_turns(asked, _SCORED_AT_ONCE)
+    return [score_of(sample, answer) for sample, answer in zip(samples, answers, strict=True)]
+
+
+def prompt_of(rng: random.Random, preset: Preset) -> list[int]:
+    """A conversation of a length that occurs."""
+    lengths = preset.lengths
+    num = rng.randint(lengths.first[0], lengths.longest - lengths.message[1] - lengths.answer[1])
+    return random_ids(rng, num, num_plain_tokens(preset.shape))
+
+
+async def second_turns(
+    client: Client, preset: Preset, prompts: Sequence[list[int]], at_once: int
+) -> list[Sample]:
+    """Conversations of two turns; the second's answers."""
+    rng = random.Random(17)
+    vocab, lengths = num_plain_tokens(preset.shape), preset.lengths
+    firsts = await in_turns([client.generate(p, lengths.answer[0]) for p in prompts], at_once)
+    seconds = [
+        prompt + first.output_ids + random_ids(rng, lengths.message[0], vocab)
+        for prompt, first in zip(prompts, firsts, strict=True)
+    ]
+    num = max(lengths.answer[0], 32)
+    answers = await in_turns([client.generate(ids, num, logprobs=True) for ids in seconds], at_once)
+    return [Sample.of(ids, answer, "quiet") for ids, answer in zip(seconds, answers, strict=True)]
+
+
+async def calibrate(url: str, preset: Preset) -> list[Score]:
+    """What rounding alone does: the quiet server's own answers, made in large batches, scored in small ones."""
+    rng = random.Random(11)
+    prompts = [prompt_of(rng, preset) for _ in range(preset.num_calibrations)]
+    async with Client(url, timeout_s=600.0) as client:
+        samples = await second_turns(client, preset, prompts, preset.concurrency)
+    return await score_all(url, samples)
+
+
+async def controls(url: str, preset: Preset, log: Path) -> list[Sample]:
+    """Prompts that have been driven out to the host, asked one by one of the server with planted faults. Labels are
+    what was done to their load."""
+    rng = random.Random(13)
+    prompts = [prompt_of(rng, preset) for _ in range(preset.num_controls)]
+    samples = []
+    async with Client(url, timeout_s=600.0) as client:
+        for prompt in prompts:
+            await client.generate(prompt, 1)
+        for prompt in prompts:
+            before = len(_lines(log))
+            ids = prompt + random_ids(rng, preset.lengths.message[0], num_plain_tokens(preset.shape))
+            answer = await client.generate(ids, max(preset.lengths.answer[0], 32), logprobs=True)
+            loads = [json.loads(line) for line in _lines(log)[before:]]
+            if len(loads) == 1 and answer.tiers.get("host"):
+                samples.append(Sample.of(ids, answer, str(loads[0]["kind"])))
+    return samples
+
+
+def _lines(log: Path) -> list[str]:
+    return log.read_text().splitlines() if log.is_file() else []
+
+
+def bounds_of(calibration: Sequence[Score]) -> dict[str, float]:
+    """The most that a right answer may show."""
+    return {name: _MARGIN * max(map(measure, calibration)) for name, measure in MEASURES.items()}
+
+
+def passes(score: Score, bounds: Mapping[str, float]) -> bool:
+    """Whether every measure is within its bound."""
+    return all(measure(score) <= bounds[name] for name, measure in MEASURES.items())
+
+
+def report(groups: Mapping[str, Sequence[Score]], bounds: Mapping[str, float]) -> str:
+    """One table by measure and group, one of how far wrong pages are from right ones."""
+    rows = []
+    for name, measure in _REPORTED.items():
+        for group, scores in groups.items():
+            values = sorted(map(measure, scores)) or [math.nan]
+            cells = [f"{v:.2e}" for v in (values[0], statistics.median(values), values[-1])]
+            rows.append([name, group, len(scores), *cells, f"{bounds[name]:.2e}" if name in bounds else ""])
+    text = table(["measure", "answers", "number", "least", "median", "most", "bound"], rows)
+    right = [s for g, scores in groups.items() if g != "one page wrong" for s in scores]
+    wrong = groups.get("one page wrong", ())
+    if not wrong or not right:
+        return text
+    rows = [[name, *_separation(measure, right, wrong)] for name, measure in _REPORTED.items()]
+    columns = ["measure", "least wrong / most right", "medians", "in standard deviations of the right"]
+    return f"{text}\n\n{table(columns, rows)}"
+
+
+def _separation(measure: Measure, right: Sequence[Score], wrong: Sequence[Score]) -> list[str]:
+    good, bad = [*map(measure, right)], [*map(measure, wrong)]
+    deviation = statistics.pstdev(good) or math.inf
+    middle = statistics.median(good)
+    distance = (statistics.median(bad) - statistics.fmean(good)) / deviation
+    return [
+        f"{min(bad) / max(good):.1f}" if max(good) else "inf",
+        f"{statistics.median(bad) / middle:.0f}" if middle else "inf",
+        f"{distance:.0f}",
+    ]
+
+
+def verdicts(
+    groups: Mapping[str, Sequence[Score]], bounds: Mapping[str, float]
+) -> tuple[list[str], list[str]]:
+    """(what was seen, what was not in order), one line each."""
+    said, missed = [], []
+    for group, scores in groups.items():
+        num_passed = sum(passes(score, bounds) for score in scores)
+        said.append(f"{group}: {num_passed} of {len(scores)} pass")
+        if group == "one page wrong":
+            if num_passed > (1 - _LEAST_SEEN) * len(scores) or not scores:
+                missed.append(f"{num_passed} of {len(scores)} answers from a wrong page pass the check")
+        elif num_passed < len(scores) or not scores:
+            failed = [score for score in scores if not passes(score, bounds)]
+            missed.append(f"{group}: {len(failed)} of {len(scores)} fail, such as {failed[:3]}")
+    return said, missed
+
+
+def _wait_for_run(out: Path, timeout_s: float) -> list[Sample]:
+    """The soak's samples, once it has ended. Raises RequestFailed."""
+    end = time.monotonic() + timeout_s
+    while not (out / "soak.json").is_file():
+        if time.monotonic() > end:
+            raise RequestFailed(
+                f"{out}/soak.json is not there after {timeout_s:g} s: has the run been started?"
+            )
+        time.sleep(_POLL_S)
+    file = out / "samples.json"
+    if not file.is_file():
+        raise RequestFailed(f"{file} is not there: the run failed, see {out}/soak.json")
+    return [Sample(**fields) for fields in json.loads(file.read_text())]
+
+
+def measure_groups(args: argparse.Namespace, preset: Preset) -> dict[str, list[Score]]:
+    """Start both servers, score everything. Raises ServerDied or RequestFailed."""
+    model = make_model_dir(preset.shape, args.models)
+    fault_log = args.out / "faults.jsonl"
+    fault_log.unlink(missing_ok=True)
+    launcher = (
+        str(Path(__file__).parent / "hicache_fault.py"),
+        "--faults",
+        _FAULTS,
+        "--fault-log",
+        str(fault_log),
+    )
+    fault_flags = [*preset.model, *preset.fault, *preset.fault_tiers()]
+    servers = [
+        BenchServer(model, [*preset.model, *preset.quiet], args.out / "quiet.server.log"),
+        BenchServer(model, fault_flags, args.out / "fault.server.log", launcher=launcher),
+    ]
+    if args.without_hicache:
+        servers.pop()
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
+        entered = [pool.submit(server.__enter__) for server in servers]
+        for server in servers:
+            stack.callback(server.stop)
+        for future in entered:
+            future.result()
+        quiet = servers[0].url
+        groups = {"calibration": asyncio.run(calibrate(quiet, preset))}
+        planted: list[Sample] = []
+        if not args.without_hicache:
+            planted = asyncio.run(controls(servers[1].url, preset, fault_log))
+            servers[1].stop()
+        print(f"calibrated; {len(planted)} controls; waiting for the run's end", flush=True)
+        samples = _wait_for_run(args.out, args.wait)
+        found = asyncio.run(score_all(quiet, [*samples, *planted]))
+    groups["soak"] = found[: len(samples)]
+    if not args.without_hicache:
+        groups["host hits, every page right"] = [s for s in found[len(samples) :] if s.label == "none"]
+        groups["one page wrong"] = [s for s in found[len(samples) :] if s.label != "none"]
+    return groups
+
+
+def verify(args: argparse.Namespace) -> int:
+    """``hicache_soak.py verify``: the exit code."""
+    preset = PRESETS[args.preset]
+    try:
+        groups = measure_groups(args, preset)
+    except (ServerDied, RequestFailed) as error:
+        print(f"FAILED: {error}")
+        return 1
+    bounds = bounds_of(groups["calibration"])
+    said, missed = verdicts(groups, bounds)
+    with_host = sum(bool(score.num_host_tokens) for score in groups["soak"])
+    tokens = sum(score.num_tokens for score in groups["soak"])
+    said.append(f"soak: {tokens} tokens checked, {with_host} of the answers after a prefix from the host")
+    scores = {group: [asdict(score) for score in found] for group, found in groups.items()}
+    (args.out / "verify.json").write_text(
+        json.dumps({"bounds": bounds, "said": said, "missed": missed} | scores)
+    )
+    print("", report(groups, bounds), "", *said, sep="\n")
+    for line in missed:
+        print(f"FAILED: {line}")
+    return 1 if missed else 0
