@@ -6,8 +6,9 @@ import dataclasses
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
 
-from token_worker import VOCAB_SIZE, TokenWorker, next_token
+from token_worker import VOCAB_SIZE, TokenTransfers, TokenWorker, next_token
 
 import fenceline
 from fenceline.config.engine_config import EngineConfig
@@ -55,7 +56,9 @@ class Driver:
         self.scheduler = Scheduler(self.config, self.worker, self, self)
 
     def drain(self, block: bool, timeout_ms: int | None = None) -> Sequence[Message]:
-        assert not block or timeout_ms is not None or self.pending, "the scheduler blocks although requests are waiting for it"
+        assert not block or timeout_ms is not None or self.pending, (
+            "the scheduler blocks although requests are waiting for it"
+        )
         messages, self.pending = list(self.pending), deque()
         return messages
 
@@ -150,3 +153,18 @@ def expected_output(req: TokenizedGenerateReq, capacity: int, eos: int = 0) -> l
         if token in stops:
             break
     return output
+
+
+def make_tiered_driver(
+    num_pages: int = 24,
+    num_host_pages: int = 64,
+    page_size: int = 4,
+    num_rows: int = 6,
+    seed: int = 0,
+    **flags: object,
+) -> Driver:
+    """As :func:`make_driver`, with a host tier under the tree. ``seed``: what runs when; see TokenTransfers."""
+    driver = make_driver(num_pages, page_size, num_rows, enable_hierarchical_cache=True, **flags)
+    worker = TokenWorker(num_pages, page_size, num_rows, driver.config.context_length)
+    TokenTransfers(worker, num_host_pages, Random(seed))
+    return Driver(driver.config, worker)

@@ -12,11 +12,14 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from random import Random
 
 import numpy as np
 import torch
 
+from fenceline.mem_cache.cache_controller import TransferCounts
 from fenceline.mem_cache.req_pool import ReqPool
+from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import LeasePool, Point, Points, Stream
 from fenceline.memory_order.edges import StreamName
 from fenceline.model_executor.forward_result import LogprobValues, StepOutput
@@ -44,7 +47,7 @@ class LaggingStream(Stream):
         return None
 
     def _wait_event(self, point: Point) -> None:
-        raise AssertionError("there is only one stream")
+        raise AssertionError("waits are noted with the step that waits")
 
     def _block(self, point: Point) -> None:
         raise AssertionError("results are waited for through their ForwardResult")
@@ -53,9 +56,12 @@ class LaggingStream(Stream):
 class TokenResult:
     """A step that runs, with all before it, when it is waited for."""
 
-    def __init__(self, worker: TokenWorker, run: Callable[[], StepOutput], done: Point) -> None:
+    def __init__(
+        self, worker: TokenWorker, run: Callable[[], StepOutput], done: Point, waits: tuple[Point, ...] = ()
+    ) -> None:
         self.done = done
         self.run = run
+        self.waits = waits  # on other streams
         self.output: StepOutput | None = None
         self._worker = worker
 
@@ -72,7 +78,7 @@ class AuditedPool(LeasePool):
     def __init__(self, name: str, size: int) -> None:
         super().__init__(name, size, reserved=1)
         self._fresh: set[int] = set()
-        self._touched = np.zeros(size, dtype=np.int64)  # serial of the last step
+        self._touched: dict[Stream, np.ndarray] = {}  # serial of the last work on each stream
 
     def alloc(self, n: int) -> tuple[np.ndarray, Points] | None:
         leased = super().alloc(n)
@@ -81,17 +87,28 @@ class AuditedPool(LeasePool):
         return leased
 
     def submitted(self, touched: np.ndarray, done: Point, after: Points) -> None:
-        """A step that touches ``touched`` is submitted; all that was handed out since the last one is for it."""
-        waited = max((point.serial for point in after), default=done.stream.passed_serial)
-        for id in self._fresh:
-            assert self._touched[id] <= max(waited, done.stream.passed_serial), (
-                f"{self.name}: {id} was handed out without waiting for {done.stream.name}@{self._touched[id]}"
-            )
-        self._fresh.clear()
+        """Work that touches ``touched`` is submitted. What was handed out since the last step is for it, or, where it
+        is a transfer, what it touches of that."""
+        is_step = done.stream.name is StreamName.FORWARD
+        fresh = set(self._fresh) if is_step else self._fresh & set(touched.tolist())
+        for stream, serials in self._touched.items():
+            waited = max((point.serial for point in after if point.stream is stream), default=0)
+            known = max(waited, stream.passed_serial)
+            for id in fresh:
+                assert serials[id] <= known, (
+                    f"{self.name}: {id} was handed out without waiting for {stream.name}@{serials[id]}"
+                )
+        self._fresh -= fresh
         assert self._leased[touched].all(), (
-            f"{self.name}: a step uses {touched[~self._leased[touched]]}, leased to nobody"
+            f"{self.name}: work uses {touched[~self._leased[touched]]}, leased to nobody"
         )
-        self._touched[touched] = done.serial
+        self.touched(touched, done)
+
+    def touched(self, ids: np.ndarray, done: Point) -> None:
+        """Note that work up to ``done`` touches ``ids``."""
+        if done.stream not in self._touched:
+            self._touched[done.stream] = np.zeros(self.size, dtype=np.int64)
+        self._touched[done.stream][ids] = done.serial
 
 
 class TokenWorker:
@@ -105,9 +122,11 @@ class TokenWorker:
         self._page_table = np.zeros(self.req_pool.page_table.shape, dtype=np.int32)  # as of what is submitted
         self.memory_bytes = {"weights": 0, "kv_cache": 0}
         self.graph_stats = None
+        self.hicache: TokenTransfers | None = None
+        self.storage = None
         self.forward = LaggingStream(StreamName.FORWARD, frozenset())
         self.num_steps = 0
-        self._slots = np.full((num_pages + 1) * page_size, -1, dtype=np.int64)
+        self.slots = np.full((num_pages + 1) * page_size, -1, dtype=np.int64)
         self._queue: deque[TokenResult] = deque()
         self._composition: tuple[int, np.ndarray, np.ndarray] | None = None
 
@@ -119,7 +138,10 @@ class TokenWorker:
         else:
             run = lambda: self._decode(batch)  # noqa: E731
             lens = dict(zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True))
-        result = TokenResult(self, run, self.forward.record())
+        loads = [point for ticket in getattr(batch, "loads", ()) for point in ticket.points]
+        result = TokenResult(self, run, self.forward.record(), (*batch.after, *loads))
+        for ticket in getattr(batch, "loads", ()):
+            ticket.waited = True
         self._audit(batch, lens, result.done)
         self._queue.append(result)
         return result
@@ -135,8 +157,24 @@ class TokenWorker:
     def run_until(self, result: TokenResult) -> None:
         while result.output is None:
             step = self._queue.popleft()
+            for point in step.waits:
+                self.run_to(point)
             step.output = step.run()
             self.forward.note_passed(step.done)
+
+    def run_to(self, point: Point) -> None:
+        """Run what a stream has to run before ``point``."""
+        if point.stream is not self.forward:
+            assert self.hicache is not None
+            self.hicache.run_to(point)
+            return
+        while self.forward.passed_serial < point.serial:
+            self.run_until(self._queue[0])
+
+    def run_oldest(self) -> None:
+        """Run the oldest step that has not run."""
+        if self._queue:
+            self.run_until(self._queue[0])
 
     def _write_pages(self, writes: PageWrites) -> None:
         if len(writes):
@@ -152,7 +190,7 @@ class TokenWorker:
         return page * self.page_size + position % self.page_size
 
     def _history(self, row: int, length: int) -> list[int]:
-        return [int(self._slots[self._slot(row, p)]) for p in range(length)]
+        return [int(self.slots[self._slot(row, p)]) for p in range(length)]
 
     def _extend(self, batch: ExtendBatch) -> StepOutput:
         self._write_pages(batch.page_writes)
@@ -160,7 +198,7 @@ class TokenWorker:
         for seq in batch.seqs:
             slots = [self._slot(seq.row, p) for p in range(seq.prefix_len, seq.seq_len)]
             assert slots == seq.out_slots.tolist()
-            self._slots[slots] = seq.token_ids
+            self.slots[slots] = seq.token_ids
             if seq.sampling is not None:
                 token = next_token(self._history(seq.row, seq.seq_len), seq.sampling.seed)
                 self.req_pool.last_tokens[seq.row] = token
@@ -182,7 +220,7 @@ class TokenWorker:
         self._composition = (batch.composition, rows, lens)
         tokens = []
         for row, length, sampling in zip(rows.tolist(), lens.tolist(), batch.sampling, strict=True):
-            self._slots[self._slot(row, length - 1)] = int(self.req_pool.last_tokens[row])
+            self.slots[self._slot(row, length - 1)] = int(self.req_pool.last_tokens[row])
             token = next_token(self._history(row, length), sampling.seed)
             self.req_pool.last_tokens[row] = token
             tokens.append(token)
@@ -201,4 +239,86 @@ def _values(chosen: list[float]) -> LogprobValues:
     )
 
 
-__all__ = ["VOCAB_SIZE", "LaggingStream", "Points", "TokenWorker", "next_token"]
+class TokenTransfers:
+    """A CacheController's stand-in over a TokenWorker: each stream runs its copies in order, each after what it waits
+    for and no later than somebody waits for it. ``random`` decides what runs earlier: a copy that lacks a wait then
+    reads or writes a page before its time."""
+
+    def __init__(self, worker: TokenWorker, num_host_pages: int, random: Random) -> None:
+        self.host_pages = LeasePool("host KV pages", num_host_pages, reserved=0)
+        self.load_stream = LaggingStream(StreamName.LOAD, frozenset())
+        self.store_stream = LaggingStream(StreamName.STORE, frozenset())
+        self.num_moved = {"load": 0, "store": 0}
+        self.counts = {kind: TransferCounts() for kind in TransferKind}
+        self._worker = worker
+        self._random = random
+        self._host = np.full((num_host_pages, worker.page_size), -1, dtype=np.int64)
+        self._queues: dict[Stream, deque[tuple[Point, Points, Callable[[], None]]]] = {
+            self.load_stream: deque(),
+            self.store_stream: deque(),
+        }
+        self._tickets: deque[Ticket] = deque()
+        worker.hicache = self
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._tickets)
+
+    def store(self, ticket: Ticket, device_pages: np.ndarray, host_pages: np.ndarray, after: Points) -> None:
+        def run() -> None:
+            self._host[host_pages] = self._pages[device_pages]
+
+        self._submit(self.store_stream, ticket, device_pages, after, run)
+
+    def load(self, ticket: Ticket, device_pages: np.ndarray, host_pages: np.ndarray, after: Points) -> None:
+        def run() -> None:
+            self._pages[device_pages] = self._host[host_pages]
+
+        self._submit(self.load_stream, ticket, device_pages, after, run)
+
+    @property
+    def _pages(self) -> np.ndarray:
+        return self._worker.slots.reshape(-1, self._worker.page_size)
+
+    def _submit(
+        self, stream: Stream, ticket: Ticket, pages: np.ndarray, after: Points, run: Callable[[], None]
+    ) -> None:
+        assert len(pages) == ticket.num_pages > 0
+        done = stream.record()
+        if stream is self.load_stream:
+            self._worker.pages.submitted(pages, done, after)
+            self.num_moved["load"] += len(pages)
+        else:
+            self._worker.pages.touched(pages, done)
+            self.num_moved["store"] += len(pages)
+        self._queues[stream].append((done, after, run))
+        ticket.submit(Points.of(done), (done,) if stream is self.load_stream else ())
+        self._tickets.append(ticket)
+        self._advance()
+
+    def _advance(self) -> None:
+        """Some of what could run by now."""
+        while self._random.random() < 0.5:
+            stream = self._random.choice([self.load_stream, self.store_stream, self._worker.forward])
+            if stream is self._worker.forward:
+                self._worker.run_oldest()
+            elif self._queues[stream] and all(p.passed for p in self._queues[stream][0][1]):
+                self.run_to(self._queues[stream][0][0])
+
+    def run_to(self, point: Point) -> None:
+        queue = self._queues[point.stream]
+        while point.stream.passed_serial < point.serial:
+            done, after, run = queue.popleft()
+            for earlier in after:
+                self._worker.run_to(earlier)
+            run()
+            point.stream.note_passed(done)
+
+    def drain_acks(self) -> list[Ticket]:
+        self._advance()
+        done = [ticket for ticket in self._tickets if ticket.points.passed]
+        self._tickets = deque(ticket for ticket in self._tickets if not ticket.points.passed)
+        return done
+
+
+__all__ = ["VOCAB_SIZE", "LaggingStream", "Points", "TokenTransfers", "TokenWorker", "next_token"]

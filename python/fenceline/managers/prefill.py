@@ -98,7 +98,7 @@ class PrefillPlanner:
                 pages=np.concatenate(plan.page_ids),
             )
         return PrefillPlan(
-            batch=ExtendBatch(tuple(plan.seqs), writes, plan.after),
+            batch=ExtendBatch(tuple(plan.seqs), writes, plan.after, self._memory.start_loads()),
             reqs=tuple(plan.reqs),
             chunked=last if last.computed_len < last.num_tokens else None,
             num_cached_tokens=plan.num_cached_tokens,
@@ -121,24 +121,24 @@ class PrefillPlanner:
         """Give ``req`` its memory if step and memory have room. ``alone``: it may use whatever there is."""
         memory = self._memory
         prefix = memory.match(req)
+        node = prefix.match.host_node
         num_new = req.num_tokens - prefix.num_tokens
         splits = self._chunk_size is not None
         if not splits and plan.reqs and num_new > budget.step_tokens:
             return False
         free_before = memory.num_available_pages
-        memory.tree.lock(prefix.node)
+        memory.tree.lock(node)
         pinned = (free_before - memory.num_available_pages) * self._page_size
-        num_pages = memory.num_pages_for(req.num_tokens) - len(prefix.pages)
+        num_pages = memory.num_pages_for(req.num_tokens) - len(prefix.match.pages)
         expected = min(req.final_len - req.num_tokens + 1, CLIP_NEW_TOKENS)
         needed = num_pages * self._page_size + expected + pinned
         if num_pages > memory.num_available_pages or (needed > budget.memory_tokens and not alone):
-            memory.tree.unlock(prefix.node, Points.none())
+            memory.tree.unlock(node, Points.none())
             return False
         budget.memory_tokens -= needed
+        is_new = not req.was_admitted
         plan.after = plan.after.join(memory.admit(req, prefix))
-        if not req.was_admitted:
-            req.was_admitted = True
-            req.cached_tokens = prefix.num_tokens
+        if is_new:
             plan.num_cached_tokens += prefix.num_tokens
         plan.page_rows.append(np.full(len(req.pages), req.row, dtype=np.int64))
         plan.page_columns.append(np.arange(len(req.pages), dtype=np.int64))

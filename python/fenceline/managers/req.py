@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from fenceline.managers.io_struct import CachedTokensDetails, DecodeInfo, FinishReason, TokenizedGenerateReq
+from fenceline.mem_cache.hierarchical_cache import OffloadedTail
 from fenceline.mem_cache.radix_cache import TreeNode
+from fenceline.mem_cache.storage.prefetch import Prefetch
 from fenceline.memory_order import Points
 from fenceline.model_executor.sampling_batch import ReqSampling
+
+if TYPE_CHECKING:
+    from fenceline.managers.request_memory import QueuedMatch
 
 I64 = npt.NDArray[np.int64]
 
@@ -87,6 +93,12 @@ class Req:
     computed_len: int = 0
     published_len: int = 0
     last_flight: Points = field(default_factory=Points.none)
+    queued_match: QueuedMatch | None = None  # while it waits
+    prefetch: Prefetch | None = None  # of what storage may have of its prompt, until it is admitted
+    tail: OffloadedTail | None = (
+        None  # what it left on the host when it was retracted, until it is admitted again
+    )
+    tail_after: Points = field(default_factory=Points.none)  # of the backup of its last page
     left: bool = False
     _sampling: ReqSampling | None = None  # as of the row it has
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 
 from fenceline.managers.req import Req
-from fenceline.mem_cache.radix_cache import MatchResult
+from fenceline.managers.request_memory import Prefix
 
 # As in SGLang: longest-prefix-match over a longer queue costs more than it wins, fcfs takes over.
 _LPM_MAX_QUEUE = 128
@@ -40,7 +40,7 @@ class NewTokenRatio:
 
 
 def order_waiting(
-    waiting: list[Req], policy: str, match: Callable[[Req], MatchResult], random: Random
+    waiting: list[Req], policy: str, match: Callable[[Req], Prefix], random: Random
 ) -> list[Req]:
     """The waiting requests in the order in which they should be tried. Retracted ones stay at the head,
     whatever the policy: they have run already, and newcomers must not pass them for ever."""

@@ -25,18 +25,20 @@ from fenceline.managers.io_struct import AbortReq, FinishReason, Message, Tokeni
 from fenceline.managers.output import OutputSender, log_output, log_prompt
 from fenceline.managers.prefill import CLIP_NEW_TOKENS, PrefillPlan, PrefillPlanner, remap_writes
 from fenceline.managers.req import LogprobLog, Req, emit_interval
-from fenceline.managers.request_memory import Remap, RequestMemory
+from fenceline.managers.request_memory import Remap, make_request_memory
 from fenceline.managers.running_batch import RunningBatch
 from fenceline.managers.schedule_policy import NewTokenRatio, order_waiting
 from fenceline.managers.scheduler_control import SchedulerControl
 from fenceline.managers.scheduler_stats import SchedulerStats
 from fenceline.managers.scheduler_types import Inbox, InFlight, Outbox, Worker
-from fenceline.mem_cache.radix_cache import RadixCache
 from fenceline.memory_order import Points
 from fenceline.model_executor.forward_result import StepOutput
 from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, PageWrites, ScheduleBatch
 
 logger = logging.getLogger(__name__)
+
+# How long a loop without anything to compute waits for messages while transfers of the cache are on their way.
+_ACK_INTERVAL_MS = 1
 
 
 class Scheduler:
@@ -46,8 +48,7 @@ class Scheduler:
         self.config = config
         self.worker = worker
         self.inbox = inbox
-        tree = RadixCache(worker.pages, config.page_size, disabled=config.disable_radix_cache)
-        self.memory = RequestMemory(worker.pages, worker.req_pool.rows, tree, config.page_size)
+        self.memory = make_request_memory(config, worker)
         self.planner = PrefillPlanner(self.memory, config.chunked_prefill_size, config.max_prefill_tokens)
         self.output = OutputSender(outbox.to_detokenizer)
         self.stats = SchedulerStats(self.memory, worker, config.decode_log_interval, outbox)
@@ -70,7 +71,11 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether nothing can be scheduled until a message comes."""
-        return self.paused or not (self.waiting or self.chunked or self.joining or len(self.running))
+        if self.paused:
+            return True
+        if self.chunked or self.joining or len(self.running):
+            return False
+        return not any(self.memory.may_schedule(req) for req in self.waiting)
 
     @property
     def stopped(self) -> bool:
@@ -79,7 +84,9 @@ class Scheduler:
 
     def step(self, prev: InFlight | None) -> InFlight | None:
         """One turn of the loop. ``prev`` is the step in flight; returns the step now in flight."""
-        self.ingest(self.inbox.drain(block=prev is None and self.idle and not self.stopped))
+        block = prev is None and self.idle and not self.stopped
+        self.ingest(self.inbox.drain(block, _ACK_INTERVAL_MS if self.memory.num_outstanding else None))
+        self.memory.drain_acks()  # every step, decode included (F6)
         self.retire_departed()  # what aborts free is there for the next step
         flight = self.launch_next()
         if prev is not None:
@@ -88,6 +95,7 @@ class Scheduler:
             self.publish(flight)
             flight = None
         self.retire_departed()
+        self.memory.write_backups()
         if flight is None and not self.reqs:
             self.check_books()
         return flight
@@ -129,6 +137,7 @@ class Scheduler:
             req.output_log = LogprobLog() if message.return_logprob else None
             self.reqs[req.rid] = req
             self.waiting.append(req)
+            self.memory.prefetch(req)
             self.stats.num_prompt_tokens += len(req.prompt_ids)
             return
         self.output.flush()
@@ -170,9 +179,11 @@ class Scheduler:
         self.waiting = order_waiting(
             self.waiting, self.config.schedule_policy, self.memory.match, self.shuffler
         )
-        plan = self.planner.plan(self.waiting, self.chunked, len(self.running), reserved)
+        ready = [req for req in self.waiting if self.memory.may_schedule(req)]
+        plan = self.planner.plan(ready, self.chunked, len(self.running), reserved)
         if plan is not None:
             self.chunked = plan.chunked
+            self.waiting = [req for req in self.waiting if req.row == 0]
         return plan
 
     def launch_prefill(self, plan: PrefillPlan) -> InFlight:
@@ -202,6 +213,7 @@ class Scheduler:
 
     def launch(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> InFlight:
         """Hand a batch to the worker and note it as its requests' last flight."""
+        batch = self.memory.tables.up_to_date(batch, reqs)
         result = self.worker.launch(batch)
         done = Points.of(result.done)
         for req in reqs:
@@ -231,12 +243,17 @@ class Scheduler:
         return True
 
     def retract(self, req: Req) -> None:
-        """Take all memory from ``req``; it waits at the head of the queue and computes its tokens again."""
+        """Take all memory from ``req``; it waits at the head of the queue and computes its tokens again, or with
+        ``--retract-policy offload`` brings them back from the host."""
         if req in self.running.reqs:
             self.running.remove(req)
+        hicache = self.config.hicache
+        offloads = hicache is not None and hicache.retract_policy == "offload"
+        tail = self.memory.offload(req) if offloads else None
         self.depart(req, "retract")
         self.retire_departed()
         resumed = req.resumed()
+        resumed.tail = tail
         self.reqs[resumed.rid] = resumed
         self.waiting.insert(0, resumed)
 
@@ -246,6 +263,8 @@ class Scheduler:
         self.remaps = []
         if not live:
             return writes
+        for remap in live:
+            self.memory.tables.written(remap.req.row, remap.version)
         moved = remap_writes(live)
         return PageWrites(
             np.concatenate([writes.rows, moved.rows]),

@@ -6,6 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from fenceline.managers.hicache_stats import hicache_state
 from fenceline.managers.io_struct import CudaGraphState, InternalState, StatsReport
 from fenceline.managers.prefill import PrefillPlan
 from fenceline.managers.request_memory import RequestMemory
@@ -36,7 +37,7 @@ class SchedulerStats:
         self.num_generated_tokens = 0
         self.num_retractions = 0
         self.num_aborts = 0
-        self._num_computed_prompt_tokens = 0
+        self.num_computed_prompt_tokens = 0
         self._num_decode_steps = 0
         self._throughput = 0.0
         self._last_log = self._last_report = time.perf_counter()
@@ -55,7 +56,7 @@ class SchedulerStats:
     def prefill(self, plan: PrefillPlan, num_running: int, num_queued: int) -> None:
         """A prefill step was planned."""
         self.num_cached_tokens += plan.num_cached_tokens
-        self._num_computed_prompt_tokens += plan.num_new_tokens
+        self.num_computed_prompt_tokens += plan.num_new_tokens
         if self._decode_log_interval and logger.isEnabledFor(logging.INFO):
             logger.info(
                 "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
@@ -110,7 +111,7 @@ class SchedulerStats:
     def state(self, scheduler: Scheduler) -> InternalState:
         """How things stand."""
         num_running = sum(1 for req in scheduler.reqs.values() if req.row)
-        prompt = self.num_cached_tokens + self._num_computed_prompt_tokens
+        prompt = self.num_cached_tokens + self.num_computed_prompt_tokens
         return InternalState(
             num_running_reqs=num_running,
             num_queue_reqs=len(scheduler.waiting),
@@ -128,6 +129,7 @@ class SchedulerStats:
             paused=scheduler.paused,
             memory_bytes=self._memory_bytes,
             cuda_graphs=None if self._graphs is None else _graph_state(self._graphs),
+            hicache=hicache_state(self._memory),
         )
 
 

@@ -8,7 +8,9 @@ from typing import Protocol
 
 from fenceline.managers.io_struct import BatchTokenOut, Message
 from fenceline.managers.req import Req
+from fenceline.mem_cache.hierarchical_cache import Transfers
 from fenceline.mem_cache.req_pool import ReqPool
+from fenceline.mem_cache.storage.make import Storage
 from fenceline.memory_order import LeasePool
 from fenceline.model_executor.cuda_graph_runner import GraphStats
 from fenceline.model_executor.forward_result import ForwardResult
@@ -45,6 +47,12 @@ class Worker(Protocol):
     def memory_bytes(self) -> dict[str, int]:
         """Long-lived allocations by name."""
         ...
+
+    @property
+    def hicache(self) -> Transfers | None: ...  # what moves pages to the host tier and back, None without one
+
+    @property
+    def storage(self) -> Storage | None: ...  # the tier below the host, None without one
 
     @property
     def graph_stats(self) -> GraphStats | None: ...  # None without graphs

@@ -23,6 +23,7 @@ from fenceline.layers.shard import Shard
 from fenceline.mem_cache.cache_controller import CacheController
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.mem_cache.req_pool import ReqPool
+from fenceline.mem_cache.storage.make import Storage, make_storage
 from fenceline.memory_order import Device, InputRing, LeasePool, ResultRing, wait_for_pages
 from fenceline.memory_order.guards import RETIRED_AFTER, STARTUP_STOP
 from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner, GraphStats
@@ -91,8 +92,10 @@ class ModelRunner:
         if device.checker is not None:
             self._order = StepOrder(device.checker, self.kv_pool, self.req_pool)
         self.hicache: CacheController | None = None
+        self.storage: Storage | None = None
         if config.hicache is not None:
             self.hicache = make_cache_controller(config.hicache, device, self.kv_pool, self._order)
+            self.storage = make_storage(device, self.hicache.host_pool, config)
         if device.keeps(STARTUP_STOP):  # weights and pools were written on the default stream
             device.synchronize()
         with _room_for("decode graphs", "lower --cuda-graph-max-bs, or give --disable-cuda-graph"):

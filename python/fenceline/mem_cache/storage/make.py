@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from fenceline.config.engine_config import EngineConfig
@@ -13,7 +15,7 @@ from fenceline.mem_cache.host_pool import HostPool
 from fenceline.mem_cache.storage.controller import StorageController
 from fenceline.mem_cache.storage.file_backend import FileBackend
 from fenceline.mem_cache.storage.page_file import HEADER_NBYTES
-from fenceline.mem_cache.storage.page_hash import PageFingerprint
+from fenceline.mem_cache.storage.page_hash import PageFingerprint, PageKey
 from fenceline.memory_order import Device
 
 # The parts of a HostPool's page come in this order in both of its layouts, so servers that differ in
@@ -21,11 +23,16 @@ from fenceline.memory_order import Device
 _BYTE_ORDER = "layer, key or value, token, head"
 
 
-def make_storage(
-    device: Device, host_pool: HostPool, config: EngineConfig
-) -> tuple[StorageController, PageFingerprint] | None:
-    """The storage tier that ``config`` asks for, its threads running, and what the keys of its pages start from;
-    None if it asks for none. The caller closes it.
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A running storage: its controller, and what the keys of a namespace's pages start from."""
+
+    controller: StorageController
+    root_key: Callable[[str], PageKey]
+
+
+def make_storage(device: Device, host_pool: HostPool, config: EngineConfig) -> Storage | None:
+    """The storage that ``config`` asks for, its threads running; None if it asks for none. The caller closes it.
 
     Raises ``ValueError`` with the remedy for a directory that cannot be used or holds not even one page.
     """
@@ -40,7 +47,7 @@ def make_storage(
         storage.prefetch_policy,
         storage.prefetch_timeout_s,
     )
-    return controller, fingerprint
+    return Storage(controller, fingerprint.root_key)
 
 
 def _backend(storage: HiCacheStorageConfig, fingerprint: PageFingerprint) -> FileBackend:

@@ -68,6 +68,8 @@ class _Witness:
         self.pages = runner.pages
         self.req_pool = runner.req_pool
         self.memory_bytes = runner.memory_bytes
+        self.hicache = runner.hicache
+        self.storage = runner.storage
         self._runner = runner
         self._decisions = decisions
 

@@ -1,0 +1,268 @@
+"""HierarchicalCache: the KV cache's tiers as the scheduler sees them: device and host under one tree, storage below.
+
+The tree decides, the controller moves bytes, storage's workers keep pages for later. This is where a decision becomes
+a transfer: all loads of the requests that one step admits are one transfer, and so are all backups of a step. Nothing
+here waits for the device: who touches a page next waits for the Points of the transfer, by the edges of its streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fenceline.config.hicache import HiCacheConfig
+from fenceline.mem_cache.cache_controller import TransferCounts
+from fenceline.mem_cache.hiradix_cache import HiRadixCache
+from fenceline.mem_cache.radix_cache import MatchResult, TreeNode
+from fenceline.mem_cache.storage.make import Storage
+from fenceline.mem_cache.storage.tier import StorageTier
+from fenceline.mem_cache.transfer import PageMove, Ticket, TransferKind
+from fenceline.memory_order import LeasePool, Points
+
+I32 = npt.NDArray[np.int32]
+
+
+class Transfers(Protocol):
+    """What moves pages between device and host: a CacheController, or a test's stand-in."""
+
+    @property
+    def host_pages(self) -> LeasePool:
+        """Who owns which host page."""
+        ...
+
+    @property
+    def counts(self) -> Mapping[TransferKind, TransferCounts]:
+        """What has been moved."""
+        ...
+
+    @property
+    def num_in_flight(self) -> int:
+        """Transfers that no :meth:`drain_acks` has returned yet."""
+        ...
+
+    def store(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
+        """Copy device pages to host pages, on STORE after ``after``."""
+        ...
+
+    def load(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
+        """Copy host pages to device pages, on LOAD after ``after``, layer by layer."""
+        ...
+
+    def drain_acks(self) -> Sequence[Ticket]:
+        """Transfers that have ended since the last call."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadedTail:
+    """The last page of a retracted request, which no tree can hold since it is not full: one host page of its own.
+
+    ``num_tokens``: tokens of the request up to and including those of this page that are right.
+    """
+
+    host_page: int
+    num_tokens: int
+    ticket: Ticket
+
+
+@dataclass(slots=True)
+class _Moves:
+    """The pages of one transfer while it is put together."""
+
+    ticket: Ticket
+    moves: list[PageMove] = field(default_factory=list)
+
+    def whole(self) -> PageMove:
+        after = Points.none()
+        for move in self.moves:
+            after = after.join(move.after)
+        return PageMove(
+            np.concatenate([move.device_pages for move in self.moves]),
+            np.concatenate([move.host_pages for move in self.moves]),
+            after,
+        )
+
+
+class HierarchicalCache:
+    """The tree with its host tier. One thread, the scheduler's, calls it."""
+
+    def __init__(
+        self,
+        pages: LeasePool,
+        page_size: int,
+        transfers: Transfers,
+        config: HiCacheConfig,
+        storage: Storage | None = None,
+    ) -> None:
+        self.host_pages = transfers.host_pages
+        self.tree = HiRadixCache(
+            pages,
+            page_size,
+            transfers.host_pages,
+            config.write_policy,
+            self._spill,
+            None if storage is None else storage.root_key,
+        )
+        self.storage: StorageTier | None = None
+        if storage is not None and config.storage is not None:
+            threshold = config.storage.prefetch_threshold
+            self.storage = StorageTier(self.tree, self.host_pages, storage, page_size, threshold)
+        self._transfers = transfers
+        self._page_size = page_size
+        self._load_back_threshold = config.load_back_threshold
+        self._num_tickets = 0
+        self._load: _Moves | None = None
+        self._inserted: list[TreeNode] = []
+        self._num_tail_pages = 0
+        self._tails_loading: list[OffloadedTail] = []
+
+    # --- host to device ------------------------------------------------------------------------------
+
+    def usable(self, match: MatchResult) -> MatchResult:
+        """``match`` without its part on the host where loading it is not worth a transfer."""
+        if match.num_host_tokens == 0 or match.num_host_tokens >= self._load_back_threshold:
+            return match
+        return match.on_device()
+
+    def begin_load(self, match: MatchResult, device_pages: I32, after: Points) -> None:
+        """Bind ``device_pages``, leased with ``after``, to the host's part of ``match``: they are the tree's from now
+        on and hold their KV once :meth:`start_loads` has submitted the transfer and it has run."""
+        batch = self._load_batch()
+        move = self.tree.begin_load(match.host_node, device_pages, batch.ticket)
+        batch.moves.append(replace(move, after=move.after.join(after)))
+
+    def begin_load_tail(self, tail: OffloadedTail, device_page: int, after: Points) -> None:
+        """Bring a retracted request's last page into ``device_page``, and give its host page back."""
+        batch = self._load_batch()
+        host = np.array([tail.host_page], dtype=np.int32)
+        device = np.array([device_page], dtype=np.int32)
+        batch.ticket.add_pages(1)
+        batch.moves.append(PageMove(device, host, after.join(tail.ticket.points)))
+        self._tails_loading.append(tail)
+
+    def start_loads(self) -> tuple[Ticket, ...]:
+        """Submit everything that was begun since the last call as one transfer. Whoever reads the pages waits for the
+        tickets; none if nothing was begun."""
+        batch, self._load = self._load, None
+        if batch is None:
+            return ()
+        move = batch.whole()
+        self._transfers.load(batch.ticket, move.device_pages, move.host_pages, move.after)
+        for tail in self._tails_loading:
+            self._retire_tail(tail, batch.ticket.points)
+        self._tails_loading.clear()
+        return (batch.ticket,)
+
+    # --- device to host ------------------------------------------------------------------------------
+
+    def inserted(self, node: TreeNode) -> None:
+        """The tree got or confirmed pages on the path of ``node``: back them up soon if the write policy says so."""
+        self._inserted.append(node)
+
+    def write_backups(self) -> None:
+        """Submit everything that the write policy wants on the host as one transfer. Once a step, after publishing."""
+        if not self._inserted:
+            return
+        nodes = self.tree.backup_candidates(*self._inserted)
+        self._inserted.clear()
+        self._store(nodes)
+
+    def offload(
+        self, node: TreeNode, tail_page: int | None, num_tokens: int, after: Points
+    ) -> OffloadedTail | None:
+        """Back up what a retracted request leaves behind: the path of ``node`` whatever the policy, and ``tail_page``,
+        the partial page after it, which the request still owns and the steps up to ``after`` still write.
+
+        None where the request has no such page or the host is full. Whoever reuses ``tail_page`` waits for the ticket.
+        """
+        ticket = self._ticket(TransferKind.STORE)
+        nodes = self.tree.backup_candidates(node, force=True)
+        moves = [self.tree.begin_backup(nodes, ticket)]
+        tail = None
+        leased = None if tail_page is None else self.tree.alloc_host(1)
+        if leased is not None:
+            host, host_after = leased
+            device = np.array([tail_page], dtype=np.int32)
+            ticket.add_pages(1)
+            moves.append(PageMove(device, host, after.join(host_after)))
+            tail = OffloadedTail(int(host[0]), num_tokens, ticket)
+            self._num_tail_pages += 1
+        self._submit_store(_Moves(ticket, moves), nodes)
+        return tail
+
+    def drop_tail(self, tail: OffloadedTail) -> None:
+        """A retracted request will not come back, or not to this page."""
+        self._retire_tail(tail, tail.ticket.points)
+
+    def _spill(self, nodes: Sequence[TreeNode]) -> None:
+        """write_back: the tree is about to give up these nodes' device pages."""
+        self._store(nodes)
+
+    def _store(self, nodes: Sequence[TreeNode]) -> None:
+        if nodes:
+            ticket = self._ticket(TransferKind.STORE)
+            self._submit_store(_Moves(ticket, [self.tree.begin_backup(nodes, ticket)]), nodes)
+
+    def _submit_store(self, batch: _Moves, nodes: Sequence[TreeNode]) -> None:
+        """``nodes``: of which the host was to get a copy; it had no room for those that it did not."""
+        move = batch.whole()
+        if len(move.host_pages) == 0:
+            return
+        self._transfers.store(batch.ticket, move.device_pages, move.host_pages, move.after)
+        if self.storage is not None:
+            backed_up = [node for node in nodes if batch.ticket in node.transfers]
+            self.storage.write(backed_up, batch.ticket.points)
+
+    # --- both ----------------------------------------------------------------------------------------
+
+    @property
+    def counts(self) -> Mapping[TransferKind, TransferCounts]:
+        """What has been moved between device and host."""
+        return self._transfers.counts
+
+    @property
+    def num_outstanding(self) -> int:
+        """Transfers and storage jobs whose end nobody has noticed yet."""
+        num_jobs = 0 if self.storage is None else self.storage.num_outstanding
+        return self._transfers.num_in_flight + num_jobs
+
+    def drain_acks(self) -> None:
+        """Take in which transfers have ended. Every step, whatever the step is (F6)."""
+        for ticket in self._transfers.drain_acks():
+            self.tree.finish(ticket)
+        if self.storage is not None:
+            self.storage.drain()
+
+    def close(self) -> None:
+        """End the storage's workers."""
+        if self.storage is not None:
+            self.storage.close()
+
+    def check_books(self) -> None:
+        """When no request holds anything: every host page is free, in the tree, or on its way from storage."""
+        num_fetch_pages = 0 if self.storage is None else self.storage.num_fetch_pages
+        num_held = self.tree.num_host_pages + self.tree.num_orphan_host_pages
+        num_held += self._num_tail_pages + num_fetch_pages
+        if self.host_pages.num_leased != num_held:
+            raise RuntimeError(
+                f"host KV pages do not add up while idle: {self.host_pages.num_leased} leased, {num_held} accounted for"
+            )
+
+    def _load_batch(self) -> _Moves:
+        if self._load is None:
+            self._load = _Moves(self._ticket(TransferKind.LOAD))
+        return self._load
+
+    def _ticket(self, kind: TransferKind) -> Ticket:
+        self._num_tickets += 1
+        return Ticket(self._num_tickets, kind)
+
+    def _retire_tail(self, tail: OffloadedTail, after: Points) -> None:
+        self.host_pages.retire(
+            np.array([tail.host_page], dtype=np.int32), after=after.join(tail.ticket.points)
+        )
+        self._num_tail_pages -= 1

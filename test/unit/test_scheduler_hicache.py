@@ -1,0 +1,197 @@
+"""The scheduler over two tiers: prefixes that left the device come back from the host, and nobody's tokens change."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_driver import Driver, expected_output, make_tiered_driver, request
+from token_worker import TokenTransfers
+
+from fenceline.managers.io_struct import AbortReq, FlushCacheReq, TokenizedGenerateReq
+
+POLICIES = ("write_through", "write_through_selective", "write_back")
+
+
+def transfers(driver: Driver) -> TokenTransfers:
+    moved = driver.worker.hicache
+    assert isinstance(moved, TokenTransfers)
+    return moved
+
+
+def serve(driver: Driver, *reqs: TokenizedGenerateReq) -> None:
+    """Answer ``reqs``, which arrive together, and check what they were told."""
+    driver.send(*reqs)
+    driver.run()
+    capacity = min(driver.config.context_length, driver.scheduler.memory.num_pages * driver.config.page_size)
+    for req in reqs:
+        assert driver.answers[req.rid].output_ids == expected_output(req, capacity), req.rid
+
+
+def drain(driver: Driver) -> None:
+    """Let every transfer end and be noticed."""
+    moved = transfers(driver)
+    while moved.num_in_flight:
+        driver.scheduler.memory.drain_acks()
+
+
+def fill_device(driver: Driver, tag: int) -> None:
+    """Prompts that nobody shares, until everything older has left the device."""
+    for index in range(3):
+        prompt = [(tag * 7 + index * 31 + i) % 200 + 1 for i in range(56)]
+        serve(driver, request(f"filler-{tag}-{index}", prompt, max_new_tokens=2, ignore_eos=True))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prefix_comes_back_from_the_host(policy: str) -> None:
+    driver = make_tiered_driver(hicache_write_policy=policy)
+    prompt = list(range(20, 60))
+    for rid in ("first", "again"):  # twice: a selective policy backs up what was used twice
+        serve(driver, request(rid, prompt, max_new_tokens=2, ignore_eos=True))
+    fill_device(driver, 1)
+    before = transfers(driver).num_moved["load"]
+    serve(driver, request("back", [*prompt, 7, 8, 9], max_new_tokens=4, ignore_eos=True))
+    assert transfers(driver).num_moved["load"] - before == 10
+    assert driver.answers["back"].last.cached_tokens == 40
+
+
+def test_write_back_stores_nothing_before_the_device_is_full() -> None:
+    driver = make_tiered_driver(hicache_write_policy="write_back")
+    serve(driver, request("a", list(range(20, 60)), max_new_tokens=2))
+    assert transfers(driver).num_moved["store"] == 0
+    fill_device(driver, 1)
+    assert transfers(driver).num_moved["store"] > 0
+
+
+def test_short_prefixes_are_computed_rather_than_loaded() -> None:
+    driver = make_tiered_driver()
+    serve(driver, request("a", list(range(20, 28)), max_new_tokens=1))
+    fill_device(driver, 1)
+    serve(driver, request("b", [*range(20, 28), 3], max_new_tokens=1))
+    assert transfers(driver).num_moved["load"] == 0
+    assert driver.answers["b"].last.cached_tokens == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("retract_policy", ["recompute", "offload"])
+def test_conversations_under_constant_eviction(policy: str, retract_policy: str) -> None:
+    """Turns of many conversations, more than the device holds: loads and evictions never stop, nothing is lost."""
+    for seed in range(6):
+        random = Random(seed)
+        driver = make_tiered_driver(
+            num_pages=30,
+            num_host_pages=random.choice((12, 40, 100)),
+            seed=seed,
+            hicache_write_policy=policy,
+            retract_policy=retract_policy,
+            schedule_policy=random.choice(("fcfs", "lpm")),
+            schedule_conservativeness=0.05,
+            disable_overlap_schedule=random.random() < 0.2,
+        )
+        histories = [[random.randrange(1, 200) for _ in range(random.randint(10, 24))] for _ in range(7)]
+        for turn in range(5):
+            reqs = [
+                request(f"{turn}-{i}", list(history), max_new_tokens=random.randint(1, 12), ignore_eos=True)
+                for i, history in enumerate(histories)
+                if random.random() < 0.7
+            ]
+            serve(driver, *reqs)
+            for req in reqs:
+                history = histories[int(req.rid.split("-")[1])]
+                history += driver.answers[req.rid].output_ids
+                history += [random.randrange(1, 200) for _ in range(random.randint(1, 5))]
+        drain(driver)
+        tree = driver.scheduler.memory.tree
+        tree.check()
+        assert tree.num_locked_pages == 0
+
+
+def test_a_retracted_request_is_loaded_rather_than_computed_again() -> None:
+    """Two long answers in a pool for one: the one that is retracted brings its pages back, its last one included."""
+    results = {}
+    for policy in ("recompute", "offload"):
+        driver = make_tiered_driver(num_pages=20, retract_policy=policy, schedule_conservativeness=0.01)
+        reqs = [
+            request(rid, [seed * 50 + i for i in range(9)], max_new_tokens=40, ignore_eos=True)
+            for seed, rid in enumerate(("a", "b"), 1)
+        ]
+        serve(driver, *reqs)
+        assert driver.scheduler.stats.num_retractions > 0
+        results[policy] = driver.scheduler.stats.num_computed_prompt_tokens
+        drain(driver)
+        assert driver.scheduler.memory.tiers.num_outstanding == 0
+    assert results["offload"] < results["recompute"]
+
+
+def test_a_retracted_request_may_be_aborted_while_it_waits() -> None:
+    driver = make_tiered_driver(num_pages=20, retract_policy="offload", schedule_conservativeness=0.01)
+    for seed, rid in enumerate(("a", "b"), 1):
+        driver.send(request(rid, [seed * 50 + i for i in range(9)], max_new_tokens=40, ignore_eos=True))
+    while driver.scheduler.stats.num_retractions == 0:
+        driver.step()
+    driver.send(AbortReq(abort_all=True))
+    driver.run()
+    drain(driver)
+    driver.scheduler.memory.check_books(every_page=True)
+
+
+def test_flush_empties_both_tiers() -> None:
+    driver = make_tiered_driver()
+    serve(driver, request("a", list(range(20, 60)), max_new_tokens=2))
+    driver.send(FlushCacheReq(id="flush"))
+    driver.step()
+    worker = driver.worker
+    assert worker.pages.num_leased == 0 and worker.hicache.host_pages.num_leased == 0
+    serve(driver, request("b", list(range(20, 60)), max_new_tokens=2))
+    assert driver.answers["b"].last.cached_tokens == 0
+
+
+def test_pure_decode_under_a_full_pool_lets_go_of_every_transfer() -> None:
+    """F6: acks are taken in whatever the step is; nothing stays locked or in flight."""
+    driver = make_tiered_driver(num_pages=40, num_rows=2)
+    serve(driver, request("a", list(range(20, 60)), max_new_tokens=2))
+    driver.send(request("long", [3, 4, 5], max_new_tokens=100, ignore_eos=True))
+    for _ in range(80):
+        driver.step()
+    assert transfers(driver).num_in_flight == 0
+    driver.run()
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_anything_goes(data: st.DataObject) -> None:
+    """Arrivals, aborts and flushes at any step; whoever is answered is answered right."""
+    seed = data.draw(st.integers(0, 10**6))
+    random = Random(seed)
+    driver = make_tiered_driver(
+        num_pages=data.draw(st.integers(20, 40)),
+        num_host_pages=data.draw(st.integers(1, 60)),
+        seed=seed,
+        hicache_write_policy=data.draw(st.sampled_from(POLICIES)),
+        retract_policy=data.draw(st.sampled_from(("recompute", "offload"))),
+        schedule_conservativeness=data.draw(st.sampled_from((0.01, 1.0))),
+        schedule_policy=data.draw(st.sampled_from(("fcfs", "lpm", "random"))),
+    )
+    families = [[random.randrange(1, 200) for _ in range(20)] for _ in range(4)]
+    sent: dict[str, TokenizedGenerateReq] = {}
+    for number in range(data.draw(st.integers(1, 14))):
+        prompt = random.choice(families)[: random.randint(1, 20)]
+        prompt += [random.randrange(200) for _ in range(random.randint(1, 9))]
+        req = request(f"r{number}", prompt, max_new_tokens=random.randint(1, 14), ignore_eos=True)
+        sent[req.rid] = req
+        driver.send(req)
+        for _ in range(random.randint(0, 5)):
+            driver.step()
+        if random.random() < 0.2:
+            driver.send(AbortReq(rid=random.choice(list(sent))))
+        if random.random() < 0.1:
+            driver.send(FlushCacheReq(id=f"f{number}"))
+    driver.run()
+    drain(driver)
+    capacity = min(driver.config.context_length, driver.scheduler.memory.num_pages * driver.config.page_size)
+    for rid, req in sent.items():
+        answer = driver.answers[rid]
+        if answer.finish.type != "abort":
+            assert answer.output_ids == expected_output(req, capacity), rid
