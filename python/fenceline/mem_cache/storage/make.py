@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,12 @@ class Storage:
     root_key: Callable[[str], PageKey]
 
 
-def make_storage(device: Device, host_pool: HostPool, config: EngineConfig) -> Storage | None:
+def make_storage(
+    device: Device, host_pool: HostPool, config: EngineConfig, clock: Callable[[], float] = time.monotonic
+) -> Storage | None:
     """The storage that ``config`` asks for, its threads running; None if it asks for none. The caller closes it.
+
+    ``clock``: seconds, of timeouts; a run that is to be repeated gives one that counts its steps.
 
     Raises ``ValueError`` with the remedy for a directory that cannot be used or holds not even one page.
     """
@@ -46,6 +51,7 @@ def make_storage(device: Device, host_pool: HostPool, config: EngineConfig) -> S
         _backend(storage, fingerprint),
         storage.prefetch_policy,
         storage.prefetch_timeout_s,
+        clock=clock,
     )
     return Storage(controller, fingerprint.root_key)
 
