@@ -233,7 +233,8 @@ def test_clear_and_close_do_not_wait_for_ever(tmp_path: Path) -> None:
     backend.pause = gate
     tier.write(KEYS[4:5])
     gate.wait_for_somebody()
-    assert tier.controller.clear() is None
+    with pytest.raises(ValueError, match="does not answer: it will be emptied"):
+        tier.controller.clear()
     asked = tier.query(KEYS[:4])
     assert asked.outcome is Outcome.DROPPED, "what is about to be cleared is not found any more"
     gate.open()

@@ -208,19 +208,20 @@ class StorageController:
         """Counts since the start."""
         return self._tally.snapshot(self._backend.stats(), len(self._active), self._num_write_pages)
 
-    def clear(self) -> int | None:
+    def clear(self) -> int:
         """Empty storage of this model, whatever is still queued for it included. Returns how many pages were removed.
 
-        Blocks for ``limits.clear_s`` at most: None where storage takes longer. It is cleared all the same, and
-        prefetches find nothing until it is."""
+        Blocks for ``limits.clear_s`` at most, then raises ``ValueError``: storage is cleared all the same as soon as it
+        answers, and prefetches find nothing until it is."""
         assert not self._stop.is_set, "storage is closed"
         before = self._tally.counts["cleared"]
         self._num_clears += 1
         self._writes.put(ClearJob(), self._clock())
-        if self._take_until(lambda: self._num_clears == 0, self._own_acks, self._limits.clear_s):
-            return self._tally.counts["cleared"] - before
-        logger.warning("The storage does not answer: it will be cleared as soon as it does")
-        return None
+        if not self._take_until(lambda: self._num_clears == 0, self._own_acks, self._limits.clear_s):
+            raise ValueError(
+                "the storage does not answer: it will be emptied as soon as it does, and is not read until then"
+            )
+        return self._tally.counts["cleared"] - before
 
     def close(self) -> None:
         """Leave what is queued, end the threads. One that hangs in the backend is left behind after ``limits.close_s``:

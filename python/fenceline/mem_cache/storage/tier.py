@@ -118,7 +118,7 @@ class StorageTier:
                     pass
 
     def clear(self) -> int:
-        """Remove every page of this model. Returns how many."""
+        """Remove every page of this model. Returns how many. Raises ``ValueError`` if that takes too long."""
         return self._controller.clear()
 
     def stats(self) -> StorageTierStats:
@@ -145,8 +145,9 @@ class StorageTier:
         wanted.num_settled = end = first + num_pages
         pages = op.host_pages[first:end]
         tokens = wanted.token_ids[: (wanted.first_page + end) * self._page_size]
-        spare = self._tree.insert_host(tokens, pages)
-        self._host_pages.retire(spare, Points.none())  # the worker has done with them, nobody else began
+        # The worker has waited for these Points; the streams that touch the pages next have not.
+        spare = self._tree.insert_host(tokens, pages, op.after)
+        self._host_pages.retire(spare, op.after)
 
     def _end(self, op: Prefetch) -> None:
         wanted = self._wanted.pop(op.handle)
