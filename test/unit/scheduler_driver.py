@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,8 @@ class Driver:
         assert not block or timeout_ms is not None or self.pending, (
             "the scheduler blocks although requests are waiting for it"
         )
+        if block and timeout_ms is not None and not self.pending:
+            time.sleep(timeout_ms / 1000)  # as a poll of the socket: workers of the storage get their turn
         messages, self.pending = list(self.pending), deque()
         return messages
 
@@ -85,7 +88,8 @@ class Driver:
 
     def step(self) -> None:
         """One turn of the loop; nothing if the scheduler would sleep."""
-        if self.pending or self.flight is not None or not self.scheduler.idle:
+        scheduler = self.scheduler
+        if self.pending or self.flight is not None or not scheduler.idle or scheduler.memory.num_outstanding:
             self.flight = self.scheduler.step(self.flight)
             self.scheduler.memory.tree.check()
 

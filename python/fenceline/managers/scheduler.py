@@ -100,6 +100,11 @@ class Scheduler:
             self.check_books()
         return flight
 
+    def close(self) -> None:
+        """The loop has ended: end what works beside it."""
+        if self.memory.tiers is not None:
+            self.memory.tiers.close()
+
     # --- in ------------------------------------------------------------------------------------------
 
     def ingest(self, messages: Sequence[Message]) -> None:

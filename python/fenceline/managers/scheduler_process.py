@@ -131,6 +131,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs) -> None:
         freeze_garbage_collector()
         run_loop(scheduler)
         watchdog.waiting()
+        scheduler.close()
     except Exception as error:
         logger.exception("the scheduler fails")
         reason = f"{type(error).__name__}: {error}"
