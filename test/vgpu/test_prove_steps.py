@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Sequence
 from random import Random
 
@@ -13,17 +14,23 @@ import torch
 from fenceline.memory_order import open_device
 from fenceline.vgpu import RaceError, VgpuDevice, VirtualGpu
 from fenceline.vgpu.policy import Turn
+from fenceline.vgpu.proving.decisions import execute
 from fenceline.vgpu.proving.schedule import shrink
-from fenceline.vgpu.proving.steps import Loop, execute, make_config
+from fenceline.vgpu.proving.steps import Loop, make_config
 from fenceline.vgpu.proving.workloads import ENGINE, WORKLOADS
 
 torch.set_num_threads(1)
+_FOLDER = tempfile.TemporaryDirectory()
 
 
 def make_loop(name: str, seed: int, device: VgpuDevice | None = None) -> Loop:
     scenario = WORKLOADS[name].make(Random(seed))
     kind = "cpu" if device is None else "vgpu"
-    return Loop(make_config(scenario.flags, kind), device or open_device(kind), scenario.arrivals)
+    flags = dict(scenario.flags)
+    if "hicache_storage_backend" in flags:
+        flags["hicache_storage_dir"] = tempfile.mkdtemp(dir=_FOLDER.name)
+    config = make_config(flags, kind)
+    return Loop(config, device or open_device(kind), scenario.arrivals, follow_ups=scenario.follow_ups)
 
 
 @pytest.mark.parametrize("name", [name for name in WORKLOADS if name != ENGINE])

@@ -15,19 +15,23 @@ from fenceline.managers.flight_dump import dump_json
 from fenceline.memory_order import Points, open_device
 from fenceline.memory_order.edges import RING_EDGES
 from fenceline.model_executor.schedule_batch import DecodeBatch
+from fenceline.vgpu.proving.decisions import Decision, Transfer, execute, num_steps
+from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS
 from fenceline.vgpu.proving.recording import read_recording
-from fenceline.vgpu.proving.steps import Decision, Loop, execute, make_config
+from fenceline.vgpu.proving.steps import Loop, make_config
 from fenceline.vgpu.proving.workloads import ENGINE, WORKLOADS
 from fenceline.vgpu.replay import main, replay
 
 torch.set_num_threads(1)
 
-NAMES = [name for name in WORKLOADS if name not in (ENGINE, "growth")]
+TIERED = [workload.name for workload in HICACHE_WORKLOADS]
+NAMES = [name for name in WORKLOADS if name not in (ENGINE, "growth", *TIERED)]
 
 
 def run(name: str, seed: int = 3, **flags: int | bool) -> Loop:
     scenario = WORKLOADS[name].make(Random(seed))
-    loop = Loop(make_config({**scenario.flags, **flags}, "cpu"), open_device("cpu"), scenario.arrivals)
+    config = make_config({**scenario.flags, **flags}, "cpu")
+    loop = Loop(config, open_device("cpu"), scenario.arrivals, follow_ups=scenario.follow_ups)
     loop.run()
     return loop
 
@@ -142,6 +146,19 @@ def test_a_page_used_after_it_was_retired_is_told(tmp_path: Path, capsys: pytest
     assert main([str(edited(path, steps=steps)), "--seeds", "1"]) == 1
     out = capsys.readouterr().out
     assert f"in the recording itself: step {at}: " in out and "which are retired" in out
+
+
+@pytest.mark.parametrize("name", ["conversations", "offload"])
+def test_steps_of_an_engine_with_a_host_tier_run_without_its_transfers_and_say_so(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = run(name)
+    assert any(isinstance(decision, Transfer) for decision in loop.decisions)
+    path = dump(loop, tmp_path)
+    assert len(read_recording(path).steps) == num_steps(loop.decisions)
+    assert main([str(path), "--seeds", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "host tier's transfers are not recorded" in out and "every checker is silent" in out
 
 
 def test_only_the_last_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

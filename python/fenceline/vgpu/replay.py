@@ -24,9 +24,10 @@ from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.policy import POLICIES, make_policy
+from fenceline.vgpu.proving.decisions import Decision, execute
 from fenceline.vgpu.proving.recording import Recording, Step, read_recording
 from fenceline.vgpu.proving.runs import TOKENS, Verdict, policy_of, verdict_of
-from fenceline.vgpu.proving.steps import Decision, execute, make_config
+from fenceline.vgpu.proving.steps import make_config
 
 _DEFAULT_SEEDS = 8  # every policy at least once
 
@@ -145,6 +146,11 @@ def _about(recording: Recording) -> str:
         lines.append(
             f"earlier steps are not in it: memory counts as initialised, {len(recording.page_table)} rows start with "
             "the pages they are known to have had"
+        )
+    if recording.has_host_tier:
+        lines.append(
+            "the host tier's transfers are not recorded: steps run without them, and pages that were loaded count as "
+            "initialised"
         )
     return "\n".join(lines)
 

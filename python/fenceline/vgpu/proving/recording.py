@@ -30,8 +30,8 @@ from fenceline.model_executor.schedule_batch import (
     PageWrites,
     ScheduleBatch,
 )
+from fenceline.vgpu.proving.script import Flags
 from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
-from fenceline.vgpu.proving.workloads import Flags
 
 I64 = npt.NDArray[np.int64]
 
@@ -67,6 +67,7 @@ class Recording:
     recorded_pages: int
     problems: tuple[str, ...]
     graph_sizes: tuple[int, ...] = ()  # in which its decode batches were replayed
+    has_host_tier: bool = False  # whose transfers are not recorded
 
     @cached_property
     def flags(self) -> Flags:
@@ -151,6 +152,7 @@ class _Reader:
             recorded_pages=dump["num_pages"],
             problems=tuple(self._stale_pages()),
             graph_sizes=tuple(sorted(self._graph_sizes())),
+            has_host_tier=dump["config"].get("hicache") is not None,
         )
 
     def _graph_sizes(self) -> set[int]:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
 from fenceline.memory_order import LeaseError
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.errors import CheckError, DeadlockError, KernelError, RaceError
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.policy import Policy, Script, make_policy
+from fenceline.vgpu.proving.decisions import execute, num_steps
 from fenceline.vgpu.proving.engine import run_engine
 from fenceline.vgpu.proving.schedule import Narrator, shrink
-from fenceline.vgpu.proving.steps import Loop, execute, make_config
+from fenceline.vgpu.proving.script import Flags
+from fenceline.vgpu.proving.steps import Loop, make_config
 from fenceline.vgpu.proving.workloads import ENGINE, WORKLOADS
 
 # A seed's policy. Lopsided random schedules find most, the extremes find what randomness hardly reaches.
@@ -99,7 +104,7 @@ def _run(trial: Trial, policy: Policy, collect: bool = False) -> tuple[Outcome, 
         else:
             loop = _run_steps(trial, open_device())
         report = execute(loop.scheduler.config, loop.decisions)
-        outcome = Outcome(trial, TOKENS if report else "", report=report, num_steps=len(loop.decisions))
+        outcome = Outcome(trial, TOKENS if report else "", report=report, num_steps=num_steps(loop.decisions))
     except Exception as error:
         if not gpus:  # not a finding of the run: it has not begun
             raise
@@ -109,10 +114,22 @@ def _run(trial: Trial, policy: Policy, collect: bool = False) -> tuple[Outcome, 
 
 def _run_steps(trial: Trial, device: VgpuDevice) -> Loop:
     scenario = WORKLOADS[trial.workload].make(Random(trial.seed))
-    loop = Loop(make_config(scenario.flags, device.kind), device, scenario.arrivals)
-    loop.run()
-    device.synchronize()
+    with storage_directory(scenario.flags) as flags:
+        config = make_config(flags, device.kind)
+        loop = Loop(config, device, scenario.arrivals, follow_ups=scenario.follow_ups)
+        loop.run()
+        device.synchronize()
     return loop
+
+
+@contextmanager
+def storage_directory(flags: Flags) -> Iterator[Flags]:
+    """``flags`` with a directory of the run's own, which nobody has used, where they ask for storage."""
+    if flags.get("hicache_storage_backend", "none") == "none":
+        yield flags
+        return
+    with TemporaryDirectory(prefix="fenceline-prove-") as directory:
+        yield {**flags, "hicache_storage_dir": directory}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,120 +1,26 @@
-"""Workloads: what arrives at which step of the scheduler's loop, and with which flags the engine runs.
+"""Workloads of one tier: what arrives at which step of the scheduler's loop, and with which flags the engine runs.
 
 Each is a function of a seed. Sizes are small on purpose: a hazard needs two steps in flight, not a thousand requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from random import Random
-from typing import Any
 
-from fenceline.config.sampling_params import SamplingParams
 from fenceline.managers.io_struct import (
     AbortReq,
     ContinueGenerationReq,
     FlushCacheReq,
     GetInternalStateReq,
-    Message,
     PauseGenerationReq,
-    TokenizedGenerateReq,
 )
+from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS
+from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Scenario, Script, Workload
 from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
-
-Flag = int | float | str | bool | tuple[int, ...]
-Flags = Mapping[str, Flag]
-_GRAPH_CONTEXT = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """``message`` is in the inbox when the loop begins its ``step``-th turn."""
-
-    step: int
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """One run's input: flags of the engine, and arrivals in order of steps."""
-
-    flags: Flags
-    arrivals: tuple[Arrival, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """A named family of scenarios. ``share``: how many of a round's runs it gets."""
-
-    name: str
-    about: str
-    make: Callable[[Random], Scenario]
-    share: int = 1
-
-
-@dataclass(slots=True)
-class _Script:
-    """Builds a scenario's arrivals."""
-
-    random: Random
-    arrivals: list[Arrival] = field(default_factory=list)
-    num_reqs: int = 0
-
-    def prompt(self, shortest: int, longest: int) -> list[int]:
-        return [self.random.randrange(1, VOCAB_SIZE) for _ in range(self.random.randint(shortest, longest))]
-
-    def add(self, step: int, prompt: list[int], num_tokens: int, **options: Any) -> str:
-        """A request; its rid. Options not of the message are of its sampling parameters."""
-        rid = f"r{self.num_reqs}"
-        self.num_reqs += 1
-        seed = self.random.getrandbits(32)
-        outer: dict[str, Any] = {name: options.pop(name) for name in list(options) if "logprob" in name}
-        params = SamplingParams(max_new_tokens=num_tokens, seed=seed, **({"temperature": 0.0} | options))
-        message = TokenizedGenerateReq(
-            rid=rid, input_ids=prompt, sampling_params=params, stream=True, **outer
-        )
-        self.send(step, message)
-        return rid
-
-    def send(self, step: int, message: Message) -> None:
-        self.arrivals.append(Arrival(step, message))
-
-    def scenario(self, **flags: Flag) -> Scenario:
-        return Scenario(flags, tuple(sorted(self.arrivals, key=lambda arrival: arrival.step)))
-
-    def graphs(self, *sizes: int, share: float = 0.5) -> Flags:
-        """In a share of the runs, decode in graphs of ``sizes``; a few of them without padding."""
-        if self.random.random() >= share:
-            return {}
-        # The model's own context would only make every captured attention long.
-        flags: dict[str, Flag] = {"cuda_graph_bs": sizes, "context_length": _GRAPH_CONTEXT}
-        return flags | ({"disable_cuda_graph_padding": True} if self.random.random() < 0.2 else {})
-
-    def in_turn(self) -> Flags:
-        """In a few of the runs, each step is finished before the next one begins."""
-        return {"disable_overlap_schedule": True} if self.random.random() < 0.15 else {}
-
-    def options(self) -> dict[str, object]:
-        """How a request samples: mostly greedy, the rest of everything."""
-        return dict(
-            self.random.choice(
-                (
-                    {},
-                    {},
-                    {},
-                    {"temperature": 0.8},
-                    {"temperature": 1.2, "top_k": 8, "top_p": 0.9, "min_p": 0.01},
-                    {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
-                    {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2},
-                    {"min_new_tokens": 2, "logit_bias": {5: 3.0, 9: -4.0}},
-                )
-            )
-        )
 
 
 def _mixed(random: Random) -> Scenario:
-    script = _Script(random)
+    script = Script(random)
     for _ in range(5):
         prompt = script.prompt(1, 26)
         script.add(random.randrange(8), prompt, random.randint(1, 6), **script.options())
@@ -129,7 +35,7 @@ def _mixed(random: Random) -> Scenario:
 
 
 def _prefixes(random: Random) -> Scenario:
-    script = _Script(random)
+    script = Script(random)
     families = [script.prompt(8, 16) for _ in range(3)]
     for turn in range(6):
         prompt = random.choice(families) + script.prompt(1, 6)
@@ -146,7 +52,7 @@ def _prefixes(random: Random) -> Scenario:
 
 
 def _aborts(random: Random) -> Scenario:
-    script = _Script(random)
+    script = Script(random)
     for _ in range(5):
         start = random.randrange(7)
         rid = script.add(start, script.prompt(1, 20), random.randint(2, 8), **script.options())
@@ -166,7 +72,7 @@ def _aborts(random: Random) -> Scenario:
 
 
 def _retraction(random: Random) -> Scenario:
-    script = _Script(random)
+    script = Script(random)
     for _ in range(4):
         script.add(random.randrange(3), script.prompt(3, 8), random.randint(5, 9), ignore_eos=True)
     return script.scenario(
@@ -181,7 +87,7 @@ def _retraction(random: Random) -> Scenario:
 
 
 def _bursts(random: Random) -> Scenario:
-    script = _Script(random)
+    script = Script(random)
     step = 0
     for _ in range(2):
         for _ in range(4):
@@ -208,7 +114,7 @@ def _bursts(random: Random) -> Scenario:
 
 def _row_reuse(random: Random) -> Scenario:
     """F13: one row; its owner ends on a stop token that nobody foresaw while its next step is in flight."""
-    script = _Script(random)
+    script = Script(random)
     for _ in range(4):
         stop = tuple(random.sample(range(1, VOCAB_SIZE), 24))
         script.add(0, script.prompt(2, 5), 6, temperature=1.0, stop_token_ids=stop)
@@ -223,7 +129,7 @@ def _row_reuse(random: Random) -> Scenario:
 
 def _staging(random: Random) -> Scenario:
     """F12: every step uploads, since pages of one token come one by one and the batch changes all the time."""
-    script = _Script(random)
+    script = Script(random)
     for index in range(6):
         script.add(
             index * random.randint(1, 2), script.prompt(1, 4), random.randint(2, 6), **script.options()
@@ -239,7 +145,7 @@ def _staging(random: Random) -> Scenario:
 
 def _growth(random: Random) -> Scenario:
     """Uploads and results larger than the rings' first slots, with steps in flight before and after."""
-    script = _Script(random)
+    script = Script(random)
     script.add(0, script.prompt(2, 4), 5)
     long = script.prompt(2600, 2700)
     script.add(random.randint(0, 2), long, 2)
@@ -256,7 +162,7 @@ def _growth(random: Random) -> Scenario:
 
 def _graphs(random: Random) -> Scenario:
     """Decode batches of every size in padded graphs, and one size that is beyond them all."""
-    script = _Script(random)
+    script = Script(random)
     for index in range(6):
         script.add(
             index * random.randint(0, 3), script.prompt(1, 6), random.randint(2, 9), **script.options()
@@ -273,7 +179,7 @@ def _graphs(random: Random) -> Scenario:
 
 def _buckets(random: Random) -> Scenario:
     """F11: batches of one to five requests, which need nothing but a draw, and graphs of one to three."""
-    script = _Script(random)
+    script = Script(random)
     for index in range(6):
         start, options = index * random.randint(0, 2), random.choice(({}, {"temperature": 0.8}))
         script.add(start, script.prompt(1, 4), random.randint(4, 9), ignore_eos=True, **options)
@@ -283,13 +189,13 @@ def _buckets(random: Random) -> Scenario:
         chunked_prefill_size=16,
         page_size=4,
         cuda_graph_bs=(1, random.choice((2, 3))),
-        context_length=_GRAPH_CONTEXT,
+        context_length=GRAPH_CONTEXT,
     )
 
 
 def _outputs(random: Random) -> Scenario:
     """F8: every decode step a replay, whose next tokens go to the host as they are."""
-    script = _Script(random)
+    script = Script(random)
     for index in range(4):
         options = {"temperature": 1.0, "ignore_eos": True}
         script.add(index * random.randint(0, 4), script.prompt(1, 4), random.randint(5, 10), **options)
@@ -299,7 +205,7 @@ def _outputs(random: Random) -> Scenario:
         chunked_prefill_size=16,
         page_size=4,
         cuda_graph_bs=(1, 3),
-        context_length=_GRAPH_CONTEXT,
+        context_length=GRAPH_CONTEXT,
     )
 
 
@@ -326,6 +232,7 @@ WORKLOADS: dict[str, Workload] = {
         ),
         Workload("buckets", "F11: more requests than the largest graph holds", _buckets),
         Workload("growth", "uploads and results that outgrow the rings", _growth),
+        *HICACHE_WORKLOADS,
         Workload(ENGINE, "rounds of prompts through fenceline.Engine", _no_script),
     )
 }

@@ -1,0 +1,125 @@
+"""Scenarios: what arrives at which step of the scheduler's loop, with which flags; and what workloads build them with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from fenceline.config.sampling_params import SamplingParams
+from fenceline.managers.io_struct import Message, TokenizedGenerateReq
+from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
+
+Flag = int | float | str | bool | tuple[int, ...]
+Flags = Mapping[str, Flag]
+GRAPH_CONTEXT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """``message`` is in the inbox when the loop begins its ``step``-th turn."""
+
+    step: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class FollowUp:
+    """The next turn of a conversation: ``pause`` steps after the answer, all that was said and ``words`` are the prompt
+    of ``request``, which brings none of its own."""
+
+    pause: int
+    words: tuple[int, ...]
+    request: TokenizedGenerateReq
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One run's input: flags of the engine, arrivals in order of steps, and what follows the answers of which rid."""
+
+    flags: Flags
+    arrivals: tuple[Arrival, ...]
+    follow_ups: Mapping[str, FollowUp] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A named family of scenarios. ``share``: how many of a round's runs it gets."""
+
+    name: str
+    about: str
+    make: Callable[[Random], Scenario]
+    share: int = 1
+
+
+@dataclass(slots=True)
+class Script:
+    """Builds a scenario's arrivals."""
+
+    random: Random
+    arrivals: list[Arrival] = field(default_factory=list)
+    follow_ups: dict[str, FollowUp] = field(default_factory=dict)
+    num_reqs: int = 0
+
+    def prompt(self, shortest: int, longest: int) -> list[int]:
+        """So many random tokens."""
+        return [self.random.randrange(1, VOCAB_SIZE) for _ in range(self.random.randint(shortest, longest))]
+
+    def add(self, step: int, prompt: list[int], num_tokens: int, **options: Any) -> str:
+        """A request; its rid. Options not of the message are of its sampling parameters."""
+        message = self._request(prompt, num_tokens, options)
+        self.send(step, message)
+        return message.rid
+
+    def follow(self, rid: str, pause: int, words: list[int], num_tokens: int, **options: Any) -> str:
+        """The turn after ``rid``'s of the same conversation; its rid."""
+        message = self._request([], num_tokens, options)
+        self.follow_ups[rid] = FollowUp(pause, tuple(words), message)
+        return message.rid
+
+    def _request(self, prompt: list[int], num_tokens: int, options: dict[str, Any]) -> TokenizedGenerateReq:
+        rid = f"r{self.num_reqs}"
+        self.num_reqs += 1
+        seed = self.random.getrandbits(32)
+        outer: dict[str, Any] = {name: options.pop(name) for name in list(options) if "logprob" in name}
+        params = SamplingParams(max_new_tokens=num_tokens, seed=seed, **({"temperature": 0.0} | options))
+        return TokenizedGenerateReq(rid=rid, input_ids=prompt, sampling_params=params, stream=True, **outer)
+
+    def send(self, step: int, message: Message) -> None:
+        """``message`` arrives at ``step``."""
+        self.arrivals.append(Arrival(step, message))
+
+    def scenario(self, **flags: Flag) -> Scenario:
+        """What has been built."""
+        arrivals = tuple(sorted(self.arrivals, key=lambda arrival: arrival.step))
+        return Scenario(flags, arrivals, self.follow_ups)
+
+    def graphs(self, *sizes: int, share: float = 0.5) -> Flags:
+        """In a share of the runs, decode in graphs of ``sizes``; a few of them without padding."""
+        if self.random.random() >= share:
+            return {}
+        # The model's own context would only make every captured attention long.
+        flags: dict[str, Flag] = {"cuda_graph_bs": sizes, "context_length": GRAPH_CONTEXT}
+        return flags | ({"disable_cuda_graph_padding": True} if self.random.random() < 0.2 else {})
+
+    def in_turn(self) -> Flags:
+        """In a few of the runs, each step is finished before the next one begins."""
+        return {"disable_overlap_schedule": True} if self.random.random() < 0.15 else {}
+
+    def options(self) -> dict[str, object]:
+        """How a request samples: mostly greedy, the rest of everything."""
+        return dict(
+            self.random.choice(
+                (
+                    {},
+                    {},
+                    {},
+                    {"temperature": 0.8},
+                    {"temperature": 1.2, "top_k": 8, "top_p": 0.9, "min_p": 0.01},
+                    {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+                    {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2},
+                    {"min_new_tokens": 2, "logit_bias": {5: 3.0, 9: -4.0}},
+                )
+            )
+        )

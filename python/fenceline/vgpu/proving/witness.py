@@ -1,0 +1,168 @@
+"""The scheduler's Worker as the proof sees it: a ModelRunner whose decisions are written down as they are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from fenceline.mem_cache.cache_controller import CacheController, TransferCounts
+from fenceline.mem_cache.storage.controller import StorageController
+from fenceline.mem_cache.storage.make import Storage
+from fenceline.mem_cache.storage.page_hash import PageKey
+from fenceline.mem_cache.storage.prefetch import Ack, Prefetch
+from fenceline.mem_cache.storage.prefetch import Fetched as FetchedAck
+from fenceline.mem_cache.storage.tier_stats import StorageTierStats
+from fenceline.mem_cache.transfer import Ticket, TransferKind
+from fenceline.memory_order import LeasePool, Points
+from fenceline.model_executor.cuda_graph_runner import GraphStats
+from fenceline.model_executor.forward_result import ForwardResult, StepOutput
+from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.model_executor.schedule_batch import ScheduleBatch
+from fenceline.vgpu.proving.decisions import Decision, Event, Fetched, Kept, Transfer, host_bytes
+
+I32 = npt.NDArray[np.int32]
+
+
+class Witness:
+    """A ModelRunner whose launches and transfers, and what is published of them, are written into ``events``."""
+
+    def __init__(self, runner: ModelRunner, events: list[Event]) -> None:
+        self.device = runner.device
+        self.pages = runner.pages
+        self.req_pool = runner.req_pool
+        self.memory_bytes = runner.memory_bytes
+        self.hicache: NotedTransfers | None = None
+        self.storage: Storage | None = None
+        if runner.hicache is not None:
+            self.hicache = NotedTransfers(runner.hicache, events)
+            if runner.storage is not None:
+                noted = NotedStorage(runner.storage.controller, runner.hicache, events)
+                self.storage = Storage(cast(StorageController, noted), runner.storage.root_key)
+        self._runner = runner
+        self._events = events
+
+    @property
+    def graph_stats(self) -> GraphStats | None:
+        """See ModelRunner."""
+        return self._runner.graph_stats
+
+    def launch(self, batch: ScheduleBatch) -> ForwardResult:
+        """See ModelRunner."""
+        result = self._runner.launch(batch)
+        decision = Decision(batch)
+        self._events.append(decision)
+        return cast(ForwardResult, _Noted(result, decision))
+
+
+class _Noted:
+    """A flight's result on its way through the driver's hands: what ``publish`` takes is written down."""
+
+    def __init__(self, result: ForwardResult, decision: Decision) -> None:
+        self.done = result.done
+        self._result = result
+        self._decision = decision
+
+    def wait(self) -> StepOutput:
+        self._decision.output = self._result.wait()
+        return self._decision.output
+
+
+class NotedTransfers:
+    """A CacheController whose transfers are written down."""
+
+    def __init__(self, controller: CacheController, events: list[Event]) -> None:
+        self._controller = controller
+        self._events = events
+
+    @property
+    def host_pages(self) -> LeasePool:
+        """See CacheController."""
+        return self._controller.host_pages
+
+    @property
+    def counts(self) -> Mapping[TransferKind, TransferCounts]:
+        """See CacheController."""
+        return self._controller.counts
+
+    @property
+    def num_in_flight(self) -> int:
+        """See CacheController."""
+        return self._controller.num_in_flight
+
+    def store(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
+        """See CacheController."""
+        self._events.append(Transfer(TransferKind.STORE, device_pages.copy(), host_pages.copy()))
+        self._controller.store(ticket, device_pages, host_pages, after)
+
+    def load(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
+        """See CacheController."""
+        self._events.append(Transfer(TransferKind.LOAD, device_pages.copy(), host_pages.copy()))
+        self._controller.load(ticket, device_pages, host_pages, after)
+
+    def drain_acks(self) -> Sequence[Ticket]:
+        """See CacheController."""
+        return self._controller.drain_acks()
+
+
+class NotedStorage:
+    """A StorageController: what it is told to keep and what it brings are written down."""
+
+    def __init__(
+        self, controller: StorageController, transfers: CacheController, events: list[Event]
+    ) -> None:
+        self._controller = controller
+        self._host_pool = transfers.host_pool
+        self._events = events
+
+    def write(self, keys: Sequence[PageKey], host_pages: I32, after: Points, handle: int) -> None:
+        """See StorageController."""
+        self._events.append(Kept(tuple(keys), host_pages.copy()))
+        self._controller.write(keys, host_pages, after, handle)
+
+    def query(self, op: Prefetch) -> None:
+        """See StorageController."""
+        self._controller.query(op)
+
+    def fetch(self, op: Prefetch, host_pages: I32, after: Points) -> None:
+        """See StorageController."""
+        self._controller.fetch(op, host_pages, after)
+
+    def cancel(self, op: Prefetch) -> None:
+        """See StorageController."""
+        self._controller.cancel(op)
+
+    def may_schedule(self, op: Prefetch) -> bool:
+        """See StorageController."""
+        return self._controller.may_schedule(op)
+
+    @property
+    def num_outstanding(self) -> int:
+        """See StorageController."""
+        return self._controller.num_outstanding
+
+    def drain(self) -> list[Ack]:
+        """See StorageController. The pages of a :class:`Fetched` ack are the scheduler's from here on, so this is when
+        their bytes can be looked at."""
+        acks = self._controller.drain()
+        for ack in acks:
+            if isinstance(ack, FetchedAck):
+                pages = slice(ack.first, ack.first + ack.num_pages)
+                host_pages = ack.op.host_pages[pages].copy()
+                data = host_bytes(self._host_pool, host_pages)
+                self._events.append(Fetched(ack.op.keys[pages], host_pages, data))
+        return acks
+
+    def stats(self) -> StorageTierStats:
+        """See StorageController."""
+        return self._controller.stats()
+
+    def clear(self) -> int:
+        """See StorageController."""
+        return self._controller.clear()
+
+    def close(self) -> None:
+        """See StorageController."""
+        self._controller.close()
