@@ -1,4 +1,4 @@
-"""F5: what was derived from pages that have moved since is noticed, made anew and counted; what has not moved is not."""
+"""F5: what was derived from pages that have moved since is noticed, made anew and counted; what stayed is not."""
 
 from __future__ import annotations
 
