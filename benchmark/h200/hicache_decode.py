@@ -132,6 +132,8 @@ def start_batch(engine: InProcessEngine, batch: int, num_steps: int, prompt_len:
     engine.step_until(lambda: len(engine.scheduler.running) == batch)
     for _ in range(_WARM_STEPS):
         engine.step()
+    hicache = engine.runner.hicache
+    engine.step_until(lambda: hicache is None or not hicache.num_in_flight)  # the prompts' backups
 
 
 def run_block(

@@ -159,7 +159,7 @@ def flags_of(io: str, args: argparse.Namespace) -> list[str]:
     ]
     if args.without_hicache:
         return flags
-    host = ("--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-io-backend", io)
+    host = ("--enable-hierarchical-cache", "--hicache-ratio", "3", "--hicache-io-backend", io)
     return [*flags, *host, "--hicache-mem-layout", args.mem_layout]
 
 
