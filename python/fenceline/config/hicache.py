@@ -32,6 +32,9 @@ _PREFETCH_THRESHOLD = 256
 # Attention backends that may run a persistent kernel in the mode; ``auto`` may become any of them.
 _MAYBE_PERSISTENT_PREFILL = frozenset(("auto", "flashinfer", "fa3"))
 _MAYBE_PERSISTENT_DECODE = frozenset(("auto", "fa3"))
+# Tokens in a page from which the copy engine keeps up with the SMs. It takes nothing from whoever computes; copies by
+# SMs make a large product beside them take one and a half (loads) to several times (backups) as long.
+_DIRECT_PAGE_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +142,7 @@ def hicache_config(
         ratio=args.hicache_ratio,
         host_bytes=_host_bytes(args.hicache_size),
         write_policy=cast(WritePolicy, args.hicache_write_policy),
-        io_backend=_io_backend(args.hicache_io_backend, device, attention, has_kernels or has_kernel_package),
+        io_backend=_io_backend(args, device, attention, has_kernels or has_kernel_package),
         mem_layout=cast(MemLayout, args.hicache_mem_layout),
         retract_policy=cast(RetractPolicy, args.retract_policy),
         load_back_threshold=_LOAD_BACK_THRESHOLD,
@@ -164,8 +167,9 @@ def _host_bytes(size_gb: float) -> int | None:
 
 
 def _io_backend(
-    wanted: str | None, device: str, attention: tuple[str, str], has_kernels: Callable[[], bool]
+    args: ServerArgs, device: str, attention: tuple[str, str], has_kernels: Callable[[], bool]
 ) -> IoBackend:
+    wanted = args.hicache_io_backend
     # Where there are no SMs (cpu and its like) the name decides nothing but which edges apply: any is allowed.
     if device != "cuda":
         return "kernel" if wanted == "kernel" else "direct"
@@ -178,7 +182,9 @@ def _io_backend(
         return "kernel"
     prefill, decode = attention
     persistent = prefill in _MAYBE_PERSISTENT_PREFILL or decode in _MAYBE_PERSISTENT_DECODE
-    return "direct" if wanted == "direct" or persistent or not has_kernels() else "kernel"
+    if wanted == "direct" or persistent or not has_kernels():
+        return "direct"
+    return "direct" if args.page_size >= _DIRECT_PAGE_SIZE else "kernel"
 
 
 def _storage(args: ServerArgs) -> HiCacheStorageConfig | None:

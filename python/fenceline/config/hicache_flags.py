@@ -25,9 +25,9 @@ WRITE_POLICY = flag(
 )
 IO_BACKEND = flag(
     None,
-    "How pages travel between device and host: kernel is a copy kernel, direct the copy engine. Unless given, direct "
-    "where the attention kernel of prefill (flashinfer, fa3, auto) or decode (fa3, auto) may be persistent, as copy "
-    "kernels and those have to take turns; else kernel on a GPU with Fenceline's kernel package.",
+    "How pages travel between device and host: direct by the copy engine, kernel by a copy kernel, which slows down "
+    "whatever runs beside it. Unless given, direct; kernel with pages of one token, unless attention may be persistent "
+    "(prefill by flashinfer, fa3, auto; decode by fa3, auto), as copy kernels and those have to take turns.",
     group=_GROUP,
     choices=("kernel", "direct"),
     refused={"kernel_ascend": "use --hicache-io-backend kernel or direct"},

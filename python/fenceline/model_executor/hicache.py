@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 
 from fenceline.config.hicache import HiCacheConfig
@@ -14,6 +16,11 @@ from fenceline.memory_order import Device
 from fenceline.model_executor.step_order import StepOrder
 
 
+logger = logging.getLogger(__name__)
+
+_DIRECT_PAGE_SIZE = 16  # tokens in a page from which the copy engine keeps up with the link
+
+
 def make_cache_controller(
     config: HiCacheConfig, device: Device, kv_pool: KVPool, order: StepOrder | None
 ) -> CacheController:
@@ -22,6 +29,11 @@ def make_cache_controller(
     Copies the sink page there and back on a GPU, so that nothing is compiled or loaded while a request waits. Waits for
     the device. Raises ``ValueError`` with the remedy where the host has no room for it.
     """
+    if device.kind == "cuda" and config.io_backend == "direct" and kv_pool.page_size < _DIRECT_PAGE_SIZE:
+        logger.warning(
+            "HiCache moves pages of %d token(s) by the copy engine, at a few percent of its rate: give --page-size 64",
+            kv_pool.page_size,
+        )
     host_pool = HostPool(device, num_host_pages(config, kv_pool), kv_pool, config.mem_layout)
     copier = make_page_copier(device, kv_pool, host_pool, config.io_backend)
     transfer_order = None
