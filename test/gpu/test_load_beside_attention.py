@@ -36,7 +36,9 @@ class Attention:
     def __init__(self, device: Device) -> None:
         torch.manual_seed(1)
         self.device = device
-        self.pool = KVPool(FIRST_MOVED + NUM_MOVED, PAGE, LAYERS, KV_HEADS, HEAD_DIM, torch.bfloat16, device.torch_device)
+        self.pool = KVPool(
+            FIRST_MOVED + NUM_MOVED, PAGE, LAYERS, KV_HEADS, HEAD_DIM, torch.bfloat16, device.torch_device
+        )
         for layer in range(LAYERS):
             self.pool.k(layer).normal_()
             self.pool.v(layer).normal_()

@@ -15,7 +15,6 @@ from fenceline.mem_cache.transfer_order import TransferOrder
 from fenceline.memory_order import Device
 from fenceline.model_executor.step_order import StepOrder
 
-
 logger = logging.getLogger(__name__)
 
 _DIRECT_PAGE_SIZE = 16  # tokens in a page from which the copy engine keeps up with the link
