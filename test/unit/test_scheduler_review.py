@@ -337,3 +337,18 @@ def test_a_retracted_request_goes_before_those_that_never_ran(policy: str) -> No
     assert driver.scheduler.reqs["old"].num_retractions == 1
     assert driver.scheduler.reqs["old"].row != 0, "it is the first to be admitted again"
     driver.run()
+
+
+def test_a_step_does_not_look_through_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the head does not fit, a step asks nobody behind it: thousands may wait, and the device must not."""
+    driver = make_driver(num_pages=64, page_size=4, num_rows=8)
+    driver.send(request("running", [1] * 60, max_new_tokens=60, ignore_eos=True))
+    steps(driver, 2)
+    driver.send(*(request(f"w{i}", [i + 2] * 200, max_new_tokens=40, ignore_eos=True) for i in range(40)))
+    driver.step()
+    memory, asked = driver.scheduler.memory, []
+    may_schedule = memory.may_schedule
+    monkeypatch.setattr(memory, "may_schedule", lambda req: asked.append(req.rid) or may_schedule(req))
+    steps(driver, 1)
+    assert len(driver.scheduler.running) == 1 and len(driver.scheduler.waiting) == 40
+    assert asked == ["w0"]

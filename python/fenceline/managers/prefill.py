@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,9 +70,10 @@ class PrefillPlanner:
         self._max_prefill_tokens = max_prefill_tokens
 
     def plan(
-        self, waiting: list[Req], chunked: Req | None, num_running: int, reserved_tokens: int
+        self, waiting: Iterable[Req], chunked: Req | None, num_running: int, reserved_tokens: int
     ) -> PrefillPlan | None:
-        """The next extend step, or None if nothing fits. Admitted requests are removed from ``waiting``.
+        """The next extend step, or None if nothing fits. Those of ``waiting`` that are admitted get a row; no more of
+        it is looked at than up to the first that does not fit.
 
         ``chunked`` is the request whose prompt an earlier step left half-way; it goes first.
         ``reserved_tokens`` is the memory that running requests are expected to need.
@@ -104,15 +106,15 @@ class PrefillPlanner:
             num_cached_tokens=plan.num_cached_tokens,
         )
 
-    def _admit_waiting(self, plan: _Plan, waiting: list[Req], num_running: int, budget: _Budget) -> None:
-        while waiting and budget.step_tokens > 0 and self._memory.rows.num_free:
-            req = waiting[0]
+    def _admit_waiting(self, plan: _Plan, waiting: Iterable[Req], num_running: int, budget: _Budget) -> None:
+        for req in waiting:
+            if budget.step_tokens <= 0 or not self._memory.rows.num_free:
+                return
             alone = num_running == 0 and not plan.reqs
             if _wants_prompt_logprobs(req) and budget.scored_tokens <= 0:
                 return
             if not self._admit(plan, req, budget, alone):
                 return
-            waiting.pop(0)
             self._add_chunk(plan, req, budget)
             if req.computed_len < req.num_tokens:
                 return

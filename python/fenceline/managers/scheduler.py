@@ -184,7 +184,7 @@ class Scheduler:
         self.waiting = order_waiting(
             self.waiting, self.config.schedule_policy, self.memory.match, self.shuffler
         )
-        ready = [req for req in self.waiting if self.memory.may_schedule(req)]
+        ready = (req for req in self.waiting if self.memory.may_schedule(req))  # a long queue costs nothing
         plan = self.planner.plan(ready, self.chunked, len(self.running), reserved)
         if plan is not None:
             self.chunked = plan.chunked
