@@ -61,18 +61,23 @@ class Arena:
         """The whole field, [num_rows, *shape]."""
         return self._tensors[name]
 
-    def fill(self, sources: Mapping[str, torch.Tensor], num_live: int) -> None:
+    def fill(self, sources: Mapping[str, torch.Tensor], num_live: int, num_rows: int | None = None) -> None:
         """Give the first ``num_live`` rows of every PLAN field the values of ``sources`` [num_live, *shape], its
         other rows and all of the INPUT fields their pads. On FORWARD, in one launch where the device can.
+
+        ``num_rows``: how many rows the next replays read, all by default; the rest keep what they have.
 
         Raises ``ValueError`` unless ``sources`` are exactly the PLAN fields.
         """
         plan = [field.name for field in self.fields.values() if field.role is Role.PLAN]
         if sources.keys() != set(plan):
             raise ValueError(f"arena {self.name} is filled with {', '.join(plan)}, all of them")
-        work = [FillField(self[name], sources[name], num_live, self.fields[name].pad) for name in plan]
+        rows = self._tensors
+        if num_rows is not None:
+            rows = {name: tensor[:num_rows] for name, tensor in rows.items()}
+        work = [FillField(rows[name], sources[name], num_live, self.fields[name].pad) for name in plan]
         work += [
-            FillField(self[field.name], None, 0, field.pad)
+            FillField(rows[field.name], None, 0, field.pad)
             for field in self.fields.values()
             if field.role is Role.INPUT
         ]
