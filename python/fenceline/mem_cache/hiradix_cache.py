@@ -210,7 +210,7 @@ class HiRadixCache(RadixCache):
         Nodes that are locked, held, or needed by a node below stay. Returns the number of pages retired.
         """
         assert num_pages >= 0, "cannot evict a negative number of pages"
-        return self._host.evict(num_pages, ())
+        return self._host.evict(num_pages)
 
     def reset(self) -> int:
         """Retire every page of both tiers. Nothing may be locked; transfers may be running and holds open: their

@@ -105,33 +105,59 @@ class HostTier:
             hold.nodes.append(upper)
 
     def alloc(self, num_pages: int, protected: Collection[TreeNode]) -> tuple[Int32Array, Points] | None:
-        """Lease pages, evicting where needed, but nothing ``protected``; None if that does not suffice."""
+        """Lease pages, evicting where needed, but nothing ``protected``; None, and nothing is evicted, if that does
+        not suffice."""
         missing = num_pages - self.pool.num_free
         if missing > self.num_pages:
             return None  # not even by evicting all
         if missing > 0:
-            self.evict(missing, protected)
+            victims, num_found = self._choose(missing, protected)
+            if num_found < missing:
+                for node in victims:
+                    self.lru.push_if_evictable(node)
+                return None
+            self._evict_all(victims)
         return self.pool.alloc(num_pages)
 
-    def evict(self, num_pages: int, protected: Collection[TreeNode]) -> int:
-        """Retire at least ``num_pages`` pages, the least recently used first; returns how many."""
-        num_evicted = 0
+    def evict(self, num_pages: int) -> int:
+        """Retire at least ``num_pages`` pages, the least recently used first, or all that may go; returns how many."""
+        victims, _ = self._choose(num_pages, ())
+        return self._evict_all(victims)
+
+    def _choose(self, num_pages: int, protected: Collection[TreeNode]) -> tuple[list[TreeNode], int]:
+        """Nodes with at least ``num_pages`` pages in all, the least recently used first, children before parents, as
+        if each had gone when the next is chosen; their pages. They have left the queue."""
+        victims: list[TreeNode] = []
         kept: list[TreeNode] = []
-        while num_evicted < num_pages:
+        num_found = 0
+        while num_found < num_pages:
             node = self.lru.pop()
             if node is None:
                 break
             if node in protected:
                 kept.append(node)
                 continue
+            assert node.parent is not None, "the root has no pages"
+            victims.append(node)
+            num_found += node.num_host_pages
+            node.parent.num_host_children -= 1  # so that the parent may be next
+            self.lru.push_if_evictable(node.parent)
+        for node in victims:
+            assert node.parent is not None, "nobody has left yet"
+            node.parent.num_host_children += 1
+        for node in kept:
+            self.lru.push_if_evictable(node)
+        return victims, num_found
+
+    def _evict_all(self, victims: Sequence[TreeNode]) -> int:
+        num_evicted = 0
+        for node in victims:
             parent = node.parent
             assert parent is not None, "the root has no pages"
             num_evicted += self.remove(node)
             if not node.on_device:
                 self._drop(node)
             self.lru.push_if_evictable(parent)
-        for node in kept:
-            self.lru.push_if_evictable(node)
         self.num_evicted_pages += num_evicted
         return num_evicted
 
@@ -172,9 +198,6 @@ class HostTier:
         self.lru.check()
         for node in nodes:
             name = f"node {node.id}"
-            assert node.on_device or node.host_pages is not None, (
-                f"{name}: neither on the device nor on the host"
-            )
             assert node in self.lru or not node.is_host_evictable, (
                 f"{name}: evictable but not in the host queue"
             )

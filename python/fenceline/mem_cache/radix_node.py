@@ -88,14 +88,14 @@ class TreeNode:
 
     @property
     def is_host_evictable(self) -> bool:
-        """Whether its host pages may go: nobody uses them, and no node below is there in vain without them."""
+        """Whether its host pages may go: nobody uses them, and no node below is there in vain without them (below a
+        node that is only on the host all are on the host)."""
         return (
             self.host_pages is not None
             and self.num_host_children == 0
             and self.lock_ref == 0
             and self.parent is not None
             and not self.host_holds
-            and (self.on_device or not self.children)
         )
 
 
