@@ -57,6 +57,7 @@ class NullWorker:
         self.req_pool = ReqPool(num_rows + 1, 1, torch.device("cpu"))
         self.memory_bytes = {"weights": 0, "kv_cache": 0}
         self.graph_stats = None
+        self.prefill_graph_stats = None
         self.hicache = None
         self.storage = None
         self._forward = open_device("cpu").forward

@@ -19,19 +19,19 @@ from fenceline.config.server_args import ServerArgs, parse_args
 THREAD_COMMANDS = {
     "piecewise-8b": (
         "--model-path Qwen/Qwen3-8B --enable-piecewise-cuda-graph --tp 4",
-        ["--tp 4", "--enable-piece"],
+        ["--tp 4"],
     ),
     "piecewise-7b": (
         "--model Qwen/Qwen2.5-7B-Instruct --tp 4 --enable-piecewise-cuda-graph --disable-radix-cache",
-        ["--tp 4", "--enable-piecewise-cuda-graph"],
+        ["--tp 4"],
     ),
     "piecewise-vl": (
         "--model Qwen/Qwen2.5-VL-7B-Instruct --tp 4 --enable-piecewise-cuda-graph --disable-radix-cache",
-        ["--tp 4", "--enable-piecewise-cuda-graph"],
+        ["--tp 4"],
     ),
     "piecewise-moe": (
         "--model-path Qwen/Qwen3-Coder-30B-A3B-Instruct --tp 4 --host 0.0.0.0 --enable-piecewise-cuda-graph",
-        ["--tp 4", "--enable-piecewise-cuda-graph"],
+        ["--tp 4"],
     ),
     "hicache-stress": (
         "--model-path MiniMaxAI/MiniMax-M2.5 --tp 8 --ep 8 --mem-fraction-static 0.40 --enable-hierarchical-cache"

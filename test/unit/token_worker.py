@@ -122,6 +122,7 @@ class TokenWorker:
         self._page_table = np.zeros(self.req_pool.page_table.shape, dtype=np.int32)  # as of what is submitted
         self.memory_bytes = {"weights": 0, "kv_cache": 0}
         self.graph_stats = None
+        self.prefill_graph_stats = None
         self.hicache: TokenTransfers | None = None
         self.storage = None
         self.forward = LaggingStream(StreamName.FORWARD, frozenset())

@@ -19,6 +19,7 @@ _AT_LEAST_ONE = (
     "max_running_requests",
     "max_prefill_tokens",
     "cuda_graph_max_bs",
+    "piecewise_cuda_graph_max_tokens",
     "stream_interval",
     "decode_log_interval",
 )
@@ -128,17 +129,23 @@ def _check_graphs(args: ServerArgs) -> None:
     _require(
         args.cuda_coredump_dir != "", "--cuda-coredump-dir is empty: name a folder or leave the flag out"
     )
+    _check_sizes("--piecewise-cuda-graph-tokens", args.piecewise_cuda_graph_tokens, "step", "token")
+    _check_sizes("--cuda-graph-bs", sizes, "batch", "request")
     if sizes is None:
         return
     shown = " ".join(map(str, sizes))
-    _require(sizes != (), "--cuda-graph-bs is empty: give batch sizes, or --disable-cuda-graph for no graphs")
-    _require(
-        min(sizes) >= 1, f"--cuda-graph-bs {shown}: a batch has at least 1 request; drop what is smaller"
-    )
     _require(
         largest is None or max(sizes) <= largest,
         f"--cuda-graph-bs {shown}: goes beyond --cuda-graph-max-bs {largest}; one of the two is enough",
     )
+
+
+def _check_sizes(flag: str, sizes: tuple[int, ...] | None, what: str, unit: str) -> None:
+    if sizes is None:
+        return
+    shown = " ".join(map(str, sizes))
+    _require(sizes != (), f"{flag} is empty: give {what} sizes, or --disable-cuda-graph for no graphs")
+    _require(min(sizes) >= 1, f"{flag} {shown}: a {what} has at least 1 {unit}; drop what is smaller")
 
 
 def _check_conflicts(args: ServerArgs) -> None:

@@ -20,7 +20,8 @@ class EngineConfig:
     ``max_total_tokens`` None that the model runner sizes the KV pool from ``mem_fraction_static``;
     ``max_queued_requests`` None that the queue is unbounded. ``chat_template`` is the template's text.
     Attention backends are names or ``auto``, which the model runner decides by measuring. ``cuda_graph_bs`` are the
-    decode batch sizes to capture, ascending; empty means no graphs. ``hicache`` None: pages live on the device alone.
+    decode batch sizes to capture and ``piecewise_cuda_graph_tokens`` prefill's sizes in tokens, ascending; empty means
+    no graphs. ``hicache`` None: pages live on the device alone.
     """
 
     # Model and tokenizer
@@ -62,6 +63,7 @@ class EngineConfig:
     decode_attention_backend: str
     sampling_backend: str
     cuda_graph_bs: tuple[int, ...]
+    piecewise_cuda_graph_tokens: tuple[int, ...]
     disable_cuda_graph_padding: bool
     debug_cuda_graph: bool
     cuda_coredump_dir: str | None

@@ -1,4 +1,4 @@
-"""Which attention kernels run and which decode batch sizes are captured as CUDA graphs."""
+"""Which attention kernels run, and which sizes of decode and prefill steps are captured as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ _MAX_BS = 256
 # (up to this batch size, one bucket every so many): small batches are where a padded row costs most.
 _BUCKET_STEPS = ((64, 8), (256, 16), (512, 32))
 _STEP_BEYOND = 64
+# Prefill sizes in tokens. Up to the last, a small model's launches take the CPU longer than its kernels take the GPU.
+_PREFILL_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
+_PREFILL_STEP_BEYOND = 512
 
 
 def attention_backends(args: ServerArgs, device: str) -> tuple[str, str]:
@@ -62,6 +65,19 @@ def _buckets(args: ServerArgs, device: str, max_running_requests: int) -> tuple[
     if args.disable_cuda_graph_padding:
         return tuple(range(1, largest + 1))
     return default_buckets(largest)
+
+
+def piecewise_cuda_graph_tokens(args: ServerArgs, device: str, chunk: int | None) -> tuple[int, ...]:
+    """The prefill sizes to capture in pieces, in tokens, ascending; empty for none. ``chunk``: the most of a step."""
+    if args.disable_cuda_graph or args.disable_piecewise_cuda_graph:
+        return ()
+    if args.piecewise_cuda_graph_tokens is not None:
+        return tuple(sorted(set(args.piecewise_cuda_graph_tokens)))
+    if device != "cuda":
+        return ()
+    largest = args.piecewise_cuda_graph_max_tokens or min(_PREFILL_TOKENS[-1], chunk or _PREFILL_TOKENS[-1])
+    beyond = range(_PREFILL_TOKENS[-1] + _PREFILL_STEP_BEYOND, largest, _PREFILL_STEP_BEYOND)
+    return (*(size for size in (*_PREFILL_TOKENS, *beyond) if size < largest), largest)
 
 
 def default_buckets(largest: int) -> tuple[int, ...]:

@@ -38,7 +38,6 @@ def _same(options: str, refusal: Refusal) -> dict[str, Refusal]:
 
 _PARALLEL = "this server uses one GPU: leave it out and start one server per GPU"
 _SPECULATIVE = "there is no speculative decoding yet: leave it out"
-_PIECEWISE = "there are no piecewise CUDA graphs yet: leave it out"
 _LORA = "merge the adapter into the model and pass the merged directory as --model-path"
 _QUANTIZED = "weights and KV cache keep --dtype: leave it out"
 _TLS = "put a TLS proxy in front of the server and leave it out"
@@ -54,7 +53,6 @@ REFUSED: Mapping[str, Refusal] = {
     "--trust-remote-code": Refusal(
         "code from a model directory is never run: leave it out, the supported architectures are built in"
     ),
-    **_same("--enable-piecewise-cuda-graph --piecewise-cuda-graph-max-tokens", Refusal(_PIECEWISE)),
     "--hicache-storage-backend-extra-config": Refusal(
         "each setting has its flag: use --hicache-storage-dir, --hicache-storage-size and"
         " --hicache-storage-prefetch-timeout"
@@ -88,7 +86,7 @@ REFUSED: Mapping[str, Refusal] = {
     "--radix-eviction-policy": Refusal("eviction is least recently used: leave it out", ("lru",)),
     "--tokenizer-worker-num": Refusal("one process tokenizes: leave it out", ("1",)),
     # These ask for what happens anyway.
-    "--disable-piecewise-cuda-graph": Refusal("", ANY),
+    "--enable-piecewise-cuda-graph": Refusal("", ANY),
     "--disable-custom-all-reduce": Refusal("", ANY),
     "--sleep-on-idle": Refusal("", ANY),
     "--disable-hicache-numa-detect": Refusal("", ANY),

@@ -16,7 +16,7 @@ from fenceline.config.core_dumps import core_dump_dir
 from fenceline.config.device import choose_device, cuda_is_available
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.errors import ConfigError
-from fenceline.config.graphs import attention_backends, cuda_graph_bs
+from fenceline.config.graphs import attention_backends, cuda_graph_bs, piecewise_cuda_graph_tokens
 from fenceline.config.hicache import hicache_config
 from fenceline.config.hub import model_directory
 from fenceline.config.model_config import ModelConfig
@@ -81,6 +81,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         decode_attention_backend=decode_attention_backend,
         sampling_backend="torch",
         cuda_graph_bs=cuda_graph_bs(args, device, max_running_requests),
+        piecewise_cuda_graph_tokens=piecewise_cuda_graph_tokens(args, device, chunk),
         disable_cuda_graph_padding=args.disable_cuda_graph_padding,
         debug_cuda_graph=args.debug_cuda_graph,
         cuda_coredump_dir=core_dump_dir(args.cuda_coredump_dir),

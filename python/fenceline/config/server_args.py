@@ -226,7 +226,7 @@ class ServerArgs:
         refused={"flashinfer": "use --sampling-backend torch"},
     )
     disable_cuda_graph: bool = flag(
-        False, "Launch every decode step kernel by kernel instead of replaying a graph.", group=_RUNTIME
+        False, "Launch every step kernel by kernel instead of replaying graphs.", group=_RUNTIME
     )
     cuda_graph_max_bs: int | None = flag(
         None,
@@ -247,6 +247,21 @@ class ServerArgs:
         "Replay a graph only for batches of exactly its size; unless --cuda-graph-bs is given, every size up to "
         "--cuda-graph-max-bs is captured.",
         group=_RUNTIME,
+    )
+    disable_piecewise_cuda_graph: bool = flag(
+        False, "Launch every prefill step kernel by kernel.", group=_RUNTIME
+    )
+    piecewise_cuda_graph_max_tokens: int | None = flag(
+        None,
+        "Prefill steps of up to so many tokens replay graphs of what lies between their attention calls; larger ones "
+        "keep the GPU busy for longer than launching them takes. 2048, or --chunked-prefill-size, unless given.",
+        group=_RUNTIME,
+    )
+    piecewise_cuda_graph_tokens: tuple[int, ...] | None = flag(
+        None,
+        "The prefill sizes in tokens to capture, a step runs in the next larger one; on a CPU none unless given.",
+        group=_RUNTIME,
+        metavar="TOKENS",
     )
     debug_cuda_graph: bool = flag(
         False,

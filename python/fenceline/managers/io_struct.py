@@ -187,7 +187,8 @@ class BatchStrOut(Message):
 
 
 class CudaGraphState(msgspec.Struct, frozen=True, kw_only=True):
-    """Decode steps since start. The aims are ``replays == eligible_steps`` and no ``repairs``."""
+    """Decode steps, or prefill steps small enough for graphs, since start. The aims are ``replays == eligible_steps``
+    and no ``repairs``."""
 
     eligible_steps: int
     replays: int
@@ -247,6 +248,7 @@ class InternalState(msgspec.Struct, frozen=True, kw_only=True):
     paused: bool
     memory_bytes: dict[str, int]  # "weights", "kv_cache", ...
     cuda_graphs: CudaGraphState | None = None  # None without graphs
+    piecewise_cuda_graphs: CudaGraphState | None = None  # prefill's; None without
     hicache: HiCacheState | None = None  # None without HiCache
 
 

@@ -30,6 +30,7 @@ class SchedulerStats:
         self._memory = memory
         self._memory_bytes = worker.memory_bytes
         self._graphs = worker.graph_stats
+        self._prefill_graphs = worker.prefill_graph_stats
         self._decode_log_interval = decode_log_interval
         self._outbox = outbox
         self.num_prompt_tokens = 0
@@ -128,12 +129,15 @@ class SchedulerStats:
             new_token_ratio=scheduler.ratio.value,
             paused=scheduler.paused,
             memory_bytes=self._memory_bytes,
-            cuda_graphs=None if self._graphs is None else _graph_state(self._graphs),
+            cuda_graphs=_graph_state(self._graphs),
+            piecewise_cuda_graphs=_graph_state(self._prefill_graphs),
             hicache=hicache_state(self._memory),
         )
 
 
-def _graph_state(stats: GraphStats) -> CudaGraphState:
+def _graph_state(stats: GraphStats | None) -> CudaGraphState | None:
+    if stats is None:
+        return None
     return CudaGraphState(
         eligible_steps=stats.eligible_steps,
         replays=stats.replays,

@@ -57,6 +57,9 @@ class Worker(Protocol):
     @property
     def graph_stats(self) -> GraphStats | None: ...  # None without graphs
 
+    @property
+    def prefill_graph_stats(self) -> GraphStats | None: ...  # None without graphs of prefill's pieces
+
     def launch(self, batch: ScheduleBatch) -> ForwardResult:
         """Submit one step without waiting for it."""
         ...

@@ -32,6 +32,7 @@ from fenceline.model_executor.decode_step import DecodeStep
 from fenceline.model_executor.forward_result import ForwardResult
 from fenceline.model_executor.hicache import make_cache_controller
 from fenceline.model_executor.memory import num_kv_pages
+from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from fenceline.model_executor.sampler import OutputLogprobs, Sampler, prompt_logprobs
 from fenceline.model_executor.sampling_batch import SamplingBatch, sampling_arrays
 from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, ExtendSeq, ScheduleBatch
@@ -88,6 +89,12 @@ class ModelRunner:
         self._inputs = InputRing(device)
         self._results = ResultRing(device)
         self.decode = self._make_decode_runner(config, show_progress)
+        self.prefill_graphs: PiecewiseCudaGraphRunner | None = None
+        if config.piecewise_cuda_graph_tokens:
+            sizes = config.piecewise_cuda_graph_tokens
+            self.prefill_graphs = PiecewiseCudaGraphRunner(
+                device, self.model, self._kernels, self.kv_pool, sizes, config.debug_cuda_graph
+            )
         self._order: StepOrder | None = None
         if device.checker is not None:
             self._order = StepOrder(device.checker, self.kv_pool, self.req_pool)
@@ -98,7 +105,10 @@ class ModelRunner:
             self.storage = make_storage(device, self.hicache.host_pool, config)
         if device.keeps(STARTUP_STOP):  # weights and pools were written on the default stream
             device.synchronize()
-        with _room_for("decode graphs", "lower --cuda-graph-max-bs, or give --disable-cuda-graph"):
+        remedy = (
+            "lower --cuda-graph-max-bs or --piecewise-cuda-graph-max-tokens, or give --disable-cuda-graph"
+        )
+        with _room_for("graphs", remedy):
             self._capture(config, show_progress)
         if device.kind == "cuda":
             with _room_for("the largest prefill step", "lower --chunked-prefill-size"):
@@ -132,6 +142,8 @@ class ModelRunner:
     def _capture(self, config: EngineConfig, show_progress: bool) -> None:
         if self.decode.graphs is not None:
             self.decode.graphs.capture(config.context_length, show_progress)
+        if self.prefill_graphs is not None:
+            self.prefill_graphs.capture(show_progress)
 
     @property
     def memory_bytes(self) -> dict[str, int]:
@@ -146,6 +158,11 @@ class ModelRunner:
     def graph_stats(self) -> GraphStats | None:
         """Counts of graph replays, None without graphs."""
         return None if self.decode.graphs is None else self.decode.graphs.stats
+
+    @property
+    def prefill_graph_stats(self) -> GraphStats | None:
+        """Counts of prefill steps replayed in pieces, None without such graphs."""
+        return None if self.prefill_graphs is None else self.prefill_graphs.stats
 
     @torch.inference_mode()
     def launch(self, batch: ScheduleBatch) -> ForwardResult:
@@ -188,7 +205,7 @@ class ModelRunner:
                 kv_pool=self.kv_pool,
                 layer_ready=layer_ready,
             )
-            logits = self.model(forward_batch)
+            logits = self.model.compute_logits(self._hidden_states(forward_batch), forward_batch)
             for ticket in batch.loads:
                 ticket.waited = True  # FORWARD has: what is submitted from now on comes after them
             results: Views = {}
@@ -204,6 +221,14 @@ class ModelRunner:
                 values = prompt_logprobs(logits[num_sampled:], views["prompt_targets"], top_k)
                 results |= _logprob_results("prompt", values)
         return self._finish(results)
+
+    def _hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
+        """The prompts' tokens through all layers, in pieces that are replayed where there are graphs for so many."""
+        graphs = self.prefill_graphs
+        size = None if graphs is None else graphs.size_for(batch.num_tokens)
+        if graphs is None or size is None:
+            return self.model.hidden_states(batch)
+        return graphs.hidden_states(size, batch)
 
     def _layer_ready(self, batch: ExtendBatch) -> Callable[[int], None] | None:
         """What makes FORWARD wait for ``batch.loads``, layer by layer; None if there are none."""

@@ -143,10 +143,13 @@ class DecoderLayer(nn.Module):
             down_bias=mlp.down_proj.own_bias,
         )
 
-    def before_attention(self, x: torch.Tensor, kernels: LayerKernels) -> torch.Tensor:
-        """x [T, hidden_size] → queries, keys and values [T, size of ``params.heads``], not yet rotated."""
+    def before_attention(
+        self, x: torch.Tensor, kernels: LayerKernels, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [T, hidden_size] → queries, keys and values [T, size of ``params.heads``], not yet rotated; in ``out`` if
+        given."""
         p = self.params
-        return kernels.norm_linear(x, p.attention_norm, p.eps, p.qkv, p.qkv_bias)
+        return kernels.norm_linear(x, p.attention_norm, p.eps, p.qkv, p.qkv_bias, out)
 
     def after_attention(self, x: torch.Tensor, attended: torch.Tensor, kernels: LayerKernels) -> torch.Tensor:
         """The layer's input x [T, hidden_size] and attention's output [T, heads, head_dim] → its output, in x."""

@@ -29,6 +29,19 @@ class AttentionPlan(ABC):
         last axis is contiguous → contiguous [T, num_heads, head_dim] in q's dtype. On the current stream (FORWARD).
         """
 
+    def forward_into(
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """``forward`` whose result goes to ``out``, contiguous [T, num_heads, head_dim] in q's dtype: memory that the
+        graph of what follows reads."""
+        out.copy_(self.forward(layer_id, q, k, v, scale))
+
 
 class AttentionBackend(ABC):
     """Makes plans; owns whatever workspace they share."""

@@ -304,12 +304,35 @@ class _ExtendPlan(_EagerPlan):
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """See ``AttentionPlan.forward``."""
+        return self._run(layer_id, q, k, v, scale, None)
+
+    def forward_into(
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """See ``AttentionPlan.forward_into``."""
+        self._run(layer_id, q, k, v, scale, out)
+
+    def _run(
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
         self._check()
-        kernels = self.backend.prefill
+        kernels, space = self.backend.prefill, self.space
         if self.pages is None:
-            return kernels.run_ragged(self.space, self.info, q, k, v, self.starts, scale)
+            return kernels.run_ragged(space, self.info, q, k, v, self.starts, scale, out)
         keys, values = self.backend.layer_pages(layer_id)
-        return kernels.run_paged(self.space, self.info, q, keys, values, self.starts, self.pages, scale)
+        return kernels.run_paged(space, self.info, q, keys, values, self.starts, self.pages, scale, out=out)
 
 
 class _GraphDecodePlan(AttentionPlan):

@@ -181,9 +181,10 @@ class PrefillKernels:
         scale: float,
         *,
         causal: bool = True,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q [T, num_heads, head_dim] against pages [num_pages, page_size, num_kv_heads, head_dim]."""
-        out = _output(q)
+        """q [T, num_heads, head_dim] against pages [num_pages, page_size, num_kv_heads, head_dim] → ``out``."""
+        out = _output(q) if out is None else out
         self._module.functions.paged_run(
             float_workspace_buffer=space.floats,
             int_workspace_buffer=space.ints,
@@ -213,9 +214,10 @@ class PrefillKernels:
         v: torch.Tensor,
         starts: torch.Tensor,
         scale: float,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q against this step's own k, v [T, num_kv_heads, head_dim], for requests without a prefix."""
-        out = _output(q)
+        """q against this step's own k, v [T, num_kv_heads, head_dim], for requests without a prefix; see run_paged."""
+        out = _output(q) if out is None else out
         self._module.functions.ragged_run(
             float_workspace_buffer=space.floats,
             int_workspace_buffer=space.ints,

@@ -49,6 +49,11 @@ class Witness:
         """See ModelRunner."""
         return self._runner.graph_stats
 
+    @property
+    def prefill_graph_stats(self) -> GraphStats | None:
+        """See ModelRunner."""
+        return self._runner.prefill_graph_stats
+
     def launch(self, batch: ScheduleBatch) -> ForwardResult:
         """See ModelRunner."""
         result = self._runner.launch(batch)

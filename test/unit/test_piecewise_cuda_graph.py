@@ -1,0 +1,160 @@
+"""Prefill in pieces, on the CPU, whose graphs run their body again: sizes, padding, loads between the pieces, the
+comparison, and answers that do not depend on whether there are graphs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from step_traces import FULL, PLAIN, TraceShape, random_trace
+from test_model_runner_hicache import Tiers, hicache_runner, through_the_host
+from trace_runner import make_runner, play, same_tokens
+
+from fenceline.config.errors import ConfigError
+from fenceline.config.graphs import piecewise_cuda_graph_tokens
+from fenceline.config.server_args import ServerArgs
+from fenceline.memory_order import open_device
+from fenceline.memory_order.checker import OrderError
+from fenceline.memory_order.cpu import CpuGraph
+from fenceline.model_executor.cuda_graph_runner import GraphMismatch
+from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
+from fenceline.model_executor.schedule_batch import ExtendBatch
+
+SIZES = (4, 16, 40)
+SHAPE = TraceShape(
+    num_pages=400,
+    outputs=(1, 4),
+    steady=1,
+    batches=(1, 2, 3),
+    prompts=(1, 3, 4, 5, 15, 16, 17, 39, 40, 41, 90),
+    chunk=41,
+    sampling=PLAIN + FULL,
+    logprob_share=0.3,
+)
+
+
+def runner_of(*severed: str, sizes: tuple[int, ...] = SIZES, **flags: object) -> ModelRunner:
+    pieces = {"piecewise_cuda_graph_tokens": sizes} if sizes else {}
+    return make_runner(open_device("cpu", frozenset(severed)), SHAPE, (1, 4, 8), **pieces, **flags)
+
+
+def pieces_of(runner: ModelRunner) -> PiecewiseCudaGraphRunner:
+    assert runner.prefill_graphs is not None
+    return runner.prefill_graphs
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_do_not_depend_on_the_pieces(seed: int) -> None:
+    """Prompts, chunks and prefixes of every length around the captured sizes, prompt logprobs among them."""
+    batches = random_trace(seed, 120, SHAPE)
+    runner = runner_of()
+    assert same_tokens(play(runner_of(sizes=()), batches), play(runner, batches)) == ""
+    lens = [
+        sum(len(seq.token_ids) for seq in batch.seqs) for batch in batches if isinstance(batch, ExtendBatch)
+    ]
+    stats = pieces_of(runner).stats
+    assert stats.replays == stats.eligible_steps == sum(num <= SIZES[-1] for num in lens) > 20
+    assert len(lens) > stats.replays, "some steps are too large for graphs"
+    assert stats.fallbacks == stats.repairs == {}
+    assert all(stats.replays_by_size.values()), "every size is used"
+
+
+def test_every_step_has_an_answer() -> None:
+    pieces = pieces_of(runner_of())
+    sizes = [pieces.size_for(num) for num in (1, 3, 4, 5, 15, 16, 17, 39, 40, 41, 5000)]
+    assert sizes == [4, 4, 4, 16, 16, 16, 40, 40, 40, None, None]
+    assert pieces.stats.eligible_steps == 9
+
+
+def test_memory_that_has_moved_is_not_replayed_on() -> None:
+    batches = random_trace(1, 30, SHAPE)
+    expected = play(runner_of(sizes=()), batches)
+    runner = runner_of()
+    runner.kv_pool._k[0] = runner.kv_pool.k(0).clone()
+    assert same_tokens(expected, play(runner, batches)) == ""
+    stats = pieces_of(runner).stats
+    assert (
+        stats.replays == 0 and stats.fallbacks == {"address": stats.eligible_steps} and stats.eligible_steps
+    )
+
+
+def test_without_pads_padded_tokens_overwrite_live_pages() -> None:
+    """F7: out_slots of an earlier step are those of live pages by now."""
+    batches = random_trace(1, 120, SHAPE)
+    expected = play(runner_of(sizes=()), batches)
+    assert same_tokens(expected, play(runner_of("arena_pad"), batches)) != ""
+
+
+def test_what_attention_leaves_out_is_zeroed_before_each_step() -> None:
+    runner = runner_of()
+    attended = pieces_of(runner)._arena["attended"]
+    attended.fill_(torch.nan)
+    play(runner, random_trace(2, 10, SHAPE))
+    assert not torch.isnan(attended).any()
+
+
+def test_debug_compares_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = random_trace(3, 30, SHAPE)
+    runner = runner_of(debug_cuda_graph=True)
+    assert same_tokens(play(runner_of(sizes=()), batches), play(runner, batches)) == ""
+    replay = CpuGraph._replay
+
+    def wrong(graph: CpuGraph) -> None:
+        replay(graph)
+        if graph.name.endswith(".1"):
+            pieces_of(runner)._arena["hidden"][0].add_(1)
+
+    monkeypatch.setattr(CpuGraph, "_replay", wrong)
+    with pytest.raises(GraphMismatch, match=r"prefill\[\d+\]: hidden states of tokens \[0"):
+        play(runner, batches)
+
+
+@pytest.mark.parametrize("memory_check", ["off", "order"])
+def test_pages_that_are_loaded_are_waited_for_before_their_piece(memory_check: str) -> None:
+    runner = hicache_runner(
+        open_device("cpu"), piecewise_cuda_graph_tokens=(64, 256), memory_check=memory_check
+    )
+    for _ in range(2):
+        expected, got = through_the_host(Tiers(runner))
+        np.testing.assert_array_equal(got.next_tokens, expected.next_tokens)
+    stats = pieces_of(runner).stats
+    assert stats.replays == stats.eligible_steps > 0
+
+
+def test_the_checker_names_the_edge_that_is_missing() -> None:
+    device = open_device("cpu", frozenset({"forward_after_load"}))
+    runner = hicache_runner(device, piecewise_cuda_graph_tokens=(64, 256), memory_check="order")
+    with pytest.raises(OrderError, match=r"RAW on kv_pool.layer0 pages 21-23, 25, 28") as caught:
+        through_the_host(Tiers(runner))
+    assert "forward_after_load" in caught.value.edges
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "chunk", "sizes"),
+    [
+        ({}, "cpu", 2048, ()),
+        ({"disable_cuda_graph": True}, "cuda", 8192, ()),
+        ({"disable_piecewise_cuda_graph": True}, "cuda", 8192, ()),
+        ({"piecewise_cuda_graph_tokens": (8, 2, 8)}, "cpu", 2048, (2, 8)),
+        ({"piecewise_cuda_graph_max_tokens": 100}, "cuda", 8192, (16, 32, 64, 100)),
+        ({}, "cuda", 256, (16, 32, 64, 128, 192, 256)),
+    ],
+)
+def test_which_sizes_are_captured(
+    flags: dict[str, object], device: str, chunk: int, sizes: tuple[int, ...]
+) -> None:
+    args = ServerArgs(model_path="m", **flags)  # type: ignore[arg-type]
+    assert piecewise_cuda_graph_tokens(args, device, chunk) == sizes
+
+
+def test_by_default_sizes_go_to_2048_and_further_where_asked() -> None:
+    default = piecewise_cuda_graph_tokens(ServerArgs(model_path="m"), "cuda", 8192)
+    assert default[-1] == 2048 and list(default) == sorted(set(default))
+    args = ServerArgs(model_path="m", piecewise_cuda_graph_max_tokens=3500)
+    assert piecewise_cuda_graph_tokens(args, "cuda", 8192) == (*default, 2560, 3072, 3500)
+
+
+def test_wrong_sizes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--piecewise-cuda-graph-tokens 0 4: a step has at least 1 token"):
+        runner_of(sizes=(0, 4))
