@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -195,3 +196,15 @@ def test_anything_goes(data: st.DataObject) -> None:
         answer = driver.answers[rid]
         if answer.finish.type != "abort":
             assert answer.output_ids == expected_output(req, capacity), rid
+
+
+def test_a_lock_that_nobody_gives_back_is_noticed_on_the_host_too() -> None:
+    driver = make_tiered_driver()
+    serve(driver, request("a", list(range(20, 60)), max_new_tokens=2))
+    fill_device(driver, 1)
+    tree = driver.scheduler.memory.tree
+    match = tree.match_prefix(np.arange(20, 60))
+    assert match.num_host_tokens == 40
+    tree.lock(match.host_node)  # pins no device page
+    with pytest.raises(RuntimeError, match="locked while idle"):
+        driver.scheduler.memory.check_books()

@@ -306,8 +306,8 @@ class RequestMemory:
             self._check_pages()
         if self.rows.num_leased:
             raise RuntimeError(f"request rows leased to nobody while idle: {self.rows.owned().tolist()[:8]}")
-        if self.tree.num_locked_pages:
-            raise RuntimeError(f"{self.tree.num_locked_pages} pages of the tree are locked while idle")
+        if self.tree.num_locked_nodes:
+            raise RuntimeError(f"{self.tree.num_locked_nodes} nodes of the tree are locked while idle")
         if self.tiers is not None:
             self.tiers.check_books()
 
