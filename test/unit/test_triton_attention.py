@@ -217,7 +217,11 @@ def backend_output(step, decoding: bool, queries: torch.Tensor) -> torch.Tensor:
     plan = TritonAttentionBackend(step.pool).plan(inputs)
     plan.prepare()
     k = torch.cat([keys[-new:] for keys, new in zip(step.keys, step.query_lens, strict=True)])
-    return plan.forward(1, queries, k, k, SCALE)
+    output = plan.forward(1, queries, k, k, SCALE)
+    given = torch.full_like(output, torch.nan)
+    plan.forward_into(1, queries, k, k, SCALE, given)
+    assert torch.equal(given, output)
+    return output
 
 
 def check_graph_plan_follows_its_tensors() -> None:

@@ -141,6 +141,21 @@ class _ExtendPlan(AttentionPlan):
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """See ``AttentionPlan.forward``."""
+        return self._run(layer_id, q, scale, None)
+
+    def forward_into(
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """See ``AttentionPlan.forward_into``."""
+        self._run(layer_id, q, scale, out)
+
+    def _run(self, layer_id: int, q: torch.Tensor, scale: float, out: torch.Tensor | None) -> torch.Tensor:
         pool, query_starts = self._backend.kv_pool, self._inputs.query_starts
         keys, values = pool.k(layer_id), pool.v(layer_id)
         group = _group(q, keys)
@@ -152,7 +167,7 @@ class _ExtendPlan(AttentionPlan):
             self._cut = config, grid
         config, grid = self._cut
         assert query_starts is not None
-        return extend_attention(q, keys, values, self._requests, query_starts, grid, scale, config)
+        return extend_attention(q, keys, values, self._requests, query_starts, grid, scale, config, out)
 
 
 def _group(q: torch.Tensor, keys: torch.Tensor) -> int:

@@ -67,8 +67,10 @@ def extend_attention(
     grid: ExtendGrid,
     scale: float,
     config: ExtendConfig,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of each request's last tokens over all its tokens up to their own → contiguous [T, H, D], q's dtype.
+    """Attention of each request's last tokens over all its tokens up to their own → contiguous [T, H, D], q's dtype,
+    in ``out`` if given.
 
     q [T, H, D], its heads contiguous, tokens maybe strided; queries of request b are q[query_starts[b] :
     query_starts[b + 1]], query_starts [B + 1] int32 on the device; k_cache, v_cache [num_slots, Hkv, D], contiguous,
@@ -83,7 +85,9 @@ def extend_attention(
     assert k_cache.dtype == v_cache.dtype == q.dtype
     assert len(query_starts) == batch + 1 and len(requests.seq_lens) == batch
     assert num_heads % num_kv_heads == 0
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
     partial = stats = out
     if grid.num_splits > 1:
         partial = torch.empty((grid.num_splits, *q.shape), dtype=torch.float32, device=q.device)
