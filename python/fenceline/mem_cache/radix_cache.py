@@ -304,7 +304,6 @@ class RadixCache:
         self._num_locked_nodes += upper.lock_ref > 0
         upper.last_access = node.last_access
         upper.hit_count = node.hit_count
-        upper.version = node.version
         upper.on_device = node.on_device
         upper.num_device_children = int(node.on_device)
         assert node.parent is not None, "the root has nothing to split"
