@@ -179,3 +179,21 @@ def test_flush_with_storage_leaves_nothing(tmp_path: Path, drivers: list[Driver]
     again = engine(drivers, tmp_path)
     answer(again, "again", prompts()[0])
     assert again.answers["again"].last.cached_tokens == 0
+
+
+def test_nothing_is_fetched_that_has_to_be_computed(
+    tmp_path: Path, drivers: list[Driver], expected: list[list[int]]
+) -> None:
+    """A prompt whose logprobs are wanted is computed from there on, whoever has its pages."""
+    fill(engine(drivers, tmp_path))
+    again = engine(drivers, tmp_path)
+    for rid, start, stored in (("all", 0, 0), ("rest", 330, 320)):
+        logprobs = {"return_logprob": True, "logprob_start_len": start}
+        params = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True} | logprobs
+        again.send(request(rid, prompts()[0], **params))
+        again.run(max_steps=200_000)
+        assert again.answers[rid].output_ids == expected[0]
+        settle(again)
+        assert state(again).storage_read.num_tokens == stored
+        again.send(FlushCacheReq(id=rid))
+        again.step()

@@ -106,7 +106,8 @@ class RequestMemory:
     def prefetch(self, req: Req) -> None:
         """Have storage look for the prefix of a request that has arrived."""
         if self._storage is not None:
-            req.prefetch = self._storage.prefetch(req.prompt_ids, self.match(req).match)
+            usable = req.prompt_ids[: _most_cached(req) + 1]
+            req.prefetch = self._storage.prefetch(usable, self.match(req).match)
 
     def may_schedule(self, req: Req) -> bool:
         """Whether ``req`` need not wait for storage any more."""
@@ -145,10 +146,7 @@ class RequestMemory:
 
     def _match(self, req: Req) -> Prefix:
         tokens = req.token_ids()
-        limit = len(tokens) - 1
-        if req.source.return_logprob and req.source.logprob_start_len >= 0 and not req.output_ids:
-            # The logprob of token i comes from computing token i - 1.
-            limit = min(limit, max(req.source.logprob_start_len - 1, 0))
+        limit = _most_cached(req)
         match = self.tree.match_prefix(tokens[:limit])
         if self.tiers is None:
             return Prefix(match)
@@ -352,6 +350,15 @@ class RequestMemory:
         tokens = req.token_ids()[: num_pages * self.page_size]
         pages = np.array(req.pages[:num_pages], dtype=np.int32)
         return self.tree.insert(tokens, pages, after=req.last_flight)
+
+
+def _most_cached(req: Req) -> int:
+    """How many leading tokens of ``req`` need not be computed if they are cached; at least one is."""
+    limit = req.num_tokens - 1
+    if req.source.return_logprob and req.source.logprob_start_len >= 0 and not req.output_ids:
+        # The logprob of token i comes from computing token i - 1.
+        return min(limit, max(req.source.logprob_start_len - 1, 0))
+    return limit
 
 
 def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
