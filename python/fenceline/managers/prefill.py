@@ -23,10 +23,12 @@ _MAX_SCORED_TOKENS = 1024
 
 @dataclass(slots=True)
 class _Budget:
-    """What is left of a step's tokens, of those whose prompt logprobs it computes, and of memory (in tokens)."""
+    """What is left of a step's tokens, of memory (in tokens), of the tokens up to which another prompt joins the step,
+    and of those whose prompt logprobs it computes."""
 
     step_tokens: int
     memory_tokens: int
+    shared_tokens: int
     scored_tokens: int = _MAX_SCORED_TOKENS
 
 
@@ -60,14 +62,18 @@ class PrefillPlanner:
     """Admits waiting requests in order, as long as step and memory have room for them.
 
     ``chunk_size``: tokens of one step that prompts may take when split, None to never split;
-    ``max_prefill_tokens``: tokens of one step whatever the split (one whole prompt always goes).
+    ``max_prefill_tokens``: tokens of one step whatever the split (one whole prompt always goes);
+    ``shared_tokens``: with so many tokens no further prompt joins a step (see ``schedule_policy.shared_step_tokens``).
     """
 
-    def __init__(self, memory: RequestMemory, chunk_size: int | None, max_prefill_tokens: int) -> None:
+    def __init__(
+        self, memory: RequestMemory, chunk_size: int | None, max_prefill_tokens: int, shared_tokens: int
+    ) -> None:
         self._memory = memory
         self._page_size = memory.page_size
         self._chunk_size = chunk_size
         self._max_prefill_tokens = max_prefill_tokens
+        self._shared_tokens = shared_tokens
 
     def plan(
         self, waiting: Iterable[Req], chunked: Req | None, num_running: int, reserved_tokens: int
@@ -83,7 +89,7 @@ class PrefillPlanner:
         if self._chunk_size is not None:
             step_tokens = min(step_tokens, self._chunk_size)
         available = self._memory.num_available_pages * self._page_size
-        budget = _Budget(step_tokens, available - reserved_tokens)
+        budget = _Budget(step_tokens, available - reserved_tokens, self._shared_tokens)
         if chunked is not None:
             self._add_chunk(plan, chunked, budget)
         # A half-way prompt has used up its step; there is at most one such prompt.
@@ -109,6 +115,8 @@ class PrefillPlanner:
     def _admit_waiting(self, plan: _Plan, waiting: Iterable[Req], num_running: int, budget: _Budget) -> None:
         for req in waiting:
             if budget.step_tokens <= 0 or not self._memory.rows.num_free:
+                return
+            if plan.reqs and budget.shared_tokens <= 0:
                 return
             alone = num_running == 0 and not plan.reqs
             if _wants_prompt_logprobs(req) and budget.scored_tokens <= 0:
@@ -164,6 +172,7 @@ class PrefillPlanner:
         plan.seqs.append(self._seq(req, tokens, start, end, done))
         req.computed_len = end
         budget.step_tokens -= size
+        budget.shared_tokens -= size
 
     def _seq(self, req: Req, tokens: I64, start: int, end: int, done: bool) -> ExtendSeq:
         params = req.source.sampling_params

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+from fenceline.config.model_config import ModelConfig
 from fenceline.managers.req import Req
 from fenceline.managers.request_memory import Prefix
 
@@ -13,6 +14,10 @@ _LPM_MAX_QUEUE = 128
 # A request that shares at least this many more tokens with one ahead of it than with the tree goes after all
 # those that do not: by then the other's prompt may be cached.
 _IN_BATCH_MIN_SHARED = 32
+
+# Of a prefill step that several prompts share: 2,048 tokens of an 8B model, 44 ms of one H200.
+_SHARED_STEP_FLOP = 32 * 10**12
+_MIN_SHARED_TOKENS = 512
 
 
 class NewTokenRatio:
@@ -37,6 +42,17 @@ class NewTokenRatio:
     def after_retraction(self, num_decoded: int, num_running: int, num_max_new: int) -> None:
         """Memory ran short with ``num_running`` requests left, ``num_decoded`` of ``num_max_new`` tokens in."""
         self.value = min((num_decoded + 20 * num_running) / max(num_max_new, 1), 1.0)
+
+
+def shared_step_tokens(model: ModelConfig) -> int:
+    """With so many tokens no further prompt joins a prefill step: the GPU uses a longer step no better, and first tokens
+    come with the end of their step. A power of two, at least 512; more than a step ever has for small models, for which
+    the CPU's time for a step counts."""
+    queries = model.num_heads * model.head_dim
+    qkv = queries + 2 * model.num_kv_heads * model.head_dim
+    layer = model.hidden_size * (qkv + queries + 3 * model.intermediate_size)
+    tokens = max(_SHARED_STEP_FLOP // (2 * layer * model.num_layers), _MIN_SHARED_TOKENS)
+    return 1 << (tokens.bit_length() - 1)
 
 
 def order_waiting(

@@ -27,7 +27,7 @@ from fenceline.managers.prefill import CLIP_NEW_TOKENS, PrefillPlan, PrefillPlan
 from fenceline.managers.req import LogprobLog, Req, emit_interval
 from fenceline.managers.request_memory import Remap, make_request_memory
 from fenceline.managers.running_batch import RunningBatch
-from fenceline.managers.schedule_policy import NewTokenRatio, order_waiting
+from fenceline.managers.schedule_policy import NewTokenRatio, order_waiting, shared_step_tokens
 from fenceline.managers.scheduler_control import SchedulerControl
 from fenceline.managers.scheduler_stats import SchedulerStats
 from fenceline.managers.scheduler_types import Inbox, InFlight, Outbox, Worker
@@ -49,7 +49,12 @@ class Scheduler:
         self.worker = worker
         self.inbox = inbox
         self.memory = make_request_memory(config, worker)
-        self.planner = PrefillPlanner(self.memory, config.chunked_prefill_size, config.max_prefill_tokens)
+        self.planner = PrefillPlanner(
+            self.memory,
+            config.chunked_prefill_size,
+            config.max_prefill_tokens,
+            shared_step_tokens(config.model),
+        )
         self.output = OutputSender(outbox.to_detokenizer)
         self.stats = SchedulerStats(self.memory, worker, config.decode_log_interval, outbox)
         self.control = SchedulerControl(self, outbox)
