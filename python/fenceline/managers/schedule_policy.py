@@ -45,7 +45,7 @@ class NewTokenRatio:
 
 
 def shared_step_tokens(model: ModelConfig) -> int:
-    """With so many tokens no further prompt joins a prefill step: the GPU uses a longer step no better, and first tokens
+    """With so many tokens no further prompt joins a prefill step: a GPU uses a longer step no better, and first tokens
     come with the end of their step. A power of two, at least 512; more than a step ever has for small models, for which
     the CPU's time for a step counts."""
     queries = model.num_heads * model.head_dim
