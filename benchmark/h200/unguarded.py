@@ -14,7 +14,7 @@ from fenceline.memory_order.device import Device
 from fenceline.memory_order.graph import Graph
 from fenceline.memory_order.lease import LeasePool
 from fenceline.memory_order.stream import Point, Points, Stream
-from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
+from fenceline.model_executor.graph_runner import GraphRunner
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
@@ -63,7 +63,7 @@ STUBS = (
     (Arena, "begin_replay", lambda self: ArenaOutputs(self, 0)),  # generations of outputs
     (ArenaOutputs, "take", lambda self, name, num_rows: self._arena[name][:num_rows]),
     (Graph, "replay", lambda self: self._replay()),  # life cycle
-    (CudaGraphRunner, "fits", _yes),  # addresses
+    (GraphRunner, "fits", _yes),  # addresses
 )
 
 

@@ -20,8 +20,9 @@ from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.forward_batch import GraphDecodeInputs
 from fenceline.memory_order import LeaseError, Points, open_device
 from fenceline.memory_order.cpu import CpuDevice, CpuGraph
-from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner, GraphMismatch
+from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
 from fenceline.model_executor.decode_runner import RepairError
+from fenceline.model_executor.graph_runner import GraphMismatch
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.schedule_batch import DecodeBatch
 from fenceline.vgpu.proving.steps import Loop, make_config

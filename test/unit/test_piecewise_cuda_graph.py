@@ -16,10 +16,10 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.memory_order import open_device
 from fenceline.memory_order.checker import OrderError
 from fenceline.memory_order.cpu import CpuGraph
-from fenceline.model_executor.cuda_graph_runner import GraphMismatch
+from fenceline.model_executor.graph_runner import GraphMismatch
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
-from fenceline.model_executor.schedule_batch import ExtendBatch
+from fenceline.model_executor.schedule_batch import ExtendBatch, ScheduleBatch
 
 SIZES = (4, 16, 40)
 SHAPE = TraceShape(
@@ -88,10 +88,19 @@ def test_without_pads_padded_tokens_overwrite_live_pages() -> None:
 
 def test_what_attention_leaves_out_is_zeroed_before_each_step() -> None:
     runner = runner_of()
-    attended = pieces_of(runner)._arena["attended"]
-    attended.fill_(torch.nan)
-    play(runner, random_trace(2, 10, SHAPE))
-    assert not torch.isnan(attended).any()
+    arena = pieces_of(runner).arena
+
+    def check(batch: ScheduleBatch) -> None:
+        num = (
+            sum(len(seq.token_ids) for seq in batch.seqs) if isinstance(batch, ExtendBatch) else SIZES[-1] + 1
+        )
+        if num <= SIZES[-1]:
+            size = next(size for size in SIZES if size >= num)
+            assert (arena["attended"][num:size] == 0).all() and not arena["hidden"][:size].isnan().any()
+        arena["attended"].fill_(torch.nan)
+        arena["hidden"].fill_(torch.nan)
+
+    play(runner, random_trace(2, 40, SHAPE), check)
 
 
 def test_debug_compares_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,10 +112,10 @@ def test_debug_compares_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(graph: CpuGraph) -> None:
         replay(graph)
         if graph.name.endswith(".1"):
-            pieces_of(runner)._arena["hidden"][0].add_(1)
+            pieces_of(runner).arena["hidden"][0].add_(1)
 
     monkeypatch.setattr(CpuGraph, "_replay", wrong)
-    with pytest.raises(GraphMismatch, match=r"prefill\[\d+\]: hidden states of tokens \[0"):
+    with pytest.raises(GraphMismatch, match=r"prefill\[\d+\]: hidden of rows \[0"):
         play(runner, batches)
 
 

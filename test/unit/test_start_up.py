@@ -20,6 +20,8 @@ from fenceline.layers.forward_batch import GraphDecodeInputs
 from fenceline.memory_order.cpu import CpuDevice
 from fenceline.model_executor import model_runner
 from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
+from fenceline.model_executor.graph_runner import GraphRunner
+from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 
 torch.set_num_threads(1)
 SHAPE = TraceShape(num_rows=4, num_pages=40)
@@ -55,15 +57,22 @@ def test_request_rows_are_there_before_the_rest_becomes_kv_pages(monkeypatch: py
     assert order == ["ReqPool", "num_kv_pages"]
 
 
+@pytest.mark.parametrize(
+    ("runner", "message"),
+    [
+        (CudaGraphRunner, "decode graphs .*lower --mem-fraction-static.*--disable-cuda-graph"),
+        (PiecewiseCudaGraphRunner, "prefill graphs .*lower --mem-fraction.*--disable-piecewise-cuda-graph"),
+    ],
+)
 def test_memory_that_does_not_suffice_for_graphs_is_told_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, runner: type[GraphRunner], message: str
 ) -> None:
-    def capture(self: CudaGraphRunner, max_seq_len: int, show_progress: bool) -> None:
+    def capture(self: GraphRunner, *args: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
-    monkeypatch.setattr(CudaGraphRunner, "capture", capture)
-    with pytest.raises(ValueError, match="decode graphs .*lower --mem-fraction-static.*--disable-cuda-graph"):
-        make_runner(CpuDevice(), SHAPE, (1, 2), context_length=128)
+    monkeypatch.setattr(runner, "capture", capture)
+    with pytest.raises(ValueError, match=message):
+        make_runner(CpuDevice(), SHAPE, (1, 2), context_length=128, piecewise_cuda_graph_tokens=(4,))
 
 
 def test_kernels_that_cannot_be_used_are_warned_of(

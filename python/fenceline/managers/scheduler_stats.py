@@ -10,7 +10,7 @@ from fenceline.managers.hicache_stats import hicache_state
 from fenceline.managers.io_struct import CudaGraphState, InternalState, StatsReport
 from fenceline.managers.prefill import PrefillPlan
 from fenceline.managers.request_memory import RequestMemory
-from fenceline.model_executor.cuda_graph_runner import GraphStats
+from fenceline.model_executor.graph_runner import GraphStats
 
 if TYPE_CHECKING:
     from fenceline.managers.scheduler import Scheduler

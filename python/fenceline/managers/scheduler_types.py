@@ -12,8 +12,8 @@ from fenceline.mem_cache.hierarchical_cache import Transfers
 from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.mem_cache.storage.make import Storage
 from fenceline.memory_order import LeasePool
-from fenceline.model_executor.cuda_graph_runner import GraphStats
 from fenceline.model_executor.forward_result import ForwardResult
+from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.schedule_batch import ScheduleBatch
 
 

@@ -7,41 +7,25 @@ holds this batch at this step.
 
 from __future__ import annotations
 
-import bisect
 import logging
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from tqdm import tqdm
 
 from fenceline.layers.attention.base import AttentionBackend, AttentionPlan
 from fenceline.layers.forward_batch import GraphDecodeInputs
 from fenceline.mem_cache.req_pool import ReqPool
-from fenceline.memory_order import ArenaOutputs, Device, Graph
+from fenceline.memory_order import ArenaOutputs, Device, Graph, GraphPool
 from fenceline.memory_order.guards import TOTAL_BUCKETS
 from fenceline.model_executor.decode_step import DecodeStep
+from fenceline.model_executor.graph_runner import GraphMismatch, GraphRunner
 
 I64 = npt.NDArray[np.int64]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class GraphStats:
-    """Decode steps while graphs are on. ``fallbacks`` ran without a graph and ``repairs`` only after something that was
-    wrong had been put right, by reason; the aims are ``replays == eligible_steps`` and no repairs."""
-
-    eligible_steps: int = 0
-    replays: int = 0
-    replays_by_size: dict[str, int] = field(default_factory=dict)  # captured sizes, as text
-    fallbacks: dict[str, int] = field(default_factory=dict)
-    repairs: dict[str, int] = field(default_factory=dict)
-    capture_s: float = 0.0
-    capture_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +35,7 @@ class _Captured:
     graph: Graph
 
 
-class GraphMismatch(RuntimeError):
-    """``--debug-cuda-graph``: a replay and the same step without its graph disagree."""
-
-
-class CudaGraphRunner:
+class CudaGraphRunner(GraphRunner):
     """The captured sizes of one DecodeStep. Owns their pool; their memory beside that is the arena's."""
 
     def __init__(
@@ -69,17 +49,12 @@ class CudaGraphRunner:
         debug: bool = False,
     ) -> None:
         """``sizes``: ascending batch sizes. Nothing is captured before :meth:`capture`."""
-        assert list(sizes) == sorted(set(sizes)), "sizes ascend"
-        self.stats = GraphStats()
-        self._device = device
+        super().__init__(device, "decode", "requests", sizes, padding)
         self._step = step
         self._attention = attention
         self._req_pool = req_pool
-        self._sizes = list(sizes)
-        self._padding = padding
         self._debug = debug
         self._captured: dict[int, _Captured] = {}
-        self._addresses = step.addresses()
         self._logits = torch.empty(
             (self._sizes[-1], step.model.config.vocab_size),
             dtype=step.model.lm_head.weight.dtype,
@@ -87,66 +62,28 @@ class CudaGraphRunner:
         )
         device.name_memory(self._logits, "decode.logits", self._logits[0].nbytes)
 
+    def addresses(self) -> Sequence[int]:
+        """See ``GraphRunner.addresses``."""
+        return self._step.addresses()
+
     def capture(self, max_seq_len: int, show_progress: bool) -> None:
-        """Capture every size, the largest first so that smaller ones fit into its memory. Waits for the device."""
-        begin, (free_before, _) = time.perf_counter(), self._device.memory_info()
-        pool = self._device.make_graph_pool("decode")
-        bar = tqdm(
-            sorted(self._sizes, reverse=True), desc="Capturing decode graphs", disable=not show_progress
-        )
-        for size in bar:
-            with self._device.forward.active():  # what a plan allocates and writes, FORWARD then reads
-                plan = self._plan(size, max_seq_len)
-            if plan is None:
-                self._sizes.remove(size)
-                logger.warning(
-                    "--cuda-graph-bs %d is left out: too much attention for a graph on this device, %d requests of up"
-                    " to %d tokens; a smaller --context-length makes it fit",
-                    *(size, size, max_seq_len),
-                )
-                continue
-            self._warm_up(size, plan)
-            graph = self._device.capture(f"decode[{size}]", pool, lambda s=size, p=plan: self._run(s, p))  # type: ignore[misc]
-            graph.register()  # one rank: nobody else has to know an address
-            self._captured[size] = _Captured(size, plan, graph)
-            free, _ = self._device.memory_info()
-            bar.set_postfix_str(f"{size} requests, {max(free_before - free, 0) / 2**30:.2f} GiB")
-        for captured in self._captured.values():
-            captured.graph.allow_replay()
-        self.stats.replays_by_size = {str(size): 0 for size in self._sizes}
-        self._device.synchronize()
-        self.stats.capture_bytes = max(free_before - self._device.memory_info()[0], 0)
-        self.stats.capture_s = time.perf_counter() - begin
-        logger.info(
-            "Captured decode graphs of %d sizes up to %d requests in %.1f s, %.2f GiB",
-            len(self._sizes),
-            max(self._sizes, default=0),
-            self.stats.capture_s,
-            self.stats.capture_bytes / 2**30,
-        )
+        """Capture every size for requests of up to ``max_seq_len`` tokens. Waits for the device."""
+        self._capture_sizes(lambda pool, size: self._capture_size(pool, size, max_seq_len), show_progress)
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The captured sizes, ascending."""
-        return tuple(self._sizes)
-
-    def size_for(self, num_reqs: int) -> int | None:
-        """The size that a batch of ``num_reqs`` is replayed in, None if it runs without a graph; total (F11)."""
-        index = bisect.bisect_left(self._sizes, num_reqs)
-        if index < len(self._sizes) and (self._padding or self._sizes[index] == num_reqs):
-            return self._sizes[index]
-        if not self._device.keeps(TOTAL_BUCKETS):
-            return self._sizes[-1]
-        reason = "size" if index == len(self._sizes) else "padding"
-        self.stats.fallbacks[reason] = self.stats.fallbacks.get(reason, 0) + 1
-        return None
-
-    def fits(self) -> bool:
-        """Whether captured graphs still name the memory that is in use; counted as a fallback if not."""
-        if self._addresses == self._step.addresses():
-            return True
-        self.stats.fallbacks["address"] = self.stats.fallbacks.get("address", 0) + 1
-        return False
+    def _capture_size(self, pool: GraphPool, size: int, max_seq_len: int) -> Sequence[Graph]:
+        with self._device.forward.active():  # what a plan allocates and writes, FORWARD then reads
+            plan = self._plan(size, max_seq_len)
+        if plan is None:
+            logger.warning(
+                "--cuda-graph-bs %d is left out: too much attention for a graph on this device, %d requests of up"
+                " to %d tokens; a smaller --context-length makes it fit",
+                *(size, size, max_seq_len),
+            )
+            return ()
+        self._warm_up(size, plan)
+        graph = self._device.capture(f"decode[{size}]", pool, lambda: self._run(size, plan))
+        self._captured[size] = _Captured(size, plan, graph)
+        return (graph,)
 
     def replay(self, size: int, seq_lens_cpu: I64) -> ArenaOutputs:
         """Submit the step of ``size`` rows, whose arena is filled; ``seq_lens_cpu`` [n] of its live requests.
@@ -161,8 +98,7 @@ class CudaGraphRunner:
             self._compare(captured)
         else:
             captured.graph.replay()
-        self.stats.replays += 1
-        self.stats.replays_by_size[str(size)] += 1
+        self.stats.count_replay(size)
         return outputs
 
     def logits(self, num_reqs: int) -> torch.Tensor:

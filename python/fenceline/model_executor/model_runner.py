@@ -26,10 +26,11 @@ from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.mem_cache.storage.make import Storage, make_storage
 from fenceline.memory_order import Device, InputRing, LeasePool, ResultRing, wait_for_pages
 from fenceline.memory_order.guards import RETIRED_AFTER, STARTUP_STOP
-from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner, GraphStats
+from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
 from fenceline.model_executor.decode_runner import DecodeRunner
 from fenceline.model_executor.decode_step import DecodeStep
 from fenceline.model_executor.forward_result import ForwardResult
+from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.hicache import make_cache_controller
 from fenceline.model_executor.memory import num_kv_pages
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
@@ -105,11 +106,7 @@ class ModelRunner:
             self.storage = make_storage(device, self.hicache.host_pool, config)
         if device.keeps(STARTUP_STOP):  # weights and pools were written on the default stream
             device.synchronize()
-        remedy = (
-            "lower --cuda-graph-max-bs or --piecewise-cuda-graph-max-tokens, or give --disable-cuda-graph"
-        )
-        with _room_for("graphs", remedy):
-            self._capture(config, show_progress)
+        self._capture(config, show_progress)
         if device.kind == "cuda":
             with _room_for("the largest prefill step", "lower --chunked-prefill-size"):
                 warm_up(device, config, self.launch)
@@ -141,9 +138,12 @@ class ModelRunner:
     @torch.inference_mode()
     def _capture(self, config: EngineConfig, show_progress: bool) -> None:
         if self.decode.graphs is not None:
-            self.decode.graphs.capture(config.context_length, show_progress)
+            with _room_for("decode graphs", "lower --cuda-graph-max-bs, or give --disable-cuda-graph"):
+                self.decode.graphs.capture(config.context_length, show_progress)
         if self.prefill_graphs is not None:
-            self.prefill_graphs.capture(show_progress)
+            remedy = "lower --piecewise-cuda-graph-max-tokens, or give --disable-piecewise-cuda-graph"
+            with _room_for("prefill graphs", remedy):
+                self.prefill_graphs.capture(show_progress)
 
     @property
     def memory_bytes(self) -> dict[str, int]:
@@ -205,7 +205,8 @@ class ModelRunner:
                 kv_pool=self.kv_pool,
                 layer_ready=layer_ready,
             )
-            logits = self.model.compute_logits(self._hidden_states(forward_batch), forward_batch)
+            layers = self.prefill_graphs or self.model
+            logits = self.model.compute_logits(layers.hidden_states(forward_batch), forward_batch)
             for ticket in batch.loads:
                 ticket.waited = True  # FORWARD has: what is submitted from now on comes after them
             results: Views = {}
@@ -221,14 +222,6 @@ class ModelRunner:
                 values = prompt_logprobs(logits[num_sampled:], views["prompt_targets"], top_k)
                 results |= _logprob_results("prompt", values)
         return self._finish(results)
-
-    def _hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
-        """The prompts' tokens through all layers, in pieces that are replayed where there are graphs for so many."""
-        graphs = self.prefill_graphs
-        size = None if graphs is None else graphs.size_for(batch.num_tokens)
-        if graphs is None or size is None:
-            return self.model.hidden_states(batch)
-        return graphs.hidden_states(size, batch)
 
     def _layer_ready(self, batch: ExtendBatch) -> Callable[[int], None] | None:
         """What makes FORWARD wait for ``batch.loads``, layer by layer; None if there are none."""

@@ -1,8 +1,8 @@
 """PiecewiseCudaGraphRunner: prefill steps whose stretches between attention calls are captured, for a list of sizes.
 
 Attention depends on the requests' lengths and runs as it is planned for each batch; everything else depends on the
-number of tokens alone. A step of few tokens takes the GPU less time than launching its kernels takes the CPU, so it runs
-in the smallest captured size that holds its tokens, the rest padded::
+number of tokens alone. A step of few tokens takes the CPU longer to launch, kernel by kernel, than it takes the GPU, so
+it runs in the smallest captured size that holds its tokens, the rest padded::
 
     piece 0    embedding, layer 0 until attention        graph
     attention of layer 0, of the step's tokens alone     launched
@@ -10,33 +10,40 @@ in the smallest captured size that holds its tokens, the rest padded::
     ...        and the last piece ends the last layer
 
 Padded tokens write the sink and read rows of their own, which are zeroed before each step where attention, which leaves
-them out, would have written.
+them out, would have written. Final norm and head run on the few rows that are asked for, without a graph.
 """
 
 from __future__ import annotations
 
-import bisect
-import logging
-import time
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
-from tqdm import tqdm
 
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.base import LayerKernels
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Arena, ArenaField, Device, Graph, GraphPool, Role
-from fenceline.memory_order.guards import SINK
-from fenceline.model_executor.cuda_graph_runner import GraphMismatch, GraphStats
+from fenceline.memory_order.guards import SINK, TOTAL_BUCKETS
+from fenceline.model_executor.graph_runner import GraphMismatch, GraphRunner
 from fenceline.models.decoder import CausalLM, DecoderLayer
-
-logger = logging.getLogger(__name__)
 
 _SINK_SLOT = 0
 
+Piece = Callable[[], None]
 
-class PiecewiseCudaGraphRunner:
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """One size. ``graphs[i]`` is what precedes attention of layer i, the last what follows all of it."""
+
+    graphs: Sequence[Graph]
+    replays: list[Piece]  # of these graphs
+
+
+class PiecewiseCudaGraphRunner(GraphRunner):
     """The captured sizes of one model's prefill. Owns their pool; what the pieces hand each other is the arena's."""
 
     def __init__(
@@ -49,143 +56,135 @@ class PiecewiseCudaGraphRunner:
         debug: bool = False,
     ) -> None:
         """``sizes``: ascending numbers of tokens. Nothing is captured before :meth:`capture`."""
-        assert list(sizes) == sorted(set(sizes)), "sizes ascend"
-        self.stats = GraphStats(replays_by_size={str(size): 0 for size in sizes})
-        self._device = device
+        super().__init__(device, "prefill", "tokens", sizes)
         self._model = model
         self._kernels = kernels
         self._kv_pool = kv_pool
-        self._sizes = list(sizes)
         self._debug = debug
         self._layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
-        self._pieces: dict[int, list[Graph]] = {}
-        self._addresses = self._named()
-        heads, dtype = self._layers[0].params.heads, kv_pool.k(0).dtype
-        # Severed, padding writes the last slot, which is somebody's (F18).
-        sink = _SINK_SLOT if device.keeps(SINK) else len(kv_pool.k(0)) - 1
-        attended = heads.num_heads * heads.head_dim
-        self._arena = Arena(
-            device,
-            "prefill",
-            sizes[-1],
-            (
-                ArenaField("input_ids", torch.int64, Role.PLAN, pad=0),
-                ArenaField("positions", torch.int64, Role.PLAN, pad=0),
-                ArenaField("out_slots", torch.int64, Role.PLAN, pad=sink),
-                ArenaField("attended", dtype, Role.INPUT, pad=0, shape=(attended,)),
-                ArenaField(
-                    "qkv",
-                    dtype,
-                    Role.OUTPUT,
-                    pad=0,
-                    shape=(attended + 2 * heads.num_kv_heads * heads.head_dim,),
-                ),
-                ArenaField("hidden", dtype, Role.OUTPUT, pad=0, shape=(model.config.hidden_size,)),
-            ),
+        self._captured: dict[int, _Captured] = {}
+        params = self._layers[0].params  # all layers are alike
+        self._heads, self._scale = params.heads, params.scale
+        self.arena = Arena(device, "prefill", sizes[-1], self._fields())
+
+    def _fields(self) -> Sequence[ArenaField]:
+        heads, dtype = self._heads, self._kv_pool.k(0).dtype
+        queries, keys = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        # Severed, padding is named by -1, as upstream once did: the last slot, which is somebody's (F18).
+        sink = _SINK_SLOT if self._device.keeps(SINK) else -1
+        return (
+            ArenaField("input_ids", torch.int64, Role.PLAN, pad=0),
+            ArenaField("positions", torch.int64, Role.PLAN, pad=0),
+            ArenaField("out_slots", torch.int64, Role.PLAN, pad=sink),
+            ArenaField("attended", dtype, Role.INPUT, pad=0, shape=(queries,)),
+            ArenaField("qkv", dtype, Role.OUTPUT, pad=0, shape=(queries + 2 * keys,)),
+            ArenaField("hidden", dtype, Role.OUTPUT, pad=0, shape=(self._model.config.hidden_size,)),
         )
+
+    def addresses(self) -> Sequence[int]:
+        """See ``GraphRunner.addresses``."""
+        return [self._kv_pool.k(0).data_ptr(), self._kv_pool.v(0).data_ptr()]
 
     def capture(self, show_progress: bool) -> None:
-        """Capture every size, the largest first so that smaller ones fit into its memory. Waits for the device."""
-        begin, (free_before, _) = time.perf_counter(), self._device.memory_info()
-        pool = self._device.make_graph_pool("prefill")
-        for size in tqdm(
-            sorted(self._sizes, reverse=True), desc="Capturing prefill graphs", disable=not show_progress
-        ):
-            with self._device.forward.active():  # compiles and sets up what a first call does, in the sink
-                for piece in range(len(self._layers) + 1):
-                    self._run(piece, size)
-            self._device.synchronize()
-            self._pieces[size] = [self._capture(piece, size, pool) for piece in range(len(self._layers) + 1)]
-            for graph in self._pieces[size]:
-                graph.register()  # one rank: nobody else has to know an address
-        for pieces in self._pieces.values():
-            for graph in pieces:
-                graph.allow_replay()
+        """Capture every size. Waits for the device."""
+        self._capture_sizes(self._capture_size, show_progress)
+        for captured in self._captured.values():
+            captured.replays.extend(graph.bind() for graph in captured.graphs)
+            with (
+                self._device.forward.active()
+            ):  # a graph is brought onto the device when it is first replayed
+                for replay in captured.replays:
+                    replay()
         self._device.synchronize()
-        self.stats.capture_bytes = max(free_before - self._device.memory_info()[0], 0)
-        self.stats.capture_s = time.perf_counter() - begin
-        logger.info(
-            "Captured prefill graphs of %d sizes up to %d tokens in %.1f s, %.2f GiB",
-            *(len(self._sizes), self._sizes[-1], self.stats.capture_s, self.stats.capture_bytes / 2**30),
-        )
 
-    def _capture(self, piece: int, size: int, pool: GraphPool) -> Graph:
-        return self._device.capture(f"prefill[{size}].{piece}", pool, lambda: self._run(piece, size))
+    def size_for(self, num: int) -> int | None:
+        """The size that a step of ``num`` tokens is replayed in, None if it runs without graphs; total (F11).
 
-    def size_for(self, num_tokens: int) -> int | None:
-        """The size that a step of ``num_tokens`` is replayed in, None if it runs without graphs; total (F11)."""
-        self.stats.eligible_steps += num_tokens <= self._sizes[-1]
-        index = bisect.bisect_left(self._sizes, num_tokens)
-        if index == len(self._sizes):
+        Steps beyond the largest are not meant for graphs, so they count neither as eligible nor as a fallback."""
+        sizes = self._sizes
+        if num > sizes[-1]:
             return None
-        if self._addresses != self._named():
-            self.stats.fallbacks["address"] = self.stats.fallbacks.get("address", 0) + 1
-            return None
-        return self._sizes[index]
+        self.stats.eligible_steps += 1
+        if not self._device.keeps(TOTAL_BUCKETS):
+            return sizes[max(bisect_right(sizes, num) - 1, 0)]
+        return super().size_for(num)
 
-    def hidden_states(self, size: int, batch: ForwardBatch) -> torch.Tensor:
-        """``CausalLM.hidden_states`` of a batch of at most ``size`` tokens, with FORWARD current. Good until the next
-        step is submitted."""
+    def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
+        """``CausalLM.hidden_states`` [T, hidden_size], by graphs where there are some for so many tokens, with FORWARD
+        current. Good until the next step is submitted."""
         num_tokens = batch.num_tokens
+        size = self.size_for(num_tokens)
+        if size is None or not self.fits():
+            return self._model.hidden_states(batch)
         sources = {"input_ids": batch.input_ids, "positions": batch.positions, "out_slots": batch.out_slots}
-        self._arena.fill(sources, num_tokens)
-        outputs = self._arena.begin_replay()
+        self.arena.fill(sources, num_tokens, max(size, num_tokens))
+        outputs = self.arena.begin_replay()
         qkv, hidden = outputs.take("qkv", num_tokens), outputs.take("hidden", num_tokens)
         if self._debug:
             self._compare(size, batch, qkv, hidden)
         else:
-            self._submit(size, batch, qkv, graphs=True)
-        self.stats.replays += 1
-        self.stats.replays_by_size[str(size)] += 1
+            self._submit(self._captured[size].replays, batch, qkv)
+        self.stats.count_replay(size)
         return hidden
 
-    def _submit(self, size: int, batch: ForwardBatch, qkv: torch.Tensor, graphs: bool) -> None:
+    def _submit(self, pieces: Sequence[Piece], batch: ForwardBatch, qkv: torch.Tensor) -> None:
         """All pieces, with attention between them over the ``qkv`` of the batch's own tokens."""
-        pieces, attn, ready = self._pieces[size], batch.attn, batch.layer_ready
-        params = self._layers[0].params
-        heads, scale = params.heads, params.scale
+        heads, scale = self._heads, self._scale
         q, k, v = heads.split(qkv)
-        attended = self._arena["attended"][: len(qkv)].view(len(qkv), heads.num_heads, heads.head_dim)
-        for piece, graph in enumerate(pieces):
-            if ready is not None and piece < len(self._layers):
+        attended = self.arena["attended"][: len(qkv)].view(q.shape)
+        attend, ready = batch.attn.forward_into, batch.layer_ready
+        for layer_id in range(len(self._layers)):
+            if ready is not None:
                 ready(
-                    piece
-                )  # before the piece that stores: the last page loaded may be one the batch goes on with
-            if graphs:
-                graph.replay()
-            else:
-                self._run(piece, size)
-            if piece < len(self._layers):
-                attn.forward_into(piece, q, k, v, scale, attended)
+                    layer_id
+                )  # before the piece that stores: the page loaded last may be one that it goes on with
+            pieces[layer_id]()
+            attend(layer_id, q, k, v, scale, attended)
+        pieces[-1]()
 
-    def _run(self, piece: int, size: int) -> None:
-        """From attention of the layer in front (or the embedding) to attention of layer ``piece`` (or the end)."""
-        arena, kernels = self._arena, self._kernels
+    def _capture_size(self, pool: GraphPool, size: int) -> Sequence[Graph]:
+        pieces = [partial(self._run, index, size) for index in range(len(self._layers) + 1)]
+        with (
+            self._device.forward.active()
+        ):  # compile and set up what the first call does; only the sink is touched
+            for piece in pieces:
+                piece()
+        self._device.synchronize()
+        graphs = [
+            self._device.capture(f"prefill[{size}].{index}", pool, piece)
+            for index, piece in enumerate(pieces)
+        ]
+        self._captured[size] = _Captured(graphs, [])
+        return graphs
+
+    def _run(self, index: int, size: int) -> None:
+        """Piece ``index``: from attention of the layer in front (or the embedding) to attention of layer ``index`` (or
+        the end)."""
+        arena, kernels = self.arena, self._kernels
         x = arena["hidden"][:size]
-        if piece == 0:
+        if index == 0:
             x.copy_(self._model.embed_tokens(arena["input_ids"][:size]))
         else:
-            self._layers[piece - 1].after_attention(x, arena["attended"][:size], kernels)
-        if piece < len(self._layers):
-            qkv = self._layers[piece].before_attention(x, kernels, arena["qkv"][:size])
+            self._layers[index - 1].after_attention(x, arena["attended"][:size], kernels)
+        if index < len(self._layers):
+            layer, pool, table = self._layers[index], self._kv_pool, self._model.rotary.table
+            qkv = layer.before_attention(x, kernels, arena["qkv"][:size])
             positions, out_slots = arena["positions"][:size], arena["out_slots"][:size]
-            p, k_cache, v_cache = self._layers[piece].params, self._kv_pool.k(piece), self._kv_pool.v(piece)
-            table = self._model.rotary.table
-            kernels.rotate_and_store(qkv, p.heads, p.norms, table, positions, k_cache, v_cache, out_slots)
+            heads, norms = layer.params.heads, layer.params.norms
+            k_cache, v_cache = pool.k(index), pool.v(index)
+            kernels.rotate_and_store(qkv, heads, norms, table, positions, k_cache, v_cache, out_slots)
 
     def _compare(self, size: int, batch: ForwardBatch, qkv: torch.Tensor, hidden: torch.Tensor) -> None:
         """``--debug-cuda-graph``: the step without its graphs, then with them; every bit must agree."""
-        self._submit(size, batch, qkv, graphs=False)
-        expected = hidden.clone()
-        self._submit(size, batch, qkv, graphs=True)
+        graphs = self._captured[size].graphs
+        self._submit([partial(self._run, index, size) for index in range(len(graphs))], batch, qkv)
+        eager = qkv.clone(), hidden.clone()
+        self._submit([graph.replay for graph in graphs], batch, qkv)
         self._device.synchronize()
-        wrong = torch.nonzero((hidden != expected).any(1)).flatten().tolist()
-        if wrong:
-            raise GraphMismatch(
-                f"prefill[{size}]: hidden states of tokens {wrong[:8]} differ: {hidden[wrong[0], :4].tolist()} by "
-                f"replay, {expected[wrong[0], :4].tolist()} without the graphs"
-            )
-
-    def _named(self) -> Sequence[int]:
-        """Where the memory lies that captured graphs have baked in beside the weights and the arena."""
-        return [self._kv_pool.k(0).data_ptr(), self._kv_pool.v(0).data_ptr()]
+        for name, expected, replayed in zip(("qkv", "hidden"), eager, (qkv, hidden), strict=True):
+            rows = torch.nonzero((replayed != expected).any(1)).flatten().tolist()
+            if rows:
+                raise GraphMismatch(
+                    f"prefill[{size}]: {name} of rows {rows[:8]} differs: {replayed[rows[0], :4].tolist()} by replay, "
+                    f"{expected[rows[0], :4].tolist()} without the graphs"
+                )

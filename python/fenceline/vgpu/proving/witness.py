@@ -17,8 +17,8 @@ from fenceline.mem_cache.storage.prefetch import Fetched as FetchedAck
 from fenceline.mem_cache.storage.tier_stats import StorageTierStats
 from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import LeasePool, Points
-from fenceline.model_executor.cuda_graph_runner import GraphStats
 from fenceline.model_executor.forward_result import ForwardResult, StepOutput
+from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.schedule_batch import ScheduleBatch
 from fenceline.vgpu.proving.decisions import Decision, Event, Fetched, Kept, Transfer, host_bytes
