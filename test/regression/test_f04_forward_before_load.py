@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import torch
 from guarded_runs import SPIN_CYCLES
-from test_model_runner_hicache import PAGE, PREFIX_PAGES, Tiers, hicache_runner, prompt
-from trace_runner import first_difference
+from late_loads import differences, late_loads
+from test_model_runner_hicache import PAGE, Tiers, hicache_runner, prompt
 from transfer_rounds import (
     NUM_PATTERNS,
     SHAPE,
@@ -23,7 +22,7 @@ from transfer_rounds import (
     layouts,
 )
 
-from fenceline.memory_order import Points, Stream, open_device
+from fenceline.memory_order import Points, open_device
 
 
 def read_while_loading(rounds: Rounds, number: int) -> bool:
@@ -72,48 +71,6 @@ def test_without_the_edge_they_are_not(kind: str, play: Callable[[Rounds, int], 
 
 
 # --- under the model runner --------------------------------------------------------------------------
-
-DEVICE_PAGES, HOST_PAGES = [25, 23, 21, 22, 28], range(2, 2 + PREFIX_PAGES)
-
-
-def late_loads(tiers: Tiers, cycles: int) -> None:
-    """Each layer of a load arrives late."""
-    copier = tiers.hicache._copier
-    to_device = copier.to_device
-
-    def late(stream: Stream, *args: object) -> None:
-        with stream.active():
-            torch.cuda._sleep(cycles)
-        to_device(stream, *args)  # type: ignore[arg-type]
-
-    copier.to_device = late  # type: ignore[method-assign]
-
-
-def differences(severed: str, num_rounds: int, spin_cycles: int, io_backend: str = "direct") -> list[str]:
-    """Prompts whose prefix is loaded: once on an idle device, once late. Where the answers differ."""
-    device = open_device("cuda", frozenset({severed} if severed else ()))
-    tiers = Tiers(hicache_runner(device, hicache_io_backend=io_backend))
-    found = []
-    for number in range(num_rounds):
-        tokens = prompt(number, PREFIX_PAGES * PAGE + 7)
-        prefix_len = PREFIX_PAGES * PAGE - 3
-        tiers.extend(2, tokens[:prefix_len], list(range(11, 20)))
-        tiers.store(range(11, 11 + PREFIX_PAGES), HOST_PAGES)
-        device.synchronize()
-        answers = []
-        for cycles in (0, spin_cycles):
-            tiers.extend(3, prompt(1000 + number, 100), DEVICE_PAGES + [29, 31])
-            device.synchronize()
-            copier, before = tiers.hicache._copier, tiers.hicache._copier.to_device
-            late_loads(tiers, cycles)
-            ticket = tiers.load(DEVICE_PAGES, HOST_PAGES, Points.none())
-            if not cycles:
-                device.synchronize()
-            answers.append(tiers.extend(4, tokens, [*DEVICE_PAGES, 30], prefix_len, (ticket,)))
-            copier.to_device = before  # type: ignore[method-assign]
-        found.append(first_difference(answers[:1], answers[1:]))
-        tiers.drain()
-    return [difference for difference in found if difference]
 
 
 @pytest.mark.gpu
