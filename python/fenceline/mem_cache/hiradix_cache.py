@@ -68,9 +68,7 @@ class HiRadixCache(RadixCache):
         """
         if write_policy not in _BACKUP_HITS:
             raise ValueError(f"write policy {write_policy!r} is none of {', '.join(_BACKUP_HITS)}")
-        assert spill is not None or write_policy != "write_back", (
-            "write_back needs somebody to spill to the host"
-        )
+        assert spill or write_policy != "write_back", "write_back needs somebody to spill to the host"
         self._host = HostTier(host_pages, self._drop)
         self._transit = InTransit()
         super().__init__(pages, page_size)
@@ -146,11 +144,7 @@ class HiRadixCache(RadixCache):
         if threshold is None:
             return []
         on_paths = dict.fromkeys(part for node in nodes for part in node.path())
-        return [
-            part
-            for part in on_paths
-            if part.on_device and part.host_pages is None and part.hit_count >= threshold
-        ]
+        return [part for part in on_paths if part.host_pages is None and part.hit_count >= threshold]
 
     def begin_backup(self, nodes: Sequence[TreeNode], ticket: Ticket) -> PageMove:
         """Give ``nodes`` (parents before children) host pages, as part of ``ticket``; those that have some already

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -48,7 +49,7 @@ class HostTier:
         """``pool`` leases the host pages. ``drop`` takes a node out of the tree that is now on no tier."""
         self.pool = pool
         self._drop = drop
-        self.lru = LruQueue(lambda node: node.is_host_evictable)
+        self.lru = LruQueue(attrgetter("is_host_evictable"))
         self.num_pages = 0  # on nodes of the tree
         self.num_both_pages = 0  # of these, on nodes that are on the device too
         self.num_evicted_pages = 0  # since the start, to make room
@@ -175,10 +176,9 @@ class HostTier:
         assert hold_id in self._holds, f"hold {hold_id} is released twice or was never taken"
         hold = self._holds.pop(hold_id)
         for node in hold.nodes:
-            if hold in node.host_holds:
-                node.host_holds = tuple(other for other in node.host_holds if other is not hold)
-                node.host_after = node.host_after.join(after)
-                self.lru.push_if_evictable(node)
+            node.host_holds = tuple(other for other in node.host_holds if other is not hold)
+            node.host_after = node.host_after.join(after)
+            self.lru.push_if_evictable(node)
         for orphan in hold.orphans:
             orphan.after = orphan.after.join(after)
             orphan.num_holds -= 1

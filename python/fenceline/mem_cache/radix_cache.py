@@ -27,6 +27,7 @@ ranks that make the same calls own the same trees.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 import numpy as np
 
@@ -68,7 +69,7 @@ class RadixCache:
         self._num_locked_pages = 0
         self._num_locked_nodes = 0
         self._num_moves = 0
-        self._lru = LruQueue(lambda node: node.is_evictable)
+        self._lru = LruQueue(attrgetter("is_evictable"))
         nothing: Int32Array = np.empty(0, dtype=np.int32)
         self._root = self._new_node(nothing, nothing, b"", None, Points.none())
 
