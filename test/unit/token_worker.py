@@ -65,6 +65,9 @@ class TokenResult:
         self.output: StepOutput | None = None
         self._worker = worker
 
+    def arrived(self) -> bool:
+        return self.output is not None or self._worker.is_quick()
+
     def wait(self) -> StepOutput:
         self._worker.run_until(self)
         assert self.output is not None
@@ -79,6 +82,9 @@ class AuditedPool(LeasePool):
         super().__init__(name, size, reserved=1)
         self._fresh: set[int] = set()
         self._touched: dict[Stream, np.ndarray] = {}  # serial of the last work on each stream
+        # What each stream has waited for, by way of others too, now and when a Point was recorded.
+        self._clocks: dict[Stream, dict[Stream, int]] = {}
+        self._clock_at: dict[tuple[Stream, int], dict[Stream, int]] = {}
 
     def alloc(self, n: int) -> tuple[np.ndarray, Points] | None:
         leased = super().alloc(n)
@@ -91,9 +97,13 @@ class AuditedPool(LeasePool):
         is a transfer, what it touches of that."""
         is_step = done.stream.name is StreamName.FORWARD
         fresh = set(self._fresh) if is_step else self._fresh & set(touched.tolist())
+        clock = self._clocks.setdefault(done.stream, {})
+        for point in after:
+            heard = self._clock_at.get((point.stream, point.serial), {}) | {point.stream: point.serial}
+            clock.update((stream, max(serial, clock.get(stream, 0))) for stream, serial in heard.items())
+        self._clock_at[done.stream, done.serial] = dict(clock)
         for stream, serials in self._touched.items():
-            waited = max((point.serial for point in after if point.stream is stream), default=0)
-            known = max(waited, stream.passed_serial)
+            known = max(clock.get(stream, 0), stream.passed_serial)
             for id in fresh:
                 assert serials[id] <= known, (
                     f"{self.name}: {id} was handed out without waiting for {stream.name}@{serials[id]}"
@@ -126,6 +136,7 @@ class TokenWorker:
         self.hicache: TokenTransfers | None = None
         self.storage = None
         self.forward = LaggingStream(StreamName.FORWARD, frozenset())
+        self.is_quick: Callable[[], bool] = lambda: False  # whether a step has run when that is asked
         self.num_steps = 0
         self.slots = np.full((num_pages + 1) * page_size, -1, dtype=np.int64)
         self._queue: deque[TokenResult] = deque()
