@@ -45,6 +45,12 @@ class NullModel(torch.nn.Module):
         self._logits[:, 1] = 1.0
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        return self.compute_logits(self.hidden_states(batch), batch)
+
+    def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
+        return batch.positions
+
+    def compute_logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         num_rows = batch.num_tokens if batch.logits_index is None else len(batch.logits_index)
         return self._logits[:num_rows]
 

@@ -45,6 +45,9 @@ class NullResult:
         self._num_tokens = num_tokens
         self.done = done
 
+    def arrived(self) -> bool:
+        return True
+
     def wait(self) -> StepOutput:
         return StepOutput(np.full(self._num_tokens, _TOKEN, dtype=np.int64), None, None)
 

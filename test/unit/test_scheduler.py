@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_driver import Answer, Driver, expected_output, make_driver, request
+from token_worker import TokenResult, TokenWorker
 
 from fenceline.managers.io_struct import (
     AbortReq,
@@ -18,6 +21,7 @@ from fenceline.managers.io_struct import (
     ShutdownReq,
     TokenizedGenerateReq,
 )
+from fenceline.model_executor.schedule_batch import ExtendBatch, ScheduleBatch
 
 
 def capacity(driver: Driver) -> int:
@@ -335,6 +339,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         "schedule_conservativeness": draw(st.sampled_from([0.01, 0.3, 1.0])),
         "max_prefill_tokens": draw(st.sampled_from([16, 64])),
         "chunked_prefill_size": draw(st.sampled_from([4, 16, -1])),
+        "quick_share": draw(st.sampled_from([0.0, 0.5, 1.0])),
     }
     flags["num_pages"] = draw(st.integers(48, 120)) // int(str(flags["page_size"]))
     num_reqs = draw(st.integers(1, 10))
@@ -345,6 +350,28 @@ def workloads(draw: st.DrawFn) -> Workload:
         when = draw(st.integers(0, 30))
         messages.append((when, draw(events(when, num_reqs))))
     return flags, messages
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_first_tokens_that_are_there_do_not_wait_for_the_next_launch(quick: bool) -> None:
+    """And a request that ends with its first token is not in the next step."""
+    driver = make_driver(num_pages=64)
+    assert isinstance(driver.worker, TokenWorker)
+    driver.worker.is_quick = lambda: quick
+    launch, told = driver.worker.launch, []
+
+    def noted(batch: ScheduleBatch) -> TokenResult:
+        told.append((len(driver.answers), 1 if isinstance(batch, ExtendBatch) else len(batch.rows)))
+        return launch(batch)
+
+    driver.worker.launch = noted  # type: ignore[method-assign]
+    reqs = [request("a", [1, 2, 3], max_new_tokens=5, ignore_eos=True)]
+    first = expected_output(request("b", [4, 5], max_new_tokens=1, ignore_eos=True), capacity(driver))[0]
+    reqs.append(request("b", [4, 5], max_new_tokens=5, ignore_eos=True, stop_token_ids=(first,)))
+    driver.send(*reqs)
+    driver.run()
+    assert told[:2] == ([(0, 1), (2, 1)] if quick else [(0, 1), (0, 2)])
+    assert_right(driver, reqs)
 
 
 def assert_answer(driver: Driver, req: TokenizedGenerateReq, aborted: bool, silent: bool) -> None:
@@ -376,7 +403,11 @@ def assert_answer(driver: Driver, req: TokenizedGenerateReq, aborted: bool, sile
 def test_any_workload(workload: Workload) -> None:
     """Whatever arrives and leaves when: the right tokens, each once, and clean books at the end."""
     flags, messages = workload
+    quick_share, seed = flags.pop("quick_share"), len(messages)
     driver = make_driver(**flags)  # type: ignore[arg-type]
+    assert isinstance(driver.worker, TokenWorker) and isinstance(quick_share, float)
+    random = Random(seed)
+    driver.worker.is_quick = lambda: random.random() < quick_share
     for now in range(40):
         driver.send(*(message for when, message in messages if when == now))
         driver.step()

@@ -93,6 +93,9 @@ class Scheduler:
         self.ingest(self.inbox.drain(block, _ACK_INTERVAL_MS if self.memory.num_outstanding else None))
         self.memory.drain_acks()  # every step, decode included (F6)
         self.retire_departed()  # what aborts free is there for the next step
+        if prev is not None and isinstance(prev.batch, ExtendBatch) and prev.result.arrived():
+            self.publish(prev)  # first tokens: the device has nothing to do, and they would wait for the launch
+            prev = None
         flight = self.launch_next()
         if prev is not None:
             self.publish(prev)

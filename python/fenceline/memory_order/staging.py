@@ -30,6 +30,7 @@ from fenceline.memory_order.slot_order import SlotOrder
 from fenceline.memory_order.stream import Point, Points
 
 _ALIGN = 16
+_WORD = 8
 _MIN_SLOT_BYTES = 1 << 16
 
 
@@ -122,7 +123,7 @@ class InputRing(_Ring):
             if device.keeps(OWN_COPY):  # the next upload may overwrite the slot from here on
                 block = block.clone()
         slot.device_after = Points.of(device.forward.record())
-        return _views(block, arrays, offsets)
+        return _views(block, arrays)
 
 
 class ResultLease:
@@ -148,6 +149,10 @@ class ResultLease:
         self._layout = layout
         self._nbytes = nbytes
         self._copied = copied
+
+    def arrived(self) -> bool:
+        """Whether :meth:`wait` would not block. Asks the device, so call it once a step; before :meth:`wait`."""
+        return self._ring.has_passed(self._copied)
 
     def wait(self) -> dict[str, npt.NDArray[np.generic]]:
         """Block the host until the results are there; arrays of their own, free of the ring.
@@ -235,6 +240,10 @@ class ResultRing(_Ring):
         """Block the host until the copy that ``point`` ends has run."""
         self._device.copy.synchronize(point, HOST_AFTER_COPY)
 
+    def has_passed(self, point: Point) -> bool:
+        """Whether the copy that ``point`` ends has run."""
+        return self._device.copy.poll(point)
+
     def read_by_host(self, buffer: torch.Tensor) -> None:
         """Say that the host reads results now."""
         self._device.host_access(buffer, False, "read of the step's results")
@@ -255,13 +264,19 @@ def _pack(host: torch.Tensor, arrays: Mapping[str, npt.NDArray[np.generic]], off
         target[offset : offset + data.nbytes] = data.reshape(-1).view(np.uint8)
 
 
-def _views(
-    block: torch.Tensor, arrays: Mapping[str, npt.NDArray[np.generic]], offsets: list[int]
-) -> dict[str, torch.Tensor]:
+def _views(block: torch.Tensor, arrays: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, torch.Tensor]:
+    """``arrays`` as they are laid out in ``block``, cut out by one operator for all: before a prefill step's first
+    kernel nothing hides what the host does."""
+    sizes: list[int] = []
+    for array in arrays.values():
+        num_words = -(-array.nbytes // _WORD)
+        sizes += (num_words, _aligned(array.nbytes) // _WORD - num_words)
+    parts = block.view(torch.int64).split_with_sizes(sizes)[::2]
     views = {}
-    for (name, array), offset in zip(arrays.items(), offsets, strict=True):
-        flat = block[offset : offset + array.nbytes].view(_TORCH_DTYPES[array.dtype.str])
-        views[name] = flat.view(array.shape)
+    for (name, array), part in zip(arrays.items(), parts, strict=True):
+        if array.itemsize != _WORD or array.dtype.kind != "i":
+            part = part.view(_TORCH_DTYPES[array.dtype])[: array.size]
+        views[name] = part if array.ndim == 1 else part.view(array.shape)
     return views
 
 
@@ -273,18 +288,12 @@ def _tensor_layout(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, _Fiel
     return layout, nbytes
 
 
-_TORCH_DTYPES: dict[str, torch.dtype] = {
-    "<i8": torch.int64,
-    "<i4": torch.int32,
-    "<f4": torch.float32,
-    "<f8": torch.float64,
-    "|b1": torch.bool,
-    "|u1": torch.uint8,
-}
 _NUMPY_DTYPES: dict[torch.dtype, np.dtype[np.generic]] = {
     torch.int64: np.dtype(np.int64),
     torch.int32: np.dtype(np.int32),
     torch.float32: np.dtype(np.float32),
     torch.float64: np.dtype(np.float64),
     torch.bool: np.dtype(np.bool_),
+    torch.uint8: np.dtype(np.uint8),
 }
+_TORCH_DTYPES = {array: tensor for tensor, array in _NUMPY_DTYPES.items()}

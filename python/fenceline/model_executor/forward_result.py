@@ -41,6 +41,10 @@ class ForwardResult:
         self._lease = lease
         self.done: Point = lease.produced
 
+    def arrived(self) -> bool:
+        """Whether :meth:`wait` would not block; to be asked once a step."""
+        return self._lease.arrived()
+
     def wait(self) -> StepOutput:
         """Block the host until the outputs are there. Raises LeaseError on a second call."""
         values = self._lease.wait()

@@ -70,6 +70,9 @@ class _Noted:
         self._result = result
         self._decision = decision
 
+    def arrived(self) -> bool:
+        return self._result.arrived()
+
     def wait(self) -> StepOutput:
         self._decision.output = self._result.wait()
         return self._decision.output
