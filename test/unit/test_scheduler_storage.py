@@ -197,3 +197,11 @@ def test_nothing_is_fetched_that_has_to_be_computed(
         assert state(again).storage_read.num_tokens == stored
         again.send(FlushCacheReq(id=rid))
         again.step()
+
+
+def test_misses_are_counted(tmp_path: Path, drivers: list[Driver]) -> None:
+    driver = engine(drivers, tmp_path)
+    answer(driver, "new", prompts()[0])
+    settle(driver)
+    assert state(driver).num_storage_misses == (len(prompts()[0]) - 1) // PAGE
+    assert 0 < state(driver).storage_write.num_transfers < state(driver).storage_write.num_tokens // PAGE

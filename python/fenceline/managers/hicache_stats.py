@@ -43,14 +43,14 @@ def hicache_state(memory: RequestMemory) -> HiCacheState | None:
             seconds=storage.read_seconds,
         ),
         storage_write=TransferState(
-            num_transfers=storage.backend.writes,
+            num_transfers=storage.num_writes,
             num_tokens=storage.written * size,
             num_bytes=storage.backend.written_bytes,
             seconds=storage.write_seconds,
         ),
         prefetches={str(outcome): count for outcome, count in storage.prefetches.items()},
         recomputes=dict(memory.recomputes),
-        num_storage_misses=storage.backend.misses,
+        num_storage_misses=storage.missed,
         storage_errors={str(reason): count for reason, count in storage.backend.errors.items()}
         | {"dropped": storage.dropped, "stalled": storage.stalls, "crashed": storage.crashes},
     )
