@@ -100,8 +100,61 @@ def test_buckets_lie_further_apart_the_larger_they_are(model_dir: Path) -> None:
     assert buckets[buckets.index(240) :] == (240, 256, *range(288, 513, 32), 576, 640, 650)
 
 
+@pytest.mark.parametrize(
+    ("values", "sizes"),
+    [
+        ({"disable_cuda_graph": True}, ()),
+        ({"disable_piecewise_cuda_graph": True, "piecewise_cuda_graph_tokens": (4,)}, ()),
+        ({"piecewise_cuda_graph_tokens": (8, 2, 8)}, (2, 8)),
+        ({"piecewise_cuda_graph_max_tokens": 1}, (1,)),
+        ({"piecewise_cuda_graph_max_tokens": 16}, (16,)),
+        ({"piecewise_cuda_graph_max_tokens": 17}, (16, 17)),
+        ({"piecewise_cuda_graph_max_tokens": 100}, (16, 32, 48, 64, 96, 100)),
+        ({"piecewise_cuda_graph_max_tokens": 4000, "chunked_prefill_size": 48}, (16, 32, 48)),
+        ({"chunked_prefill_size": 64}, (16, 32, 48, 64)),
+        ({"chunked_prefill_size": 8}, (8,)),
+    ],
+)
+def test_sizes_of_prefill_graphs_on_a_gpu(
+    model_dir: Path, values: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
+    assert resolved(model_dir, gpu=True, page_size=8, **values).piecewise_cuda_graph_tokens == sizes
+
+
+def test_sizes_of_prefill_graphs_go_as_far_as_they_pay(model_dir: Path) -> None:
+    """The wider a layer, the sooner the GPU is busy for longer than launching takes."""
+    sizes = resolved(model_dir, gpu=True).piecewise_cuda_graph_tokens
+    assert sizes == (
+        *(16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512),
+        *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
+    )
+
+    def largest(hidden_size: int, intermediate_size: int) -> int:
+        width = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "head_dim": 128}
+        heads = {"num_attention_heads": hidden_size // 64, "num_key_value_heads": 8}
+        overrides = json.dumps(width | heads)
+        return resolved(model_dir, gpu=True, json_model_override_args=overrides).piecewise_cuda_graph_tokens[
+            -1
+        ]
+
+    assert [largest(1024, 3072), largest(2560, 9728), largest(65536, 262144)] == [2048, 1024, 16]
+    asked = resolved(model_dir, gpu=True, piecewise_cuda_graph_max_tokens=3500).piecewise_cuda_graph_tokens
+    assert asked == (*sizes, 2560, 3072, 3500)
+
+
+def test_a_prefill_size_that_no_step_reaches_is_refused(model_dir: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="--piecewise-cuda-graph-tokens 65: no prefill step has more than 64"
+    ):
+        resolved(model_dir, piecewise_cuda_graph_tokens=(4, 65), chunked_prefill_size=64)
+    with pytest.raises(ConfigError, match="--piecewise-cuda-graph-tokens 0 4: a step has at least 1 token"):
+        resolved(model_dir, piecewise_cuda_graph_tokens=(0, 4))
+
+
 def test_a_cpu_captures_what_is_named_and_nothing_else(model_dir: Path) -> None:
     assert resolved(model_dir, cuda_graph_max_bs=8).cuda_graph_bs == ()
+    assert resolved(model_dir, piecewise_cuda_graph_max_tokens=8).piecewise_cuda_graph_tokens == ()
+    assert resolved(model_dir, piecewise_cuda_graph_tokens=(8, 4)).piecewise_cuda_graph_tokens == (4, 8)
     assert resolved(model_dir, cuda_graph_bs=(1, 2), debug_cuda_graph=True).cuda_graph_bs == (1, 2)
 
 

@@ -10,9 +10,6 @@ from step_traces import FULL, PLAIN, TraceShape, random_trace
 from test_model_runner_hicache import Tiers, hicache_runner, through_the_host
 from trace_runner import make_runner, play, same_tokens
 
-from fenceline.config.errors import ConfigError
-from fenceline.config.graphs import piecewise_cuda_graph_tokens
-from fenceline.config.server_args import ServerArgs
 from fenceline.memory_order import open_device
 from fenceline.memory_order.checker import OrderError
 from fenceline.memory_order.cpu import CpuGraph
@@ -137,33 +134,3 @@ def test_the_checker_names_the_edge_that_is_missing() -> None:
     with pytest.raises(OrderError, match=r"RAW on kv_pool.layer0 pages 21-23, 25, 28") as caught:
         through_the_host(Tiers(runner))
     assert "forward_after_load" in caught.value.edges
-
-
-@pytest.mark.parametrize(
-    ("flags", "device", "chunk", "sizes"),
-    [
-        ({}, "cpu", 2048, ()),
-        ({"disable_cuda_graph": True}, "cuda", 8192, ()),
-        ({"disable_piecewise_cuda_graph": True}, "cuda", 8192, ()),
-        ({"piecewise_cuda_graph_tokens": (8, 2, 8)}, "cpu", 2048, (2, 8)),
-        ({"piecewise_cuda_graph_max_tokens": 100}, "cuda", 8192, (16, 32, 64, 100)),
-        ({}, "cuda", 256, (16, 32, 64, 128, 192, 256)),
-    ],
-)
-def test_which_sizes_are_captured(
-    flags: dict[str, object], device: str, chunk: int, sizes: tuple[int, ...]
-) -> None:
-    args = ServerArgs(model_path="m", **flags)  # type: ignore[arg-type]
-    assert piecewise_cuda_graph_tokens(args, device, chunk) == sizes
-
-
-def test_by_default_sizes_go_to_2048_and_further_where_asked() -> None:
-    default = piecewise_cuda_graph_tokens(ServerArgs(model_path="m"), "cuda", 8192)
-    assert default[-1] == 2048 and list(default) == sorted(set(default))
-    args = ServerArgs(model_path="m", piecewise_cuda_graph_max_tokens=3500)
-    assert piecewise_cuda_graph_tokens(args, "cuda", 8192) == (*default, 2560, 3072, 3500)
-
-
-def test_wrong_sizes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--piecewise-cuda-graph-tokens 0 4: a step has at least 1 token"):
-        runner_of(sizes=(0, 4))

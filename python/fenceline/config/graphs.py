@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fenceline.config.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fenceline.config.model_config import ModelConfig
     from fenceline.config.server_args import ServerArgs
 
 _ON_ANY_DEVICE = "torch"
 _MAX_BS = 256
-# (up to this batch size, one bucket every so many): small batches are where a padded row costs most.
+# (up to this size, one every so many), and beyond: small batches are where a padded row costs most.
 _BUCKET_STEPS = ((64, 8), (256, 16), (512, 32))
 _STEP_BEYOND = 64
-# Prefill sizes in tokens. Up to the last, a small model's launches take the CPU longer than its kernels take the GPU.
-_PREFILL_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
+_PREFILL_STEPS = ((64, 16), (256, 32), (512, 64), (1024, 128), (2048, 256))
 _PREFILL_STEP_BEYOND = 512
+_SMALLEST_PREFILL = 16
+_MAX_PREFILL_TOKENS = 2048
+# Launching a layer takes the CPU about 0.2 ms; a token takes the GPU two operations a weight, at 6e14 a second (H200).
+# From twice as many tokens on as are computed meanwhile, padding costs more than launching.
+_WORTHWHILE_WEIGHT_TOKENS = 2 * 0.2e-3 * 6e14 / 2
 
 
 def attention_backends(args: ServerArgs, device: str) -> tuple[str, str]:
@@ -67,23 +73,56 @@ def _buckets(args: ServerArgs, device: str, max_running_requests: int) -> tuple[
     return default_buckets(largest)
 
 
-def piecewise_cuda_graph_tokens(args: ServerArgs, device: str, chunk: int | None) -> tuple[int, ...]:
-    """The prefill sizes to capture in pieces, in tokens, ascending; empty for none. ``chunk``: the most of a step."""
+def piecewise_cuda_graph_tokens(
+    args: ServerArgs, device: str, model: ModelConfig, max_step_tokens: int
+) -> tuple[int, ...]:
+    """The prefill sizes to capture in pieces, in tokens, ascending; empty for none. No step of prefill has more than
+    ``max_step_tokens``.
+
+    Raises ConfigError for sizes that no step reaches.
+    """
     if args.disable_cuda_graph or args.disable_piecewise_cuda_graph:
         return ()
     if args.piecewise_cuda_graph_tokens is not None:
+        largest = max(args.piecewise_cuda_graph_tokens)
+        if largest > max_step_tokens:
+            raise ConfigError(
+                f"--piecewise-cuda-graph-tokens {largest}: no prefill step has more than {max_step_tokens} tokens; "
+                "drop it or raise --chunked-prefill-size"
+            )
         return tuple(sorted(set(args.piecewise_cuda_graph_tokens)))
     if device != "cuda":
         return ()
-    largest = args.piecewise_cuda_graph_max_tokens or min(_PREFILL_TOKENS[-1], chunk or _PREFILL_TOKENS[-1])
-    beyond = range(_PREFILL_TOKENS[-1] + _PREFILL_STEP_BEYOND, largest, _PREFILL_STEP_BEYOND)
-    return (*(size for size in (*_PREFILL_TOKENS, *beyond) if size < largest), largest)
+    if args.piecewise_cuda_graph_max_tokens is not None:
+        return _prefill_sizes(min(args.piecewise_cuda_graph_max_tokens, max_step_tokens))
+    worthwhile = int(_WORTHWHILE_WEIGHT_TOKENS / _layer_weights(model))
+    sizes = _prefill_sizes(min(_MAX_PREFILL_TOKENS, max_step_tokens))
+    return tuple(size for size in sizes if size <= max(worthwhile, sizes[0]))
+
+
+def _prefill_sizes(largest: int) -> tuple[int, ...]:
+    return _spread(_SMALLEST_PREFILL, _PREFILL_STEPS, _PREFILL_STEP_BEYOND, largest)
+
+
+def _layer_weights(model: ModelConfig) -> int:
+    """Of the products of one layer."""
+    attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    return model.hidden_size * (attention + 3 * model.intermediate_size)
 
 
 def default_buckets(largest: int) -> tuple[int, ...]:
     """1, 2, 4, 8, then every 8th to 64, every 16th to 256, every 32nd to 512, every 64th; ``largest`` last."""
-    buckets, size = [1, 2, 4], 8
+    return (
+        *(size for size in (1, 2, 4) if size < largest),
+        *_spread(8, _BUCKET_STEPS, _STEP_BEYOND, largest),
+    )
+
+
+def _spread(
+    smallest: int, steps: Sequence[tuple[int, int]], step_beyond: int, largest: int
+) -> tuple[int, ...]:
+    sizes, size = [], smallest
     while size < largest:
-        buckets.append(size)
-        size += next((step for end, step in _BUCKET_STEPS if size < end), _STEP_BEYOND)
-    return (*(size for size in buckets if size < largest), largest)
+        sizes.append(size)
+        size += next((step for end, step in steps if size < end), step_beyond)
+    return (*sizes, largest)

@@ -46,6 +46,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
     tokenizer_path = _tokenizer_path(args, path)
     model = _read_model(args, path, tokenizer_path, overrides, device)
     chunk = _chunked_prefill_size(args, device)
+    max_prefill_tokens = args.max_prefill_tokens or max(_MAX_PREFILL_TOKENS, chunk or 0)
     max_running_requests = _max_running_requests(args, device, model.context_length)
     prefill_attention_backend, decode_attention_backend = attention_backends(args, device)
     return EngineConfig(
@@ -70,7 +71,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         max_running_requests=max_running_requests,
         page_size=args.page_size,
         chunked_prefill_size=chunk,
-        max_prefill_tokens=args.max_prefill_tokens or max(_MAX_PREFILL_TOKENS, chunk or 0),
+        max_prefill_tokens=max_prefill_tokens,
         schedule_policy=args.schedule_policy,
         schedule_conservativeness=args.schedule_conservativeness,
         disable_radix_cache=args.disable_radix_cache,
@@ -81,7 +82,9 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         decode_attention_backend=decode_attention_backend,
         sampling_backend="torch",
         cuda_graph_bs=cuda_graph_bs(args, device, max_running_requests),
-        piecewise_cuda_graph_tokens=piecewise_cuda_graph_tokens(args, device, chunk),
+        piecewise_cuda_graph_tokens=piecewise_cuda_graph_tokens(
+            args, device, model, chunk or max_prefill_tokens
+        ),
         disable_cuda_graph_padding=args.disable_cuda_graph_padding,
         debug_cuda_graph=args.debug_cuda_graph,
         cuda_coredump_dir=core_dump_dir(args.cuda_coredump_dir),

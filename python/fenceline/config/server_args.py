@@ -254,12 +254,15 @@ class ServerArgs:
     piecewise_cuda_graph_max_tokens: int | None = flag(
         None,
         "Prefill steps of up to so many tokens replay graphs of what lies between their attention calls; larger ones "
-        "keep the GPU busy for longer than launching them takes. 2048, or --chunked-prefill-size, unless given.",
+        "keep the GPU busy for longer than launching them takes. Unless given, as many as pay with the model's width, "
+        "at most 2048.",
         group=_RUNTIME,
     )
     piecewise_cuda_graph_tokens: tuple[int, ...] | None = flag(
         None,
-        "The prefill sizes in tokens to capture, a step runs in the next larger one; on a CPU none unless given.",
+        "The prefill sizes in tokens to capture, a step runs in the next larger one. Unless given, on a GPU every 16th "
+        "to 64, every 32nd to 256, every 64th to 512, every 128th to 1024, every 256th, up to "
+        "--piecewise-cuda-graph-max-tokens; on a CPU none.",
         group=_RUNTIME,
         metavar="TOKENS",
     )
