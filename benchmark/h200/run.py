@@ -155,14 +155,17 @@ def measure(server: BenchServer, shape: str, key: str, args: argparse.Namespace)
 
 
 def graph_summary(info: object) -> str:
-    """Replays over eligible steps, fallbacks and repairs since the server's start, if it tells."""
+    """Replays over eligible steps, fallbacks and repairs since the server's start, of decode and of prefill, if it
+    tells."""
     states = info.get("internal_states") if isinstance(info, dict) else None
-    state = states[0] if isinstance(states, list) and states else {}
-    graphs = state.get("cuda_graphs") if isinstance(state, dict) else None
-    if not isinstance(graphs, dict):
-        return ""
-    lost = {**graphs.get("fallbacks", {}), **graphs.get("repairs", {})}
-    return f"{graphs['replays']}/{graphs['eligible_steps']}" + (f" {lost}" if lost else "")
+    state = states[0] if isinstance(states, list) and states else None
+    counts = []
+    for name in ("cuda_graphs", "piecewise_cuda_graphs"):
+        graphs = state.get(name) if isinstance(state, dict) else None
+        if isinstance(graphs, dict):
+            lost = {**graphs.get("fallbacks", {}), **graphs.get("repairs", {})}
+            counts.append(f"{graphs['replays']}/{graphs['eligible_steps']}" + (f" {lost}" if lost else ""))
+    return ", ".join(counts)
 
 
 def run_shape(shape: str, keys: Sequence[str], args: argparse.Namespace) -> Iterator[Row]:

@@ -264,6 +264,10 @@ class FakeScheduler:
                 eligible_steps=9, replays=7, replays_by_size={"1": 7}, fallbacks={"size": 2}, repairs={},
                 capture_s=1.5, capture_bytes=3,
             ),
+            piecewise_cuda_graphs=CudaGraphState(
+                eligible_steps=5, replays=4, replays_by_size={"16": 4}, fallbacks={"address": 1}, repairs={},
+                capture_s=0.5, capture_bytes=2,
+            ),
             hicache=HICACHE_STATE if self.has_tiers else None,
         )  # fmt: skip
 

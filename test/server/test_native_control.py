@@ -64,6 +64,7 @@ def test_model_and_server_info(client: httpx.Client) -> None:
     assert server["schedule_policy"] == "fcfs"
     assert server["internal_states"][0]["paused"] is False
     assert server["internal_states"][0]["cuda_graphs"]["fallbacks"] == {"size": 2}
+    assert server["internal_states"][0]["piecewise_cuda_graphs"]["replays_by_size"] == {"16": 4}
 
 
 def test_tokenize_and_detokenize_are_inverse(client: httpx.Client) -> None:
@@ -177,6 +178,10 @@ def test_metrics(server: LiveServer, client: httpx.Client) -> None:
     reason = '{model_name="demo",reason="%s"}'
     assert values["fenceline:cuda_graph_fallbacks_total" + reason % "size"] == 2
     assert values["fenceline:cuda_graph_repairs_total" + reason % "none"] == 0
+    assert values["fenceline:prefill_cuda_graph_eligible_steps_total" + label] == 5
+    assert values["fenceline:prefill_cuda_graph_replays_total" + label] == 4
+    assert values["fenceline:prefill_cuda_graph_fallbacks_total" + reason % "address"] == 1
+    assert values["fenceline:prefill_cuda_graph_repairs_total" + reason % "none"] == 0
     assert values["fenceline:cache_hit_rate" + label] == 0.25
     assert values["fenceline:gen_throughput" + label] == 123.0
     for name in ("num_running_reqs", "num_queue_reqs", "token_usage", "num_used_tokens"):

@@ -54,6 +54,8 @@ def test_table_row_compares_with_the_reference() -> None:
     graphs = {"replays": 7, "eligible_steps": 9, "fallbacks": {"size": 2}, "repairs": {}}
     assert graph_summary({"internal_states": [{"cuda_graphs": graphs}]}) == "7/9 {'size': 2}"
     assert graph_summary({"internal_states": [{"cuda_graphs": None}]}) == ""
+    both = {"cuda_graphs": graphs, "piecewise_cuda_graphs": graphs | {"fallbacks": {}}}
+    assert graph_summary({"internal_states": [both]}) == "7/9 {'size': 2}, 7/9"
     assert graph_summary(None) == ""
 
 

@@ -177,18 +177,21 @@ class Metrics:
         yield self._gauge("new_token_ratio", "Share of the answers' room kept free.", state.new_token_ratio)
         yield self._counter("num_retractions", "Requests sent back to the queue.", state.num_retractions)
         if state.cuda_graphs is not None:
-            yield from self._graphs(state.cuda_graphs)
+            yield from self._graphs("", "Decode steps", state.cuda_graphs)
+        if state.piecewise_cuda_graphs is not None:
+            yield from self._graphs("prefill_", "Prefill steps", state.piecewise_cuda_graphs)
         if state.hicache is not None:
             yield from self._hicache(state.hicache)
 
-    def _graphs(self, graphs: CudaGraphState) -> Iterator[Metric]:
-        eligible, replays = graphs.eligible_steps, graphs.replays
-        yield self._counter("cuda_graph_eligible_steps", "Decode steps while graphs are on.", eligible)
-        yield self._counter("cuda_graph_replays", "Decode steps that were replays of a graph.", replays)
-        text = "Decode steps that ran without a graph, by reason."
-        yield self._counters("cuda_graph_fallbacks", text, "reason", graphs.fallbacks)
-        text = "Decode steps before which something wrong had to be put right, by reason."
-        yield self._counters("cuda_graph_repairs", text, "reason", graphs.repairs)
+    def _graphs(self, prefix: str, steps: str, graphs: CudaGraphState) -> Iterator[Metric]:
+        name = f"{prefix}cuda_graph"
+        text = f"{steps} that are meant for graphs."
+        yield self._counter(f"{name}_eligible_steps", text, graphs.eligible_steps)
+        yield self._counter(f"{name}_replays", f"{steps} that were replays of a graph.", graphs.replays)
+        text = f"{steps} that ran without a graph, by reason."
+        yield self._counters(f"{name}_fallbacks", text, "reason", graphs.fallbacks)
+        text = f"{steps} before which something wrong had to be put right, by reason."
+        yield self._counters(f"{name}_repairs", text, "reason", graphs.repairs)
 
     def _cached(self) -> Metric:
         """Prompt tokens found cached: SGLang's counter with its label, which is there only where there are tiers."""
