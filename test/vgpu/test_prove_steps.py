@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from fenceline.mem_cache.transfer import TransferKind
 from fenceline.memory_order import open_device
 from fenceline.vgpu import RaceError, VgpuDevice, VirtualGpu
 from fenceline.vgpu.policy import Turn
-from fenceline.vgpu.proving.decisions import execute
+from fenceline.vgpu.proving.decisions import Fetched, Kept, Owned, Transfer, execute
+from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS
+from fenceline.vgpu.proving.persistent_attention import PERSISTENT
 from fenceline.vgpu.proving.schedule import shrink
 from fenceline.vgpu.proving.steps import Loop, make_config
 from fenceline.vgpu.proving.workloads import ENGINE, WORKLOADS
@@ -55,9 +58,11 @@ def test_workloads_reach_what_they_are_for() -> None:
 
 
 def test_workloads_visit_graphs_padding_and_what_lies_beyond() -> None:
-    """Every scripted workload meets graphs, but for the one with prompts of thousands of tokens."""
+    """Every scripted workload meets graphs, but for the one with prompts of thousands of tokens and those that decode
+    nothing."""
+    without = {ENGINE, "growth", "overwritten", "refill"}
     replays, fallbacks = {}, set()
-    for name in [name for name in WORKLOADS if name not in (ENGINE, "growth")]:
+    for name in WORKLOADS.keys() - without:
         for seed in range(8):
             loop = make_loop(name, seed)
             loop.run()
@@ -66,7 +71,7 @@ def test_workloads_visit_graphs_padding_and_what_lies_beyond() -> None:
                 replays[name] = replays.get(name, 0) + stats.replays
                 fallbacks |= set(stats.fallbacks)
                 assert not stats.repairs
-    assert len(replays) == len(WORKLOADS) - 2 and all(replays.values()), replays
+    assert len(replays) == len(WORKLOADS) - len(without) and all(replays.values()), replays
     assert fallbacks == {"size", "padding"}
 
 
@@ -133,3 +138,60 @@ def test_shrinking_gives_up_on_what_does_not_fail_again_and_after_its_runs() -> 
     asked = []
     kept = shrink(_turns(64), lambda some: bool(asked.append(1)) or len(some) == 64, max_runs=10)
     assert kept == _turns(64) and len(asked) == 12
+
+
+def test_workloads_of_several_tiers_reach_what_they_are_for() -> None:
+    """Pages go up and down in each of them; together they meet every flag, and everything that storage does."""
+    flags: dict[str, set[object]] = {}
+    for workload in HICACHE_WORKLOADS:
+        kinds: set[object] = set()
+        for seed in range(4):
+            loop = make_loop(workload.name, seed)
+            loop.run()
+            kinds |= {event.kind if isinstance(event, Transfer) else type(event) for event in loop.decisions}
+            for name, value in WORKLOADS[workload.name].make(Random(seed)).flags.items():
+                flags.setdefault(name, set()).add(value)
+        assert TransferKind.STORE in kinds, workload.name
+        assert TransferKind.LOAD in kinds or workload.name == "persistent", workload.name
+        if workload.name in ("storage", "refill"):
+            assert {Kept, Fetched} <= kinds
+    assert flags["hicache_write_policy"] == {"write_through", "write_through_selective", "write_back"}
+    assert flags["hicache_mem_layout"] == {"layer_first", "page_first"}
+    assert flags["hicache_io_backend"] == {"kernel", "direct"}
+    assert flags["attention_backend"] == {PERSISTENT} and flags["retract_policy"] == {"offload"}
+    assert flags["hicache_storage_prefetch_policy"] == {"best_effort", "wait_complete"}
+
+
+def test_a_page_that_is_not_what_it_should_be_at_the_end_is_noticed() -> None:
+    """In the tree and in storage, of either tier, though no answer depends on it."""
+    loop = make_loop("refill", 2, VgpuDevice(gpu=VirtualGpu(seed=2)))
+    loop.run()
+    config, events = loop.scheduler.config, loop.decisions
+    assert execute(config, events) == ""
+    owned = events[-1]
+    assert isinstance(owned, Owned) and len(owned.device_pages) and len(owned.host_pages)
+    for tier, pages in (("device", owned.device), ("host", owned.host)):
+        pages[-1].reshape(-1)[5] ^= 1
+        assert f"{tier} pages [" in execute(config, events)
+        pages[-1].reshape(-1)[5] ^= 1
+    fetched = next(event for event in events if isinstance(event, Fetched))
+    fetched.pages[0][7] ^= 1
+    assert "nothing that it was given under this key" in execute(config, events)
+
+
+def test_whatever_is_still_held_at_the_end_is_noticed() -> None:
+    """F6: a lock, a hold and a leased host page that nobody gives back."""
+    for spoil, message in (
+        (lambda tiers, node: tiers.tree.lock(node), "nodes are locked"),
+        (lambda tiers, node: tiers.tree.hold_host(node), "holds are open"),
+        (lambda tiers, node: tiers.host_pages.alloc(1), "are leased, the tree has"),
+    ):
+        loop = make_loop("persistent", 0)
+        while loop.busy:
+            loop.step()
+        tiers = loop.scheduler.memory.tiers
+        assert tiers is not None
+        node = next(node for node in tiers.tree._nodes() if node.host_pages is not None)
+        spoil(tiers, node)
+        with pytest.raises(AssertionError, match=message):
+            loop.run()

@@ -11,7 +11,7 @@ import torch
 
 from fenceline.config.device import register_kind
 from fenceline.memory_order.checker import OrderChecker
-from fenceline.memory_order.edges import EDGES, StreamName
+from fenceline.memory_order.edges import EDGE_PARTS, EDGES, StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
 from fenceline.memory_order.guards import GUARDS, Guard
 from fenceline.memory_order.host_threads import HostChannel as HostChannel
@@ -35,14 +35,15 @@ class FillField:
 class Device(ABC):
     """One accelerator (or the CPU) with its named streams.
 
-    ``severed`` names edges and guards that are left out: for tests that prove them necessary, never for serving.
+    ``severed`` names edges, parts of edges and guards that are left out: for tests that prove them necessary, never for
+    serving.
     """
 
     kind: str
     tolerates_repairs = True  # tests' devices raise where a replay's precondition had to be repaired
 
     def __init__(self, torch_device: torch.device, severed: frozenset[str] = frozenset()) -> None:
-        unknown = severed - EDGES.keys() - GUARDS.keys()
+        unknown = severed - EDGES.keys() - GUARDS.keys() - set(EDGE_PARTS)
         if unknown:
             raise ValueError(f"no such edge or guard: {', '.join(sorted(unknown))}; see docs/edges.md")
         self.torch_device = torch_device

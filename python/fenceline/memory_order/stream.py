@@ -51,7 +51,7 @@ class Stream(ABC):
             assert edge.joins(self.name, point.stream.name), (
                 f"{edge.name} does not join {self.name.value} ← {point.stream.name.value}"
             )
-            if edge.name in self._severed:
+            if self._is_cut(edge, self.name, point.stream.name):
                 continue
             if self.checker is not None:
                 self.checker.wait(self.name, point.clock)
@@ -61,7 +61,7 @@ class Stream(ABC):
     def synchronize(self, point: Point, edge: Edge) -> None:
         """Block the scheduler thread until ``point``, which is on this stream, has passed."""
         self._check_host_edge(point, edge)
-        if edge.name in self._severed:
+        if self._is_cut(edge, StreamName.HOST, self.name):
             return
         if self.checker is not None:
             self.checker.hear(point.clock)
@@ -77,7 +77,7 @@ class Stream(ABC):
         scheduler knows to have passed is waited for all the same; the worker does not know it.
         """
         self._check_host_edge(point, edge)
-        if edge.name not in self._severed:
+        if not self._is_cut(edge, StreamName.HOST, self.name):
             self._block(point)
 
     def poll(self, point: Point) -> bool:
@@ -93,6 +93,11 @@ class Stream(ABC):
         if self.checker is not None:
             self.checker.hear(point.clock)
         return True
+
+    def _is_cut(self, edge: Edge, waiter: StreamName, source: StreamName) -> bool:
+        """Whether a test has cut ``edge``, or its part between these two."""
+        severed = self._severed
+        return bool(severed) and (edge.name in severed or edge.part(waiter, source) in severed)
 
     def _check_host_edge(self, point: Point, edge: Edge) -> None:
         assert edge.joins(StreamName.HOST, self.name), f"{edge.name} does not join host ← {self.name.value}"

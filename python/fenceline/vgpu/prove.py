@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the rooms whose branches are counted are loaded when counti
     from fenceline.vgpu.proving.table import Proof
 
 _DEFAULT_SEEDS = 200
-_SEEDS_PER_ARM = 10
+_SEEDS_PER_ARM = 6
 _MAX_EXPLAINED = 3
 
 

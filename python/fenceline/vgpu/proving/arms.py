@@ -6,13 +6,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fenceline.memory_order.edges import EDGES
+from fenceline.memory_order.edges import EDGE_PARTS, EDGES
 from fenceline.memory_order.guards import GUARDS
 from fenceline.vgpu.errors import BoundsError, FreshnessError, ProtectionError, StaleMemoryError
 from fenceline.vgpu.proving.runs import HAPPENS_BEFORE, Outcome, Trial, named_races
 
 NECESSARY, REDUNDANT, DORMANT = "necessary", "redundant", "dormant"
-PENDING = "pending"  # its feature is being built, and its arm with it: see _ARMS_PENDING
 MISNAMED = "misnamed"  # severed it fails, but no checker says why
 UNPROVEN = "unproven"  # no arm, or no run
 
@@ -22,24 +21,23 @@ _EDGE_WORKLOADS = {
     "copy_after_forward": "prefixes",
     "host_after_copy": "aborts",
     "staging_reuse": "staging",
+    "store_after_forward": "offload",
+    "forward_after_store": "spill",
+    "load_after_forward": "swap",
+    "forward_after_load": "spill",
+    "load_after_store": "spill",
+    "store_after_load": "overwritten",
+    "sm_exclusive:forward-store": "persistent",
+    "sm_exclusive:store-forward": "persistent",
+    "host_page_reuse:host-load": "refill",
+    "host_page_reuse:host-store": "storage",
 }
-# Edges and guards of the host tier that no workload isolates yet. A name leaves this list when its arm is there.
-_ARMS_PENDING = (
-    "store_after_forward",
-    "forward_after_store",
-    "load_after_forward",
-    "forward_after_load",
-    "load_after_store",
-    "store_after_load",
-    "sm_exclusive",
-    "host_page_reuse",
-    "retired_after",
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """``names(outcome)``: whether the failure is the one that severing ``name`` must lead to."""
+    """``names(outcome)``: whether the failure is the one that severing ``name``, an edge, one pair of an edge that has
+    several, or a guard, must lead to."""
 
     name: str
     kind: str  # "edge" or "guard"
@@ -69,11 +67,24 @@ class Row:
     @property
     def fine(self) -> bool:
         """Whether it deserves its place."""
-        return self.status in (NECESSARY, DORMANT, PENDING)
+        return self.status in (NECESSARY, DORMANT)
+
+
+def _edge_of(part: str) -> str:
+    """The edge that ``part`` is, or is one pair of (``edges.Edge.part``)."""
+    return part.partition(":")[0]
 
 
 def _by_edge(name: str) -> Callable[[Outcome], bool]:
-    return lambda outcome: outcome.checker == HAPPENS_BEFORE and name in outcome.edges
+    edge = _edge_of(name)
+    if edge == name:
+        return lambda outcome: outcome.checker == HAPPENS_BEFORE and name in outcome.edges
+    waiter, source = name.removeprefix(f"{edge}:").split("-")
+    # The one that should have waited comes second.
+    order = re.compile(rf"^  1\. .* on {source} \((.|\n)*^  2\. .* on {waiter}[: ]", re.MULTILINE)
+    return lambda outcome: (
+        outcome.checker == HAPPENS_BEFORE and edge in outcome.edges and bool(order.search(outcome.report))
+    )
 
 
 def _by_report(pattern: str) -> Callable[[Outcome], bool]:
@@ -94,6 +105,7 @@ _GUARD_ARMS = (
     Arm("growth_stop", "guard", "growth", _by_report(r"return to the allocator writes it on default")),
     Arm("own_copy", "guard", "staging", _by_report(r"on input_ring\.device(.|\n)*copy to device writes it")),
     Arm("same_composition", "guard", "bursts", _by_effect),
+    Arm("retired_after", "guard", "spill", _by_report(r"on kv_pool\.layer\d(.|\n)*_after_(store|forward)")),
     Arm("arena_pad", "guard", "graphs", _by_guard(FreshnessError.checker, "arena_pad")),
     Arm(
         "own_results",
@@ -112,7 +124,7 @@ def all_arms() -> list[Arm]:
     """One for each edge, and for each guard that is not dormant, in the tables' order."""
     edges = [Arm(name, "edge", workload, _by_edge(name)) for name, workload in _EDGE_WORKLOADS.items()]
     found = {arm.name: arm for arm in (*edges, *_GUARD_ARMS)}
-    return [found[name] for name in (*EDGES, *GUARDS) if name in found]
+    return [found[name] for name in (*EDGE_PARTS, *GUARDS) if name in found]
 
 
 def judge(arm: Arm, outcomes: Sequence[Outcome]) -> Row:
@@ -138,7 +150,7 @@ def judge(arm: Arm, outcomes: Sequence[Outcome]) -> Row:
 
 
 def _caught_by(arm: Arm, outcome: Outcome) -> str:
-    if arm.name in outcome.edges:
+    if _edge_of(arm.name) in outcome.edges:
         return f"{outcome.checker}, by name"
     return outcome.checker
 
@@ -149,8 +161,9 @@ def covered_by(trials: Sequence[Trial]) -> str:
     Several trials, because an engine that computes with wrong values may stop before the race is due.
     """
     (name,) = trials[0].severed
+    edge = _edge_of(name)
     path = [
-        other for other in EDGES if other != name and any(_appears(name, trial, other) for trial in trials)
+        other for other in EDGES if other != edge and any(_appears(edge, trial, other) for trial in trials)
     ]
     if path:
         return f"covered by {' + '.join(path)}: severing one of these as well brings its race back"
@@ -165,13 +178,12 @@ def unarmed_rows() -> list[Row]:
     """Dormant guards, and whatever has entered the tables without an arm."""
     armed = {arm.name for arm in all_arms()}
     rows = []
-    for kind, names in (("edge", EDGES), ("guard", GUARDS)):
+    for kind, names in (("edge", EDGE_PARTS), ("guard", tuple(GUARDS))):
         for name in names:
             if name in armed:
                 continue
             dormant = GUARDS[name].dormant if kind == "guard" else ""
-            pending = "the host tier that it is for is being built" if name in _ARMS_PENDING else ""
-            status = DORMANT if dormant else PENDING if pending else UNPROVEN
-            report = dormant or pending or "no workload of the proof isolates it"
+            status = DORMANT if dormant else UNPROVEN
+            report = dormant or "no workload of the proof isolates it"
             rows.append(Row(name, kind, status, report=report))
     return rows

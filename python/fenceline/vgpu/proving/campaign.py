@@ -12,7 +12,7 @@ from itertools import count, islice
 
 import torch
 
-from fenceline.memory_order.edges import EDGES
+from fenceline.memory_order.edges import EDGE_PARTS
 from fenceline.memory_order.guards import GUARDS
 from fenceline.vgpu.proving.arms import Arm, Row, judge, unarmed_rows
 from fenceline.vgpu.proving.branches import measured
@@ -84,7 +84,7 @@ def _judge(plan: Plan, tally: _Tally, proof: Proof) -> None:
     rows = {arm.name: judge(arm, by_seed(tally.by_arm.get(arm.name, ()))) for arm in arms}
     if plan.with_unarmed:
         rows |= {row.name: row for row in unarmed_rows()}
-    proof.rows = [rows[name] for name in (*EDGES, *GUARDS) if name in rows]
+    proof.rows = [rows[name] for name in (*EDGE_PARTS, *GUARDS) if name in rows]
     proof.num_intact = len(tally.intact)
     proof.failures = by_seed(outcome for outcome in tally.intact if not outcome.clean)
     proof.telling = list(proof.failures)

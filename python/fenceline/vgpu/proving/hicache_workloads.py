@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from random import Random
 
-from fenceline.managers.io_struct import AbortReq, FlushCacheReq
+from fenceline.managers.io_struct import AbortReq, ContinueGenerationReq, FlushCacheReq, PauseGenerationReq
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
 from fenceline.vgpu.proving.script import Flag, Flags, Scenario, Script, Workload
+from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
 
 _POLICIES = ("write_through", "write_through_selective", "write_back")
 _LAYOUTS = ("layer_first", "page_first")
@@ -72,6 +73,10 @@ def _offload(random: Random) -> Scenario:
     script = Script(random)
     for _ in range(4):
         script.add(random.randrange(3), script.prompt(3, 8), random.randint(5, 9), ignore_eos=True)
+    pause = random.randint(3, 6)
+    for step in (pause, pause + random.randint(3, 6)):
+        script.send(step, PauseGenerationReq(id=f"pause-{step}", mode="retract"))
+        script.send(step + random.randint(1, 2), ContinueGenerationReq(id=f"continue-{step}"))
     return script.scenario(
         max_total_tokens=random.choice((24, 28, 32)),
         max_running_requests=4,
@@ -107,11 +112,120 @@ def _storage(random: Random) -> Scenario:
     )
 
 
+def _swap(random: Random) -> Scenario:
+    """F3: the pool holds one request. It ends on a stop token that nobody foresaw, and the next one's pages come from
+    the host into its own, which its next step still uses."""
+    script = Script(random)
+    families = [script.prompt(12, 15) for _ in range(3)]
+    for turn in range(6):
+        stop = tuple(random.sample(range(1, VOCAB_SIZE), 24))
+        script.add(0, families[turn % 3], 6, temperature=1.0, stop_token_ids=stop)
+    return script.scenario(
+        max_total_tokens=24,
+        max_running_requests=1,
+        chunked_prefill_size=16,
+        **_tiers(
+            random, hicache_ratio=4.0, hicache_write_policy="write_through", hicache_io_backend="direct"
+        ),
+        **script.graphs(1),
+    )
+
+
+def _overwritten(random: Random) -> Scenario:
+    """F15: a request leaves while its pages are being loaded; the host pages that they come from are the only ones that
+    may be given up when the next request drives somebody else's from the device.
+
+    The device has room for two prompts and a page, the host for one: whose was driven from the device last.
+    """
+    script = Script(random)
+    prompts = [script.prompt(13, 14) for _ in range(3)]
+    for index, prompt in enumerate(prompts):
+        script.add(6 * index, prompt, 1)
+    del prompts[1]  # is lost in the first round
+    for turn in range(4):
+        step = 18 + 8 * turn
+        rid = script.add(step, prompts[turn], 1)
+        script.send(step + 1, AbortReq(rid=rid))
+        prompts.append(script.prompt(13, 14))
+        script.add(step + 1, prompts[-1], 1)
+    return script.scenario(
+        max_total_tokens=28,
+        max_running_requests=1,
+        chunked_prefill_size=16,
+        **_tiers(random, hicache_ratio=0.5, hicache_write_policy="write_back", hicache_io_backend="direct"),
+    )
+
+
+def _persistent(random: Random) -> Scenario:
+    """F2: backups on the multiprocessors, and attention that holds them."""
+    script = Script(random)
+    for index in range(5):
+        script.add(2 * index, script.prompt(4, 12), random.randint(2, 5))
+    return script.scenario(
+        max_total_tokens=64,
+        max_running_requests=3,
+        chunked_prefill_size=16,
+        **_tiers(
+            random,
+            hicache_ratio=2.0,
+            hicache_write_policy="write_through",
+            hicache_io_backend="kernel",
+            attention_backend=PERSISTENT,
+        ),
+        **script.graphs(1, 3),
+    )
+
+
+def _refill(random: Random) -> Scenario:
+    """F15: a request leaves while its page is being loaded, and storage fills the host page that it comes from.
+
+    The device has three pages and the host one: whose page was driven from the device last has it there.
+    """
+    script = Script(random)
+    gone, here = script.prompt(5, 6), script.prompt(5, 6)
+    step = 0
+    for prompt in (gone, script.prompt(5, 6), here):
+        script.add(step, prompt, 1)
+        step += 10
+    for _ in range(4):
+        for _ in range(2):
+            script.add(step, script.prompt(5, 6), 1)
+            step += 10
+        rid = script.add(step, here, 1)
+        # The thread may answer at once. Flushing is refused, since somebody waits; but then what the aborted request
+        # held is free before the answers of this turn are looked at.
+        script.add(step + 1, gone, 1)
+        script.send(step + 1, AbortReq(rid=rid))
+        script.send(step + 1, FlushCacheReq(id=f"flush-{step}"))
+        step += 14
+        here, gone = gone, here
+    return script.scenario(
+        max_total_tokens=12,
+        max_running_requests=1,
+        chunked_prefill_size=32,
+        hicache_storage_backend="file",
+        hicache_storage_prefetch_policy="wait_complete",
+        **_tiers(random, hicache_ratio=0.4, hicache_write_policy="write_back", hicache_io_backend="direct"),
+    )
+
+
 HICACHE_WORKLOADS: tuple[Workload, ...] = (
+    Workload("conversations", "turns of conversations that device and host forget", _conversations, share=3),
+    Workload("offload", "F1: what retracted requests leave goes to the host and back", _offload, share=2),
+    Workload("spill", "pages go to the host while they are handed on, and come back", _spill),
+    Workload("swap", "F3: pages are loaded into those of a step in flight", _swap),
     Workload(
-        "conversations", "F3, F4: turns of conversations that both tiers forget", _conversations, share=4
+        "overwritten",
+        "F15: backups into host pages that are being loaded",
+        _overwritten,
+        policies=("laziest", "random", "fifo", "pct"),  # a load that nobody knows to have ended
     ),
-    Workload("spill", "F15: pages go to the host while they are handed on", _spill, share=2),
-    Workload("offload", "F1: what retracted requests leave goes to the host and back", _offload, share=3),
-    Workload("storage", "F15: storage's threads read and fill host pages", _storage, share=3),
+    Workload("persistent", "F2: backups and persistent attention on the same multiprocessors", _persistent),
+    Workload("storage", "F15: storage's threads read and fill host pages", _storage, share=2),
+    Workload(
+        "refill",
+        "F15: storage fills host pages that are being loaded",
+        _refill,
+        policies=("random",),  # the others hardly let storage's threads go first
+    ),
 )

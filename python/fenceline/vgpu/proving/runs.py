@@ -36,9 +36,9 @@ _INVARIANTS = "invariants"  # assertions, and the scheduler's books
 TOKENS = "tokens"
 
 
-def policy_of(seed: int) -> str:
+def policy_of(seed: int, policies: tuple[str, ...] = _POLICIES) -> str:
     """The name of the policy that a seed stands for."""
-    return _POLICIES[seed % len(_POLICIES)]
+    return policies[seed % len(policies)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Trial:
     @property
     def policy(self) -> str:
         """The name of the seed's policy."""
-        return policy_of(self.seed)
+        return policy_of(self.seed, WORKLOADS[self.workload].policies or _POLICIES)
 
     @property
     def command(self) -> str:

@@ -1,4 +1,4 @@
-"""Scenarios: what arrives at which step of the scheduler's loop, with which flags; and what workloads build them with."""
+"""Scenarios: what arrives at which step of the scheduler's loop, with which flags; how workloads build them."""
 
 from __future__ import annotations
 
@@ -45,12 +45,14 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A named family of scenarios. ``share``: how many of a round's runs it gets."""
+    """A named family of scenarios. ``share``: how many of a round's runs it gets. ``policies``: those of its schedules,
+    by seed, if not the usual ones (``runs.policy_of``)."""
 
     name: str
     about: str
     make: Callable[[Random], Scenario]
     share: int = 1
+    policies: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
