@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import test_model_runner as model
 import torch
+from scheduler_driver import make_model_driver
 from step_traces import FULL, PLAIN, TraceShape, random_trace
 from test_model_runner_hicache import Tiers, hicache_runner, through_the_host
 from trace_runner import make_runner, play, same_tokens
@@ -55,6 +57,40 @@ def test_answers_do_not_depend_on_the_pieces(seed: int) -> None:
     assert len(lens) > stats.replays, "some steps are too large for graphs"
     assert stats.fallbacks == stats.repairs == {}
     assert all(stats.replays_by_size.values()), "every size is used"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"page_size": 1}, {"chunked_prefill_size": 16}, {"disable_overlap_schedule": True}],
+    ids=str,
+)
+def test_the_demo_model_says_the_same(flags: dict[str, object]) -> None:
+    """Prompts together and in chunks, then again with cached prefixes; every sampling feature."""
+    sizes = (4, 16) if "chunked_prefill_size" in flags else (4, 32, 128, 512)
+    driver = make_model_driver(piecewise_cuda_graph_tokens=sizes, **flags)
+    for _ in range(2):
+        assert model.run(driver, model.sampled_requests()) == model.sampled_reference()
+        driver.answers.clear()
+    runner = driver.scheduler.worker
+    assert isinstance(runner, ModelRunner)
+    stats = pieces_of(runner).stats
+    assert stats.replays == stats.eligible_steps > 1 and not stats.fallbacks
+
+
+def test_logprobs_of_the_demo_model_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"piecewise_cuda_graph_tokens": (8, 32)}
+    monkeypatch.setattr(model, "make_model_driver", lambda **flags: make_model_driver(**(flags | sizes)))
+    model.test_logprobs_of_prompt_and_output_equal_transformers()
+
+
+def test_counting_begins_after_the_warm_up() -> None:
+    runner = runner_of()
+    play(runner, random_trace(1, 20, SHAPE))
+    stats = pieces_of(runner).stats
+    assert stats.eligible_steps == stats.replays > 0
+    stats.restart()
+    assert (stats.eligible_steps, stats.replays) == (0, 0)
+    assert stats.replays_by_size == {str(size): 0 for size in SIZES}
 
 
 def test_every_step_has_an_answer() -> None:

@@ -34,6 +34,13 @@ class GraphStats:
     capture_s: float = 0.0
     capture_bytes: int = 0
 
+    def restart(self) -> None:
+        """Count steps from now on: those before were the warm-up's."""
+        self.eligible_steps = self.replays = 0
+        self.replays_by_size = dict.fromkeys(self.replays_by_size, 0)
+        self.fallbacks.clear()
+        self.repairs.clear()
+
     def count_replay(self, size: int) -> None:
         """A step has been replayed in ``size``."""
         self.replays += 1

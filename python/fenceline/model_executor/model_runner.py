@@ -110,6 +110,8 @@ class ModelRunner:
         if device.kind == "cuda":
             with _room_for("the largest prefill step", "lower --chunked-prefill-size"):
                 warm_up(device, config, self.launch)
+            if self.prefill_graphs is not None:
+                self.prefill_graphs.stats.restart()
 
     def _make_attention(self, config: EngineConfig) -> AttentionBackends:
         setting = AttentionSetting(self.kv_pool, self.device, config.model.num_heads, config.context_length)
