@@ -71,6 +71,12 @@ class FlashInferAttentionBackend(AttentionBackend):
             )
         load_library()
         self.kv_pool = kv_pool
+        pages = (kv_pool.num_pages, kv_pool.page_size, *keys.shape[1:])
+        # Views made once: prefill asks for them layer by layer, and the CPU's time is what a short prompt waits for.
+        self._layer_pages = [
+            (kv_pool.k(layer).view(pages), kv_pool.v(layer).view(pages))
+            for layer in range(kv_pool.num_layers)
+        ]
         self._device = device
         fa3_or_fa2 = prefill or prefill_generation(device.torch_device, self.shape.dtype)
         self.prefill = PrefillKernels(self.shape, fa3_or_fa2)
@@ -98,8 +104,7 @@ class FlashInferAttentionBackend(AttentionBackend):
 
     def layer_pages(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of a layer's keys and values, [num_pages, page_size, num_kv_heads, head_dim]."""
-        shape = (self.kv_pool.num_pages, self.kv_pool.page_size, *self.kv_pool.k(layer_id).shape[1:])
-        return self.kv_pool.k(layer_id).view(shape), self.kv_pool.v(layer_id).view(shape)
+        return self._layer_pages[layer_id]
 
     # --- eager steps -------------------------------------------------------------------------------------
 
