@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Protocol
 
 import zmq
-import zmq.asyncio
 
 from fenceline.managers.io_struct import Message, PortArgs, decode, encode
 
@@ -79,6 +78,20 @@ def drain(socket: zmq.Socket[bytes], limit: int | None = None) -> list[Message]:
     return messages
 
 
+async def _news(socket: zmq.Socket[bytes]) -> None:
+    """Wait until ``socket`` may have received something, after a receive in vain. zmq.asyncio's own poll costs a third
+    more, and first tokens wait for it."""
+    loop = asyncio.get_running_loop()
+    fd = socket.getsockopt(zmq.FD)
+    assert isinstance(fd, int)
+    news = asyncio.Event()
+    loop.add_reader(fd, news.set)
+    try:
+        await news.wait()
+    finally:
+        loop.remove_reader(fd)
+
+
 class ZmqLink:
     """The TokenizerManager's sockets: binds ``ports.tokenizer``, connects to ``ports.scheduler``.
 
@@ -91,7 +104,6 @@ class ZmqLink:
         self._context = zmq.Context()
         self._inbox = bind_pull(self._context, ports.tokenizer)
         self._outbox = connect_push(self._context, ports.scheduler)
-        self._readable: zmq.asyncio.Socket | None = None
         self._unsent: list[bytes] = []
 
     def send(self, message: Message) -> None:
@@ -111,11 +123,9 @@ class ZmqLink:
 
     async def receive(self) -> list[Message]:
         """See :class:`SchedulerLink`."""
-        if self._readable is None:
-            self._readable = zmq.asyncio.Socket.from_socket(self._inbox)
         messages = drain(self._inbox, MAX_DRAINED)
         while not messages:
-            await self._readable.poll()
+            await _news(self._inbox)
             messages = drain(self._inbox, MAX_DRAINED)
         return messages
 
@@ -124,8 +134,6 @@ class ZmqLink:
         if self._context.closed:
             return
         self._flush()
-        if self._readable is not None:
-            self._readable.close()
         self._inbox.close()
         self._outbox.close()
         self._context.term()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -182,11 +183,11 @@ class _Field:
 
     def of(self, slot: torch.Tensor) -> torch.Tensor:
         """The field's bytes in ``slot``, uint8."""
-        count = int(np.prod(self.shape, dtype=np.int64))
+        count = prod(self.shape)
         return slot[self.offset : self.offset + count * self.dtype.itemsize]
 
     def read(self, host: npt.NDArray[np.uint8]) -> npt.NDArray[np.generic]:
-        count = int(np.prod(self.shape, dtype=np.int64))
+        count = prod(self.shape)
         flat = np.frombuffer(host, dtype=self.dtype, count=count, offset=self.offset)
         return flat.reshape(self.shape).copy()
 
