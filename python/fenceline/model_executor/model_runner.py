@@ -109,6 +109,7 @@ class ModelRunner:
         self._capture(config, show_progress)
         if device.kind == "cuda":
             with _room_for("the largest prefill step", "lower --chunked-prefill-size"):
+                self._attention.prefill.warm_up()
                 warm_up(device, config, self.launch)
             if self.prefill_graphs is not None:
                 self.prefill_graphs.stats.restart()

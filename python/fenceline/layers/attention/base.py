@@ -55,6 +55,10 @@ class AttentionBackend(ABC):
         SMs meanwhile is in their way (edge sm_exclusive)."""
         return False
 
+    def warm_up(self) -> None:
+        """Load what only some batches need, so that none of them waits for a compiler. Once, at start-up."""
+        return
+
     def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
         """A plan that a graph of this bucket can capture; None: this backend (or this size) cannot be captured.
 

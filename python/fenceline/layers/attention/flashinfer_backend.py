@@ -80,6 +80,9 @@ class FlashInferAttentionBackend(AttentionBackend):
         self._device = device
         fa3_or_fa2 = prefill or prefill_generation(device.torch_device, self.shape.dtype)
         self.prefill = PrefillKernels(self.shape, fa3_or_fa2)
+        # fa3 has a block for each tile of queries and none for parts of the keys: a few new tokens behind a long prefix
+        # leave most of the GPU idle. fa2 splits the keys.
+        self._few_queries = PrefillKernels(self.shape, "fa2") if prefill is None else self.prefill
         self.decode: DecodeKernels | PrefillKernels = DecodeKernels(self.shape)
         if self.shape.group > _MAX_CUDA_CORE_GROUP if tensor_cores is None else tensor_cores:
             self.decode = PrefillKernels(self.shape, "fa2") if fa3_or_fa2 != "fa2" else self.prefill
@@ -96,6 +99,14 @@ class FlashInferAttentionBackend(AttentionBackend):
     def persistent(self, mode: ForwardMode) -> bool:
         """Its fa3 kernels are, which only prefill runs on; fa2 and the decode kernels have a block for each tile."""
         return mode is ForwardMode.EXTEND and self.prefill.generation == "fa3"
+
+    def warm_up(self) -> None:
+        """See ``AttentionBackend.warm_up``."""
+        _ = self._few_queries.functions
+
+    def _prefill_kernels(self, query_lens: Lens, paged: bool) -> PrefillKernels:
+        num_tiles = int((-(-query_lens // _MAX_QUERY_TILE)).sum()) * self.shape.num_heads
+        return self._few_queries if paged and num_tiles < self._num_sms else self.prefill
 
     @property
     def num_plans(self) -> int:
@@ -119,11 +130,12 @@ class FlashInferAttentionBackend(AttentionBackend):
             return _DecodePlan(self, space, info, self._gather(inputs))
         assert inputs.query_starts is not None, "EXTEND says where each request's queries start"
         paged = bool((lens > inputs.query_lens_cpu).any())
+        kernels = self._prefill_kernels(inputs.query_lens_cpu, paged)
         with self._ring.planning() as slot:
             space = Workspace(self._floats, slot.device, slot.host)
-            info = self.prefill.plan(space, inputs.query_lens_cpu, lens, paged=paged)
+            info = kernels.plan(space, inputs.query_lens_cpu, lens, paged=paged)
         pages = self._gather(inputs) if paged else None
-        return _ExtendPlan(self, space, info, inputs.query_starts, pages)
+        return _ExtendPlan(self, kernels, space, info, inputs.query_starts, pages)
 
     def _plan_decode(self, lens: Lens, graph: bool) -> tuple[Workspace, PlanInfo]:
         with self._ring.planning() as slot:
@@ -297,13 +309,14 @@ class _ExtendPlan(_EagerPlan):
     def __init__(
         self,
         backend: FlashInferAttentionBackend,
+        kernels: PrefillKernels,
         space: Workspace,
         info: PlanInfo,
         starts: torch.Tensor,
         pages: Pages | None,
     ) -> None:
         super().__init__(backend, space, info)
-        self.starts, self.pages = starts, pages
+        self.kernels, self.starts, self.pages = kernels, starts, pages
 
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -333,7 +346,7 @@ class _ExtendPlan(_EagerPlan):
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         self._check()
-        kernels, space = self.backend.prefill, self.space
+        kernels, space = self.kernels, self.space
         if self.pages is None:
             return kernels.run_ragged(space, self.info, q, k, v, self.starts, scale, out)
         keys, values = self.backend.layer_pages(layer_id)

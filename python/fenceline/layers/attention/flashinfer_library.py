@@ -143,6 +143,11 @@ class PrefillKernels:
         """Whether using it costs no compilation."""
         return self._module.is_compiled
 
+    @property
+    def functions(self) -> Any:
+        """What the module has. Compiles for up to a minute the first time on a machine."""
+        return self._module.functions
+
     def plan(
         self,
         space: Workspace,
