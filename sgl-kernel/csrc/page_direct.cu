@@ -90,10 +90,11 @@ class Batch {
 
 const char* copy_rows(const CopyPiece& piece, bool to_host, cudaStream_t stream) {
   const size_t bytes = static_cast<size_t>(piece.row_bytes), rows = static_cast<size_t>(piece.rows);
-  const size_t stride = static_cast<size_t>(piece.host_stride);
-  return text_of(to_host ? cudaMemcpy2DAsync(piece.host, stride, piece.device, bytes, bytes, rows,
+  const size_t host_stride = static_cast<size_t>(piece.host_stride);
+  const size_t device_stride = static_cast<size_t>(piece.device_stride);
+  return text_of(to_host ? cudaMemcpy2DAsync(piece.host, host_stride, piece.device, device_stride, bytes, rows,
                                              cudaMemcpyDeviceToHost, stream)
-                         : cudaMemcpy2DAsync(piece.device, bytes, piece.host, stride, bytes, rows,
+                         : cudaMemcpy2DAsync(piece.device, device_stride, piece.host, host_stride, bytes, rows,
                                              cudaMemcpyHostToDevice, stream));
 }
 

@@ -50,7 +50,7 @@ extern "C" const char* fenceline_copy_pages_direct(fenceline::PageCopyRequest* r
   return fenceline::direct_pieces(*request, [request](const fenceline::CopyPiece& piece) -> const char* {
     ++(piece.rows > 1 ? num_strided : num_plain);
     for (int64_t row = 0; row < piece.rows; ++row) {
-      char* device = piece.device + row * piece.row_bytes;
+      char* device = piece.device + row * piece.device_stride;
       char* host = piece.host + row * piece.host_stride;
       std::memcpy(request->to_host ? host : device, request->to_host ? device : host, static_cast<size_t>(piece.row_bytes));
     }

@@ -107,7 +107,10 @@ class PageCase:
         )
         dtype = draw.choice((torch.bfloat16, torch.float32, torch.uint8))
         num_pages, num_host = draw.randint(3, 20), draw.randint(3, 25)
-        pool = [_kv((num_pages * page_size, *heads), dtype, device) for _ in range(2 * num_layers)]
+        if draw.random() < 0.5:  # evenly apart, as the engine's own pool is on a GPU
+            pool = list(_kv((2 * num_layers, num_pages * page_size, *heads), dtype, device))
+        else:
+            pool = [_kv((num_pages * page_size, *heads), dtype, device) for _ in range(2 * num_layers)]
         if layout == "layer_first":
             host = _kv((num_layers, 2, num_host * page_size, *heads), dtype, "cpu")
         else:

@@ -308,6 +308,30 @@ def test_the_copy_engine_takes_pages_in_a_row_together(
     case.check_to_host(case.pools("direct", emulated))
     assert counted.emulation_num_plain() - before[0] == plain
     assert counted.emulation_num_strided() - before[1] == strided
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers", "strided", "plain"),
+    [
+        ("layer_first", None, 4, 0),  # one for each run, in which pages lie side by side on both sides
+        ("page_first", None, 9, 0),  # one for each page
+        ("layer_first", range(1, 2), 0, 4 * 2),  # the two pieces of one layer are not worth a strided copy
+    ],
+)
+def test_layers_that_lie_evenly_apart_travel_together(
+    emulated: KernelLibrary, counted: ctypes.CDLL, layout: str, layers: range | None, strided: int, plain: int
+) -> None:
+    case = PageCase.random(0, layout, "cpu", num_layers=3, page_size=2)
+    pool = torch.rand(6, 40, 2, 4)
+    case.k, case.v = list(pool[::2]), list(pool[1::2])
+    case.host = torch.zeros((3, 2, 40, 2, 4) if layout == "layer_first" else (20, 3, 2, 2, 2, 4))
+    case.device_pages = page_list(3, 4, 5, 6, 9, 10, 11, 1, 0)  # runs: 4 pages, 3 pages, one, one
+    case.host_pages = page_list(0, 1, 2, 3, 4, 5, 6, 8, 9)
+    case.min_rows = 4
+    before = counted.emulation_num_plain(), counted.emulation_num_strided()
+    case.check_to_host(case.pools("direct", emulated), layers)
+    assert counted.emulation_num_plain() - before[0] == plain
+    assert counted.emulation_num_strided() - before[1] == strided
     case.check_to_device(case.pools("direct", emulated))
 
 

@@ -116,8 +116,9 @@ class PagePools:
         Both lists: int32 [n], contiguous, read before this returns. ``to_host``: which side is written. Enqueued on
         ``stream`` (a cudaStream_t; None: torch's current one): the host may read what was written, and write what was
         read, once that stream has passed it. ``num_ctas``: the most SMs that a ``kernel`` copy holds. ``min_rows``: a
-        ``direct`` copy takes at least so many pages in a row as one strided copy. Raises ValueError before anything is
-        copied, naming the remedy or the pages out of bounds; RuntimeError if CUDA refuses.
+        ``direct`` copy takes at least so many pieces in a row as one strided copy: pages, or the layers of a page
+        where they lie evenly apart on the device. Raises ValueError before anything is copied, naming the remedy or
+        the pages out of bounds; RuntimeError if CUDA refuses.
         """
         layers = range(self.num_layers) if layers is None else layers
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.num_layers:
