@@ -37,8 +37,10 @@ from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, Pa
 
 logger = logging.getLogger(__name__)
 
-# How long a loop without anything to compute waits for messages while transfers of the cache are on their way.
+# How long a loop without anything to compute waits for messages while transfers of the cache or jobs of its storage
+# have not ended: briefly where a request waits for them.
 _ACK_INTERVAL_MS = 1
+_QUIET_ACK_INTERVAL_MS = 50
 
 
 class Scheduler:
@@ -90,7 +92,10 @@ class Scheduler:
     def step(self, prev: InFlight | None) -> InFlight | None:
         """One turn of the loop. ``prev`` is the step in flight; returns the step now in flight."""
         block = prev is None and self.idle and not self.stopped
-        self.ingest(self.inbox.drain(block, _ACK_INTERVAL_MS if self.memory.num_outstanding else None))
+        timeout_ms = None
+        if block and self.memory.num_outstanding:
+            timeout_ms = _ACK_INTERVAL_MS if self.reqs else _QUIET_ACK_INTERVAL_MS
+        self.ingest(self.inbox.drain(block, timeout_ms))
         self.memory.drain_acks()  # every step, decode included (F6)
         self.retire_departed()  # what aborts free is there for the next step
         if prev is not None and isinstance(prev.batch, ExtendBatch) and prev.result.arrived():
