@@ -156,7 +156,7 @@ def test_a_failing_schedule_is_told_by_the_switches_that_matter() -> None:
 
 
 def test_a_race_needs_no_schedule_at_all() -> None:
-    assert "laziest schedule too" in explain(run(ARMS["schedule_after_forward"].trial(1)))
+    assert "laziest schedule too" in explain(run(ARMS["schedule_after_forward"].trial(0)))
 
 
 def test_the_command_that_is_printed_repeats_the_failure(capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,3 +145,31 @@ def test_a_thread_that_the_gpu_did_not_start_is_refused() -> None:
     thread.start()
     thread.join()
     assert "start it with spawn" in str(errors[0])
+
+
+def test_threads_of_a_run_that_is_over_end() -> None:
+    """One in the middle of its work, one that waits for a message, one that has not begun."""
+    gpu = VirtualGpu(seed=1, policy="random")
+    before = threading.active_count()
+    done: list[str] = []
+
+    def works() -> None:
+        while True:
+            gpu.synchronize_all()
+
+    def waits() -> None:
+        try:
+            Channel(gpu).get()
+        finally:
+            done.append("waits")
+
+    for name, run in (("works", works), ("waits", waits), ("late", works)):
+        gpu.spawn(name, run)
+    while len(done) == 0 and gpu.num_calls < 200:
+        gpu.synchronize_all()
+    gpu.rotation.abandon()
+    for thread in threading.enumerate():
+        if thread.name in ("host:works", "host:waits", "host:late"):
+            thread.join(timeout=10)
+    assert threading.active_count() == before and done == ["waits"]
+    gpu.synchronize_all()

@@ -88,6 +88,7 @@ class RequestMemory:
         self.num_evicted_pages = 0  # from the device, since the start
         self.tables = PageTables(rows.size)
         self._num_stale_matches = 0
+        self.compares_matches = True  # guard queued_match, which only a test does without
 
     @property
     def num_pages(self) -> int:
@@ -138,6 +139,8 @@ class RequestMemory:
         tree, queued = self.tree, req.queued_match
         if queued is not None and queued.num_created == tree.num_created:
             if queued.num_moves == tree.num_moves or tree.is_current(queued.prefix.match):
+                return queued.prefix
+            if not self.compares_matches:
                 return queued.prefix
             self._num_stale_matches += 1
         prefix = self._match(req)

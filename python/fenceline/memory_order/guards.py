@@ -44,6 +44,11 @@ RETIRED_AFTER = Guard(
     protects="pages that a step or a transfer in flight still touches: leased out again with its Points",
     failure="F3, F13",
 )
+QUEUED_MATCH = Guard(
+    name="queued_match",
+    protects="where a waiting request's prefix lies: found anew once its pages have moved or gone",
+    failure="F5",
+)
 RESULT_LEASE = Guard(
     name="result_lease",
     protects="a result slot that nobody has taken from yet",
@@ -89,6 +94,7 @@ GUARDS: dict[str, Guard] = {
         OWN_COPY,
         SAME_COMPOSITION,
         RETIRED_AFTER,
+        QUEUED_MATCH,
         RESULT_LEASE,
         ARENA_PAD,
         OWN_RESULTS,

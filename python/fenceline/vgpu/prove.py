@@ -85,7 +85,7 @@ def _plan(args: argparse.Namespace, parser: argparse.ArgumentParser, bar: tqdm) 
         parser.error(f"--workload {args.workload}: choose one of {', '.join(WORKLOADS)}")
     arms = _arms(args, parser) if args.edge is not None else [] if args.workload else all_arms()
     num_intact = _DEFAULT_SEEDS if args.seeds is None and args.budget is None else args.seeds
-    num_per_arm = _SEEDS_PER_ARM if num_intact is None else max(_SEEDS_PER_ARM, num_intact // 20)
+    num_per_arm = _SEEDS_PER_ARM if num_intact is None else max(_SEEDS_PER_ARM, num_intact // 40)
     if args.edge is not None:
         num_per_arm, num_intact = args.seeds or _SEEDS_PER_ARM, 0
     everything = args.edge is None and args.workload is None

@@ -35,6 +35,10 @@ class _Turn:
         self.finished = False
 
 
+class _Abandoned(BaseException):
+    """Ends a thread of a run that is over."""
+
+
 class Rotation:
     """Whose turn it is among the host's threads. ``odds``: the chance of a switch at a call."""
 
@@ -45,6 +49,7 @@ class Rotation:
         self._local = threading.local()
         self._local.agent = main
         self.is_shared = False  # whether there is more than one thread
+        self._is_over = False
 
     @property
     def agent(self) -> HostThread:
@@ -65,16 +70,26 @@ class Rotation:
             self._local.agent = agent
             turn.baton.acquire()
             try:
-                run()
+                if not self._is_over:
+                    run()
             finally:
                 turn.finished = True
-                self._hand_on()
+                if not self._is_over:
+                    self._hand_on()
 
         threading.Thread(target=body, name=agent.name, daemon=True).start()
 
     def finished(self, agent: HostThread) -> bool:
         """Whether its thread has ended."""
         return self._turns[agent.number].finished
+
+    def abandon(self) -> None:
+        """End the other threads where they are. The calling one, which need not be one of them, goes on alone."""
+        self._is_over, self.is_shared = True, False
+        caller = getattr(self._local, "agent", None)
+        for turn in self._turns.values():
+            if turn.agent is not caller and not turn.finished:
+                turn.baton.release()
 
     def maybe_switch(self) -> None:
         """At a call into the GPU: perhaps another thread goes first."""
@@ -110,6 +125,8 @@ class Rotation:
     def _switch(self, me: _Turn, other: _Turn) -> None:
         other.baton.release()
         me.baton.acquire()
+        if self._is_over:
+            raise _Abandoned
 
     def _hand_on(self) -> None:
         able = self._able()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fenceline.memory_order.edges import EDGE_PARTS, EDGES
 from fenceline.memory_order.guards import GUARDS
 from fenceline.vgpu.errors import BoundsError, FreshnessError, ProtectionError, StaleMemoryError
-from fenceline.vgpu.proving.runs import HAPPENS_BEFORE, Outcome, Trial, named_races
+from fenceline.vgpu.proving.runs import HAPPENS_BEFORE, INVARIANTS, Outcome, Trial, named_races
 
 NECESSARY, REDUNDANT, DORMANT = "necessary", "redundant", "dormant"
 MISNAMED = "misnamed"  # severed it fails, but no checker says why
@@ -91,6 +91,10 @@ def _by_report(pattern: str) -> Callable[[Outcome], bool]:
     return lambda outcome: outcome.checker == HAPPENS_BEFORE and bool(re.search(pattern, outcome.report))
 
 
+def _by_invariant(pattern: str) -> Callable[[Outcome], bool]:
+    return lambda outcome: outcome.checker == INVARIANTS and bool(re.search(pattern, outcome.report))
+
+
 def _by_guard(checker: str, name: str) -> Callable[[Outcome], bool]:
     return lambda outcome: outcome.checker == checker and name in outcome.edges
 
@@ -105,6 +109,12 @@ _GUARD_ARMS = (
     Arm("growth_stop", "guard", "growth", _by_report(r"return to the allocator writes it on default")),
     Arm("own_copy", "guard", "staging", _by_report(r"on input_ring\.device(.|\n)*copy to device writes it")),
     Arm("same_composition", "guard", "bursts", _by_effect),
+    Arm(
+        "queued_match",
+        "guard",
+        "queued",
+        _by_invariant(r"held twice|match again|pool has free|do not add up"),
+    ),
     Arm("retired_after", "guard", "spill", _by_report(r"on kv_pool\.layer\d(.|\n)*_after_(store|forward)")),
     Arm("arena_pad", "guard", "graphs", _by_guard(FreshnessError.checker, "arena_pad")),
     Arm(

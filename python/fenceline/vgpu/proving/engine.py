@@ -78,9 +78,10 @@ class InProcess:
         return news
 
     def close(self) -> None:
-        """See ``managers.ipc.SchedulerLink``. What the device has not run yet is run now, and checked."""
+        """See ``managers.ipc.SchedulerLink``. What has not been done yet is done now, and checked."""
         try:
             if self.error is None and self._device is not None:
+                self.loop.run()
                 self._device.synchronize()
         except Exception as error:
             self.error = error
@@ -95,6 +96,10 @@ def run_engine(random: Random, kind: str, open_device: Callable[[], Device]) -> 
         return backends[-1]
 
     graphs = {"cuda_graph_bs": (2, 3), "context_length": 64} if random.random() < 0.5 else {}
+    tiers = {}
+    if random.random() < 0.5:
+        policy = random.choice(("write_through", "write_back"))
+        tiers = {"enable_hierarchical_cache": True, "hicache_ratio": 1.0, "hicache_write_policy": policy}
     engine = fenceline.Engine(
         launch,
         model_path=tiny_model_path(),
@@ -105,6 +110,7 @@ def run_engine(random: Random, kind: str, open_device: Callable[[], Device]) -> 
         max_running_requests=3,
         chunked_prefill_size=8,
         **graphs,
+        **tiers,
     )
     with engine:
         for _ in range(2):

@@ -68,6 +68,28 @@ def _spill(random: Random) -> Scenario:
     )
 
 
+def _queued(random: Random) -> Scenario:
+    """F5: of requests that wait together all prefixes are looked up; the first admitted drives the other's away."""
+    script = Script(random)
+    families = [script.prompt(13, 14) for _ in range(2)]
+    for turn in range(3):
+        step = 26 * turn
+        for index, family in enumerate(families):
+            script.add(step + 3 * index, family, 1)
+        long, other = (families[0], families[1]) if turn % 2 else (families[1], families[0])
+        script.add(step + 10, long[:12] + script.prompt(22, 24), random.randint(1, 3))
+        script.add(step + 10, other + script.prompt(1, 1), 1)
+    return script.scenario(
+        max_total_tokens=44,
+        max_running_requests=3,
+        chunked_prefill_size=64,
+        schedule_policy="lpm",
+        schedule_conservativeness=0.1,
+        **_tiers(random, hicache_ratio=2.0),
+        **script.graphs(1, 2),
+    )
+
+
 def _offload(random: Random) -> Scenario:
     """F1: running requests lose their memory, the page that the step in flight writes included, and bring it back."""
     script = Script(random)
@@ -117,7 +139,7 @@ def _swap(random: Random) -> Scenario:
     the host into its own, which its next step still uses."""
     script = Script(random)
     families = [script.prompt(12, 15) for _ in range(3)]
-    for turn in range(6):
+    for turn in range(5):
         stop = tuple(random.sample(range(1, VOCAB_SIZE), 24))
         script.add(0, families[turn % 3], 6, temperature=1.0, stop_token_ids=stop)
     return script.scenario(
@@ -213,6 +235,7 @@ HICACHE_WORKLOADS: tuple[Workload, ...] = (
     Workload("conversations", "turns of conversations that device and host forget", _conversations, share=3),
     Workload("offload", "F1: what retracted requests leave goes to the host and back", _offload, share=2),
     Workload("spill", "pages go to the host while they are handed on, and come back", _spill),
+    Workload("queued", "F5: prefixes move between their lookup and their use", _queued),
     Workload("swap", "F3: pages are loaded into those of a step in flight", _swap),
     Workload(
         "overwritten",

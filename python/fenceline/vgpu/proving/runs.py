@@ -32,7 +32,7 @@ _CHECKERS: tuple[tuple[type[Exception], str], ...] = (
     (KernelError, "kernels"),
     (DeadlockError, "deadlock"),
 )
-_INVARIANTS = "invariants"  # assertions, and the scheduler's books
+INVARIANTS = "invariants"  # assertions, and the scheduler's books
 TOKENS = "tokens"
 
 
@@ -109,6 +109,7 @@ def _run(trial: Trial, policy: Policy, collect: bool = False) -> tuple[Outcome, 
         if not gpus:  # not a finding of the run: it has not begun
             raise
         outcome = _failure(trial, error)
+        gpus[0].rotation.abandon()  # storage's threads would wait for their turn for ever
     return outcome, gpus[0]
 
 
@@ -147,8 +148,8 @@ def verdict_of(error: Exception) -> Verdict:
     text = str(error) or type(error).__name__
     if isinstance(error, CheckError):
         return Verdict(error.checker, (error.guard,) if error.guard else (), error.memory, text)
-    checker = next((name for kind, name in _CHECKERS if isinstance(error, kind)), _INVARIANTS)
-    if checker == _INVARIANTS:
+    checker = next((name for kind, name in _CHECKERS if isinstance(error, kind)), INVARIANTS)
+    if checker == INVARIANTS:
         text = f"{type(error).__name__}: {text}\n  {_origin(error)}"
     edges, memory = (error.edges, error.memory) if isinstance(error, RaceError) else ((), "")
     return Verdict(checker, edges, memory, text)
@@ -193,6 +194,7 @@ def explain(outcome: Outcome) -> str:
 
 __all__ = [
     "HAPPENS_BEFORE",
+    "INVARIANTS",
     "TOKENS",
     "Outcome",
     "Trial",

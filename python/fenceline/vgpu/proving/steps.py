@@ -17,6 +17,7 @@ from fenceline.managers.scheduler import Scheduler
 from fenceline.managers.scheduler_types import InFlight
 from fenceline.mem_cache.hierarchical_cache import HierarchicalCache
 from fenceline.memory_order import Device
+from fenceline.memory_order.guards import QUEUED_MATCH
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.vgpu.proving.decisions import Event, Owned, device_bytes, host_bytes
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
@@ -71,6 +72,7 @@ class Loop:
         self._flight: InFlight | None = None
         self.runner = ModelRunner(config, device, show_progress=False)
         self.scheduler = Scheduler(config, Witness(self.runner, self.decisions), self, self)
+        self.scheduler.memory.compares_matches = device.keeps(QUEUED_MATCH)
 
     def send(self, message: Message) -> None:
         """Put a message into the inbox as of now."""
