@@ -59,8 +59,9 @@ def test_a_running_tier_from_flags(model_dir: Path) -> None:
         pool.device, pool, configured(model_dir, FILE + " --hicache-storage-prefetch-policy timeout")
     )
     assert made is not None
-    controller, fingerprint = made
-    controller.close()
+    made.controller.close()
+    fingerprint = page_fingerprint(configured(model_dir, FILE), pool)
+    assert made.root_key("") == fingerprint.root_key("")
     written = list((model_dir.parent / "pages").glob("*/fingerprint.json"))
     assert [json.loads(path.read_text())["model_id"] for path in written] == [fingerprint.model_id]
     assert fingerprint.model_id.startswith(str(model_dir))

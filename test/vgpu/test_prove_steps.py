@@ -146,15 +146,18 @@ def test_workloads_of_several_tiers_reach_what_they_are_for() -> None:
     for workload in HICACHE_WORKLOADS:
         kinds: set[object] = set()
         for seed in range(4):
-            loop = make_loop(workload.name, seed)
+            stores = workload.name in ("storage", "refill")
+            # Its workers are agents there: what they have done by when is the seed's affair, not the machine's.
+            device = VgpuDevice(gpu=VirtualGpu(seed=seed)) if stores else None
+            loop = make_loop(workload.name, seed, device)
             loop.run()
             kinds |= {event.kind if isinstance(event, Transfer) else type(event) for event in loop.decisions}
             for name, value in WORKLOADS[workload.name].make(Random(seed)).flags.items():
                 flags.setdefault(name, set()).add(value)
         assert TransferKind.STORE in kinds, workload.name
         assert TransferKind.LOAD in kinds or workload.name == "persistent", workload.name
-        if workload.name in ("storage", "refill"):
-            assert {Kept, Fetched} <= kinds
+        assert Kept in kinds or not stores, workload.name
+        assert Fetched in kinds or workload.name != "refill"
     assert flags["hicache_write_policy"] == {"write_through", "write_through_selective", "write_back"}
     assert flags["hicache_mem_layout"] == {"layer_first", "page_first"}
     assert flags["hicache_io_backend"] == {"kernel", "direct"}

@@ -99,7 +99,7 @@ class Scheduler:
         self.memory.drain_acks()  # every step, decode included (F6)
         self.retire_departed()  # what aborts free is there for the next step
         if prev is not None and isinstance(prev.batch, ExtendBatch) and prev.result.arrived():
-            self.publish(prev)  # first tokens: the device has nothing to do, and they would wait for the launch
+            self.publish(prev)  # the device has nothing to do, and first tokens would wait for the launch
             prev = None
         flight = self.launch_next()
         if prev is not None:
