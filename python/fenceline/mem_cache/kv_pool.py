@@ -32,9 +32,10 @@ class KVPool:
         self.num_layers = num_layers
         shape = (num_pages * page_size, num_kv_heads, head_dim)
         # Zeros: the sink is read by masked-out lanes of padded gathers, where NaN * 0 would still be NaN.
-        if (
-            device.type == "cuda"
-        ):  # evenly apart, so that the copy engine takes a page of all layers in one copy
+        self._k: list[torch.Tensor]
+        self._v: list[torch.Tensor]
+        if device.type == "cuda":
+            # Evenly apart, so that the copy engine takes a page of all layers in one copy.
             layers = torch.zeros((num_layers, 2, *shape), dtype=dtype, device=device)
             self._k, self._v = list(layers[:, 0]), list(layers[:, 1])
         else:

@@ -111,8 +111,8 @@ class ModelRunner:
             with _room_for("the largest prefill step", "lower --chunked-prefill-size"):
                 self._attention.prefill.warm_up()
                 warm_up(device, config, self.launch)
-            if self.prefill_graphs is not None:
-                self.prefill_graphs.stats.restart()
+        if self.prefill_graphs is not None:
+            self.prefill_graphs.begin_serving()
 
     def _make_attention(self, config: EngineConfig) -> AttentionBackends:
         setting = AttentionSetting(self.kv_pool, self.device, config.model.num_heads, config.context_length)

@@ -61,6 +61,7 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         self._kernels = kernels
         self._kv_pool = kv_pool
         self._debug = debug
+        self._compares = False
         self._layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
         self._captured: dict[int, _Captured] = {}
         params = self._layers[0].params  # all layers are alike
@@ -120,12 +121,18 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         self.arena.fill(sources, num_tokens, max(size, num_tokens))
         outputs = self.arena.begin_replay()
         qkv, hidden = outputs.take("qkv", num_tokens), outputs.take("hidden", num_tokens)
-        if self._debug:
+        if self._compares:
             self._compare(size, batch, qkv, hidden)
         else:
             self._submit(self._captured[size].replays, batch, qkv)
         self.stats.count_replay(size)
         return hidden
+
+    def begin_serving(self) -> None:
+        """Count, and with ``--debug-cuda-graph`` compare, from now on. Not before: all tokens of a warm-up's step go to
+        the sink, where it is undefined which of them stays."""
+        self.stats.restart()
+        self._compares = self._debug
 
     def _submit(self, pieces: Sequence[Piece], batch: ForwardBatch, qkv: torch.Tensor) -> None:
         """All pieces, with attention between them over the ``qkv`` of the batch's own tokens."""
