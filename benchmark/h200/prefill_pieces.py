@@ -1,4 +1,4 @@
-"""Prefill with and without graphs of its pieces: what submitting the layers costs the CPU, and when the first token is there.
+"""Prefill with and without graphs of its pieces: the CPU time of submitting the layers, and the first token.
 
     python benchmark/h200/prefill_pieces.py --shape 0.6b --tokens 64,256,1024,2048
 
