@@ -142,9 +142,8 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         attend, ready = batch.attn.forward_into, batch.layer_ready
         for layer_id in range(len(self._layers)):
             if ready is not None:
-                ready(
-                    layer_id
-                )  # before the piece that stores: the page loaded last may be one that it goes on with
+                # Before the piece that stores: it may go on with the page that was loaded last.
+                ready(layer_id)
             pieces[layer_id]()
             attend(layer_id, q, k, v, scale, attended)
         pieces[-1]()
