@@ -24,9 +24,13 @@ def run_wrong_books(config: EngineConfig, ports: PortArgs) -> None:
 
 
 def run_hanging_step(config: EngineConfig, ports: PortArgs) -> None:
-    """Never publishes a decode step."""
+    """Never publishes a decode step, and says when it begins not to."""
     from fenceline.managers.scheduler import Scheduler
     from fenceline.managers.scheduler_process import run_scheduler_process
 
-    Scheduler.publish_decode = lambda self, reqs, out: threading.Event().wait()  # type: ignore
+    def hang(self: Scheduler, reqs: object, out: object) -> None:
+        print("the step hangs", flush=True)
+        threading.Event().wait()
+
+    Scheduler.publish_decode = hang  # type: ignore
     run_scheduler_process(config, ports)

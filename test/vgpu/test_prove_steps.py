@@ -145,8 +145,8 @@ def test_workloads_of_several_tiers_reach_what_they_are_for() -> None:
     flags: dict[str, set[object]] = {}
     for workload in HICACHE_WORKLOADS:
         kinds: set[object] = set()
-        for seed in range(4):
-            stores = workload.name in ("storage", "refill")
+        stores = workload.name in ("storage", "refill")
+        for seed in range(5 if stores else 4):
             # Its workers are agents there: what they have done by when is the seed's affair, not the machine's.
             device = VgpuDevice(gpu=VirtualGpu(seed=seed)) if stores else None
             loop = make_loop(workload.name, seed, device)
@@ -156,8 +156,8 @@ def test_workloads_of_several_tiers_reach_what_they_are_for() -> None:
                 flags.setdefault(name, set()).add(value)
         assert TransferKind.STORE in kinds, workload.name
         assert TransferKind.LOAD in kinds or workload.name == "persistent", workload.name
-        assert Kept in kinds or not stores, workload.name
-        assert Fetched in kinds or workload.name != "refill"
+        if stores:
+            assert {Kept, Fetched} <= kinds, workload.name
     assert flags["hicache_write_policy"] == {"write_through", "write_through_selective", "write_back"}
     assert flags["hicache_mem_layout"] == {"layer_first", "page_first"}
     assert flags["hicache_io_backend"] == {"kernel", "direct"}

@@ -34,7 +34,7 @@ _MAYBE_PERSISTENT_PREFILL = frozenset(("auto", "flashinfer", "fa3"))
 _MAYBE_PERSISTENT_DECODE = frozenset(("auto", "fa3"))
 # Tokens in a page from which the copy engine keeps up with the SMs. It takes nothing from whoever computes; copies by
 # SMs make a large product beside them take one and a half (loads) to several times (backups) as long.
-_DIRECT_PAGE_SIZE = 16
+DIRECT_PAGE_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +184,7 @@ def _io_backend(
     persistent = prefill in _MAYBE_PERSISTENT_PREFILL or decode in _MAYBE_PERSISTENT_DECODE
     if wanted == "direct" or persistent or not has_kernels():
         return "direct"
-    return "direct" if args.page_size >= _DIRECT_PAGE_SIZE else "kernel"
+    return "direct" if args.page_size >= DIRECT_PAGE_SIZE else "kernel"
 
 
 def _storage(args: ServerArgs) -> HiCacheStorageConfig | None:

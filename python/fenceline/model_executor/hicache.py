@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 
-from fenceline.config.hicache import HiCacheConfig
+from fenceline.config.hicache import DIRECT_PAGE_SIZE, HiCacheConfig
 from fenceline.mem_cache.cache_controller import CacheController
 from fenceline.mem_cache.host_pool import HostPool
 from fenceline.mem_cache.kv_pool import KVPool
@@ -17,8 +17,6 @@ from fenceline.model_executor.step_order import StepOrder
 
 logger = logging.getLogger(__name__)
 
-_DIRECT_PAGE_SIZE = 16  # tokens in a page from which the copy engine keeps up with the link
-
 
 def make_cache_controller(
     config: HiCacheConfig, device: Device, kv_pool: KVPool, order: StepOrder | None
@@ -28,7 +26,7 @@ def make_cache_controller(
     Copies the sink page there and back on a GPU, so that nothing is compiled or loaded while a request waits. Waits for
     the device. Raises ``ValueError`` with the remedy where the host has no room for it.
     """
-    if device.kind == "cuda" and config.io_backend == "direct" and kv_pool.page_size < _DIRECT_PAGE_SIZE:
+    if device.kind == "cuda" and config.io_backend == "direct" and kv_pool.page_size < DIRECT_PAGE_SIZE:
         logger.warning(
             "HiCache moves pages of %d token(s) by the copy engine, at a few percent of its rate: give --page-size 64",
             kv_pool.page_size,
