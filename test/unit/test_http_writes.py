@@ -12,11 +12,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from fenceline.config.sampling_params import SamplingParams
 from fenceline.entrypoints import sse
 from fenceline.entrypoints.http_protocol import MAX_HELD_BYTES, JoiningTransport, LateLogger
 from fenceline.entrypoints.short_way import ShortWay, handlers_of
 from fenceline.entrypoints.sse import EventStream
-from fenceline.managers.io_struct import AbortReq, ShutdownReq
+from fenceline.managers import ipc
+from fenceline.managers.io_struct import AbortReq, ShutdownReq, TokenizedGenerateReq, encode
 from fenceline.managers.ipc import ZmqLink, bind_pull, drain, make_ports, remove_ports
 from fenceline.managers.request_types import RequestError
 
@@ -139,6 +141,34 @@ async def test_what_is_sent_in_one_turn_arrives_together_and_in_order() -> None:
         link.close()  # sends what the loop did not come to
         assert inbox.poll(5000)
         assert drain(inbox) == [ShutdownReq()]
+    finally:
+        link.close()
+        context.destroy(linger=0)
+        remove_ports(ports)
+
+
+async def test_what_fills_a_step_does_not_wait_for_the_turns_end() -> None:
+    ports = make_ports()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox = bind_pull(context, ports.scheduler)
+    link = ZmqLink(ports)
+    try:
+        ids, params = [70_000] * 1024, SamplingParams(max_new_tokens=1)
+        requests = [
+            TokenizedGenerateReq(rid=str(index), input_ids=ids, sampling_params=params) for index in range(20)
+        ]
+        for request in requests:
+            link.send(request)
+        full = ipc.MAX_HELD_BYTES // len(encode(requests[0])) + 1
+        assert 4 < full < 8, "8,192 tokens or a little less"
+        num_early = len(requests) // full * full
+        early: list[ipc.Message] = []
+        while len(early) < num_early and inbox.poll(5000):  # the event loop has not had a turn
+            early += drain(inbox)
+        assert early == requests[:num_early]
+        await asyncio.sleep(0)
+        assert inbox.poll(5000)
+        assert early + drain(inbox) == requests
     finally:
         link.close()
         context.destroy(linger=0)

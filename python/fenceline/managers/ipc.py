@@ -13,6 +13,7 @@ import zmq
 from fenceline.managers.io_struct import Message, PortArgs, decode, encode
 
 MAX_DRAINED = 16  # messages handled in one go: bounds the time until those who wait for them run
+MAX_HELD_BYTES = 32 << 10  # of requests: about 8,192 tokens, as many as a prefill step takes
 _MAX_TMPDIR_CHARS = 64
 
 
@@ -96,8 +97,9 @@ class ZmqLink:
     """The TokenizerManager's sockets: binds ``ports.tokenizer``, connects to ``ports.scheduler``.
 
     What one turn of the event loop sends arrives together: requests that come at the same time are one prefill step,
-    not the first of them alone and then the others. (Parts of a zmq message are delivered all or none; readers take
-    each as a message.)
+    not the first of them alone and then the others. But what fills a step leaves at once: the device computes it while
+    the turn goes on, which for hundreds of requests takes a tenth of a second. (Parts of a zmq message are delivered
+    all or none; readers take each as a message.)
     """
 
     def __init__(self, ports: PortArgs) -> None:
@@ -105,10 +107,16 @@ class ZmqLink:
         self._inbox = bind_pull(self._context, ports.tokenizer)
         self._outbox = connect_push(self._context, ports.scheduler)
         self._unsent: list[bytes] = []
+        self._num_held = 0  # bytes of them
 
     def send(self, message: Message) -> None:
         """See :class:`SchedulerLink`."""
-        self._unsent.append(encode(message))
+        data = encode(message)
+        self._unsent.append(data)
+        self._num_held += len(data)
+        if self._num_held > MAX_HELD_BYTES:
+            self._flush()
+            return
         if len(self._unsent) > 1:
             return
         try:
@@ -118,7 +126,7 @@ class ZmqLink:
 
     def _flush(self) -> None:
         if self._unsent:
-            parts, self._unsent = self._unsent, []
+            parts, self._unsent, self._num_held = self._unsent, [], 0
             self._outbox.send_multipart(parts, zmq.NOBLOCK)
 
     async def receive(self) -> list[Message]:
