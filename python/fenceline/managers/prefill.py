@@ -62,34 +62,36 @@ class PrefillPlanner:
     """Admits waiting requests in order, as long as step and memory have room for them.
 
     ``chunk_size``: tokens of one step that prompts may take when split, None to never split;
-    ``max_prefill_tokens``: tokens of one step whatever the split (one whole prompt always goes);
-    ``shared_tokens``: with so many tokens no further prompt joins a step (see ``schedule_policy.shared_step_tokens``).
+    ``max_prefill_tokens``: tokens of one step whatever the split (one whole prompt always goes).
     """
 
-    def __init__(
-        self, memory: RequestMemory, chunk_size: int | None, max_prefill_tokens: int, shared_tokens: int
-    ) -> None:
+    def __init__(self, memory: RequestMemory, chunk_size: int | None, max_prefill_tokens: int) -> None:
         self._memory = memory
         self._page_size = memory.page_size
         self._chunk_size = chunk_size
         self._max_prefill_tokens = max_prefill_tokens
-        self._shared_tokens = shared_tokens
 
     def plan(
-        self, waiting: Iterable[Req], chunked: Req | None, num_running: int, reserved_tokens: int
+        self,
+        waiting: Iterable[Req],
+        chunked: Req | None,
+        num_running: int,
+        reserved_tokens: int,
+        shared_tokens: int,
     ) -> PrefillPlan | None:
         """The next extend step, or None if nothing fits. Those of ``waiting`` that are admitted get a row; no more of
         it is looked at than up to the first that does not fit.
 
         ``chunked`` is the request whose prompt an earlier step left half-way; it goes first.
-        ``reserved_tokens`` is the memory that running requests are expected to need.
+        ``reserved_tokens`` is the memory that running requests are expected to need. With ``shared_tokens`` tokens no
+        further prompt joins the step (see ``schedule_policy.StepSharing``).
         """
         plan = _Plan()
         step_tokens = self._max_prefill_tokens
         if self._chunk_size is not None:
             step_tokens = min(step_tokens, self._chunk_size)
         available = self._memory.num_available_pages * self._page_size
-        budget = _Budget(step_tokens, available - reserved_tokens, self._shared_tokens)
+        budget = _Budget(step_tokens, available - reserved_tokens, shared_tokens)
         if chunked is not None:
             self._add_chunk(plan, chunked, budget)
         # A half-way prompt has used up its step; there is at most one such prompt.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isqrt
 from random import Random
 
 from fenceline.config.model_config import ModelConfig
@@ -15,9 +17,11 @@ _LPM_MAX_QUEUE = 128
 # those that do not: by then the other's prompt may be cached.
 _IN_BATCH_MIN_SHARED = 32
 
-# Of a prefill step that several prompts share: 2,048 tokens of an 8B model, 44 ms of one H200.
-_SHARED_STEP_FLOP = 32 * 10**12
+# What a prefill step costs besides its tokens, as work: 2 to 3 ms of one H200.
+_STEP_FLOP = 15 * 10**11
 _MIN_SHARED_TOKENS = 512
+# A longer queue is not looked at: steps of so many prompts are as long as steps get.
+_MAX_COUNTED = 256
 
 
 class NewTokenRatio:
@@ -44,15 +48,31 @@ class NewTokenRatio:
         self.value = min((num_decoded + 20 * num_running) / max(num_max_new, 1), 1.0)
 
 
-def shared_step_tokens(model: ModelConfig) -> int:
-    """With so many tokens no further prompt joins a prefill step: a GPU uses a longer step no better, and first tokens
-    come with the end of their step. A power of two, at least 512; more than a step ever has for small models, for which
-    the CPU's time for a step counts."""
-    queries = model.num_heads * model.head_dim
-    qkv = queries + 2 * model.num_kv_heads * model.head_dim
-    layer = model.hidden_size * (qkv + queries + 3 * model.intermediate_size)
-    tokens = max(_SHARED_STEP_FLOP // (2 * layer * model.num_layers), _MIN_SHARED_TOKENS)
-    return 1 << (tokens.bit_length() - 1)
+@dataclass(frozen=True, slots=True)
+class StepSharing:
+    """How many tokens the prompts that share a prefill step have. With so many no further prompt joins it.
+
+    First tokens come with the end of their step. Of ``w`` waiting tokens in steps of ``s`` a prompt waits for half of
+    the ``w / s`` steps and for half a step of its own. With a step as long as ``s + cost_tokens`` tokens that is least
+    for ``s = sqrt(w * cost_tokens)``: a burst begins with long steps, which use the GPU best, and ends with short ones.
+    """
+
+    cost_tokens: int
+    min_tokens: int = _MIN_SHARED_TOKENS
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> StepSharing:
+        """For ``model``: the 8B's steps cost as much as 108 tokens, the 0.6B's as 1,700; a tiny model's cost more than
+        any prompts, so that all that fit go together."""
+        queries = model.num_heads * model.head_dim
+        qkv = queries + 2 * model.num_kv_heads * model.head_dim
+        layer = model.hidden_size * (qkv + queries + 3 * model.intermediate_size)
+        return cls(_STEP_FLOP // (2 * layer * model.num_layers))
+
+    def tokens(self, waiting: Sequence[Req]) -> int:
+        """For the next step while these wait."""
+        num_waiting = sum(req.num_tokens for req in waiting[:_MAX_COUNTED])
+        return max(isqrt(num_waiting * self.cost_tokens), self.min_tokens)
 
 
 def order_waiting(
