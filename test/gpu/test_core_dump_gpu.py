@@ -69,9 +69,11 @@ def test_a_failing_kernel_leaves_its_dump_and_the_flight_recorders(tmp_path: Pat
     if not Path(debugger).exists():
         return
     told = subprocess.run(
-        [debugger, "-batch", "-ex", f"target cudacore {dumps[0]}", "-ex", "info cuda kernels"],
+        [debugger, "-batch", "-ex", f"target cudacore {dumps[0]}", "-ex", "info cuda kernels", "-ex", "bt"],
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert "CUDA_EXCEPTION" in told.stdout + told.stderr
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert "Illegal Address" in told.stdout
+    assert "_decode_kernel" in told.stdout, "the guilty one: attention reads the page table"

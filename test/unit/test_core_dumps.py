@@ -5,15 +5,22 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import struct
 from pathlib import Path
 
 import pytest
 
-from fenceline.config.core_dumps import core_dump_dir, core_dump_environment, core_dumps_of_this_process
+from fenceline.config.core_dumps import (
+    core_dump_dir,
+    core_dump_environment,
+    core_dumps_of_this_process,
+    is_complete,
+    wait_for_core_dumps,
+)
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.errors import ConfigError
 from fenceline.config.server_args import ServerArgs, resolve
-from fenceline.managers.scheduler_process import enable_core_dumps
+from fenceline.managers.scheduler_process import enable_core_dumps, log_core_dumps
 
 
 @pytest.fixture
@@ -89,3 +96,79 @@ def test_dumps_of_this_process_are_found(tmp_path: Path) -> None:
         (tmp_path / name).write_text("")
         os.utime(tmp_path / name, (age, age))
     assert core_dumps_of_this_process(str(tmp_path)) == [str(tmp_path / name) for name in names[:2]]
+
+
+def dump(folder: Path, pid: int | None = None) -> Path:
+    return folder / f"cuda-host-{os.getpid() if pid is None else pid}-1000.nvcudmp"
+
+
+def elf(num_sections: int, data: int) -> bytes:
+    """A dump's outline: header, ``data`` bytes, section headers."""
+    header = bytearray(64)
+    header[:5] = b"\x7fELF\x02"
+    struct.pack_into("<Q", header, 0x28, 64 + data)
+    struct.pack_into("<HH", header, 0x3A, 64, num_sections)
+    return bytes(header) + b"d" * data + b"s" * 64 * num_sections
+
+
+@pytest.mark.parametrize("sections", [1, 358])
+def test_every_beginning_of_a_dump_is_incomplete(tmp_path: Path, sections: int) -> None:
+    whole = elf(sections, 300)
+    for length in [*range(0, 400, 13), len(whole) - 1]:
+        dump(tmp_path).write_bytes(whole[:length])
+        assert not is_complete(str(dump(tmp_path))), length
+    dump(tmp_path).write_bytes(whole)
+    assert is_complete(str(dump(tmp_path)))
+    dump(tmp_path).write_bytes(bytes(64))  # a header that is still to be written
+    assert not is_complete(str(dump(tmp_path)))
+
+
+class Driver:
+    """Writes a piece of its dump in every tenth of a second for which somebody waits."""
+
+    def __init__(self, path: Path, pieces: list[bytes]) -> None:
+        self.path, self.pieces, self.now = path, pieces, 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.pieces:
+            piece = self.pieces.pop(0)
+            if piece:
+                with self.path.open("ab") as file:
+                    file.write(piece)
+
+
+def test_the_process_waits_until_the_driver_has_written_all(tmp_path: Path) -> None:
+    whole = elf(5, 1000)
+    dump(tmp_path, os.getpid() + 1).write_bytes(b"another's")
+    quiet = [b""] * 8  # the GPU's state is collected first; later a slow disk
+    driver = Driver(
+        dump(tmp_path), [*quiet, whole[:700], *quiet, whole[700:-1], *quiet, whole[-1:], b"never"]
+    )
+    assert wait_for_core_dumps(str(tmp_path), 1.0, driver.clock, driver.sleep) == [str(dump(tmp_path))]
+    assert dump(tmp_path).read_bytes() == whole
+    assert wait_for_core_dumps(str(tmp_path), 1.0, driver.clock, pytest.fail) == [str(dump(tmp_path))]
+
+
+@pytest.mark.parametrize("begun", [b"", elf(5, 1000)[:700]])
+def test_it_does_not_wait_for_ever(tmp_path: Path, begun: bytes) -> None:
+    driver = Driver(dump(tmp_path), [begun])
+    found = wait_for_core_dumps(str(tmp_path), 1.0, driver.clock, driver.sleep)
+    assert found == ([str(dump(tmp_path))] if begun else [])
+    assert 0.9 < driver.now < 1.3
+
+
+def test_what_is_said_of_dumps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cuda, reason = config(tmp_path, "cuda"), "AcceleratorError: CUDA error: an illegal memory access"
+    dump(tmp_path).write_bytes(elf(5, 100))
+    log_core_dumps(cuda, "ValueError: the checkpoint lacks a tensor")
+    log_core_dumps(config(None, "cuda"), reason)
+    assert not caplog.records
+    log_core_dumps(cuda, reason)
+    assert f"cuda-gdb -ex 'target cudacore {dump(tmp_path)}'" in caplog.text
+    dump(tmp_path).write_bytes(elf(5, 100)[:-1])
+    log_core_dumps(cuda, reason, patience_s=0.0)
+    assert f"{dump(tmp_path)} is only begun" in caplog.text

@@ -7,7 +7,10 @@ initialised, once for each process.
 from __future__ import annotations
 
 import os
+import struct
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from fenceline.config.errors import ConfigError
@@ -22,6 +25,7 @@ _FLAGS = (
     "skip_abort",
 )
 _SUFFIX = ".nvcudmp"
+_POLL_S = 0.1
 
 
 def core_dump_dir(wanted: str | None) -> str | None:
@@ -53,6 +57,41 @@ def core_dump_environment(directory: str) -> dict[str, str]:
 
 
 def core_dumps_of_this_process(directory: str) -> list[str]:
-    """The files that the driver has written for this process, oldest first."""
+    """The files that the driver has written or begun for this process, oldest first."""
     found = Path(directory).glob(f"cuda-*-{os.getpid()}-*{_SUFFIX}")
     return [str(path) for path in sorted(found, key=lambda path: path.stat().st_mtime)]
+
+
+def is_complete(path: str) -> bool:
+    """Whether a dump is whole: an ELF file whose section headers, which come last, are there."""
+    with open(path, "rb") as file:
+        header = file.read(64)
+        size = file.seek(0, os.SEEK_END)
+    if len(header) < 64:
+        return False
+    (offset,) = struct.unpack_from("<Q", header, 0x28)  # e_shoff
+    entry_size, number = struct.unpack_from("<HH", header, 0x3A)  # e_shentsize, e_shnum
+    return offset > 0 and size >= offset + entry_size * number
+
+
+def wait_for_core_dumps(
+    directory: str,
+    patience_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[str]:
+    """:func:`core_dumps_of_this_process`, once they are whole. The driver writes them in a thread of its own while
+    calls that fail return at once; a process that ended then would leave a piece that no debugger reads. Gives up when
+    nothing has been written for ``patience_s``."""
+    sizes: dict[str, int] = {}
+    since = clock()
+    while True:
+        paths = core_dumps_of_this_process(directory)
+        if paths and all(map(is_complete, paths)):
+            return paths
+        now_sizes = {path: os.stat(path).st_size for path in paths}
+        if now_sizes != sizes:
+            sizes, since = now_sizes, clock()
+        elif clock() - since >= patience_s:
+            return paths
+        sleep(_POLL_S)

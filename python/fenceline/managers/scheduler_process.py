@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from fenceline.config.core_dumps import core_dump_environment, core_dumps_of_this_process
+from fenceline.config.core_dumps import core_dump_environment, is_complete, wait_for_core_dumps
 from fenceline.config.engine_config import EngineConfig
 from fenceline.managers.flight_dump import dump_and_log, dump_on_signal
 from fenceline.managers.flight_recorder import FlightRecorder
@@ -27,6 +27,7 @@ from fenceline.model_executor.model_runner import ModelRunner
 logger = logging.getLogger(__name__)
 
 _WATCHDOG_EXIT = 1
+_CORE_DUMP_PATIENCE_S = 10.0  # for the driver to begin a dump, and to go on with it
 
 
 class Watchdog:
@@ -135,8 +136,8 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs) -> None:
     except Exception as error:
         logger.exception("the scheduler fails")
         reason = f"{type(error).__name__}: {error}"
-        _log_core_dumps(config)
         dump_and_log(recorder, reason)
+        log_core_dumps(config, reason)
         _tell_fatal(context, ports, reason)
         sys.exit(1)
     context.destroy(linger=1000)
@@ -154,9 +155,15 @@ def enable_core_dumps(config: EngineConfig) -> None:
     logger.info("If a kernel fails, the driver dumps the GPU to %s", os.environ["CUDA_COREDUMP_FILE"])
 
 
-def _log_core_dumps(config: EngineConfig) -> None:
-    for path in core_dumps_of_this_process(config.cuda_coredump_dir) if config.cuda_coredump_dir else ():
-        logger.error("GPU core dump: %s; look at it with cuda-gdb -ex 'target cudacore %s'", path, path)
+def log_core_dumps(config: EngineConfig, reason: str, patience_s: float = _CORE_DUMP_PATIENCE_S) -> None:
+    """With --cuda-coredump-dir, after a failure of the GPU: wait until the driver has written its dump, and name it."""
+    if config.cuda_coredump_dir is None or config.device != "cuda" or "CUDA" not in reason:
+        return
+    for path in wait_for_core_dumps(config.cuda_coredump_dir, patience_s):
+        if is_complete(path):
+            logger.error("GPU core dump: %s; look at it with cuda-gdb -ex 'target cudacore %s'", path, path)
+        else:
+            logger.error("GPU core dump: %s is only begun: the driver stopped writing", path)
 
 
 def _tell_fatal(context: zmq.Context[zmq.Socket[bytes]], ports: PortArgs, message: str) -> None:
