@@ -69,8 +69,8 @@ def is_complete(path: str) -> bool:
         size = file.seek(0, os.SEEK_END)
     if len(header) < 64:
         return False
-    (offset,) = struct.unpack_from("<Q", header, 0x28)  # e_shoff
-    entry_size, number = struct.unpack_from("<HH", header, 0x3A)  # e_shentsize, e_shnum
+    fields = struct.Struct("<40x Q 10x H H")  # e_shoff, e_shentsize, e_shnum
+    offset, entry_size, number = map(int, fields.unpack_from(header))
     return offset > 0 and size >= offset + entry_size * number
 
 
