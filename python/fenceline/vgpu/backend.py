@@ -7,6 +7,7 @@ smoke test that says so when it changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 NAME = "vgpu"
 TORCH_DEVICE_INDEX = 0
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 Kernel = Callable[..., Any]
 
@@ -51,6 +54,14 @@ def make_wrapper(cls: type, form: Form, offset: int) -> Any:
     )
 
 
+def inference() -> AbstractContextManager[object]:
+    """Inference mode; whoever is in it already, as the engine is, need not enter it for each operation."""
+    return _AS_IT_IS if torch.is_inference_mode_enabled() else torch.inference_mode()
+
+
+_AS_IT_IS = nullcontext()
+
+
 def is_composite(func: torch._ops.OpOverload) -> bool:
     """Whether torch can express ``func`` by other operators; under inference mode such ones arrive whole."""
     return bool(func._can_decompose())
@@ -58,7 +69,9 @@ def is_composite(func: torch._ops.OpOverload) -> bool:
 
 def decompose(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run ``func`` as those other operators."""
-    return func.decompose(*args, **kwargs)
+    if _COMPOSITE in func.py_kernels:
+        return func.decompose(*args, **kwargs)
+    return func._op_dk(_COMPOSITE, *args, **kwargs)  # ``decompose`` would look up every time whether it can
 
 
 class NoTorchFunction:

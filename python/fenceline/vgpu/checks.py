@@ -46,7 +46,9 @@ class Checks:
     def run(self, op: Operation) -> None:
         """``op`` is about to run."""
         if self.enabled:
-            self._findings.add_errors(check(op))
+            errors = check(op)
+            if errors:
+                self._findings.add_errors(errors)
 
     def use(self, tag: Tag, generation: int) -> None:
         """A view leased in ``generation`` is used."""

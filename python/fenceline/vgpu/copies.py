@@ -11,12 +11,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 
 from fenceline.vgpu import backend
-from fenceline.vgpu.layout import contiguous_form, form_of, layout_of
+from fenceline.vgpu.layout import Form, contiguous_form, form_of, layout_of
 from fenceline.vgpu.operation import Access, Operation, here
 from fenceline.vgpu.tensor import VTensor, access, new_tensor
 
@@ -75,11 +76,10 @@ def to_copy(
 ) -> torch.Tensor:
     """``src.to(...)`` where it copies. To the host with ``non_blocking`` the result is pinned, as torch makes it."""
     dtype = src.dtype if dtype is None else dtype
-    shape = tuple(src.shape)
-    form = contiguous_form(shape, dtype)
     if memory_format in (None, torch.preserve_format):
-        like = torch.empty_strided(shape, src.stride(), device="meta")
-        form = form_of(shape, torch.empty_like(like).stride(), dtype)
+        form = _preserved(src.layout_.form, dtype)
+    else:
+        form = contiguous_form(tuple(src.shape), dtype)
     if device is None or torch.device(device).type == backend.NAME:
         gpu, place = src.gpu, here()
         result = new_tensor(gpu, form, place)
@@ -96,6 +96,13 @@ def to_copy(
     # The device converts, then the copy engine copies.
     _to_host(host, src if src.dtype is dtype else to_copy_dtype(src, dtype), non_blocking)
     return host
+
+
+@cache
+def _preserved(form: Form, dtype: torch.dtype) -> Form:
+    """A fresh tensor of ``dtype`` for values of ``form``, as torch lays it out."""
+    like = torch.empty_strided(form.shape, form.stride, device="meta")
+    return form_of(form.shape, torch.empty_like(like).stride(), dtype)
 
 
 def to_copy_dtype(src: VTensor, dtype: torch.dtype) -> VTensor:

@@ -71,8 +71,9 @@ class _Call:
     @property
     def gpu(self) -> VirtualGpu:
         gpu = self.tensors[0].gpu
-        if any(tensor.gpu is not gpu for tensor in self.tensors):
-            raise VgpuError("tensors of two virtual GPUs meet in one operation")
+        for tensor in self.tensors:
+            if tensor.gpu is not gpu:
+                raise VgpuError("tensors of two virtual GPUs meet in one operation")
         return gpu
 
 

@@ -8,6 +8,7 @@ from random import Random
 
 import torch
 
+from fenceline.vgpu import backend
 from fenceline.vgpu.audit import Auditor
 from fenceline.vgpu.checks import Checks
 from fenceline.vgpu.detector import Detector
@@ -311,14 +312,18 @@ class VirtualGpu:
         self._begin_call()
         stream = self._next(None)
         if stream is not None:
-            with torch.inference_mode():
+            with backend.inference():
                 while stream is not None:
                     self._run_head(stream)
                     stream = self._next(None)
 
     def _next(self, awaited: Operation | None) -> VirtualStream | None:
         """Whose head runs next, None: the host goes on, or nothing can run."""
-        runnable = [stream for stream in self.streams if stream.queue and stream.runnable]
+        runnable = [  # VirtualStream.runnable, which costs a call
+            stream
+            for stream in self.streams
+            if (queue := stream.queue) and ((after := queue[0].after) is None or after.done)
+        ]
         if not runnable:
             return None
         return self.policy.pick(runnable, None if awaited is None else _needed(awaited))
@@ -331,7 +336,7 @@ class VirtualGpu:
 
     def _run_until(self, op: Operation) -> None:
         self._begin_call()
-        with torch.inference_mode():
+        with backend.inference():
             while not op.done:
                 stream = self._next(op)
                 if stream is None:
@@ -348,7 +353,9 @@ class VirtualGpu:
             trace.append(Turn(call, stream.name, 1))
         if op.run is not None:
             if self.detector is not None:
-                self.findings.add_races(self.detector.check(op))
+                races = self.detector.check(op)
+                if races:
+                    self.findings.add_races(races)
                 self.checks.run(op)
             try:
                 if self.auditor is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from fenceline.vgpu.layout import Layout, contiguous_form, layout_at
@@ -36,7 +37,9 @@ class Region:
         self.capacity = capacity
         self.bytes = torch.empty(capacity, dtype=torch.uint8)
         self.storage = self.bytes.untyped_storage()
-        self._halves = torch.empty(0, dtype=torch.int16).set_(self.storage, 0, (capacity // 2,), (1,))
+        self._halves = self.bytes.numpy()[: capacity // 2 * 2].view(
+            np.int16
+        )  # its fill costs less than torch's
         self._views: dict[Layout, torch.Tensor] = {}
         self.whole = layout_at(contiguous_form((capacity,), torch.uint8), 0)
         self.shadow: Shadow | None = None
@@ -45,7 +48,7 @@ class Region:
 
     def poison(self) -> None:
         """Overwrite everything with values that are wrong in every type."""
-        self._halves.fill_(_POISON)
+        self._halves.fill(_POISON)
 
     def view(self, layout: Layout) -> torch.Tensor:
         """The memory as a plain tensor of that layout."""

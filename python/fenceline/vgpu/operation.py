@@ -6,7 +6,7 @@ import linecache
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,14 +20,11 @@ if TYPE_CHECKING:
     from fenceline.vgpu.streams import VirtualStream
 
 _ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-_outside: dict[CodeType, bool] = {}
+_outside: dict[str, bool] = {}  # by file; strings keep their hash, code objects compute it every time
 
 
-def _is_outside(code: CodeType) -> bool:
-    known = _outside.get(code)
-    if known is None:
-        name = code.co_filename
-        known = _outside[code] = not (name.startswith(_ROOTS) or name.startswith("<") or "contextlib" in name)
+def _is_outside(name: str) -> bool:
+    known = _outside[name] = not (name.startswith(_ROOTS) or name.startswith("<") or "contextlib" in name)
     return known
 
 
@@ -64,13 +61,14 @@ def _short(filename: str) -> str:
 
 def here() -> Place:
     """The innermost line outside torch and vgpu that led to this call."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if _outside.get(code) or _is_outside(code):
+        outside = _outside.get(code.co_filename)
+        if outside is None:
+            outside = _is_outside(code.co_filename)
+        if outside:
             return Place(code, frame.f_lasti)
-        if frame.f_back is None:
-            break
         frame = frame.f_back
     return Place(None, 0)
 

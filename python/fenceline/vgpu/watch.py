@@ -112,17 +112,22 @@ class Watch:
 
 def check(op: Operation) -> list[CheckError]:
     """What is wrong with ``op``, which is about to run; what it writes is noted."""
-    found = [
-        error
-        for access in op.reads
-        if access.tag.watch and (error := access.tag.watch.check_read(op, access))
-    ]
+    found: list[CheckError] = []
+    for access in op.reads:
+        watch = access.tag.watch
+        if watch is not None:
+            error = watch.check_read(op, access)
+            if error is not None:
+                found.append(error)
     for access in op.writes:
-        if access.tag.watch is not None:
-            access.tag.watch.note_write(op, access)
+        watch = access.tag.watch
+        if watch is not None:
+            watch.note_write(op, access)
     for bound in op.bounds:
         values = bound.values.numpy()
-        if values.size and (values.min() < 0 or values.max() >= bound.size):
+        if values.size and (
+            np.minimum.reduce(values, None) < 0 or np.maximum.reduce(values, None) >= bound.size
+        ):
             found.append(_out_of_bounds(op, bound, values.reshape(-1)))
     return found
 
