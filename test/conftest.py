@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -31,6 +32,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, needed in marked:
         if num_gpus < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} NVIDIA GPU(s), found {num_gpus}"))
+
+
+def pytest_collection_finish() -> None:
+    _set_aside()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        _set_aside()
+
+
+def _set_aside() -> None:
+    """Let Python's collector look no more at what is alive now: torch, plugins, every test, what files leave behind.
+    Its full rounds would go through all of it while a test runs, which took a fifth of the suite's time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup() -> None:
