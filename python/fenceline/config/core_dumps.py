@@ -15,13 +15,15 @@ from pathlib import Path
 
 from fenceline.config.errors import ConfigError
 
-# Registers, program counters and kernel arguments (in the constant banks) of every thread take seconds and megabytes;
-# global memory is the whole KV pool. Without skip_abort the driver aborts the process, and the flight recorder with it.
+# Registers, program counters and stacks of every thread, and the kernels' arguments, take seconds and megabytes; global
+# memory is the whole KV pool. Driver 580 stops for ever in the middle of the constant banks of a server (not of a small
+# program). Without skip_abort the driver aborts the process, and the flight recorder with it.
 _FLAGS = (
     "skip_nonrelocated_elf_images",
     "skip_global_memory",
     "skip_shared_memory",
     "skip_local_memory",
+    "skip_constbank_memory",
     "skip_abort",
 )
 _SUFFIX = ".nvcudmp"
