@@ -41,6 +41,7 @@ class LayerKernels(ABC):
     """All run on the current stream and never make the host wait. Activations are contiguous [T, features] in the
     model's dtype; weights are [out_features, in_features]; sums are at least float32."""
 
+    @abstractmethod
     def choose_products(self, weights: Sequence[torch.Tensor], device: Device) -> None:
         """At start, before anything is captured: measure, where there is a choice, what multiplies these weights best,
         one of each shape that ``norm_linear`` and ``norm_gate_up`` get without a bias. Waits for the device."""
