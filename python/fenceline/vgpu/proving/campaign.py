@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from itertools import count, islice
+from itertools import chain, count, islice
 
 import torch
 
@@ -67,10 +68,9 @@ def carry_out(plan: Plan) -> Proof:
     severed = (
         arm.trial(plan.first_seed + i, plan.detect) for i in range(plan.num_per_arm) for arm in plan.arms
     )
-    for trials in (severed, intact):
-        for outcome in _outcomes(trials, plan):
-            tally.add(outcome)
-            plan.progress(1)
+    for outcome in _outcomes(chain(severed, intact), plan):
+        tally.add(outcome)
+        plan.progress(1)
     _judge(plan, tally, proof)
     proof.seconds = time.monotonic() - started
     return proof
@@ -129,9 +129,12 @@ def _outcomes(trials: Iterator[Trial], plan: Plan) -> Iterator[Outcome]:
 
 
 def prepare() -> None:
-    """Set up a process for runs: one thread of torch, and no log lines about retraction and the like."""
+    """Set up a process for runs: one thread of torch, no log lines about retraction and the like, and a collector
+    that looks at what runs leave, not at torch."""
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
+    gc.collect()
+    gc.freeze()
 
 
 __all__ = ["Plan", "Row", "carry_out", "prepare"]

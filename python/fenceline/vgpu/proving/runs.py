@@ -90,11 +90,12 @@ def run(trial: Trial) -> Outcome:
     return _run(trial, make_policy(trial.policy, trial.seed))[0]
 
 
-def _run(trial: Trial, policy: Policy, collect: bool = False) -> tuple[Outcome, VirtualGpu]:
+def _run(trial: Trial, policy: Policy, only_races: bool = False) -> tuple[Outcome, VirtualGpu]:
+    """``only_races``: all that there are, and no look at the answers."""
     gpus: list[VirtualGpu] = []
 
     def open_device() -> VgpuDevice:
-        gpu = VirtualGpu(seed=trial.seed, policy=policy, detect=trial.detect, collect=collect)
+        gpu = VirtualGpu(seed=trial.seed, policy=policy, detect=trial.detect, collect=only_races)
         gpus.append(gpu)
         return VgpuDevice(trial.severed, gpu)
 
@@ -103,7 +104,7 @@ def _run(trial: Trial, policy: Policy, collect: bool = False) -> tuple[Outcome, 
             loop = run_engine(Random(trial.seed), VgpuDevice.kind, open_device)
         else:
             loop = _run_steps(trial, open_device())
-        report = execute(loop.scheduler.config, loop.decisions)
+        report = "" if only_races else execute(loop.scheduler.config, loop.decisions)
         outcome = Outcome(trial, TOKENS if report else "", report=report, num_steps=num_steps(loop.decisions))
     except Exception as error:
         if not gpus:  # not a finding of the run: it has not begun
@@ -168,7 +169,7 @@ def _origin(error: Exception) -> str:
 def named_races(trial: Trial) -> set[str]:
     """The edges that any race of a run names, the run going on after each for as long as it can."""
     # On wrong values the engine fails in any way it likes; the races are what was asked for.
-    _, gpu = _run(trial, make_policy(trial.policy, trial.seed), collect=True)
+    _, gpu = _run(trial, make_policy(trial.policy, trial.seed), only_races=True)
     return {edge for race in gpu.races for edge in race.edges}
 
 
