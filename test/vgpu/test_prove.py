@@ -50,6 +50,18 @@ HARDLY_SEEN = {
     "host_page_reuse:host-store",
 }
 
+# Of the others, the first seed that shows it where seed 0 does not. Only saves time: all are tried before we give up.
+SEEN_FIRST = {
+    "arena_pad": 3,
+    "forward_after_schedule": 3,
+    "forward_after_store": 1,
+    "growth_stop": 9,
+    "load_after_store": 1,
+    "own_results": 25,
+    "retired_after": 1,
+    "staging_reuse": 3,
+}
+
 
 @pytest.fixture(autouse=True)
 def _log_lines_come_back() -> Iterator[None]:
@@ -129,13 +141,13 @@ def test_same_seed_same_outcome(name: str) -> None:
     assert run(Trial(name, 3)).clean
 
 
-def test_without_the_detector_races_show_as_wrong_answers() -> None:
+@pytest.mark.parametrize("name", sorted(ARMS.keys() - HARDLY_SEEN))
+def test_without_the_detector_races_show_as_wrong_answers(name: str) -> None:
     """Each edge's race is real: some schedule makes something else of the same decisions."""
-    for name in sorted(ARMS.keys() - HARDLY_SEEN):
-        arm = ARMS[name]
-        outcomes = (run(arm.trial(seed, detect=False)) for seed in range(40))  # own_results needs most
-        failure = next((outcome for outcome in outcomes if not outcome.clean), None)
-        assert failure is not None and failure.checker != HAPPENS_BEFORE, arm.name
+    seeds = dict.fromkeys((SEEN_FIRST.get(name, 0), *range(40)))
+    outcomes = (run(ARMS[name].trial(seed, detect=False)) for seed in seeds)
+    failure = next((outcome for outcome in outcomes if not outcome.clean), None)
+    assert failure is not None and failure.checker != HAPPENS_BEFORE
 
 
 @pytest.mark.parametrize("name", CHECKERS)
@@ -160,7 +172,7 @@ def test_a_race_needs_no_schedule_at_all() -> None:
 
 
 def test_the_command_that_is_printed_repeats_the_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ARMS["host_after_copy"].trial(2).command
+    command = ARMS["host_after_copy"].trial(4).command  # fails on any schedule, so there is nothing to shrink
     assert prove.main([*command.split()[3:], "--jobs", "1"]) == 0
     printed = capsys.readouterr().out
     assert "missing edge: host_after_copy" in printed and f"repeat: {command}" in printed
