@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from triton_interpreter import patch_once_a_launch
 
 ROWS = (1, 5, 17)  # each a kernel, or a padding, of its own
 SHAPES = ((48, 64), (50, 72), (7, 40))  # N and K: whole blocks, ragged blocks, less than a block
@@ -112,4 +113,5 @@ def _reference(
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    patch_once_a_launch()
     print(json.dumps({case.name: _measure(case) for case in CASES}))

@@ -13,11 +13,11 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from triton_interpreter import let_numpy_index, patch_once_a_launch
 
 INTERPRETED = (
     "decode_at_page_boundaries",
@@ -370,19 +370,6 @@ def compile_kernel(
     return str(binary.asm["ptx"])
 
 
-def let_numpy_index() -> None:
-    """Triton 3.6's interpreter makes an index of an array of one element by int(), which numpy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):  # type: ignore[no-untyped-def]
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patched
-
-
 def outcome(check: Callable[[], None]) -> str:
     try:
         check()
@@ -397,6 +384,6 @@ if __name__ == "__main__":
         outcomes = {arch: outcome(lambda arch=arch: compile_for(arch)) for arch in COMPILED}  # type: ignore[misc]
     else:
         let_numpy_index()
-        sys.path.insert(0, str(Path(__file__).parent))
+        patch_once_a_launch()
         outcomes = {name: outcome(globals()[f"check_{name}"]) for name in INTERPRETED}
     print(json.dumps(outcomes))
