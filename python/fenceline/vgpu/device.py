@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from fenceline.memory_order.device import Device, register_device
-from fenceline.memory_order.edges import StreamName
+from fenceline.memory_order.edges import Edge, StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
 from fenceline.memory_order.guards import GRAPH_POOL, Guard
 from fenceline.memory_order.host_threads import HostChannel, HostWorker
@@ -32,6 +32,10 @@ class VgpuStream(Stream):
         super().__init__(name, severed)
         self.gpu = gpu
         self.raw: VirtualStream = gpu.stream(name.value)
+
+    def _is_cut(self, edge: Edge, waiter: StreamName, source: StreamName) -> bool:
+        self.gpu.edges_met.add(edge.name)
+        return super()._is_cut(edge, waiter, source)
 
     def active(self) -> AbstractContextManager[None]:
         return self.gpu.on(self.raw)

@@ -64,6 +64,7 @@ class VirtualGpu:
         self.rotation = Rotation(self._thread("host"), seed, self.policy.switch_odds)
         self.num_calls = 0
         self.trace: list[Turn] = []
+        self.edges_met: set[str] = set()  # those that somebody was to wait by, cut or not
 
     # --- agents --------------------------------------------------------------------------------------
 
@@ -353,8 +354,7 @@ class VirtualGpu:
             trace.append(Turn(call, stream.name, 1))
         if op.run is not None:
             if self.detector is not None:
-                races = self.detector.check(op)
-                if races:
+                if races := self.detector.check(op):
                     self.findings.add_races(races)
                 self.checks.run(op)
             try:

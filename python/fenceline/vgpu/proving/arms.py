@@ -172,8 +172,11 @@ def covered_by(trials: Sequence[Trial]) -> str:
     """
     (name,) = trials[0].severed
     edge = _edge_of(name)
+    met = [(trial, named_races(trial)[1]) for trial in trials]  # by a run without this edge alone
     path = [
-        other for other in EDGES if other != edge and any(_appears(edge, trial, other) for trial in trials)
+        other
+        for other in EDGES
+        if other != edge and any(other in edges and _appears(edge, trial, other) for trial, edges in met)
     ]
     if path:
         return f"covered by {' + '.join(path)}: severing one of these as well brings its race back"
@@ -181,7 +184,8 @@ def covered_by(trials: Sequence[Trial]) -> str:
 
 
 def _appears(name: str, trial: Trial, other: str) -> bool:
-    return name in named_races(replace(trial, severed=trial.severed | {other}))
+    races, _ = named_races(replace(trial, severed=trial.severed | {other}))
+    return name in races
 
 
 def unarmed_rows() -> list[Row]:

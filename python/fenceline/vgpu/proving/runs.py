@@ -166,11 +166,12 @@ def _origin(error: Exception) -> str:
     return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}"
 
 
-def named_races(trial: Trial) -> set[str]:
-    """The edges that any race of a run names, the run going on after each for as long as it can."""
+def named_races(trial: Trial) -> tuple[set[str], set[str]]:
+    """The edges that any race of a run names, the run going on after each for as long as it can; and the edges that it
+    came across, cut or not."""
     # On wrong values the engine fails in any way it likes; the races are what was asked for.
     _, gpu = _run(trial, make_policy(trial.policy, trial.seed), only_races=True)
-    return {edge for race in gpu.races for edge in race.edges}
+    return {edge for race in gpu.races for edge in race.edges}, gpu.edges_met
 
 
 def explain(outcome: Outcome) -> str:
