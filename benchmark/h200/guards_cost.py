@@ -1,12 +1,13 @@
 """What the guards of --memory-check off cost: throughput with them, and in a build for benchmarks without them.
 
-    python benchmark/h200/guards_cost.py [--shape 0.6b] [--batch 64,256] [--pairs 3]
+    python benchmark/h200/guards_cost.py [--shape 0.6b] [--batch 64,256] [--pairs 8]
 
-Each run is a process of its own, with and without in turns, so that what drifts drifts for both. In each, for every
-batch size, --rounds times that many requests of unequal length pass through the scheduler's real loop (admission,
-decode, finish, prefix tree, retirement), and the tokens per second from the first full batch to the last one are
-taken. "CPU" is the loop's own time per step, which mostly hides behind the GPU: a difference shows there first.
-unguarded.py says what is taken out.
+Two processes, one with and one without, are alive at the same time and take turns, so that what drifts, the GPU's
+clock first of all, drifts for both; the idle one waits for its turn. In a turn --rounds times a batch of requests of
+unequal length pass through the scheduler's real loop (admission, decode, finish, prefix tree, retirement), and the
+tokens per second from the first full batch to the last one are taken. The ratio is the median of the pairs' ratios,
+"noise" half of what the middle half of them spans. "CPU" is the loop's own time per step, which mostly hides behind
+the GPU: a difference shows there first. unguarded.py says what is taken out.
 """
 
 from __future__ import annotations
@@ -26,27 +27,31 @@ if TYPE_CHECKING:
     from in_process import InProcessEngine
 
 _OUTPUT_LENS = [128, 256, 192, 320, 160, 224, 384, 288]
-Figures = dict[str, tuple[float, float]]  # batch → tokens per second, CPU microseconds per step
+Figures = dict[str, list[float]]  # batch → tokens per second, CPU microseconds per step
 
 
-def child(args: argparse.Namespace) -> Figures:
-    """One run, in this process."""
+def child(args: argparse.Namespace) -> None:
+    """One of the two engines, in this process: for each batch size read from stdin a turn, and a line with its
+    figures; the first line says that it is ready."""
     import torch
     from in_process import InProcessEngine
     from shapes import make_model_dir
 
-    flags = args.server_args.split()
+    batches = [int(word) for word in args.batch.split(",")]
+    tokens = max(batches) * (args.prompt_len + max(_OUTPUT_LENS) + 16)
+    flags = ["--max-total-tokens", str(tokens), *args.server_args.split()]  # room for both on one GPU
     if args.child == "without":
         from unguarded import strip
 
         strip()
         flags += ["--flight-recorder-steps", "0"]
-    found = {}
     with torch.inference_mode(), InProcessEngine(make_model_dir(args.shape, args.models), flags) as engine:
-        for batch in map(int, args.batch.split(",")):
+        for batch in batches:
             _pass_through(engine, batch, batch + 1, args.prompt_len)  # what the first time costs
-            found[str(batch)] = _pass_through(engine, batch, args.rounds * batch, args.prompt_len)
-    return found
+        print(json.dumps("ready"), flush=True)
+        for line in sys.stdin:
+            batch = int(line)
+            print(json.dumps(_pass_through(engine, batch, args.rounds * batch, args.prompt_len)), flush=True)
 
 
 def _pass_through(engine: InProcessEngine, batch: int, num_reqs: int, prompt_len: int) -> tuple[float, float]:
@@ -72,28 +77,65 @@ def _pass_through(engine: InProcessEngine, batch: int, num_reqs: int, prompt_len
     return tokens / elapsed, cpu_s / num_steps * 1e6
 
 
-def run_child(which: str, args: argparse.Namespace, words: Sequence[str]) -> Figures:
-    """A run in a fresh process. Raises RuntimeError with its last words."""
-    optimise = ["-O"] if which == "without" else []
-    command = [sys.executable, *optimise, __file__, *words, "--child", which]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=args.timeout, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"the run {which} guards failed with status {done.returncode}")
-    figures: Figures = json.loads(done.stdout.splitlines()[-1])
-    return figures
+class Engine:
+    """A child process. Use it in a ``with`` block. Methods raise RuntimeError where it has ended."""
+
+    def __init__(self, which: str, args: Sequence[str]) -> None:
+        self._which = which
+        optimise = ["-O"] if which == "without" else []
+        self._process = subprocess.Popen(
+            [sys.executable, *optimise, __file__, *args, "--child", which],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def answer(self) -> list[float]:
+        """What it says next."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line[:1] in ('"', "["):  # a library may print, too
+                answer: list[float] = json.loads(line)
+                return answer
+        raise RuntimeError(f"the engine {self._which} guards ended with status {self._process.wait()}")
+
+    def turn(self, batch: str) -> list[float]:
+        """Tokens per second and CPU microseconds per step of a turn."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{batch}\n")
+        self._process.stdin.flush()
+        return self.answer()
 
 
 def table(runs: dict[str, list[Figures]], batches: Sequence[str]) -> list[str]:
-    """Medians of the runs; ratio is with over without, 1 where the guards are free."""
-    columns = ["batch", "tok/s with", "tok/s without", "ratio", "pairs", "CPU us/step with", "without"]
+    """Ratio is with over without, 1 where the guards are free."""
+    columns = [
+        "batch",
+        "tok/s with",
+        "tok/s without",
+        "ratio",
+        "noise",
+        "pairs",
+        "CPU us/step with",
+        "without",
+    ]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for batch in batches:
         rates = {w: [run[batch][0] for run in runs[w]] for w in runs}
         cpus = {w: statistics.median(run[batch][1] for run in runs[w]) for w in runs}
         pairs = [on / off for on, off in zip(rates["with"], rates["without"], strict=True)]
         on, off = statistics.median(rates["with"]), statistics.median(rates["without"])
+        quarters = statistics.quantiles(pairs, n=4) if len(pairs) > 1 else [1.0, 1.0, 1.0]
         lines.append(
-            f"| {batch} | {on:,.0f} | {off:,.0f} | {on / off:.4f} | {' '.join(f'{p:.3f}' for p in pairs)} "
+            f"| {batch} | {on:,.0f} | {off:,.0f} | {statistics.median(pairs):.4f} "
+            f"| {(quarters[2] - quarters[0]) / 2:.4f} | {' '.join(f'{p:.3f}' for p in pairs)} "
             f"| {cpus['with']:.0f} | {cpus['without']:.0f} |"
         )
     return lines
@@ -106,23 +148,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--shape", default="0.6b")
     parser.add_argument("--batch", default="64,256", help="requests at a time")
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--prompt-len", type=int, default=64)
     parser.add_argument("--server-args", default="", help="more flags for the engine, as one word")
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "fenceline-bench-models")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one run may take")
     parser.add_argument("--child", choices=("with", "without"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.pairs < 1 or args.rounds < 2:
+        parser.error("--pairs must be at least 1, --rounds at least 2")
     if args.child:
-        print(json.dumps(child(args)))
+        child(args)
         return 0
     words = list(sys.argv[1:] if argv is None else argv)
     runs: dict[str, list[Figures]] = {"with": [], "without": []}
-    for pair in range(args.pairs):
-        for which in ("with", "without") if pair % 2 == 0 else ("without", "with"):
-            runs[which].append(run_child(which, args, words))
-            print(f"{args.shape}, {which} guards: {runs[which][-1]}", flush=True)
+    with Engine("with", words) as guarded, Engine("without", words) as bare:
+        engines = {"with": guarded, "without": bare}
+        for engine in engines.values():
+            engine.answer()
+        for pair in range(args.pairs):
+            turns: dict[str, Figures] = {"with": {}, "without": {}}
+            for batch in args.batch.split(","):
+                for which in ("with", "without") if pair % 2 == 0 else ("without", "with"):
+                    turns[which][batch] = engines[which].turn(batch)
+            for which, figures in turns.items():
+                runs[which].append(figures)
+            print(f"{args.shape}, pair {pair + 1}: {turns}", flush=True)
     print("", *table(runs, args.batch.split(",")), sep="\n")
     return 0
 
