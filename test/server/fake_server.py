@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 
-import broken_scheduler
-import fake_scheduler
-
-from fenceline.config.server_args import parse_args, resolve
-from fenceline.entrypoints.supervisor import serve_until_stopped
-
+# The server's children run this file too, as spawned processes do: what it imports would cost each of them a second.
 if __name__ == "__main__":
+    import broken_scheduler
+    import fake_scheduler
+
+    from fenceline.config.server_args import parse_args, resolve
+    from fenceline.entrypoints.supervisor import serve_until_stopped
+
     module = fake_scheduler if hasattr(fake_scheduler, sys.argv[1]) else broken_scheduler
     sys.exit(serve_until_stopped(resolve(parse_args(sys.argv[2:])), getattr(module, sys.argv[1])))
