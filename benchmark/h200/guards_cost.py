@@ -1,13 +1,14 @@
 """What the guards of --memory-check off cost: throughput with them, and in a build for benchmarks without them.
 
-    python benchmark/h200/guards_cost.py [--shape 0.6b] [--batch 64,256] [--pairs 8]
+    python benchmark/h200/guards_cost.py [--shape 0.6b] [--batch 64,256] [--turns 9]
 
-Two processes, one with and one without, are alive at the same time and take turns, so that what drifts, the GPU's
-clock first of all, drifts for both; the idle one waits for its turn. In a turn --rounds times a batch of requests of
+Three processes, one with guards and two without, are alive at the same time and take turns, so that what drifts, the
+GPU's clock first of all, drifts for all; the idle ones wait for their turn. In a turn --rounds times a batch of requests of
 unequal length pass through the scheduler's real loop (admission, decode, finish, prefix tree, retirement), and the
-tokens per second from the first full batch to the last one are taken. The ratio is the median of the pairs' ratios,
-"noise" half of what the middle half of them spans. "CPU" is the loop's own time per step, which mostly hides behind
-the GPU: a difference shows there first. unguarded.py says what is taken out.
+tokens per second from the first full batch to the last one are taken. A ratio is the median over the turns of what a
+process does over what the first one without guards does; that of the second one without is the noise, which one
+process differs by from another that does the same. "CPU" is the loop's own time per step, which mostly hides behind the
+GPU: a difference shows there first. unguarded.py says what is taken out.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +42,7 @@ def child(args: argparse.Namespace) -> None:
     batches = [int(word) for word in args.batch.split(",")]
     tokens = max(batches) * (args.prompt_len + max(_OUTPUT_LENS) + 16)
     flags = ["--max-total-tokens", str(tokens), *args.server_args.split()]  # room for both on one GPU
-    if args.child == "without":
+    if args.child != "with":
         from unguarded import strip
 
         strip()
@@ -82,7 +84,7 @@ class Engine:
 
     def __init__(self, which: str, args: Sequence[str]) -> None:
         self._which = which
-        optimise = ["-O"] if which == "without" else []
+        optimise = [] if which == "with" else ["-O"]
         self._process = subprocess.Popen(
             [sys.executable, *optimise, __file__, *args, "--child", which],
             stdin=subprocess.PIPE,
@@ -104,7 +106,7 @@ class Engine:
             if line[:1] in ('"', "["):  # a library may print, too
                 answer: list[float] = json.loads(line)
                 return answer
-        raise RuntimeError(f"the engine {self._which} guards ended with status {self._process.wait()}")
+        raise RuntimeError(f"the engine {self._which} ended with status {self._process.wait()}")
 
     def turn(self, batch: str) -> list[float]:
         """Tokens per second and CPU microseconds per step of a turn."""
@@ -115,29 +117,18 @@ class Engine:
 
 
 def table(runs: dict[str, list[Figures]], batches: Sequence[str]) -> list[str]:
-    """Ratio is with over without, 1 where the guards are free."""
-    columns = [
-        "batch",
-        "tok/s with",
-        "tok/s without",
-        "ratio",
-        "noise",
-        "pairs",
-        "CPU us/step with",
-        "without",
-    ]
+    """A row for each process but the first without guards, which the others are compared with."""
+    columns = ["batch", "guards", "tok/s", "without", "ratio", "turns", "CPU us/step", "without"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for batch in batches:
         rates = {w: [run[batch][0] for run in runs[w]] for w in runs}
         cpus = {w: statistics.median(run[batch][1] for run in runs[w]) for w in runs}
-        pairs = [on / off for on, off in zip(rates["with"], rates["without"], strict=True)]
-        on, off = statistics.median(rates["with"]), statistics.median(rates["without"])
-        quarters = statistics.quantiles(pairs, n=4) if len(pairs) > 1 else [1.0, 1.0, 1.0]
-        lines.append(
-            f"| {batch} | {on:,.0f} | {off:,.0f} | {statistics.median(pairs):.4f} "
-            f"| {(quarters[2] - quarters[0]) / 2:.4f} | {' '.join(f'{p:.3f}' for p in pairs)} "
-            f"| {cpus['with']:.0f} | {cpus['without']:.0f} |"
-        )
+        for which in ("with", "without again"):
+            ratios = [one / off for one, off in zip(rates[which], rates["without"], strict=True)]
+            cells = [batch, which, *(f"{statistics.median(rates[w]):,.0f}" for w in (which, "without"))]
+            cells += [f"{statistics.median(ratios):.4f}", " ".join(f"{ratio:.3f}" for ratio in ratios)]
+            cells += [f"{cpus[w]:.0f}" for w in (which, "without")]
+            lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -148,32 +139,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--shape", default="0.6b")
     parser.add_argument("--batch", default="64,256", help="requests at a time")
-    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--prompt-len", type=int, default=64)
     parser.add_argument("--server-args", default="", help="more flags for the engine, as one word")
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "fenceline-bench-models")
-    parser.add_argument("--child", choices=("with", "without"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=("without", "with", "without again"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.pairs < 1 or args.rounds < 2:
-        parser.error("--pairs must be at least 1, --rounds at least 2")
+    if args.turns < 1 or args.rounds < 2:
+        parser.error("--turns must be at least 1, --rounds at least 2")
     if args.child:
         child(args)
         return 0
     words = list(sys.argv[1:] if argv is None else argv)
-    runs: dict[str, list[Figures]] = {"with": [], "without": []}
-    with Engine("with", words) as guarded, Engine("without", words) as bare:
-        engines = {"with": guarded, "without": bare}
+    names = ["without", "with", "without again"]
+    runs: dict[str, list[Figures]] = {name: [] for name in names}
+    with ExitStack() as stack:
+        engines = {name: stack.enter_context(Engine(name, words)) for name in names}
         for engine in engines.values():
             engine.answer()
-        for pair in range(args.pairs):
-            turns: dict[str, Figures] = {"with": {}, "without": {}}
-            for batch in args.batch.split(","):
-                for which in ("with", "without") if pair % 2 == 0 else ("without", "with"):
-                    turns[which][batch] = engines[which].turn(batch)
-            for which, figures in turns.items():
-                runs[which].append(figures)
-            print(f"{args.shape}, pair {pair + 1}: {turns}", flush=True)
+        for turn in range(args.turns):
+            order = names[turn % 3 :] + names[: turn % 3]
+            figures = {
+                name: {batch: engines[name].turn(batch) for batch in args.batch.split(",")} for name in order
+            }
+            for name in names:
+                runs[name].append(figures[name])
+            print(f"{args.shape}, turn {turn + 1}: {figures}", flush=True)
     print("", *table(runs, args.batch.split(",")), sep="\n")
     return 0
 
