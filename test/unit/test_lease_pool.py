@@ -86,6 +86,7 @@ def test_too_large_a_request_takes_nothing(pool: LeasePool) -> None:
         ([8], "are not all in"),
         ([-1], "are not all in"),
         ([2, 2], "named twice"),
+        ([2] * 20, "named twice"),
     ],
 )
 def test_a_retirement_against_the_rules_raises_and_changes_nothing(

@@ -38,6 +38,8 @@ class LeasePool:
         self.reserved = reserved
         self.observer: Callable[[Ids, Points], None] | None = None  # told of each retirement
         self._leased = np.zeros(size, dtype=np.bool_)
+        self._order = np.arange(size, dtype=np.int32)
+        self._place = np.zeros(size, dtype=np.int32)  # of each id in the retirement that named it last
         self._ready = np.arange(size - 1, reserved - 1, -1, dtype=np.int32)  # a stack: lowest id on top
         self._num_ready = size - reserved
         self._pending: deque[tuple[Ids, Points]] = deque()
@@ -101,16 +103,27 @@ class LeasePool:
         return np.flatnonzero(self._leased).astype(np.int32)
 
     def _check(self, ids: Ids) -> None:
-        low, high = int(ids.min()), int(ids.max())
-        if low < self.reserved or high >= self.size:
-            raise LeaseError(
-                f"{self.name}: ids {low}..{high} are not all in {self.reserved}..{self.size - 1}"
-            )
-        if not bool(self._leased[ids].all()):
-            raise LeaseError(f"{self.name}: retired twice: {ids[~self._leased[ids]].tolist()[:8]}")
-        ordered = np.sort(ids)  # np.unique takes nine times as long
-        if bool((ordered[1:] == ordered[:-1]).any()):
+        """In each retirement, so it counts microseconds: bytes are counted and compared faster than numpy reduces."""
+        index = ids.astype(np.uint32).astype(np.intp)  # a negative id is far beyond the last
+        if len(index) > self.size:
             raise LeaseError(f"{self.name}: an id is named twice in one retirement")
+        try:
+            leased = self._leased.take(index)
+        except IndexError:
+            raise self._out_of_range(ids) from None
+        if leased.tobytes().count(1) != len(index):
+            if int(ids.min()) < self.reserved:
+                raise self._out_of_range(ids)
+            raise LeaseError(f"{self.name}: retired twice: {ids[~leased].tolist()[:8]}")
+        order = self._order[: len(index)]
+        self._place[index] = order
+        if self._place.take(index).tobytes() != order.tobytes():
+            raise LeaseError(f"{self.name}: an id is named twice in one retirement")
+
+    def _out_of_range(self, ids: Ids) -> LeaseError:
+        return LeaseError(
+            f"{self.name}: ids {ids.min()}..{ids.max()} are not all in {self.reserved}..{self.size - 1}"
+        )
 
     def _settle(self) -> None:
         """Move what has passed by now to the ready stack, the rest keeps its order."""
