@@ -44,9 +44,6 @@ class NullModel(torch.nn.Module):
         self._logits = torch.zeros(num_rows, vocab_size)
         self._logits[:, 1] = 1.0
 
-    def product_weights(self) -> list[torch.Tensor]:
-        return []
-
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         return self.compute_logits(self.hidden_states(batch), batch)
 

@@ -63,8 +63,6 @@ class ModelRunner:
             seed=config.random_seed,
             progress=show_progress,
         )
-        self._kernels = make_layer_kernels(device.torch_device)
-        self._kernels.choose_products(self.model.product_weights(), device)
         num_rows = config.max_running_requests + 1  # with the sink
         self.sampler = Sampler(model.vocab_size, num_rows, device.torch_device)
         max_pages_per_req = -(-config.context_length // config.page_size) + 1
@@ -87,6 +85,7 @@ class ModelRunner:
         page_table, last_tokens = self.req_pool.page_table, self.req_pool.last_tokens
         device.name_memory(page_table, "req_pool.page_table", page_table[0].nbytes)
         device.name_memory(last_tokens, "req_pool.last_tokens", last_tokens.itemsize)
+        self._kernels = make_layer_kernels(device.torch_device)
         self._attention = self._make_attention(config)
         self._inputs = InputRing(device)
         self._results = ResultRing(device)

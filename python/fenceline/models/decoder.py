@@ -220,14 +220,6 @@ class CausalLM(nn.Module):
         norm, head = self.norm, self.lm_head
         return batch.kernels.norm_linear(rows, norm.weight, norm.eps, head.weight, None, out=batch.logits_out)
 
-    def product_weights(self) -> list[torch.Tensor]:
-        """For ``LayerKernels.choose_products``; all layers are alike."""
-        layer = self.layers[0]
-        assert isinstance(layer, DecoderLayer)
-        p = layer.params
-        products = ((p.qkv, p.qkv_bias), (p.gate_up, p.gate_up_bias))
-        return [weight for weight, bias in products if bias is None]
-
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter from (name, tensor) pairs with Hugging Face's names, in any order.
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-
-from fenceline.memory_order import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +37,6 @@ class QKNorm:
 class LayerKernels(ABC):
     """All run on the current stream and never make the host wait. Activations are contiguous [T, features] in the
     model's dtype; weights are [out_features, in_features]; sums are at least float32."""
-
-    @abstractmethod
-    def choose_products(self, weights: Sequence[torch.Tensor], device: Device) -> None:
-        """At start, before anything is captured: measure, where there is a choice, what multiplies these weights best,
-        one of each shape that ``norm_linear`` and ``norm_gate_up`` get without a bias. Waits for the device."""
 
     @abstractmethod
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

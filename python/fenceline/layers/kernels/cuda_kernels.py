@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
@@ -10,12 +10,10 @@ import torch.nn.functional as F
 
 from fenceline.layers.kernels.activation import silu_and_mul
 from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm
-from fenceline.layers.kernels.many_rows import ManyRowsProducts
 from fenceline.layers.kernels.rms_norm import rms_norm
 from fenceline.layers.kernels.rotate_store import rotate_and_store
 from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, skinny_linear
 from fenceline.layers.kernels.skinny_table import ROW_BUCKETS, CudaConfig, GpuTraits, SkinnyTable, load_table
-from fenceline.memory_order import Device
 
 _FEW_ROWS = ROW_BUCKETS[-1]  # more are never the skinny kernels' to multiply
 
@@ -39,10 +37,6 @@ class CudaLayerKernels(LayerKernels):
         self._cuda_product = cuda_product
         self._table = table
         self._pdl = torch.cuda.get_device_capability(device) >= (9, 0)
-        self._many_rows = ManyRowsProducts(device)
-
-    def choose_products(self, weights: Sequence[torch.Tensor], device: Device) -> None:
-        self._many_rows.choose(weights, device)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps, pdl=self._pdl)
@@ -71,10 +65,6 @@ class CudaLayerKernels(LayerKernels):
             if done is not None:
                 return done
         normed = self.rms_norm(x, norm_weight, eps)
-        if bias is None:
-            done = self._many_rows(normed, weight, out)
-            if done is not None:
-                return done
         if out is None:
             return F.linear(normed, weight, bias)
         if bias is None:
@@ -93,10 +83,7 @@ class CudaLayerKernels(LayerKernels):
             done = self._few_rows(x, weight, Fusion(norm_weight, eps, bias, gated=True))
             if done is not None:
                 return done
-        normed = self.rms_norm(x, norm_weight, eps)
-        gate_up = self._many_rows(normed, weight) if bias is None else None
-        if gate_up is None:
-            gate_up = F.linear(normed, weight, bias)
+        gate_up = F.linear(self.rms_norm(x, norm_weight, eps), weight, bias)
         return silu_and_mul(gate_up, pdl=self._pdl)
 
     def rotate_and_store(

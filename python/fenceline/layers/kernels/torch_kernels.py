@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 
 from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm
 from fenceline.layers.rotary import apply_rotary, rotary_angles
-from fenceline.memory_order import Device
 
 
 class TorchLayerKernels(LayerKernels):
     """The reference, on any device."""
-
-    def choose_products(self, weights: Sequence[torch.Tensor], device: Device) -> None:
-        """There is no choice."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
