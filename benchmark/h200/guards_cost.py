@@ -4,11 +4,11 @@
 
 Three processes, one with guards and two without, are alive at the same time and take turns, so that what drifts, the
 GPU's clock first of all, drifts for all; the idle ones wait for their turn. In a turn --rounds times a batch of
-requests of unequal length pass through the scheduler's real loop (admission, decode, finish, prefix tree, retirement), and the
-tokens per second from the first full batch to the last one are taken. A ratio is the median over the turns of what a
-process does over what the first one without guards does; that of the second one without is the noise, which one
-process differs by from another that does the same. "CPU" is the loop's own time per step, which mostly hides behind
-the GPU: a difference shows there first. unguarded.py says what is taken out.
+requests of unequal length pass through the scheduler's real loop (admission, decode, finish, prefix tree, retirement),
+and the tokens per second from the first full batch to the last one are taken. A ratio is the median over the turns of
+what a process does over what the first one without guards does; that of the second one without is the noise, which
+one process differs by from another that does the same. "CPU" is the loop's own time per step, which mostly hides
+behind the GPU: a difference shows there first. unguarded.py says what is taken out.
 """
 
 from __future__ import annotations
