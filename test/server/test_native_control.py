@@ -113,7 +113,8 @@ def test_a_client_that_goes_away_aborts_its_requests(
     before = state(client)["num_aborts"]
     seed = Seed.SLOW if stream else Seed.HANG
     body = orjson.dumps({
-        "input_ids": [[1, 2], [3, 4]], "stream": stream, "sampling_params": {"seed": seed, "max_new_tokens": 900}
+        # No end-of-sequence id among them: the answers echo the prompts and must not end by themselves.
+        "input_ids": [[5, 6], [7, 8]], "stream": stream, "sampling_params": {"seed": seed, "max_new_tokens": 900}
     })  # fmt: skip
     address = urlsplit(server.base_url)
     with socket.create_connection((address.hostname, address.port)) as raw:
