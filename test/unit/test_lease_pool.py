@@ -87,6 +87,11 @@ def test_too_large_a_request_takes_nothing(pool: LeasePool) -> None:
         ([-1], "are not all in"),
         ([2, 2], "named twice"),
         ([2] * 20, "named twice"),
+        ([8] * 20, "are not all in"),
+        ([0] * 20, "are not all in"),
+        ([2] * 20 + [-1], "are not all in"),
+        ([2**31 - 1], "are not all in"),
+        ([-(2**31)], "are not all in"),
     ],
 )
 def test_a_retirement_against_the_rules_raises_and_changes_nothing(
@@ -100,6 +105,13 @@ def test_a_retirement_against_the_rules_raises_and_changes_nothing(
     assert pool.num_free == 3
     pool.retire(ids(*leased), Points.none())
     assert pool.num_free == 7
+
+
+def test_ids_that_int32_cannot_hold_are_no_ids(pool: LeasePool) -> None:
+    leased, _ = alloc(pool, 4)
+    with pytest.raises(AssertionError, match="pages: ids are int64, not int32"):
+        pool.retire(np.array([2**32 + leased[0]]), Points.none())
+    assert pool.num_leased == 4
 
 
 def test_points_travel_to_the_next_owner(pool: LeasePool, forward: FakeStream, store: FakeStream) -> None:

@@ -103,22 +103,31 @@ class LeasePool:
         return np.flatnonzero(self._leased).astype(np.int32)
 
     def _check(self, ids: Ids) -> None:
-        """In each retirement, so it counts microseconds: bytes are counted and compared faster than numpy reduces."""
+        """In each retirement, so it counts microseconds: bytes are counted and compared faster than numpy reduces.
+
+        Not reentrant, since it writes to ``_place``: one thread and no signal handler retires to a pool.
+        """
+        assert ids.dtype == self._order.dtype, f"{self.name}: ids are {ids.dtype}, not int32"
         index = ids.astype(np.uint32).astype(np.intp)  # a negative id is far beyond the last
         if len(index) > self.size:
+            if self._any_out_of_range(ids):
+                raise self._out_of_range(ids)
             raise LeaseError(f"{self.name}: an id is named twice in one retirement")
         try:
             leased = self._leased.take(index)
         except IndexError:
             raise self._out_of_range(ids) from None
         if leased.tobytes().count(1) != len(index):
-            if int(ids.min()) < self.reserved:
+            if self._any_out_of_range(ids):
                 raise self._out_of_range(ids)
             raise LeaseError(f"{self.name}: retired twice: {ids[~leased].tolist()[:8]}")
         order = self._order[: len(index)]
         self._place[index] = order
         if self._place.take(index).tobytes() != order.tobytes():
             raise LeaseError(f"{self.name}: an id is named twice in one retirement")
+
+    def _any_out_of_range(self, ids: Ids) -> bool:
+        return int(ids.min()) < self.reserved or int(ids.max()) >= self.size
 
     def _out_of_range(self, ids: Ids) -> LeaseError:
         return LeaseError(
