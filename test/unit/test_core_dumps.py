@@ -6,21 +6,34 @@ import dataclasses
 import logging
 import os
 import struct
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
+import zmq
 
 from fenceline.config.core_dumps import (
+    PATIENCE_S,
+    CoreDumps,
     core_dump_dir,
     core_dump_environment,
-    core_dumps_of_this_process,
     is_complete,
-    wait_for_core_dumps,
 )
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.errors import ConfigError
 from fenceline.config.server_args import ServerArgs, resolve
-from fenceline.managers.scheduler_process import enable_core_dumps, log_core_dumps
+from fenceline.managers import scheduler_process
+from fenceline.managers.io_struct import FatalError, PortArgs, decode
+from fenceline.managers.ipc import bind_pull, make_ports, remove_ports
+from fenceline.managers.scheduler_process import (
+    Watchdog,
+    enable_core_dumps,
+    log_core_dumps,
+    run_scheduler_process,
+)
+from fenceline.memory_order import Device, open_device
 
 
 @pytest.fixture
@@ -58,7 +71,7 @@ def test_variables_are_set_before_cuda_starts(
     tmp_path: Path, environment: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        enable_core_dumps(config(tmp_path, "cuda"))
+        assert enable_core_dumps(config(tmp_path, "cuda")) is not None
     pattern = str(tmp_path / "cuda-%h-%p-%t.nvcudmp")
     assert environment["CUDA_ENABLE_COREDUMP_ON_EXCEPTION"] == "1"
     assert environment["CUDA_COREDUMP_FILE"] == pattern
@@ -70,57 +83,104 @@ def test_variables_are_set_before_cuda_starts(
 
 def test_variables_of_the_environment_win(tmp_path: Path, environment: dict[str, str]) -> None:
     environment["CUDA_COREDUMP_GENERATION_FLAGS"] = "skip_abort"
-    enable_core_dumps(config(tmp_path, "cuda"))
+    assert enable_core_dumps(config(tmp_path, "cuda")) is not None
     assert environment["CUDA_COREDUMP_GENERATION_FLAGS"] == "skip_abort"
     assert environment["CUDA_ENABLE_COREDUMP_ON_EXCEPTION"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("CUDA_COREDUMP_FILE", "/elsewhere/core", "nobody waits until such a dump is whole"),
+        ("CUDA_ENABLE_COREDUMP_ON_EXCEPTION", "0", "turns the core dumps off"),
+    ],
+)
+def test_dumps_that_are_off_or_elsewhere_are_not_waited_for(
+    tmp_path: Path,
+    environment: dict[str, str],
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    value: str,
+    words: str,
+) -> None:
+    environment[name] = value
+    assert enable_core_dumps(config(tmp_path, "cuda")) is None
+    assert environment[name] == value
+    assert words in caplog.text
+    log_core_dumps(None, cast(Device, FailedDevice()))
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_without_the_flag_or_a_gpu_nothing_is_set(
     tmp_path: Path, environment: dict[str, str], caplog: pytest.LogCaptureFixture, device: str
 ) -> None:
-    enable_core_dumps(config(None, device))
+    assert enable_core_dumps(config(None, device)) is None
     assert not caplog.records
-    enable_core_dumps(config(tmp_path, "cpu"))
+    assert enable_core_dumps(config(tmp_path, "cpu")) is None
     assert "there will be no core dumps" in caplog.text
     assert not [name for name in environment if name.startswith("CUDA_")]
 
 
+def dump(folder: Path, pid: int | None = None, seconds: int = 1000) -> Path:
+    pattern = Path(core_dump_environment(str(folder))["CUDA_COREDUMP_FILE"]).name
+    number = str(os.getpid() if pid is None else pid)
+    return folder / pattern.replace("%h", "host-1").replace("%p", number).replace("%t", str(seconds))
+
+
 def test_dumps_of_this_process_are_found(tmp_path: Path) -> None:
-    pattern = Path(core_dump_environment(str(tmp_path))["CUDA_COREDUMP_FILE"]).name
-    names = [
-        pattern.replace("%h", "host-1").replace("%p", str(pid)).replace("%t", str(seconds))
-        for pid, seconds in ((os.getpid(), 1000), (os.getpid(), 999), (os.getpid() + 1, 998))
-    ]
-    for age, name in enumerate(names):
-        (tmp_path / name).write_text("")
-        os.utime(tmp_path / name, (age, age))
-    assert core_dumps_of_this_process(str(tmp_path)) == [str(tmp_path / name) for name in names[:2]]
+    earlier = dump(tmp_path, seconds=990)  # another container's, whose process had the same number
+    earlier.write_bytes(elf(5, 100))
+    dumps = CoreDumps(str(tmp_path))
+    assert dumps.found() == {}
+    mine = [dump(tmp_path, seconds=seconds) for seconds in (1000, 1001)]
+    for path in (mine[1], mine[0], dump(tmp_path, os.getpid() + 1)):
+        path.write_text("begun")
+    (tmp_path / f"cuda-host-{os.getpid()}-9-1000.nvcudmp").write_text("the host's name is host-PID")
+    dump(tmp_path, seconds=1002).symlink_to(tmp_path / "gone")  # removed after the folder was read
+    assert list(dumps.found().items()) == [(str(path), 5) for path in mine]
 
 
-def dump(folder: Path, pid: int | None = None) -> Path:
-    return folder / f"cuda-host-{os.getpid() if pid is None else pid}-1000.nvcudmp"
+def test_a_folder_that_is_gone_has_no_dumps(tmp_path: Path) -> None:
+    dumps = CoreDumps(str(tmp_path / "gone"))
+    assert dumps.found() == {}
+    assert dumps.wait(lambda: True, 0.0) == []
 
 
 def elf(num_sections: int, data: int) -> bytes:
     """A dump's outline: header, ``data`` bytes, section headers."""
     header = bytearray(64)
     header[:5] = b"\x7fELF\x02"
+    many = num_sections >= 0xFF00  # e_shnum has no room for it
     struct.pack_into("<Q", header, 0x28, 64 + data)
-    struct.pack_into("<HH", header, 0x3A, 64, num_sections)
-    return bytes(header) + b"d" * data + b"s" * 64 * num_sections
+    struct.pack_into("<HH", header, 0x3A, 64, 0 if many else num_sections)
+    first = struct.pack("<32x Q 24x", num_sections if many else 0)
+    return bytes(header) + b"d" * data + first + b"s" * 64 * (num_sections - 1)
 
 
-@pytest.mark.parametrize("sections", [1, 358])
+@pytest.mark.parametrize("sections", [1, 358, 0xFF00, 205_212])
 def test_every_beginning_of_a_dump_is_incomplete(tmp_path: Path, sections: int) -> None:
     whole = elf(sections, 300)
-    for length in [*range(0, 400, 13), len(whole) - 1]:
+    for length in [*range(0, 427, 13), len(whole) - 64, len(whole) - 1]:
         dump(tmp_path).write_bytes(whole[:length])
         assert not is_complete(str(dump(tmp_path))), length
     dump(tmp_path).write_bytes(whole)
     assert is_complete(str(dump(tmp_path)))
-    dump(tmp_path).write_bytes(bytes(64))  # a header that is still to be written
-    assert not is_complete(str(dump(tmp_path)))
+
+
+def test_what_is_no_dump_is_incomplete(tmp_path: Path) -> None:
+    path = dump(tmp_path)
+    assert not is_complete(str(path))
+    path.write_bytes(bytes(64))  # a header that is still to be written
+    assert not is_complete(str(path))
+    path.write_bytes(b"?" + elf(5, 100)[1:])
+    assert not is_complete(str(path))
+    many = elf(0xFF00, 100)
+    path.write_bytes(many[:164] + bytes(len(many) - 164))  # headers that are still to be written
+    assert not is_complete(str(path))
+    path.unlink()
+    path.mkdir()
+    assert not is_complete(str(path))
 
 
 class Driver:
@@ -141,6 +201,10 @@ class Driver:
                     file.write(piece)
 
 
+def wait(folder: Path, driver: Driver, may_come: bool = True, limit_s: float = 60.0) -> list[str]:
+    return CoreDumps(str(folder)).wait(lambda: may_come, 1.0, limit_s, driver.clock, driver.sleep)
+
+
 def test_the_process_waits_until_the_driver_has_written_all(tmp_path: Path) -> None:
     whole = elf(5, 1000)
     dump(tmp_path, os.getpid() + 1).write_bytes(b"another's")
@@ -148,27 +212,126 @@ def test_the_process_waits_until_the_driver_has_written_all(tmp_path: Path) -> N
     driver = Driver(
         dump(tmp_path), [*quiet, whole[:700], *quiet, whole[700:-1], *quiet, whole[-1:], b"never"]
     )
-    assert wait_for_core_dumps(str(tmp_path), 1.0, driver.clock, driver.sleep) == [str(dump(tmp_path))]
+    assert wait(tmp_path, driver) == [str(dump(tmp_path))]
     assert dump(tmp_path).read_bytes() == whole
-    assert wait_for_core_dumps(str(tmp_path), 1.0, driver.clock, pytest.fail) == [str(dump(tmp_path))]
+
+
+def test_a_dump_that_is_begun_is_waited_for_whatever_the_device_says(tmp_path: Path) -> None:
+    whole = elf(5, 1000)
+    driver = Driver(dump(tmp_path), [b"", whole[700:]])
+    dumps = CoreDumps(str(tmp_path))
+    dump(tmp_path).write_bytes(whole[:700])
+    found = dumps.wait(lambda: False, 1.0, 60.0, driver.clock, driver.sleep)
+    assert found == [str(dump(tmp_path))] and is_complete(found[0])
+
+
+def test_nothing_is_waited_for_if_nothing_may_come(tmp_path: Path) -> None:
+    driver = Driver(dump(tmp_path), [])
+    assert wait(tmp_path, driver, may_come=False) == []
+    assert driver.now == 0.0
 
 
 @pytest.mark.parametrize("begun", [b"", elf(5, 1000)[:700]])
 def test_it_does_not_wait_for_ever(tmp_path: Path, begun: bytes) -> None:
     driver = Driver(dump(tmp_path), [begun])
-    found = wait_for_core_dumps(str(tmp_path), 1.0, driver.clock, driver.sleep)
-    assert found == ([str(dump(tmp_path))] if begun else [])
+    assert wait(tmp_path, driver) == ([str(dump(tmp_path))] if begun else [])
     assert 0.9 < driver.now < 1.3
 
 
+def test_nor_for_a_driver_that_writes_for_ever(tmp_path: Path) -> None:
+    driver = Driver(dump(tmp_path), [b"more"] * 100)
+    assert wait(tmp_path, driver, limit_s=3.0) == [str(dump(tmp_path))]
+    assert 2.9 < driver.now < 3.2
+
+
+class FailedDevice:
+    """Fails as a kernel's fault does where a library's own words tell of it."""
+
+    def synchronize(self) -> None:
+        raise RuntimeError("arena_fill: an illegal memory access was encountered")
+
+
 def test_what_is_said_of_dumps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cuda, reason = config(tmp_path, "cuda"), "AcceleratorError: CUDA error: an illegal memory access"
+    dumps = CoreDumps(str(tmp_path))
     dump(tmp_path).write_bytes(elf(5, 100))
-    log_core_dumps(cuda, "ValueError: the checkpoint lacks a tensor")
-    log_core_dumps(config(None, "cuda"), reason)
-    assert not caplog.records
-    log_core_dumps(cuda, reason)
+    log_core_dumps(dumps, None)
     assert f"cuda-gdb -ex 'target cudacore {dump(tmp_path)}'" in caplog.text
     dump(tmp_path).write_bytes(elf(5, 100)[:-1])
-    log_core_dumps(cuda, reason, patience_s=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CoreDumps, "wait", lambda self, may_come: list(self.found()))
+        log_core_dumps(dumps, None)
     assert f"{dump(tmp_path)} is only begun" in caplog.text
+
+
+@pytest.mark.timeout(PATIENCE_S - 1)
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_sound_device_keeps_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture, opened: bool) -> None:
+    """Out of memory, a checkpoint that lacks a tensor, no device."""
+    log_core_dumps(CoreDumps(str(tmp_path)), open_device("cpu") if opened else None)
+    assert not caplog.records
+
+
+class HungDevice:
+    def __init__(self) -> None:
+        self.end = threading.Event()
+
+    def synchronize(self) -> None:
+        self.end.wait()
+
+
+def test_a_device_in_error_or_silent_may_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hung = HungDevice()
+    asked: list[bool] = []
+
+    def wait(self: CoreDumps, may_come: Callable[[], bool]) -> list[str]:
+        for thread in threading.enumerate():
+            if thread.name == "device-check" and device is not hung:
+                thread.join(30.0)
+        asked.append(may_come())
+        return []
+
+    monkeypatch.setattr(CoreDumps, "wait", wait)
+    for device in (FailedDevice(), open_device("cpu"), hung):
+        log_core_dumps(CoreDumps(str(tmp_path)), cast(Device, device))
+    hung.end.set()
+    assert asked == [True, False, True]
+
+
+@pytest.fixture
+def ports() -> Iterator[PortArgs]:
+    made = make_ports()
+    yield made
+    remove_ports(made)
+
+
+def test_the_end_is_told_whatever_goes_wrong_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ports: PortArgs
+) -> None:
+    watchdogs: list[Watchdog] = []
+
+    class Kept(Watchdog):
+        def __init__(self, timeout_s: float, on_hang: Callable[[str], None]) -> None:
+            super().__init__(0.0, on_hang)
+            watchdogs.append(self)
+
+    def fail(kind: str) -> Device:
+        watchdogs[0].busy()
+        raise RuntimeError("no device")
+
+    def fail_again(dumps: CoreDumps | None, device: Device | None) -> None:
+        assert watchdogs[0]._busy_since is None, "it would end the process in the middle of the dump"
+        raise FileNotFoundError("somebody cleaned up")
+
+    monkeypatch.setattr(scheduler_process, "prepare_child", lambda *args: None)
+    monkeypatch.setattr(scheduler_process, "Watchdog", Kept)
+    monkeypatch.setattr(scheduler_process, "open_device", fail)
+    monkeypatch.setattr(scheduler_process, "log_core_dumps", fail_again)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        socket = bind_pull(context, ports.tokenizer)
+        with pytest.raises(FileNotFoundError, match="somebody cleaned up"):
+            run_scheduler_process(config(tmp_path, "cpu"), ports)
+        assert socket.poll(10_000)
+        assert decode(socket.recv()) == FatalError(source="scheduler", message="RuntimeError: no device")
+    finally:
+        context.destroy(linger=0)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from fenceline.config.core_dumps import core_dump_environment, is_complete, wait_for_core_dumps
+from fenceline.config.core_dumps import CoreDumps, core_dump_environment, is_complete
 from fenceline.config.engine_config import EngineConfig
 from fenceline.managers.flight_dump import dump_and_log, dump_on_signal
 from fenceline.managers.flight_recorder import FlightRecorder
@@ -21,13 +21,12 @@ from fenceline.managers.ipc import bind_pull, connect_push, drain
 from fenceline.managers.process import freeze_garbage_collector, prepare_child
 from fenceline.managers.scheduler import Scheduler
 from fenceline.managers.scheduler_types import InFlight
-from fenceline.memory_order import open_device
+from fenceline.memory_order import Device, open_device
 from fenceline.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
 _WATCHDOG_EXIT = 1
-_CORE_DUMP_PATIENCE_S = 10.0  # for the driver to begin a dump, and to go on with it
 
 
 class Watchdog:
@@ -117,14 +116,16 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs) -> None:
     """
     prepare_child("scheduler", config.log_level, ports)
     faulthandler.enable()
-    enable_core_dumps(config)
+    dumps = enable_core_dumps(config)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     recorder: FlightRecorder | None = None
+    device: Device | None = None
+    watchdog = Watchdog(config.watchdog_timeout_s, lambda reason: _die_of_hang(ports, recorder, reason))
     try:
         inbox_socket = bind_pull(context, ports.scheduler)
         outbox = ZmqOutbox(context, ports, config.skip_tokenizer_init)
-        watchdog = Watchdog(config.watchdog_timeout_s, lambda reason: _die_of_hang(ports, recorder, reason))
-        worker = ModelRunner(config, open_device(config.device))
+        device = open_device(config.device)
+        worker = ModelRunner(config, device)
         scheduler = Scheduler(config, worker, ZmqInbox(inbox_socket, watchdog), outbox)
         recorder = scheduler.recorder
         dump_on_signal(recorder)
@@ -134,36 +135,71 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs) -> None:
         watchdog.waiting()
         scheduler.close()
     except Exception as error:
+        watchdog.waiting()  # the step has ended; what follows may take longer than one
         logger.exception("the scheduler fails")
         reason = f"{type(error).__name__}: {error}"
-        dump_and_log(recorder, reason)
-        log_core_dumps(config, reason)
-        _tell_fatal(context, ports, reason)
+        try:
+            dump_and_log(recorder, reason)
+            log_core_dumps(dumps, device)
+        finally:
+            _tell_fatal(context, ports, reason)
         sys.exit(1)
     context.destroy(linger=1000)
 
 
-def enable_core_dumps(config: EngineConfig) -> None:
-    """With --cuda-coredump-dir: have the driver dump the GPU when a kernel fails. Before CUDA is initialised."""
+def enable_core_dumps(config: EngineConfig) -> CoreDumps | None:
+    """With --cuda-coredump-dir: have the driver dump the GPU when a kernel fails. Before CUDA is initialised. None if
+    there will be no dumps, or none in that folder."""
     if config.cuda_coredump_dir is None:
-        return
+        return None
     if config.device != "cuda":
         logger.warning("--cuda-coredump-dir: no CUDA device is used, so there will be no core dumps")
-        return
-    for name, value in core_dump_environment(config.cuda_coredump_dir).items():
+        return None
+    ours = core_dump_environment(config.cuda_coredump_dir)
+    for name, value in ours.items():
         os.environ.setdefault(name, value)  # who has set one by hand knows why
-    logger.info("If a kernel fails, the driver dumps the GPU to %s", os.environ["CUDA_COREDUMP_FILE"])
+    if os.environ["CUDA_ENABLE_COREDUMP_ON_EXCEPTION"].strip() in ("", "0"):
+        logger.warning("--cuda-coredump-dir: CUDA_ENABLE_COREDUMP_ON_EXCEPTION turns the core dumps off")
+        return None
+    pattern = os.environ["CUDA_COREDUMP_FILE"]
+    logger.info("If a kernel fails, the driver dumps the GPU to %s", pattern)
+    if pattern != ours["CUDA_COREDUMP_FILE"]:
+        logger.warning(
+            "CUDA_COREDUMP_FILE is not in --cuda-coredump-dir: nobody waits until such a dump is whole"
+        )
+        return None
+    return CoreDumps(config.cuda_coredump_dir)
 
 
-def log_core_dumps(config: EngineConfig, reason: str, patience_s: float = _CORE_DUMP_PATIENCE_S) -> None:
-    """With --cuda-coredump-dir, after a failure of the GPU: wait until the driver has written its dump, and name it."""
-    if config.cuda_coredump_dir is None or config.device != "cuda" or "CUDA" not in reason:
+def log_core_dumps(dumps: CoreDumps | None, device: Device | None) -> None:
+    """After a failure: wait until the driver has written its dump, if one is begun or ``device`` is in error, and name
+    it. ``device`` is None where it could not be opened."""
+    if dumps is None:
         return
-    for path in wait_for_core_dumps(config.cuda_coredump_dir, patience_s):
+    for path in dumps.wait(_may_be_in_error(device)):
         if is_complete(path):
             logger.error("GPU core dump: %s; look at it with cuda-gdb -ex 'target cudacore %s'", path, path)
         else:
-            logger.error("GPU core dump: %s is only begun: the driver stopped writing", path)
+            logger.error("GPU core dump: %s is only begun: the driver stopped writing, or is too slow", path)
+
+
+def _may_be_in_error(device: Device | None) -> Callable[[], bool]:
+    """Whether ``device`` has failed, or has not said yet that it has not. Another thread asks it: after a failure of
+    the host, the device may be at work, or hang. What the error says does not tell, each library has its words."""
+    if device is None:
+        return lambda: False
+    sound = threading.Event()
+
+    def ask() -> None:
+        try:
+            device.synchronize()
+        except Exception as error:  # of any kind: that the device fails is all that is asked
+            logger.error("the device is in error: %s", error)
+        else:
+            sound.set()
+
+    threading.Thread(target=ask, name="device-check", daemon=True).start()
+    return lambda: not sound.is_set()
 
 
 def _tell_fatal(context: zmq.Context[zmq.Socket[bytes]], ports: PortArgs, message: str) -> None:
