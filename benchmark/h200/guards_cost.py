@@ -15,15 +15,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import select
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from shapes import make_model_dir
 
 if TYPE_CHECKING:
     from in_process import InProcessEngine
@@ -33,27 +38,30 @@ Figures = dict[str, list[float]]  # batch → tokens per second, CPU microsecond
 
 
 def child(args: argparse.Namespace) -> None:
-    """One of the two engines, in this process: for each batch size read from stdin a turn, and a line with its
-    figures; the first line says that it is ready."""
+    """One of the three engines, in this process: for each batch size read from stdin a turn, and a line with its
+    figures; the first line, an empty list, says that it is ready. Libraries print to stdout, so the lines go to
+    ``--answers``."""
     import torch
     from in_process import InProcessEngine
-    from shapes import make_model_dir
 
     batches = [int(word) for word in args.batch.split(",")]
     tokens = max(batches) * (args.prompt_len + max(_OUTPUT_LENS) + 16)
-    flags = ["--max-total-tokens", str(tokens), *args.server_args.split()]  # room for both on one GPU
+    flags = ["--max-total-tokens", str(tokens), *args.server_args.split()]  # room for all three on one GPU
     if args.child != "with":
         from unguarded import strip
 
         strip()
         flags += ["--flight-recorder-steps", "0"]
-    with torch.inference_mode(), InProcessEngine(make_model_dir(args.shape, args.models), flags) as engine:
+    model = make_model_dir(args.shape, args.models)  # the parent has made it
+    answers = open(args.answers, "w", buffering=1)  # noqa: SIM115 - until the process ends
+    with torch.inference_mode(), InProcessEngine(model, flags) as engine:
         for batch in batches:
             _pass_through(engine, batch, batch + 1, args.prompt_len)  # what the first time costs
-        print(json.dumps("ready"), flush=True)
+        print("[]", file=answers)
         for line in sys.stdin:
             batch = int(line)
-            print(json.dumps(_pass_through(engine, batch, args.rounds * batch, args.prompt_len)), flush=True)
+            figures = _pass_through(engine, batch, args.rounds * batch, args.prompt_len)
+            print(json.dumps(figures), file=answers)
 
 
 def _pass_through(engine: InProcessEngine, batch: int, num_reqs: int, prompt_len: int) -> tuple[float, float]:
@@ -80,40 +88,61 @@ def _pass_through(engine: InProcessEngine, batch: int, num_reqs: int, prompt_len
 
 
 class Engine:
-    """A child process. Use it in a ``with`` block. Methods raise RuntimeError where it has ended."""
+    """A child process. Use it in a ``with`` block. Methods raise RuntimeError where it has ended, or is silent for
+    ``timeout_s``."""
 
-    def __init__(self, which: str, args: Sequence[str]) -> None:
+    def __init__(self, which: str, args: Sequence[str], timeout_s: float) -> None:
         self._which = which
+        self._timeout_s = timeout_s
         optimise = [] if which == "with" else ["-O"]
+        read, write = (
+            os.pipe()
+        )  # the child's own children do not inherit it, so it closes when the child ends
+        self._answers = os.fdopen(read)
         self._process = subprocess.Popen(
-            [sys.executable, *optimise, __file__, *args, "--child", which],
+            [sys.executable, *optimise, __file__, *args, "--child", which, "--answers", str(write)],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            stdout=sys.stderr,
+            bufsize=0,
+            pass_fds=[write],
+            start_new_session=True,
         )
+        os.close(write)
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # and the process that takes its messages
         self._process.wait()
+        self._answers.close()
 
     def answer(self) -> list[float]:
         """What it says next."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line[:1] in ('"', "["):  # a library may print, too
-                answer: list[float] = json.loads(line)
-                return answer
-        raise RuntimeError(f"the engine {self._which} ended with status {self._process.wait()}")
+        if not select.select([self._answers], [], [], self._timeout_s)[0]:
+            raise RuntimeError(
+                f"the engine {self._which} has said nothing for {self._timeout_s:g} s (--timeout)"
+            )
+        line = self._answers.readline()
+        if not line:
+            raise self._ended()
+        answer: list[float] = json.loads(line)
+        return answer
 
     def turn(self, batch: str) -> list[float]:
         """Tokens per second and CPU microseconds per step of a turn."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{batch}\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(f"{batch}\n".encode())
+        except BrokenPipeError:
+            raise self._ended() from None
         return self.answer()
+
+    def _ended(self) -> RuntimeError:
+        with suppress(subprocess.TimeoutExpired):  # its pipes are closed, so it ends now
+            self._process.wait(10)
+        return RuntimeError(f"the engine {self._which} ended with status {self._process.returncode}")
 
 
 def table(runs: dict[str, list[Figures]], batches: Sequence[str]) -> list[str]:
@@ -133,7 +162,7 @@ def table(runs: dict[str, list[Figures]], batches: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The pairs, and the table."""
+    """The turns, and the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -144,6 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt-len", type=int, default=64)
     parser.add_argument("--server-args", default="", help="more flags for the engine, as one word")
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "fenceline-bench-models")
+    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for a start or a turn")
+    parser.add_argument("--answers", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--child", choices=("without", "with", "without again"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.turns < 1 or args.rounds < 2:
@@ -151,11 +182,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.child:
         child(args)
         return 0
+    make_model_dir(args.shape, args.models)  # once, before three want it
     words = list(sys.argv[1:] if argv is None else argv)
     names = ["without", "with", "without again"]
     runs: dict[str, list[Figures]] = {name: [] for name in names}
     with ExitStack() as stack:
-        engines = {name: stack.enter_context(Engine(name, words)) for name in names}
+        engines = {name: stack.enter_context(Engine(name, words, args.timeout)) for name in names}
         for engine in engines.values():
             engine.answer()
         for turn in range(args.turns):
