@@ -142,14 +142,16 @@ class InProcessEngine:
 
     def _time_waiting(self) -> None:
         """Note how long the host waits for results: the rest of a step is its own work."""
-        synchronize = self.device.copy.synchronize
+        for stream in (self.device.copy, self.device.forward):
+            stream.synchronize = self._timed(stream.synchronize)  # type: ignore[method-assign]
 
+    def _timed(self, synchronize: Callable[..., None]) -> Callable[..., None]:
         def timed(*args: object) -> None:
             begin = time.perf_counter()
-            synchronize(*args)  # type: ignore[arg-type]
+            synchronize(*args)
             self.blocked_s += time.perf_counter() - begin
 
-        self.device.copy.synchronize = timed  # type: ignore[method-assign]
+        return timed
 
 
 def percent(ratio: float) -> str:

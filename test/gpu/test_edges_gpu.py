@@ -14,11 +14,12 @@ from guarded_runs import (
     spin_before_copies,
     trace_shape,
 )
-from step_traces import swap_trace
+from step_traces import random_trace, swap_trace
 from trace_runner import first_difference, make_runner, play
 
-from fenceline.memory_order import Device, open_device
-from fenceline.memory_order.edges import RING_EDGES
+from fenceline.memory_order import Device, ResultRing, open_device
+from fenceline.memory_order.edges import HOST_AFTER_FORWARD, RING_EDGES
+from fenceline.model_executor.model_runner import ModelRunner
 
 pytestmark = pytest.mark.gpu
 
@@ -44,8 +45,14 @@ SPINS: dict[str, Callable[[Device], None]] = {
     "schedule_after_forward": late_steps,
     "copy_after_forward": late_steps,
     "host_after_copy": late_results,
+    "host_after_forward": late_steps,
     "staging_reuse": late_uploads,
 }
+
+
+def send_by_forward(runner: ModelRunner) -> None:
+    """As with a host tier whose backups keep the copy engine busy."""
+    runner._results = ResultRing(runner.device, small_by_forward=True)
 
 
 def test_every_edge_of_the_rings_has_its_spin() -> None:
@@ -57,6 +64,8 @@ def test_every_edge_of_the_rings_has_its_spin() -> None:
 def test_an_edge_is_necessary(name: str, guarded: bool) -> None:
     expected = play(runners("cuda", 1)[0], BATCHES, overlap=False)
     runner = make_runner(open_device("cuda"), trace_shape(1))
+    if name == HOST_AFTER_FORWARD.name:
+        send_by_forward(runner)
     got = play_spinning(runner, BATCHES, 4, SPINS[name], "" if guarded else name)
     assert bool(first_difference(expected, got)) != guarded
 
@@ -64,3 +73,13 @@ def test_an_edge_is_necessary(name: str, guarded: bool) -> None:
 def test_without_spins_the_answers_are_the_same() -> None:
     expected = play(runners("cuda", 1)[0], BATCHES, overlap=False)
     assert corruption(expected, runners("cuda", 1)[1], BATCHES) == ""
+
+
+def test_small_results_that_forward_writes_itself_are_the_same() -> None:
+    """Tokens alone, with logprobs of a few requests, and chunks without any result."""
+    shape = trace_shape(16, logprob_share=0.1, chunk=16)
+    batches = random_trace(51, 500, shape)
+    runner = make_runner(open_device("cuda"), shape)
+    assert runner.device.writes_host, "fenceline_kernel is there"
+    send_by_forward(runner)
+    assert corruption(play(runners("cuda", 16)[0], batches), runner, batches) == ""

@@ -115,11 +115,13 @@ def test_severing_cuts_one_edge_alone(edge: Edge) -> None:
         for value in range(2):
             views = inputs.upload({"x": np.array([value])})
         results.download(views).wait()
+        ResultRing(device, depth=1, small_by_forward=True).download(views).wait()
         return {
             "forward_after_schedule": len(device.forward.waits),
             "schedule_after_forward": len(device.schedule.waits),
             "copy_after_forward": len(device.copy.waits),
             "host_after_copy": len(device.copy.blocked),
+            "host_after_forward": len(device.forward.blocked),
             "staging_reuse": len(device.schedule.blocked),
         }
 

@@ -15,7 +15,7 @@ from test_scheduler import assert_right
 import fenceline
 from fenceline.config.resolve import resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.managers.schedule_policy import StepSharing
+from fenceline.managers.schedule_policy import StepSharing, num_waiting_tokens
 from fenceline.model_executor.forward_result import ForwardResult
 from fenceline.model_executor.schedule_batch import ExtendBatch, ScheduleBatch
 
@@ -23,7 +23,7 @@ from fenceline.model_executor.schedule_batch import ExtendBatch, ScheduleBatch
 def sharing_driver(sharing: StepSharing, **flags: object) -> tuple[Driver, list[list[int]]]:
     """A driver whose prompts share steps like that, and its steps' prompts' tokens."""
     driver = make_driver(num_pages=400, page_size=4, num_rows=16, **flags)
-    driver.scheduler.sharing = sharing
+    driver.scheduler.planner.sharing = sharing
     steps: list[list[int]] = []
     launch = driver.worker.launch
 
@@ -87,11 +87,31 @@ def mean_wait(num_prompts: int, prompt_len: int, cost: int, size: Callable[[int]
 @settings(max_examples=30)
 @given(num=st.integers(1, 300), length=st.sampled_from([64, 128, 256]), cost=st.integers(50, 400))
 def test_no_fixed_length_of_steps_is_much_better(num: int, length: int, cost: int) -> None:
-    waiting = [request(f"r{i}", [1] * length) for i in range(num)]
-    sharing, reqs = StepSharing(cost, 1), [SimpleNamespace(num_tokens=len(r.input_ids)) for r in waiting]
+    sharing = StepSharing(cost, 1)
     best = min(mean_wait(num, length, cost, lambda _, s=s: s) for s in range(length, 16384, length))
-    ours = mean_wait(num, length, cost, lambda w: sharing.tokens(reqs[: w // length]))  # type: ignore[arg-type]
+    ours = mean_wait(num, length, cost, sharing.tokens)
     assert ours <= 1.03 * best
+
+
+def test_a_cached_prefix_is_no_work_that_waits() -> None:
+    """The prompts of the burst above, each behind the same 80 tokens: the same steps."""
+    driver, steps = sharing_driver(StepSharing(10, 8))
+    prefix = [99] * 80
+    driver.send(request("first", [*prefix, 1], max_new_tokens=1))
+    driver.run()
+    steps.clear()
+    reqs = [request(f"r{i}", [*prefix, *[i + 1] * 10], max_new_tokens=4, ignore_eos=True) for i in range(15)]
+    driver.send(*reqs)
+    driver.run()
+    assert [len(step) for step in steps] == [4, 4, 3, 2, 2]
+    assert all(sum(step) == 10 * len(step) for step in steps), "the prefix was cached"
+    assert_right(driver, reqs)
+
+
+@pytest.mark.parametrize("num", [0, 1, 256, 257, 1000])
+def test_a_long_queue_is_taken_to_be_like_its_beginning(num: int) -> None:
+    waiting = [SimpleNamespace(num_tokens=100) for _ in range(num)]
+    assert num_waiting_tokens(waiting) == 100 * num  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

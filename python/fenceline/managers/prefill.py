@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from fenceline.managers.req import Req
 from fenceline.managers.request_memory import Remap, RequestMemory
+from fenceline.managers.schedule_policy import StepSharing
 from fenceline.memory_order import Points
 from fenceline.model_executor.schedule_batch import ExtendBatch, ExtendSeq, PageWrites
 
@@ -23,12 +24,10 @@ _MAX_SCORED_TOKENS = 1024
 
 @dataclass(slots=True)
 class _Budget:
-    """What is left of a step's tokens, of memory (in tokens), of the tokens up to which another prompt joins the step,
-    and of those whose prompt logprobs it computes."""
+    """What is left of a step's tokens, of memory (in tokens), and of the tokens whose prompt logprobs it computes."""
 
     step_tokens: int
     memory_tokens: int
-    shared_tokens: int
     scored_tokens: int = _MAX_SCORED_TOKENS
 
 
@@ -41,6 +40,20 @@ class _Plan:
     page_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
     after: Points = field(default_factory=Points.none)
     num_cached_tokens: int = 0
+    num_step_tokens: int = 0
+    # Of the prompts that were admitted, prefixes included and without: what those that wait are taken to be like.
+    num_prompt_tokens: int = 0
+    num_uncached_tokens: int = 0
+
+    def page_writes(self) -> PageWrites:
+        """Those of all requests that were admitted."""
+        if not self.page_rows:
+            return PageWrites()
+        return PageWrites(
+            rows=np.concatenate(self.page_rows),
+            columns=np.concatenate(self.page_columns),
+            pages=np.concatenate(self.page_ids),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +75,18 @@ class PrefillPlanner:
     """Admits waiting requests in order, as long as step and memory have room for them.
 
     ``chunk_size``: tokens of one step that prompts may take when split, None to never split;
-    ``max_prefill_tokens``: tokens of one step whatever the split (one whole prompt always goes).
+    ``max_prefill_tokens``: tokens of one step whatever the split (one whole prompt always goes); ``sharing``: how long
+    a step is beyond which no further prompt joins it.
     """
 
-    def __init__(self, memory: RequestMemory, chunk_size: int | None, max_prefill_tokens: int) -> None:
+    def __init__(
+        self, memory: RequestMemory, chunk_size: int | None, max_prefill_tokens: int, sharing: StepSharing
+    ) -> None:
         self._memory = memory
         self._page_size = memory.page_size
         self._chunk_size = chunk_size
         self._max_prefill_tokens = max_prefill_tokens
+        self.sharing = sharing
 
     def plan(
         self,
@@ -77,49 +94,54 @@ class PrefillPlanner:
         chunked: Req | None,
         num_running: int,
         reserved_tokens: int,
-        shared_tokens: int,
+        num_waiting: Callable[[], int],
     ) -> PrefillPlan | None:
         """The next extend step, or None if nothing fits. Those of ``waiting`` that are admitted get a row; no more of
         it is looked at than up to the first that does not fit.
 
         ``chunked`` is the request whose prompt an earlier step left half-way; it goes first.
-        ``reserved_tokens`` is the memory that running requests are expected to need. With ``shared_tokens`` tokens no
-        further prompt joins the step (see ``schedule_policy.StepSharing``).
+        ``reserved_tokens`` is the memory that running requests are expected to need, ``num_waiting`` counts the tokens
+        of all prompts that wait, and is asked when a second one might join the step.
         """
         plan = _Plan()
         step_tokens = self._max_prefill_tokens
         if self._chunk_size is not None:
             step_tokens = min(step_tokens, self._chunk_size)
         available = self._memory.num_available_pages * self._page_size
-        budget = _Budget(step_tokens, available - reserved_tokens, shared_tokens)
+        budget = _Budget(step_tokens, available - reserved_tokens)
         if chunked is not None:
             self._add_chunk(plan, chunked, budget)
         # A half-way prompt has used up its step; there is at most one such prompt.
         if chunked is None or chunked.computed_len == chunked.num_tokens:
-            self._admit_waiting(plan, waiting, num_running, budget)
+            self._admit_waiting(plan, waiting, num_running, budget, num_waiting)
         if not plan.reqs:
             return None
         last = plan.reqs[-1]
-        writes = PageWrites()
-        if plan.page_rows:
-            writes = PageWrites(
-                rows=np.concatenate(plan.page_rows),
-                columns=np.concatenate(plan.page_columns),
-                pages=np.concatenate(plan.page_ids),
-            )
+        loads = self._memory.start_loads()
         return PrefillPlan(
-            batch=ExtendBatch(tuple(plan.seqs), writes, plan.after, self._memory.start_loads()),
+            batch=ExtendBatch(tuple(plan.seqs), plan.page_writes(), plan.after, loads),
             reqs=tuple(plan.reqs),
             chunked=last if last.computed_len < last.num_tokens else None,
             num_cached_tokens=plan.num_cached_tokens,
         )
 
-    def _admit_waiting(self, plan: _Plan, waiting: Iterable[Req], num_running: int, budget: _Budget) -> None:
+    def _admit_waiting(
+        self,
+        plan: _Plan,
+        waiting: Iterable[Req],
+        num_running: int,
+        budget: _Budget,
+        num_waiting: Callable[[], int],
+    ) -> None:
+        num_waiting_tokens: int | None = None
         for req in waiting:
             if budget.step_tokens <= 0 or not self._memory.rows.num_free:
                 return
-            if plan.reqs and budget.shared_tokens <= 0:
-                return
+            if plan.reqs:
+                if num_waiting_tokens is None:
+                    num_waiting_tokens = num_waiting()
+                if plan.num_step_tokens >= self._shared_tokens(plan, num_waiting_tokens):
+                    return
             alone = num_running == 0 and not plan.reqs
             if _wants_prompt_logprobs(req) and budget.scored_tokens <= 0:
                 return
@@ -128,6 +150,13 @@ class PrefillPlanner:
             self._add_chunk(plan, req, budget)
             if req.computed_len < req.num_tokens:
                 return
+
+    def _shared_tokens(self, plan: _Plan, num_waiting: int) -> int:
+        """With so many tokens no further prompt joins the step. Prefixes that are cached are not computed: those of the
+        prompts that wait are not known yet and taken to be as long as those of the prompts that were admitted."""
+        if plan.num_prompt_tokens:
+            num_waiting = num_waiting * plan.num_uncached_tokens // plan.num_prompt_tokens
+        return self.sharing.tokens(num_waiting)
 
     def _admit(self, plan: _Plan, req: Req, budget: _Budget, alone: bool) -> bool:
         """Give ``req`` its memory if step and memory have room. ``alone``: it may use whatever there is."""
@@ -148,6 +177,8 @@ class PrefillPlanner:
             memory.tree.unlock(node, Points.none())
             return False
         budget.memory_tokens -= needed
+        plan.num_prompt_tokens += req.num_tokens
+        plan.num_uncached_tokens += num_new
         is_new = not req.was_admitted
         plan.after = plan.after.join(memory.admit(req, prefix))
         if is_new:
@@ -174,7 +205,7 @@ class PrefillPlanner:
         plan.seqs.append(self._seq(req, tokens, start, end, done))
         req.computed_len = end
         budget.step_tokens -= size
-        budget.shared_tokens -= size
+        plan.num_step_tokens += size
 
     def _seq(self, req: Req, tokens: I64, start: int, end: int, done: bool) -> ExtendSeq:
         params = req.source.sampling_params

@@ -22,7 +22,7 @@ _IN_BATCH_MIN_SHARED = 32
 # the whole burst, and decode after it, 1 % sooner.
 _STEP_FLOP, _STEP_TOKENS = 15 * 10**11, 250
 _MIN_SHARED_TOKENS = 512
-# A longer queue is not looked at: steps of so many prompts are as long as steps get.
+# Of a longer queue the rest is taken to be like its beginning.
 _MAX_COUNTED = 256
 
 
@@ -71,10 +71,16 @@ class StepSharing:
         layer = model.hidden_size * (qkv + queries + 3 * model.intermediate_size)
         return cls(_STEP_TOKENS + _STEP_FLOP // (2 * layer * model.num_layers))
 
-    def tokens(self, waiting: Sequence[Req]) -> int:
-        """For the next step while these wait."""
-        num_waiting = sum(req.num_tokens for req in waiting[:_MAX_COUNTED])
+    def tokens(self, num_waiting: int) -> int:
+        """For the next step while so many tokens are to be computed."""
         return max(isqrt(num_waiting * self.cost_tokens), self.min_tokens)
+
+
+def num_waiting_tokens(waiting: Sequence[Req]) -> int:
+    """Of all their prompts, cached prefixes included."""
+    counted = waiting[:_MAX_COUNTED]
+    total = sum(req.num_tokens for req in counted)
+    return total * len(waiting) // max(len(counted), 1)
 
 
 def order_waiting(

@@ -15,6 +15,7 @@ import logging
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -27,7 +28,7 @@ from fenceline.managers.prefill import CLIP_NEW_TOKENS, PrefillPlan, PrefillPlan
 from fenceline.managers.req import LogprobLog, Req, emit_interval
 from fenceline.managers.request_memory import Remap, make_request_memory
 from fenceline.managers.running_batch import RunningBatch
-from fenceline.managers.schedule_policy import NewTokenRatio, StepSharing, order_waiting
+from fenceline.managers.schedule_policy import NewTokenRatio, StepSharing, num_waiting_tokens, order_waiting
 from fenceline.managers.scheduler_control import SchedulerControl
 from fenceline.managers.scheduler_stats import SchedulerStats
 from fenceline.managers.scheduler_types import Inbox, InFlight, Outbox, Worker
@@ -51,8 +52,12 @@ class Scheduler:
         self.worker = worker
         self.inbox = inbox
         self.memory = make_request_memory(config, worker)
-        self.planner = PrefillPlanner(self.memory, config.chunked_prefill_size, config.max_prefill_tokens)
-        self.sharing = StepSharing.of(config.model)
+        self.planner = PrefillPlanner(
+            self.memory,
+            config.chunked_prefill_size,
+            config.max_prefill_tokens,
+            StepSharing.of(config.model),
+        )
         self.output = OutputSender(outbox.to_detokenizer)
         self.stats = SchedulerStats(self.memory, worker, config.decode_log_interval, outbox)
         self.control = SchedulerControl(self, outbox)
@@ -194,8 +199,8 @@ class Scheduler:
             self.waiting, self.config.schedule_policy, self.memory.match, self.shuffler
         )
         ready = (req for req in self.waiting if self.memory.may_schedule(req))  # a long queue costs nothing
-        shared = self.sharing.tokens(self.waiting)
-        plan = self.planner.plan(ready, self.chunked, len(self.running), reserved, shared)
+        queue = partial(num_waiting_tokens, self.waiting)
+        plan = self.planner.plan(ready, self.chunked, len(self.running), reserved, queue)
         if plan is not None:
             self.chunked = plan.chunked
             self.waiting = [req for req in self.waiting if req.row == 0]

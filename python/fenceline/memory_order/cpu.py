@@ -81,6 +81,9 @@ class CpuDevice(Device):
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def write_host(self, host: torch.Tensor, source: torch.Tensor) -> None:
+        self.forward.copy(host, source)
+
     def memory_info(self) -> tuple[int, int]:
         memory = psutil.virtual_memory()
         return memory.available, memory.total

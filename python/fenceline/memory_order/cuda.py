@@ -120,6 +120,18 @@ class CudaDevice(Device):
             )
         plan.fill(num_live, sources)
 
+    @property
+    def writes_host(self) -> bool:
+        return self._kernels is not None
+
+    def write_host(self, host: torch.Tensor, source: torch.Tensor) -> None:
+        assert self._kernels is not None and isinstance(self.forward, CudaStream)
+        assert source.is_contiguous() and host.nbytes == source.nbytes
+        stream: int = self.forward.raw.cuda_stream
+        self._kernels.copy_words(
+            host.data_ptr(), source.data_ptr(), source.nbytes // 8, self.torch_device, stream
+        )
+
     def memory_info(self) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return free, total

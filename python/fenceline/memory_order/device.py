@@ -113,6 +113,19 @@ class Device(ABC):
             if (pad or field.source is None) and field.num_live < len(field.target):
                 field.target[field.num_live :].fill_(field.pad)
 
+    @property
+    def writes_host(self) -> bool:
+        """Whether :meth:`write_host` does without the copy engine."""
+        return True
+
+    @abstractmethod
+    def write_host(self, host: torch.Tensor, source: torch.Tensor) -> None:
+        """On FORWARD: ``host``, uint8 of a :meth:`host_buffer`, gets the bytes of ``source``, uint8 too, multiples of 8.
+
+        By a kernel of FORWARD's own, a few kilobytes at most: the copy engine brings copies to the host in the order
+        in which all streams have submitted them.
+        """
+
     def synchronize(self) -> None:
         """Block the host until all streams are empty: start-up, growth of a ring and shut-down only."""
         self._synchronize()

@@ -100,6 +100,13 @@ HOST_AFTER_COPY = Edge(
     protects="results in pinned memory, and the device result slot they came from",
     failure="",
 )
+HOST_AFTER_FORWARD = Edge(
+    name="host_after_forward",
+    pairs=((_HOST, _FORWARD),),
+    hazards=(Hazard.RAW,),
+    protects="results in pinned memory that FORWARD has written there itself",
+    failure="",
+)
 STAGING_REUSE = Edge(
     name="staging_reuse",
     pairs=((_HOST, _SCHEDULE),),
@@ -172,6 +179,7 @@ RING_EDGES = (
     SCHEDULE_AFTER_FORWARD,
     COPY_AFTER_FORWARD,
     HOST_AFTER_COPY,
+    HOST_AFTER_FORWARD,
     STAGING_REUSE,
 )
 PAGE_EDGES = (

@@ -38,6 +38,11 @@ class SlotOrder:
         """``stream`` copies the device's buffer to the pinned one."""
         self._checker.touch(stream, label, self._device, self._host)
 
+    def write_host(self, stream: StreamName, label: str) -> None:
+        """``stream`` writes the pinned buffer itself."""
+        self._step = self._checker.step
+        self._checker.touch(stream, label, None, self._host)
+
     def give_up(self) -> None:
         """Both buffers go back to the allocator, from where anybody may get them."""
         label = "return of a slot to the allocator"

@@ -3,7 +3,8 @@
 Inputs: the host packs a step's arrays into one pinned slot, SCHEDULE copies it to a device slot, FORWARD
 takes its own copy. Results: FORWARD packs them into a device slot, COPY brings it to pinned memory, the
 host reads. One copy each way whatever the number of fields. Tensors never cross streams in any other
-memory (F16).
+memory (F16). Where backups of KV pages keep the copy engine busy, behind which COPY would have to wait,
+FORWARD writes small results into pinned memory itself.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fenceline.memory_order.edges import (
     COPY_AFTER_FORWARD,
     FORWARD_AFTER_SCHEDULE,
     HOST_AFTER_COPY,
+    HOST_AFTER_FORWARD,
     SCHEDULE_AFTER_FORWARD,
     STAGING_REUSE,
     StreamName,
@@ -33,6 +35,8 @@ from fenceline.memory_order.stream import Point, Points
 _ALIGN = 16
 _WORD = 8
 _MIN_SLOT_BYTES = 1 << 16
+# Results up to this size, tokens of 512 requests, are a kernel of 2 us; larger ones, logprobs, would hold FORWARD up.
+_SMALL_BYTES = 4096
 
 
 @dataclass(slots=True)
@@ -193,12 +197,16 @@ class _Field:
 
 
 class ResultRing(_Ring):
-    """FORWARD's tensors to host arrays, through COPY. Depth 2: one step publishes while the next runs."""
+    """FORWARD's tensors to host arrays, through COPY. Depth 2: one step publishes while the next runs.
+
+    ``small_by_forward``: small results are written into pinned memory by FORWARD itself, where the device can do so.
+    """
 
     name = "result_ring"
 
-    def __init__(self, device: Device, depth: int = 2) -> None:
+    def __init__(self, device: Device, depth: int = 2, small_by_forward: bool = False) -> None:
         super().__init__(device, depth)
+        self._small_by_forward = small_by_forward
 
     def download(self, tensors: Mapping[str, torch.Tensor]) -> ResultLease:
         """Start bringing ``tensors`` to the host; they may be overwritten on FORWARD right away.
@@ -213,6 +221,8 @@ class ResultRing(_Ring):
         slot.leased = True
         device, order = self._device, slot.order
         # The device slot needs no edge: its last copy was waited for by the host before the lease ended.
+        if self._small_by_forward and nbytes <= _SMALL_BYTES and device.writes_host:
+            return self._write(slot, layout, tensors, nbytes)
         if order is not None:
             order.device(StreamName.FORWARD, True, "pack of the step's results")
         with device.forward.active():
@@ -226,6 +236,25 @@ class ResultRing(_Ring):
         sources = [source for _, source in copies]
         return ResultLease(self, slot, layout, nbytes, produced, device.copy.record(), sources)
 
+    def _write(
+        self, slot: _Slot, layout: Mapping[str, _Field], tensors: Mapping[str, torch.Tensor], nbytes: int
+    ) -> ResultLease:
+        """:meth:`download` by FORWARD alone."""
+        device = self._device
+        if slot.order is not None:
+            slot.order.write_host(StreamName.FORWARD, "write of the step's results to the host")
+        place, block = slot.host[:nbytes], slot.device[:nbytes]
+        if len(tensors) == 1:  # FORWARD's program order keeps it until it has been written (F8)
+            ((name, tensor),) = tensors.items()
+            place, block = layout[name].of(slot.host), tensor.contiguous().view(-1).view(torch.uint8)
+        else:
+            with device.forward.active():
+                self._pack(slot, layout, tensors, nbytes)
+        if nbytes:
+            device.write_host(place, block)
+        written = device.forward.record()
+        return ResultLease(self, slot, layout, nbytes, written, written, ())
+
     def _pack(
         self, slot: _Slot, layout: Mapping[str, _Field], tensors: Mapping[str, torch.Tensor], nbytes: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -238,12 +267,13 @@ class ResultRing(_Ring):
         return [(slot.host[:nbytes], slot.device[:nbytes])]
 
     def wait_for(self, point: Point) -> None:
-        """Block the host until the copy that ``point`` ends has run."""
-        self._device.copy.synchronize(point, HOST_AFTER_COPY)
+        """Block the host until the copy, or the step, that ``point`` ends has run."""
+        edge = HOST_AFTER_FORWARD if point.stream is self._device.forward else HOST_AFTER_COPY
+        point.stream.synchronize(point, edge)
 
     def has_passed(self, point: Point) -> bool:
-        """Whether the copy that ``point`` ends has run."""
-        return self._device.copy.poll(point)
+        """Whether the copy, or the step, that ``point`` ends has run."""
+        return point.stream.poll(point)
 
     def read_by_host(self, buffer: torch.Tensor) -> None:
         """Say that the host reads results now."""

@@ -88,7 +88,11 @@ class ModelRunner:
         self._kernels = make_layer_kernels(device.torch_device)
         self._attention = self._make_attention(config)
         self._inputs = InputRing(device)
-        self._results = ResultRing(device)
+        hicache = config.hicache
+        by_forward = (
+            hicache is not None and hicache.io_backend == "direct"
+        )  # its backups keep the copy engine busy
+        self._results = ResultRing(device, small_by_forward=by_forward)
         self.decode = self._make_decode_runner(config, show_progress)
         self.prefill_graphs: PiecewiseCudaGraphRunner | None = None
         if config.piecewise_cuda_graph_tokens:

@@ -117,6 +117,9 @@ class VgpuDevice(Device):
     def make_channel(self) -> HostChannel[T]:
         return Channel(self.gpu)
 
+    def write_host(self, host: torch.Tensor, source: torch.Tensor) -> None:
+        self.forward.copy(host, source)
+
     def occupy_sm(self) -> None:
         self.gpu.submit("work on all SMs", lambda: None, writes=(self._sm,))
 

@@ -20,6 +20,7 @@ _EDGE_WORKLOADS = {
     "schedule_after_forward": "row_reuse",
     "copy_after_forward": "prefixes",
     "host_after_copy": "aborts",
+    "host_after_forward": "spill",
     "staging_reuse": "staging",
     "store_after_forward": "offload",
     "forward_after_store": "spill",
