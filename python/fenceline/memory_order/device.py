@@ -120,7 +120,7 @@ class Device(ABC):
 
     @abstractmethod
     def write_host(self, host: torch.Tensor, source: torch.Tensor) -> None:
-        """On FORWARD: ``host``, uint8 of a :meth:`host_buffer`, gets the bytes of ``source``, uint8 too, multiples of 8.
+        """On FORWARD: ``host``, uint8 of a :meth:`host_buffer`, gets the bytes of ``source``, uint8, a multiple of 8.
 
         By a kernel of FORWARD's own, a few kilobytes at most: the copy engine brings copies to the host in the order
         in which all streams have submitted them.
