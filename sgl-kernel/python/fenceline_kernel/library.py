@@ -64,9 +64,8 @@ class KernelLibrary:
     def copy_words(
         self, dst: int, src: int, num_words: int, device: torch.device, stream: int | None
     ) -> None:
-        """``num_words`` times 8 bytes from address ``src`` to ``dst``, each on the GPU or in pinned host memory, by a
-        kernel (a fill without padding) on ``stream`` (None: torch's current one). Raises RuntimeError if the launch fails.
-        """
+        """``num_words`` times 8 bytes from address ``src`` to ``dst``, each on the GPU or in pinned host memory, on
+        ``stream`` (None: torch's current one): a fill without padding. Raises RuntimeError if the launch fails."""
         rows = (num_words, 8, 8, num_words, 8, 0)  # of a word each
         self.arena_fill(FILL_FIELD.pack(src, dst, 0, *rows), 1, num_words, None, device, stream)
 
