@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -140,3 +141,37 @@ def test_an_arena_in_the_graphs_own_memory_is_overwritten(inside: bool) -> None:
         device.synchronize()
         assert (other == value + 7).all()
         assert bool((out == value).all()) == (not inside)
+
+
+class _Note:
+    """Garbage that notes when it is found."""
+
+    def __init__(self, notes: list[bool]) -> None:
+        self.notes, self.cycle = notes, self
+
+    def __del__(self) -> None:
+        self.notes.append(torch.cuda.is_current_stream_capturing())
+
+
+@pytest.mark.gpu
+def test_nothing_is_collected_in_the_middle_of_a_capture() -> None:
+    """An earlier engine's graphs, say, whose memory would be given back there and then."""
+    device = open_device("cuda")
+    with device.forward.active():
+        x = torch.zeros(8, device="cuda")
+    notes: list[bool] = []
+
+    def body() -> None:
+        _Note(notes)
+        kept = [[] for _ in range(20_000)]  # type: ignore[var-annotated]  # the collector's turn, many times over
+        x.add_(len(kept))
+
+    graph = device.capture("adds", device.make_graph_pool("adds"), body)
+    gc.collect()
+    assert notes == [False]
+    assert gc.isenabled()
+    graph.register()
+    graph.allow_replay()
+    graph.replay()
+    device.synchronize()
+    assert x.tolist() == [20_000.0] * 8

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -143,7 +144,10 @@ class CudaDevice(Device):
         assert isinstance(self.forward, CudaStream), "made by this device"
         graph = CudaGraph(name, pool, self.forward.raw)
         # thread_local: another thread of this process (a storage worker) may use the device meanwhile.
-        with torch.cuda.graph(graph.raw, pool.raw, self.forward.raw, capture_error_mode="thread_local"):  # type: ignore[arg-type]
+        with (
+            _no_garbage_collection(),
+            torch.cuda.graph(graph.raw, pool.raw, self.forward.raw, capture_error_mode="thread_local"),  # type: ignore[arg-type]
+        ):
             body()
         return graph
 
@@ -152,6 +156,19 @@ class CudaDevice(Device):
 
     def _make_stream(self, name: StreamName) -> Stream:
         return CudaStream(name, self.severed, self.torch_device)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Whatever the collector would find meanwhile, an earlier engine's graphs with their memory, would be given back in
+    the middle of a capture and spoil it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _load_kernels(device: torch.device) -> fenceline_kernel.KernelLibrary | None:
