@@ -108,6 +108,10 @@ class LeasePool:
         Not reentrant, since it writes to ``_place``: one thread and no signal handler retires to a pool.
         """
         assert ids.dtype == self._order.dtype, f"{self.name}: ids are {ids.dtype}, not int32"
+        if len(ids) == 1:  # a row, or the page that a request has not filled
+            one = int(ids[0])
+            if self.reserved <= one < self.size and self._leased[one]:
+                return
         index = ids.astype(np.uint32).astype(np.intp)  # a negative id is far beyond the last
         if len(index) > self.size:
             if self._any_out_of_range(ids):
