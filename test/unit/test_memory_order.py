@@ -199,3 +199,23 @@ def test_edges_page_is_fresh() -> None:
 
 def test_staging_reuse_is_the_hosts_edge() -> None:
     assert STAGING_REUSE.waiter is StreamName.HOST
+
+
+@pytest.mark.parametrize("kind", ["cpu", "recording"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_small_results_that_forward_writes_arrive_whatever_their_shape(kind: str, dtype: torch.dtype) -> None:
+    device = RecordingDevice() if kind == "recording" else open_device("cpu")
+    ring = ResultRing(device, small_by_forward=True)
+    wide = torch.arange(15, dtype=dtype).view(5, 3)
+    for tensors in (
+        {"a": wide},
+        {"a": wide.t()},  # not contiguous
+        {"a": wide[:, 0]},
+        {"a": wide[:0]},
+        {"a": wide, "b": torch.ones(3), "c": wide[:1]},
+        {"a": torch.arange(3000, dtype=dtype)},  # too large: through COPY
+    ):
+        values = ring.download(tensors).wait()
+        assert values.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            np.testing.assert_array_equal(values[name], tensor.numpy())

@@ -244,13 +244,14 @@ class ResultRing(_Ring):
         if slot.order is not None:
             slot.order.write_host(StreamName.FORWARD, "write of the step's results to the host")
         place, block = slot.host[:nbytes], slot.device[:nbytes]
-        if len(tensors) == 1:  # FORWARD's program order keeps it until it has been written (F8)
-            ((name, tensor),) = tensors.items()
-            place, block = layout[name].of(slot.host), tensor.contiguous().view(-1).view(torch.uint8)
-        else:
-            with device.forward.active():
+        alone = next(iter(tensors.values()))
+        with device.forward.active():
+            if len(tensors) == 1 and alone.nbytes % _WORD == 0:
+                # FORWARD's program order keeps it until it has been written (F8).
+                place, block = slot.host[: alone.nbytes], alone.contiguous().view(-1).view(torch.uint8)
+            else:
                 self._pack(slot, layout, tensors, nbytes)
-        if nbytes:
+        if block.nbytes:
             device.write_host(place, block)
         written = device.forward.record()
         return ResultLease(self, slot, layout, nbytes, written, written, ())
