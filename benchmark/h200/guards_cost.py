@@ -95,9 +95,8 @@ class Engine:
         self._which = which
         self._timeout_s = timeout_s
         optimise = [] if which == "with" else ["-O"]
-        read, write = (
-            os.pipe()
-        )  # the child's own children do not inherit it, so it closes when the child ends
+        # The child's own children do not inherit it, so it closes when the child ends.
+        read, write = os.pipe()
         self._answers = os.fdopen(read)
         self._process = subprocess.Popen(
             [sys.executable, *optimise, __file__, *args, "--child", which, "--answers", str(write)],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 
 import pytest
 import zmq
@@ -123,12 +124,23 @@ async def test_the_head_waits_for_the_first_event_but_not_for_ever(
     assert [message["body"] for message in sent[1:]] == [b"data: 1\n\n", b""]
 
 
-async def test_what_is_sent_in_one_turn_arrives_together_and_in_order() -> None:
+@contextmanager
+def scheduler_link() -> Iterator[tuple[ZmqLink, zmq.Socket[bytes]]]:
+    """The link, and the scheduler's end of it."""
     ports = make_ports()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox = bind_pull(context, ports.scheduler)
     link = ZmqLink(ports)
     try:
+        yield link, inbox
+    finally:
+        link.close()
+        context.destroy(linger=0)
+        remove_ports(ports)
+
+
+async def test_what_is_sent_in_one_turn_arrives_together_and_in_order() -> None:
+    with scheduler_link() as (link, inbox):
         requests = [AbortReq(rid=str(index)) for index in range(40)]
         for request in requests:
             link.send(request)
@@ -141,18 +153,10 @@ async def test_what_is_sent_in_one_turn_arrives_together_and_in_order() -> None:
         link.close()  # sends what the loop did not come to
         assert inbox.poll(5000)
         assert drain(inbox) == [ShutdownReq()]
-    finally:
-        link.close()
-        context.destroy(linger=0)
-        remove_ports(ports)
 
 
 async def test_what_fills_a_step_does_not_wait_for_the_turns_end() -> None:
-    ports = make_ports()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox = bind_pull(context, ports.scheduler)
-    link = ZmqLink(ports)
-    try:
+    with scheduler_link() as (link, inbox):
         ids, params = [70_000] * 1024, SamplingParams(max_new_tokens=1)
         requests = [
             TokenizedGenerateReq(rid=str(index), input_ids=ids, sampling_params=params) for index in range(20)
@@ -169,10 +173,6 @@ async def test_what_fills_a_step_does_not_wait_for_the_turns_end() -> None:
         await asyncio.sleep(0)
         assert inbox.poll(5000)
         assert early + drain(inbox) == requests
-    finally:
-        link.close()
-        context.destroy(linger=0)
-        remove_ports(ports)
 
 
 @pytest.mark.parametrize(

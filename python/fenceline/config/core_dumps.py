@@ -75,9 +75,8 @@ def is_complete(path: str) -> bool:
             if len(header) < _HEADER.size or not header.startswith(b"\x7fELF"):
                 return False
             offset, entry_size, number = map(int, _HEADER.unpack(header))
-            if (
-                offset and not number
-            ):  # 65,280 and more do not fit there: section 0 has their number for its size
+            if offset and not number:
+                # 65,280 and more do not fit there: section 0 has their number for its size.
                 file.seek(offset + _SECTION_SIZE_AT)
                 number = int.from_bytes(file.read(8), "little")
     except OSError:

@@ -243,7 +243,6 @@ class ResultRing(_Ring):
         device = self._device
         if slot.order is not None:
             slot.order.write_host(StreamName.FORWARD, "write of the step's results to the host")
-        place, block = slot.host[:nbytes], slot.device[:nbytes]
         alone = next(iter(tensors.values()))
         with device.forward.active():
             if len(tensors) == 1 and alone.nbytes % _WORD == 0:
@@ -251,6 +250,7 @@ class ResultRing(_Ring):
                 place, block = slot.host[: alone.nbytes], alone.contiguous().view(-1).view(torch.uint8)
             else:
                 self._pack(slot, layout, tensors, nbytes)
+                place, block = slot.host[:nbytes], slot.device[:nbytes]
         if block.nbytes:
             device.write_host(place, block)
         written = device.forward.record()

@@ -21,9 +21,8 @@ from fenceline_kernel.library import KernelLibrary, load
 HostLayout = Literal["layer_first", "page_first"]
 IoBackend = Literal["kernel", "direct"]
 Pages = npt.NDArray[np.int32]
-DEFAULT_NUM_CTAS = (
-    4  # reach over 92 % of the link; each SM that a copy holds is missed by whoever runs beside it
-)
+# Reach over 92 % of the link; each SM that a copy holds is missed by whoever runs beside it.
+DEFAULT_NUM_CTAS = 4
 MAX_NUM_CTAS = 1024
 # From how many pages in a row one strided copy takes less time than as many plain ones of a batch.
 DEFAULT_MIN_ROWS = 16
