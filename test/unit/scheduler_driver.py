@@ -134,13 +134,17 @@ def make_model_driver(num_rows: int = 8, device: str = "cpu", **flags: object) -
 def request(rid: str, prompt: list[int], seed: int = 0, **params: object) -> TokenizedGenerateReq:
     """A request with ``seed`` 0 unless told otherwise, so that the reference knows it."""
     stream = bool(params.pop("stream", True))
-    logprobs = {name: params.pop(name) for name in list(params) if "logprob" in name}
+    outer = {
+        name: params.pop(name)
+        for name in list(params)
+        if "logprob" in name or name in ("extra_key", "priority")
+    }
     return TokenizedGenerateReq(
         rid=rid,
         input_ids=prompt,
         sampling_params=SamplingParams(seed=seed, **params),  # type: ignore[arg-type]
         stream=stream,
-        **logprobs,  # type: ignore[arg-type]
+        **outer,  # type: ignore[arg-type]
     )
 
 

@@ -21,6 +21,7 @@ from fenceline.managers.io_struct import (
     ShutdownReq,
     TokenizedGenerateReq,
 )
+from fenceline.managers.schedule_policy import order_waiting
 from fenceline.model_executor.schedule_batch import ExtendBatch, ScheduleBatch
 
 
@@ -105,6 +106,54 @@ def test_same_prompt_at_once_shares_pages_afterwards() -> None:
     assert pages.num_leased <= 10 + 6 * 7
     driver.run()
     assert_right(driver, reqs)
+
+
+def test_namespaces_share_no_page_and_find_their_own() -> None:
+    driver = make_driver(num_pages=200, page_size=4, chunked_prefill_size=-1)
+    prompt = list(range(20, 60))
+    for index, (key, cached) in enumerate(
+        [("", 0), ("a", 0), ("b", 0), ("a", 40), ("", 40), ("b", 40), ("c", 0)]
+    ):
+        req = request(f"r{index}", [*prompt, 1, 2], extra_key=key, max_new_tokens=5)
+        driver.send(req)
+        driver.run()
+        assert driver.answers[req.rid].last.cached_tokens == cached, (index, key)
+        assert_right(driver, [req])
+
+
+def test_twins_of_different_namespaces_stay_on_their_own_pages() -> None:
+    """A request is moved onto the pages of one that brought the same tokens, but only within its namespace."""
+    driver = make_driver(num_pages=200, page_size=4, num_rows=8, chunked_prefill_size=-1)
+    prompt = list(range(1, 41))
+    reqs = [
+        request(f"{key}{i}", [*prompt, 100 + i], extra_key=key, max_new_tokens=12, ignore_eos=True)
+        for i in range(2)
+        for key in ("a", "b", "")
+    ]
+    driver.send(*reqs)
+    for _ in range(4):
+        driver.step()
+    pages = {req.rid: req.pages[:10].tolist() for req in driver.scheduler.reqs.values()}
+    for key in ("a", "b", ""):
+        assert pages[f"{key}0"] == pages[f"{key}1"]
+    assert len({page for columns in pages.values() for page in columns}) == 30
+    driver.run()
+    assert_right(driver, reqs)
+
+
+def test_longest_prefix_first_waits_for_no_prefix_of_another_namespace() -> None:
+    """Requests that share a prefix go one after the other, so that the later find it; others need not wait."""
+    for keys, num_first in (("aa", 1), ("ab", 2)):
+        driver = make_driver(num_pages=200, page_size=4, chunked_prefill_size=-1, schedule_policy="lpm")
+        prompt = list(range(1, 41))
+        driver.send(*(request(f"r{i}", [*prompt, 100 + i], extra_key=key) for i, key in enumerate(keys)))
+        driver.send(request("other", [200] * 4))
+        driver.scheduler.ingest(driver.drain(False))
+        order = order_waiting(
+            driver.scheduler.waiting, "lpm", driver.scheduler.memory.match, driver.scheduler.shuffler
+        )
+        assert [req.rid for req in order].index("other") == num_first
+        driver.run()
 
 
 @pytest.mark.parametrize("disable_overlap_schedule", [False, True])

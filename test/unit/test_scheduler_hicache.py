@@ -58,6 +58,23 @@ def test_a_prefix_comes_back_from_the_host(policy: str) -> None:
     assert driver.answers["back"].last.cached_tokens == 40
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prefix_on_the_host_is_found_by_its_own_namespace_alone(policy: str) -> None:
+    driver = make_tiered_driver(num_host_pages=200, hicache_write_policy=policy)
+    prompt = list(range(20, 60))
+    for rid in ("first", "again"):
+        serve(driver, request(rid, prompt, extra_key="mine", max_new_tokens=2, ignore_eos=True))
+    fill_device(driver, 1)
+    before = transfers(driver).num_moved["load"]
+    for key in ("", "other"):
+        serve(driver, request(f"not-{key}", [*prompt, 7], extra_key=key, max_new_tokens=1))
+        assert driver.answers[f"not-{key}"].last.cached_tokens == 0
+    assert transfers(driver).num_moved["load"] == before
+    serve(driver, request("back", [*prompt, 7, 8, 9], extra_key="mine", max_new_tokens=4, ignore_eos=True))
+    assert transfers(driver).num_moved["load"] - before == 10
+    assert driver.answers["back"].last.cached_tokens == 40
+
+
 def test_write_back_stores_nothing_before_the_device_is_full() -> None:
     driver = make_tiered_driver(hicache_write_policy="write_back")
     serve(driver, request("a", list(range(20, 60)), max_new_tokens=2))

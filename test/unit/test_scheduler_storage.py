@@ -48,8 +48,9 @@ def prompts() -> list[list[int]]:
     return [[random.randrange(5, 200) for _ in range(400 + 16 * i)] for i in range(3)]
 
 
-def answer(driver: Driver, rid: str, prompt: Sequence[int]) -> list[int]:
-    driver.send(request(rid, list(prompt), max_new_tokens=6, temperature=0.0, ignore_eos=True))
+def answer(driver: Driver, rid: str, prompt: Sequence[int], extra_key: str = "") -> list[int]:
+    params = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+    driver.send(request(rid, list(prompt), extra_key=extra_key, **params))
     driver.run(max_steps=200_000)
     return driver.answers[rid].output_ids
 
@@ -94,6 +95,20 @@ def test_a_new_engine_finds_what_the_old_one_stored(
     assert state(again).prefetches["complete"] == 3
     assert state(again).cached_tokens["storage"] == sum((len(p) - 1) // PAGE * PAGE for p in prompts())
     assert state(again).num_locked_nodes == 0
+
+
+def test_storage_gives_a_prefix_to_its_own_namespace_alone(tmp_path: Path, drivers: list[Driver]) -> None:
+    first = engine(drivers, tmp_path)
+    prompt = prompts()[0]
+    whole = (len(prompt) - 1) // PAGE * PAGE
+    tokens = answer(first, "mine", prompt, "mine")
+    settle(first)
+    again = engine(drivers, tmp_path)
+    for rid, key, stored in (("none", "", 0), ("other", "other", 0), ("mine", "mine", whole)):
+        assert answer(again, rid, prompt, key) == tokens
+        details = again.answers[rid].last.cached_tokens_details
+        assert details is not None and (details.device, details.host, details.storage) == (0, 0, stored), rid
+    settle(again)
 
 
 @pytest.mark.parametrize("policy", ["best_effort", "timeout"])

@@ -20,6 +20,7 @@ from fenceline.config.server_args import ServerArgs, resolve
 from fenceline.managers.io_struct import (
     AbortReq,
     BatchStrOut,
+    BatchTokenOut,
     ControlReply,
     FatalError,
     FinishReason,
@@ -205,6 +206,11 @@ async def test_invalid_request_of_a_group_sends_none() -> None:
     (GenerateInput(input_ids=[5], top_logprobs_num=129), "top_logprobs_num"),
     (GenerateInput(text="\ud800"), "text has half a surrogate"), (ids_input(5, rid="\udfff"), "rid has half"),
     (ids_input(5, stop=("a", "\ud800")), "stop has half"),
+    (GenerateInput(input_ids=[5], extra_key="\ud800"), "extra_key has half"),
+    (GenerateInput(input_ids=[5], extra_key="é" * 257), "at most 512 bytes"),
+    (GenerateInput(input_ids=[5], priority=2**63), "priority"),
+    (GenerateInput(input_ids=[5], return_logprob=True, token_ids_logprob=[1024]), "token_ids_logprob: 1024"),
+    (GenerateInput(input_ids=[5], return_logprob=True, token_ids_logprob=[1] * 129), "at most 128 tokens"),
 ])  # fmt: skip
 async def test_refusals(inp: GenerateInput, words: str) -> None:
     bench = Bench()
@@ -220,6 +226,31 @@ async def test_max_new_tokens_is_clipped_to_context_and_memory() -> None:
     await bench.manager.submit(ids_input(5, 6, 7, 8, max_new_tokens=1000, min_new_tokens=500))
     params = bench.link.requests()[0].sampling_params
     assert (params.max_new_tokens, params.min_new_tokens) == (60, 60)
+
+
+async def test_what_a_request_asks_of_the_scheduler_reaches_it() -> None:
+    bench = Bench()
+    inp = GenerateInput(
+        input_ids=[5], extra_key="é" * 256, priority=-3, return_logprob=True, token_ids_logprob=(7, 6)
+    )
+    await bench.manager.submit(inp)
+    (sent,) = bench.link.requests()
+    assert (sent.extra_key, sent.priority, sent.token_ids_logprob) == ("é" * 256, -3, [7, 6])
+
+
+async def test_the_last_chunk_says_how_long_it_took() -> None:
+    bench = Bench()
+    stream = await bench.manager.submit(ids_input(5))
+    first = TokenOut(
+        rid="r", output_ids=[1], prompt_tokens=1, completion_tokens=1, cached_tokens=0, queue_time_s=0.25
+    )
+    bench.manager.handle(BatchTokenOut(outs=[first]))
+    assert (await anext(stream)).times is None
+    bench.news("r", [2, 3], 3, STOP)
+    times = (await anext(stream)).times
+    assert times is not None and times.queue_time_s == 0.25
+    assert times.first_token_latency_s is not None and times.first_token_latency_s > 0
+    assert times.decode_throughput is not None and times.decode_throughput > 0
 
 
 async def test_aborting_a_name_aborts_all_its_requests_and_no_other() -> None:

@@ -133,6 +133,7 @@ def _cut(token: TokenOut, num_kept: int, match: StopMatch) -> TokenOut:
             token_ids=logprobs.token_ids[:num_kept],
             logprobs=logprobs.logprobs[:num_kept],
             top_logprobs=logprobs.top_logprobs[:num_kept],
+            token_ids_logprobs=logprobs.token_ids_logprobs[:num_kept],
         )
     return msgspec.structs.replace(
         token,

@@ -25,7 +25,11 @@ class TokenizedGenerateReq(Message):
     """One request with its prompt as token ids. ``n`` > 1 is already expanded into ``n`` of these.
 
     ``logprob_start_len``: the first prompt position whose logprob is wanted (of token i given tokens < i);
-    -1 means none of the prompt's. ``top_logprobs_num``: how many alternatives each position reports.
+    -1 means none of the prompt's. ``top_logprobs_num``: how many alternatives each position reports;
+    ``token_ids_logprob``: tokens whose logprobs each position reports, in this order, empty for none.
+    ``extra_key``: the namespace in which its KV is cached, "" for the common one: requests of different
+    namespaces never share a page, on any tier. ``priority``: with --enable-priority-scheduling, which waiting
+    request goes first.
     """
 
     rid: str
@@ -35,6 +39,9 @@ class TokenizedGenerateReq(Message):
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
+    token_ids_logprob: list[int] = []
+    extra_key: str = ""
+    priority: int = 0
 
 
 class AbortReq(Message):
@@ -115,12 +122,15 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Logprobs of consecutive positions: the chosen tokens' and each position's best alternatives.
 
     ``logprobs[i]`` may be None (the first token of a prompt has no condition). ``top_logprobs[i]`` holds
-    (logprob, token id) pairs in descending order, empty when none were asked for.
+    (logprob, token id) pairs in descending order, empty when none were asked for. ``token_ids_logprobs``
+    holds for each position the pairs of the tokens in ``token_ids_logprob``, in that order, and none for a
+    position without a logprob; it is empty as a whole when the request named no tokens.
     """
 
     token_ids: list[int]
     logprobs: list[float | None]
     top_logprobs: list[list[tuple[float, int]]]
+    token_ids_logprobs: list[list[tuple[float, int]]] = []
 
 
 class CachedTokensDetails(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -136,7 +146,8 @@ class TokenOut(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     The first one (``decode`` not None) carries what decoding needs. ``output_ids`` of a request over all
     its messages are its whole output, once each, in order. ``finish_reason`` not None: the last message.
-    ``cached_tokens_details`` is None without HiCache.
+    ``cached_tokens_details`` is None without HiCache. ``queue_time_s`` comes with the first one: seconds from the
+    request's arrival at the scheduler to the step that began it, None if it never began.
     """
 
     rid: str
@@ -150,6 +161,7 @@ class TokenOut(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     output_logprobs: TokenLogprobs | None = None
     num_retractions: int = 0
     cached_tokens_details: CachedTokensDetails | None = None
+    queue_time_s: float | None = None
 
 
 class DecodeInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -34,10 +34,10 @@ class OutputSender:
 
     def _add(self, req: Req, reason: FinishReason | None) -> None:
         num_outputs = len(req.output_ids)
-        decode = None
+        decode = queue_time_s = None
         if not req.announced:
             req.announced = True
-            decode = req.decode_info()
+            decode, queue_time_s = req.decode_info(), req.queue_time_s
         output_logprobs = input_logprobs = None
         if req.output_log is not None:
             output_logprobs, req.output_log = _taken(req.output_log), LogprobLog()
@@ -56,6 +56,7 @@ class OutputSender:
                 output_logprobs=output_logprobs,
                 num_retractions=req.num_retractions,
                 cached_tokens_details=req.cached_details,
+                queue_time_s=queue_time_s,
             )
         )
         req.num_emitted = num_outputs

@@ -84,6 +84,8 @@ class Req:
     announced: bool = False  # the detokenizer knows this request
     prompt_log: LogprobLog | None = None
     output_log: LogprobLog | None = None
+    arrived_at: float = 0.0  # seconds of the statistics' clock, as the next one; nothing is decided by them
+    queue_time_s: float | None = None  # from its arrival to the first step that it was part of
 
     # Memory, while admitted
     row: int = 0
@@ -172,4 +174,6 @@ class Req:
             # A prompt that was left half-way is scored anew.
             prompt_log=self.prompt_log if self.output_ids else LogprobLog.of_prompt(self.source),
             output_log=self.output_log,
+            arrived_at=self.arrived_at,
+            queue_time_s=self.queue_time_s,
         )

@@ -108,7 +108,7 @@ class RequestMemory:
         """Have storage look for the prefix of a request that has arrived."""
         if self._storage is not None:
             usable = req.prompt_ids[: _most_cached(req) + 1]
-            req.prefetch = self._storage.prefetch(usable, self.match(req).match)
+            req.prefetch = self._storage.prefetch(usable, self.match(req).match, req.source.extra_key)
 
     def may_schedule(self, req: Req) -> bool:
         """Whether ``req`` need not wait for storage any more."""
@@ -150,7 +150,7 @@ class RequestMemory:
     def _match(self, req: Req) -> Prefix:
         tokens = req.token_ids()
         limit = _most_cached(req)
-        match = self.tree.match_prefix(tokens[:limit])
+        match = self.tree.match_prefix(tokens[:limit], req.source.extra_key)
         if self.tiers is None:
             return Prefix(match)
         match = self.tiers.usable(match)
@@ -352,7 +352,7 @@ class RequestMemory:
         num_pages = req.published_len // self.page_size
         tokens = req.token_ids()[: num_pages * self.page_size]
         pages = np.array(req.pages[:num_pages], dtype=np.int32)
-        return self.tree.insert(tokens, pages, after=req.last_flight)
+        return self.tree.insert(tokens, pages, req.last_flight, req.source.extra_key)
 
 
 def _most_cached(req: Req) -> int:

@@ -10,6 +10,8 @@ from fenceline.managers.request_types import GenerateInput, RequestError
 from fenceline.managers.tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS = 128
+MAX_TOKEN_IDS_LOGPROB = 128
+MAX_EXTRA_KEY_BYTES = 512
 MAX_STOP_CHARS = 4096  # bounds the work of looking for the beginning of one
 
 
@@ -25,11 +27,16 @@ def check_prompt_form(inp: GenerateInput, tokenizer: Tokenizer | None) -> None:
         ("text", (inp.text or "",)),
         ("stop", inp.sampling_params.stop),
         ("rid", (inp.rid,)),
+        ("extra_key", (inp.extra_key,)),
     ):
         if not all(map(_is_unicode, strings)):
             raise RequestError(400, f"{name} has half a surrogate pair: it is not Unicode text", param=name)
     if any(len(stop) > MAX_STOP_CHARS for stop in inp.sampling_params.stop):
         raise RequestError(400, f"a stop string may have at most {MAX_STOP_CHARS} characters", param="stop")
+    if len(inp.extra_key.encode()) > MAX_EXTRA_KEY_BYTES:
+        raise RequestError(400, f"extra_key may have at most {MAX_EXTRA_KEY_BYTES} bytes", param="extra_key")
+    if not -(2**63) <= inp.priority < 2**63:
+        raise RequestError(400, "priority must fit in 64 bits", param="priority")
     if inp.sampling_params.stop and tokenizer is None:
         raise RequestError(
             400, "this server runs with --skip-tokenizer-init: stop strings are impossible, use stop_token_ids",
@@ -111,4 +118,25 @@ def build_message(
         return_logprob=inp.return_logprob,
         logprob_start_len=inp.logprob_start_len,
         top_logprobs_num=inp.top_logprobs_num,
+        token_ids_logprob=_checked_token_ids_logprob(inp, vocab_size),
+        extra_key=inp.extra_key,
+        priority=inp.priority,
     )
+
+
+def _checked_token_ids_logprob(inp: GenerateInput, vocab_size: int) -> list[int]:
+    ids = list(inp.token_ids_logprob) if inp.return_logprob else []
+    if len(ids) > MAX_TOKEN_IDS_LOGPROB:
+        raise RequestError(
+            400,
+            f"token_ids_logprob may name at most {MAX_TOKEN_IDS_LOGPROB} tokens, got {len(ids)}",
+            param="token_ids_logprob",
+        )
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                400,
+                f"token_ids_logprob: {token} is outside the vocabulary of {vocab_size}",
+                param="token_ids_logprob",
+            )
+    return ids

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fenceline.managers.io_struct import SchedulerReady, TokenizedGenerateReq, TokenOut
 from fenceline.managers.request_stream import RequestStream
-from fenceline.managers.request_types import GenerateChunk, RequestError
+from fenceline.managers.request_types import GenerateChunk, RequestError, RequestTimes
 
 _MAX_PAST_IDS = 65536  # news of a request is never this late
 
@@ -17,7 +17,7 @@ class RequestEntry:
 
     __slots__ = (
         "cached_tokens", "completion_tokens", "created", "family", "first_token", "last_token", "num_prompt_tokens",
-        "num_retractions", "rid", "started", "stream", "wire_rid",
+        "num_retractions", "queue_time_s", "rid", "started", "stream", "wire_rid",
     )  # fmt: skip
 
     def __init__(self, message: TokenizedGenerateReq, stream: RequestStream, family: str) -> None:
@@ -33,6 +33,7 @@ class RequestEntry:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.num_retractions = 0
+        self.queue_time_s: float | None = None
 
     @property
     def num_held_tokens(self) -> int:
@@ -54,6 +55,17 @@ class RequestEntry:
             finish_reason=token.finish_reason,
             num_retractions=token.num_retractions,
             cached_tokens_details=token.cached_tokens_details,
+            times=None if token.finish_reason is None else self.times(now),
+        )
+
+    def times(self, now: float) -> RequestTimes:
+        """How long it took, at its end."""
+        first = self.first_token
+        num_later = self.completion_tokens - 1
+        return RequestTimes(
+            queue_time_s=self.queue_time_s,
+            first_token_latency_s=first - self.created if first else None,
+            decode_throughput=num_later / (now - first) if first and num_later > 0 and now > first else None,
         )
 
 
@@ -142,6 +154,7 @@ class RequestTable:
         held = entry.num_held_tokens
         if not entry.started:
             entry.started = True
+            entry.queue_time_s = token.queue_time_s
             del self._waiting[entry.rid]
             held = 0
         entry.completion_tokens = token.completion_tokens

@@ -59,6 +59,7 @@ class GenerateInput:
     ``add_special_tokens``: False where ``text`` is a rendered chat template, which writes its own BOS.
     ``family``: the client's one id for several requests, such as the samples of a prompt, that aborts them all.
     ``logprob_start_len``: first prompt position whose logprob is wanted, -1 for none of the prompt's.
+    ``token_ids_logprob``, ``extra_key`` and ``priority`` are those of :class:`TokenizedGenerateReq`.
     """
 
     text: str | None = None
@@ -70,7 +71,18 @@ class GenerateInput:
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
+    token_ids_logprob: Sequence[int] = ()
+    extra_key: str = ""
+    priority: int = 0
     add_special_tokens: bool = True
+
+
+class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a request took. None where it never came so far."""
+
+    queue_time_s: float | None  # from its arrival at the scheduler to the step that began it
+    first_token_latency_s: float | None  # from its arrival at the server to the first token
+    decode_throughput: float | None  # tokens/s after the first one; None for a single token
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +90,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
 
     ``text``, ``output_ids`` and ``output_logprobs`` are new ones only; the three token counts and
     ``e2e_latency`` (seconds since the request arrived) are totals. ``input_logprobs`` comes once, with
-    the first chunk. ``finish_reason`` is not None in the last chunk only.
+    the first chunk. ``finish_reason`` and ``times`` are not None in the last chunk only.
     """
 
     rid: str
@@ -93,6 +105,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     num_retractions: int = 0
     cached_tokens_details: CachedTokensDetails | None = None  # None without HiCache
+    times: RequestTimes | None = None
 
     @property
     def finished(self) -> bool:
@@ -121,11 +134,12 @@ def _joined(parts: Sequence[TokenLogprobs | None]) -> TokenLogprobs | None:
     present = [part for part in parts if part is not None]
     if len(present) <= 1:
         return present[0] if present else None
-    joined = TokenLogprobs(token_ids=[], logprobs=[], top_logprobs=[])
+    joined = TokenLogprobs(token_ids=[], logprobs=[], top_logprobs=[], token_ids_logprobs=[])
     for part in present:
         joined.token_ids.extend(part.token_ids)
         joined.logprobs.extend(part.logprobs)
         joined.top_logprobs.extend(part.top_logprobs)
+        joined.token_ids_logprobs.extend(part.token_ids_logprobs)
     return joined
 
 

@@ -105,11 +105,11 @@ def _split_shared(waiting: list[Req], matched: dict[str, int]) -> tuple[list[Req
     """Requests to try now, and those that would find a longer prefix once one of the former has run."""
     first: list[Req] = []
     later: list[Req] = []
-    heads: set[bytes] = set()
+    heads: set[tuple[str, bytes]] = set()  # by namespace: no other shares its pages
     for req in waiting:
         known = matched[req.rid]
         tokens = req.prompt_ids[known : known + _IN_BATCH_MIN_SHARED]
-        head = req.prompt_ids[:known].tobytes() + tokens.tobytes()
+        head = (req.source.extra_key, req.prompt_ids[:known].tobytes() + tokens.tobytes())
         if len(tokens) == _IN_BATCH_MIN_SHARED and head in heads:
             later.append(req)
         else:

@@ -157,7 +157,7 @@ class Scheduler:
             self.reqs[req.rid] = req
             self.waiting.append(req)
             self.memory.prefetch(req)
-            self.stats.num_prompt_tokens += len(req.prompt_ids)
+            self.stats.arrived(req)
             return
         self.output.flush()
 

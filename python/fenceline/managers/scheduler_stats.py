@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fenceline.managers.hicache_stats import hicache_state
 from fenceline.managers.io_struct import CudaGraphState, InternalState, StatsReport
 from fenceline.managers.prefill import PrefillPlan
+from fenceline.managers.req import Req
 from fenceline.managers.request_memory import RequestMemory
 from fenceline.model_executor.graph_runner import GraphStats
 
@@ -54,10 +55,19 @@ class SchedulerStats:
     def _num_used_pages(self) -> int:
         return self._memory.pages.num_leased - self._memory.tree.num_evictable_pages
 
+    def arrived(self, req: Req) -> None:
+        """A request was queued."""
+        self.num_prompt_tokens += len(req.prompt_ids)
+        req.arrived_at = time.perf_counter()
+
     def prefill(self, plan: PrefillPlan, num_running: int, num_queued: int) -> None:
         """A prefill step was planned."""
         self.num_cached_tokens += plan.num_cached_tokens
         self.num_computed_prompt_tokens += plan.num_new_tokens
+        now = time.perf_counter()
+        for req in plan.reqs:
+            if req.queue_time_s is None:
+                req.queue_time_s = now - req.arrived_at
         if self._decode_log_interval and logger.isEnabledFor(logging.INFO):
             logger.info(
                 "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "

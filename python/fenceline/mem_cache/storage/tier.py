@@ -32,6 +32,7 @@ class _Wanted:
     op: Prefetch
     token_ids: IntArray  # the prefix that its keys end with
     first_page: int  # of the prefix that the keys name
+    extra_key: str  # its namespace
     num_settled: int = 0  # leading host pages that are the tree's, or free again
 
 
@@ -50,7 +51,7 @@ class StorageTier:
         self._tree = tree
         self._host_pages = host_pages
         self._controller = storage.controller
-        self._root_key = storage.root_key("")
+        self._root_key = storage.root_key
         self._page_size = page_size
         self._threshold = prefetch_threshold
         self._num_prefetches = 0
@@ -66,19 +67,19 @@ class StorageTier:
 
     # --- up ------------------------------------------------------------------------------------------
 
-    def prefetch(self, token_ids: IntArray, match: MatchResult) -> Prefetch | None:
-        """Look for what follows ``match`` of the prompt ``token_ids``; None where it is not worth it. The last token of
-        a prompt is computed in any case."""
+    def prefetch(self, token_ids: IntArray, match: MatchResult, extra_key: str = "") -> Prefetch | None:
+        """Look for what follows ``match`` of the prompt ``token_ids`` in the namespace ``extra_key``; None where it is
+        not worth it. The last token of a prompt is computed in any case."""
         num_known = match.num_tokens + match.num_host_tokens
         num_whole = (len(token_ids) - 1) // self._page_size * self._page_size
         if num_whole - num_known < max(self._threshold, 1):
             return None
         tokens = token_ids[:num_whole]
         first = num_known // self._page_size
-        keys = page_keys(self._root_key, tokens, self._page_size)[first:]
+        keys = page_keys(self._root_key(extra_key), tokens, self._page_size)[first:]
         self._num_prefetches += 1
         op = Prefetch(self._num_prefetches, keys)
-        self._wanted[op.handle] = _Wanted(op, tokens, first)
+        self._wanted[op.handle] = _Wanted(op, tokens, first, extra_key)
         self._controller.query(op)
         return op
 
@@ -146,7 +147,7 @@ class StorageTier:
         pages = op.host_pages[first:end]
         tokens = wanted.token_ids[: (wanted.first_page + end) * self._page_size]
         # The worker has waited for these Points; the streams that touch the pages next have not.
-        spare = self._tree.insert_host(tokens, pages, op.after)
+        spare = self._tree.insert_host(tokens, pages, op.after, wanted.extra_key)
         self._host_pages.retire(spare, op.after)
 
     def _end(self, op: Prefetch) -> None:
