@@ -20,16 +20,23 @@ logger = logging.getLogger(__name__)
 REQUEST_ID = "fenceline.request_id"
 BODY_SEND = "fenceline.send"  # for the body of a started answer: past the wrappers that only watch its start
 _ID_PATTERN = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_MAX_LENGTH_DIGITS = 20  # of a Content-Length
+# Bodies larger than this share MAX_BODIES_BYTES while their requests are worked on; there is always room for others.
+_SMALL_BODY_BYTES = 64 << 10
+MAX_BODIES_BYTES = 4 * MAX_BODY_BYTES
 _OPEN_PREFIXES = ("/health", "/metrics")  # reachable without the key, as probes and scrapers carry none
 
 
 class FrontDoor:
     """Gives every request an id (the client's ``x-request-id`` or a fresh one) that its answer carries too,
-    compares the key in constant time, refuses bodies over 64 MiB and answers for our own defects."""
+    compares the key in constant time, refuses bodies over 64 MiB and answers for our own defects.
+
+    All large bodies that are here at one time may have 256 MiB together; what comes on top is answered with 503."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self._app = app
         self._credentials = None if api_key is None else f"Bearer {api_key}".encode()
+        self.num_body_bytes = 0  # of large bodies whose requests have not ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,8 +61,9 @@ class FrontDoor:
         if error is not None:
             await error_response(error)(scope, receive, send_with_id)
             return
+        body = _Body(self, receive)
         try:
-            await self._app(scope, _limited(receive), send_with_id)
+            await self._app(scope, body.receive, send_with_id)
         except asyncio.CancelledError:  # the server stops and waits no longer
             if not started:
                 await error_response(_stopping())(scope, receive, send_with_id)
@@ -63,10 +71,14 @@ class FrontDoor:
             logger.exception("request %s failed", scope[REQUEST_ID])
             if not started:
                 await error_response(internal_error(defect))(scope, receive, send_with_id)
+        finally:
+            self.num_body_bytes -= body.num_shared
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> RequestError | None:
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > MAX_BODY_BYTES:
+        if len(length) > _MAX_LENGTH_DIGITS or not length.isdigit():
+            return RequestError(400, "Content-Length is not a number of bytes")
+        if int(length) > MAX_BODY_BYTES:
             return _too_large()
         if self._credentials is None or scope["method"] == "OPTIONS":
             return None
@@ -79,19 +91,33 @@ class FrontDoor:
         )
 
 
-def _limited(receive: Receive) -> Receive:
-    """``receive`` that counts: a body without a declared length is limited too."""
-    num_bytes = 0
+class _Body:
+    """``receive`` that counts: a body without a declared length is limited too, and so are all bodies together."""
 
-    async def counted() -> Message:
-        nonlocal num_bytes
-        message = await receive()
-        num_bytes += len(message.get("body", b""))
-        if num_bytes > MAX_BODY_BYTES:
-            raise _too_large()
+    def __init__(self, door: FrontDoor, receive: Receive) -> None:
+        self._door = door
+        self._receive = receive
+        self._num_bytes = 0
+        self.num_shared = 0  # counted in the door's sum
+
+    async def receive(self) -> Message:
+        """The next part. Raises RequestError for one too many."""
+        message = await self._receive()
+        self._num_bytes += len(message.get("body", b""))
+        if self._num_bytes > _SMALL_BODY_BYTES:
+            self._count()
         return message
 
-    return counted
+    def _count(self) -> None:
+        if self._num_bytes > MAX_BODY_BYTES:
+            raise _too_large()
+        num_more = self._num_bytes - self.num_shared
+        if self._door.num_body_bytes + num_more > MAX_BODIES_BYTES:
+            raise RequestError(
+                503, "other large requests are being received: try again", code="too_many_bodies"
+            )
+        self._door.num_body_bytes += num_more
+        self.num_shared += num_more
 
 
 def _too_large() -> RequestError:

@@ -1,8 +1,13 @@
-"""uvicorn's connections with fewer system calls: what one turn of the event loop writes leaves as one write.
+"""uvicorn's connections with fewer system calls, and with limits on what one client may cost.
 
-uvloop hands each write to the kernel at once. An answer's head, its first event, the last event and the end of the
-chunked body would be writes and packets of their own, each of which wakes the client, and beside a client on the same
-machine a wake-up costs more than everything else that the server does for a request.
+What one turn of the event loop writes leaves as one write. uvloop hands each write to the kernel at once. An answer's
+head, its first event, the last event and the end of the chunked body would be writes and packets of their own, each of
+which wakes the client, and beside a client on the same machine a wake-up costs more than everything else that the
+server does for a request.
+
+uvicorn and httptools keep a request's head without limit and join its parts at quadratic cost, before anybody looks at
+the API key; and they wait for the rest of a request for ever. Here sizes are limited while bytes arrive, and a client
+that does not keep pace is disconnected.
 """
 
 from __future__ import annotations
@@ -10,12 +15,42 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
-from typing import Any, cast
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from fenceline.entrypoints.errors import error_bytes, error_response
+from fenceline.entrypoints.json_body import MAX_BODY_BYTES
+from fenceline.managers.request_types import RequestError
+
+logger = logging.getLogger(__name__)
+
+Pace = tuple[int, str, int]
 
 MAX_HELD_BYTES = 1 << 16
 LOG_DELAY_S = 0.01
+
+# Of one request.
+MAX_HEAD_BYTES = 64 << 10  # request line and headers together
+MAX_URL_BYTES = 8 << 10
+MAX_HEADERS = 128
+MAX_FRAMING_BYTES = 16 << 10  # of a chunked body, in a row: chunk extensions, trailers
+MAX_PIPELINED = 16  # requests that have come before the answer to the one in front of them is complete
+# Of a connection's pace, which check_pace looks at once a second.
+HEAD_TIMEOUT_S = 10.0  # for a request's head, and for a new connection to say anything
+BODY_PERIOD_S = 20.0  # a body brings BODY_PERIOD_BYTES in each such period, or ends
+BODY_PERIOD_BYTES = 20 << 10
+WRITE_TIMEOUT_S = 60.0  # the client takes something of its answer within this time
+_WARNING_INTERVAL_S = 60.0
+_EVICTED_SHARE = 16  # of idle connections, how many are closed where a new one has no room: 1 in 16
+# Of a body that was refused before it had come: what is read all the same, so that the client comes to the answer.
+_MAX_DISCARDED_BYTES = 2 * MAX_BODY_BYTES
+_REFUSAL_HEAD = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+_PIECE_BYTES = 16 << 10  # of a request that is parsed in one go
 
 Data = bytes | bytearray | memoryview
 
@@ -29,6 +64,7 @@ class JoiningTransport(asyncio.Transport):
         self._loop = loop
         self._held: list[Data] = []
         self._num_held = 0
+        self._num_written = 0  # bytes handed to the transport since the connection began
 
     def write(self, data: Data) -> None:
         """Write ``data`` soon; in order, and before the connection is closed."""
@@ -46,7 +82,8 @@ class JoiningTransport(asyncio.Transport):
 
     def _flush(self) -> None:
         if self._held:
-            held, self._held, self._num_held = self._held, [], 0
+            held, num_held, self._held, self._num_held = self._held, self._num_held, [], 0
+            self._num_written += num_held
             self._transport.write(held[0] if len(held) == 1 else b"".join(held))
 
     def close(self) -> None:
@@ -71,6 +108,11 @@ class JoiningTransport(asyncio.Transport):
     def get_write_buffer_size(self) -> int:
         """Bytes that the kernel has not taken."""
         return self._num_held + self._transport.get_write_buffer_size()
+
+    @property
+    def num_taken(self) -> int:
+        """Bytes that the kernel has taken since the connection began."""
+        return self._num_written - self._transport.get_write_buffer_size()
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         """As the transport, whose limits are those that pause the protocol."""
@@ -118,10 +160,214 @@ class LateLogger:
             self._loop.call_later(LOG_DELAY_S, self._logger.info, text, *values)
 
 
+@dataclass(slots=True)
+class ConnectionLimit:
+    """How many connections one server has, and when it last said in its log that they are all taken."""
+
+    max_connections: int
+    warned_at: float = float("-inf")
+
+    def warn(self, now: float, num_idle: int) -> None:
+        """Say so, once a minute at most."""
+        if now - self.warned_at < _WARNING_INTERVAL_S:
+            return
+        self.warned_at = now
+        logger.warning(
+            "All %d connections are taken, %d of them idle: idle ones are closed for new ones. A connection takes a "
+            "file descriptor: raise the limit (ulimit -n) if these are your clients.",
+            self.max_connections, num_idle,
+        )  # fmt: skip
+
+
 class JoiningHttpProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 on a :class:`JoiningTransport`."""
+    """uvicorn's HTTP/1.1 on a :class:`JoiningTransport`, with limits.
+
+    A request that is malformed or too large is answered with a 4xx in the server's own form, and the connection is
+    closed. Where ``limit`` is reached, connections on which no request is being answered give way to new ones, the
+    longest waiting first. If there are none, a new connection gets 503, but for /health: who watches the server must
+    learn that it is busy, not dead.
+    """
+
+    def __init__(self, *args: Any, limit: ConnectionLimit, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._limit = limit
+        self._refusal: RequestError | None = None  # set by the parser's callbacks, which can only raise
+        self._in_head = True
+        self._num_head_bytes = 0  # of the request that is being received
+        self._num_framing_bytes = 0  # since the last byte of a body
+        self._num_body_bytes = 0
+        self._num_heads = 0  # complete ones since the connection began
+        self._pace: Pace = (0, "head", 0)  # how far the client had come when it was last seen to go on
+        self._pace_at = 0.0
+        self._num_taken = 0  # how many of the bytes written the kernel had taken when it last took some
+        self._taken_at = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         """A client has connected."""
         self.access_logger = cast(logging.Logger, LateLogger(self.access_logger, self.loop))
         super().connection_made(JoiningTransport(transport, self.loop))
+        self._pace_at = self.loop.time()
+        self._taken_at = self._pace_at
+        if len(self.connections) > self._limit.max_connections and not self._make_room():
+            self.app = partial(_only_health, self.app)  # type: ignore[assignment]  # uvicorn's types and starlette's
+
+    # --- sizes
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what has come, in pieces, so that limits are noticed before much is kept."""
+        self._unset_keepalive_if_required()
+        if len(data) <= self._piece_limit():
+            self._feed(data)
+            return
+        rest = memoryview(data)
+        while rest and not self.transport.is_closing():
+            limit = self._piece_limit()
+            piece, rest = rest[:limit], rest[limit:]
+            self._feed(piece)
+
+    def _piece_limit(self) -> int:
+        return MAX_HEAD_BYTES - self._num_head_bytes if self._in_head else _PIECE_BYTES
+
+    def _feed(self, piece: bytes | memoryview) -> None:
+        num_body_bytes = self._num_body_bytes
+        if self._in_head:
+            self._num_head_bytes += len(piece)
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:  # to HTTP/2, which some clients offer: they get HTTP/1.1
+            pass
+        except httptools.HttpParserError as error:
+            self._refuse(self._refusal or RequestError(400, f"this is not valid HTTP: {error}"))
+            return
+        if self._in_head:
+            if self._num_head_bytes >= MAX_HEAD_BYTES:
+                self._refuse(_too_large_head(f"{MAX_HEAD_BYTES >> 10} KiB"))
+            return
+        self._num_framing_bytes += len(piece)
+        if self._num_body_bytes != num_body_bytes:
+            self._num_framing_bytes = 0
+        elif self._num_framing_bytes > MAX_FRAMING_BYTES:
+            self._refuse(
+                RequestError(400, "chunk extensions and trailers are not understood here: leave them out")
+            )
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the request's URL."""
+        super().on_url(url)
+        if len(self.url) > MAX_URL_BYTES:
+            self._raise(RequestError(414, f"the URL is longer than {MAX_URL_BYTES >> 10} KiB"))
+
+    def on_headers_complete(self) -> None:
+        """The head is complete: the application gets the request."""
+        if len(self.headers) > MAX_HEADERS:
+            self._raise(_too_large_head(f"{MAX_HEADERS} lines"))
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._raise(RequestError(400, f"more than {MAX_PIPELINED} requests wait on one connection"))
+        super().on_headers_complete()
+        self._in_head, self._num_head_bytes, self._num_framing_bytes = False, 0, 0
+        self._num_heads += 1
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the request's body."""
+        self._num_body_bytes += len(body)
+        super().on_body(body)
+        if self._num_body_bytes > _MAX_DISCARDED_BYTES:
+            self.transport.close()
+
+    def on_message_complete(self) -> None:
+        """The request is complete."""
+        super().on_message_complete()
+        self._in_head, self._num_head_bytes, self._num_body_bytes = True, 0, 0
+
+    def _raise(self, error: RequestError) -> NoReturn:
+        self._refusal = error
+        raise error
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answer with ``error``, unless an answer has begun or others come first, and close the connection."""
+        cycle = self.cycle  # of this request, or of the one before if this one's head is not complete
+        free = self._is_answered() if self._in_head else not (cycle.response_started or self.pipeline)
+        if free:
+            body = error_bytes(error)
+            self.transport.write(STATUS_LINE[error.status] + _REFUSAL_HEAD % len(body) + body)
+            self.access_logger.info("%s - %d %s", self.client, error.status, error.message)
+        if not self._is_answered():
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self.transport.close()
+
+    # --- pace
+
+    def check_pace(self, now: float) -> None:
+        """Disconnect a client that does not go on with its request or does not take its answer. To be called about once
+        a second with the loop's time: that costs less than a timer for each request."""
+        transport = cast(JoiningTransport, self.transport)
+        if not transport.get_write_buffer_size() or transport.num_taken != self._num_taken:
+            self._num_taken, self._taken_at = transport.num_taken, now
+        elif now - self._taken_at > WRITE_TIMEOUT_S:
+            transport.abort()
+        if transport.is_closing():
+            return
+        pace = self._client_pace()
+        if pace != self._pace:
+            self._pace, self._pace_at = pace, now
+        elif pace[1] and now - self._pace_at > (HEAD_TIMEOUT_S if self._in_head else BODY_PERIOD_S):
+            self._give_up()
+
+    def _client_pace(self) -> Pace:
+        """Something that changes when the client goes on: the number of requests that have begun, what is expected of
+        the client (its "head", its "body", or "" if nothing is), and how far that is."""
+        if not self._in_head:
+            waits = not (self.flow.read_paused or self.pipeline)
+            return self._num_heads, "body" if waits else "", self._num_body_bytes // BODY_PERIOD_BYTES
+        # Before a later request's head has begun, uvicorn's keep-alive time-out holds.
+        waits = self._is_answered() and (self._num_head_bytes > 0 or self._num_heads == 0)
+        return self._num_heads, "head" if waits else "", 0
+
+    def _is_answered(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _give_up(self) -> None:
+        if self._in_head and not self._num_head_bytes:
+            self.transport.close()  # it has asked for nothing
+        elif self._in_head:
+            self._refuse(RequestError(408, f"the request's head was not complete after {HEAD_TIMEOUT_S:g} s"))
+        else:
+            self._refuse(
+                RequestError(
+                    408,
+                    f"the request's body came too slowly: send {BODY_PERIOD_BYTES >> 10} KiB in "
+                    f"{BODY_PERIOD_S:g} s at least",
+                )
+            )
+
+    # --- number of connections
+
+    def _make_room(self) -> bool:
+        """Close some of the connections that wait for their client, those that have waited longest. False: there are
+        none."""
+        others = cast("set[JoiningHttpProtocol]", self.connections)
+        idle = [other for other in others if other is not self and other._is_idle()]
+        self._limit.warn(self._pace_at, len(idle))
+        idle.sort(key=lambda other: other._pace_at)
+        for other in idle[: len(idle) // _EVICTED_SHARE + 1]:
+            other.transport.close()
+        return bool(idle)
+
+    def _is_idle(self) -> bool:
+        return self._in_head and self._is_answered() and not self.transport.is_closing()
+
+
+async def _only_health(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """``app`` for a connection too many."""
+    if scope["path"] == "/health":
+        await app(scope, receive, send)
+        return
+    error = RequestError(503, "the server has no room for more connections", code="too_many_connections")
+    response = error_response(error)
+    response.headers["connection"] = "close"
+    await response(scope, receive, send)
+
+
+def _too_large_head(limit: str) -> RequestError:
+    return RequestError(431, f"the request's headers are larger than {limit}", code="headers_too_large")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -14,7 +18,7 @@ from starlette.types import ASGIApp
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.errors import install_error_handlers
 from fenceline.entrypoints.front_door import FrontDoor
-from fenceline.entrypoints.http_protocol import JoiningHttpProtocol
+from fenceline.entrypoints.http_protocol import ConnectionLimit, JoiningHttpProtocol
 from fenceline.entrypoints.native_api import NativeApi
 from fenceline.entrypoints.openai.router import create_router
 from fenceline.entrypoints.short_way import ShortWay, handlers_of
@@ -23,6 +27,8 @@ from fenceline.version import __version__
 
 SHUTDOWN_TIMEOUT_S = 2  # for answers still being written when the server closes
 KEEP_ALIVE_S = 60
+MAX_CONNECTIONS = 16384
+_RESERVED_DESCRIPTORS = 128  # for all that is no connection: sockets to the engine, logs, models being read
 
 
 def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
@@ -36,14 +42,31 @@ def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
     return FrontDoor(short, api_key=config.api_key)
 
 
+def raise_descriptor_limit() -> None:
+    """Each connection takes a file descriptor: let this process, and its children, have as many as they may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ValueError, OSError) as error:  # macOS calls the limit infinite and allows less
+        logging.getLogger(__name__).info("The limit of %d file descriptors stays: %s", soft, error)
+
+
+def max_connections(num_descriptors: int) -> int:
+    """How many connections the server keeps if the process may have ``num_descriptors`` (-1: without limit)."""
+    if num_descriptors < 0:
+        return MAX_CONNECTIONS
+    return min(MAX_CONNECTIONS, max(num_descriptors - _RESERVED_DESCRIPTORS, num_descriptors // 2))
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers: the supervisor decides what a signal means."""
 
     def __init__(self, app: ASGIApp, config: EngineConfig) -> None:
+        limit = ConnectionLimit(max_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
         super().__init__(
             uvicorn.Config(
                 app,
-                http=JoiningHttpProtocol,
+                http=cast("type[asyncio.Protocol]", partial(JoiningHttpProtocol, limit=limit)),
                 log_level=config.log_level_http,
                 log_config=None,  # the process's own format
                 timeout_keep_alive=KEEP_ALIVE_S,
@@ -55,6 +78,14 @@ class HttpServer(uvicorn.Server):
         )
         # Start and stop are the supervisor's to report.
         logging.getLogger("uvicorn.error").setLevel("WARNING")
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second; once a second clients that do not keep pace are disconnected."""
+        if counter % 10 == 0:
+            now = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                cast(JoiningHttpProtocol, connection).check_pace(now)
+        return await super().on_tick(counter)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

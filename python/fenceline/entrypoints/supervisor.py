@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import uvloop
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.entrypoints.http_server import HttpServer, create_app
+from fenceline.entrypoints.http_server import HttpServer, create_app, raise_descriptor_limit
 from fenceline.entrypoints.launch import (
     EngineProcesses,
     FrontEnd,
@@ -59,6 +59,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
 def serve_until_stopped(config: EngineConfig, scheduler_entry: ProcessEntry = run_scheduler) -> int:
     """Run the whole server. Returns the exit status: 0 if it was asked to stop, else the reason was logged."""
     setup_logging(config.log_level)
+    raise_descriptor_limit()
     try:
         sock = bind_socket(config.host, config.port)
     except ValueError as error:

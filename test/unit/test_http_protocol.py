@@ -1,0 +1,509 @@
+"""What one connection may cost: sizes are limited while bytes arrive, slow clients are disconnected, and where there
+are too many connections the idle ones give way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+
+import orjson
+import pytest
+import uvicorn
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from fenceline.entrypoints import http_protocol as limits
+from fenceline.entrypoints.front_door import MAX_BODIES_BYTES, FrontDoor
+from fenceline.entrypoints.http_protocol import ConnectionLimit, JoiningHttpProtocol
+from fenceline.entrypoints.http_server import MAX_CONNECTIONS, max_connections, raise_descriptor_limit
+from fenceline.entrypoints.json_body import MAX_BODY_BYTES
+from fenceline.managers.request_types import RequestError
+
+MIB = 1 << 20
+
+
+class Wire(asyncio.Transport):
+    """A transport without a network. ``full``: the kernel takes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = b""
+        self.untaken = 0
+        self.full = False
+        self.closing = False
+        self.aborted = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.sent += bytes(data)
+        if self.full:
+            self.untaken += len(data)
+
+    def get_write_buffer_size(self) -> int:
+        return self.untaken
+
+    def get_extra_info(self, name: str, default: object = None) -> object:
+        return ("127.0.0.1", 1) if name in ("sockname", "peername") else default
+
+    def close(self) -> None:
+        self.closing = True
+
+    def abort(self) -> None:
+        self.closing = self.aborted = True
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+class Server:
+    """Connections of one server over ``app``; the clock is the test's."""
+
+    def __init__(self, app: object, max_connections: int = 1000) -> None:
+        self.config = uvicorn.Config(app, lifespan="off", log_config=None)  # type: ignore[arg-type]
+        self.config.load()
+        self.state = ServerState()
+        self.limit = ConnectionLimit(max_connections)
+        self.now = asyncio.get_running_loop().time()
+
+    def connect(self) -> tuple[JoiningHttpProtocol, Wire]:
+        wire = Wire()
+        connection = JoiningHttpProtocol(
+            config=self.config, server_state=self.state, app_state={}, limit=self.limit
+        )
+        connection.connection_made(wire)
+        return connection, wire
+
+    def pass_time(self, seconds: float) -> None:
+        """Look at every connection once a second, as the server does."""
+        for _ in range(int(seconds)):
+            self.now += 1
+            for connection in list(self.state.connections):
+                connection.check_pace(self.now)  # type: ignore[union-attr]
+
+
+class App:
+    """Reads the body and answers; notes what it got. ``gate``: it waits for it before the answer."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.bodies: list[int] = []
+        self.gone = 0
+        self.gate: asyncio.Event | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.paths.append(scope["path"])
+        size, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.gone += 1
+                return
+            size += len(message.get("body", b""))
+            more = message.get("more_body", False)
+        self.bodies.append(size)
+        if self.gate is not None:
+            await self.gate.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def status_of(wire: Wire) -> int:
+    return int(wire.sent.split(b" ", 2)[1])
+
+
+def error_of(wire: Wire) -> dict[str, object]:
+    error: dict[str, object] = orjson.loads(wire.sent.partition(b"\r\n\r\n")[2])["error"]
+    return error
+
+
+async def send(data: list[bytes], app: App | None = None) -> tuple[Wire, int, App]:
+    """A connection that gets ``data``; how many bytes of it were given to the parser."""
+    app = app or App()
+    connection, wire = Server(app).connect()
+    num_fed = 0
+    parser = connection.parser
+
+    class Counting:
+        def __getattr__(self, name: str) -> object:
+            return getattr(parser, name)
+
+        def feed_data(self, piece: bytes) -> None:
+            nonlocal num_fed
+            num_fed += len(piece)
+            parser.feed_data(piece)
+
+    connection.parser = Counting()  # type: ignore[assignment]
+    for part in data:
+        if wire.closing:
+            break
+        connection.data_received(part)
+        await settle()
+    await settle()
+    return wire, num_fed, app
+
+
+# --- heads
+
+
+@pytest.mark.parametrize("part", [1000, 200_000, 4 * MIB])
+async def test_a_head_without_end_is_refused_at_64_kib(part: int) -> None:
+    start = b"POST /generate HTTP/1.1\r\nHost: x\r\nX-Long: "
+    wire, num_fed, app = await send([start, *([b"a" * part] * (4 * MIB // part))])
+    assert num_fed <= limits.MAX_HEAD_BYTES
+    assert status_of(wire) == 431
+    assert error_of(wire)["code"] == "headers_too_large"
+    assert wire.closing
+    assert app.paths == []
+
+
+async def test_a_head_of_64_kib_is_served_and_its_successor_counts_from_nothing() -> None:
+    start = b"GET /a HTTP/1.1\r\nHost: x\r\nX-Long: "
+    head = start + b"a" * (limits.MAX_HEAD_BYTES - len(start) - 4) + b"\r\n\r\n"
+    wire, _, app = await send([head, head, head])
+    assert app.paths == ["/a"] * 3
+    assert not wire.closing
+
+
+@pytest.mark.parametrize(("num", "status"), [(limits.MAX_HEADERS, 200), (limits.MAX_HEADERS + 1, 431)])
+async def test_the_number_of_headers_is_limited(num: int, status: int) -> None:
+    lines = b"".join(b"X-%d: 1\r\n" % index for index in range(num))
+    wire, _, _ = await send([b"GET / HTTP/1.1\r\n" + lines + b"\r\n"])
+    assert status_of(wire) == status
+
+
+@pytest.mark.parametrize(("num", "status"), [(8000, 200), (9000, 414)])
+async def test_the_length_of_a_url_is_limited(num: int, status: int) -> None:
+    wire, _, app = await send([b"GET /" + b"a" * num, b" HTTP/1.1\r\nHost: x\r\n\r\n"])
+    assert status_of(wire) == status
+    assert len(app.paths) == (status == 200)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        b"Content-Length: " + b"9" * 5000,
+        b"Content-Length: " + b"0" * 4999 + b"2",
+        b"Content-Length: -1",
+        b"Content-Length: +2",
+        b"Content-Length: 2.0",
+        b"Content-Length: 0x2",
+        b"Content-Length: 2, 2",
+        b"Content-Length: 2\r\nContent-Length: 2",
+        b"Content-Length: 2\r\nContent-Length: 3",
+        b"Content-Length: 2\r\nTransfer-Encoding: chunked",
+        b"Transfer-Encoding: chunked\r\nContent-Length: 2",
+        b"Transfer-Encoding: chunked, identity",
+        b"X: a\x00b",
+        b"X : 1",
+        b"no colon",
+    ],
+    ids=range(15),
+)
+async def test_ambiguous_and_malformed_heads_are_400(
+    headers: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = App()
+    door = FrontDoor(app, None)
+    connection, wire = Server(door).connect()
+    connection.data_received(b"POST /generate HTTP/1.1\r\nHost: x\r\n" + headers + b"\r\n\r\n{}")
+    await settle()
+    assert status_of(wire) == 400
+    assert error_of(wire)["type"] == "invalid_request_error"
+    assert app.paths == []
+    assert not caplog.records, "no traceback, and no line of the log for each"
+
+
+async def test_a_length_beyond_the_limit_is_413_however_long_its_number() -> None:
+    connection, wire = Server(FrontDoor(App(), None)).connect()
+    connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 18446744073709551615\r\n\r\n")
+    await settle()
+    assert status_of(wire) == 413
+
+
+# --- bodies
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b"1;", *[b"x" * 4096] * 1000],
+        [b"1\r\na\r\n0\r\nX-Trailer: ", *[b"x" * 4096] * 1000],
+        [b"1\r\na\r\n0\r\n", *[b"X-Trailer: x\r\n" * 300] * 1000],
+    ],
+    ids=["extension", "trailer", "trailers"],
+)  # fmt: skip
+async def test_what_surrounds_the_chunks_of_a_body_is_limited(parts: list[bytes]) -> None:
+    head = b"POST /generate HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    wire, num_fed, app = await send([head, *parts])
+    assert num_fed < 3 * limits.MAX_FRAMING_BYTES
+    assert status_of(wire) == 400
+    assert wire.closing
+    assert app.gone == 1, "the application does not wait for the rest"
+
+
+async def test_small_chunks_and_short_extensions_are_a_body() -> None:
+    head = b"POST /generate HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    wire, _, app = await send([head, b"1;a=b\r\nx\r\n" * 20_000, b"0\r\nX-Trailer: 1\r\n\r\n"])
+    assert status_of(wire) == 200
+    assert app.bodies == [20_000]
+
+
+async def test_pipelined_requests_are_limited() -> None:
+    app = App()
+    app.gate = asyncio.Event()
+    connection, wire = Server(app).connect()
+    connection.data_received(b"GET / HTTP/1.1\r\n\r\n" * (1 + limits.MAX_PIPELINED))
+    await settle()
+    assert not wire.closing
+    connection.data_received(b"GET / HTTP/1.1\r\n\r\n" * 1000)
+    assert len(connection.pipeline) == limits.MAX_PIPELINED
+    assert wire.closing
+    assert wire.sent == b"", "an error would be taken for the answer to the first"
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    wire, _, app = await send([b"".join(b"GET /%d HTTP/1.1\r\n\r\n" % index for index in range(5))])
+    assert app.paths == [f"/{index}" for index in range(5)]
+    assert wire.sent.count(b"200 OK") == 5
+
+
+async def test_a_wrong_key_is_refused_before_the_body() -> None:
+    app = App()
+    connection, wire = Server(FrontDoor(app, "secret")).connect()
+    head = b"POST /generate HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 60000000\r\n\r\n"
+    connection.data_received(head)
+    await settle()
+    assert status_of(wire) == 401
+    assert app.paths == []
+    num_sent = 0
+    while not wire.closing and num_sent < 60_000_000:  # whoever sends it all the same fills nothing
+        connection.data_received(b"a" * 250_000)
+        num_sent += 250_000
+    assert len(connection.cycle.body) == 0
+
+
+async def test_what_follows_a_refusal_is_not_read_for_ever() -> None:
+    connection, wire = Server(FrontDoor(App(), "secret")).connect()
+    connection.data_received(b"POST /generate HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+    await settle()
+    num_sent, chunk = 0, b"%x\r\n" % MIB + b"a" * MIB + b"\r\n"
+    while not wire.closing:
+        connection.data_received(chunk)
+        num_sent += MIB
+    assert num_sent <= 2 * MAX_BODY_BYTES + MIB
+
+
+async def test_all_large_bodies_together_are_limited() -> None:
+    """64 clients that send 64 MiB each."""
+    num_held = most_held = 0
+    answers: list[int] = []
+    gate = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal num_held, most_held
+        mine = 0
+        try:
+            while True:
+                message = await receive()
+                mine += len(message["body"])
+                num_held += len(message["body"])
+                most_held = max(most_held, num_held)
+                if not message["more_body"]:
+                    break
+            await gate.wait()
+            answers.append(200)
+        except RequestError as error:
+            answers.append(error.status)
+        finally:
+            num_held -= mine
+
+    door = FrontDoor(app, None)
+    piece = bytes(MIB)
+
+    async def client() -> None:
+        num = 0
+
+        async def receive() -> Message:
+            nonlocal num
+            await asyncio.sleep(0)
+            num += 1
+            return {"type": "http.request", "body": piece, "more_body": num < 64}
+
+        async def send(message: Message) -> None:
+            pass
+
+        await door({"type": "http", "method": "POST", "path": "/generate", "headers": []}, receive, send)
+
+    clients = [asyncio.ensure_future(client()) for _ in range(64)]
+    while len(answers) < 60:
+        await asyncio.sleep(0)
+    assert set(answers) == {503}
+    gate.set()
+    await asyncio.gather(*clients)
+    assert sorted(answers) == [200] * 4 + [503] * 60, "those that had come far enough are served"
+    assert most_held <= MAX_BODIES_BYTES + 64 * (64 << 10)
+    assert door.num_body_bytes == 0
+
+
+# --- pace
+
+
+async def test_a_connection_that_says_nothing_is_closed() -> None:
+    server = Server(App())
+    _, wire = server.connect()
+    server.pass_time(limits.HEAD_TIMEOUT_S)
+    assert not wire.closing
+    server.pass_time(2)
+    assert wire.closing
+    assert wire.sent == b""
+
+
+async def test_half_a_head_is_closed_however_it_drips() -> None:
+    server = Server(App())
+    connection, wire = server.connect()
+    connection.data_received(b"GET /health HTTP/1.1\r\nX: ")
+    for _ in range(int(limits.HEAD_TIMEOUT_S) + 2):
+        if not wire.closing:
+            connection.data_received(b"a")
+            server.pass_time(1)
+    await settle()
+    assert wire.closing
+    assert status_of(wire) == 408
+
+
+async def test_the_second_request_of_a_connection_has_its_own_time() -> None:
+    server = Server(App())
+    connection, wire = server.connect()
+    for _ in range(3):
+        server.pass_time(limits.HEAD_TIMEOUT_S - 2)
+        connection.data_received(b"GET /health HTTP/1.1\r\n\r\n")
+        await settle()
+    server.pass_time(50)
+    assert not wire.closing, "an idle connection is the keep-alive time-out's"
+    connection.data_received(b"GET /heal")
+    server.pass_time(limits.HEAD_TIMEOUT_S)
+    assert not wire.closing
+    server.pass_time(2)
+    assert wire.closing
+    connection.connection_lost(None)
+
+
+async def test_a_body_that_drips_is_closed_and_one_that_keeps_pace_is_not() -> None:
+    app = App()
+    server = Server(app)
+    slow, slow_wire = server.connect()
+    steady, steady_wire = server.connect()
+    for connection in (slow, steady):
+        connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n")
+    for _ in range(300):
+        if not slow_wire.closing:
+            slow.data_received(b"a" * 100)
+        steady.data_received(b"a" * 3000)
+        await settle()
+        server.pass_time(1)
+    assert slow_wire.closing
+    assert status_of(slow_wire) == 408
+    assert app.gone == 1
+    assert not steady_wire.closing
+
+
+async def test_nobody_is_closed_while_the_server_works_or_does_not_read() -> None:
+    app = App()
+    app.gate = asyncio.Event()
+    server = Server(app)
+    connection, wire = server.connect()
+    connection.data_received(b"GET / HTTP/1.1\r\n\r\nGET /next HT")
+    await settle()
+    server.pass_time(1000)
+    assert not wire.closing
+    app.gate.set()
+    await settle()
+    connection.data_received(b"TP/1.1\r\n\r\n")
+    await settle()
+    assert app.paths == ["/", "/next"]
+
+
+async def test_who_takes_nothing_of_his_answer_is_dropped() -> None:
+    server = Server(App())
+    connection, wire = server.connect()
+    wire.full = True
+    connection.data_received(b"GET / HTTP/1.1\r\n\r\n")
+    await settle()
+    server.pass_time(limits.WRITE_TIMEOUT_S)
+    wire.untaken -= 1  # a byte is progress
+    server.pass_time(limits.WRITE_TIMEOUT_S)
+    assert not wire.aborted
+    server.pass_time(2)
+    assert wire.aborted
+
+
+# --- number of connections
+
+
+async def test_idle_connections_give_way_and_it_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """1,100 half requests against room for 100."""
+    app = App()
+    server = Server(app, max_connections=100)
+    busy, busy_wire = server.connect()
+    app.gate = asyncio.Event()
+    busy.data_received(b"GET /busy HTTP/1.1\r\n\r\n")
+    await settle()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(1100):
+            connection, wire = server.connect()
+            connection.data_received(b"GET / HTTP/1.1\r\nX: ")
+            for other in list(server.state.connections):
+                if other.transport.is_closing():
+                    other.connection_lost(None)  # type: ignore[union-attr]
+    assert len(server.state.connections) <= 101
+    assert len(caplog.records) == 1
+    connection, wire = server.connect()
+    app.gate.set()
+    connection.data_received(b"GET /health HTTP/1.1\r\n\r\n")
+    await settle()
+    assert status_of(wire) == 200
+    assert status_of(busy_wire) == 200, "who is being answered stays"
+
+
+async def test_where_all_are_busy_only_health_gets_in() -> None:
+    app = App()
+    app.gate = asyncio.Event()
+    server = Server(app, max_connections=3)
+    for _ in range(3):
+        connection, _ = server.connect()
+        connection.data_received(b"GET /busy HTTP/1.1\r\n\r\n")
+    await settle()
+    app.gate = None
+    answers = []
+    for path in (b"/generate", b"/health"):
+        connection, wire = server.connect()
+        connection.data_received(b"GET %s HTTP/1.1\r\n\r\n" % path)
+        await settle()
+        answers.append((status_of(wire), wire.closing))
+    assert answers == [(503, True), (200, False)]
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "connections"), [(-1, MAX_CONNECTIONS), (1 << 20, MAX_CONNECTIONS), (1024, 896), (64, 32)]
+)
+def test_descriptors_are_kept_in_reserve(descriptors: int, connections: int) -> None:
+    assert max_connections(descriptors) == connections
+
+
+def test_the_descriptor_limit_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, values: asked.append(values))
+    raise_descriptor_limit()
+    assert asked == [(4096, 4096)]
