@@ -64,7 +64,7 @@ BAD_GENERATE = [
     (b'{"text": "a", "sampling_params": {"n": 0}}', "n must be"),
     (b'{"text": "a", "sampling_params": {"n": 129}}', "n must be"),
     (b'{"text": "a", "sampling_params": {"n": 1000000000}}', "n must be"),
-    (b'{"text": "a", "sampling_params": {"regex": "a+"}}', "regex is not available: constrained"),
+    (b'{"text": "a", "sampling_params": {"regex": "a+"}}', "regex is not available: there is no constrained"),
     (b'{"text": "a", "sampling_params": {"json_schema": "{}"}}', "json_schema"),
     (b'{"text": "a", "return_logprob": true, "top_logprobs_num": -1}', "top_logprobs_num"),
     (b'{"text": "a", "return_logprob": true, "top_logprobs_num": 5000}', "top_logprobs_num"),

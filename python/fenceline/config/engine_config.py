@@ -72,6 +72,7 @@ class EngineConfig:
 
     # API behaviour
     sampling_defaults: str
+    strict_fields: bool
     reasoning_parser: str | None
     enable_cache_report: bool
     stream_interval: int

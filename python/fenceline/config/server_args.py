@@ -301,6 +301,11 @@ class ServerArgs:
         group=_API,
         choices=("model", "openai"),
     )
+    strict_fields: bool = flag(
+        False,
+        "Refuse requests with fields that nobody knows with a 400; otherwise each such name is logged once.",
+        group=_API,
+    )
     reasoning_parser: str | None = flag(
         None,
         "Split the thinking of reasoning models into reasoning_content: which model's tags to look for.",

@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import msgspec
 import orjson
 import uvloop
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.server_args import ServerArgs, resolve
+from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.generate_api import AnswerWriter, answers_of, make_writers, stream_answers
-from fenceline.entrypoints.generate_body import GenerateBody, expand
+from fenceline.entrypoints.generate_body import GenerateBody, expand, parse_generate
 from fenceline.entrypoints.launch import EngineBackend, FrontEnd, launch_processes
 from fenceline.entrypoints.native_api import describe_server
 from fenceline.managers.request_stream import StreamGroup
@@ -251,13 +251,12 @@ def _body(
     options: dict[str, Any],
 ) -> GenerateBody:
     """The request as /generate would get it, checked the same way. Raises ValueError."""
-    unknown = set(options) - set(GenerateBody.__struct_fields__)
-    if unknown:
-        raise ValueError(f"generate() has no option {sorted(unknown)[0]!r}; see /generate in docs/api.md")
     fields = {
         "text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, "stream": stream, **options,
     }  # fmt: skip
     try:
-        return msgspec.json.decode(json.dumps(fields, allow_nan=False), type=GenerateBody)
-    except (msgspec.ValidationError, TypeError, ValueError) as error:
-        raise ValueError(str(error).replace("`$.", "`")) from error
+        return parse_generate(json.dumps(fields, allow_nan=False).encode(), UnknownFields(strict=True))
+    except RequestError as error:
+        raise _python_error(error) from error
+    except (TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from error

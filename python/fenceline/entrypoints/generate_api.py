@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.front_door import REQUEST_ID
-from fenceline.entrypoints.generate_body import Expanded, GenerateBody, expand
-from fenceline.entrypoints.json_body import read_body
+from fenceline.entrypoints.generate_body import Expanded, GenerateBody, expand, parse_generate
 from fenceline.entrypoints.sse import DONE, EventStream, collect_or_abort
 from fenceline.managers.io_struct import FinishReason, TokenLogprobs
 from fenceline.managers.request_stream import StreamGroup
@@ -21,9 +21,11 @@ from fenceline.managers.tokenizer import Tokenizer
 from fenceline.managers.tokenizer_manager import TokenizerManager
 
 
-async def generate(manager: TokenizerManager, config: EngineConfig, request: Request) -> Response:
+async def generate(
+    manager: TokenizerManager, config: EngineConfig, unknown: UnknownFields, request: Request
+) -> Response:
     """Answer one request to /generate. Raises RequestError before anything is sent."""
-    body = await read_body(request, GenerateBody)
+    body = parse_generate(await request.body(), unknown)
     request_id: str = request.scope[REQUEST_ID]
     expanded = expand(body, config, None if manager.is_active(request_id) else request_id)
     group = await manager.submit_many(expanded.inputs)

@@ -10,12 +10,13 @@ import msgspec
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.sampling_params import SamplingParams
+from fenceline.entrypoints.fields import GENERATION, SAMPLING, FieldRules, UnknownFields
+from fenceline.entrypoints.json_body import parse_body
 from fenceline.managers.request_types import MAX_SAMPLES, GenerateInput, RequestError, expand_samples, new_rid
 
 T = TypeVar("T")
 Prompt = tuple[str | None, list[int] | None]  # text or ids
 MAX_PROMPTS = 4096
-NULL = msgspec.Raw(b"null")  # msgspec takes a union of Raw and None for None alone
 
 
 class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -40,27 +41,10 @@ class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     sampling_seed: int | None = None
     seed: int | None = None
     n: int | None = None
-    # Understood and refused unless null.
-    json_schema: msgspec.Raw = NULL
-    regex: msgspec.Raw = NULL
-    ebnf: msgspec.Raw = NULL
-    structural_tag: msgspec.Raw = NULL
-    stop_regex: msgspec.Raw = NULL
-    custom_params: msgspec.Raw = NULL
 
 
-_REFUSED_SAMPLING = {
-    "json_schema": "constrained decoding is not available yet",
-    "regex": "constrained decoding is not available yet",
-    "ebnf": "constrained decoding is not available yet",
-    "structural_tag": "constrained decoding is not available yet",
-    "stop_regex": "use stop strings",
-    "custom_params": "custom logit processors are not available",
-}
-
-
-class GenerateBody(msgspec.Struct, kw_only=True):
-    """The body of /generate. Fields of SGLang that change nothing here are ignored."""
+class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of /generate: the fields that do something. :mod:`fenceline.entrypoints.fields` knows the others."""
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
@@ -71,28 +55,47 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     top_logprobs_num: int | list[int] | None = None
     return_text_in_logprobs: bool = False
     stream: bool = False
-    # Understood and refused unless null.
-    input_embeds: msgspec.Raw = NULL
-    image_data: msgspec.Raw = NULL
-    video_data: msgspec.Raw = NULL
-    audio_data: msgspec.Raw = NULL
-    token_ids_logprob: msgspec.Raw = NULL
-    lora_path: msgspec.Raw = NULL
-    session_params: msgspec.Raw = NULL
-    custom_logit_processor: msgspec.Raw = NULL
-    return_hidden_states: bool | list[bool] = False
 
 
-_REFUSED = {
-    "input_embeds": "send text or input_ids",
-    "image_data": "only text models are served",
-    "video_data": "only text models are served",
-    "audio_data": "only text models are served",
-    "token_ids_logprob": "use top_logprobs_num",
-    "lora_path": "merge the adapter into the model",
-    "session_params": "send the whole conversation; its prefix is cached",
-    "custom_logit_processor": "use logit_bias",
-}
+FIELDS = FieldRules(GenerateBody.__struct_fields__, GENERATION)
+SAMPLING_FIELDS = FieldRules(NativeSampling.__struct_fields__, SAMPLING, frozenset())
+
+
+def parse_generate(data: bytes, unknown: UnknownFields) -> GenerateBody:
+    """``data`` as a GenerateBody. Raises RequestError 400 for bad JSON, wrong types and fields that are refused.
+
+    The types forbid fields that they do not declare: only bodies that have such are looked at twice.
+    """
+    try:
+        return parse_body(data, GenerateBody)
+    except RequestError as error:
+        if "unknown field" not in error.message:
+            raise
+    return parse_body(_without_extras(data, unknown), GenerateBody)
+
+
+def _without_extras(data: bytes, unknown: UnknownFields) -> bytes:
+    """``data`` without the fields that change nothing. Raises RequestError for those that are refused."""
+    fields = parse_body(data, dict[str, msgspec.Raw])
+    unknown.note(FIELDS.unknown(fields), FIELDS)
+    kept = {name: value for name, value in fields.items() if name in FIELDS.declared}
+    sampling = kept.get("sampling_params")
+    if sampling is not None:
+        kept["sampling_params"] = _sampling_without_extras(sampling)
+    return msgspec.json.encode(kept)
+
+
+def _sampling_without_extras(data: msgspec.Raw) -> msgspec.Raw:
+    try:
+        params = msgspec.json.decode(data, type=dict[str, msgspec.Raw] | list[dict[str, msgspec.Raw]] | None)
+    except (msgspec.DecodeError, RecursionError):
+        return data  # to be refused for its type
+    for one in params if isinstance(params, list) else [params or {}]:
+        for name in SAMPLING_FIELDS.unknown(one):
+            SAMPLING_FIELDS.refuse_unknown(name, "sampling parameter")
+        for name in one.keys() - SAMPLING_FIELDS.declared:
+            del one[name]
+    return msgspec.Raw(msgspec.json.encode(params))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +108,6 @@ class Expanded:
 
 def expand(body: GenerateBody, config: EngineConfig, default_rid: str | None) -> Expanded:
     """One GenerateInput per prompt and sample, samples of a prompt side by side. Raises RequestError."""
-    _refuse(body, _REFUSED)
-    if body.return_hidden_states is True or (
-        isinstance(body.return_hidden_states, list) and any(body.return_hidden_states)
-    ):
-        raise RequestError(400, "return_hidden_states is not available", param="return_hidden_states")
     prompts, single = _prompts(body)
     num = len(prompts)
     given = NativeSampling() if body.sampling_params is None else body.sampling_params
@@ -198,15 +196,7 @@ def _num_samples(sampling: Sequence[NativeSampling]) -> int:
     return n
 
 
-def _refuse(struct: msgspec.Struct, table: dict[str, str]) -> None:
-    for name, remedy in table.items():
-        value: msgspec.Raw = getattr(struct, name)
-        if value is not NULL and bytes(value) not in (b"null", b"[]", b"{}"):
-            raise RequestError(400, f"{name} is not available: {remedy}", param=name, code="unsupported")
-
-
 def _to_params(native: NativeSampling, config: EngineConfig) -> SamplingParams:
-    _refuse(native, _REFUSED_SAMPLING)
     values: dict[str, object] = {}
     if config.sampling_defaults == "model":
         values.update(config.model.sampling_defaults.as_dict())

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.errors import install_error_handlers
+from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.front_door import FrontDoor
 from fenceline.entrypoints.http_protocol import ConnectionLimit, JoiningHttpProtocol
 from fenceline.entrypoints.native_api import NativeApi
@@ -35,7 +36,8 @@ def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
     """All endpoints over ``manager``, behind the front door."""
     app = FastAPI(title="Fenceline", version=__version__)
     install_error_handlers(app)
-    routers = (NativeApi(manager, config).router(), create_router(manager, config))
+    unknown = UnknownFields(config.strict_fields)
+    routers = (NativeApi(manager, config, unknown).router(), create_router(manager, config, unknown))
     for router in routers:
         app.include_router(router)
     short = ShortWay(app, handlers_of(route for router in routers for route in router.routes))

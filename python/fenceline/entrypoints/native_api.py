@@ -13,6 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.sampling_params import SamplingParams
+from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.generate_api import generate
 from fenceline.entrypoints.json_body import read_body
 from fenceline.managers.io_struct import ControlReply
@@ -66,9 +67,10 @@ def json_response(value: object, status: int = 200) -> Response:
 class NativeApi:
     """Handlers of the native endpoints; each takes the request and gives a response."""
 
-    def __init__(self, manager: TokenizerManager, config: EngineConfig) -> None:
+    def __init__(self, manager: TokenizerManager, config: EngineConfig, unknown: UnknownFields) -> None:
         self._manager = manager
         self._config = config
+        self._unknown = unknown
 
     def router(self) -> APIRouter:
         """All native routes."""
@@ -101,7 +103,7 @@ class NativeApi:
 
     async def generate(self, request: Request) -> Response:
         """Complete one prompt or several; see docs/api.md."""
-        return await generate(self._manager, self._config, request)
+        return await generate(self._manager, self._config, self._unknown, request)
 
     # --- health and information
 

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.server_args import ServerArgs, resolve
 from fenceline.entrypoints.errors import install_error_handlers
+from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.front_door import FrontDoor
 from fenceline.entrypoints.openai.router import create_router
 from fenceline.managers.io_struct import (
@@ -212,7 +213,7 @@ def serve(model_dir: Path) -> Callable[..., object]:
         )  # fmt: skip
         app = FastAPI()
         install_error_handlers(app)
-        app.include_router(create_router(manager, config))
+        app.include_router(create_router(manager, config, UnknownFields(config.strict_fields)))
         app.add_middleware(FrontDoor, api_key=config.api_key)
         async with _running(app) as url:
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=config.api_key or "none", max_retries=0)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.openai.chat_template import ChatTemplate
 from fenceline.entrypoints.openai.parsing import parse_body, refuse_chat, refuse_completion
 from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
@@ -74,7 +75,7 @@ def submit(body: CompletionBody | ChatBody, ids: list[int]) -> None:
 @given(body=bodies(CompletionBody, prompt=st.just("a") | st.just([1, 2])))
 def test_completions(body):
     try:
-        parsed = parse_body(CompletionBody, orjson.dumps(body))
+        parsed = parse_body(CompletionBody, orjson.dumps(body), UnknownFields(strict=False))
         refuse_completion(parsed)
         for prompt in parsed.prompt:
             submit(parsed, prompt if isinstance(prompt, list) else [1])
@@ -86,7 +87,7 @@ def test_completions(body):
 @given(body=bodies(ChatBody, messages=st.just([{"role": "user", "content": "a"}]) | MESSAGES))
 def test_chat(body):
     try:
-        parsed = parse_body(ChatBody, orjson.dumps(body))
+        parsed = parse_body(ChatBody, orjson.dumps(body), UnknownFields(strict=False))
         refuse_chat(parsed)
         render_chat(TEMPLATE, parsed)
         submit(parsed, [1])
@@ -102,6 +103,6 @@ def check(error: RequestError) -> None:
 
 @pytest.mark.parametrize("raw", [b'{"prompt": "a"}', b'{"prompt": ["a", "b"], "n": 2, "stop": ["x"]}'])
 def test_good_bodies_get_through(raw):
-    body = parse_body(CompletionBody, raw)
+    body = parse_body(CompletionBody, raw, UnknownFields(strict=False))
     refuse_completion(body)
     submit(body, [1])

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
 
+from fenceline.entrypoints.fields import CHAT, COMPLETION, FieldRules, UnknownFields
 from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody, GenerationBody
 from fenceline.managers.request_types import RequestError
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def parse_body(body_type: type[Body], raw: bytes) -> Body:
-    """The body of a request. Raises RequestError (400) for bad JSON, missing fields, wrong types and ranges."""
+_RULES: Mapping[type[BaseModel], FieldRules] = {
+    CompletionBody: FieldRules(CompletionBody.model_fields, COMPLETION),
+    ChatBody: FieldRules(ChatBody.model_fields, CHAT),
+}
+
+
+def parse_body(body_type: type[Body], raw: bytes, unknown: UnknownFields) -> Body:
+    """The body of a request. Raises RequestError (400) for bad JSON, missing fields, wrong types and ranges, and
+    fields that are refused."""
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -23,6 +32,9 @@ def parse_body(body_type: type[Body], raw: bytes) -> Body:
         ) from None
     if not isinstance(value, dict):
         raise RequestError(400, "the request's body must be a JSON object")
+    rules = _RULES[body_type]
+    if strangers := rules.unknown(value):
+        unknown.note(strangers, rules)
     try:
         return body_type.model_validate({key: item for key, item in value.items() if item is not None})
     except ValidationError as error:
@@ -57,22 +69,6 @@ def _given(value: object) -> str:
 
 def refuse_unavailable(body: GenerationBody) -> None:
     """Raise RequestError (400) for what the field knows and this server cannot do (yet)."""
-    _refuse_constrained(body)
-    for name, remedy in _UNAVAILABLE.items():
-        if getattr(body, name):
-            raise RequestError(400, f"{name} is not available: {remedy}", param=name)
-    if body.stream_options is not None and not body.stream:
-        raise RequestError(400, "stream_options is only allowed when stream is true", param="stream_options")
-
-
-_UNAVAILABLE = {
-    "lora_path": "this server has no adapters; leave it out",
-    "custom_logit_processor": "use logit_bias, or leave it out",
-    "return_hidden_states": "leave it out",
-}
-
-
-def _refuse_constrained(body: GenerationBody) -> None:
     kind = (body.response_format or {}).get("type", "text")
     if kind != "text":
         raise RequestError(
@@ -81,25 +77,13 @@ def _refuse_constrained(body: GenerationBody) -> None:
             '{"type": "text"} and ask for the format in the prompt',
             param="response_format",
         )
-    for name in ("json_schema", "regex", "ebnf", "structural_tag"):
-        if getattr(body, name):
-            raise RequestError(
-                400,
-                f"{name} is not available: there is no constrained decoding yet; ask for the format in the prompt",
-                param=name,
-            )
+    if body.stream_options is not None and not body.stream:
+        raise RequestError(400, "stream_options is only allowed when stream is true", param="stream_options")
 
 
 def refuse_completion(body: CompletionBody) -> None:
     """:func:`refuse_unavailable` for completions."""
     refuse_unavailable(body)
-    if body.suffix:
-        raise RequestError(
-            400,
-            "suffix is not available: the models served here continue text, they do not fill in the middle; put what "
-            "must be known into the prompt",
-            param="suffix",
-        )
     if body.best_of is not None and body.best_of != body.n:
         raise RequestError(
             400,
@@ -117,9 +101,6 @@ def refuse_chat(body: ChatBody) -> None:
             "tools is not available: tool calls are not parsed yet; leave tools out or set tool_choice to 'none'",
             param="tools",
         )
-    for name in ("functions", "function_call"):
-        if getattr(body, name) not in (None, [], "none"):
-            raise RequestError(400, f"{name} is not available: tool calls are not parsed yet", param=name)
     if body.modalities is not None and set(body.modalities) - {"text"}:
         raise RequestError(400, "modalities: only text is generated here", param="modalities")
     if body.top_logprobs is not None and not body.logprobs:

@@ -1,7 +1,7 @@
 """What a client may send: the bodies of /v1/completions and /v1/chat/completions.
 
-Field names are OpenAI's plus SGLang's extras. A field that is absent or null takes its default; fields that nobody
-knows are ignored, as OpenAI clients send new ones before servers learn them. Types are strict: ``"n": "2"`` is a
+Field names are OpenAI's plus SGLang's and vLLM's extras. A field that is absent or null takes its default; what is not
+declared here is judged by :mod:`fenceline.entrypoints.fields`. Types are strict: ``"n": "2"`` is a
 mistake of the client's and is answered as one. Ranges of sampling parameters are checked by ``SamplingParams``. Lists
 fail fast: a million wrong entries are one mistake.
 """
@@ -105,15 +105,7 @@ class GenerationBody(BaseModel):
     rid: str | None = Field(default=None, min_length=1, max_length=MAX_RID_LENGTH)
     return_cached_tokens_details: bool = False
 
-    # Known to the field, not to this server: refused with a clear message unless empty (see ``refusals``).
     response_format: JsonObject | None = None
-    json_schema: object = None
-    regex: object = None
-    ebnf: object = None
-    structural_tag: object = None
-    lora_path: object = None
-    custom_logit_processor: object = None
-    return_hidden_states: object = None
 
 
 class CompletionBody(GenerationBody):
@@ -123,7 +115,6 @@ class CompletionBody(GenerationBody):
     echo: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     best_of: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
-    suffix: str = ""
 
 
 class TextPart(BaseModel):
@@ -191,6 +182,4 @@ class ChatBody(GenerationBody):
 
     tools: list[JsonObject] = Field(default_factory=list)
     tool_choice: str | JsonObject | None = None
-    functions: object = None
-    function_call: object = None
     modalities: list[str] | None = None

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.errors import error_response
+from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.front_door import REQUEST_ID
 from fenceline.entrypoints.openai.answer import AnswerHead, Generator, ServedModel
 from fenceline.entrypoints.openai.chat_template import ChatTemplate
@@ -24,7 +25,7 @@ from fenceline.managers.tokenizer import Tokenizer
 _CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what the access log shows
 
 
-def create_router(manager: Generator, config: EngineConfig) -> APIRouter:
+def create_router(manager: Generator, config: EngineConfig, unknown: UnknownFields) -> APIRouter:
     """All ``/v1`` routes over ``manager``, usually the TokenizerManager.
 
     Raises ValueError if --chat-template is not a valid template.
@@ -41,7 +42,7 @@ def create_router(manager: Generator, config: EngineConfig) -> APIRouter:
     async def create_completion(request: Request) -> Response:
         """Continue a prompt: text, token ids or a batch of either."""
         try:
-            body = parse_body(CompletionBody, await request.body())
+            body = parse_body(CompletionBody, await request.body(), unknown)
             head = AnswerHead.now(_rid("cmpl", body, request, manager), model.name)
             return await completions.respond(body, head, request)
         except RequestError as error:
@@ -53,7 +54,7 @@ def create_router(manager: Generator, config: EngineConfig) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         """Write the assistant's next message of a conversation."""
         try:
-            body = parse_body(ChatBody, await request.body())
+            body = parse_body(ChatBody, await request.body(), unknown)
             head = AnswerHead.now(_rid("chatcmpl", body, request, manager), model.name)
             return await chat.respond(body, head, request)
         except RequestError as error:

@@ -1,0 +1,131 @@
+"""What is asked for and not declared is refused with a remedy, without effect, or unknown: never silently ignored."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import aiohttp
+import openai
+import orjson
+import pytest
+
+from fenceline.entrypoints import fields
+from fenceline.entrypoints.fields import CHAT, COMPLETION, MAX_NAMES_LOGGED, UnknownFields
+from fenceline.entrypoints.generate_body import FIELDS, parse_generate
+from fenceline.entrypoints.openai.parsing import parse_body
+from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
+from fenceline.managers.request_types import RequestError
+
+DOCS = Path(__file__).parents[3] / "docs"
+HI = [{"role": "user", "content": "Hi"}]
+BODIES = {"completions": {"prompt": "a"}, "chat/completions": {"messages": HI}}
+# What each of these asks for was left out in silence once.
+ASKED = {
+    "stop_regex": "a+", "guided_json": {"type": "object"}, "guided_regex": "a+", "guided_choice": ["a", "b"],
+    "guided_grammar": "x", "structured_outputs": {"regex": "a"}, "use_beam_search": True, "prompt_logprobs": 0,
+    "length_penalty": 0.5, "truncate_prompt_tokens": 5, "allowed_token_ids": [1], "bad_words": ["a"],
+    "logits_processors": ["x"], "mm_processor_kwargs": {"a": 1}, "kv_transfer_params": {"a": 1},
+    "custom_params": {"a": 1}, "session_params": {"id": 1}, "bootstrap_host": "x", "bootstrap_port": [8998],
+    "bootstrap_room": 7, "data_parallel_rank": 1, "return_routed_experts": True, "vllm_xargs": {"a": 1},
+    "early_stopping": True, "input_embeds": [[1.0]],
+}  # fmt: skip
+NOTHING = (None, False, "", [], {}, [None, None])
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES.items())
+async def test_what_was_asked_for_is_refused_by_its_name(serve, path, body):
+    async with serve() as server, aiohttp.ClientSession() as session:
+        for name, value in ASKED.items():
+            async with session.post(f"{server.url}/v1/{path}", json={**body, name: value}) as response:
+                error = (await response.json())["error"]
+                assert response.status == 400, name
+            assert error["param"] == name and error["code"] == "unsupported"
+            assert error["message"].startswith(f"{name} is not available: ")
+        assert server.link.sent == []
+        nothing = {name: NOTHING[index % len(NOTHING)] for index, name in enumerate(ASKED)}
+        async with session.post(f"{server.url}/v1/{path}", json={**body, **nothing}) as response:
+            assert response.status == 200, await response.text()
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+def test_openai_bodies_judge_every_field_of_the_tables(kind):
+    table = CHAT if kind is ChatBody else COMPLETION
+    body = {"prompt": "a"} if kind is CompletionBody else {"messages": HI}
+    watch = UnknownFields(strict=True)
+    for name in table:
+        with pytest.raises(RequestError, match="is not available: ") as caught:
+            parse_body(kind, orjson.dumps({**body, name: ["something"]}), watch)
+        assert caught.value.param == name
+        parse_body(kind, orjson.dumps({**body, name: None}), watch)
+    for name in fields.WITHOUT_EFFECT - kind.model_fields.keys():
+        parse_body(kind, orjson.dumps({**body, name: "x"}), watch)
+
+
+def test_generate_judges_every_field_of_the_tables():
+    watch = UnknownFields(strict=True)
+    for name in fields.GENERATION:
+        with pytest.raises(RequestError, match="is not available: ") as caught:
+            parse_generate(orjson.dumps({"text": "a", name: ["something"]}), watch)
+        assert caught.value.param == name
+        assert parse_generate(orjson.dumps({"text": "a", name: ""}), watch).text == "a"
+    for name in fields.SAMPLING:
+        body = {"text": "a", "sampling_params": {"temperature": 0, name: [5]}}
+        with pytest.raises(RequestError, match=f"^{name} is not available: "):
+            parse_generate(orjson.dumps(body), watch)
+        body["sampling_params"][name] = ""  # type: ignore[index]
+        parsed = parse_generate(orjson.dumps(body), watch)
+        assert parsed.sampling_params.temperature == 0
+    for name in fields.WITHOUT_EFFECT:
+        assert parse_generate(orjson.dumps({"text": "a", name: "x"}), watch).text == "a"
+
+
+def test_a_field_nobody_knows_is_named_once_in_the_log(caplog):
+    watch = UnknownFields(strict=False)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            parse_body(CompletionBody, b'{"prompt": "a", "max_token": 5}', watch)
+            parse_generate(b'{"text": "a", "sample_params": {}}', watch)
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
+        "A request has the field 'max_token'",
+        "A request has the field 'sample_params'",
+    ]
+    assert "did you mean max_tokens?" in caplog.text
+    assert "did you mean sampling_params?" in caplog.text
+
+
+def test_the_log_of_unknown_fields_is_bounded(caplog):
+    watch = UnknownFields(strict=False)
+    names = [f"x{index}\n\x1b[31m" + "y" * 10_000 for index in range(3 * MAX_NAMES_LOGGED)]
+    with caplog.at_level(logging.WARNING):
+        for name in names:
+            parse_body(ChatBody, orjson.dumps({"messages": HI, name: 1}), watch)
+    assert len(caplog.records) == MAX_NAMES_LOGGED
+    assert all(len(record.getMessage()) < 300 for record in caplog.records)
+    assert not any("\n" in record.getMessage() or "\x1b" in record.getMessage() for record in caplog.records)
+
+
+async def test_strict_fields_refuses_what_nobody_knows(serve):
+    async with serve(strict_fields=True) as server:
+        with pytest.raises(
+            openai.BadRequestError, match="'max_token' is not known; did you mean max_tokens?"
+        ):
+            await server.client.completions.create(model="byte", prompt="a", extra_body={"max_token": 5})
+        answer = await server.client.chat.completions.create(
+            model="byte", messages=HI, user="ann", store=True, metadata={"a": "b"}
+        )
+        assert answer.choices[0].message.content == "Hello wörld"
+    with pytest.raises(RequestError, match="'sample_params' is not known"):
+        parse_generate(b'{"text": "a", "sample_params": {}}', UnknownFields(strict=True))
+
+
+def test_a_large_prompt_beside_an_unknown_field_is_kept_as_it_is():
+    ids = list(range(50_000))
+    body = parse_generate(orjson.dumps({"x": 1, "input_ids": ids, "rid": "r"}), UnknownFields(strict=False))
+    assert (body.input_ids, body.rid) == (ids, "r")
+
+
+def test_every_field_is_documented():
+    text = (DOCS / "openai_api.md").read_text() + (DOCS / "api.md").read_text()
+    names = {*CHAT, *COMPLETION, *fields.GENERATION, *fields.WITHOUT_EFFECT, *FIELDS.declared}
+    assert [name for name in sorted(names) if f"`{name}`" not in text] == []
