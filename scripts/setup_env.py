@@ -17,19 +17,28 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pick_torch
+from pick_installer import Run, make_installer, say, why_unreachable
 from pick_torch import Choice, NoTorch
 
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = "fenceline-stamp.json"
 UNFINISHED = "fenceline-unfinished"
-_INPUTS = ("pyproject.toml", "constraints-cpu.txt", "scripts/setup_env.py", "scripts/pick_torch.py")
-
-Run = Callable[[Sequence[str]], bool]
+_INPUTS = (
+    "pyproject.toml",
+    "constraints-cpu.txt",
+    "scripts/setup_env.py",
+    "scripts/pick_torch.py",
+    "scripts/pick_installer.py",
+)
+# From this line on, constraints-cpu.txt pins what a CUDA build of torch brings in versions of its own.
+TORCHS_OWN = "# torch's own"
+BUILD_TOOL = "setuptools>=77"  # as the build systems in pyproject.toml and sgl-kernel/pyproject.toml ask for
 
 
 class SetupError(Exception):
@@ -75,26 +84,15 @@ class Env:
         new.write_text(json.dumps({"key": key, "extras": sorted(extras)}))
         new.replace(self.path / STAMP)
 
+    def version_of(self, name: str) -> str:
+        """The version of an installed distribution, local label included."""
+        (found,) = self.path.glob(f"lib/python*/site-packages/{name}-*.dist-info")
+        return found.name.removesuffix(".dist-info").split("-")[1]
+
     def distributions(self) -> list[str]:
         """Names of the installed distributions, from their metadata directories."""
         found = self.path.glob("lib/python*/site-packages/*.dist-info")
         return sorted(path.name.split("-")[0].lower() for path in found)
-
-
-def say(message: str) -> None:
-    """Progress goes to stderr: stdout carries the interpreter's path."""
-    print(f"[set-up] {message}", file=sys.stderr, flush=True)
-
-
-def pip_runner(env: Env) -> Run:
-    """Runs the environment's pip with ``args``; True if it succeeded."""
-
-    def run(args: Sequence[str]) -> bool:
-        quiet = [] if sys.stderr.isatty() else ["--quiet"]
-        command = [str(env.python), "-m", "pip", args[0], "--disable-pip-version-check", *quiet, *args[1:]]
-        return subprocess.run(command, stdout=sys.stderr, check=False).returncode == 0
-
-    return run
 
 
 def ensure(root: Path, env: Env, extras: Sequence[str]) -> None:
@@ -115,9 +113,12 @@ def ensure(root: Path, env: Env, extras: Sequence[str]) -> None:
         unfinished.touch()
         (env.path / STAMP).unlink(missing_ok=True)
         try:
-            install(root, env, choice, sorted(wanted), pip_runner(env))
+            begin = time.monotonic()
+            run = make_installer(env.python, root / "constraints-cpu.txt")
+            install(root, env, choice, sorted(wanted), run)
+            say(f"done in {time.monotonic() - begin:.0f} s")
         except SetupError:
-            unfinished.unlink()  # pip gave up in good order
+            unfinished.unlink()  # the installer gave up in good order
             raise
         env.write_stamp(env.key(root, repr(choice)), wanted)
         unfinished.unlink()
@@ -156,45 +157,53 @@ def _answers(command: Sequence[str]) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def install(root: Path, env: Env, choice: Choice, extras: Sequence[str], pip: Run) -> None:
+def install(root: Path, env: Env, choice: Choice, extras: Sequence[str], run: Run) -> None:
     """torch first, alone, then the package with its other dependencies. Raises SetupError."""
     say(f"installing {choice.summary} (first time only)")
-    install_torch(choice, pip)
+    install_torch(choice, run)
     names = [*extras, *(["cuda"] if choice.cuda is not None else [])]
     package = str(root) + (f"[{','.join(names)}]" if names else "")
     say(f"installing the package{' with ' + ', '.join(names) if names else ''}")
+    torch = choice.requirements[0][0] if choice.cuda is None else f"torch=={env.version_of('torch')}"
     with tempfile.TemporaryDirectory() as folder:
         constraints = Path(folder) / "constraints.txt"
-        constraints.write_text(constraints_for(choice, (root / "constraints-cpu.txt").read_text()))
+        constraints.write_text(constraints_for(choice, torch, (root / "constraints-cpu.txt").read_text()))
         pinned = ["--constraint", str(constraints)]
-        # torch's dependencies come with the package: no error about them now.
-        built = pip(["install", "--no-warn-conflicts", *pinned, "setuptools"]) and pip(
+        # A CUDA torch has a say in which setuptools builds the package. The CPU build's dependencies come with it.
+        tools = [BUILD_TOOL] if choice.cuda is None else [BUILD_TOOL, torch]
+        built = run(["install", *pinned, *tools]) and run(
             ["install", *pinned, "--no-build-isolation", "--editable", package]
         )
     if not built:
         raise SetupError(
-            "pip could not install the package (see above): check the network and run this again"
+            "the package could not be installed (see above): check the network and run this again"
         )
     check_torch(env, choice)
-    install_kernels(root, choice, pip)
+    install_kernels(root, choice, run)
 
 
-def install_kernels(root: Path, choice: Choice, pip: Run) -> None:
+def install_kernels(root: Path, choice: Choice, run: Run) -> None:
     """Our own CUDA kernels, on a machine with a GPU. They compile on first use; the server runs without them too."""
     if choice.cuda is None:
         return
     source = str(root / "sgl-kernel")
-    if not pip(["install", "--no-deps", "--no-build-isolation", "--editable", source]):
+    if not run(["install", "--no-deps", "--no-build-isolation", "--editable", source]):
         say("sgl-kernel/ could not be installed (see above): the server runs without our own CUDA kernels")
 
 
-def install_torch(choice: Choice, pip: Run) -> None:
+def install_torch(choice: Choice, run: Run) -> None:
     """Try the indexes in order. Raises SetupError if none has the wheel."""
+    # The CPU wheel comes without its dependencies: the pinned ones follow with the package.
+    alone = ["--no-deps"] if choice.cuda is None else []
     for requirement, index in choice.requirements:
-        # The CPU wheel comes without its dependencies: the pinned ones follow with the package.
-        alone = ["--no-deps"] if choice.cuda is None else []
         where = ["--index-url", index] if index is not None else []
-        if pip(["install", "--retries", "2", "--timeout", "15", *alone, *where, requirement]):
+        reason = why_unreachable(f"{index}/torch/") if index is not None else None
+        if reason is not None:
+            say(f"{index} cannot be reached ({reason})")
+            if (requirement, index) != choice.requirements[-1]:
+                continue
+            where = ["--no-index"]  # pip's own index has other builds: what is left is a folder of wheels
+        if run(["install", *alone, *where, requirement]):
             return
     wanted, index = choice.requirements[0]
     raise SetupError(
@@ -203,12 +212,14 @@ def install_torch(choice: Choice, pip: Run) -> None:
     )
 
 
-def constraints_for(choice: Choice, text: str) -> str:
-    """The pins of constraints-cpu.txt with the torch line of ``choice``; a CUDA torch brings its own."""
-    lines = [line for line in text.splitlines() if not line.startswith("torch==")]
-    if choice.cuda is None:
-        lines.append(choice.requirements[0][0])
-    return "\n".join(lines) + "\n"
+def constraints_for(choice: Choice, torch: str, text: str) -> str:
+    """The pins of constraints-cpu.txt with ``torch``, "torch==VERSION", in place of its line. With a CUDA torch, which
+    names its own versions of them, without the pins that are torch's own."""
+    pins, _, torchs_own = text.partition(TORCHS_OWN)
+    lines = (pins if choice.cuda is not None else pins + torchs_own).splitlines()
+    return "\n".join(
+        [line for line in lines if "==" in line and not line.startswith("torch==")] + [torch, ""]
+    )
 
 
 def check_torch(env: Env, choice: Choice) -> None:

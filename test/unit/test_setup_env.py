@@ -1,10 +1,15 @@
-"""Making the environment: what is installed in which order, when nothing is, and what an interruption leaves."""
+"""Making the environment: what is installed in which order and by what, when nothing is, and what an interruption
+leaves."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import tomllib
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+import pick_installer
 import pick_torch
 import setup_env
 from pick_torch import Choice, Machine
@@ -38,6 +44,14 @@ class FakePip:
         return not any(word in args for word in self.failing)
 
 
+@pytest.fixture(autouse=True)
+def unreachable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """No test asks the network: what is in this set cannot be reached."""
+    found: set[str] = set()
+    monkeypatch.setattr(setup_env, "why_unreachable", lambda url: "no route" if url in found else None)
+    return found
+
+
 @pytest.fixture
 def env(tmp_path: Path) -> Env:
     """An environment that looks real enough: an interpreter and a version."""
@@ -48,8 +62,8 @@ def env(tmp_path: Path) -> Env:
     return env
 
 
-def add_distribution(env: Env, name: str) -> None:
-    (env.path / f"lib/python3.11/site-packages/{name}-1.0.dist-info").mkdir(parents=True)
+def add_distribution(env: Env, name: str, version: str = "1.0") -> None:
+    (env.path / f"lib/python3.11/site-packages/{name}-{version}.dist-info").mkdir(parents=True)
 
 
 def test_cpu_set_up_takes_torch_alone_and_first(env: Env) -> None:
@@ -59,14 +73,13 @@ def test_cpu_set_up_takes_torch_alone_and_first(env: Env) -> None:
     assert torch[-1] == "torch==2.13.0+cpu"
     assert torch[torch.index("--index-url") + 1] == "https://download.pytorch.org/whl/cpu"
     assert "--no-deps" in torch
-    assert tools[-1] == "setuptools"
-    assert "--no-warn-conflicts" in tools  # torch stands there alone for now: no cause for alarm
+    assert tools[-1] == setup_env.BUILD_TOOL
     assert package[-2:] == ["--editable", f"{ROOT}[test]"]
     assert "torch==2.13.0+cpu\n" in pip.constraints
     assert "transformers==" in pip.constraints
 
 
-def test_unreachable_index_falls_back_to_a_wheel_that_pip_can_find_and_then_refuses(env: Env) -> None:
+def test_an_index_without_the_wheel_falls_back_to_one_that_pip_can_find_and_then_refuses(env: Env) -> None:
     pip = FakePip(failing=["--index-url"])
     setup_env.install_torch(CPU, pip)
     assert [command[-1] for command in pip.commands] == ["torch==2.13.0+cpu"] * 2
@@ -75,16 +88,62 @@ def test_unreachable_index_falls_back_to_a_wheel_that_pip_can_find_and_then_refu
         setup_env.install_torch(CPU, FakePip(failing=["torch==2.13.0+cpu"]))
 
 
+def test_an_unreachable_index_is_not_tried(unreachable: set[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Installers try each of its files again and again, which took minutes."""
+    unreachable.add(f"{pick_torch.WHEELS}/cpu/torch/")
+    pip = FakePip()
+    setup_env.install_torch(CPU, pip)
+    assert pip.commands == [["install", "--no-deps", "torch==2.13.0+cpu"]]
+    assert f"{pick_torch.WHEELS}/cpu cannot be reached (no route)" in capsys.readouterr().err
+
+
+def test_a_folder_of_wheels_stands_in_for_the_only_index_of_a_build(unreachable: set[str]) -> None:
+    """And nothing else does: pip's own index would answer with gigabytes for another CUDA."""
+    unreachable.add(f"{pick_torch.WHEELS}/cu126/torch/")
+    pip = FakePip()
+    setup_env.install_torch(pick_torch.choose(Machine("Linux", (12, 6), (9, 0))), pip)
+    assert pip.commands == [["install", "--no-index", "torch>=2.11,<2.15"]]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (None, None),
+        (urllib.error.HTTPError("https://x", 403, "Forbidden", None, None), None),  # type: ignore[arg-type]
+        (urllib.error.URLError("[SSL: CERTIFICATE_VERIFY_FAILED]"), None),  # pip has certificates of its own
+        (urllib.error.URLError(OSError("Name or service not known")), "Name or service not known"),
+        (TimeoutError("timed out"), "timed out"),
+    ],
+)
+def test_only_a_connection_that_cannot_be_made_counts_as_unreachable(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, reason: str | None
+) -> None:
+    class Answer:
+        def close(self) -> None: ...
+
+    def urlopen(url: str, timeout: float) -> Answer:
+        assert (url, timeout) == ("https://x", pick_installer._PROBE_TIMEOUT_S)
+        if error is not None:
+            raise error
+        return Answer()
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    assert pick_installer.why_unreachable("https://x") == reason
+
+
 def test_gpu_set_up_lets_torch_bring_its_own_and_adds_the_extra(
     env: Env, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(setup_env, "check_torch", lambda env, choice: None)
+    add_distribution(env, "torch", "2.14.1+cu130")
     pip = FakePip()
     setup_env.install(ROOT, env, GPU, [], pip)
     assert pip.commands[0][-1] == "torch>=2.11,<2.15"
     assert "--no-deps" not in pip.commands[0]
+    assert pip.commands[1][-2:] == [setup_env.BUILD_TOOL, "torch==2.14.1+cu130"]  # torch bounds setuptools
     assert pip.commands[-2][-1] == f"{ROOT}[cuda]"
-    assert "torch==" not in pip.constraints
+    assert "torch==2.14.1+cu130\n" in pip.constraints
+    assert "transformers==" in pip.constraints
     assert pip.commands[-1][-2:] == ["--editable", f"{ROOT}/sgl-kernel"]
     assert "--no-deps" in pip.commands[-1]  # torch is there, and stays what it is
 
@@ -93,6 +152,7 @@ def test_gpu_set_up_goes_on_without_our_kernels(
     env: Env, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(setup_env, "check_torch", lambda env, choice: None)
+    add_distribution(env, "torch", "2.14.1")
     setup_env.install(ROOT, env, GPU, [], FakePip(failing=[f"{ROOT}/sgl-kernel"]))
     assert "the server runs without our own CUDA kernels" in capsys.readouterr().err
 
@@ -108,6 +168,142 @@ def test_cuda_packages_in_a_cpu_environment_are_refused(env: Env) -> None:
 def test_failed_package_is_refused_with_the_remedy(env: Env) -> None:
     with pytest.raises(SetupError, match="check the network and run this again"):
         setup_env.install(ROOT, env, CPU, [], FakePip(failing=["--editable"]))
+
+
+# What each torch in range asks of the packages that it shares with us: its wheels' metadata for Linux and CUDA.
+# test/network/test_resolution.py asks for the real ones.
+TORCHS = {
+    "2.11.0": ["setuptools<82", "triton==3.6.0", "sympy>=1.13.3", "networkx>=2.5.1", "fsspec>=0.8.5"],
+    "2.12.0": ["setuptools<82", "triton==3.7.1", "sympy>=1.13.3", "networkx>=2.5.1", "fsspec>=0.8.5"],
+    "2.13.0": ["setuptools>=77.0.3", "triton==3.7.1", "sympy>=1.13.3", "networkx>=2.5.1", "fsspec>=0.8.5"],
+    "2.14.1": ["setuptools>=77.0.3", "triton==3.8.0", "sympy>=1.13.3", "networkx>=2.5.1", "fsspec>=0.8.5"],
+}
+
+
+@pytest.mark.parametrize("torch", TORCHS)
+def test_no_pin_of_the_gpu_set_up_excludes_a_torch_in_range(
+    env: Env, monkeypatch: pytest.MonkeyPatch, torch: str
+) -> None:
+    monkeypatch.setattr(setup_env, "check_torch", lambda env, choice: None)
+    add_distribution(env, "torch", torch)
+    pip = FakePip()
+    setup_env.install(ROOT, env, GPU, ["test", "dev"], pip)
+    pins = _pins(pip.constraints)
+    assert pins["torch"] == torch
+    for requirement in map(Requirement, TORCHS[torch]):
+        pinned = pins.get(requirement.name)
+        assert pinned is None or requirement.specifier.contains(pinned), f"{pinned} excludes {requirement}"
+    assert len(pins) > 60  # what is ours stays pinned
+
+
+def test_the_tool_that_builds_the_package_is_the_one_that_it_asks_for() -> None:
+    for folder in (ROOT, ROOT / "sgl-kernel"):
+        build = tomllib.loads((folder / "pyproject.toml").read_text())["build-system"]
+        assert build["requires"] == [setup_env.BUILD_TOOL]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What is run instead of being run; uv is on no PATH, and pip has no settings."""
+    calls: list[list[str]] = []
+    monkeypatch.setattr(pick_installer, "_run", lambda command, env=None: calls.append(list(command)) or True)
+    monkeypatch.setattr(pick_installer, "_pip_settings", lambda python: {})
+    monkeypatch.setattr(pick_installer.shutil, "which", lambda name, path=None: None)
+    monkeypatch.delenv("FENCELINE_INSTALLER", raising=False)
+    return calls
+
+
+def test_uv_is_installed_in_its_pinned_version_and_used(env: Env, calls: list[list[str]]) -> None:
+    run = pick_installer.make_installer(env.python, ROOT / "constraints-cpu.txt")
+    assert run(["install", "x"])
+    ours, theirs = calls
+    assert ours[:4] == [str(env.python), "-m", "pip", "install"]
+    assert ours[-3:] == ["--constraint", f"{ROOT}/constraints-cpu.txt", "uv"]
+    assert "uv" in _pins()
+    assert theirs[:3] == [str(env.python.parent / "uv"), "pip", "install"]
+    assert theirs[-1] == "x"
+    # Without it every process of a machine that writes no bytecode compiles torch and transformers anew.
+    assert "--compile-bytecode" in theirs
+
+
+def test_uv_of_the_path_is_used_as_it_is(
+    env: Env, calls: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pick_installer.shutil, "which", lambda name, path=None: "/usr/bin/uv")
+    pick_installer.make_installer(env.python, ROOT / "constraints-cpu.txt")(["install", "x"])
+    assert [command[0] for command in calls] == ["/usr/bin/uv"]
+
+
+@pytest.mark.parametrize(
+    "obstacle", ["chosen", "not to be had", "settings without a counterpart", "uv fails"]
+)
+def test_pip_installs_where_uv_cannot(
+    env: Env, calls: list[list[str]], monkeypatch: pytest.MonkeyPatch, obstacle: str
+) -> None:
+    fails = {"not to be had": lambda c: c[-1] == "uv", "uv fails": lambda c: c[0].endswith("uv")}.get(
+        obstacle
+    )
+    if fails is not None:
+        monkeypatch.setattr(
+            pick_installer,
+            "_run",
+            lambda command, env=None: calls.append(list(command)) or not fails(command),
+        )
+    elif obstacle == "chosen":
+        monkeypatch.setenv("FENCELINE_INSTALLER", "pip")
+    else:
+        monkeypatch.setattr(pick_installer, "_pip_settings", lambda python: {"only-binary": "x"})
+    run = pick_installer.make_installer(env.python, ROOT / "constraints-cpu.txt")
+    assert run(["install", "x"])
+    assert calls[-1][:4] == [str(env.python), "-m", "pip", "install"]
+    assert calls[-1][-1] == "x"
+    assert any(command[0].endswith("uv") for command in calls) == (obstacle == "uv fails")
+
+
+def test_installers_draw_no_bars_off_a_terminal_and_are_not_silent(env: Env, calls: list[list[str]]) -> None:
+    pick_installer.make_installer(env.python, ROOT / "constraints-cpu.txt")(["install", "x"])
+    pip, uv = calls
+    assert pip[pip.index("--progress-bar") + 1] == "off"
+    assert "--no-progress" in uv
+    assert not {"--quiet", "-q"} & {*pip, *uv}
+
+
+def test_uv_looks_where_pip_is_set_to_look() -> None:
+    """uv reads no configuration of pip."""
+    settings = pick_installer.pip_settings(
+        ":env:.find-links='/wheels'\n:env:.disable-pip-version-check='1'\n"
+        "global.find-links='/elsewhere'\nglobal.index-url='https://mirror/simple'\n"
+        "global.extra-index-url='file:///one\\nfile:///two'\ninstall.constraint='/etc/c.txt'\n"
+        "download.no-binary='x'\nglobal.trusted-host='mirror'\nglobal.cert='/etc/ca.pem'\n"
+    )
+    assert pick_installer.uv_variables(settings) == {
+        "UV_DEFAULT_INDEX": "https://mirror/simple",
+        "UV_INDEX": "file:///one file:///two",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "UV_FIND_LINKS": "/wheels",
+        "UV_CONSTRAINT": "/etc/c.txt",
+        "UV_INSECURE_HOST": "mirror",
+        "SSL_CERT_FILE": "/etc/ca.pem",
+    }
+    assert pick_installer.uv_variables({"no-index": "true"}) is None
+
+
+def test_pip_is_asked_for_its_settings_in_words_that_are_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real pip, with a configuration file of ours and a variable that goes before it."""
+    config = tmp_path / "pip.conf"
+    config.write_text("[global]\nfind-links = /a\nextra-index-url =\n  https://one\n  https://two\n")
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
+    monkeypatch.setenv("PIP_FIND_LINKS", "/b")
+    if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode:
+        pytest.skip("this environment has no pip")
+    settings = pick_installer._pip_settings(Path(sys.executable))
+    assert settings is not None
+    assert settings["find-links"] == "/b"
+    assert settings["extra-index-url"].split() == ["https://one", "https://two"]
 
 
 class Installs:
@@ -131,6 +327,7 @@ def installs(monkeypatch: pytest.MonkeyPatch) -> Installs:
     monkeypatch.setattr(setup_env, "install", installs)
     monkeypatch.setattr(setup_env, "torch_choice", lambda: CPU)
     monkeypatch.setattr(setup_env, "create", lambda env: None)
+    monkeypatch.setattr(setup_env, "make_installer", lambda python, constraints: None)
     return installs
 
 
@@ -229,8 +426,8 @@ def _project() -> dict[str, list[Requirement]]:
     return {name: [Requirement(line) for line in lines] for name, lines in groups.items()}
 
 
-def _pins() -> dict[str, str]:
-    lines = (ROOT / "constraints-cpu.txt").read_text().splitlines()
+def _pins(text: str | None = None) -> dict[str, str]:
+    lines = (text or (ROOT / "constraints-cpu.txt").read_text()).splitlines()
     pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
     return {re.sub(r"[-_.]+", "-", name).lower(): pinned for name, pinned in pairs}
 
