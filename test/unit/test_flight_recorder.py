@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,19 @@ def test_a_dump_that_cannot_be_written_hides_no_other_failure(
     driver.step()
     reply = next(reply for reply in driver.replies if isinstance(reply, ControlReply))
     assert not reply.success and "could not be written" in reply.message
+
+
+def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a shared temporary folder anybody may have made it before us."""
+    driver = make_driver(flight_recorder_dir=str(tmp_path))
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    monkeypatch.setattr(
+        Path, "stat", lambda self, **_: os.stat_result((0o40700, 1, 1, 1, 77, 77, 0, 0, 0, 0))
+    )
+    driver.send(FlightRecorderReq(id="file"))
+    driver.step()
+    reply = next(reply for reply in driver.replies if isinstance(reply, ControlReply))
+    assert not reply.success and "another user's" in reply.message
 
 
 def test_flags() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import stat
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -9,16 +12,28 @@ import pytest
 from scheduler_driver import Driver, expected_output, make_driver, request
 from test_scheduler import assert_right
 
+from fenceline.config.resolve import resolve
+from fenceline.config.server_args import ServerArgs
+from fenceline.managers import scheduler_control
 from fenceline.managers.io_struct import (
     AbortReq,
     ContinueGenerationReq,
     ControlReply,
+    FlightRecorderReq,
     FlushCacheReq,
+    GetInternalStateReq,
+    Message,
     PauseGenerationReq,
     ProfileReq,
     ShutdownReq,
     TokenizedGenerateReq,
 )
+from fenceline.managers.request_memory import RequestMemory
+from fenceline.managers.scheduler_control import StepProfiler
+from fenceline.managers.scheduler_stats import SchedulerStats
+from fenceline.memory_order.checker import OrderError
+from fenceline.memory_order.edges import Hazard
+from fenceline.memory_order.lease import LeaseError
 from fenceline.model_executor.schedule_batch import DecodeBatch
 
 
@@ -186,33 +201,64 @@ def test_a_stop_token_before_min_new_tokens_ends_nothing() -> None:
 
 
 def test_profile_into_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    driver = make_driver()
-    driver.send(ProfileReq(id="p", action="start", output_dir=str(file / "folder")))
+    (tmp_path / "file").write_text("")
+    driver = make_driver(torch_profiler_dir=str(tmp_path))
+    driver.send(ProfileReq(id="p", action="start", output_dir="file/folder"))
     driver.step()
     assert not reply(driver, "p").success
-    assert str(file) in reply(driver, "p").message
-    driver.send(ProfileReq(id="q", action="start", output_dir=str(tmp_path), num_steps=2))
+    assert str(tmp_path / "file") in reply(driver, "p").message
+    driver.send(ProfileReq(id="q", action="start", output_dir="a/b", num_steps=2))
     driver.send(request("a", [1, 2], max_new_tokens=5))
     driver.run()
-    assert len(list(tmp_path.glob("*.trace.json"))) == 1
+    assert len(list((tmp_path / "a" / "b").glob("*.trace.json"))) == 1
 
 
-def test_profile_into_an_impossible_name_does_not_end_the_server() -> None:
-    driver = make_driver()
-    driver.send(ProfileReq(id="p", action="start", output_dir="\0"))
-    driver.send(ProfileReq(id="q", action="start", output_dir="x" * 5000))
+@pytest.mark.parametrize(
+    "folder",
+    ["/", "/tmp", "..", "a/../..", "a//b", "a/", "\0", "a\nb", "x" * 5000, "a/" * 1500 + "a", ".hidden", "é"],
+    ids=range(12),
+)
+def test_profiles_go_below_the_servers_folder_and_nowhere_else(tmp_path: Path, folder: str) -> None:
+    root = tmp_path / "root"
+    driver = make_driver(torch_profiler_dir=str(root))
+    driver.send(ProfileReq(id="p", action="start", output_dir=folder))
     driver.step()
+    assert not reply(driver, "p").success
+    assert "--torch-profiler-dir" in reply(driver, "p").message
+    assert len(reply(driver, "p").message) < 500
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_folder_for_profiles_a_private_one_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    driver = make_driver()
     for id in "pq":
-        assert not reply(driver, id).success
-        assert "cannot make the folder" in reply(driver, id).message
+        driver.send(ProfileReq(id=id, action="start"), ProfileReq(id=f"{id}s", action="stop"))
+    driver.step()
+    (folder,) = tmp_path.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert str(folder) in reply(driver, "ps").message
+
+
+def test_the_folder_for_profiles_comes_from_the_flag_or_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def chosen(**flags: str) -> str | None:
+        return resolve(ServerArgs(model_path="demo", device="cpu", **flags)).torch_profiler_dir
+
+    monkeypatch.delenv("SGLANG_TORCH_PROFILER_DIR", raising=False)
+    assert chosen() is None
+    monkeypatch.setenv("SGLANG_TORCH_PROFILER_DIR", "/srv/traces")
+    assert chosen() == "/srv/traces"
+    assert chosen(torch_profiler_dir="/srv/mine") == "/srv/mine"
 
 
 def test_profile_that_cannot_be_written_does_not_end_the_server(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
-    driver = make_driver()
-    driver.send(ProfileReq(id="p", action="start", output_dir=str(folder), num_steps=2))
+    driver = make_driver(torch_profiler_dir=str(folder))
+    driver.send(ProfileReq(id="p", action="start", num_steps=2))
     req = request("a", [1, 2], max_new_tokens=5, ignore_eos=True)
     driver.send(req)
     driver.step()
@@ -222,6 +268,82 @@ def test_profile_that_cannot_be_written_does_not_end_the_server(tmp_path: Path) 
     driver.send(ProfileReq(id="q", action="stop"))
     driver.step()
     assert reply(driver, "q").message == "no profile is running: start one first"
+
+
+OBSERVERS = [
+    (ProfileReq(id="p", action="start"), (StepProfiler, "start")),
+    (ProfileReq(id="p", action="stop"), (StepProfiler, "stop")),
+    (FlightRecorderReq(id="p", write=True), (scheduler_control, "write_dump")),
+    (FlightRecorderReq(id="p", write=False), (scheduler_control, "dump_json")),
+    (GetInternalStateReq(id="p"), (SchedulerStats, "state")),
+]
+
+
+def raiser(error: Exception) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    "error", [RecursionError("deep"), MemoryError(), AssertionError("theirs"), KeyError(3)]
+)
+@pytest.mark.parametrize(("message", "place"), OBSERVERS, ids=range(5))
+def test_no_failure_of_what_only_observes_ends_the_scheduler(
+    message: Message, place: tuple[object, str], error: Exception, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    driver = make_driver()
+    with monkeypatch.context() as patched:
+        patched.setattr(*place, raiser(error))
+        driver.send(message)
+        driver.step()
+    assert not reply(driver, "p").success
+    assert type(error).__name__ in reply(driver, "p").message
+    assert caplog.records[-1].exc_info, "with a traceback"
+    req = request("a", [1, 2], max_new_tokens=5)
+    driver.send(req)
+    driver.run()
+    assert_right(driver, [req])
+
+
+@pytest.mark.parametrize(
+    ("error", "survives"),
+    [
+        (PermissionError("a file"), True),
+        (AssertionError("books"), False),
+        (LeaseError("retired twice"), False),
+        (OrderError("no order", (), Hazard.RAW, "pages"), False),
+    ],
+)
+def test_a_flush_that_breaks_an_invariant_ends_the_scheduler_and_a_missing_file_does_not(
+    error: Exception, survives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = make_driver()
+    monkeypatch.setattr(RequestMemory, "flush", raiser(error))
+    driver.send(FlushCacheReq(id="p"))
+    if survives:
+        driver.step()
+        assert not reply(driver, "p").success
+    else:
+        with pytest.raises(type(error)):
+            driver.step()
+
+
+def test_a_profile_that_ends_by_itself_and_fails_does_not_end_the_scheduler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = make_driver()
+    driver.send(ProfileReq(id="p", action="start", num_steps=2))
+    driver.step()
+    profile = driver.scheduler.control._profiler._profile
+    assert profile is not None
+    monkeypatch.setattr(profile, "export_chrome_trace", raiser(MemoryError()))
+    req = request("a", [1, 2], max_new_tokens=5, ignore_eos=True)
+    driver.send(req)
+    driver.run()
+    assert_right(driver, [req])
 
 
 def test_a_server_that_drains_cannot_be_paused() -> None:

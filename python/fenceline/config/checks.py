@@ -76,6 +76,9 @@ def _check_ranges(args: ServerArgs) -> None:
     _require(
         args.flight_recorder_dir != "", "--flight-recorder-dir is empty: name a folder or leave the flag out"
     )
+    _require(
+        args.torch_profiler_dir != "", "--torch-profiler-dir is empty: name a folder or leave the flag out"
+    )
     for name in _AT_LEAST_ONE:
         value = getattr(args, name)
         _require(value is None or value >= 1, f"--{name.replace('_', '-')} {value}: must be at least 1")

@@ -21,7 +21,8 @@ class EngineConfig:
     ``max_queued_requests`` None that the queue is unbounded. ``chat_template`` is the template's text.
     Attention backends are names or ``auto``, which the model runner decides by measuring. ``cuda_graph_bs`` are the
     decode batch sizes to capture and ``piecewise_cuda_graph_tokens`` prefill's sizes in tokens, ascending; empty means
-    no graphs. ``hicache`` None: pages live on the device alone.
+    no graphs. ``hicache`` None: pages live on the device alone. ``torch_profiler_dir`` None: a fresh folder
+    of the scheduler's own.
     """
 
     # Model and tokenizer
@@ -88,6 +89,7 @@ class EngineConfig:
     flight_recorder_steps: int
     flight_recorder_dir: str
     flight_recorder_prompts: bool
+    torch_profiler_dir: str | None
 
     def public_dict(self) -> dict[str, object]:
         """The configuration for logs and /get_server_info: JSON values, the API key replaced by whether one is set."""

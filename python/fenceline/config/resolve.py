@@ -105,7 +105,13 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         flight_recorder_steps=args.flight_recorder_steps,
         flight_recorder_dir=args.flight_recorder_dir or _flight_recorder_dir(),
         flight_recorder_prompts=args.flight_recorder_prompts,
+        torch_profiler_dir=_torch_profiler_dir(args),
     )
+
+
+def _torch_profiler_dir(args: ServerArgs) -> str | None:
+    folder = args.torch_profiler_dir or os.environ.get("SGLANG_TORCH_PROFILER_DIR")
+    return os.path.abspath(folder) if folder else None
 
 
 def _flight_recorder_dir() -> str:

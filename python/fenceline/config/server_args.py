@@ -362,6 +362,13 @@ class ServerArgs:
         group=_LOGGING,
         metavar="DIR",
     )
+    torch_profiler_dir: str | None = flag(
+        None,
+        "Traces of /start_profile are written below this folder and nowhere else; SGLANG_TORCH_PROFILER_DIR of the "
+        "environment, or else a fresh private folder below the system's temporary one, unless given.",
+        group=_LOGGING,
+        metavar="DIR",
+    )
     flight_recorder_prompts: bool = flag(
         False, "Keep the prompts' token ids too. They are somebody's words.", group=_LOGGING
     )

@@ -68,6 +68,10 @@ def write_dump(recorder: FlightRecorder, reason: str) -> Path:
     """Write a dump into the configured folder, readable by its owner alone; its path. Raises OSError."""
     folder = Path(recorder.config.flight_recorder_dir)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid not in (os.getuid(), 0):
+        raise PermissionError(
+            f"{folder} is another user's: name a folder of your own with --flight-recorder-dir"
+        )
     stamp = f"{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}-{next(_NUMBERS)}"
     path = folder / f"flight-{stamp}.json"
     data = dump_json(recorder, reason)

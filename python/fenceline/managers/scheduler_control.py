@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import tempfile
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +32,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PROFILE_DIR = "/tmp/fenceline-profile"
+_FOLDER_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+_MAX_FOLDER_DEPTH = 4
+_MAX_REPLY_CHARS = 1000
+# What these go wrong about says nothing of requests and memory, which they do not touch.
+_OBSERVERS = (ProfileReq, FlightRecorderReq, GetInternalStateReq)
 
 
 class SchedulerControl:
@@ -38,10 +45,26 @@ class SchedulerControl:
     def __init__(self, scheduler: Scheduler, outbox: Outbox) -> None:
         self._scheduler = scheduler
         self._outbox = outbox
-        self._profiler = StepProfiler()
+        self._profiler = StepProfiler(scheduler.config.torch_profiler_dir)
 
     def handle(self, message: Message) -> None:
-        """Carry out one control message and answer it."""
+        """Carry out one control message and answer it, with ``success`` False if that fails.
+
+        Whatever goes wrong with a message that only observes is its sender's affair. A message that changes requests or
+        memory may fail for want of files and for wrong values; any other exception there (an assertion, a lease given
+        up twice, an OrderError) means that the books can no longer be trusted, and ends the scheduler.
+        """
+        try:
+            self._carry_out(message)
+        except Exception as error:
+            if not isinstance(message, _OBSERVERS) and not isinstance(error, (OSError, ValueError)):
+                raise
+            logger.exception("%s failed", type(message).__name__)
+            id = getattr(message, "id", None)
+            if id is not None:
+                self._reply(id, False, f"failed: {type(error).__name__}: {error}"[:_MAX_REPLY_CHARS])
+
+    def _carry_out(self, message: Message) -> None:
         match message:
             case FlushCacheReq():
                 self._reply(message.id, *self._flush(message.storage))
@@ -94,7 +117,7 @@ class SchedulerControl:
 
     def _profile(self, message: ProfileReq) -> tuple[bool, str]:
         if message.action == "start":
-            return self._profiler.start(message.output_dir or _PROFILE_DIR, message.num_steps)
+            return self._profiler.start(message.output_dir or "", message.num_steps)
         if message.action == "stop":
             return self._profiler.stop()
         return False, f"unknown action {message.action!r}: use start or stop"
@@ -123,31 +146,47 @@ class SchedulerControl:
         self._outbox.to_tokenizer(ControlReply(id=id, success=success, message=message))
 
 
-class StepProfiler:
-    """The torch profiler over a range of steps; the trace is a Chrome trace in the output folder."""
+def trace_folder(root: str, output_dir: str) -> Path:
+    """The folder ``output_dir`` below ``root``. Raises ValueError, one line, if it is not simply one below it."""
+    names = output_dir.split("/") if output_dir else []
+    if len(names) > _MAX_FOLDER_DEPTH or not all(map(_FOLDER_NAME.fullmatch, names)):
+        raise ValueError(
+            f"output_dir must be up to {_MAX_FOLDER_DEPTH} plain names (letters, digits, '.', '_', '-') joined by '/', "
+            f"below the server's {root} (--torch-profiler-dir)"
+        )
+    return Path(root, *names)
 
-    def __init__(self) -> None:
+
+class StepProfiler:
+    """The torch profiler over a range of steps; the trace is a Chrome trace in a folder below ``root``, or without one
+    below a private folder that is made for the first trace."""
+
+    def __init__(self, root: str | None) -> None:
+        self._root = root
         self._profile: torch.profiler.profile | None = None
         self._path = ""
         self._steps_left: int | None = None
 
     def start(self, output_dir: str, num_steps: int | None) -> tuple[bool, str]:
-        """Begin a trace; with ``num_steps`` it ends by itself."""
+        """Begin a trace below the folder for traces; with ``num_steps`` it ends by itself."""
         if self._profile is not None:
             return False, "a profile is already running: stop it first"
         try:
-            os.makedirs(output_dir, exist_ok=True)
-        except (OSError, ValueError) as error:  # ValueError: a name with a null byte
+            if self._root is None:
+                self._root = tempfile.mkdtemp(prefix="fenceline-profile-")
+            folder = trace_folder(self._root, output_dir)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except ValueError as error:
+            return False, str(error)
+        except OSError as error:
             return False, f"cannot make the folder for the trace: {error}"
-        self._path = os.path.join(
-            output_dir, f"fenceline-{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}.trace.json"
-        )
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profile = torch.profiler.profile(activities=activities)
-        self._profile.start()
-        self._steps_left = num_steps
+        profile = torch.profiler.profile(activities=activities)
+        profile.start()
+        self._path = str(folder / f"fenceline-{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}.trace.json")
+        self._profile, self._steps_left = profile, num_steps
         return True, f"profiling into {self._path}"
 
     def step(self) -> None:
@@ -164,9 +203,9 @@ class StepProfiler:
         if self._profile is None:
             return False, "no profile is running: start one first"
         profile, self._profile = self._profile, None
-        profile.stop()
         try:
+            profile.stop()
             profile.export_chrome_trace(self._path)
-        except (OSError, RuntimeError) as error:
-            return False, f"the trace could not be written to {self._path}: {error}"
+        except Exception as error:  # of the profiler, whatever it is; the steps go on
+            return False, f"the trace could not be written to {self._path}: {type(error).__name__}: {error}"
         return True, f"trace written to {self._path}"
