@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_level
 
+from fenceline.config.request_limits import MAX_STOP_CHARS
 from fenceline.config.sampling_params import SamplingParams
 from fenceline.managers.detokenizer_manager import Detokenizer
 from fenceline.managers.io_struct import (
@@ -17,7 +20,7 @@ from fenceline.managers.io_struct import (
     TokenLogprobs,
     TokenOut,
 )
-from fenceline.managers.stop_strings import StopMatch, StopScanner
+from fenceline.managers.stop_strings import StopMatch, StopScanner, _State
 
 TOKENIZER = byte_level()
 LETTERS = st.sampled_from("aab ")
@@ -51,6 +54,116 @@ def test_scanner_agrees_with_the_naive_reference(pieces: list[str], stops: list[
                        for stop in stops for length in range(1, len(stop)))  # fmt: skip
     assert expected is None
     assert shown + scanner.flush() == text
+
+
+class SearchingScanner:
+    """The reference: searches the text held back and the new one for every stop string."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self._stops = tuple(stops)
+        self._max_len = max(map(len, stops))
+        self._held = ""
+
+    def feed(self, text: str, armed: bool = True) -> str | StopMatch:
+        buffer = self._held + text
+        if armed and text:
+            match = self._find(buffer)
+            if match is not None:
+                self._held = ""
+                return match
+        split = self._hold_from(buffer)
+        self._held = buffer[split:]
+        return buffer[:split]
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    def _find(self, buffer: str) -> StopMatch | None:
+        best_end, best_start, best = len(buffer) + 1, 0, ""
+        num_held = len(self._held)
+        for stop in self._stops:
+            start = buffer.find(stop, max(0, num_held - len(stop) + 1))
+            end = start + len(stop)
+            if start >= 0 and (end, start) < (best_end, best_start):
+                best_end, best_start, best = end, start, stop
+        return StopMatch(best, buffer[:best_start]) if best else None
+
+    def _hold_from(self, buffer: str) -> int:
+        first = max(0, len(buffer) - self._max_len + 1)
+        hold = len(buffer)
+        for stop in self._stops:
+            start = buffer.find(stop[0], max(first, len(buffer) - len(stop) + 1), hold)
+            while start >= 0:
+                if stop.startswith(buffer[start:]):
+                    hold = start
+                    break
+                start = buffer.find(stop[0], start + 1, hold)
+        return hold
+
+
+@given(
+    st.lists(st.tuples(st.text(LETTERS, max_size=4), st.booleans()), max_size=12),
+    st.lists(st.text(LETTERS, min_size=1, max_size=6), min_size=1, max_size=6),
+)
+@settings(max_examples=400)
+def test_scanner_does_what_searching_does(pieces: list[tuple[str, bool]], stops: list[str]) -> None:
+    scanner, reference = StopScanner(stops), SearchingScanner(stops)
+    for piece, armed in pieces:
+        found = scanner.feed(piece, armed)
+        assert found == reference.feed(piece, armed)
+        if isinstance(found, StopMatch):
+            return
+    assert scanner.flush() == reference.flush()
+
+
+HOSTILE = {
+    "one letter": (["a" * length + "b" for length in range(1, 64)], "a" * 5000),
+    "the longest that is taken": (["a" * (MAX_STOP_CHARS - 1) + "b"], ("a" * 300 + "c") * 3),
+    "many periods": (["ab" * length + "c" for length in range(1, 60)], "ab" * 5000 + "a"),
+    "each a suffix of the next": (
+        ["a" * (64 - index) + "b" * index + "c" for index in range(64)],
+        "aaab" * 200,
+    ),
+    "Fibonacci": (["abaababaabaababaababaabaababaabaab"[start:] + "!" for start in range(30)], "abaab" * 150),
+    "no match in sight": (["xyz" * 20] * 64, "abcd" * 200),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_character_costs_a_constant_number_of_calls(case: str) -> None:
+    """Calls of any kind, C functions included: to make what the text needs of the automaton, and to go on in it."""
+    stops, text = HOSTILE[case]
+    scanner = StopScanner(stops)
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    for char in text:
+        scanner.feed(char)
+    sys.setprofile(None)
+    assert calls < 10 * len(text)
+
+
+def test_long_stop_strings_cost_nothing_before_the_text_comes_near_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = 0
+    make = _State.__init__
+
+    def counted(self: _State, *args: object) -> None:
+        nonlocal made
+        made += 1
+        make(self, *args)
+
+    monkeypatch.setattr(_State, "__init__", counted)
+    scanner = StopScanner([f"{index:02}" + "x" * (MAX_STOP_CHARS // 64 - 2) for index in range(64)])
+    assert scanner.feed("nothing of that kind, 6") == "nothing of that kind, "
+    assert scanner.feed("3x and so on") == "63x and so on"
+    assert made < 10
 
 
 def test_match_passed_over_while_unarmed_does_not_come_back() -> None:

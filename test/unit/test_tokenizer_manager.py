@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -41,7 +42,7 @@ from fenceline.managers.request_types import (
     expand_samples,
     merge_chunks,
 )
-from fenceline.managers.tokenizer import load_tokenizer
+from fenceline.managers.tokenizer import Tokenizer, load_tokenizer
 from fenceline.managers.tokenizer_manager import INLINE_TEXT_CHARS, TokenizerManager
 
 READY = SchedulerReady(
@@ -78,8 +79,6 @@ class Bench:
     """A ready manager and its link."""
 
     def __init__(self, **config: object) -> None:
-        from dataclasses import replace
-
         self.link = MemoryLink()
         self.manager = TokenizerManager(replace(demo_config(), **config), byte_level(), self.link)
         self.manager.handle(READY)
@@ -219,6 +218,68 @@ async def test_refusals(inp: GenerateInput, words: str) -> None:
     assert caught.value.status == 400
     assert bench.link.sent == []
     assert bench.manager.num_active == 0
+
+
+class CountingTokenizer:
+    """Counts the characters that are tokenised."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_chars = 0
+        encode = Tokenizer.encode
+
+        def counted(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+            self.num_chars += len(text)
+            return encode(tokenizer, text, add_special_tokens)
+
+        monkeypatch.setattr(Tokenizer, "encode", counted)
+
+
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"sampling_params": SamplingParams(temperature=-1.0)}, "temperature"),
+    ({"sampling_params": SamplingParams(stop=("",))}, "empty string"),
+    ({"sampling_params": SamplingParams(stop=("x" * 100,) * 41)}, "at most 4096 characters"),
+    ({"sampling_params": SamplingParams(stop_token_ids=(1,) * 1025)}, "at most 1024 ids"),
+    ({"sampling_params": SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0))}, "at most 1024 entries"),
+    ({"rid": "r" * 257}, "at most 256 bytes"), ({"rid": "é" * 129}, "at most 256 bytes"),
+    ({"logprob_start_len": -2}, "logprob_start_len"), ({"logprob_start_len": 64}, "logprob_start_len"),
+    ({"top_logprobs_num": -1}, "top_logprobs_num"), ({"rid": "0"}, "already in flight"),
+    ({"text": None, "input_ids": [1024]}, "outside the vocabulary"),
+])  # fmt: skip
+async def test_what_needs_no_tokens_is_refused_before_any_text_is_tokenised(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, object], words: str
+) -> None:
+    bench, tokenised = Bench(), CountingTokenizer(monkeypatch)
+    inputs = [GenerateInput(text="the fox", rid=str(index)) for index in range(20)]
+    inputs.append(replace(inputs[-1], **{"rid": "last", **fields}))
+    with pytest.raises(RequestError, match=words):
+        await bench.manager.submit_many(inputs)
+    assert tokenised.num_chars == 0
+
+
+async def test_a_full_queue_refuses_before_any_text_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, tokenised = Bench(max_queued_requests=3), CountingTokenizer(monkeypatch)
+    with pytest.raises(RequestError, match="queue is full"):
+        await bench.manager.submit_many([GenerateInput(text="the fox") for _ in range(6)])
+    assert tokenised.num_chars == 0
+
+
+async def test_samples_are_tokenised_and_their_parameters_checked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, tokenised = Bench(), CountingTokenizer(monkeypatch)
+    checked = 0
+    verify = SamplingParams.verify_tokens
+
+    def counted(params: SamplingParams, vocab_size: int) -> None:
+        nonlocal checked
+        checked += 1
+        verify(params, vocab_size)
+
+    monkeypatch.setattr(SamplingParams, "verify_tokens", counted)
+    params = SamplingParams(stop=("x",), logit_bias={1: 1.0}, seed=3)
+    await bench.manager.submit_many(expand_samples(GenerateInput(text="the fox", sampling_params=params), 40))
+    assert (tokenised.num_chars, checked) == (len("the fox"), 1)
+    assert len({message.sampling_params.seed for message in bench.link.requests()}) == 40
 
 
 async def test_max_new_tokens_is_clipped_to_context_and_memory() -> None:

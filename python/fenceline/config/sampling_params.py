@@ -6,8 +6,14 @@ import math
 
 import msgspec
 
-MAX_LOGIT_BIAS = 100.0
-MAX_STOP_STRINGS = 64
+from fenceline.config.request_limits import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
+
+MAX_BIAS = 100.0
 TOP_K_ALL = -1
 GREEDY_BELOW = 1e-6  # temperatures below are 0, as in SGLang
 
@@ -54,6 +60,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def verify(self, vocab_size: int) -> None:
         """Raise ``ValueError`` with the remedy for the first value out of range."""
+        self.verify_numbers()
+        self.verify_tokens(vocab_size)
+
+    def verify_numbers(self) -> None:
+        """:meth:`verify` for all but stop strings, stop tokens and biases."""
         numbers = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -86,26 +97,40 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
         if self.seed is not None:
             _check(-(2**63) <= self.seed < 2**63, "seed must fit in 64 bits")
-        self._verify_tokens(vocab_size)
 
-    def _verify_tokens(self, vocab_size: int) -> None:
+    def verify_tokens(self, vocab_size: int) -> None:
+        """:meth:`verify` for stop strings, stop tokens and biases, of which there may be many."""
         _check(
             len(self.stop) <= MAX_STOP_STRINGS,
             f"stop may have at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}",
         )
         _check(all(self.stop), "stop must not have an empty string")
+        num_chars = sum(map(len, self.stop))
+        _check(
+            num_chars <= MAX_STOP_CHARS,
+            f"stop may have at most {MAX_STOP_CHARS} characters in all its strings, got {num_chars}",
+        )
+        _check(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            f"stop_token_ids may have at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",
+        )
         for token in self.stop_token_ids:
             _check(
                 0 <= token < vocab_size, f"stop_token_ids: {token} is outside the vocabulary of {vocab_size}"
             )
+        num_biases = len(self.logit_bias or {})
+        _check(
+            num_biases <= MAX_LOGIT_BIAS,
+            f"logit_bias may have at most {MAX_LOGIT_BIAS} entries, got {num_biases}",
+        )
         for token, bias in (self.logit_bias or {}).items():
             _check(
                 0 <= token < vocab_size,
                 f"logit_bias token id {token} is outside the vocabulary of {vocab_size}",
             )
             _check(
-                math.isfinite(bias) and abs(bias) <= MAX_LOGIT_BIAS,
-                f"logit_bias values must be in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}], got {bias}",
+                math.isfinite(bias) and abs(bias) <= MAX_BIAS,
+                f"logit_bias values must be in [-{MAX_BIAS:g}, {MAX_BIAS:g}], got {bias}",
             )
 
 

@@ -9,14 +9,20 @@ from typing import TypeVar, cast
 import msgspec
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.config.request_limits import MAX_SAMPLES
 from fenceline.config.sampling_params import SamplingParams
 from fenceline.entrypoints.fields import GENERATION, SAMPLING, FieldRules, UnknownFields
 from fenceline.entrypoints.json_body import parse_body
-from fenceline.managers.request_types import MAX_SAMPLES, GenerateInput, RequestError, expand_samples, new_rid
+from fenceline.managers.request_types import (
+    GenerateInput,
+    RequestError,
+    check_num_requests,
+    expand_samples,
+    new_rid,
+)
 
 T = TypeVar("T")
 Prompt = tuple[str | None, list[int] | None]  # text or ids
-MAX_PROMPTS = 4096
 
 
 class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -110,13 +116,11 @@ def expand(body: GenerateBody, config: EngineConfig, default_rid: str | None) ->
     """One GenerateInput per prompt and sample, samples of a prompt side by side. Raises RequestError."""
     prompts, single = _prompts(body)
     num = len(prompts)
+    check_num_requests(num, 1)
     given = NativeSampling() if body.sampling_params is None else body.sampling_params
     sampling = _spread(given, num, "sampling_params")
     n = _num_samples(sampling)
-    if num * n > MAX_PROMPTS:
-        raise RequestError(
-            400, f"{num} prompts with {n} samples are more than {MAX_PROMPTS} in one request", param="n"
-        )
+    check_num_requests(num, n)
     rids = _rids(body.rid, num, default_rid)
     family = "" if isinstance(body.rid, list) else body.rid or default_rid or ""
     logprob = _spread(body.return_logprob or False, num, "return_logprob")
@@ -124,12 +128,16 @@ def expand(body: GenerateBody, config: EngineConfig, default_rid: str | None) ->
         -1 if body.logprob_start_len is None else body.logprob_start_len, num, "logprob_start_len"
     )
     top = _spread(body.top_logprobs_num or 0, num, "top_logprobs_num")
+    params: dict[int, SamplingParams] = {}  # each once, by the identity of what the client wrote
+    for native in sampling:
+        if id(native) not in params:
+            params[id(native)] = _to_params(native, config)
     inputs: list[GenerateInput] = []
     for index, (text, ids) in enumerate(prompts):
         one = GenerateInput(
             text=text,
             input_ids=ids,
-            sampling_params=_to_params(sampling[index], config),
+            sampling_params=params[id(sampling[index])],
             stream=body.stream,
             return_logprob=logprob[index],
             logprob_start_len=start[index],

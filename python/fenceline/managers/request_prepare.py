@@ -1,61 +1,132 @@
-"""From a GenerateInput to the scheduler's message: tokenise, check, clip."""
+"""From a GenerateInput to the scheduler's message: what can be said without tokens is checked before tokenising."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
+from fenceline.config.request_limits import (
+    MAX_EXTRA_KEY_BYTES,
+    MAX_RID_BYTES,
+    MAX_TOKEN_IDS_LOGPROB,
+    MAX_TOP_LOGPROBS,
+)
 from fenceline.config.sampling_params import SamplingParams
 from fenceline.managers.io_struct import SchedulerReady, TokenizedGenerateReq
 from fenceline.managers.request_types import GenerateInput, RequestError
 from fenceline.managers.tokenizer import Tokenizer
 
-MAX_TOP_LOGPROBS = 128
-MAX_TOKEN_IDS_LOGPROB = 128
-MAX_EXTRA_KEY_BYTES = 512
-MAX_STOP_CHARS = 4096  # bounds the work of looking for the beginning of one
 
-
-def check_prompt_form(inp: GenerateInput, tokenizer: Tokenizer | None) -> None:
-    """What can be said before tokenising. Raises RequestError."""
+def check_untokenised(
+    inp: GenerateInput, tokenizer: Tokenizer | None, vocab_size: int, limits: SchedulerReady
+) -> None:
+    """All that can be said of a request before tokenising, but for its sampling parameters. Raises RequestError with
+    the remedy for the first thing that is wrong."""
     if (inp.text is None) == (inp.input_ids is None):
         raise RequestError(400, "give either text or input_ids, not both and not neither", param="text")
     if inp.text is not None and tokenizer is None:
         raise RequestError(
             400, "this server runs with --skip-tokenizer-init: send input_ids, not text", param="text"
         )
-    for name, strings in (
-        ("text", (inp.text or "",)),
-        ("stop", inp.sampling_params.stop),
-        ("rid", (inp.rid,)),
-        ("extra_key", (inp.extra_key,)),
-    ):
-        if not all(map(_is_unicode, strings)):
-            raise RequestError(400, f"{name} has half a surrogate pair: it is not Unicode text", param=name)
-    if any(len(stop) > MAX_STOP_CHARS for stop in inp.sampling_params.stop):
-        raise RequestError(400, f"a stop string may have at most {MAX_STOP_CHARS} characters", param="stop")
-    if len(inp.extra_key.encode()) > MAX_EXTRA_KEY_BYTES:
+    check_rid(inp.rid)
+    if len(_utf8("extra_key", inp.extra_key)) > MAX_EXTRA_KEY_BYTES:
         raise RequestError(400, f"extra_key may have at most {MAX_EXTRA_KEY_BYTES} bytes", param="extra_key")
     if not -(2**63) <= inp.priority < 2**63:
         raise RequestError(400, "priority must fit in 64 bits", param="priority")
-    if inp.sampling_params.stop and tokenizer is None:
+    if not 0 <= inp.top_logprobs_num <= min(MAX_TOP_LOGPROBS, vocab_size):
+        raise RequestError(
+            400,
+            f"top_logprobs_num must be between 0 and {min(MAX_TOP_LOGPROBS, vocab_size)}, "
+            f"got {inp.top_logprobs_num}",
+            param="top_logprobs_num",
+        )
+    _check_token_ids_logprob(inp, vocab_size)
+    longest = limits.max_req_input_len if inp.input_ids is None else len(inp.input_ids)
+    _check_logprob_start(inp, longest)
+    if inp.input_ids is not None:
+        check_ids(inp.input_ids, vocab_size, limits)
+
+
+def check_rid(rid: str) -> None:
+    """Raise RequestError for an id that is too long, or no text."""
+    if len(rid) > MAX_RID_BYTES or len(_utf8("rid", rid)) > MAX_RID_BYTES:
+        raise RequestError(400, f"rid may have at most {MAX_RID_BYTES} bytes", param="rid")
+
+
+def check_params(inputs: Sequence[GenerateInput], vocab_size: int, has_tokenizer: bool) -> None:
+    """Raise RequestError for the first sampling parameter that is wrong.
+
+    Prompts of a body share their parameters, and samples differ in the seed alone: what they share is checked once.
+    """
+    numbers: set[int] = set()
+    tokens: set[tuple[int, int, int]] = set()
+    try:
+        for inp in inputs:
+            params = inp.sampling_params
+            if id(params) in numbers:
+                continue
+            numbers.add(id(params))
+            params.verify_numbers()
+            identity = (id(params.stop), id(params.stop_token_ids), id(params.logit_bias))
+            if identity not in tokens:
+                tokens.add(identity)
+                params.verify_tokens(vocab_size)
+                _check_stop(params, has_tokenizer)
+    except ValueError as error:
+        raise RequestError(400, str(error), param=str(error).split(" ", 1)[0].rstrip(":")) from error
+
+
+def _check_stop(params: SamplingParams, has_tokenizer: bool) -> None:
+    if params.stop and not has_tokenizer:
         raise RequestError(
             400, "this server runs with --skip-tokenizer-init: stop strings are impossible, use stop_token_ids",
             param="stop",
         )  # fmt: skip
+    for stop in params.stop:
+        _utf8("stop", stop)
 
 
-def _is_unicode(text: str) -> bool:
-    """Whether ``text`` can be written as UTF-8; JSON over HTTP always can, a Python string need not."""
-    if text.isascii():
-        return True
+def _utf8(name: str, text: str) -> bytes:
+    """``text`` as UTF-8. JSON over HTTP can always be written so, a Python string need not."""
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise not_unicode(name) from error
 
 
-def check_ids(ids: list[int], vocab_size: int, limits: SchedulerReady) -> None:
+def not_unicode(name: str) -> RequestError:
+    """The error of a text that cannot be written as UTF-8."""
+    return RequestError(400, f"{name} has half a surrogate pair: it is not Unicode text", param=name)
+
+
+def _check_token_ids_logprob(inp: GenerateInput, vocab_size: int) -> None:
+    ids = inp.token_ids_logprob if inp.return_logprob else ()
+    if len(ids) > MAX_TOKEN_IDS_LOGPROB:
+        raise RequestError(
+            400,
+            f"token_ids_logprob may name at most {MAX_TOKEN_IDS_LOGPROB} tokens, got {len(ids)}",
+            param="token_ids_logprob",
+        )
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                400,
+                f"token_ids_logprob: {token} is outside the vocabulary of {vocab_size}",
+                param="token_ids_logprob",
+            )
+
+
+def _check_logprob_start(inp: GenerateInput, longest: int) -> None:
+    if not -1 <= inp.logprob_start_len <= longest:
+        raise RequestError(
+            400,
+            f"logprob_start_len must be between -1 and the prompt's length {longest}, got {inp.logprob_start_len}",
+            param="logprob_start_len",
+        )
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, limits: SchedulerReady) -> None:
     """Raise RequestError for an empty or oversized prompt and for ids outside the vocabulary."""
     if not ids:
         raise RequestError(400, "the prompt is empty", param="prompt")
@@ -75,14 +146,8 @@ def check_ids(ids: list[int], vocab_size: int, limits: SchedulerReady) -> None:
         )
 
 
-def fit_params(
-    params: SamplingParams, prompt_len: int, vocab_size: int, limits: SchedulerReady
-) -> SamplingParams:
-    """Check ``params`` and clip ``max_new_tokens`` to what context and memory can hold. Raises RequestError."""
-    try:
-        params.verify(vocab_size)
-    except ValueError as error:
-        raise RequestError(400, str(error), param=str(error).split(" ", 1)[0].rstrip(":")) from error
+def fit_params(params: SamplingParams, prompt_len: int, limits: SchedulerReady) -> SamplingParams:
+    """``params`` with ``max_new_tokens`` clipped to what context and memory can hold."""
     room = min(limits.context_length, limits.max_total_num_tokens) - prompt_len
     if params.max_new_tokens <= room:
         return params
@@ -94,49 +159,19 @@ def fit_params(
 def build_message(
     inp: GenerateInput, wire_rid: str, ids: list[int], vocab_size: int, limits: SchedulerReady
 ) -> TokenizedGenerateReq:
-    """The checked message. Raises RequestError with the remedy for the first thing that is wrong."""
-    check_ids(ids, vocab_size, limits)
-    if not 0 <= inp.top_logprobs_num <= min(MAX_TOP_LOGPROBS, vocab_size):
-        raise RequestError(
-            400,
-            f"top_logprobs_num must be between 0 and {min(MAX_TOP_LOGPROBS, vocab_size)}, "
-            f"got {inp.top_logprobs_num}",
-            param="top_logprobs_num",
-        )
-    if not -1 <= inp.logprob_start_len <= len(ids):
-        raise RequestError(
-            400,
-            f"logprob_start_len must be between -1 and the prompt's length {len(ids)}, "
-            f"got {inp.logprob_start_len}",
-            param="logprob_start_len",
-        )
+    """The message of a request that was checked without its tokens. Raises RequestError for what these show."""
+    if inp.input_ids is None:
+        check_ids(ids, vocab_size, limits)
+        _check_logprob_start(inp, len(ids))
     return TokenizedGenerateReq(
         rid=wire_rid,
         input_ids=ids,
-        sampling_params=fit_params(inp.sampling_params, len(ids), vocab_size, limits),
+        sampling_params=fit_params(inp.sampling_params, len(ids), limits),
         stream=inp.stream,
         return_logprob=inp.return_logprob,
         logprob_start_len=inp.logprob_start_len,
         top_logprobs_num=inp.top_logprobs_num,
-        token_ids_logprob=_checked_token_ids_logprob(inp, vocab_size),
+        token_ids_logprob=list(inp.token_ids_logprob) if inp.return_logprob else [],
         extra_key=inp.extra_key,
         priority=inp.priority,
     )
-
-
-def _checked_token_ids_logprob(inp: GenerateInput, vocab_size: int) -> list[int]:
-    ids = list(inp.token_ids_logprob) if inp.return_logprob else []
-    if len(ids) > MAX_TOKEN_IDS_LOGPROB:
-        raise RequestError(
-            400,
-            f"token_ids_logprob may name at most {MAX_TOKEN_IDS_LOGPROB} tokens, got {len(ids)}",
-            param="token_ids_logprob",
-        )
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise RequestError(
-                400,
-                f"token_ids_logprob: {token} is outside the vocabulary of {vocab_size}",
-                param="token_ids_logprob",
-            )
-    return ids

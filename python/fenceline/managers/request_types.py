@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from fenceline.config.request_limits import MAX_REQUESTS, MAX_SAMPLES
 from fenceline.config.sampling_params import SamplingParams
 from fenceline.managers.io_struct import CachedTokensDetails, FinishReason, TokenLogprobs
-
-MAX_SAMPLES = 128
 
 
 class RequestError(Exception):
@@ -141,6 +140,17 @@ def _joined(parts: Sequence[TokenLogprobs | None]) -> TokenLogprobs | None:
         joined.top_logprobs.extend(part.top_logprobs)
         joined.token_ids_logprobs.extend(part.token_ids_logprobs)
     return joined
+
+
+def check_num_requests(num_prompts: int, n: int) -> None:
+    """Raise RequestError (400) when prompts times ``n`` are more than one body may ask for."""
+    if num_prompts * n > MAX_REQUESTS:
+        raise RequestError(
+            400,
+            f"{num_prompts} prompts with n={n} are {num_prompts * n} requests, at most {MAX_REQUESTS} are taken in one "
+            "body; send several",
+            param="n",
+        )
 
 
 def expand_samples(inp: GenerateInput, n: int) -> list[GenerateInput]:

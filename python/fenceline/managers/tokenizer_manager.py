@@ -36,7 +36,7 @@ from fenceline.managers.io_struct import (
 from fenceline.managers.ipc import SchedulerLink
 from fenceline.managers.metrics import Metrics
 from fenceline.managers.request_log import RequestLog
-from fenceline.managers.request_prepare import build_message, check_prompt_form
+from fenceline.managers.request_prepare import build_message, check_params, check_untokenised, not_unicode
 from fenceline.managers.request_stream import RequestStream, StreamGroup
 from fenceline.managers.request_table import RequestTable
 from fenceline.managers.request_types import GenerateChunk, GenerateInput, RequestError
@@ -80,16 +80,20 @@ class TokenizerManager:
 
     async def submit_many(self, inputs: Sequence[GenerateInput]) -> StreamGroup:
         """Validate all requests, then send all. Raises RequestError; then none was sent."""
-        self._require_serving()
+        limits = self._require_serving()
+        rids = [inp.rid for inp in inputs]
+        check_params(inputs, self.vocab_size, self.tokenizer is not None)
         for inp in inputs:
-            check_prompt_form(inp, self.tokenizer)
-        prompts = [await self._prompt_ids(inp) for inp in inputs]
+            check_untokenised(inp, self.tokenizer, self.vocab_size, limits)
+        # What is refused whatever the prompts' lengths: they have one token at least.
+        self._table.admit(rids, [len(inp.input_ids or "?") for inp in inputs], limits)
+        prompts = await self._prompt_ids(inputs)
         limits = self._require_serving()  # tokenising may have taken a while
         messages = [
             build_message(inp, self._table.wire_rid(inp.rid), ids, self.vocab_size, limits)
             for inp, ids in zip(inputs, prompts, strict=True)
         ]
-        self._table.admit([inp.rid for inp in inputs], [len(ids) for ids in prompts], limits)
+        self._table.admit(rids, [len(ids) for ids in prompts], limits)
         streams = [self._start(inp, message) for inp, message in zip(inputs, messages, strict=True)]
         return StreamGroup(streams)
 
@@ -122,15 +126,27 @@ class TokenizerManager:
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise RequestError(400, "this server runs with --skip-tokenizer-init and cannot tokenise")
-        if len(text) <= INLINE_TEXT_CHARS:
-            return tokenizer.encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, tokenizer.encode, text, add_special_tokens)
+        try:
+            if len(text) <= INLINE_TEXT_CHARS:
+                return tokenizer.encode(text, add_special_tokens)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._pool, tokenizer.encode, text, add_special_tokens)
+        except TypeError as error:  # a string that cannot be written as UTF-8
+            raise not_unicode("text") from error
 
-    async def _prompt_ids(self, inp: GenerateInput) -> list[int]:
-        if inp.text is None:
-            return list(inp.input_ids or ())
-        return await self.tokenize(inp.text, inp.add_special_tokens)
+    async def _prompt_ids(self, inputs: Sequence[GenerateInput]) -> list[list[int]]:
+        """The token ids of all prompts; those of one prompt's samples are tokenised once."""
+        tokenised: dict[tuple[int, bool], list[int]] = {}
+        for inp in inputs:
+            key = (id(inp.text), inp.add_special_tokens)
+            if inp.text is not None and key not in tokenised:
+                tokenised[key] = await self.tokenize(inp.text, inp.add_special_tokens)
+        return [
+            _id_list(inp.input_ids or ())
+            if inp.text is None
+            else tokenised[id(inp.text), inp.add_special_tokens]
+            for inp in inputs
+        ]
 
     def _start(self, inp: GenerateInput, message: TokenizedGenerateReq) -> RequestStream:
         stream = RequestStream(inp.rid, message.input_ids, self._abandon)
@@ -295,3 +311,7 @@ class TokenizerManager:
     def _note_idle(self) -> None:
         if not len(self._table):
             self._idle.set()
+
+
+def _id_list(ids: Sequence[int]) -> list[int]:
+    return ids if isinstance(ids, list) else list(ids)

@@ -13,8 +13,6 @@ from fenceline.managers.request_stream import StreamGroup
 from fenceline.managers.request_types import GenerateChunk, GenerateInput, RequestError
 from fenceline.managers.tokenizer import Tokenizer
 
-MAX_CHOICES = 1024  # of one request, over all its prompts
-
 
 class Generator(Protocol):
     """The part of the TokenizerManager that the API needs."""
@@ -22,9 +20,6 @@ class Generator(Protocol):
     @property
     def tokenizer(self) -> Tokenizer | None:
         """None under --skip-tokenizer-init."""
-
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``."""
 
     def is_active(self, rid: str) -> bool:
         """Whether a request of this id is in flight."""
@@ -166,17 +161,6 @@ def finish_fields(reason: FinishReason | None) -> dict[str, object]:
     if reason is None:
         return {"finish_reason": None, "matched_stop": None}
     return {"finish_reason": reason.type, "matched_stop": reason.matched}
-
-
-def check_choices(num_prompts: int, n: int) -> None:
-    """Raise RequestError (400) when prompts times ``n`` are more than one request may ask for."""
-    if num_prompts * n > MAX_CHOICES:
-        raise RequestError(
-            400,
-            f"{num_prompts} prompts with n={n} are {num_prompts * n} choices, at most {MAX_CHOICES} are given in one "
-            "request; send several",
-            param="n",
-        )
 
 
 def required_tokenizer(generator: Generator) -> Tokenizer:

@@ -12,11 +12,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, model_validator
 
-from fenceline.managers.request_types import MAX_SAMPLES
+from fenceline.config.request_limits import MAX_REQUESTS, MAX_RID_BYTES, MAX_SAMPLES
 
 MAX_TOP_LOGPROBS = 20
-MAX_PROMPTS = 1024
-MAX_RID_LENGTH = 256
 
 Prompt = str | list[int]
 JsonObject = dict[str, object]
@@ -35,8 +33,10 @@ def parse_prompts(value: object) -> list[Prompt]:
         raise ValueError("is empty; give at least one character or token id")
     if _all_ids(value):
         return [value]
-    if len(value) > MAX_PROMPTS:
-        raise ValueError(f"has {len(value)} prompts, at most {MAX_PROMPTS} are taken in one request")
+    if len(value) > MAX_REQUESTS:
+        raise ValueError(
+            f"has {len(value)} prompts, at most {MAX_REQUESTS} are taken in one body; send several"
+        )
     if all(isinstance(item, str) for item in value):
         return [_checked_text(item) for item in value]
     if not all(isinstance(item, list) and _all_ids(item) for item in value):
@@ -102,7 +102,7 @@ class GenerationBody(BaseModel):
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
 
-    rid: str | None = Field(default=None, min_length=1, max_length=MAX_RID_LENGTH)
+    rid: str | None = Field(default=None, min_length=1, max_length=MAX_RID_BYTES)
     return_cached_tokens_details: bool = False
 
     response_format: JsonObject | None = None

@@ -47,7 +47,7 @@ class ChatServing:
         self._model.check_name(body.model)
         refuse_chat(body)
         prompt = self._render(body)
-        group = await self._generator.submit_many(await self._inputs(body, prompt, head.id))
+        group = await self._generator.submit_many(self._inputs(body, prompt, head.id))
         choices = [self._choice(index, body, prompt) for index in range(body.n)]
         usage = UsageCounter(body.n, body.n, self._model.cache_report, body.return_cached_tokens_details)
         answer = Answer(group, choices, usage)
@@ -60,21 +60,18 @@ class ChatServing:
             raise RequestError(400, self._template)
         return render_chat(self._template, body)
 
-    async def _inputs(self, body: ChatBody, prompt: str, rid: str) -> list[GenerateInput]:
+    def _inputs(self, body: ChatBody, prompt: str, rid: str) -> list[GenerateInput]:
         asked = body.max_completion_tokens or body.max_tokens
         # Without a limit the answer may fill the context; the manager clips to what the prompt leaves.
         params = sampling_params(body, asked or self._model.context_length, self._model.sampling_defaults)
-        # The template has written its own BOS, so none is added here.
-        ids = None if body.n == 1 else await self._generator.tokenize(prompt, add_special_tokens=False)
         first = GenerateInput(
-            text=prompt if ids is None else None,
-            input_ids=ids,
+            text=prompt,
             sampling_params=params,
             rid=rid,
             stream=body.stream,
             return_logprob=body.logprobs,
             top_logprobs_num=body.top_logprobs or 0,
-            add_special_tokens=False,
+            add_special_tokens=False,  # the template has written its own BOS
         )
         return expand_samples(first, body.n)
 

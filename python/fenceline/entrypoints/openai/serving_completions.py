@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,18 +12,17 @@ from fenceline.entrypoints.openai.answer import (
     Generator,
     ServedModel,
     UsageCounter,
-    check_choices,
     finish_fields,
     required_tokenizer,
 )
 from fenceline.entrypoints.openai.delivery import Answer, StreamShape, TextFrame
 from fenceline.entrypoints.openai.logprobs import LegacyLogprobs, LegacyLogprobsWriter, join_legacy
 from fenceline.entrypoints.openai.parsing import refuse_completion
-from fenceline.entrypoints.openai.protocol import CompletionBody, Prompt
+from fenceline.entrypoints.openai.protocol import CompletionBody
 from fenceline.entrypoints.openai.sampling import sampling_params
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.managers.request_stream import StreamGroup
-from fenceline.managers.request_types import GenerateChunk, GenerateInput, expand_samples
+from fenceline.managers.request_types import GenerateChunk, GenerateInput, check_num_requests, expand_samples
 from fenceline.managers.tokenizer import Tokenizer
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -44,8 +43,8 @@ class CompletionServing:
         assert self._texts is not None
         self._model.check_name(body.model)
         refuse_completion(body)
-        check_choices(len(body.prompt), body.n)
-        group = await self._generator.submit_many(await self._inputs(body, head.id))
+        check_num_requests(len(body.prompt), body.n)
+        group = await self._generator.submit_many(self._inputs(body, head.id))
         choices = [
             CompletionChoice(index, body, self._texts, _echoed(body, group, tokenizer, index))
             for index in range(len(group.streams))
@@ -59,15 +58,14 @@ class CompletionServing:
             return answer.stream(StreamShape.of(body, fields))
         return await answer.whole(fields, request)
 
-    async def _inputs(self, body: CompletionBody, rid: str) -> list[GenerateInput]:
+    def _inputs(self, body: CompletionBody, rid: str) -> list[GenerateInput]:
         max_new_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         params = sampling_params(body, max_new_tokens, self._model.sampling_defaults)
         inputs: list[GenerateInput] = []
         for index, prompt in enumerate(body.prompt):
-            text, ids = await self._prompt(prompt, body.n)
             first = GenerateInput(
-                text=text,
-                input_ids=ids,
+                text=prompt if isinstance(prompt, str) else None,
+                input_ids=prompt if isinstance(prompt, list) else None,
                 sampling_params=params,
                 rid=rid if index == 0 else f"{rid}-{index * body.n}",
                 family=rid,
@@ -78,13 +76,6 @@ class CompletionServing:
             )
             inputs.extend(expand_samples(first, body.n))
         return inputs
-
-    async def _prompt(self, prompt: Prompt, n: int) -> tuple[str | None, Sequence[int] | None]:
-        if isinstance(prompt, list):
-            return None, prompt
-        if n == 1:
-            return prompt, None
-        return None, await self._generator.tokenize(prompt)  # once for all samples
 
 
 def _echoed(body: CompletionBody, group: StreamGroup, tokenizer: Tokenizer, index: int) -> str:

@@ -1,0 +1,21 @@
+"""How much one request may ask for. docs/api.md lists these figures.
+
+No honest client comes near them. They are there because one request must never stop the others: what a request may
+contain bounds what parsing, checking and carrying it between the processes can cost. How long a prompt may be is not
+said here: that is the context length.
+"""
+
+from __future__ import annotations
+
+MAX_REQUESTS = 4096  # of one body: prompts times n; texts of /tokenize, lists of /detokenize
+MAX_SAMPLES = 128  # n
+MAX_RID_BYTES = 256  # ids of past requests are kept for a while, by the ten thousand
+
+# Of one request. They travel with each of a body's prompts and samples.
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 4096  # of all its stop strings together
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024  # entries
+MAX_TOP_LOGPROBS = 128  # alternatives at each position
+MAX_TOKEN_IDS_LOGPROB = 128  # named tokens whose logprobs each position reports
+MAX_EXTRA_KEY_BYTES = 512  # the cache's namespace
