@@ -34,6 +34,8 @@ TEST_ONLY = "vgpu"
 # Run in processes, or at moments, where torch must not be loaded. Importing it inside a function is allowed in config
 # alone, to ask for a GPU.
 NO_TORCH = ("config", "managers.io_struct", "mem_cache.radix_cache", "mem_cache.storage")
+# What the proof holds the engine's answers against: it shares nothing with it, types at most.
+INDEPENDENT = ("vgpu.proving.oracle",)
 ORDERING_ROOMS = ("memory_order", TEST_ONLY)
 
 _RAW_CLASSES = {"Stream", "Event", "ExternalStream", "CUDAGraph", "graph", "graph_pool_handle"}
@@ -71,6 +73,7 @@ def violations(source: Path) -> list[Violation]:
         imports = list(_imports(tree, _package_of(module, path)))
         found += [Violation(path, line, text) for line, text in _direction(module, imports)]
         found += [Violation(path, line, text) for line, text in _torch_free(module, imports)]
+        found += [Violation(path, line, text) for line, text in _independent(module, imports)]
         if _room(module) not in ORDERING_ROOMS:
             found += [Violation(path, line, text) for line, text in _raw_ordering(tree)]
     return found
@@ -160,6 +163,12 @@ def _torch_free(module: str, imports: list[Import]) -> Iterator[tuple[int, str]]
             continue
         if item.at_top or _room(module) != "config":
             yield item.line, f"imports torch: {module} runs without it"
+
+
+def _independent(module: str, imports: list[Import]) -> Iterator[tuple[int, str]]:
+    for item in imports if module in INDEPENDENT else ():
+        if not item.for_types and item.module.split(".")[0] == PACKAGE:
+            yield item.line, f"imports {item.module}: {module} shares nothing with what it checks"
 
 
 def _raw_ordering(tree: ast.Module) -> Iterator[tuple[int, str]]:

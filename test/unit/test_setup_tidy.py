@@ -65,6 +65,23 @@ def test_production_imports_nothing_of_vgpu(tmp_path: Path, module: str, line: s
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "from fenceline.model_executor.gumbel import mix_seeds",
+        "from ...layers import rotary",
+        "from fenceline.vgpu.proving import decisions",
+        "def f():\n    import fenceline",
+    ],
+)
+def test_the_oracle_shares_nothing_with_the_engine(tmp_path: Path, line: str) -> None:
+    (message,) = complaints(tmp_path, "vgpu.proving.oracle", line)
+    assert "shares nothing with what it checks" in message
+    for_types = f"import numpy\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {line}"
+    if not line.startswith("def"):
+        assert not complaints(tmp_path, "vgpu.proving.oracle", for_types)
+
+
+@pytest.mark.parametrize(
     ("module", "code"),
     [
         ("config.x", "import torch"),

@@ -94,6 +94,8 @@ def _judge(plan: Plan, tally: _Tally, proof: Proof) -> None:
     for outcome in tally.intact:
         name = outcome.trial.workload
         proof.runs_by_workload[name] = proof.runs_by_workload.get(name, 0) + 1
+        proof.num_tokens += outcome.num_tokens
+        proof.num_close += outcome.num_close
 
 
 def _any_failure(outcome: Outcome) -> bool:

@@ -33,7 +33,8 @@ _CHECKERS: tuple[tuple[type[Exception], str], ...] = (
     (DeadlockError, "deadlock"),
 )
 INVARIANTS = "invariants"  # assertions, and the scheduler's books
-TOKENS = "tokens"
+TOKENS = "tokens"  # not those of the same decisions one after the other
+ANSWERS = "answers"  # not those of each request alone
 
 
 def policy_of(seed: int, policies: tuple[str, ...] = _POLICIES) -> str:
@@ -74,6 +75,8 @@ class Outcome:
     memory: str = ""
     report: str = ""
     num_steps: int = 0
+    num_tokens: int = 0  # held against the oracle's
+    num_close: int = 0  # of them settled otherwise by rounding
 
     @property
     def clean(self) -> bool:
@@ -104,14 +107,28 @@ def _run(trial: Trial, policy: Policy, only_races: bool = False) -> tuple[Outcom
             loop = run_engine(Random(trial.seed), VgpuDevice.kind, open_device)
         else:
             loop = _run_steps(trial, open_device())
-        report = "" if only_races else execute(loop.scheduler.config, loop.decisions)
-        outcome = Outcome(trial, TOKENS if report else "", report=report, num_steps=num_steps(loop.decisions))
+        outcome = Outcome(trial) if only_races else _judge(trial, loop)
     except Exception as error:
         if not gpus:  # not a finding of the run: it has not begun
             raise
         outcome = _failure(trial, error)
         gpus[0].rotation.abandon()  # storage's threads would wait for their turn for ever
     return outcome, gpus[0]
+
+
+def _judge(trial: Trial, loop: Loop) -> Outcome:
+    """Both oracles are asked. Where the same decisions in order give something else, bytes went wrong on the way; where
+    only the answers are wrong, the decisions are."""
+    report, found = execute(loop.scheduler.config, loop.decisions), loop.compare_answers()
+    checker = TOKENS if report else ANSWERS if found.wrong else ""
+    return Outcome(
+        trial,
+        checker,
+        report="\n".join(part for part in (report, found.wrong) if part),
+        num_steps=num_steps(loop.decisions),
+        num_tokens=found.num_tokens,
+        num_close=found.num_close,
+    )
 
 
 def _run_steps(trial: Trial, device: VgpuDevice) -> Loop:
@@ -195,6 +212,7 @@ def explain(outcome: Outcome) -> str:
 
 
 __all__ = [
+    "ANSWERS",
     "HAPPENS_BEFORE",
     "INVARIANTS",
     "TOKENS",

@@ -14,6 +14,7 @@ from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
 Flag = int | float | str | bool | tuple[int, ...]
 Flags = Mapping[str, Flag]
 GRAPH_CONTEXT = 64
+_OF_THE_MESSAGE = frozenset(TokenizedGenerateReq.__struct_fields__)  # the rest are sampling parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Script:
         rid = f"r{self.num_reqs}"
         self.num_reqs += 1
         seed = self.random.getrandbits(32)
-        outer: dict[str, Any] = {name: options.pop(name) for name in list(options) if "logprob" in name}
+        outer = {name: options.pop(name) for name in list(options) if name in _OF_THE_MESSAGE}
         params = SamplingParams(max_new_tokens=num_tokens, seed=seed, **({"temperature": 0.0} | options))
         return TokenizedGenerateReq(rid=rid, input_ids=prompt, sampling_params=params, stream=True, **outer)
 

@@ -13,16 +13,18 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.config.resolve import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.managers.io_struct import BatchTokenOut, Message, TokenizedGenerateReq
-from fenceline.managers.scheduler import Scheduler
 from fenceline.managers.scheduler_types import InFlight
 from fenceline.mem_cache.hierarchical_cache import HierarchicalCache
 from fenceline.memory_order import Device
 from fenceline.memory_order.guards import QUEUED_MATCH
 from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.vgpu.proving.answers import Findings, Transcript
 from fenceline.vgpu.proving.decisions import Event, Owned, device_bytes, host_bytes
+from fenceline.vgpu.proving.oracle import Oracle
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp
 from fenceline.vgpu.proving.tiny_model import tiny_model_path
+from fenceline.vgpu.proving.watched import WatchedScheduler
 from fenceline.vgpu.proving.witness import Witness
 
 _MAX_STEPS = 2000
@@ -45,6 +47,11 @@ def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineCo
     return replace(config, hicache=replace(config.hicache, load_back_threshold=1, storage=storage))
 
 
+@lru_cache
+def _oracle(model_path: str) -> Oracle:
+    return Oracle(model_path)
+
+
 def make_config(flags: Flags, device: str) -> EngineConfig:
     """The engine's configuration with the tiny model. What the command line does not allow: smaller pages, attention
     that is persistent without a GPU, and no prefix is too short to be brought from a lower tier."""
@@ -64,15 +71,16 @@ class Loop:
     ) -> None:
         self.decisions: list[Event] = []
         self.step_no = 0
-        self.answered: set[str] = set()
         self._arrivals = list(arrivals)
         self._follow_ups = {} if follow_ups is None else follow_ups
         self._said: dict[str, list[int]] = {}  # of requests that are followed by another
         self._tell = tell
         self._flight: InFlight | None = None
         self.runner = ModelRunner(config, device, show_progress=False)
-        self.scheduler = Scheduler(config, Witness(self.runner, self.decisions), self, self)
+        self.scheduler = WatchedScheduler(config, Witness(self.runner, self.decisions), self, self)
         self.scheduler.memory.compares_matches = device.keeps(QUEUED_MATCH)
+        longest = min(config.context_length, self.scheduler.memory.num_pages * config.page_size)
+        self.transcript = Transcript(config.random_seed, config.model.eos_token_ids, longest)
 
     def send(self, message: Message) -> None:
         """Put a message into the inbox as of now."""
@@ -93,6 +101,7 @@ class Loop:
         while self._arrivals and self._arrivals[0].step <= self.step_no:
             messages.append(self._arrivals.pop(0).message)
         for message in messages:
+            self.transcript.heard(message)
             if isinstance(message, TokenizedGenerateReq) and message.rid in self._follow_ups:
                 self._said[message.rid] = list(message.input_ids)
         return messages
@@ -100,14 +109,12 @@ class Loop:
     def to_detokenizer(self, message: BatchTokenOut) -> None:
         """See ``managers.scheduler.Outbox``."""
         for out in message.outs:
-            assert out.rid not in self.answered, f"{out.rid} speaks after its end"
+            self.transcript.told(out)
             said = self._said.get(out.rid)
             if said is not None:
                 said += out.output_ids
-            if out.finish_reason is not None:
-                self.answered.add(out.rid)
-                if said is not None and out.finish_reason.type != "abort":
-                    self._follow(self._follow_ups[out.rid], said)
+            if said is not None and out.finish_reason is not None and out.finish_reason.type != "abort":
+                self._follow(self._follow_ups[out.rid], said)
         self._tell(message)
 
     def _follow(self, turn: FollowUp, said: list[int]) -> None:
@@ -140,6 +147,12 @@ class Loop:
         if tiers is not None:
             self._settle(tiers)
         self.scheduler.memory.check_books(every_page=True)
+
+    def compare_answers(self) -> Findings:
+        """All answers, held against those of each request alone."""
+        found = self.transcript.compare(_oracle(self.scheduler.config.model.model_path))
+        shared = self.scheduler.sharing.compare(self.transcript.talks.values())
+        return replace(found, wrong="\n".join(part for part in (found.wrong, shared) if part))
 
     def _settle(self, tiers: HierarchicalCache) -> None:
         """F6: what was submitted ends and is noticed, and then nobody holds anything."""

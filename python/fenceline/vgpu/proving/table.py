@@ -9,6 +9,7 @@ from pathlib import Path
 
 import fenceline
 from fenceline.memory_order.edges import PROOF_FILE, edges_markdown
+from fenceline.vgpu.proving.answers import MAX_CLOSE_SHARE
 from fenceline.vgpu.proving.arms import Row
 from fenceline.vgpu.proving.branches import Branches
 from fenceline.vgpu.proving.runs import Outcome
@@ -20,6 +21,8 @@ class Proof:
 
     rows: list[Row] = field(default_factory=list)
     num_intact: int = 0
+    num_tokens: int = 0  # of the intact engine, held against the oracle's
+    num_close: int = 0  # of them settled otherwise by rounding
     runs_by_workload: dict[str, int] = field(default_factory=dict)
     failures: list[Outcome] = field(default_factory=list)
     telling: list[Outcome] = field(default_factory=list)  # failed runs whose schedule is worth a look
@@ -30,7 +33,12 @@ class Proof:
     def clean(self) -> bool:
         """Something was run, the intact engine is clean, and every edge and guard deserves its place."""
         any_run = self.num_intact > 0 or any(row.num_runs for row in self.rows)
-        return any_run and not self.failures and all(row.fine for row in self.rows)
+        return any_run and self.few_close and not self.failures and all(row.fine for row in self.rows)
+
+    @property
+    def few_close(self) -> bool:
+        """Whether rounding settles as few tokens as it may."""
+        return self.num_close <= 1 + self.num_tokens * MAX_CLOSE_SHARE
 
 
 def as_text(proof: Proof) -> str:
@@ -49,6 +57,8 @@ def as_text(proof: Proof) -> str:
         verdict = "clean" if not proof.failures else f"{len(proof.failures)} FAILED"
         parts = ", ".join(f"{name} {count}" for name, count in proof.runs_by_workload.items())
         lines.append(f"intact engine: {proof.num_intact} seeds, {verdict} ({parts})")
+        close = f"{proof.num_close} settled otherwise by rounding" + ("" if proof.few_close else ": TOO MANY")
+        lines.append(f"answers: {proof.num_tokens} tokens held against each request alone, {close}")
     for room, branches in proof.branches.items():
         lines.append(f"branches of {room} reached: {branches}")
     rate = proof.num_intact + sum(row.num_runs for row in proof.rows)
@@ -84,6 +94,8 @@ def as_json(proof: Proof) -> dict[str, object]:
         "intact": {
             "seeds": proof.num_intact,
             "by_workload": proof.runs_by_workload,
+            "tokens": proof.num_tokens,
+            "close": proof.num_close,
             "failures": [
                 {"command": f.trial.command, "checker": f.checker, "report": f.report} for f in proof.failures
             ],

@@ -1,0 +1,380 @@
+"""What was asked, what was answered, and whether that is right: each answer is held against the oracle's.
+
+A :class:`Transcript` is kept by the driver, from messages alone: what went into the scheduler and what came out, in
+order. Beside tokens it knows what else a client relies on: every increment once and in order, nothing after the end,
+finish reasons, logprobs, and how much of a prompt may have come from the cache (:class:`Sharing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+
+from fenceline.managers.io_struct import (
+    AbortReq,
+    CachedTokensDetails,
+    FinishReason,
+    Message,
+    PauseGenerationReq,
+    TokenizedGenerateReq,
+    TokenLogprobs,
+    TokenOut,
+)
+from fenceline.vgpu.proving.oracle import Answer, Ask, Oracle
+
+F64 = npt.NDArray[np.float64]
+
+LOGPROB_TOLERANCE = 1e-4
+_LOWEST = float(np.finfo(np.float32).min)  # what probability 0 reads as
+# Answers that rounding settled otherwise: at most so many of the tokens compared, beside one in each run.
+MAX_CLOSE_SHARE = 1e-3
+
+
+@dataclass(slots=True)
+class Talk:
+    """One request: what was asked, what has been said so far, and who ended it if it did not end by itself."""
+
+    request: TokenizedGenerateReq
+    seed: int
+    outs: list[TokenOut] = field(default_factory=list)
+    aborted: bool = False  # somebody asked for its end
+    ended: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """Everything that was said."""
+        return [token for out in self.outs for token in out.output_ids]
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What is wrong with the answers of a run, "" if nothing is; how many tokens were compared, and how many of them
+    differ because it was close."""
+
+    wrong: str = ""
+    num_tokens: int = 0
+    num_close: int = 0
+
+
+class Transcript:
+    """Messages in and news out. ``capacity``: the longest sequence that the engine serves, in tokens."""
+
+    def __init__(self, random_seed: int, eos_ids: Iterable[int], capacity: int) -> None:
+        self.talks: dict[str, Talk] = {}
+        self._wrong: list[str] = []
+        self._seeds = Random(random_seed)  # of requests that bring none, in order of arrival
+        self._eos_ids = frozenset(eos_ids)
+        self._capacity = capacity
+
+    def heard(self, message: Message) -> None:
+        """``message`` is given to the scheduler, after all those heard before."""
+        match message:
+            case TokenizedGenerateReq():
+                seed = message.sampling_params.seed
+                talk = Talk(message, self._seeds.getrandbits(63) if seed is None else seed)
+                self.talks[message.rid] = talk
+            case AbortReq():
+                for talk in self._meant(message):
+                    talk.aborted = True
+                    talk.ended |= message.silent
+            case PauseGenerationReq(mode="abort"):
+                self.heard(AbortReq(abort_all=True))
+
+    def _meant(self, message: AbortReq) -> list[Talk]:
+        rids = list(self.talks) if message.abort_all else [message.rid]
+        talks = [self.talks[rid] for rid in rids if rid in self.talks]
+        return [talk for talk in talks if not talk.ended]
+
+    def told(self, out: TokenOut) -> None:
+        """The scheduler has news."""
+        talk = self.talks.get(out.rid)
+        if talk is None or talk.ended:
+            self._wrong.append(f"{out.rid} speaks {'after its end' if talk else 'without having been asked'}")
+            return
+        if (out.decode is not None) != (not talk.outs):
+            self._wrong.append(
+                f"{out.rid} is announced with its news no. {len(talk.outs)}, not with the first"
+            )
+        if talk.aborted and (out.finish_reason is None or out.finish_reason.type != "abort"):
+            self._wrong.append(f"{out.rid} goes on after it was aborted")
+        talk.outs.append(out)
+        talk.ended = out.finish_reason is not None
+
+    def compare(self, oracle: Oracle) -> Findings:
+        """Hold everything against ``oracle``."""
+        wrong, num_tokens, num_close = list(self._wrong), 0, 0
+        for rid, talk in self.talks.items():
+            comparison = _Comparison(talk, oracle, self._eos_ids, self._capacity)
+            difference = comparison.run()
+            if difference:
+                wrong.append(f"{rid}: {difference}")
+            num_tokens += comparison.num_tokens
+            num_close += comparison.num_close
+        if num_close > 1 + num_tokens * MAX_CLOSE_SHARE:
+            wrong.append(f"{num_close} of {num_tokens} tokens differ because it was close: that many are not")
+        return Findings("\n".join(wrong), num_tokens, num_close)
+
+
+class _Comparison:
+    """One request's."""
+
+    def __init__(self, talk: Talk, oracle: Oracle, eos_ids: frozenset[int], capacity: int) -> None:
+        params, prompt = talk.request.sampling_params, talk.request.input_ids
+        self.num_tokens = self.num_close = 0
+        self._talk = talk
+        self._oracle = oracle
+        self._limit = min(params.max_new_tokens, capacity - len(prompt))
+        self._refused = len(prompt) == 0 or self._limit < min(params.max_new_tokens, 1)
+        self._forced: tuple[tuple[int, int], ...] = ()
+        self._ask = Ask(
+            prompt=tuple(prompt),
+            seed=talk.seed,
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids),
+            max_new_tokens=self._limit,
+            min_new_tokens=params.min_new_tokens,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            logit_bias=tuple(sorted((params.logit_bias or {}).items())),
+        )
+
+    def run(self) -> str:
+        """What is wrong, "" if nothing is."""
+        talk = self._talk
+        if not talk.ended:
+            return "was never answered"
+        reason = talk.outs[-1].finish_reason if talk.outs else None
+        if self._refused:
+            right = reason is not None and reason.type == "abort" and reason.status_code == 400
+            return "" if right and not talk.tokens else "is not refused though it does not fit"
+        return (
+            self._tokens(reason) or self._counts() or self._output_logprobs() or self._input_logprobs(reason)
+        )
+
+    def _counts(self) -> str:
+        said, num_prompt = 0, len(self._ask.prompt)
+        for out in self._talk.outs:
+            said += len(out.output_ids)
+            if out.completion_tokens != said or out.prompt_tokens != num_prompt:
+                return (
+                    f"{out.prompt_tokens} prompt and {out.completion_tokens} completion tokens are reported, "
+                    f"{num_prompt} and {said} is right"
+                )
+        return ""
+
+    @property
+    def _answer(self) -> Answer:
+        return self._oracle.answer(self._ask, self._forced)
+
+    def _tokens(self, reason: FinishReason | None) -> str:
+        expected = FinishReason(type="length", length=0) if self._limit == 0 else None
+        tokens = self._talk.tokens
+        for index, token in enumerate(tokens):
+            if expected is not None:
+                return f"goes on with {token} after its end ({_told(expected)}) at output {index}"
+            step = self._answer.step(index)
+            self.num_tokens += 1
+            if token != step.token:
+                if token not in step.close:
+                    return f"output {index} is {token}, alone it is {step.token} (after {tokens[:index]})"
+                self.num_close += 1
+                self._forced = (*self._forced, (index, token))
+            expected = self._end_after(index + 1, token)
+        if self._talk.aborted and expected is None:
+            right = reason is None or (reason.type == "abort" and reason.status_code is None)
+        else:
+            right = reason == expected is not None
+        return "" if right else f"ends with {_told(reason)} after {len(tokens)} tokens, not {_told(expected)}"
+
+    def _end_after(self, num_outputs: int, token: int) -> FinishReason | None:
+        if token in self._ask.stop_ids and num_outputs >= self._ask.min_new_tokens:
+            return FinishReason(type="stop", matched=token)
+        if num_outputs >= self._limit:
+            return FinishReason(type="length", length=num_outputs)
+        return None
+
+    def _output_logprobs(self) -> str:
+        parts = [out.output_logprobs for out in self._talk.outs]
+        if not self._talk.request.return_logprob:
+            return "has logprobs that nobody asked for" if any(parts) else ""
+        tokens = self._talk.tokens
+        expected = [self._answer.step(index).logprobs for index in range(len(tokens))]
+        return self._logprobs("output", parts, tokens, expected)
+
+    def _input_logprobs(self, reason: FinishReason | None) -> str:
+        request = self._talk.request
+        parts = [out.input_logprobs for out in self._talk.outs if out.input_logprobs is not None]
+        start = request.logprob_start_len
+        if not request.return_logprob or start < 0:
+            return "has input logprobs that nobody asked for" if parts else ""
+        if not self._talk.outs:  # ended in silence
+            return ""
+        if len(parts) != 1:
+            return f"has its input logprobs in {len(parts)} of its news, not in one"
+        tokens = request.input_ids[start:]
+        rows: list[F64 | None] = list(self._answer.prompt_logprobs(max(start - 1, 0)))
+        if start == 0:
+            rows.insert(0, None)
+        if (
+            reason is not None and reason.type == "abort" and not self._talk.tokens
+        ):  # in the middle of its prompt
+            tokens = tokens[: len(parts[0].token_ids)]
+            rows = rows[: len(tokens)]
+        return self._logprobs("input", parts, tokens, rows)
+
+    def _logprobs(
+        self,
+        side: str,
+        parts: Sequence[TokenLogprobs | None],
+        tokens: Sequence[int],
+        expected: Sequence[F64 | None],
+    ) -> str:
+        present = [part for part in parts if part is not None]
+        ids = [token for part in present for token in part.token_ids]
+        chosen = [value for part in present for value in part.logprobs]
+        tops = [top for part in present for top in part.top_logprobs]
+        if ids != list(tokens) or not len(ids) == len(chosen) == len(tops):
+            return f"has {side} logprobs of the tokens {ids}, not of {list(tokens)}"
+        for position, (token, value, top, row) in enumerate(zip(tokens, chosen, tops, expected, strict=True)):
+            if row is None:
+                wrong = value is not None or bool(top)
+            else:
+                num_top = min(self._talk.request.top_logprobs_num, len(row))
+                best = np.sort(row)[::-1][:num_top].tolist()
+                wrong = not _close(value, row[token]) or len({id for _, id in top}) != num_top
+                wrong |= len(top) != num_top or any(
+                    not _close(got, row[id]) or not _close(got, right)
+                    for (got, id), right in zip(top, best, strict=False)
+                )
+            if wrong:
+                right = None if row is None else [(row[token], token), *_best(row, len(top))]
+                return f"{side} logprobs at {position} are {[(value, token), *top]}, alone {right}"
+        return ""
+
+
+def _close(value: float | None, right: float) -> bool:
+    return value is not None and abs(value - max(right, _LOWEST)) <= LOGPROB_TOLERANCE
+
+
+def _best(row: F64, num: int) -> list[tuple[float, int]]:
+    return [(float(row[id]), int(id)) for id in np.argsort(-row)[:num]]
+
+
+def _told(reason: FinishReason | None) -> str:
+    if reason is None:
+        return "nothing"
+    extra = reason.matched if reason.type == "stop" else reason.message or ""
+    return f"{reason.type} {extra}".strip()
+
+
+# --- what may come from the cache ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Of a request when it was admitted, in tokens: the longest prefix that could be shared with what had been cached
+    since the last flush, and ``ever``; whether all of that must still have been there, and on the device."""
+
+    since_flush: int
+    ever: int
+    nothing_lost: bool
+    nothing_moved: bool
+
+
+class Sharing:
+    """Prefixes that have been computed and cached, a page at a time, by namespace."""
+
+    def __init__(self, page_size: int, disabled: bool, has_storage: bool) -> None:
+        """``disabled``: without a cache nothing is ever shared."""
+        self.admitted: dict[str, Shared] = {}
+        self._page_size = page_size
+        self._disabled = disabled
+        self._has_storage = has_storage
+        self._cached: set[int] = set()
+        self._ever: set[int] = set()
+        self._lost = self._moved = False
+
+    def cache(self, namespace: str, tokens: Sequence[int]) -> None:
+        """The KV of ``tokens`` has been computed and given to the cache, which keeps whole pages."""
+        if not self._disabled:
+            pages = self._pages(namespace, tokens)
+            self._cached.update(pages)
+            self._ever.update(pages)
+
+    def flushed(self, storage: bool) -> None:
+        """The cache has been emptied."""
+        self._cached.clear()
+        self._lost = self._moved = False
+        if storage:
+            self._ever.clear()
+
+    def lost(self) -> None:
+        """Something has left the cache, to come back at most from storage."""
+        self._lost = True
+
+    def moved(self) -> None:
+        """Something has left the device."""
+        self._moved = True
+
+    def admit(self, request: TokenizedGenerateReq) -> None:
+        """``request`` gets its memory now: what it shares is settled."""
+        most = len(request.input_ids) - 1  # one token is computed in any case
+        if request.return_logprob and request.logprob_start_len >= 0:
+            most = min(most, max(request.logprob_start_len - 1, 0))
+        pages = self._pages(request.extra_key, request.input_ids[:most])
+        self.admitted[request.rid] = Shared(
+            since_flush=self._num_tokens(pages, self._cached),
+            ever=self._num_tokens(pages, self._ever),
+            nothing_lost=not self._lost,
+            nothing_moved=not self._moved,
+        )
+
+    def compare(self, talks: Iterable[Talk]) -> str:
+        """What is wrong with what was reported, "" if nothing is."""
+        wrong = []
+        for talk in talks:
+            shared = self.admitted.get(talk.request.rid)
+            for out in talk.outs:
+                difference = self._difference(shared, out.cached_tokens, out.cached_tokens_details)
+                if difference:
+                    wrong.append(f"{out.rid}: {difference}")
+                    break
+        return "\n".join(wrong)
+
+    def _difference(self, shared: Shared | None, total: int, details: CachedTokensDetails | None) -> str:
+        if shared is None:  # was never admitted
+            return f"{total} tokens from the cache, without having run" if total else ""
+        device, below = (total, 0) if details is None else (details.device, details.host + details.storage)
+        if device + below != total or (details is not None and details.storage and not self._has_storage):
+            return f"{total} tokens from the cache, by tier {details}"
+        most = shared.ever if self._has_storage else shared.since_flush
+        if total > most:
+            return f"{total} tokens from the cache, but only {most} had been computed for its prefix"
+        if shared.nothing_lost and total < shared.since_flush:
+            return f"{total} tokens from the cache, though {shared.since_flush} were there and nothing was evicted"
+        if shared.nothing_lost and shared.nothing_moved and device < shared.since_flush:
+            return f"{device} tokens from the device, though {shared.since_flush} were there ({details})"
+        return ""
+
+    def _pages(self, namespace: str, tokens: Sequence[int]) -> list[int]:
+        """One number for each whole page: of everything up to its end."""
+        size, found, so_far = self._page_size, [], hash(namespace)
+        for end in range(size, len(tokens) + 1, size):
+            so_far = hash((so_far, *tokens[end - size : end]))
+            found.append(so_far)
+        return found
+
+    def _num_tokens(self, pages: list[int], known: set[int]) -> int:
+        first_unknown = next((i for i, page in enumerate(pages) if page not in known), len(pages))
+        return first_unknown * self._page_size
+
+
+__all__ = ["MAX_CLOSE_SHARE", "Findings", "Sharing", "Talk", "Transcript"]

@@ -1,0 +1,300 @@
+"""The oracle: what a request's answer is, computed alone and from scratch.
+
+One forward over plain arrays, one request, no cache, no batch, no graphs, no scheduler; and the draw by its published
+formula. Nothing here comes from the package (scripts/tidy.py sees to that): where the engine and this page agree, two
+implementations agree. Weights are read from the model's folder by their names in the checkpoint (Qwen3's).
+
+The arithmetic is float64, so that what differs from the engine's float32 is the engine's rounding alone. Angles of
+rotary positions are float32 by definition.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load_file
+
+F64 = npt.NDArray[np.float64]
+U32 = npt.NDArray[np.uint32]
+
+# Scores (logits over temperature, with noise) that lie within this of each other may change places in float32.
+TOLERANCE = 1e-5
+_TOP_P_SLACK = 1e-6  # the same for sums of probabilities
+_CHUNK = 256  # prompt tokens at once: attention's scores are so many rows
+_GREEDY_BELOW = 1e-6
+_M64 = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, splitmix64's step
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Everything that an answer depends on. ``stop_ids``: end-of-sequence ids included, if they end it."""
+
+    prompt: tuple[int, ...]
+    seed: int
+    stop_ids: frozenset[int] = frozenset()
+    max_new_tokens: int = 16
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing is drawn."""
+        return self.temperature < _GREEDY_BELOW or self.top_k == 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One token of an answer: the ``token``, the ids that rounding could have made of it, and the log-probabilities
+    [V] of the unfiltered draw."""
+
+    token: int
+    close: frozenset[int]
+    logprobs: F64
+
+
+class Model:
+    """The weights in a folder as Hugging Face writes it."""
+
+    def __init__(self, folder: str | Path) -> None:
+        config = json.loads((Path(folder) / "config.json").read_text())
+        assert config["model_type"] == "qwen3", "the oracle knows one family"
+        self.num_layers: int = config["num_hidden_layers"]
+        self.num_heads: int = config["num_attention_heads"]
+        self.num_kv_heads: int = config["num_key_value_heads"]
+        self.head_dim: int = config["head_dim"]
+        self.eps: float = config["rms_norm_eps"]
+        tensors = load_file(Path(folder) / "model.safetensors")
+        self._weights = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+        exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
+        self._frequencies = np.float32(1.0) / np.float32(config["rope_theta"]) ** exponents
+        self.embedding = self._weights["model.embed_tokens.weight"]
+        tied = config.get("tie_word_embeddings", False)
+        self.head = self.embedding if tied else self._weights["lm_head.weight"]
+
+    def norm(self, x: F64, name: str) -> F64:
+        """RMSNorm over the last axis."""
+        scale = np.sqrt((x * x).mean(axis=-1, keepdims=True) + self.eps)
+        weighted: F64 = x / scale * self._weights[f"{name}.weight"]
+        return weighted
+
+    def linear(self, x: F64, name: str) -> F64:
+        """x times the transposed weight, as checkpoints store it."""
+        product: F64 = x @ self._weights[f"{name}.weight"].T
+        return product
+
+    def rotate(self, x: F64, first: int) -> F64:
+        """Rotary positions ``first``, ``first + 1``, ... for x [T, heads, head_dim]: pairs (i, i + head_dim / 2)."""
+        positions = np.arange(first, first + len(x), dtype=np.float32)
+        angles = (positions[:, None] * self._frequencies).astype(np.float64)[:, None, :]
+        cos, sin = np.cos(angles), np.sin(angles)
+        a, b = np.split(x, 2, axis=-1)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    def logits(self, hidden: F64) -> F64:
+        """[T, hidden] after the last layer → [T, V]."""
+        scores: F64 = self.norm(hidden, "model.norm") @ self.head.T
+        return scores
+
+
+class Answer:
+    """One request's answer, computed as far as it is asked for. Tokens in ``forced`` are not its own choice."""
+
+    def __init__(self, model: Model, ask: Ask, forced: tuple[tuple[int, int], ...] = ()) -> None:
+        self.ask = ask
+        self._model = model
+        self._forced = dict(forced)
+        self._keys: list[list[F64]] = [[] for _ in range(model.num_layers)]
+        self._values: list[list[F64]] = [[] for _ in range(model.num_layers)]
+        self._num_computed = 0
+        self._tokens: list[int] = []  # outputs
+        self._steps: list[Step] = []
+        self._hidden: list[F64] = []  # of the prompt
+        for start in range(0, len(ask.prompt), _CHUNK):
+            self._hidden.append(self._forward(ask.prompt[start : start + _CHUNK]))
+        self._last = model.logits(self._hidden[-1][-1:])[0]
+
+    def step(self, index: int) -> Step:
+        """The ``index``-th output. The caller knows that the answer has not ended before."""
+        while len(self._steps) <= index:
+            if self._tokens:
+                self._last = self._model.logits(self._forward(self._tokens[-1:]))[0]
+            step = _choose(self._last, self.ask, self._tokens)
+            self._steps.append(step)
+            self._tokens.append(self._forced.get(len(self._tokens), step.token))
+        return self._steps[index]
+
+    def prompt_logprobs(self, first: int) -> F64:
+        """[n, V]: of what may follow the prompt's tokens ``first`` .. the last but one, unadjusted."""
+        hidden = np.concatenate(self._hidden)[first:-1]
+        return _log_softmax(self._model.logits(hidden))
+
+    def _forward(self, tokens: tuple[int, ...] | list[int]) -> F64:
+        """Hidden states [T, hidden] of the next ``tokens`` of the sequence."""
+        model, first, num = self._model, self._num_computed, len(tokens)
+        x = model.embedding[list(tokens)]
+        for layer in range(model.num_layers):
+            name = f"model.layers.{layer}"
+            h = model.norm(x, f"{name}.input_layernorm")
+            attended = self._attend(layer, h, f"{name}.self_attn", first)
+            x = x + model.linear(attended.reshape(num, -1), f"{name}.self_attn.o_proj")
+            h = model.norm(x, f"{name}.post_attention_layernorm")
+            gate = model.linear(h, f"{name}.mlp.gate_proj")
+            up = model.linear(h, f"{name}.mlp.up_proj")
+            x = x + model.linear(gate / (1 + np.exp(-gate)) * up, f"{name}.mlp.down_proj")
+        self._num_computed += num
+        return x
+
+    def _attend(self, layer: int, h: F64, name: str, first: int) -> F64:
+        """Causal attention of the tokens from position ``first`` on over all so far; [T, heads, head_dim]."""
+        model, num = self._model, len(h)
+
+        def heads(kind: str, count: int) -> F64:
+            return model.linear(h, f"{name}.{kind}_proj").reshape(num, count, model.head_dim)
+
+        q = model.rotate(model.norm(heads("q", model.num_heads), f"{name}.q_norm"), first)
+        k = model.rotate(model.norm(heads("k", model.num_kv_heads), f"{name}.k_norm"), first)
+        self._keys[layer].append(k)
+        self._values[layer].append(heads("v", model.num_kv_heads))
+        keys, values = np.concatenate(self._keys[layer]), np.concatenate(self._values[layer])
+        self._keys[layer], self._values[layer] = [keys], [values]
+        # [kv heads, tokens of all query heads that share one, head_dim] and [kv heads, all tokens, head_dim]
+        grouped = q.reshape(num, model.num_kv_heads, -1, model.head_dim).transpose(1, 2, 0, 3)
+        queries = grouped.reshape(model.num_kv_heads, -1, model.head_dim)
+        scores = queries @ keys.transpose(1, 2, 0) / math.sqrt(model.head_dim)
+        if num > 1:
+            later = np.arange(len(keys)) > np.arange(first, first + num)[:, None]
+            by_query = scores.reshape(-1, num, len(keys))
+            by_query += np.where(later, -np.inf, 0.0)
+        scores -= scores.max(axis=-1, keepdims=True)
+        weights = np.exp(scores, out=scores)
+        weights /= weights.sum(axis=-1, keepdims=True)
+        out: F64 = (weights @ values.transpose(1, 0, 2)).reshape(grouped.shape).transpose(2, 0, 1, 3)
+        return out.reshape(num, model.num_heads, model.head_dim)
+
+
+class Oracle:
+    """Answers by request, computed once: runs of a campaign ask for the same ones again and again."""
+
+    def __init__(self, folder: str | Path, max_answers: int = 512) -> None:
+        self._model = Model(folder)
+        self._max_answers = max_answers
+        self._answers: OrderedDict[tuple[Ask, tuple[tuple[int, int], ...]], Answer] = OrderedDict()
+
+    def answer(self, ask: Ask, forced: tuple[tuple[int, int], ...] = ()) -> Answer:
+        """``forced``: (index, token) of outputs that were settled otherwise, because it was close."""
+        key = (ask, forced)
+        found = self._answers.get(key)
+        if found is None:
+            found = self._answers[key] = Answer(self._model, ask, forced)
+            if len(self._answers) > self._max_answers:
+                self._answers.popitem(last=False)
+        self._answers.move_to_end(key)
+        return found
+
+
+# --- from logits to a token ----------------------------------------------------------------------------
+
+
+def _choose(logits: F64, ask: Ask, outputs: list[int]) -> Step:
+    logits = _adjusted(logits, ask, outputs)
+    if ask.greedy:
+        scaled, scores = logits - logits.max(), logits
+        nominal = surely = perhaps = np.ones(len(logits), dtype=bool)
+    else:
+        scaled = (logits - logits.max()) / ask.temperature
+        scores = scaled + gumbel(ask.seed, len(ask.prompt) + len(outputs), len(logits))
+        nominal, surely, perhaps = _kept(scaled, ask)
+    token = int(np.where(nominal, scores, -np.inf).argmax())
+    best = np.where(surely, scores, -np.inf).max()
+    close = np.flatnonzero(perhaps & (scores >= best - TOLERANCE))
+    return Step(token, frozenset(close.tolist()), _log_softmax(scaled))
+
+
+def _adjusted(logits: F64, ask: Ask, outputs: list[int]) -> F64:
+    """Bias, then repetition penalty on all tokens so far, then frequency and presence on outputs, then the mask."""
+    logits = logits.copy()
+    for token, bias in ask.logit_bias:
+        logits[token] += bias
+    for token in {*ask.prompt, *outputs}:
+        score = logits[token]
+        logits[token] = score * ask.repetition_penalty if score < 0 else score / ask.repetition_penalty
+    for token in set(outputs):
+        logits[token] -= ask.frequency_penalty * outputs.count(token) + ask.presence_penalty
+    if len(outputs) < ask.min_new_tokens:
+        logits[list(ask.stop_ids)] = -np.inf
+    return logits
+
+
+def _kept(scaled: F64, ask: Ask) -> tuple[npt.NDArray[np.bool_], ...]:
+    """[V] each: which tokens top_k, top_p and min_p leave, which they leave whatever the rounding, and which they may
+    leave. Each filter looks at the whole distribution, and ties with the last token kept are kept."""
+    lowest = _lowest_kept(scaled, ask, 0.0)
+    kept = scaled >= lowest
+    low, high = _lowest_kept(scaled, ask, _TOP_P_SLACK), _lowest_kept(scaled, ask, -_TOP_P_SLACK)
+    dropped = scaled[~kept]
+    on_the_edge = ask.min_p > 0 and bool((abs(scaled - math.log(ask.min_p)) <= TOLERANCE).any())
+    if low == high and not on_the_edge and (not len(dropped) or dropped.max() < lowest - TOLERANCE):
+        return kept, kept, kept
+    return kept, scaled > high + TOLERANCE, scaled >= low - TOLERANCE
+
+
+def _lowest_kept(scaled: F64, ask: Ask, slack: float) -> float:
+    ordered = np.sort(scaled)[::-1]
+    lowest = ordered[-1]
+    if ask.top_k > 0:
+        lowest = ordered[min(ask.top_k, len(ordered)) - 1]
+    if ask.top_p < 1:
+        mass = np.exp(ordered) / np.exp(ordered).sum()
+        before = mass.cumsum() - mass  # the smallest set whose mass reaches top_p
+        num_kept = max(int((before < ask.top_p + slack).sum()), 1)
+        lowest = max(lowest, ordered[num_kept - 1])
+    if ask.min_p > 0:
+        lowest = max(lowest, math.log(ask.min_p))  # the largest probability has score 0
+    return float(lowest)
+
+
+def _log_softmax(scores: F64) -> F64:
+    shifted = scores - scores.max(axis=-1, keepdims=True)
+    result: F64 = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return result
+
+
+# --- the noise -----------------------------------------------------------------------------------------
+
+
+def gumbel(seed: int, position: int, num_ids: int) -> F64:
+    """Standard Gumbel noise of the token ids below ``num_ids`` at ``position``: a pure function.
+
+    Two 32-bit keys are the halves of splitmix64's finaliser (Steele, Lea, Flood 2014) of the mixed seed, so many golden
+    steps on; the bits of an id are ``lowbias32`` (hash-prospector) of ``id * 0x9E3779B1 + key_a``, with ``key_b``
+    mixed in between its two rounds. 31 of them are a uniform number v, and the noise is -log(-log(1 - v)).
+    """
+    keys = _finalised(_finalised(seed + _GOLDEN) + position * _GOLDEN)
+    key_a, key_b = np.uint32(keys >> 32), np.uint32(keys & 0xFFFFFFFF)
+    x: U32 = np.arange(num_ids, dtype=np.uint32) * np.uint32(0x9E3779B1) + key_a
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D) ^ key_b
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    x ^= x >> np.uint32(16)
+    v = ((x & np.uint32(0x7FFFFFFF)) + 0.5) * 2.0**-31
+    return -np.log(-np.log1p(-np.minimum(v, 1.0 - 2.0**-24)))
+
+
+def _finalised(z: int) -> int:
+    z &= _M64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _M64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _M64
+    return z ^ (z >> 31)

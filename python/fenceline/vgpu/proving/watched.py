@@ -1,0 +1,66 @@
+"""The scheduler as the proof sees it: the real one, which says what it does to whoever keeps the books beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.managers.req import Req
+from fenceline.managers.scheduler import Scheduler
+from fenceline.managers.scheduler_types import Inbox, InFlight, Outbox, Worker
+from fenceline.model_executor.schedule_batch import ExtendBatch, ScheduleBatch
+from fenceline.vgpu.proving.answers import Sharing
+
+
+class WatchedScheduler(Scheduler):
+    """Tells ``sharing`` when a prefix is cached, when one may be found, and when some are given up."""
+
+    def __init__(self, config: EngineConfig, worker: Worker, inbox: Inbox, outbox: Outbox) -> None:
+        super().__init__(config, worker, inbox, outbox)
+        storage = config.hicache is not None and config.hicache.storage is not None
+        self.sharing = Sharing(config.page_size, config.disable_radix_cache, storage)
+        tree = self.memory.tree
+        after(tree, "_detach", lambda result, node: self.sharing.lost())
+        after(tree, "evict", lambda result, num_pages: self.sharing.moved() if result else None)
+        after(self.memory, "flush", lambda result, storage=False: self.sharing.flushed(storage))
+
+    def launch(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> InFlight:
+        """See Scheduler."""
+        if isinstance(batch, ExtendBatch):
+            for req in reqs:
+                if req.rid not in self.sharing.admitted:
+                    self.sharing.admit(req.source)
+        return super().launch(batch, reqs)
+
+    def publish(self, flight: InFlight) -> None:
+        """See Scheduler."""
+        batch, reqs = flight.batch, []
+        if isinstance(batch, ExtendBatch):
+            reqs = [(seq, req) for seq, req in zip(batch.seqs, flight.reqs, strict=True) if not req.left]
+        super().publish(flight)
+        for seq, req in reqs:
+            if seq.sampling is not None:
+                self._cached(req, seq.seq_len)
+
+    def retire_departed(self) -> None:
+        """See Scheduler."""
+        for req in self.departed:
+            if req.row != 0:
+                self._cached(req, req.published_len)
+        super().retire_departed()
+
+    def _cached(self, req: Req, num_tokens: int) -> None:
+        self.sharing.cache(req.source.extra_key, req.token_ids()[:num_tokens].tolist())
+
+
+def after(owner: object, name: str, note: Callable[..., Any]) -> None:
+    """Have ``note`` called after each call of the method ``name`` of ``owner``: with its result, then its arguments."""
+    method = getattr(owner, name)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        note(result, *args, **kwargs)
+        return result
+
+    setattr(owner, name, noted)

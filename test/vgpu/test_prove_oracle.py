@@ -1,0 +1,393 @@
+"""The oracle: its own arithmetic, and that a run fails on decisions that are wrong and carried out in good order."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fenceline.config.sampling_params import SamplingParams
+from fenceline.managers.io_struct import (
+    AbortReq,
+    ContinueGenerationReq,
+    DecodeInfo,
+    FinishReason,
+    PauseGenerationReq,
+    TokenizedGenerateReq,
+    TokenOut,
+)
+from fenceline.managers.output import OutputSender
+from fenceline.managers.prefill import PrefillPlanner
+from fenceline.managers.req import Req
+from fenceline.managers.scheduler import Scheduler
+from fenceline.mem_cache import radix_cache
+from fenceline.mem_cache.cache_controller import CacheController
+from fenceline.mem_cache.hiradix_cache import HiRadixCache
+from fenceline.mem_cache.radix_cache import MatchResult, RadixCache
+from fenceline.model_executor import gumbel as engine_gumbel
+from fenceline.model_executor import model_runner, sampling_filters
+from fenceline.model_executor.sampler import Sampler
+from fenceline.vgpu.proving import workloads
+from fenceline.vgpu.proving.answers import Findings, Transcript
+from fenceline.vgpu.proving.oracle import TOLERANCE, Ask, Model, Oracle, gumbel
+from fenceline.vgpu.proving.runs import ANSWERS, Outcome, Trial, run
+from fenceline.vgpu.proving.script import Scenario, Script, Workload
+from fenceline.vgpu.proving.table import Proof
+from fenceline.vgpu.proving.tiny_model import tiny_model_path
+
+torch.set_num_threads(1)
+
+# --- the oracle itself ---------------------------------------------------------------------------------
+
+
+def test_the_noise_is_what_the_engine_documents() -> None:
+    engine = engine_gumbel.GumbelSampler(64, torch.device("cpu"))
+    for seed in (0, 1, -5, 2**63 - 1, 2**64 - 1, 12345678901):
+        for position in (0, 1, 17, 4000):
+            scaled = torch.zeros(1, 64)
+            keys = torch.from_numpy(engine_gumbel.mix_seeds([seed]))
+            drawn = engine.draw(scaled, keys, torch.tensor([position]))
+            assert drawn.item() == gumbel(seed, position, 64).argmax()
+
+
+def test_the_noise_is_gumbels() -> None:
+    noise = np.concatenate([gumbel(seed, 3, 1000) for seed in range(200)])
+    assert abs(noise.mean() - 0.5772) < 0.01 and abs(noise.var() - math.pi**2 / 6) < 0.02
+    for level in (-1.0, 0.0, 1.0, 3.0):
+        assert abs((noise <= level).mean() - math.exp(-math.exp(-level))) < 0.005
+
+
+def test_one_token_at_a_time_is_the_same_as_all_at_once() -> None:
+    model, tokens = Model(tiny_model_path()), tuple(range(1, 40))
+    oracle = Oracle(tiny_model_path())
+    whole = oracle.answer(Ask(tokens, seed=0)).prompt_logprobs(0)
+    forced = tuple(enumerate(tokens[5:]))
+    answer = oracle.answer(Ask(tokens[:5], seed=0, temperature=1.0), forced)
+    one_by_one = np.stack([answer.step(i).logprobs for i in range(len(tokens) - 5)])
+    assert np.abs(one_by_one - whole[4:]).max() < 1e-12
+    assert model.embedding.shape == (64, 32)
+
+
+def test_what_rounding_could_decide_is_known() -> None:
+    oracle = Oracle(tiny_model_path())
+    ask = Ask((3, 1, 4), seed=5, temperature=1.0)
+    step = oracle.answer(ask).step(0)
+    assert step.close == {step.token}
+    # Bias the runner-up until it is level.
+    scores = step.logprobs + gumbel(5, 3, 64)
+    second, first = np.argsort(scores)[-2:].tolist()
+    for gap, close in ((TOLERANCE / 4, {first, second}), (TOLERANCE * 4, {first})):
+        level = dataclasses.replace(ask, logit_bias=((second, float(scores[first] - scores[second] - gap)),))
+        step = oracle.answer(level).step(0)
+        assert step.token == first and step.close == close
+
+
+def _transcript(ask: Ask, tokens: list[int]) -> Transcript:
+    """Of one request that was answered so."""
+    params = SamplingParams(
+        max_new_tokens=len(tokens),
+        temperature=ask.temperature,
+        seed=ask.seed,
+        logit_bias=dict(ask.logit_bias),
+        ignore_eos=True,
+    )
+    transcript = Transcript(random_seed=1, eos_ids=(0,), capacity=64)
+    transcript.heard(TokenizedGenerateReq(rid="r", input_ids=list(ask.prompt), sampling_params=params))
+    for index, token in enumerate(tokens, 1):
+        reason = FinishReason(type="length", length=index) if index == len(tokens) else None
+        decode = DecodeInfo(prompt_tail_ids=[], sampling_params=params, stream=True) if index == 1 else None
+        transcript.told(
+            TokenOut(
+                rid="r",
+                output_ids=[token],
+                prompt_tokens=len(ask.prompt),
+                completion_tokens=index,
+                cached_tokens=0,
+                finish_reason=reason,
+                decode=decode,
+            )
+        )
+    return transcript
+
+
+@pytest.mark.parametrize("gap", [TOLERANCE / 4, TOLERANCE * 4])
+def test_after_a_close_call_the_answer_is_followed(gap: float) -> None:
+    oracle = Oracle(tiny_model_path())
+    ask = Ask((3, 1, 4), seed=5, temperature=1.0)
+    scores = oracle.answer(ask).step(0).logprobs + gumbel(5, 3, 64)
+    second, first = np.argsort(scores)[-2:].tolist()
+    ask = dataclasses.replace(ask, logit_bias=((second, float(scores[first] - scores[second] - gap)),))
+    followed = oracle.answer(ask, ((0, second),))
+    tokens = [second, *(followed.step(i).token for i in range(1, 6))]
+    assert tokens[1:] != [oracle.answer(ask).step(i).token for i in range(1, 6)]
+    found = _transcript(ask, tokens).compare(oracle)
+    if gap < TOLERANCE:
+        assert found == Findings("", num_tokens=6, num_close=1)
+        tokens[4] = (tokens[4] + 1) % 64
+        assert f"output 4 is {tokens[4]}, alone it is" in _transcript(ask, tokens).compare(oracle).wrong
+    else:
+        assert f"r: output 0 is {second}, alone it is {first}" in found.wrong
+
+
+def test_close_calls_are_few_or_the_proof_is_not_clean() -> None:
+    ok = Outcome(Trial("mixed", 0), num_tokens=2000, num_close=1)
+    assert Proof(num_intact=1, num_tokens=ok.num_tokens, num_close=2).clean
+    assert not Proof(num_intact=1, num_tokens=ok.num_tokens, num_close=4).clean
+
+
+# --- what a wrong decision comes to --------------------------------------------------------------------
+
+
+def _a_page_of_another_prefix(patch: pytest.MonkeyPatch) -> None:
+    """The tree overlooks the last token of each page, so that a match goes on where the prompts differ there."""
+    right = radix_cache.as_tokens
+
+    def wrong(token_ids: Any) -> Any:
+        tokens = right(token_ids).copy()
+        tokens[3::4] = 0
+        return tokens
+
+    patch.setattr(radix_cache, "as_tokens", wrong)
+
+
+def _positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """What is computed after a hit is put one position too far."""
+    right = model_runner._extend_arrays
+
+    def wrong(batch: Any) -> Any:
+        arrays = right(batch)
+        if any(seq.prefix_len for seq in batch.seqs):
+            arrays["positions"] = arrays["positions"] + 1
+        return arrays
+
+    patch.setattr(model_runner, "_extend_arrays", wrong)
+
+
+def _wrong_page_order(patch: pytest.MonkeyPatch) -> None:
+    """The pages of a load are brought in the opposite order."""
+    right = HiRadixCache.begin_load
+
+    def wrong(self: HiRadixCache, *args: Any) -> Any:
+        move = right(self, *args)
+        return dataclasses.replace(move, host_pages=move.host_pages[::-1].copy())
+
+    patch.setattr(HiRadixCache, "begin_load", wrong)
+
+
+def _half_a_load(patch: pytest.MonkeyPatch) -> None:
+    """Of a load of several pages the last one is left out."""
+    right = CacheController.load
+
+    def wrong(self: CacheController, ticket: Any, device_pages: Any, host_pages: Any, after: Any) -> None:
+        keep = max(len(device_pages) - 1, 1)
+        right(self, ticket, device_pages[:keep], host_pages[:keep], after)
+
+    patch.setattr(CacheController, "load", wrong)
+
+
+def _retraction_loses_a_token(patch: pytest.MonkeyPatch) -> None:
+    right = Req.resumed
+
+    def wrong(self: Req) -> Req:
+        req = right(self)
+        if len(req.output_ids) > 1:
+            del req.output_ids[0]
+            req.num_emitted -= 1
+        return req
+
+    patch.setattr(Req, "resumed", wrong)
+
+
+def _sampler_at_the_wrong_position(patch: pytest.MonkeyPatch) -> None:
+    right = Sampler.forward
+    patch.setattr(
+        Sampler, "forward", lambda self, logits, positions, batch: right(self, logits, positions - 1, batch)
+    )
+
+
+def _penalties_count_twice(patch: pytest.MonkeyPatch) -> None:
+    """The token before a retraction is counted once more when the request comes back."""
+    right = PrefillPlanner._seq
+
+    def wrong(self: PrefillPlanner, req: Req, *args: Any) -> Any:
+        seq = right(self, req, *args)
+        if seq.history is None or not req.output_ids:
+            return seq
+        prompt, output = seq.history
+        return dataclasses.replace(seq, history=(prompt, np.append(output, output[-1])))
+
+    patch.setattr(PrefillPlanner, "_seq", wrong)
+
+
+def _namespaces_ignored(patch: pytest.MonkeyPatch) -> None:
+    right = RadixCache._edge
+    patch.setattr(
+        RadixCache, "_edge", lambda self, parent, tokens, extra_key: right(self, parent, tokens, "")
+    )
+
+
+def _top_k_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    right = sampling_filters._lowest_kept
+    patch.setattr(
+        sampling_filters,
+        "_lowest_kept",
+        lambda scaled, max_top_k, top_ks, top_ps: right(scaled, max_top_k, (top_ks - 1).clamp(1), top_ps),
+    )
+
+
+def _stops_called_lengths(patch: pytest.MonkeyPatch) -> None:
+    right = Req.finish_reason_after
+
+    def wrong(self: Req, token: int) -> FinishReason | None:
+        reason = right(self, token)
+        if reason is None or reason.type != "stop":
+            return reason
+        return FinishReason(type="length", length=len(self.output_ids))
+
+    patch.setattr(Req, "finish_reason_after", wrong)
+
+
+def _prompt_logprobs_of_the_wrong_tokens(patch: pytest.MonkeyPatch) -> None:
+    right = model_runner._prompt_targets
+    patch.setattr(model_runner, "_prompt_targets", lambda seq, *range: right(seq, *range)[::-1].copy())
+
+
+def _a_hit_too_short(patch: pytest.MonkeyPatch) -> None:
+    """The last page of what is cached is computed again: right, and not what was promised."""
+    right = RadixCache.match_prefix
+
+    def wrong(self: RadixCache, token_ids: Any, extra_key: str = "") -> MatchResult:
+        num_tokens = right(self, token_ids, extra_key).num_tokens
+        return right(self, token_ids[: max(num_tokens - self.page_size, 0)], extra_key)
+
+    patch.setattr(RadixCache, "match_prefix", wrong)
+
+
+def _news_twice(patch: pytest.MonkeyPatch) -> None:
+    """What one message says, the next one says again."""
+    right = OutputSender._add
+
+    def wrong(self: OutputSender, req: Req, reason: Any) -> None:
+        req.num_emitted = max(req.num_emitted - 1, 0)
+        right(self, req, reason)
+
+    patch.setattr(OutputSender, "_add", wrong)
+
+
+def _goes_on_after_an_abort(patch: pytest.MonkeyPatch) -> None:
+    """An abort is announced and the request forgotten only by half."""
+    right = Scheduler.abort
+
+    def wrong(self: Scheduler, message: AbortReq) -> None:
+        if message.silent or message.abort_all or message.rid not in self.reqs:
+            right(self, message)
+            return
+        req = self.reqs[message.rid]
+        self.output.token(req)
+        self.output.flush()
+        right(self, message)
+
+    patch.setattr(Scheduler, "abort", wrong)
+
+
+def _twins(random: Random) -> Scenario:
+    """Requests that share their first pages and differ in the last token of a later one. One at a time, so that each
+    finds what the ones before left."""
+    script = Script(random)
+    family = script.prompt(16, 16)
+    for turn in range(5):
+        prompt = list(family)
+        if turn:
+            prompt[random.choice((7, 11, 15))] = random.randrange(1, 64)
+        options = {"logprob_start_len": 4, "return_logprob": True} if turn == 4 else {}
+        script.add(
+            12 * turn, prompt + script.prompt(2, 2), 3, **options, extra_key="a" if turn in (1, 3) else ""
+        )
+    return script.scenario(max_total_tokens=160, max_running_requests=2, chunked_prefill_size=16, page_size=4)
+
+
+def _retracted(random: Random) -> Scenario:
+    """Requests that draw from a few tokens, with penalties, and lose their memory in the middle of their answers."""
+    script = Script(random)
+    for _ in range(3):
+        few = dict.fromkeys(random.sample(range(1, 64), 4), 9.0)
+        options = {"temperature": 1.0, "top_k": 3, "frequency_penalty": 1.0, "logit_bias": few}
+        script.add(0, script.prompt(3, 8), 12, ignore_eos=True, **options)
+    for step in (4, 8):
+        script.send(step, PauseGenerationReq(id=f"pause-{step}", mode="retract"))
+        script.send(step + 1, ContinueGenerationReq(id=f"continue-{step}"))
+    return script.scenario(max_total_tokens=160, max_running_requests=3, chunked_prefill_size=16, page_size=4)
+
+
+def _reloaded(random: Random) -> Scenario:
+    """A prefix comes back from the host whole; then somebody shares its beginning alone."""
+    script = Script(random)
+    family = script.prompt(16, 16)
+    for turn, prompt in enumerate(
+        (family, script.prompt(18, 18), family, family[: random.choice((4, 8, 12))])
+    ):
+        script.add(12 * turn, prompt + script.prompt(3, 3), 3)
+    return script.scenario(
+        max_total_tokens=28,
+        max_running_requests=1,
+        chunked_prefill_size=32,
+        page_size=4,
+        enable_hierarchical_cache=True,
+        hicache_ratio=4.0,
+        hicache_io_backend="direct",
+    )
+
+
+MORE_WORKLOADS = {"twins": _twins, "retracted": _retracted, "reloaded": _reloaded}
+WRONG = [
+    (_a_page_of_another_prefix, "twins", r"r\d: output \d is \d+, alone it is \d+"),
+    (_positions_off_by_one, "twins", r"r\d: output \d is \d+, alone it is \d+"),
+    (_wrong_page_order, "reloaded", r"r\d: output \d is \d+, alone it is \d+"),
+    (_half_a_load, "spill", r"r\d: output \d is \d+, alone it is \d+"),
+    (_retraction_loses_a_token, "retracted", r"r\d: output \d is \d+, alone it is \d+"),
+    (_sampler_at_the_wrong_position, "mixed", r"r\d: output \d is \d+, alone it is \d+"),
+    (_penalties_count_twice, "retracted", r"r\d: output \d is \d+, alone it is \d+"),
+    (_namespaces_ignored, "twins", r"r1: \d+ tokens from the cache, but only 0 had been computed"),
+    (_top_k_off_by_one, "retracted", r"r\d: output \d is \d+, alone it is \d+"),
+    (_stops_called_lengths, "row_reuse", r"r\d: ends with length after \d tokens, not stop \d+"),
+    (_prompt_logprobs_of_the_wrong_tokens, "mixed", r"r\d: input logprobs at \d+ are .*, alone "),
+    (_a_hit_too_short, "twins", r"r\d: \d+ tokens from the cache, though \d+ were there and nothing was"),
+    (_news_twice, "mixed", r"r\d: output \d is \d+|r\d: goes on with \d+ after its end"),
+    (_goes_on_after_an_abort, "aborts", r"r\d goes on after it was aborted"),
+]
+
+
+def _first_failure(name: str, num_seeds: int) -> Outcome | None:
+    outcomes = (run(Trial(name, seed)) for seed in range(num_seeds))
+    return next((outcome for outcome in outcomes if not outcome.clean), None)
+
+
+@pytest.fixture(autouse=True)
+def _more_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, make in MORE_WORKLOADS.items():
+        monkeypatch.setitem(workloads.WORKLOADS, name, Workload(name, "", make))
+
+
+@pytest.mark.parametrize("name", MORE_WORKLOADS)
+def test_the_workloads_of_this_page_are_clean(name: str) -> None:
+    assert _first_failure(name, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("plant", "workload", "report"), WRONG, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_a_wrong_decision_is_found_and_its_request_and_token_named(
+    plant: Callable[[pytest.MonkeyPatch], None], workload: str, report: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all of them the same decisions executed again say nothing: they are carried out as they were taken."""
+    plant(monkeypatch)
+    outcome = _first_failure(workload, 6)
+    assert outcome is not None and outcome.checker == ANSWERS, outcome and outcome.report
+    assert re.search(report, outcome.report), outcome.report
