@@ -50,6 +50,7 @@ class Driver:
     answers: dict[str, Answer] = field(default_factory=dict)
     first_logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     output_logprobs: dict[str, list[float | None]] = field(default_factory=dict)
+    output_named: dict[str, list[list[tuple[float, int]]]] = field(default_factory=dict)
     replies: list[Message] = field(default_factory=list)
     flight: InFlight | None = None
 
@@ -78,6 +79,7 @@ class Driver:
                 self.first_logprobs[out.rid] = out.input_logprobs
             if out.output_logprobs is not None:
                 self.output_logprobs.setdefault(out.rid, []).extend(out.output_logprobs.logprobs)
+                self.output_named.setdefault(out.rid, []).extend(out.output_logprobs.token_ids_logprobs)
             assert out.completion_tokens == len(answer.output_ids)
 
     def to_tokenizer(self, message: Message) -> None:

@@ -147,13 +147,50 @@ def test_logprobs_of_prompt_and_output_equal_transformers() -> None:
         assert [token for _, token in first.top_logprobs[position]] == best.indices.tolist()
 
 
+def test_named_tokens_are_reported_for_prompt_and_output() -> None:
+    """Beside requests that name others or none, over chunks of the prompt, with a part of the prompt cached."""
+    model = AutoModelForCausalLM.from_pretrained(fenceline.demo_model_path(), dtype=torch.float32)
+    ids = prompts()[2]
+    driver = make_model_driver(chunked_prefill_size=32)
+    run(driver, [request("first", ids, temperature=0.0, max_new_tokens=1)])
+    names = {"a": [5, 900, 5], "b": [], "c": [7]}
+    start = len(ids) - 20
+    reqs = [
+        request(
+            rid, ids, temperature=0.0, max_new_tokens=6, ignore_eos=True,
+            return_logprob=True, logprob_start_len=start, token_ids_logprob=named,
+        )
+        for rid, named in names.items()
+    ]  # fmt: skip
+    outputs = run(driver, reqs)
+    with torch.no_grad():
+        logprobs = model(torch.tensor([ids + outputs[0]])).logits[0].log_softmax(-1)
+    for rid, named in names.items():
+        prompt = driver.first_logprobs[rid].token_ids_logprobs
+        if not named:
+            assert prompt == driver.output_named[rid] == []
+            continue
+        assert prompt[0] == [], "the first position asked for has no logprob"
+        assert len(prompt) == 20 and len(driver.output_named[rid]) == 6
+        for position, found in enumerate(prompt[1:] + driver.output_named[rid], start + 1):
+            assert [token for _, token in found] == named
+            torch.testing.assert_close(
+                torch.tensor([value for value, _ in found]),
+                logprobs[position - 1, named],
+                rtol=1e-4,
+                atol=1e-4,
+            )
+
+
 def test_prompt_logits_stay_in_the_models_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every position of a chunk in float32 is gigabytes that nobody has set aside."""
     dtypes = []
 
-    def spy(logits: torch.Tensor, targets: torch.Tensor, top_k: int) -> OutputLogprobs:
+    def spy(
+        logits: torch.Tensor, targets: torch.Tensor, top_k: int, named_ids: torch.Tensor | None
+    ) -> OutputLogprobs:
         dtypes.append(logits.dtype)
-        values = prompt_logprobs(logits, targets, top_k)
+        values = prompt_logprobs(logits, targets, top_k, named_ids)
         wide = prompt_logprobs(logits.float(), targets, top_k)
         assert torch.equal(values.chosen, wide.chosen)
         assert torch.equal(values.top_logprobs, wide.top_logprobs)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fenceline.model_executor import row_chunks
+from fenceline.model_executor.logprobs import spread, token_logprobs
 from fenceline.model_executor.sampler import prompt_logprobs
 
 
@@ -29,6 +30,20 @@ def test_prompt_logprobs(num: int, dtype: torch.dtype, top_k: int, monkeypatch: 
     top = expected.sort(-1, descending=True).values[:, :width]
     torch.testing.assert_close(out.top_logprobs.double(), top, atol=1e-5, rtol=0)
     torch.testing.assert_close(expected.gather(1, out.top_ids), top, atol=1e-5, rtol=0)
+
+
+def test_each_row_names_tokens_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_chunks, "CHUNK_ELEMENTS", 2 * 30)
+    logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(1))
+    expected = logits.log_softmax(-1)
+    named_ids = torch.tensor([[3, 29, 3], [0, 1, 2], [7, 7, 7]])
+    index = torch.tensor([4, 0, 2])
+    part = token_logprobs(logits, torch.zeros(5, dtype=torch.int64), 1, index, named_ids)
+    assert part.named is not None
+    torch.testing.assert_close(part.named, expected[index].gather(1, named_ids))
+    whole = spread(part, index, 5)
+    assert whole.named is not None and whole.named[1].tolist() == [0, 0, 0]
+    torch.testing.assert_close(whole.named[4], expected[4, [3, 29, 3]])
 
 
 def test_values_survive_json() -> None:

@@ -293,7 +293,10 @@ def test_prompt_logprobs_from_a_position_recompute_no_more_than_needed(start: in
     driver.send(request("a", prompt, max_new_tokens=2, return_logprob=True, logprob_start_len=start))
     driver.run()
     last = driver.answers["a"].last
-    assert last.cached_tokens == start - 1
+    assert last.cached_tokens == start
+    log = driver.first_logprobs["a"]
+    assert log.token_ids == prompt[start:]
+    assert log.logprobs == [None, *range(start + 1, 7)]
 
 
 def test_shutdown_drains() -> None:
@@ -441,7 +444,7 @@ def assert_answer(driver: Driver, req: TokenizedGenerateReq, aborted: bool, sile
     if req.logprob_start_len >= 0 and ended:
         log, start = driver.first_logprobs[req.rid], req.logprob_start_len
         assert log.token_ids == req.input_ids[start:]
-        assert log.logprobs == [p if p else None for p in range(start, len(req.input_ids))]
+        assert log.logprobs == [p if p > start else None for p in range(start, len(req.input_ids))]
     elif not ended and req.rid in driver.first_logprobs:
         log = driver.first_logprobs[req.rid]
         assert log.token_ids == req.input_ids[req.logprob_start_len :][: len(log.token_ids)]

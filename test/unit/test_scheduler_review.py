@@ -408,7 +408,7 @@ def test_prompt_tokens_that_are_not_scored_do_not_count() -> None:
     driver.send(request("a", prompt, max_new_tokens=0, return_logprob=True, logprob_start_len=2900))
     driver.run()
     assert driver.worker.num_steps == 1
-    assert driver.first_logprobs["a"].logprobs == [*range(2900, 3000)]
+    assert driver.first_logprobs["a"].logprobs == [None, *range(2901, 3000)]
     assert driver.scheduler.stats.num_generated_tokens == 0, "only the prompt was wanted"
 
 

@@ -173,6 +173,7 @@ def _seq(seq: ExtendSeq, rid: str, tables: _Tables) -> dict[str, object]:
         "sampling": None if seq.sampling is None else tables.sampling(seq.sampling),
         "prompt_logprobs_from": seq.prompt_logprobs_from,
         "prompt_top_logprobs": seq.prompt_top_logprobs,
+        "prompt_token_ids_logprob": seq.prompt_token_ids_logprob,
         "next_token": seq.next_token,
         "history": history,
     }

@@ -24,9 +24,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class TokenizedGenerateReq(Message):
     """One request with its prompt as token ids. ``n`` > 1 is already expanded into ``n`` of these.
 
-    ``logprob_start_len``: the first prompt position whose logprob is wanted (of token i given tokens < i);
-    -1 means none of the prompt's. ``top_logprobs_num``: how many alternatives each position reports;
-    ``token_ids_logprob``: tokens whose logprobs each position reports, in this order, empty for none.
+    ``logprob_start_len``: the first prompt position that is reported, without a logprob as in SGLang; those
+    after it have theirs (of token i given tokens < i). -1 means none of the prompt's. ``top_logprobs_num``: how
+    many alternatives each position reports; ``token_ids_logprob``: tokens whose logprobs each position reports,
+    in this order, empty for none.
     ``extra_key``: the namespace in which its KV is cached, "" for the common one: requests of different
     namespaces never share a page, on any tier. ``priority``: with --enable-priority-scheduling, which waiting
     request goes first.
@@ -121,7 +122,7 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Logprobs of consecutive positions: the chosen tokens' and each position's best alternatives.
 
-    ``logprobs[i]`` may be None (the first token of a prompt has no condition). ``top_logprobs[i]`` holds
+    ``logprobs[i]`` is None for the first position of a prompt that was asked for. ``top_logprobs[i]`` holds
     (logprob, token id) pairs in descending order, empty when none were asked for. ``token_ids_logprobs``
     holds for each position the pairs of the tokens in ``token_ids_logprob``, in that order, and none for a
     position without a logprob; it is empty as a whole when the request named no tokens.

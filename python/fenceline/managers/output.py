@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fenceline.managers.io_struct import BatchTokenOut, FinishReason, TokenLogprobs, TokenOut
+from fenceline.managers.io_struct import (
+    BatchTokenOut,
+    FinishReason,
+    TokenizedGenerateReq,
+    TokenLogprobs,
+    TokenOut,
+)
 from fenceline.managers.req import LogprobLog, Req
 from fenceline.model_executor.forward_result import LogprobValues
 
@@ -65,7 +71,7 @@ class OutputSender:
 def log_output(req: Req, token: int, values: LogprobValues, index: int) -> None:
     """Note the logprob of a sampled token."""
     if req.output_log is not None:
-        _append(req.output_log, token, values, index, req.source.top_logprobs_num)
+        _append(req.output_log, token, values, index, req.source)
 
 
 def log_prompt(req: Req, first_position: int, tokens: list[int], values: LogprobValues, start: int) -> None:
@@ -77,16 +83,24 @@ def log_prompt(req: Req, first_position: int, tokens: list[int], values: Logprob
     if log is None:
         return
     for offset, token in enumerate(tokens):
-        _append(log, token, values, start + offset, req.source.top_logprobs_num)
+        _append(log, token, values, start + offset, req.source)
 
 
-def _append(log: LogprobLog, token: int, values: LogprobValues, index: int, num_top: int) -> None:
+def _append(
+    log: LogprobLog, token: int, values: LogprobValues, index: int, source: TokenizedGenerateReq
+) -> None:
+    num_top, named = source.top_logprobs_num, source.token_ids_logprob
     log.token_ids.append(token)
     log.logprobs.append(float(values.chosen[index]))
     top = values.top[index, :num_top].tolist() if num_top else []
     ids = values.top_ids[index, :num_top].tolist() if num_top else []
     log.top.append(list(zip(top, ids, strict=True)))
+    if named:
+        assert values.named is not None, "a step computes what its requests name"
+        log.named.append(list(zip(values.named[index, : len(named)].tolist(), named, strict=True)))
 
 
 def _taken(log: LogprobLog) -> TokenLogprobs:
-    return TokenLogprobs(token_ids=log.token_ids, logprobs=log.logprobs, top_logprobs=log.top)
+    return TokenLogprobs(
+        token_ids=log.token_ids, logprobs=log.logprobs, top_logprobs=log.top, token_ids_logprobs=log.named
+    )

@@ -196,7 +196,7 @@ class PrefillPlanner:
         if self._chunk_size is not None:
             size = min(size, budget.step_tokens)
         if _wants_prompt_logprobs(req):
-            unscored = max(req.source.logprob_start_len - 1 - req.computed_len, 0)
+            unscored = max(req.source.logprob_start_len - req.computed_len, 0)
             size = min(size, unscored + budget.scored_tokens)
             budget.scored_tokens -= max(size - unscored, 0)
         start, end = req.computed_len, req.computed_len + size
@@ -210,7 +210,7 @@ class PrefillPlanner:
     def _seq(self, req: Req, tokens: I64, start: int, end: int, done: bool) -> ExtendSeq:
         params = req.source.sampling_params
         wants_prompt = _wants_prompt_logprobs(req)
-        first_scored = max(req.source.logprob_start_len, 1, start + 1) if wants_prompt else None
+        first_scored = max(req.source.logprob_start_len, start) + 1 if wants_prompt else None
         history = None
         if done and params.needs_penalties:
             history = (req.prompt_ids, np.array(req.output_ids, dtype=np.int64))
@@ -222,6 +222,7 @@ class PrefillPlanner:
             sampling=req.sampling() if done else None,
             prompt_logprobs_from=first_scored,
             prompt_top_logprobs=req.source.top_logprobs_num if wants_prompt else 0,
+            prompt_token_ids_logprob=tuple(req.source.token_ids_logprob) if wants_prompt else (),
             next_token=None if done else int(tokens[end]),
             history=history,
         )

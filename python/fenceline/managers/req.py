@@ -41,21 +41,24 @@ def emit_interval(message: TokenizedGenerateReq, stream_interval: int) -> int:
 
 @dataclass(slots=True)
 class LogprobLog:
-    """Logprobs gathered since the last message: tokens, their logprobs and the alternatives."""
+    """Logprobs gathered since the last message: tokens, their logprobs, the alternatives, and the logprobs of the
+    tokens that the request names."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
     top: list[list[tuple[float, int]]] = field(default_factory=list)
+    named: list[list[tuple[float, int]]] = field(default_factory=list)
 
     @staticmethod
     def of_prompt(source: TokenizedGenerateReq) -> LogprobLog | None:
-        """The log of a prompt of which nothing is scored yet; None if nothing will be. Position 0 has no
-        condition and no logprob."""
+        """The log of a prompt of which nothing is scored yet; None if nothing will be. As in SGLang, the first
+        position asked for has no logprob, wherever it is."""
         if not source.return_logprob or source.logprob_start_len < 0:
             return None
-        if source.logprob_start_len > 0:
+        first = source.input_ids[source.logprob_start_len : source.logprob_start_len + 1]
+        if not first:
             return LogprobLog()
-        return LogprobLog([source.input_ids[0]], [None], [[]])
+        return LogprobLog([*first], [None], [[]], [[]] if source.token_ids_logprob else [])
 
 
 @dataclass(slots=True, eq=False)
@@ -135,6 +138,7 @@ class Req:
                 stop_ids=tuple(sorted(self.stop_ids)),
                 return_logprob=self.source.return_logprob,
                 top_logprobs_num=self.source.top_logprobs_num,
+                token_ids_logprob=tuple(self.source.token_ids_logprob),
             )
         return self._sampling
 

@@ -57,8 +57,8 @@ class GenerateInput:
 
     ``add_special_tokens``: False where ``text`` is a rendered chat template, which writes its own BOS.
     ``family``: the client's one id for several requests, such as the samples of a prompt, that aborts them all.
-    ``logprob_start_len``: first prompt position whose logprob is wanted, -1 for none of the prompt's.
-    ``token_ids_logprob``, ``extra_key`` and ``priority`` are those of :class:`TokenizedGenerateReq`.
+    ``logprob_start_len``, ``token_ids_logprob``, ``extra_key`` and ``priority`` are those of
+    :class:`TokenizedGenerateReq`.
     """
 
     text: str | None = None

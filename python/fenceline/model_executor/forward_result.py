@@ -15,11 +15,13 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class LogprobValues:
-    """Logprobs of N tokens: the tokens' own [N] and the best alternatives' [N, K] with their ids."""
+    """Logprobs of N tokens: the tokens' own [N] and the best alternatives' [N, K] with their ids; ``named`` [N, W] are
+    those of the tokens that each request names, where one does."""
 
     chosen: F32
     top: F32
     top_ids: I64
+    named: F32 | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,10 @@ class ForwardResult:
 def _logprobs(values: dict[str, npt.NDArray[np.generic]], prefix: str) -> LogprobValues | None:
     if f"{prefix}_chosen" not in values:
         return None
+    named = values.get(f"{prefix}_named")
     return LogprobValues(
         chosen=np.asarray(values[f"{prefix}_chosen"], dtype=np.float32),
         top=np.asarray(values[f"{prefix}_top"], dtype=np.float32),
         top_ids=np.asarray(values[f"{prefix}_top_ids"], dtype=np.int64),
+        named=None if named is None else np.asarray(named, dtype=np.float32),
     )

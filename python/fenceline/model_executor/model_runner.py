@@ -35,7 +35,7 @@ from fenceline.model_executor.hicache import make_cache_controller
 from fenceline.model_executor.memory import num_kv_pages
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from fenceline.model_executor.sampler import OutputLogprobs, Sampler, prompt_logprobs
-from fenceline.model_executor.sampling_batch import SamplingBatch, sampling_arrays
+from fenceline.model_executor.sampling_batch import SamplingBatch, padded_ids, sampling_arrays
 from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, ExtendSeq, ScheduleBatch
 from fenceline.model_executor.step_order import StepOrder
 from fenceline.model_executor.warm_up import warm_up
@@ -226,7 +226,12 @@ class ModelRunner:
             if "prompt_targets" in views:
                 top_k = max(seq.prompt_top_logprobs for seq in batch.seqs)
                 # Not made float32 whole: of a chunk of 8,192 tokens that would be 5 GB with a vocabulary of 150,000.
-                values = prompt_logprobs(logits[num_sampled:], views["prompt_targets"], top_k)
+                named_ids = None
+                if "prompt_named_rows" in views:
+                    named_ids = views["prompt_named_ids"].view(len(batch.seqs), -1)[
+                        views["prompt_named_rows"]
+                    ]
+                values = prompt_logprobs(logits[num_sampled:], views["prompt_targets"], top_k, named_ids)
                 results |= _logprob_results("prompt", values)
         return self._finish(results)
 
@@ -301,11 +306,12 @@ def _room_for(what: str, otherwise: str) -> Iterator[None]:
 
 
 def _logprob_results(prefix: str, values: OutputLogprobs) -> Views:
-    return {
+    results = {
         f"{prefix}_chosen": values.chosen,
         f"{prefix}_top": values.top_logprobs,
         f"{prefix}_top_ids": values.top_ids,
     }
+    return results if values.named is None else results | {f"{prefix}_named": values.named}
 
 
 def _page_write_arrays(batch: ScheduleBatch) -> Arrays:
@@ -329,15 +335,19 @@ def _extend_arrays(batch: ExtendBatch) -> Arrays:
         "sample_positions": np.array([seqs[i].seq_len for i in sampled], dtype=np.int64),
     }
     logits_index = [np.array([starts[i + 1] - 1 for i in sampled], dtype=np.int64)]
-    targets = []
+    targets, named_rows = [], []
     for i, seq in enumerate(seqs):
         first, last = seq.prompt_logprob_offsets()
         if first < last:
             logits_index.append(np.arange(starts[i] + first, starts[i] + last, dtype=np.int64))
             targets.append(_prompt_targets(seq, first, last))
+            named_rows.append(np.full(last - first, i, dtype=np.int64))
     arrays["logits_index"] = np.concatenate(logits_index)
     if targets:
         arrays["prompt_targets"] = np.concatenate(targets)
+        if any(seq.prompt_token_ids_logprob for seq in seqs):
+            arrays["prompt_named_rows"] = np.concatenate(named_rows)
+            arrays["prompt_named_ids"] = padded_ids([seq.prompt_token_ids_logprob for seq in seqs])
     for i, seq in enumerate(seqs):
         if seq.history is not None:
             arrays[f"history_prompt_{i}"], arrays[f"history_output_{i}"] = seq.history

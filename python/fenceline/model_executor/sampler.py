@@ -166,6 +166,8 @@ def _scale(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def _logprobs(scaled: torch.Tensor, next_tokens: torch.Tensor, batch: SamplingBatch) -> OutputLogprobs:
-    index = batch.logprob_index
-    part = token_logprobs(scaled, next_tokens, batch.max_top_logprobs, index)
+    index, named_ids = batch.logprob_index, batch.logprob_named_ids
+    if named_ids is not None:
+        named_ids = named_ids.view(batch.num_reqs if index is None else index.shape[0], -1)
+    part = token_logprobs(scaled, next_tokens, batch.max_top_logprobs, index, named_ids)
     return part if index is None else spread(part, index, batch.num_reqs)

@@ -40,6 +40,13 @@ class ReqSampling:
     stop_ids: tuple[int, ...] = ()
     return_logprob: bool = False
     top_logprobs_num: int = 0
+    token_ids_logprob: tuple[int, ...] = ()
+
+
+def padded_ids(lists: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
+    """Lists of token ids as one table, row after row: [len(lists) * longest], short rows filled up with token 0."""
+    width = max(map(len, lists))
+    return np.array([[*ids, *[0] * (width - len(ids))] for ids in lists], np.int64).ravel()
 
 
 def sampling_arrays(reqs: Sequence[ReqSampling]) -> dict[str, Array]:
@@ -57,6 +64,8 @@ def sampling_arrays(reqs: Sequence[ReqSampling]) -> dict[str, Array]:
     wanted = [i for i, r in enumerate(reqs) if r.return_logprob]
     if wanted and len(wanted) < len(reqs):
         arrays["logprob_index"] = np.array(wanted, np.int64)
+    if any(reqs[i].token_ids_logprob for i in wanted):
+        arrays["logprob_named_ids"] = padded_ids([reqs[i].token_ids_logprob for i in wanted])
     return arrays
 
 
@@ -173,7 +182,8 @@ class SamplingBatch:
     stop_index: torch.Tensor | None = None  # [S] int64
     stop_ids: torch.Tensor | None = None  # [S] int64
     stop_until: torch.Tensor | None = None  # [S] int64, first position at which the token is allowed
-    logprob_index: torch.Tensor | None = None  # int64; None with return_logprob: all requests
+    logprob_index: torch.Tensor | None = None  # [L] int64; None with return_logprob: all requests
+    logprob_named_ids: torch.Tensor | None = None  # [L * W] int64: the W tokens that each of these names
 
     @staticmethod
     def from_views(reqs: Sequence[ReqSampling], views: Mapping[str, torch.Tensor]) -> SamplingBatch:

@@ -47,6 +47,7 @@ class ExtendSeq:
     sampling: ReqSampling | None
     prompt_logprobs_from: int | None = None
     prompt_top_logprobs: int = 0
+    prompt_token_ids_logprob: tuple[int, ...] = ()
     next_token: int | None = None
     history: tuple[I64, I64] | None = None
 

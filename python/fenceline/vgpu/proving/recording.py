@@ -280,6 +280,7 @@ class _Reader:
             sampling=None if seq["sampling"] is None else self._samplings[seq["sampling"]],
             prompt_logprobs_from=seq["prompt_logprobs_from"],
             prompt_top_logprobs=min(seq["prompt_top_logprobs"], _MAX_TOP),
+            prompt_token_ids_logprob=_named(seq["prompt_token_ids_logprob"]),
             next_token=None if seq["next_token"] is None else seq["next_token"] % VOCAB_SIZE,
             history=history,
         )
@@ -303,7 +304,12 @@ def _sampling(facts: Mapping[str, Any]) -> ReqSampling:
         stop_ids=tuple(sorted({token % VOCAB_SIZE for token in facts["stop_ids"]})),
         return_logprob=facts["return_logprob"],
         top_logprobs_num=min(facts["top_logprobs_num"], _MAX_TOP),
+        token_ids_logprob=_named(facts["token_ids_logprob"]),
     )
+
+
+def _named(ids: Sequence[int]) -> tuple[int, ...]:
+    return tuple(token % VOCAB_SIZE for token in ids)
 
 
 def _tokens(ids: int | Sequence[int], row: int, first: int) -> I64:
