@@ -74,6 +74,8 @@ def test_storage_outlives_a_killed_server(client: httpx.Client, directory: Path)
     expected = [generate(client, prompt)["output_ids"] for prompt in prompts()]
     with server(directory) as other:
         other.wait_ready()
+        for phase in ("Allocated the host tier in", "Opened the storage in"):
+            assert other.output.count(phase) == 1
         with other.client() as again:
             answers = [generate(again, prompt) for prompt in prompts()]
             stored = [a["meta_info"]["cached_tokens_details"]["storage"] for a in answers]

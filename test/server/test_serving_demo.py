@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 
 import httpx
@@ -41,6 +42,35 @@ async def ask_all(base_url: str, indices: range, at_once: int) -> list[list[int]
 
 def state(client: httpx.Client) -> dict[str, object]:
     return client.get("/get_server_info").json()["internal_states"][0]
+
+
+PHASES = (
+    r"Loading demo; the address follows",
+    r"Started the scheduler process in \S+ s",
+    r"Opened the device \(cpu\) in \S+ s",
+    r"Loaded weights: \S+ GiB, from 1 file, in \S+ s",
+    r"Sized memory: \S+ of \S+ GiB are free .* KV cache takes \S+ GiB \(2400 tokens\)",
+    r"Allocated the KV pool in \S+ s",
+    r"Prepared kernels and attention in \S+ s",
+    r"The server is fired up and ready to roll!",
+)
+
+
+def test_the_log_names_each_phase_of_the_start(tight: LiveServer) -> None:
+    """One line each, in order, none of them overwritten by a progress bar."""
+    lines = [line.rstrip("\n") for line in tight.lines]
+    places = []
+    for phase in PHASES:
+        (place,) = [number for number, line in enumerate(lines) if re.match(rf"\[\S+ \S+\] {phase}", line)]
+        places.append(place)
+    assert places == sorted(places)
+    # Beside the scheduler's start.
+    for phase in (
+        r"Loaded the tokenizer \(\d+ tokens\) in \S+ s",
+        r"Started the detokenizer process in \S+ s",
+    ):
+        assert len(re.findall(phase, tight.output)) == 1
+    assert not re.search(r"\d%\|", tight.output)
 
 
 def test_two_hundred_at_once_answer_as_alone(tight: LiveServer) -> None:

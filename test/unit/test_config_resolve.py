@@ -415,6 +415,24 @@ def test_hub_failures_become_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_a_download_says_so_in_a_log_and_draws_no_bars_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: "/there")
+    hub.model_directory("owner/model", "--model-path", None, None, weights=True)
+    assert (
+        capsys.readouterr().err == "Fetching owner/model from the hub, unless it is in the download cache\n"
+    )
+    assert are_progress_bars_disabled()
+    enable_progress_bars()
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    hub.model_directory("owner/model", "--model-path", None, None, weights=True)
+    assert capsys.readouterr().err == ""
+    assert not are_progress_bars_disabled()
+
+
 def test_download_asks_only_for_what_is_read(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> None:
     asked: list[dict[str, Any]] = []
 

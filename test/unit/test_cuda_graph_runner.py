@@ -4,6 +4,8 @@ comparison, and tokens that do not depend on whether there are graphs."""
 from __future__ import annotations
 
 import dataclasses
+import io
+import sys
 from collections.abc import Callable
 from random import Random
 
@@ -288,10 +290,18 @@ def test_a_changed_batch_is_filled_once() -> None:
     assert runner.decode._step.arena.num_fills == 20 and graphs_of(runner).stats.replays == 20
 
 
-def test_capture_shows_its_progress(runner: ModelRunner, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("terminal", [True, False])
+def test_capture_shows_its_progress_on_a_terminal(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
+    monkeypatch.setattr(stderr, "isatty", lambda: terminal)
     with torch.inference_mode():
         graphs = bare(runner, (1, 3), True)
         graphs.capture(128, show_progress=True)
-    shown = capfd.readouterr().err
+    shown = stderr.getvalue()
+    if not terminal:
+        assert shown == ""
+        return
     assert "Capturing decode graphs" in shown and "1 requests, 0.00 GiB" in shown and "2/2" in shown
     assert graphs.sizes == (1, 3) and graphs.stats.capture_s >= 0

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import itertools
 import json
+import logging
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.shard import Shard
+from fenceline.models import loader
 from fenceline.models.decoder import CausalLM
 from fenceline.models.loader import load_model, weight_files
 
@@ -66,11 +72,45 @@ def test_model_is_ready_for_inference(checkpoint: Path) -> None:
     assert torch.equal(model.norm.weight, expected)
 
 
-def test_progress_goes_to_stderr(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_is_shown_the_progress(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     load_model(ModelConfig.from_dir(str(checkpoint)), "auto", CPU, Shard(), 0, progress=True)
+    assert "Loading weights: 100%" in terminal.getvalue()
+
+
+def test_a_log_gets_lines_instead_of_a_bar(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        load_model(ModelConfig.from_dir(str(checkpoint)), "auto", CPU, Shard(), 0, progress=True)
     captured = capsys.readouterr()
-    assert "Loading weights: 100%" in captured.err
-    assert captured.out == ""
+    assert captured.err == captured.out == ""
+    (line,) = caplog.messages
+    assert re.fullmatch(
+        rf"Loaded weights: 0\.00 GiB, from {len(weight_files(checkpoint))} files, in \S+ s", line
+    )
+
+
+def test_a_log_names_the_file_that_is_read_every_ten_seconds(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint of a hundred gigabytes is minutes of silence otherwise."""
+    seconds = itertools.count(0, 6)  # of which each look at the clock takes six
+    monkeypatch.setattr(loader.time, "perf_counter", lambda: next(seconds))
+    files = weight_files(checkpoint)
+    with caplog.at_level(logging.INFO):
+        assert len(list(loader.read_weights(files, progress=False))) > len(files)
+    assert caplog.messages
+    named = [
+        int(re.fullmatch(rf"Loading weights: file (\d+) of {len(files)}", line)[1])
+        for line in caplog.messages
+    ]  # type: ignore[index]
+    assert named == sorted(set(named)) and 1 < len(named) < len(files)
 
 
 def test_missing_file_is_named(checkpoint: Path) -> None:

@@ -63,7 +63,7 @@ async def run_load(
         asyncio.Semaphore(plan.max_concurrency) if plan.max_concurrency else nullcontext()
     )
     total = sum(len(request.turns) for request in requests)
-    with tqdm(total=total, disable=not plan.show_progress) as bar:
+    with tqdm(total=total, disable=None if plan.show_progress else True) as bar:
 
         async def one(index: int) -> list[RequestOutput]:
             lora = plan.lora_names[int(loras[index])] if plan.lora_names else None

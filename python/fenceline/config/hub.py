@@ -1,11 +1,13 @@
 """From ``--model-path`` to a directory: local ones as they are, hub ids through huggingface_hub.
 
-huggingface_hub does the caching, shows the progress, and reads HF_TOKEN, HF_HOME and HF_HUB_OFFLINE itself.
+huggingface_hub does the caching, shows the progress on a terminal, and reads HF_TOKEN, HF_HOME and HF_HUB_OFFLINE
+itself.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from fenceline.config.errors import ConfigError
@@ -53,7 +55,13 @@ def model_directory(
 def _download(name: str, flag: str, revision: str | None, download_dir: str | None, weights: bool) -> str:
     # Imported here: a second of start-up that local directories need not pay.
     from huggingface_hub import errors, snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
+    if not sys.stderr.isatty():
+        disable_progress_bars()  # in a log file they would be one long line of carriage returns
+        print(
+            f"Fetching {name} from the hub, unless it is in the download cache", file=sys.stderr, flush=True
+        )
     patterns = [*_TOKENIZER_FILES, *(_WEIGHT_FILES if weights else ())]
     try:
         return snapshot_download(

@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Protocol
@@ -133,7 +134,11 @@ def launch_processes(
 
 def make_manager(config: EngineConfig, link: SchedulerLink) -> TokenizerManager:
     """The TokenizerManager with its tokenizer. Raises ValueError if there is none to load."""
-    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
+    begin, tokenizer = time.perf_counter(), None
+    if not config.skip_tokenizer_init:
+        tokenizer = load_tokenizer(config.tokenizer_path)
+        seconds = time.perf_counter() - begin
+        logger.info("Loaded the tokenizer (%d tokens) in %.1f s", tokenizer.vocab_size, seconds)
     return TokenizerManager(config, tokenizer, link)
 
 

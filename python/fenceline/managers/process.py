@@ -9,11 +9,13 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 
+import psutil
 from tqdm import tqdm
 
 from fenceline.managers.io_struct import PortArgs
@@ -23,6 +25,8 @@ PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Blocked in every thread of every child for good; the scheduler's flight recorder waits for it in a thread of its own.
 DUMP_SIGNAL = signal.SIGUSR1
 LOG_FORMAT = "[%(asctime)s] %(message)s"
+
+logger = logging.getLogger(__name__)
 
 
 def prepare_child(name: str, log_level: str, ports: PortArgs) -> None:
@@ -37,6 +41,9 @@ def prepare_child(name: str, log_level: str, ports: PortArgs) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
     signal.pthread_sigmask(signal.SIG_BLOCK, (DUMP_SIGNAL,))
     setup_logging(log_level)
+    # Interpreter and imports; for the scheduler that is torch, and most of a small model's start.
+    started_s = time.time() - psutil.Process().create_time()
+    logger.info("Started the %s process in %.1f s", name, started_s)
     tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which outlives a killed process
     parent = multiprocessing.parent_process()
     if parent is not None:

@@ -124,7 +124,9 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs) -> None:
     try:
         inbox_socket = bind_pull(context, ports.scheduler)
         outbox = ZmqOutbox(context, ports, config.skip_tokenizer_init)
+        begin = time.perf_counter()
         device = open_device(config.device)
+        logger.info("Opened the device (%s) in %.1f s", config.device, time.perf_counter() - begin)
         worker = ModelRunner(config, device)
         scheduler = Scheduler(config, worker, ZmqInbox(inbox_socket, watchdog), outbox)
         recorder = scheduler.recorder

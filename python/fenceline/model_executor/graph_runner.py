@@ -109,7 +109,7 @@ class GraphRunner(ABC):
         bar = tqdm(
             sorted(self._sizes, reverse=True),
             desc=f"Capturing {self._name} graphs",
-            disable=not show_progress,
+            disable=None if show_progress else True,  # None: off a terminal
         )
         for size in bar:
             captured = capture(pool, size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from fenceline.config.engine_config import EngineConfig
@@ -10,6 +12,8 @@ from fenceline.memory_order import Device
 
 # A CPU serves from the memory that everything else on the machine lives in, so the default stays modest.
 _CPU_KV_BYTES = 4 << 30
+
+logger = logging.getLogger(__name__)
 
 
 def num_kv_pages(config: EngineConfig, device: Device, dtype: torch.dtype) -> int:
@@ -21,10 +25,10 @@ def num_kv_pages(config: EngineConfig, device: Device, dtype: torch.dtype) -> in
     """
     model, page_size = config.model, config.page_size
     page_bytes = KVPool.bytes_per_page(page_size, model.num_layers, model.num_kv_heads, model.head_dim, dtype)
+    free, total = device.memory_info()
     if config.max_total_tokens is not None:
         num_pages = config.max_total_tokens // page_size
     else:
-        free, total = device.memory_info()
         if device.kind == "cpu":
             budget = min(int(free * config.mem_fraction_static), _CPU_KV_BYTES)
         else:
@@ -36,4 +40,8 @@ def num_kv_pages(config: EngineConfig, device: Device, dtype: torch.dtype) -> in
             f"no room for the KV cache: {num_pages} pages of {page_bytes} bytes; "
             "raise --mem-fraction-static or --max-total-tokens, or use a smaller model"
         )
+    logger.info(
+        "Sized memory: %.2f of %.2f GiB are free beside the weights, the KV cache takes %.2f GiB (%d tokens)",
+        free / 2**30, total / 2**30, num_pages * page_bytes / 2**30, num_pages * page_size,
+    )  # fmt: skip
     return num_pages + 1

@@ -7,6 +7,8 @@ before it sampled without the host having seen it.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -41,6 +43,8 @@ from fenceline.model_executor.step_order import StepOrder
 from fenceline.model_executor.warm_up import warm_up
 from fenceline.models.loader import load_model
 
+logger = logging.getLogger(__name__)
+
 Arrays = dict[str, npt.NDArray[np.generic]]
 Views = dict[str, torch.Tensor]
 
@@ -69,15 +73,16 @@ class ModelRunner:
         # As much as 1 GiB by default.
         self.req_pool = ReqPool(num_rows, max_pages_per_req, device.torch_device)
         num_pages = num_kv_pages(config, device, dtype)  # of what is left
-        self.kv_pool = KVPool(
-            num_pages,
-            config.page_size,
-            model.num_layers,
-            model.num_kv_heads,
-            model.head_dim,
-            dtype,
-            device.torch_device,
-        )
+        with _phase("Allocated the KV pool"):
+            self.kv_pool = KVPool(
+                num_pages,
+                config.page_size,
+                model.num_layers,
+                model.num_kv_heads,
+                model.head_dim,
+                dtype,
+                device.torch_device,
+            )
         for layer in range(model.num_layers):
             for part, tensor in (("k", self.kv_pool.k(layer)), ("v", self.kv_pool.v(layer))):
                 device.name_memory(tensor, f"kv_pool.layer{layer}.{part}", tensor[0].nbytes)
@@ -85,8 +90,9 @@ class ModelRunner:
         page_table, last_tokens = self.req_pool.page_table, self.req_pool.last_tokens
         device.name_memory(page_table, "req_pool.page_table", page_table[0].nbytes)
         device.name_memory(last_tokens, "req_pool.last_tokens", last_tokens.itemsize)
-        self._kernels = make_layer_kernels(device.torch_device)
-        self._attention = self._make_attention(config)
+        with _phase("Prepared kernels and attention"):
+            self._kernels = make_layer_kernels(device.torch_device)
+            self._attention = self._make_attention(config)
         self._inputs = InputRing(device)
         hicache = config.hicache
         by_forward = (
@@ -106,14 +112,18 @@ class ModelRunner:
         self.hicache: CacheController | None = None
         self.storage: Storage | None = None
         if config.hicache is not None:
-            self.hicache = make_cache_controller(config.hicache, device, self.kv_pool, self._order)
-            self.storage = make_storage(device, self.hicache.host_pool, config)
+            with _phase("Allocated the host tier"):
+                self.hicache = make_cache_controller(config.hicache, device, self.kv_pool, self._order)
+            if config.hicache.storage is not None:
+                with _phase("Opened the storage"):
+                    self.storage = make_storage(device, self.hicache.host_pool, config)
         if device.keeps(STARTUP_STOP):  # weights and pools were written on the default stream
             device.synchronize()
         self._capture(config, show_progress)
         if device.kind == "cuda":
             with _room_for("the largest prefill step", "lower --chunked-prefill-size"):
-                self._attention.prefill.warm_up()
+                with _phase("Warmed up attention of prefill steps"):
+                    self._attention.prefill.warm_up()
                 warm_up(device, config, self.launch)
         if self.prefill_graphs is not None:
             self.prefill_graphs.begin_serving()
@@ -292,6 +302,14 @@ class ModelRunner:
             none = torch.empty(0, dtype=torch.int64, device=self.device.torch_device)
             results = {"next_tokens": none} | results
         return ForwardResult(self._results.download(results))
+
+
+@contextmanager
+def _phase(done: str) -> Iterator[None]:
+    """A part of the start, named in the log when it is done."""
+    begin = time.perf_counter()
+    yield
+    logger.info("%s in %.1f s", done, time.perf_counter() - begin)
 
 
 @contextmanager

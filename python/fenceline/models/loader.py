@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,7 +19,11 @@ from fenceline.models.registry import make_model
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_LOG_EVERY_S = 10.0
 _DUMMY_STD = 0.02  # what most families are initialised with
+
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -26,11 +32,12 @@ def load_model(
     """The model of ``config`` on ``device``, ready for inference: eval mode, no gradients, ``config.dtype``.
 
     ``load_format``: ``auto`` and ``safetensors`` read ``*.safetensors`` from ``config.model_path``, ``dummy`` draws
-    random weights from ``seed`` and reads nothing. ``progress`` shows a bar on stderr. Raises ``ValueError``, one line
-    with the remedy, for missing, damaged or unfitting files.
+    random weights from ``seed`` and reads nothing. ``progress`` shows a bar on a terminal. Raises ``ValueError``, one
+    line with the remedy, for missing, damaged or unfitting files.
     """
     if load_format not in ("auto", "safetensors", "dummy"):
         raise ValueError(f"--load-format {load_format} is not supported; use auto, safetensors or dummy")
+    begin = time.perf_counter()
     files = [] if load_format == "dummy" else weight_files(Path(config.model_path))
     # Allocated where they stay: a large model must not pass through host memory as a whole.
     with torch.no_grad(), torch.device(device):
@@ -39,6 +46,10 @@ def load_model(
             _randomise(model, seed)
         else:
             model.load_weights(read_weights(files, progress))
+    source = f"{len(files)} file{'s' if len(files) > 1 else ''}" if files else "a seed"
+    num_bytes = sum(param.nbytes for param in model.parameters())
+    seconds = time.perf_counter() - begin
+    logger.info("Loaded weights: %.2f GiB, from %s, in %.1f s", num_bytes / 2**30, source, seconds)
     return model.eval()
 
 
@@ -72,13 +83,22 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def read_weights(files: Sequence[Path], progress: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) for every tensor of ``files``: memory-mapped on the CPU, valid until the next one is taken."""
+    """(name, tensor) for every tensor of ``files``: memory-mapped on the CPU, valid until the next one is taken.
+    ``progress`` shows a bar on a terminal; in a log a line names every file that begins 10 s or more after the last."""
     total_bytes = sum(path.stat().st_size for path in files)
+    said = time.perf_counter()
     with tqdm(
-        total=total_bytes, unit="B", unit_scale=True, desc="Loading weights", disable=not progress
+        total=total_bytes,
+        unit="B",
+        unit_scale=True,
+        desc="Loading weights",
+        disable=None if progress else True,  # None: off a terminal
     ) as bar:
         for number, path in enumerate(files, start=1):
             bar.set_postfix_str(f"file {number}/{len(files)}")
+            if bar.disable and time.perf_counter() - said >= _LOG_EVERY_S:
+                said = time.perf_counter()
+                logger.info("Loading weights: file %d of %d", number, len(files))
             try:
                 # The default device does not reach into safetensors: its tensors stay on the CPU.
                 with safe_open(path, framework="pt", device="cpu") as file:
