@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from fenceline.config import private_files
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.errors import ConfigError
 from fenceline.config.hicache import GB, HiCacheConfig, HiCacheStorageConfig, hicache_config
@@ -266,7 +267,7 @@ def test_a_storage_directory_that_cannot_be_used_is_refused(model_dir: Path, tmp
     message = refusal(model_dir, FILE + f" --hicache-storage-dir {file}/below")
     assert (
         message
-        == f"--hicache-storage-dir {file}/below: cannot be written (Not a directory); name another directory"
+        == f"--hicache-storage-dir {file}/below: cannot be written (File exists); name another directory"
     )
     with pytest.raises(ConfigError, match="cannot be written .*null byte"):
         resolve(ServerArgs(model_path=str(model_dir), enable_hierarchical_cache=True,
@@ -286,6 +287,33 @@ def test_a_storage_directory_that_is_not_writable_is_refused(
         message
         == f"--hicache-storage-dir {tmp_path}: cannot be written (Permission denied); name another directory"
     )
+
+
+def test_a_storage_directory_of_others_is_refused(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of all the default one: anybody may have made it, as its name in the temporary folder is known."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    default = tmp_path / f"fenceline-hicache-{os.getuid()}"
+    where = tmp_path / "somewhere"
+    where.mkdir()
+    default.symlink_to(where)
+    assert refusal(model_dir, FILE) == (
+        f"--hicache-storage-dir {default}: is a symbolic link; name the directory itself, {where}"
+    )
+    default.unlink()
+    default.mkdir()
+    default.chmod(0o777)
+    assert refusal(model_dir, FILE) == (
+        f"--hicache-storage-dir {default}: may be written to by other users (mode 777); run chmod go-w {default}, or "
+        "name another directory"
+    )
+    monkeypatch.setattr(private_files.os, "geteuid", lambda: os.getuid() + 1)
+    assert refusal(model_dir, FILE) == (
+        f"--hicache-storage-dir {default}: belongs to user {os.getuid()}; name a directory of the user who runs the "
+        "server"
+    )
+    assert list(default.iterdir()) == []
 
 
 def test_a_directory_is_made_only_for_a_command_that_is_otherwise_right(

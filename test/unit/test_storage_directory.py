@@ -35,7 +35,7 @@ def test_a_page_published_during_a_scan_is_counted_once(
             nonlocal num_folders
             num_folders += 1
             if num_folders == now:
-                os.rename(path, final)
+                os.rename(tmp_path / path, final)
             return scandir(folder)
 
         monkeypatch.setattr(os, "scandir", publishing)

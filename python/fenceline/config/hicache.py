@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from fenceline.config.errors import ConfigError
 from fenceline.config.flags import flags_of
+from fenceline.config.private_files import make_private_folder, why_unusable
 
 if TYPE_CHECKING:
     from fenceline.config.server_args import ServerArgs
@@ -204,18 +205,19 @@ def _storage(args: ServerArgs) -> HiCacheStorageConfig | None:
 
 
 def _storage_directory(wanted: str | None) -> Path:
-    # One for each user: pages are readable by their owner alone.
+    # One for each user, as pages are readable by their owner alone. Somebody else may be there first: then the start is
+    # refused.
     default = Path(tempfile.gettempdir()) / f"fenceline-hicache-{os.getuid()}"
     path = default if wanted is None else Path(wanted).expanduser().absolute()
     name = f"--hicache-storage-dir {path if wanted is None else wanted}"
-    _require(path.is_dir() or not path.exists(), f"{name}: is a file; name a directory")
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(make_private_folder(str(path)))
         with tempfile.TemporaryFile(dir=path):
             pass
-    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{name}: cannot be written ({reason}); name another directory") from error
+    except OSError as error:
+        raise ConfigError(f"{name}: {why_unusable(str(path), error)}") from error
+    except ValueError as error:  # a name with a null byte
+        raise ConfigError(f"{name}: cannot be written ({error}); name another directory") from error
     return path
 
 

@@ -26,6 +26,7 @@ class Reason(StrEnum):
     NO_SPACE = "no_space"  # the disk (or the user's quota) is full
     BUSY = "busy"  # another process held the directory's lock for too long
     IO = "io"  # the system refused; not one of the above
+    FOREIGN = "foreign"  # something of a page's name that is not a file of this user's alone: removed
     LENGTH = "length"  # a file longer or shorter than its page: torn
     HEADER = "header"  # not our file, another format, or a damaged header
     KEY = "key"  # a sound page, but not the one that its name promises

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from fenceline.mem_cache.storage.base import Tally
@@ -45,11 +44,11 @@ class Cleaner:
             if used + nbytes <= max(self.low_bytes, nbytes):
                 break
             try:
-                os.unlink(page.path)
+                self.directory.unlink(page.path)
             except FileNotFoundError:
                 used -= page.nbytes
                 continue
-            except OSError:  # another user's file: it stays, and counts
+            except OSError:  # it stays, and counts
                 continue
             used -= page.nbytes
             tally.counts["evictions"] += 1

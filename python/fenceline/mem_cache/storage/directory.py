@@ -8,24 +8,43 @@ The number in ``usage`` is never less than the truth: bytes are added before a f
 subtracted under the lock alone, and whoever dies between two steps leaves the number too high. A scan puts it right.
 A file is renamed from ``tmp`` without the lock, so a scan reads ``tmp`` first: it may see a file twice, never miss it.
 The system drops the locks of a process however that ends.
+
+Whatever has one of our names without being ours (see ``config.private_files``) is never followed, read, written or
+waited for: it is removed and counted as ``foreign``. Only a directory that holds something stays where it is. Names are
+looked up from a descriptor of ROOT. The folders below are judged when they are first met: nobody else can exchange them
+later, as nobody else may write to the ones above.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import secrets
+import stat
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fenceline.config.private_files import (
+    ForeignEntryError,
+    foreign_file,
+    make_folder,
+    make_private_folder,
+    open_file,
+    open_folder,
+)
 from fenceline.mem_cache.storage.base import Reason, StorageError
 
+logger = logging.getLogger(__name__)
+
+_USAGE_FILE = "usage"
+_TEMPS = "tmp"
 _USAGE = struct.Struct("<QI")
 _MODEL = re.compile(r"[0-9a-f]{32}")
 _FAN = re.compile(r"[0-9a-f]{2}")
@@ -77,21 +96,37 @@ class Books:
             self.write(max(0, used - nbytes))
 
 
-class StorageDirectory:
-    """``root`` and everything in it that is ours. Other files are left alone."""
+class _Root:
+    """An open ROOT, and which folders in it have been judged."""
 
-    def __init__(self, root: Path, lock_timeout_s: float) -> None:
-        """Makes the directories. Raises ``OSError``."""
-        self.root = root.resolve()
-        self._temps = self.root / "tmp"
-        self._usage = self.root / "usage"
+    def __init__(self, path: str) -> None:
+        self.fd = make_private_folder(path)
+        self.folders: set[str] = set()
+
+    def __del__(self) -> None:
+        # Not closed sooner: other threads may be in the middle of a call with it.
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+
+class StorageDirectory:
+    """``root`` and everything in it that is ours. Files of other names are left alone. Paths of files are relative to
+    ``root``."""
+
+    def __init__(
+        self, root: Path, lock_timeout_s: float, report: Callable[[Reason], None] = lambda reason: None
+    ) -> None:
+        """Makes the directories. ``report`` hears of foreign entries. Raises ``OSError``."""
+        self.root = root.absolute()
         self._lock_timeout_s = lock_timeout_s
+        self._report = report
+        self._has_warned = False
         self._make()
 
     def _make(self) -> None:
         # Pages are somebody's conversations: for the owner's eyes only.
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._temps.mkdir(mode=0o700, exist_ok=True)
+        self._root = _Root(str(self.root))
+        self._make_folder(_TEMPS)
 
     @contextlib.contextmanager
     def locked(self, timeout_s: float | None = None) -> Iterator[Books]:
@@ -107,73 +142,207 @@ class StorageDirectory:
         while True:
             # Opened anew each time: a lock belongs to an open file, so threads exclude each other too, and a
             # directory that somebody removed and made again does not go on with two locks.
-            fd = self._open_usage()
+            fd = self._open_usage(deadline)
             try:
-                if _try_lock(fd, deadline) and _is_at(fd, self._usage):
+                if _try_lock(fd, deadline) and self._is_usage(fd):
                     return fd
             except BaseException:
                 os.close(fd)
                 raise
             os.close(fd)
             if time.monotonic() >= deadline:
-                raise StorageError(Reason.BUSY, f"{self._usage} is locked by another process")
+                raise StorageError(Reason.BUSY, f"{self.root / _USAGE_FILE} is locked by another process")
 
-    def _open_usage(self) -> int:
+    def _open_usage(self, deadline: float) -> int:
         flags = os.O_RDWR | os.O_CREAT
         try:
-            return os.open(self._usage, flags, 0o600)
+            return open_file(_USAGE_FILE, flags, self._root.fd)
         except FileNotFoundError:
             self._make()
-            return os.open(self._usage, flags, 0o600)
+            return open_file(_USAGE_FILE, flags, self._root.fd)
+        except ForeignEntryError:
+            return self._replace_usage(flags, deadline)
+
+    def _replace_usage(self, flags: int, deadline: float) -> int:
+        # Under a lock of ROOT itself, and after another look: or a server might remove the file that another one has
+        # just made in its place and locked.
+        root = self._root
+        root_fd = open_folder(".", root.fd)
+        try:
+            if not _try_lock(root_fd, deadline):
+                raise StorageError(Reason.BUSY, f"{self.root} is locked by another process")
+            with contextlib.suppress(ForeignEntryError):
+                return open_file(_USAGE_FILE, flags, root.fd)
+            self._remove_foreign(_USAGE_FILE)
+            return open_file(_USAGE_FILE, flags, root.fd)
+        finally:
+            os.close(root_fd)
+
+    def _is_usage(self, fd: int) -> bool:
+        """Whether the open file is still the one of that name."""
+        try:
+            now = os.stat(_USAGE_FILE, dir_fd=self._root.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(os.fstat(fd), now)
 
     def make_temp(self, nbytes: int) -> TempFile:
         """A new file of ``nbytes``. The directory must be locked. Raises ``OSError``, leaving nothing behind."""
-        path = f"{self._temps}/{secrets.token_hex(16)}.tmp"
+        path = f"{_TEMPS}/{secrets.token_hex(16)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
-            fd = os.open(path, flags, 0o600)
+            fd = open_file(path, flags, self._root.fd)
         except FileNotFoundError:  # ``tmp`` was removed
             self._make()
-            fd = os.open(path, flags, 0o600)
+            fd = open_file(path, flags, self._root.fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(fd, nbytes)  # so that a scan counts it in full
         except BaseException:
-            os.unlink(path)
+            os.unlink(path, dir_fd=self._root.fd)
             os.close(fd)
             raise
         return TempFile(fd, path)
 
     def num_free_bytes(self) -> int:
         """What the file system has left for us."""
-        try:
-            vfs = os.statvfs(self.root)
-        except FileNotFoundError:  # somebody removed it: begin anew
-            self._make()
-            vfs = os.statvfs(self.root)
+        vfs = os.statvfs(self._root.fd)
         return vfs.f_bavail * vfs.f_frsize
+
+    # --- one file ------------------------------------------------------------------------------------
 
     def page_path(self, model: str, key: bytes) -> str:
         """Where the page lies, if it is there."""
         name = key.hex()
-        return f"{self.root}/{model}/{name[:2]}/{name}.page"
+        return f"{model}/{name[:2]}/{name}.page"
+
+    def open(self, path: str) -> int:
+        """A descriptor to read the file by. Raises ``FileNotFoundError`` if it is not there, or was no file of ours
+        and is gone now, and ``OSError``."""
+        if not self._has_folders(path):
+            raise FileNotFoundError
+        try:
+            return open_file(path, os.O_RDONLY, self._root.fd)
+        except ForeignEntryError as error:
+            self._remove_foreign(path)
+            raise FileNotFoundError from error
+
+    def touch(self, path: str, used_ns: int) -> bool:
+        """Note the use of a file; whether anything has its name. A link is not followed."""
+        try:
+            if not self._has_folders(path):
+                return False
+            os.utime(path, ns=(used_ns, used_ns), dir_fd=self._root.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        except OSError:  # a directory that we may only read
+            return self.holds(path)
+        return True
+
+    def holds(self, path: str) -> bool:
+        """Whether a file of ours is there."""
+        try:
+            if not self._has_folders(path):
+                return False
+            status = os.stat(path, dir_fd=self._root.fd, follow_symlinks=False)
+        except OSError:
+            return False
+        if foreign_file(status) is None:
+            return True
+        self._remove_foreign(path)
+        return False
+
+    def publish(self, temp: str, path: str) -> None:
+        """Give a finished file its name, in place of whatever has it. Raises ``OSError``."""
+        fd = self._root.fd
+        try:
+            self._make_folders(path)
+            os.rename(temp, path, src_dir_fd=fd, dst_dir_fd=fd)
+        except FileNotFoundError:  # somebody removed the folders that were there before
+            self._root.folders.clear()
+            self._make_folders(path)
+            os.rename(temp, path, src_dir_fd=fd, dst_dir_fd=fd)
+
+    def unlink(self, path: str) -> int:
+        """Remove a file; the bytes that it had. Raises ``OSError``."""
+        nbytes = os.stat(path, dir_fd=self._root.fd, follow_symlinks=False).st_size
+        os.unlink(path, dir_fd=self._root.fd)
+        return nbytes
+
+    # --- folders and what is not ours ----------------------------------------------------------------
+
+    def _has_folders(self, path: str) -> bool:
+        """Whether the folders that lead to a file are there and ours. Those in the way are removed."""
+        return all(self._has_folder(folder) for folder in _folders(path))
+
+    def _has_folder(self, folder: str) -> bool:
+        root = self._root
+        if folder in root.folders:
+            return True
+        try:
+            os.close(open_folder(folder, root.fd))
+        except FileNotFoundError:
+            return False
+        except ForeignEntryError:
+            self._remove_foreign(folder)
+            return False
+        root.folders.add(folder)
+        return True
+
+    def _make_folders(self, path: str) -> None:
+        for folder in _folders(path):
+            if not self._has_folder(folder):
+                self._make_folder(folder)
+
+    def _make_folder(self, folder: str) -> None:
+        root = self._root
+        try:
+            os.close(make_folder(folder, root.fd))
+        except ForeignEntryError:
+            self._remove_foreign(folder)
+            os.close(make_folder(folder, root.fd))
+        root.folders.add(folder)
+
+    def _remove_foreign(self, path: str) -> None:
+        """Remove what has one of our names and is not ours: the name, never what a link leads to. A directory that
+        holds something stays."""
+        fd = self._root.fd
+        removed = True
+        try:
+            mode = os.stat(path, dir_fd=fd, follow_symlinks=False).st_mode
+            (os.rmdir if stat.S_ISDIR(mode) else os.unlink)(path, dir_fd=fd)
+        except FileNotFoundError:
+            return
+        except OSError:
+            removed = False
+        self._report(Reason.FOREIGN)
+        if not self._has_warned:  # the others are counted
+            self._has_warned = True
+            what = "it was removed" if removed else "it cannot be removed: do so by hand"
+            logger.warning("%s is not a file of this server's: %s", self.root / path, what)
+
+    # --- all files -----------------------------------------------------------------------------------
 
     def sweep_temps(self) -> dict[int, int]:
         """Remove what dead writers left; bytes of the others' files by inode. The directory must be locked."""
         alive: dict[int, int] = {}
-        for entry in _entries(self._temps):
-            if not _TEMP.fullmatch(entry.name):
+        for name, seen in self._entries(_TEMPS):
+            path = f"{_TEMPS}/{name}"
+            if not _TEMP.fullmatch(name):
                 continue
             try:
-                fd = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW)
+                fd = open_file(path, os.O_RDWR, self._root.fd)
             except FileNotFoundError:  # published meanwhile
                 continue
+            except ForeignEntryError:
+                self._remove_foreign(path)
+                continue
             except OSError:  # cannot tell: it counts
-                alive[entry.inode()] = entry.stat(follow_symlinks=False).st_size
+                alive[seen.st_ino] = seen.st_size
                 continue
             try:
                 if _try_lock(fd, 0.0):
-                    os.unlink(entry.path)
+                    os.unlink(path, dir_fd=self._root.fd)
                 else:
                     status = os.fstat(fd)
                     alive[status.st_ino] = status.st_size
@@ -187,38 +356,53 @@ class StorageDirectory:
         """Bytes of all our files, and the pages of all models. Removes what dead writers left. Must be locked."""
         alive = self.sweep_temps()
         pages: list[PageFile] = []
-        for model in _entries(self.root):
-            if not _MODEL.fullmatch(model.name):
+        for model, _ in self._entries("."):
+            if not _MODEL.fullmatch(model):
                 continue
-            for entry, status in self._page_entries(model.path):
-                pages.append(PageFile(entry.path, status.st_size, status.st_mtime_ns))
-                alive.pop(status.st_ino, None)
+            for inode, page in self._pages(model):
+                pages.append(page)
+                alive.pop(inode, None)
         return sum(alive.values()) + sum(page.nbytes for page in pages), pages
 
     def pages_of(self, model: str) -> list[PageFile]:
         """The pages of one model."""
-        found = self._page_entries(f"{self.root}/{model}")
-        return [PageFile(entry.path, status.st_size, status.st_mtime_ns) for entry, status in found]
+        return [page for _, page in self._pages(model)]
 
-    def _page_entries(self, folder: str) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-        for fan in _entries(folder):
-            if not _FAN.fullmatch(fan.name):
+    def _pages(self, model: str) -> Iterator[tuple[int, PageFile]]:
+        """The pages of one model with their inodes."""
+        for fan, _ in self._entries(model):
+            if not _FAN.fullmatch(fan):
                 continue
-            for entry in _entries(fan.path):
-                with contextlib.suppress(FileNotFoundError):
-                    if _PAGE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                        yield entry, entry.stat(follow_symlinks=False)
+            for name, status in self._entries(f"{model}/{fan}"):
+                path = f"{model}/{fan}/{name}"
+                if not _PAGE.fullmatch(name):
+                    continue
+                if foreign_file(status) is not None:
+                    self._remove_foreign(path)
+                    continue
+                yield status.st_ino, PageFile(path, status.st_size, status.st_mtime_ns)
+
+    def _entries(self, folder: str) -> list[tuple[str, os.stat_result]]:
+        """What lies in a folder, nothing if it is none of ours. Links are not followed out of the directory."""
+        try:
+            fd = open_folder(folder, self._root.fd)
+        except (FileNotFoundError, ForeignEntryError):
+            return []
+        found: list[tuple[str, os.stat_result]] = []
+        try:
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):
+                        found.append((entry.name, entry.stat(follow_symlinks=False)))
+        finally:
+            os.close(fd)
+        return found
 
 
-def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
-    """What lies in ``folder``, nothing if it is none. Links are not followed out of the storage directory."""
-    if os.path.islink(folder):
-        return []
-    try:
-        with os.scandir(os.fspath(folder)) as entries:
-            return list(entries)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+def _folders(path: str) -> list[str]:
+    """``a/b/c`` lies in ``a`` and ``a/b``."""
+    parts = path.split("/")
+    return ["/".join(parts[:n]) for n in range(1, len(parts))]
 
 
 def _try_lock(fd: int, deadline: float) -> bool:
@@ -234,11 +418,3 @@ def _try_lock(fd: int, deadline: float) -> bool:
         # A blocking flock has no time limit, and a stopped process may hold the lock for ever.
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 5e-3)
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    """Whether the open file is still the one at ``path``."""
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fenceline.config.private_files import ForeignEntryError
 from fenceline.mem_cache.storage import page_file
 from fenceline.mem_cache.storage.base import (
     PageParts,
@@ -64,9 +66,14 @@ class FileBackend:
         self._clock = clock
         self._book = StatsBook()
         try:
-            self._directory = StorageDirectory(Path(root), lock_timeout_s)
+            self._directory = StorageDirectory(Path(root), lock_timeout_s, self._note)
             self._cleaner = Cleaner(self._directory, max_bytes, int(max_bytes * clean_to))
             self._take_stock(fingerprint)
+        except ForeignEntryError as error:
+            raise ValueError(
+                f"cannot use the storage directory {os.fspath(root)}: {error.filename} {error.strerror}; name one that"
+                " this user alone may write"
+            ) from error
         except OSError as error:
             raise ValueError(
                 f"cannot use the storage directory {os.fspath(root)}: {error}; name one that this user may write"
@@ -90,7 +97,7 @@ class FileBackend:
     def exists(self, keys: Sequence[PageKey]) -> list[bool]:
         """See ``StorageBackend``. One system call a page."""
         started, now, tally = time.perf_counter(), self._clock(), Tally()
-        found = [self._touch(self._path(key), now - i * _STEP_NS) for i, key in enumerate(keys)]
+        found = [self._directory.touch(self._path(key), now - i * _STEP_NS) for i, key in enumerate(keys)]
         tally.seconds["exists"] += time.perf_counter() - started
         self._book.add(tally)
         return found
@@ -137,11 +144,11 @@ class FileBackend:
         try:
             with self._directory.locked() as books:
                 for page in self._directory.pages_of(self._model):
-                    os.unlink(page.path)
+                    self._directory.unlink(page.path)
                     num_removed += 1
                 books.write(self._directory.scan()[0])
         except (OSError, StorageError) as error:
-            self._book.add(_failed(error))
+            self._note(_reason(error))
         return num_removed
 
     # --- one page ------------------------------------------------------------------------------------
@@ -150,7 +157,7 @@ class FileBackend:
         parts = page_file.views(page, self._page_nbytes)
         path = self._path(key)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            fd = self._directory.open(path)
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -158,6 +165,7 @@ class FileBackend:
             return False
         try:
             page_file.read_page(fd, key, parts)
+            self._touch(fd, used_ns)
         except (StorageError, OSError) as error:
             tally.errors[_reason(error)] += 1
             if isinstance(error, StorageError):  # damaged; what the system failed to read may be sound
@@ -165,14 +173,13 @@ class FileBackend:
             return False
         finally:
             os.close(fd)
-        self._touch(path, used_ns)
         return True
 
     def _set_page(
         self, key: PageKey, parts: Sequence[memoryview], used_ns: int, keep_since_ns: int, tally: Tally
     ) -> None:
         path = self._path(key)
-        if self._touch(path, used_ns):
+        if self._directory.holds(path) and self._directory.touch(path, used_ns):
             tally.counts["duplicates"] += 1
             return
         temp = self._reserve(keep_since_ns, tally)
@@ -181,7 +188,7 @@ class FileBackend:
             if self._fsync:
                 os.fsync(temp.fd)
             os.utime(temp.fd, ns=(used_ns, used_ns))
-            _publish(temp.path, path)
+            self._directory.publish(temp.path, path)
         except BaseException:
             self._remove(temp.path)
             raise
@@ -210,23 +217,20 @@ class FileBackend:
         """Remove a file that is no good, and its bytes from the books, if it is still there."""
         try:
             with self._directory.locked() as books:
-                size = os.stat(path).st_size
-                os.unlink(path)
                 # Of a file that somebody lengthened or shortened, never more than was counted.
-                books.subtract(min(size, self._file_nbytes))
+                books.subtract(min(self._directory.unlink(path), self._file_nbytes))
         except (OSError, StorageError):
             # Not even that: the file stays, counted, and whoever reads or scans it next tries again.
             pass
 
-    def _touch(self, path: str, used_ns: int) -> bool:
-        """Note the use of a page; whether it is there."""
-        try:
-            os.utime(path, ns=(used_ns, used_ns))
-        except FileNotFoundError:
-            return False
-        except OSError:  # a directory that we may only read
-            return os.path.exists(path)
-        return True
+    def _touch(self, fd: int, used_ns: int) -> None:
+        with contextlib.suppress(OSError):  # a directory that we may only read
+            os.utime(fd, ns=(used_ns, used_ns))
+
+    def _note(self, reason: Reason) -> None:
+        tally = Tally()
+        tally.errors[reason] += 1
+        self._book.add(tally)
 
     def _path(self, key: PageKey) -> str:
         return self._directory.page_path(self._model, key)
@@ -240,9 +244,9 @@ class FileBackend:
             try:
                 os.write(temp.fd, fingerprint.describe().encode() + b"\n")
                 # For people who wonder what the hexadecimal directory is.
-                _publish(temp.path, f"{self._directory.root}/{self._model}/fingerprint.json")
+                self._directory.publish(temp.path, f"{self._model}/fingerprint.json")
             except OSError as error:
-                os.unlink(temp.path)
+                self._directory.unlink(temp.path)
                 if _reason(error) is not Reason.NO_SPACE:  # what is there can be read on a full disk too
                     raise
             finally:
@@ -250,21 +254,9 @@ class FileBackend:
         self._book.add(tally)
 
 
-def _publish(temp: str, path: str) -> None:
-    try:
-        os.rename(temp, path)
-    except FileNotFoundError:  # the first page of its folder
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        os.rename(temp, path)
-
-
 def _reason(error: OSError | StorageError) -> Reason:
     if isinstance(error, StorageError):
         return error.reason
+    if isinstance(error, ForeignEntryError):
+        return Reason.FOREIGN
     return Reason.NO_SPACE if error.errno in _OUT_OF_SPACE else Reason.IO
-
-
-def _failed(error: OSError | StorageError) -> Tally:
-    tally = Tally()
-    tally.errors[_reason(error)] += 1
-    return tally
