@@ -99,8 +99,8 @@ class FakeScheduler:
         self.has_tiers = has_tiers
         self.running: dict[str, Running] = {}
         self.waiting: dict[str, Running] = {}
-        self.seen: set[tuple[int, ...]] = set()
-        self.stored: set[tuple[int, ...]] = set()
+        self.seen: set[tuple[str | int, ...]] = set()
+        self.stored: set[tuple[str | int, ...]] = set()
         self.paused = False
         self.stopping = False
         self.num_aborts = 0
@@ -151,15 +151,15 @@ class FakeScheduler:
             reason = FinishReason(type="abort", message="no room for this one", status_code=507)
             return [TokenOut(rid=req.rid, output_ids=[], prompt_tokens=len(req.input_ids), completion_tokens=0,
                              cached_tokens=0, finish_reason=reason)]  # fmt: skip
-        key = tuple(req.input_ids)
+        key = (req.extra_key, *req.input_ids)
         self.waiting[req.rid] = Running(req, *self.cached(key))
         self.seen.add(key)
         self.stored.add(key)
         return []
 
-    def cached(self, key: tuple[int, ...]) -> tuple[int, CachedTokensDetails | None]:
+    def cached(self, key: tuple[str | int, ...]) -> tuple[int, CachedTokensDetails | None]:
         """How much of a prompt is cached, and in which tier."""
-        length = len(key) - 1
+        length = len(key) - 2  # without the namespace and the last token
         device = length if key in self.seen else 0
         if not self.has_tiers:
             return device, None
@@ -249,6 +249,7 @@ class FakeScheduler:
             input_logprobs=logprobs_of(req.input_ids, req.logprob_start_len, req) if wants_input else None,
             output_logprobs=logprobs_of(new, -1, req) if req.return_logprob else None,
             cached_tokens_details=running.details,
+            queue_time_s=0.25 if first else None,
         )
 
     def state(self) -> InternalState:
@@ -283,7 +284,15 @@ def logprobs_of(ids: list[int], start: int, req: TokenizedGenerateReq) -> TokenL
     ]
     if start == 0 and top:
         top[0] = []
-    return TokenLogprobs(token_ids=chosen, logprobs=logprobs, top_logprobs=top)
+    named = [[(-(token % 8) / 8, token) for token in req.token_ids_logprob] for _ in chosen]
+    if start == 0 and named:
+        named[0] = []
+    return TokenLogprobs(
+        token_ids=chosen,
+        logprobs=logprobs,
+        top_logprobs=top,
+        token_ids_logprobs=named if req.token_ids_logprob else [],
+    )
 
 
 class FakeProcess:

@@ -73,6 +73,7 @@ class EngineConfig:
 
     # API behaviour
     sampling_defaults: str
+    strict_model_name: bool
     strict_fields: bool
     reasoning_parser: str | None
     enable_cache_report: bool

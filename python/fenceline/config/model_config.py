@@ -60,6 +60,7 @@ class ModelConfig:
 
     model_path: str
     architecture: str
+    model_type: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -118,6 +119,7 @@ class ModelConfig:
         return cls(
             model_path=path,
             architecture=architecture,
+            model_type=str(hf.get("model_type", "")),
             vocab_size=vocab_size,
             hidden_size=reader.size("hidden_size"),
             intermediate_size=reader.size("intermediate_size"),

@@ -91,6 +91,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         random_seed=args.random_seed if args.random_seed is not None else secrets.randbelow(2**31),
         memory_check=args.memory_check,
         sampling_defaults=args.sampling_defaults,
+        strict_model_name=args.strict_model_name,
         strict_fields=args.strict_fields,
         reasoning_parser=args.reasoning_parser,
         enable_cache_report=args.enable_cache_report,

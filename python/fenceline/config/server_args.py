@@ -301,6 +301,12 @@ class ServerArgs:
         group=_API,
         choices=("model", "openai"),
     )
+    strict_model_name: bool = flag(
+        False,
+        "Answer requests for a model of any other name than --served-model-name with a 404; otherwise every name is "
+        "served and repeated in the answer, unless it names an adapter (MODEL:ADAPTER).",
+        group=_API,
+    )
     strict_fields: bool = flag(
         False,
         "Refuse requests with fields that nobody knows with a 400; otherwise each such name is logged once.",

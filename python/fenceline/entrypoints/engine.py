@@ -16,7 +16,13 @@ import uvloop
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.server_args import ServerArgs, resolve
 from fenceline.entrypoints.fields import UnknownFields
-from fenceline.entrypoints.generate_api import AnswerWriter, answers_of, make_writers, stream_answers
+from fenceline.entrypoints.generate_api import (
+    AnswerWriter,
+    answers_of,
+    make_writers,
+    stream_answers,
+    thinking_end_id,
+)
 from fenceline.entrypoints.generate_body import GenerateBody, expand, parse_generate
 from fenceline.entrypoints.launch import EngineBackend, FrontEnd, launch_processes
 from fenceline.entrypoints.native_api import describe_server
@@ -107,9 +113,12 @@ class Engine:
         return await self._await(self._answer(body))
 
     async def _submit(self, body: GenerateBody) -> tuple[StreamGroup, list[AnswerWriter], bool]:
+        tokenizer = self._manager.tokenizer
         expanded = expand(body, self.config, None)
+        thinking_end = thinking_end_id(body, self.config, tokenizer)
         group = await self._manager.submit_many(expanded.inputs)
-        return group, make_writers(expanded, body, self.config, self._manager.tokenizer), expanded.single
+        writers = make_writers(expanded, group, body, self.config, tokenizer, thinking_end)
+        return group, writers, expanded.single
 
     async def _answer(self, body: GenerateBody) -> Answer | list[Answer]:
         group, writers, single = await self._submit(body)

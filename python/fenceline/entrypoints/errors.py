@@ -1,4 +1,4 @@
-"""One error object for every error of every endpoint: OpenAI's."""
+"""One error body for every error of every endpoint: OpenAI's object, with SGLang's fields beside it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from fenceline.managers.request_types import RequestError
 CLIENT_GONE = 499  # nobody reads it; it is what the access log shows
 
 
-def error_body(error: RequestError) -> dict[str, dict[str, object]]:
-    """``{"error": {"message", "type", "param", "code"}}``; ``code`` is the status unless a word fits better."""
-    return {
-        "error": {
-            "message": error.message,
-            "type": error.type,
-            "param": error.param,
-            "code": error.code if error.code is not None else error.status,
-        }
-    }
+def error_body(error: RequestError) -> dict[str, object]:
+    """OpenAI's object under ``error``, and flat beside it SGLang's: ``object``, ``message``, ``type``, ``param``,
+    ``code``.
+
+    OpenAI's ``code`` is the status unless a word fits better, SGLang's is always the status.
+    """
+    fields = {"message": error.message, "type": error.type, "param": error.param}
+    code = error.code if error.code is not None else error.status
+    return {"error": {**fields, "code": code}, "object": "error", **fields, "code": error.status}
 
 
 def error_bytes(error: RequestError) -> bytes:

@@ -8,14 +8,17 @@ judged by one :class:`FieldRules` for each endpoint.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import msgspec
 
 from fenceline.config.flags import did_you_mean
+from fenceline.entrypoints.json_body import parse_body
 from fenceline.managers.request_types import RequestError
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +119,7 @@ GENERATION: Mapping[str, Refused] = {
         "return_flat_raw_top_logprobs return_flat_raw_top_logprobs_b64",
         Refused("use top_logprobs_num of /generate"),
     ),
+    "return_token_strs": Refused("use /detokenize with each id"),
     "return_tokens_as_token_ids": Refused("use return_token_ids"),
     **_same(
         "return_token_offsets return_prompt_text", Refused("use /tokenize, which takes prompt or messages")
@@ -176,6 +180,17 @@ SAMPLING: Mapping[str, Refused] = {
     )
 }  # fmt: skip
 
+# /start_profile: what is recorded, and of which steps, is not to be chosen.
+PROFILE: Mapping[str, Refused] = {
+    "start_step": Refused("call /start_profile when that step is near"),
+    "profile_by_stage": Refused("the trace shows prefill and decode; leave it out"),
+    "profile_stages": Refused("the trace shows prefill and decode; leave it out"),
+    "profile_prefix": Refused("the server names the trace; /stop_profile says how"),
+}
+PROFILE_WITHOUT_EFFECT = frozenset(
+    ("activities", "merge_profiles", "profile_id", "record_shapes", "with_stack")
+)
+
 # Labels, hints and choices of a provider's billing or storage: the answer is the same with and without them.
 WITHOUT_EFFECT = frozenset(
     (
@@ -190,7 +205,7 @@ WITHOUT_EFFECT = frozenset(
 
 
 class FieldRules:
-    """What the fields mean that one type of body does not declare."""
+    """What the fields mean that one type of body does not declare; those that it declares are its own affair."""
 
     def __init__(
         self,
@@ -199,10 +214,8 @@ class FieldRules:
         without_effect: frozenset[str] = WITHOUT_EFFECT,
     ) -> None:
         self.declared = frozenset(declared)
-        self._refused = refused
-        self._without_effect = without_effect - self.declared
-        both = self.declared & (refused.keys() | self._without_effect)
-        assert not both, f"declared and without effect: {both}"
+        self._refused = {name: rule for name, rule in refused.items() if name not in self.declared}
+        self._without_effect = without_effect
 
     def unknown(self, fields: Mapping[str, object]) -> set[str]:
         """The names among ``fields`` that nobody knows. Values are JSON values or ``msgspec.Raw``.
@@ -250,6 +263,32 @@ class UnknownFields:
                 clip_name(name),
                 did_you_mean(clipped, rules.declared),
             )
+
+
+def parse_known(
+    data: bytes,
+    kind: type[T],
+    rules: FieldRules,
+    unknown: UnknownFields,
+    amend: Callable[[dict[str, msgspec.Raw]], None] | None = None,
+) -> T:
+    """``data`` as the struct ``kind``, which forbids fields that it does not declare: ``rules`` judge those.
+
+    Only a body that has such is looked at twice; ``amend`` may change what is kept of it. Raises RequestError 400 for
+    bad JSON, wrong types and fields that are refused.
+    """
+    try:
+        return parse_body(data, kind)
+    except RequestError as error:
+        if "unknown field" not in error.message:
+            raise
+    fields = parse_body(data, dict[str, msgspec.Raw])
+    if strangers := rules.unknown(fields):
+        unknown.note(strangers, rules)
+    kept = {name: value for name, value in fields.items() if name in rules.declared}
+    if amend is not None:
+        amend(kept)
+    return parse_body(msgspec.json.encode(kept), kind)
 
 
 def clip_name(name: str) -> str:

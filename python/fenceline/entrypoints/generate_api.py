@@ -13,10 +13,17 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.front_door import REQUEST_ID
 from fenceline.entrypoints.generate_body import Expanded, GenerateBody, expand, parse_generate
-from fenceline.entrypoints.sse import DONE, EventStream, collect_or_abort
+from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS
+from fenceline.entrypoints.sse import DONE, EventStream, collect_or_abort, error_event
 from fenceline.managers.io_struct import FinishReason, TokenLogprobs
 from fenceline.managers.request_stream import StreamGroup
-from fenceline.managers.request_types import GenerateChunk, GenerateInput, error_of
+from fenceline.managers.request_types import (
+    GenerateChunk,
+    GenerateInput,
+    RequestError,
+    RequestTimes,
+    error_of,
+)
 from fenceline.managers.tokenizer import Tokenizer
 from fenceline.managers.tokenizer_manager import TokenizerManager
 
@@ -24,12 +31,21 @@ from fenceline.managers.tokenizer_manager import TokenizerManager
 async def generate(
     manager: TokenizerManager, config: EngineConfig, unknown: UnknownFields, request: Request
 ) -> Response:
-    """Answer one request to /generate. Raises RequestError before anything is sent."""
+    """Answer one request to /generate. Raises RequestError before anything is sent.
+
+    A wrong request for a stream is answered as SGLang does: by a stream that has the error as its only event.
+    """
     body = parse_generate(await request.body(), unknown)
     request_id: str = request.scope[REQUEST_ID]
-    expanded = expand(body, config, None if manager.is_active(request_id) else request_id)
-    group = await manager.submit_many(expanded.inputs)
-    writers = make_writers(expanded, body, config, manager.tokenizer)
+    try:
+        expanded = expand(body, config, None if manager.is_active(request_id) else request_id)
+        thinking_end = thinking_end_id(body, config, manager.tokenizer)
+        group = await manager.submit_many(expanded.inputs)
+    except RequestError as error:
+        if body.stream and error.status == 400:
+            return Response(error_event(error), media_type="text/event-stream")
+        raise
+    writers = make_writers(expanded, group, body, config, manager.tokenizer, thinking_end)
     if body.stream:
         return EventStream(_events(group, writers, config.incremental_streaming_output), group.close)
     answers = answers_of(await collect_or_abort(request, group), writers)
@@ -38,13 +54,26 @@ async def generate(
 
 
 def make_writers(
-    expanded: Expanded, body: GenerateBody, config: EngineConfig, tokenizer: Tokenizer | None
+    expanded: Expanded,
+    group: StreamGroup,
+    body: GenerateBody,
+    config: EngineConfig,
+    tokenizer: Tokenizer | None,
+    thinking_end: int | None,
 ) -> list[AnswerWriter]:
-    """A writer for each request of a body."""
+    """A writer for each request of a body, which is answered by ``group``; ``thinking_end`` is its
+    :func:`thinking_end_id`."""
     shown = tokenizer if body.return_text_in_logprobs else None
     return [
-        AnswerWriter(inp, config, shown, None if expanded.single else index)
-        for index, inp in enumerate(expanded.inputs)
+        AnswerWriter(
+            inp,
+            config,
+            shown,
+            None if expanded.single else index,
+            stream.prompt_ids if body.return_prompt_token_ids else None,
+            thinking_end,
+        )
+        for index, (inp, stream) in enumerate(zip(expanded.inputs, group.streams, strict=True))
     ]
 
 
@@ -81,19 +110,32 @@ class AnswerWriter:
     """
 
     def __init__(
-        self, inp: GenerateInput, config: EngineConfig, tokenizer: Tokenizer | None, index: int | None
+        self,
+        inp: GenerateInput,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        index: int | None,
+        prompt_ids: Sequence[int] | None,
+        thinking_end: int | None,
     ) -> None:
+        """``tokenizer`` writes the texts of logprobs, ``prompt_ids`` come with the first answer, and tokens up to
+        ``thinking_end`` are counted as reasoning, each unless None."""
         self._head = b'"meta_info":{"id":' + orjson.dumps(inp.rid)
         self._tail = b',"weight_version":' + orjson.dumps(config.weight_version) + b"}"
         self._tail += b"}" if index is None else b',"index":%d}' % index
         self._has_text = not config.skip_tokenizer_init
         self._return_logprob = inp.return_logprob
         self._with_top = inp.top_logprobs_num > 0
+        self._with_named = bool(inp.token_ids_logprob)
+        self._with_times = config.enable_metrics
         self._tokenizer = tokenizer
         self._text = bytearray()
         self._ids = bytearray()
         self._input = _LogprobText()
         self._output = _LogprobText()
+        self._prompt_ids = prompt_ids
+        self._thinking_end = thinking_end
+        self._reasoning_tokens = 0
 
     def so_far(self, chunk: GenerateChunk) -> list[bytes]:
         """The event for ``chunk`` that repeats everything before it."""
@@ -110,10 +152,22 @@ class AnswerWriter:
 
     def _write(self, chunk: GenerateChunk, text: bytes, ids: bytes) -> list[bytes]:
         parts = [b'{"text":"', text, b'","output_ids":['] if self._has_text else [b'{"output_ids":[']
-        parts += (ids, b"],", self._head)
+        if self._prompt_ids is not None:
+            parts += (ids, b'],"prompt_token_ids":', orjson.dumps(list(self._prompt_ids)), b",", self._head)
+            self._prompt_ids = None
+        else:
+            parts += (ids, b"],", self._head)
+        if self._thinking_end is not None:
+            self._count_reasoning(chunk.output_ids, self._thinking_end)
         parts.append(
-            b',"prompt_tokens":%d,"completion_tokens":%d,"cached_tokens":%d,"num_retractions":%d'
-            % (chunk.prompt_tokens, chunk.completion_tokens, chunk.cached_tokens, chunk.num_retractions)
+            b',"prompt_tokens":%d,"completion_tokens":%d,"reasoning_tokens":%d,"cached_tokens":%d,"num_retractions":%d'
+            % (
+                chunk.prompt_tokens,
+                chunk.completion_tokens,
+                self._reasoning_tokens,
+                chunk.cached_tokens,
+                chunk.num_retractions,
+            )
         )
         details = chunk.cached_tokens_details
         if details is not None:
@@ -126,13 +180,25 @@ class AnswerWriter:
         parts.append(b"null" if reason is None else orjson.dumps(finish_reason_object(reason)))
         if reason is not None:
             parts.append(b',"e2e_latency":%.6f' % chunk.e2e_latency)
+        if self._with_times and chunk.times is not None:
+            parts.append(_times(chunk.times))
         if self._return_logprob:
             self._input.add(chunk.input_logprobs, self._tokenizer)
             self._output.add(chunk.output_logprobs, self._tokenizer)
-            parts += self._input.fields(b"input", self._with_top)
-            parts += self._output.fields(b"output", self._with_top)
+            parts += self._input.fields(b"input", self._with_top, self._with_named)
+            parts += self._output.fields(b"output", self._with_top, self._with_named)
+            # Of the whole answer so far, also where events carry only what is new.
+            parts.append(b',"output_token_logprobs_length":%d' % chunk.completion_tokens)
         parts.append(self._tail)
         return parts
+
+    def _count_reasoning(self, ids: list[int], thinking_end: int) -> None:
+        """Count new tokens up to the one that ends the thinking, which is the last of them."""
+        if thinking_end in ids:
+            self._reasoning_tokens += ids.index(thinking_end) + 1
+            self._thinking_end = None
+        else:
+            self._reasoning_tokens += len(ids)
 
 
 class _LogprobText:
@@ -141,6 +207,7 @@ class _LogprobText:
     def __init__(self) -> None:
         self._chosen = bytearray()
         self._top = bytearray()
+        self._named = bytearray()
 
     def add(self, logprobs: TokenLogprobs | None, tokenizer: Tokenizer | None) -> None:
         """Append the logprobs of consecutive positions."""
@@ -156,12 +223,20 @@ class _LogprobText:
         ]
         self._chosen += (b"," if self._chosen else b"") + orjson.dumps(chosen)[1:-1]
         self._top += (b"," if self._top else b"") + orjson.dumps(top)[1:-1]
+        if logprobs.token_ids_logprobs:
+            named = [
+                [_entry(value, index, tokenizer) for value, index in entries] or None
+                for entries in logprobs.token_ids_logprobs
+            ]
+            self._named += (b"," if self._named else b"") + orjson.dumps(named)[1:-1]
 
-    def fields(self, side: bytes, with_top: bool) -> list[bytes]:
+    def fields(self, side: bytes, with_top: bool, with_named: bool) -> list[bytes]:
         """The fields of meta_info."""
         parts = [b',"%b_token_logprobs":[' % side, bytes(self._chosen), b"]"]
         if with_top:
             parts += (b',"%b_top_logprobs":[' % side, bytes(self._top), b"]")
+        if with_named:
+            parts += (b',"%b_token_ids_logprobs":[' % side, bytes(self._named), b"]")
         return parts
 
 
@@ -169,6 +244,35 @@ def _entry(
     value: float | None, index: int, tokenizer: Tokenizer | None
 ) -> tuple[float | None, int, str | None]:
     return value, index, None if tokenizer is None else tokenizer.token_text(index)
+
+
+def _times(times: RequestTimes) -> bytes:
+    """The fields of meta_info that say how long the request took, in seconds and tokens per second."""
+    known = {
+        "queue_time": times.queue_time_s,
+        "first_token_latency": times.first_token_latency_s,
+        "decode_throughput": times.decode_throughput,
+    }
+    return b"," + orjson.dumps(known)[1:-1]
+
+
+def thinking_end_id(body: GenerateBody, config: EngineConfig, tokenizer: Tokenizer | None) -> int | None:
+    """The token that ends the thinking, None unless it is to be counted. Raises RequestError 400 if there is none."""
+    if not body.require_reasoning:
+        return None
+    if config.reasoning_parser is None or tokenizer is None:
+        raise RequestError(
+            400,
+            "require_reasoning needs a server that knows where the thinking ends: start it with --reasoning-parser",
+            param="require_reasoning",
+        )
+    tag = REASONING_FORMATS[config.reasoning_parser].end
+    token: int | None = tokenizer.backend.token_to_id(tag)
+    if token is None:
+        raise RequestError(
+            400, f"require_reasoning: the model's tokenizer has no token {tag}", param="require_reasoning"
+        )
+    return token
 
 
 def finish_reason_object(reason: FinishReason) -> dict[str, object]:

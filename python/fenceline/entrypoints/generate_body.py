@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -11,8 +12,7 @@ import msgspec
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.request_limits import MAX_SAMPLES
 from fenceline.config.sampling_params import SamplingParams
-from fenceline.entrypoints.fields import GENERATION, SAMPLING, FieldRules, UnknownFields
-from fenceline.entrypoints.json_body import parse_body
+from fenceline.entrypoints.fields import GENERATION, SAMPLING, FieldRules, UnknownFields, parse_known
 from fenceline.managers.request_types import (
     GenerateInput,
     RequestError,
@@ -23,12 +23,16 @@ from fenceline.managers.request_types import (
 
 T = TypeVar("T")
 Prompt = tuple[str | None, list[int] | None]  # text or ids
+MAX_KEY_CHARS = 1024
 
 
 class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """``sampling_params`` as clients write them: SGLang's names, None or absent for the default."""
+    """``sampling_params`` as clients write them: SGLang's names, None or absent for the default.
 
-    max_new_tokens: int | None = None
+    ``max_new_tokens`` None means up to the end of the context; None among ``stop_token_ids`` is skipped.
+    """
+
+    max_new_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
     min_new_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -39,7 +43,7 @@ class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[int | None] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -59,8 +63,14 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
+    token_ids_logprob: list[int | list[int] | None] | None = None
     return_text_in_logprobs: bool = False
+    return_prompt_token_ids: bool = False
+    require_reasoning: bool = False
     stream: bool = False
+    extra_key: str | list[str | None] | None = None
+    cache_salt: str | list[str | None] | None = None
+    priority: int | None = None
 
 
 FIELDS = FieldRules(GenerateBody.__struct_fields__, GENERATION)
@@ -68,40 +78,26 @@ SAMPLING_FIELDS = FieldRules(NativeSampling.__struct_fields__, SAMPLING, frozens
 
 
 def parse_generate(data: bytes, unknown: UnknownFields) -> GenerateBody:
-    """``data`` as a GenerateBody. Raises RequestError 400 for bad JSON, wrong types and fields that are refused.
+    """``data`` as a GenerateBody. Raises RequestError 400 for bad JSON, wrong types and fields that are refused."""
+    return parse_known(data, GenerateBody, FIELDS, unknown, _amend_sampling)
 
-    The types forbid fields that they do not declare: only bodies that have such are looked at twice.
-    """
+
+def _amend_sampling(fields: dict[str, msgspec.Raw]) -> None:
+    """Take out of ``sampling_params`` what changes nothing. Raises RequestError 400 for what is refused or unknown."""
+    if "sampling_params" not in fields:
+        return
     try:
-        return parse_body(data, GenerateBody)
-    except RequestError as error:
-        if "unknown field" not in error.message:
-            raise
-    return parse_body(_without_extras(data, unknown), GenerateBody)
-
-
-def _without_extras(data: bytes, unknown: UnknownFields) -> bytes:
-    """``data`` without the fields that change nothing. Raises RequestError for those that are refused."""
-    fields = parse_body(data, dict[str, msgspec.Raw])
-    unknown.note(FIELDS.unknown(fields), FIELDS)
-    kept = {name: value for name, value in fields.items() if name in FIELDS.declared}
-    sampling = kept.get("sampling_params")
-    if sampling is not None:
-        kept["sampling_params"] = _sampling_without_extras(sampling)
-    return msgspec.json.encode(kept)
-
-
-def _sampling_without_extras(data: msgspec.Raw) -> msgspec.Raw:
-    try:
-        params = msgspec.json.decode(data, type=dict[str, msgspec.Raw] | list[dict[str, msgspec.Raw]] | None)
+        params = msgspec.json.decode(
+            fields["sampling_params"], type=dict[str, msgspec.Raw] | list[dict[str, msgspec.Raw]] | None
+        )
     except (msgspec.DecodeError, RecursionError):
-        return data  # to be refused for its type
+        return  # to be refused for its type
     for one in params if isinstance(params, list) else [params or {}]:
-        for name in SAMPLING_FIELDS.unknown(one):
-            SAMPLING_FIELDS.refuse_unknown(name, "sampling parameter")
+        if strangers := SAMPLING_FIELDS.unknown(one):
+            SAMPLING_FIELDS.refuse_unknown(min(strangers), "sampling parameter")
         for name in one.keys() - SAMPLING_FIELDS.declared:
             del one[name]
-    return msgspec.Raw(msgspec.json.encode(params))
+    fields["sampling_params"] = msgspec.Raw(msgspec.json.encode(params))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +124,8 @@ def expand(body: GenerateBody, config: EngineConfig, default_rid: str | None) ->
         -1 if body.logprob_start_len is None else body.logprob_start_len, num, "logprob_start_len"
     )
     top = _spread(body.top_logprobs_num or 0, num, "top_logprobs_num")
+    named = _token_ids_logprob(body.token_ids_logprob, num)
+    keys = extra_keys(body.cache_salt, body.extra_key, num)
     params: dict[int, SamplingParams] = {}  # each once, by the identity of what the client wrote
     for native in sampling:
         if id(native) not in params:
@@ -142,6 +140,9 @@ def expand(body: GenerateBody, config: EngineConfig, default_rid: str | None) ->
             return_logprob=logprob[index],
             logprob_start_len=start[index],
             top_logprobs_num=top[index],
+            token_ids_logprob=named[index],
+            extra_key=keys[index],
+            priority=body.priority or 0,
             rid=new_rid() if rids is None else rids[index],
             family="" if rids is None else family,
         )
@@ -182,6 +183,48 @@ def _spread(value: T | list[T], num: int, name: str) -> list[T]:
     return value
 
 
+def _token_ids_logprob(given: list[int | list[int] | None] | None, num: int) -> list[list[int]]:
+    """One list of ids for all prompts, or a list (or null) for each."""
+    if given is None:
+        return [[]] * num
+    ids = [one for one in given if isinstance(one, int)]
+    if ids and len(ids) == len(given):
+        return [ids] * num
+    if ids:
+        raise RequestError(
+            400,
+            "token_ids_logprob mixes ids and lists of ids: send one or the other",
+            param="token_ids_logprob",
+        )
+    lists = [one if isinstance(one, list) else [] for one in given]
+    return _spread(lists, num, "token_ids_logprob") if lists else [[]] * num
+
+
+def extra_keys(
+    cache_salt: str | list[str | None] | None, extra_key: str | list[str | None] | None, num: int
+) -> list[str]:
+    """The namespace of each of ``num`` prompts' KV: "" for the common one, else a digest of salt and key, from which
+    neither can be read. Raises RequestError for lists of another length and for texts that are too long."""
+    if not cache_salt and not extra_key:
+        return [""] * num
+    salts = _key_texts(cache_salt, num, "cache_salt")
+    return list(map(_namespace, salts, _key_texts(extra_key, num, "extra_key")))
+
+
+def _key_texts(given: str | list[str | None] | None, num: int, name: str) -> list[str]:
+    texts = [text or "" for text in _spread(given, num, name)]
+    if any(len(text) > MAX_KEY_CHARS for text in texts):
+        raise RequestError(400, f"{name} may have at most {MAX_KEY_CHARS} characters", param=name)
+    return texts
+
+
+def _namespace(salt: str, key: str) -> str:
+    if not salt and not key:
+        return ""
+    # The length says where the salt ends: no two pairs are written the same way.
+    return hashlib.sha256(f"{len(salt)}:{salt}{key}".encode()).hexdigest()
+
+
 def _rids(rid: str | list[str] | None, num: int, default: str | None) -> list[str] | None:
     if rid is None:
         if default is None:
@@ -210,11 +253,13 @@ def _to_params(native: NativeSampling, config: EngineConfig) -> SamplingParams:
         values.update(config.model.sampling_defaults.as_dict())
     for name in SamplingParams.__struct_fields__:
         value = getattr(native, name)
-        if value is not None:
+        if value is not None and value is not msgspec.UNSET:
             values[name] = value
+    if native.max_new_tokens is None:
+        values["max_new_tokens"] = config.context_length  # clipped to what the prompt leaves
     if native.sampling_seed is not None:
         values["seed"] = native.sampling_seed
     stop = native.stop
     values["stop"] = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-    values["stop_token_ids"] = tuple(native.stop_token_ids or ())
+    values["stop_token_ids"] = tuple(token for token in native.stop_token_ids or () if token is not None)
     return SamplingParams(**values)  # type: ignore[arg-type]  # both structs declare the same types

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TypeVar
 
 import msgspec
-from starlette.requests import Request
 
 from fenceline.managers.request_types import RequestError
 
@@ -26,9 +25,3 @@ def parse_body(data: bytes, kind: type[T]) -> T:
         raise RequestError(400, str(error).replace("`$.", "`"), param=path.rstrip("`") or None) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
-
-
-async def read_body(request: Request, kind: type[T], *, optional: bool = False) -> T:
-    """The body of ``request`` as ``kind``; an empty one as ``{}`` where it is ``optional``."""
-    data = await request.body()
-    return parse_body(data if data or not optional else b"{}", kind)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import msgspec
 import orjson
@@ -13,50 +15,73 @@ from starlette.responses import PlainTextResponse, Response
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.sampling_params import SamplingParams
-from fenceline.entrypoints.fields import UnknownFields
+from fenceline.entrypoints.fields import (
+    OPENAI,
+    PROFILE,
+    PROFILE_WITHOUT_EFFECT,
+    FieldRules,
+    UnknownFields,
+    parse_known,
+)
 from fenceline.entrypoints.generate_api import generate
-from fenceline.entrypoints.json_body import read_body
-from fenceline.managers.io_struct import ControlReply
+from fenceline.entrypoints.json_body import parse_body
+from fenceline.entrypoints.openai.chat_template import chat_template_of
+from fenceline.entrypoints.openai.parsing import parse_body as parse_chat_body
+from fenceline.entrypoints.openai.parsing import refuse_chat
+from fenceline.entrypoints.openai.protocol import ChatBody
+from fenceline.entrypoints.openai.serving_chat import render_chat
+from fenceline.managers.io_struct import ControlReply, SchedulerReady
 from fenceline.managers.request_types import GenerateInput, RequestError, new_rid
 from fenceline.managers.tokenizer_manager import TokenizerManager
 from fenceline.version import __version__
 
 HEALTH_TIMEOUT_S = 20.0
 MAX_PROFILE_STEPS = 1_000_000
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-class AbortBody(msgspec.Struct):
+class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
     """/abort_request."""
 
     rid: str = ""
     abort_all: bool = False
 
 
-class PauseBody(msgspec.Struct):
+class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
     """/pause_generation."""
 
     mode: str = "abort"
 
 
-class ProfileBody(msgspec.Struct):
-    """/start_profile."""
+class ProfileBody(msgspec.Struct, forbid_unknown_fields=True):
+    """/start_profile. SGLang's own clients send ``num_steps`` as text."""
 
     output_dir: str | None = None
-    num_steps: int | None = None
+    num_steps: int | str | None = None
 
 
-class TokenizeBody(msgspec.Struct):
-    """/tokenize."""
+class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
+    """/tokenize of texts; a body with ``messages`` is a :class:`ChatBody`."""
 
     prompt: str | list[str]
     add_special_tokens: bool = True
 
 
-class DetokenizeBody(msgspec.Struct):
+class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
     """/detokenize."""
 
     tokens: list[int | list[int]]
     skip_special_tokens: bool = True
+
+
+_NO_FIELDS: frozenset[str] = frozenset()
+_RULES: dict[type[msgspec.Struct], FieldRules] = {
+    AbortBody: FieldRules(AbortBody.__struct_fields__, {}, _NO_FIELDS),
+    PauseBody: FieldRules(PauseBody.__struct_fields__, {}, _NO_FIELDS),
+    ProfileBody: FieldRules(ProfileBody.__struct_fields__, PROFILE, PROFILE_WITHOUT_EFFECT),
+    TokenizeBody: FieldRules(TokenizeBody.__struct_fields__, OPENAI),
+    DetokenizeBody: FieldRules(DetokenizeBody.__struct_fields__, OPENAI),
+}
 
 
 def json_response(value: object, status: int = 200) -> Response:
@@ -71,6 +96,12 @@ class NativeApi:
         self._manager = manager
         self._config = config
         self._unknown = unknown
+        self._template = chat_template_of(manager.tokenizer, config)
+
+    async def _read(self, request: Request, kind: type[Body], *, optional: bool = False) -> Body:
+        """The body of ``request``; an empty one as ``{}`` where it is ``optional``."""
+        data = await request.body()
+        return parse_known(data if data or not optional else b"{}", kind, _RULES[kind], self._unknown)
 
     def router(self) -> APIRouter:
         """All native routes."""
@@ -148,6 +179,11 @@ class NativeApi:
                 "preferred_sampling_params": None,
                 "weight_version": config.weight_version,
                 "architecture": config.model.architecture,
+                "architectures": [config.model.architecture],
+                "model_type": config.model.model_type,
+                "load_format": config.load_format,
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
                 "vocab_size": config.model.vocab_size,
                 "context_length": config.context_length,
                 "dtype": config.dtype,
@@ -186,7 +222,7 @@ class NativeApi:
 
     async def abort_request(self, request: Request) -> Response:
         """Abort one request by its id or all; an unknown id is no error: it may just have finished."""
-        body = await read_body(request, AbortBody)
+        body = await self._read(request, AbortBody)
         if not body.rid and not body.abort_all:
             raise RequestError(400, "give rid, or abort_all: true", param="rid")
         self._manager.abort(body.rid, abort_all=body.abort_all)
@@ -194,7 +230,7 @@ class NativeApi:
 
     async def pause_generation(self, request: Request) -> Response:
         """Stop scheduling: ``mode`` is abort, retract or in_place."""
-        body = await read_body(request, PauseBody, optional=True)
+        body = await self._read(request, PauseBody, optional=True)
         return _control_response(await self._manager.pause_generation(body.mode))
 
     async def continue_generation(self) -> Response:
@@ -203,14 +239,9 @@ class NativeApi:
 
     async def start_profile(self, request: Request) -> Response:
         """Start the profiler, optionally for a number of steps."""
-        body = await read_body(request, ProfileBody, optional=True)
-        if body.num_steps is not None and not 1 <= body.num_steps <= MAX_PROFILE_STEPS:
-            raise RequestError(
-                400,
-                f"num_steps must be between 1 and {MAX_PROFILE_STEPS}, got {body.num_steps}",
-                param="num_steps",
-            )
-        return _control_response(await self._manager.profile("start", body.output_dir, body.num_steps))
+        body = await self._read(request, ProfileBody, optional=True)
+        num_steps = _num_steps(body.num_steps)
+        return _control_response(await self._manager.profile("start", body.output_dir or None, num_steps))
 
     async def stop_profile(self) -> Response:
         """Stop the profiler; the answer says where the trace is."""
@@ -233,8 +264,10 @@ class NativeApi:
     # --- tokenizer
 
     async def tokenize(self, request: Request) -> Response:
-        """Token ids of one text or several."""
-        body = await read_body(request, TokenizeBody)
+        """Token ids of one text or several, or of a conversation as the chat template writes it."""
+        if "messages" in parse_body(await request.body(), dict[str, msgspec.Raw]):
+            return await self._tokenize_chat(request)
+        body = await self._read(request, TokenizeBody)
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         tokens = [await self._manager.tokenize(text, body.add_special_tokens) for text in texts]
         counts = [len(ids) for ids in tokens]
@@ -247,9 +280,18 @@ class NativeApi:
             }
         )
 
+    async def _tokenize_chat(self, request: Request) -> Response:
+        body = parse_chat_body(ChatBody, await request.body(), self._unknown)
+        refuse_chat(body)
+        text = render_chat(self._template, body)
+        tokens = await self._manager.tokenize(text, bool(body.add_special_tokens))
+        return json_response(
+            {"tokens": tokens, "count": len(tokens), "max_model_len": self._config.context_length}
+        )
+
     async def detokenize(self, request: Request) -> Response:
         """The text of one list of token ids or several."""
-        body = await read_body(request, DetokenizeBody)
+        body = await self._read(request, DetokenizeBody)
         tokenizer = self._manager.tokenizer
         if tokenizer is None:
             raise RequestError(400, "this server runs with --skip-tokenizer-init and cannot detokenise")
@@ -275,6 +317,7 @@ class NativeApi:
 async def describe_server(manager: TokenizerManager, config: EngineConfig) -> dict[str, object]:
     """What /server_info says."""
     state = msgspec.to_builtins(await manager.internal_state())
+    state |= _sglang_state(state, manager.limits)
     return {
         **config.public_dict(),
         **({} if manager.limits is None else _without_tag(manager.limits)),
@@ -284,10 +327,42 @@ async def describe_server(manager: TokenizerManager, config: EngineConfig) -> di
     }
 
 
+def _sglang_state(state: Mapping[str, Any], limits: SchedulerReady | None) -> dict[str, object]:
+    """What SGLang's clients look for in ``internal_states``; memory in GB there."""
+    bytes_of = state["memory_bytes"]
+    graphs = [state[name] for name in ("cuda_graphs", "piecewise_cuda_graphs") if state[name] is not None]
+    return {
+        "last_gen_throughput": state["gen_throughput"],
+        "effective_max_running_requests_per_dp": None if limits is None else limits.max_running_requests,
+        "memory_usage": {
+            "weight": round(bytes_of.get("weights", 0) / 2**30, 2),
+            "kvcache": round(bytes_of.get("kv_cache", 0) / 2**30, 2),
+            "token_capacity": state["max_total_num_tokens"],
+            "graph": round(sum(graph["capture_bytes"] for graph in graphs) / 2**30, 2),
+        },
+    }
+
+
 def _without_tag(message: msgspec.Struct) -> dict[str, object]:
     fields: dict[str, object] = msgspec.to_builtins(message)
     fields.pop("type", None)
     return fields
+
+
+def _num_steps(given: int | str | None) -> int | None:
+    """The number of steps to record, None for all until /stop_profile. Raises RequestError 400."""
+    if given is None or given == "":
+        return None
+    number = given
+    if isinstance(given, str):
+        number = int(given) if given.isascii() and given.isdigit() and len(given) <= 18 else 0
+    if not isinstance(number, int) or not 1 <= number <= MAX_PROFILE_STEPS:
+        raise RequestError(
+            400,
+            f"num_steps must be a number between 1 and {MAX_PROFILE_STEPS}, got {str(given)[:40]}",
+            param="num_steps",
+        )
+    return number
 
 
 def _control_response(reply: ControlReply) -> Response:

@@ -63,10 +63,15 @@ class EventStream(Response):
             async for event in self._events:
                 yield event
         except RequestError as error:
-            yield b"data: " + error_bytes(error) + b"\n\n" + DONE
+            yield error_event(error)
         except Exception as error:  # too late for a status code: the client still gets a reason
             logger.exception("a stream failed")
-            yield b"data: " + error_bytes(internal_error(error)) + b"\n\n" + DONE
+            yield error_event(internal_error(error))
+
+
+def error_event(error: RequestError) -> bytes:
+    """The end of a stream that failed."""
+    return b"data: " + error_bytes(error) + b"\n\n" + DONE
 
 
 class _Head:

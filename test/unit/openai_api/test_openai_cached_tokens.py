@@ -34,6 +34,20 @@ async def test_without_hicache_nothing_is_said_of_tiers(serve):
         assert not hasattr(answer, "sglext")
 
 
+@pytest.mark.parametrize("flag", [True, False])
+async def test_cached_tokens_are_reported_where_asked_without_hicache(serve, flag):
+    async with serve(enable_cache_report=flag) as server:
+        server.script.cached_tokens = 7
+        asked = {} if flag else ASKED
+        answer = await server.client.completions.create(model="byte", prompt="aaaaaaaa", **asked)
+        assert answer.usage.prompt_tokens_details.cached_tokens == 7
+        stream = await server.client.chat.completions.create(
+            model="byte", messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **asked
+        )
+        *_, last = [chunk async for chunk in stream]
+        assert last.usage.prompt_tokens_details.cached_tokens == 7
+
+
 async def test_without_the_report_usage_is_openais(serve):
     async with serve() as server:
         tell(server)

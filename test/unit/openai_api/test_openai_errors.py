@@ -180,8 +180,8 @@ async def test_bodies_of_unreasonable_shape(serve, tmp_path):
                 assert len(answer["error"]["message"]) < 300
 
 
-async def test_unknown_models_are_not_found(serve):
-    async with serve() as server:
+async def test_unknown_models_are_not_found_where_names_are_strict(serve):
+    async with serve(strict_model_name=True) as server:
         for call in (
             server.client.completions.create(model="gpt-9", prompt="a"),
             server.client.chat.completions.create(model="gpt-9", messages=HI),

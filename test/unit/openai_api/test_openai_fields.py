@@ -53,7 +53,7 @@ def test_openai_bodies_judge_every_field_of_the_tables(kind):
     table = CHAT if kind is ChatBody else COMPLETION
     body = {"prompt": "a"} if kind is CompletionBody else {"messages": HI}
     watch = UnknownFields(strict=True)
-    for name in table:
+    for name in table.keys() - kind.model_fields.keys():
         with pytest.raises(RequestError, match="is not available: ") as caught:
             parse_body(kind, orjson.dumps({**body, name: ["something"]}), watch)
         assert caught.value.param == name
@@ -64,7 +64,7 @@ def test_openai_bodies_judge_every_field_of_the_tables(kind):
 
 def test_generate_judges_every_field_of_the_tables():
     watch = UnknownFields(strict=True)
-    for name in fields.GENERATION:
+    for name in fields.GENERATION.keys() - FIELDS.declared:
         with pytest.raises(RequestError, match="is not available: ") as caught:
             parse_generate(orjson.dumps({"text": "a", name: ["something"]}), watch)
         assert caught.value.param == name
@@ -117,6 +117,80 @@ async def test_strict_fields_refuses_what_nobody_knows(serve):
         assert answer.choices[0].message.content == "Hello wörld"
     with pytest.raises(RequestError, match="'sample_params' is not known"):
         parse_generate(b'{"text": "a", "sample_params": {}}', UnknownFields(strict=True))
+
+
+# --- vLLM's and SGLang's fields that do something
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_token_ids_of_prompt_and_output(serve, n):
+    asked = {"model": "byte", "extra_body": {"return_token_ids": True}, "n": n}
+    async with serve() as server:
+        text = await server.client.completions.create(prompt=["ab", "c"], **asked)
+        prompts = [[server.tokenizer.encode(prompt)] + [None] * (n - 1) for prompt in ("ab", "c")]
+        ids = server.tokenizer.encode("Hello wörld", False)
+        assert [getattr(choice, "prompt_token_ids", None) for choice in text.choices] == sum(prompts, [])
+        assert all(server.tokenizer.decode(choice.token_ids) == "Hello wörld" for choice in text.choices)
+        chat = await server.client.chat.completions.create(messages=HI, **asked)
+        assert chat.choices[0].prompt_token_ids == list(server.link.sent[-1].input_ids)
+        assert sorted(chat.choices[0].token_ids) == sorted(text.choices[0].token_ids)
+        assert len(ids) <= len(text.choices[0].token_ids)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_token_ids_of_a_stream_are_the_new_ones(serve, chat):
+    async with serve() as server:
+        asked = {"model": "byte", "stream": True, "extra_body": {"return_token_ids": True}}
+        if chat:
+            stream = await server.client.chat.completions.create(messages=HI, **asked)
+        else:
+            stream = await server.client.completions.create(prompt="ab", **asked)
+        choices = [chunk.choices[0] async for chunk in stream]
+        given = [choice.prompt_token_ids for choice in choices if hasattr(choice, "prompt_token_ids")]
+        assert given == [list(server.link.sent[0].input_ids)]
+        ids = [token for choice in choices for token in getattr(choice, "token_ids", None) or []]
+        assert server.tokenizer.decode(ids) == "Hello wörld"
+        without = await server.client.completions.create(model="byte", prompt="ab")
+        assert not hasattr(without.choices[0], "token_ids")
+
+
+async def test_chat_takes_the_prompt_as_token_ids(serve):
+    async with serve(reasoning_parser="qwen3") as server:
+        server.script.pieces = ["thought</think>", "answer"]
+        ids = server.tokenizer.encode("any prompt<think>", False)
+        answer = await server.client.chat.completions.create(
+            model="byte", messages=HI, n=2, extra_body={"input_ids": ids}
+        )
+        assert [message.input_ids for message in server.link.sent] == [ids, ids]
+        message = answer.choices[0].message
+        assert (message.reasoning_content, message.content) == ("thought", "answer")
+        for wrong in (["a"], [True], "abc", [1.5]):
+            with pytest.raises(openai.BadRequestError, match="list of token ids"):
+                await server.client.chat.completions.create(
+                    model="byte", messages=HI, extra_body={"input_ids": wrong}
+                )
+
+
+async def test_other_names_of_known_things(serve):
+    async with serve() as server:
+        extra = {"request_id": "r-7", "include_stop_str_in_output": True, "priority": 3}
+        answer = await server.client.completions.create(model="byte", prompt="a", stop="x", extra_body=extra)
+        assert answer.id == "r-7"
+        (message,) = server.link.sent
+        assert message.sampling_params.no_stop_trim
+        assert message.priority == 3
+        # vLLM's default is BOS for completions, none for chat.
+        await server.client.completions.create(
+            model="byte", prompt="a", extra_body={"add_special_tokens": False}
+        )
+        await server.client.chat.completions.create(model="byte", messages=HI)
+        await server.client.chat.completions.create(
+            model="byte", messages=HI, extra_body={"add_special_tokens": True}
+        )
+        special = server.tokenizer.encode("", True)
+        bare, chat, chat_with = (list(message.input_ids) for message in server.link.sent[1:])
+        assert bare == server.tokenizer.encode("a", False)
+        assert chat_with == special + chat
 
 
 def test_a_large_prompt_beside_an_unknown_field_is_kept_as_it_is():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.entrypoints.openai.protocol import GenerationBody
 from fenceline.managers.io_struct import CachedTokensDetails, FinishReason
 from fenceline.managers.request_stream import StreamGroup
 from fenceline.managers.request_types import GenerateChunk, GenerateInput, RequestError
@@ -36,6 +37,7 @@ class ServedModel:
     context_length: int
     sampling_defaults: Mapping[str, float | int]
     cache_report: bool
+    strict_name: bool
     created: int
 
     @classmethod
@@ -47,18 +49,30 @@ class ServedModel:
             config.context_length,
             defaults,
             config.enable_cache_report,
+            config.strict_model_name,
             int(time.time()),
         )
 
-    def check_name(self, asked: str | None) -> None:
-        """Raise RequestError (404) for another model. ``default`` and no name at all mean this one."""
-        if asked not in (None, "", "default", self.name):
-            raise RequestError(
-                404,
-                f"the model {asked!r} does not exist; this server serves {self.name!r}",
-                param="model",
-                code="model_not_found",
-            )
+    def name_for(self, asked: str | None) -> str:
+        """The name under which a request for the model ``asked`` is answered: the one that it gave. ``default`` and no
+        name at all mean the server's. Raises RequestError (404) for an adapter (``MODEL:ADAPTER``) and, with
+        --strict-model-name, for any other name."""
+        if not asked or asked == "default":
+            return self.name
+        if asked.startswith(f"{self.name}:"):
+            raise _not_found(f"{asked!r} names an adapter; this server serves {self.name!r} without any")
+        if self.strict_name:
+            self.require(asked)
+        return asked
+
+    def require(self, asked: str) -> None:
+        """Raise RequestError (404) for any model but this one."""
+        if asked not in ("", "default", self.name):
+            raise _not_found(f"the model {asked!r} does not exist; this server serves {self.name!r}")
+
+
+def _not_found(message: str) -> RequestError:
+    return RequestError(404, message, param="model", code="model_not_found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +91,34 @@ class AnswerHead:
     def fields(self, kind: str) -> dict[str, object]:
         """As JSON values; ``kind`` is the ``object`` field."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+class TokenIds:
+    """``token_ids`` and ``prompt_token_ids`` of one choice, where a request asked for them.
+
+    The prompt's come once: with the first choice of each prompt, in a stream with its first chunk.
+    """
+
+    def __init__(self, with_output: bool, prompt_ids: Sequence[int] | None) -> None:
+        self._with_output = with_output
+        self._prompt_ids = prompt_ids
+
+    @classmethod
+    def of(cls, body: GenerationBody, group: StreamGroup, index: int) -> TokenIds | None:
+        """Those of choice ``index``, None if the request asked for none."""
+        if not (body.return_token_ids or body.return_prompt_token_ids):
+            return None
+        return cls(body.return_token_ids, group.streams[index].prompt_ids if index % body.n == 0 else None)
+
+    def fields(self, chunk: GenerateChunk) -> dict[str, object]:
+        """What the choice says of ``chunk``, which follows those before."""
+        fields: dict[str, object] = {}
+        if self._prompt_ids is not None:
+            fields["prompt_token_ids"] = list(self._prompt_ids)
+            self._prompt_ids = None
+        if self._with_output:
+            fields["token_ids"] = chunk.output_ids
+        return fields
 
 
 class UsageCounter:
@@ -128,7 +170,7 @@ class UsageCounter:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
         }
-        if self._cache_report:
+        if self._cache_report or self._cached_tokens_details:
             report: dict[str, object] = {"cached_tokens": sum(counts.cached for counts in prompts)}
             details = _details(prompts)
             if details is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fenceline.entrypoints.openai.answer import finish_fields
+from fenceline.entrypoints.openai.answer import TokenIds, finish_fields
 from fenceline.entrypoints.openai.delivery import StreamShape, TextFrame
 from fenceline.entrypoints.openai.logprobs import chat_logprobs
 from fenceline.entrypoints.openai.protocol import ChatBody
@@ -16,8 +16,16 @@ from fenceline.managers.request_types import GenerateChunk
 class ChatChoice:
     """Writes one choice; ``parser`` None where text is not split."""
 
-    def __init__(self, index: int, body: ChatBody, texts: TokenTexts, parser: ReasoningParser | None) -> None:
+    def __init__(
+        self,
+        index: int,
+        body: ChatBody,
+        texts: TokenTexts,
+        parser: ReasoningParser | None,
+        ids: TokenIds | None,
+    ) -> None:
         self.index = index
+        self._ids = ids
         self._texts = texts
         self._num_top = body.top_logprobs or 0
         self._with_logprobs = body.logprobs
@@ -40,6 +48,7 @@ class ChatChoice:
             "message": message,
             "logprobs": self._logprobs(chunk),
             **finish_fields(chunk.finish_reason),
+            **self._id_fields(chunk),
         }
 
     def _split(self, chunk: GenerateChunk) -> Split:
@@ -55,11 +64,14 @@ class ChatChoice:
             return None
         return chat_logprobs(self._texts, chunk.output_logprobs, self._num_top)
 
+    def _id_fields(self, chunk: GenerateChunk) -> dict[str, object]:
+        return {} if self._ids is None else self._ids.fields(chunk)
+
     # --- streaming
 
     def text_frame(self, shape: StreamShape) -> TextFrame | None:
         """The prepared frame of chunks that bring nothing but text; None if none are like that."""
-        if self._with_logprobs or self._parser is not None:
+        if self._with_logprobs or self._parser is not None or self._ids is not None:
             return None
         return shape.text_frame(self._delta({"content": TextFrame.MARK}))
 
@@ -69,9 +81,9 @@ class ChatChoice:
         if not self._begun:
             self._begun = True
             data += shape.frame(self._delta({"role": "assistant", "content": ""}), usage)
-        delta, logprobs = self._new_text(chunk), self._logprobs(chunk)
-        if delta or logprobs is not None:
-            data += shape.frame(self._delta(delta or {"content": ""}, logprobs), usage)
+        delta, logprobs, ids = self._new_text(chunk), self._logprobs(chunk), self._id_fields(chunk)
+        if delta or logprobs is not None or any(ids.values()):
+            data += shape.frame({**self._delta(delta or {"content": ""}, logprobs), **ids}, usage)
         if chunk.finish_reason is not None:
             choice = {**self._delta({}), **finish_fields(chunk.finish_reason)}
             data += shape.frame(choice, usage)

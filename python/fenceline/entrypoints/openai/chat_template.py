@@ -17,6 +17,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from fenceline.config.engine_config import EngineConfig
+from fenceline.managers.tokenizer import Tokenizer
+
 Message = Mapping[str, object]
 
 # The trailing blank tells a template that keeps the end of a message from one that trims it.
@@ -109,6 +112,29 @@ class ChatTemplate:
         if isinstance(calls, list):
             plain["tool_calls"] = [_plain_call(call) for call in calls]
         return plain
+
+
+def chat_template_of(tokenizer: Tokenizer | None, config: EngineConfig) -> ChatTemplate | str:
+    """The template, or why there is none: completions work all the same.
+
+    Raises ValueError if --chat-template is not a valid template.
+    """
+    if tokenizer is None:
+        return "this server runs with --skip-tokenizer-init and has no chat template; use /generate with input_ids"
+    if config.chat_template is not None:
+        try:
+            return ChatTemplate(config.chat_template, tokenizer.special_tokens)
+        except ValueError as error:
+            raise ValueError(f"--chat-template: {error}") from error
+    if tokenizer.chat_template is None:
+        return (
+            "the model has no chat template: start the server with --chat-template FILE (a Jinja template), or use "
+            "/v1/completions"
+        )
+    try:
+        return ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+    except ValueError as error:
+        return f"the model's chat template is broken ({error}): start the server with --chat-template FILE"
 
 
 def _plain_call(call: Mapping[str, object]) -> Mapping[str, object]:

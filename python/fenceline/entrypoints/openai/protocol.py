@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Pl
 from fenceline.config.request_limits import MAX_REQUESTS, MAX_RID_BYTES, MAX_SAMPLES
 
 MAX_TOP_LOGPROBS = 20
+MAX_MODEL_CHARS = 256  # it is repeated in every chunk
 
 Prompt = str | list[int]
 JsonObject = dict[str, object]
@@ -49,6 +50,13 @@ def parse_prompts(value: object) -> list[Prompt]:
     return value
 
 
+def parse_ids(value: object) -> list[int]:
+    """``value`` if it is a list of token ids. Raises ValueError otherwise."""
+    if not isinstance(value, list) or not _all_ids(value):
+        raise ValueError("must be a list of token ids (whole numbers)")
+    return value
+
+
 def _checked_text(text: str) -> str:
     if not text:
         raise ValueError("is empty; give at least one character or token id")
@@ -79,7 +87,7 @@ class GenerationBody(BaseModel):
         strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=()
     )
 
-    model: str | None = None
+    model: str | None = Field(default=None, max_length=MAX_MODEL_CHARS)
     n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -96,13 +104,21 @@ class GenerationBody(BaseModel):
     max_tokens: int | None = Field(default=None, ge=0, le=2**53)
     min_tokens: int = Field(default=0, ge=0, le=2**53)
     stop: Annotated[list[str], FailFast(), BeforeValidator(_stop_list)] = Field(default_factory=list)
-    stop_token_ids: Annotated[list[int], FailFast()] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[int | None], FailFast()] = Field(default_factory=list)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
+    include_stop_str_in_output: bool = False  # vLLM's name of it
 
     rid: str | None = Field(default=None, min_length=1, max_length=MAX_RID_BYTES)
+    request_id: str | None = Field(default=None, min_length=1, max_length=MAX_RID_BYTES)  # vLLM's name of it
+    extra_key: str | list[str | None] | None = None
+    cache_salt: str | list[str | None] | None = None
+    priority: int = 0
+    add_special_tokens: bool | None = None
+    return_token_ids: bool = False
+    return_prompt_token_ids: bool = False
     return_cached_tokens_details: bool = False
 
     response_format: JsonObject | None = None
@@ -168,6 +184,7 @@ class ChatBody(GenerationBody):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], FailFast()] = Field(min_length=1)
+    input_ids: Annotated[list[int], PlainValidator(parse_ids)] = Field(default_factory=list)
     max_tokens: int | None = Field(default=None, ge=1, le=2**53)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**53)
     logprobs: bool = False

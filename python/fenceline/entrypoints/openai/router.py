@@ -11,7 +11,7 @@ from fenceline.entrypoints.errors import error_response
 from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.front_door import REQUEST_ID
 from fenceline.entrypoints.openai.answer import AnswerHead, Generator, ServedModel
-from fenceline.entrypoints.openai.chat_template import ChatTemplate
+from fenceline.entrypoints.openai.chat_template import chat_template_of
 from fenceline.entrypoints.openai.delivery import json_response
 from fenceline.entrypoints.openai.parsing import parse_body
 from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody, GenerationBody
@@ -20,7 +20,6 @@ from fenceline.entrypoints.openai.serving_chat import ChatServing
 from fenceline.entrypoints.openai.serving_completions import CompletionServing
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.managers.request_types import RequestError, new_rid
-from fenceline.managers.tokenizer import Tokenizer
 
 _CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what the access log shows
 
@@ -34,7 +33,7 @@ def create_router(manager: Generator, config: EngineConfig, unknown: UnknownFiel
     texts = TokenTexts(manager.tokenizer) if manager.tokenizer is not None else None
     reasoning = REASONING_FORMATS[config.reasoning_parser] if config.reasoning_parser is not None else None
     completions = CompletionServing(manager, model, texts)
-    chat = ChatServing(manager, model, texts, _chat_template(manager.tokenizer, config), reasoning)
+    chat = ChatServing(manager, model, texts, chat_template_of(manager.tokenizer, config), reasoning)
     router = APIRouter()
     _add_model_routes(router, model)
 
@@ -43,7 +42,7 @@ def create_router(manager: Generator, config: EngineConfig, unknown: UnknownFiel
         """Continue a prompt: text, token ids or a batch of either."""
         try:
             body = parse_body(CompletionBody, await request.body(), unknown)
-            head = AnswerHead.now(_rid("cmpl", body, request, manager), model.name)
+            head = AnswerHead.now(_rid("cmpl", body, request, manager), model.name_for(body.model))
             return await completions.respond(body, head, request)
         except RequestError as error:
             return error_response(error)
@@ -55,7 +54,7 @@ def create_router(manager: Generator, config: EngineConfig, unknown: UnknownFiel
         """Write the assistant's next message of a conversation."""
         try:
             body = parse_body(ChatBody, await request.body(), unknown)
-            head = AnswerHead.now(_rid("chatcmpl", body, request, manager), model.name)
+            head = AnswerHead.now(_rid("chatcmpl", body, request, manager), model.name_for(body.model))
             return await chat.respond(body, head, request)
         except RequestError as error:
             return error_response(error)
@@ -85,7 +84,7 @@ def _add_model_routes(router: APIRouter, model: ServedModel) -> None:
     async def retrieve_model(name: str) -> Response:
         """The served model by its name."""
         try:
-            model.check_name(name)
+            model.require(name)
         except RequestError as error:
             return error_response(error)
         return json_response(card)
@@ -93,28 +92,9 @@ def _add_model_routes(router: APIRouter, model: ServedModel) -> None:
 
 def _rid(prefix: str, body: GenerationBody, request: Request, manager: Generator) -> str:
     """The answer's id, by which it can be aborted: the client's own, else made from the HTTP request's id."""
-    if body.rid is not None:
-        return body.rid
+    given = body.rid or body.request_id
+    if given is not None:
+        return given
     rid = f"{prefix}-{request.scope.get(REQUEST_ID) or new_rid()}"
     # Clients may send one X-Request-Id with several requests; only ``rid`` promises to be unique.
     return f"{prefix}-{new_rid()}" if manager.is_active(rid) else rid
-
-
-def _chat_template(tokenizer: Tokenizer | None, config: EngineConfig) -> ChatTemplate | str:
-    """The template, or why there is none: completions work all the same."""
-    if tokenizer is None:
-        return "this server runs with --skip-tokenizer-init and has no chat template; use /generate with input_ids"
-    if config.chat_template is not None:
-        try:
-            return ChatTemplate(config.chat_template, tokenizer.special_tokens)
-        except ValueError as error:
-            raise ValueError(f"--chat-template: {error}") from error
-    if tokenizer.chat_template is None:
-        return (
-            "the model has no chat template: start the server with --chat-template FILE (a Jinja template), or use "
-            "/v1/completions"
-        )
-    try:
-        return ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
-    except ValueError as error:
-        return f"the model's chat template is broken ({error}): start the server with --chat-template FILE"

@@ -28,11 +28,11 @@ def sampling_params(
         frequency_penalty=body.frequency_penalty,
         logit_bias=_logit_bias(body.logit_bias),
         stop=tuple(body.stop),
-        stop_token_ids=tuple(body.stop_token_ids),
+        stop_token_ids=tuple(token for token in body.stop_token_ids if token is not None),
         ignore_eos=body.ignore_eos,
         skip_special_tokens=body.skip_special_tokens,
         spaces_between_special_tokens=body.spaces_between_special_tokens,
-        no_stop_trim=body.no_stop_trim,
+        no_stop_trim=body.no_stop_trim or body.include_stop_str_in_output,
         seed=body.seed,
         **{**defaults, **given},
     )

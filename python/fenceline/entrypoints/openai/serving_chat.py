@@ -5,10 +5,12 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from fenceline.entrypoints.generate_body import extra_keys
 from fenceline.entrypoints.openai.answer import (
     AnswerHead,
     Generator,
     ServedModel,
+    TokenIds,
     UsageCounter,
     required_tokenizer,
 )
@@ -20,6 +22,7 @@ from fenceline.entrypoints.openai.protocol import ChatBody, ChatMessage
 from fenceline.entrypoints.openai.reasoning_parser import ReasoningFormat, ReasoningParser
 from fenceline.entrypoints.openai.sampling import sampling_params
 from fenceline.entrypoints.openai.token_texts import TokenTexts
+from fenceline.managers.request_stream import StreamGroup
 from fenceline.managers.request_types import GenerateInput, RequestError, expand_samples
 
 
@@ -44,45 +47,52 @@ class ChatServing:
     async def respond(self, body: ChatBody, head: AnswerHead, request: Request) -> Response:
         """The answer, whole or as a stream. Raises RequestError; then nothing was sent."""
         required_tokenizer(self._generator)
-        self._model.check_name(body.model)
         refuse_chat(body)
-        prompt = self._render(body)
+        prompt = self._prompt(body)
         group = await self._generator.submit_many(self._inputs(body, prompt, head.id))
-        choices = [self._choice(index, body, prompt) for index in range(body.n)]
+        choices = [self._choice(index, body, prompt, group) for index in range(body.n)]
         usage = UsageCounter(body.n, body.n, self._model.cache_report, body.return_cached_tokens_details)
         answer = Answer(group, choices, usage)
         if body.stream:
             return answer.stream(StreamShape.of(body, head.fields("chat.completion.chunk")))
         return await answer.whole(head.fields("chat.completion"), request)
 
-    def _render(self, body: ChatBody) -> str:
-        if isinstance(self._template, str):
-            raise RequestError(400, self._template)
+    def _prompt(self, body: ChatBody) -> str | list[int]:
+        """The text of the conversation, or the ids that a client made of it himself."""
+        if body.input_ids:
+            return body.input_ids
         return render_chat(self._template, body)
 
-    def _inputs(self, body: ChatBody, prompt: str, rid: str) -> list[GenerateInput]:
+    def _inputs(self, body: ChatBody, prompt: str | list[int], rid: str) -> list[GenerateInput]:
         asked = body.max_completion_tokens or body.max_tokens
         # Without a limit the answer may fill the context; the manager clips to what the prompt leaves.
         params = sampling_params(body, asked or self._model.context_length, self._model.sampling_defaults)
         first = GenerateInput(
-            text=prompt,
+            text=prompt if isinstance(prompt, str) else None,
+            input_ids=None if isinstance(prompt, str) else prompt,
             sampling_params=params,
             rid=rid,
             stream=body.stream,
             return_logprob=body.logprobs,
             top_logprobs_num=body.top_logprobs or 0,
-            add_special_tokens=False,  # the template has written its own BOS
+            extra_key=extra_keys(body.cache_salt, body.extra_key, 1)[0],
+            priority=body.priority,
+            add_special_tokens=bool(body.add_special_tokens),  # the template has written its own BOS
         )
         return expand_samples(first, body.n)
 
-    def _choice(self, index: int, body: ChatBody, prompt: str) -> ChatChoice:
+    def _choice(self, index: int, body: ChatBody, prompt: str | list[int], group: StreamGroup) -> ChatChoice:
         assert self._texts is not None  # there is a tokenizer
-        return ChatChoice(index, body, self._texts, self._parser(body, prompt))
+        parser = self._parser(body, prompt)
+        return ChatChoice(index, body, self._texts, parser, TokenIds.of(body, group, index))
 
-    def _parser(self, body: ChatBody, prompt: str) -> ReasoningParser | None:
+    def _parser(self, body: ChatBody, prompt: str | list[int]) -> ReasoningParser | None:
         form = self._reasoning
         if form is None or not body.separate_reasoning:
             return None
+        if isinstance(prompt, list):
+            tail = required_tokenizer(self._generator).decode(prompt[-8:], skip_special_tokens=False)
+            return ReasoningParser(form, form.is_open_after(tail))
         if not body.continue_final_message:
             return ReasoningParser(form, form.is_open_after(prompt))
         content = body.messages[-1].content
@@ -90,8 +100,11 @@ class ChatServing:
         return ReasoningParser(form, inside=True) if form.is_open_within(begun) else None
 
 
-def render_chat(template: ChatTemplate, body: ChatBody) -> str:
-    """The prompt text of a conversation. Raises RequestError (400) with the template's complaint."""
+def render_chat(template: ChatTemplate | str, body: ChatBody) -> str:
+    """The prompt text of a conversation. Raises RequestError (400) with the template's complaint, or with ``template``
+    where that is why there is none."""
+    if isinstance(template, str):
+        raise RequestError(400, template)
     variables = dict(body.chat_template_kwargs)
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)

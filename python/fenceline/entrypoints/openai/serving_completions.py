@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from starlette.requests import Request
 from starlette.responses import Response
 
+from fenceline.entrypoints.generate_body import extra_keys
 from fenceline.entrypoints.openai.answer import (
     AnswerHead,
     Generator,
     ServedModel,
+    TokenIds,
     UsageCounter,
     finish_fields,
     required_tokenizer,
@@ -41,12 +43,17 @@ class CompletionServing:
         """The answer, whole or as a stream. Raises RequestError; then nothing was sent."""
         tokenizer = required_tokenizer(self._generator)
         assert self._texts is not None
-        self._model.check_name(body.model)
         refuse_completion(body)
         check_num_requests(len(body.prompt), body.n)
         group = await self._generator.submit_many(self._inputs(body, head.id))
         choices = [
-            CompletionChoice(index, body, self._texts, _echoed(body, group, tokenizer, index))
+            CompletionChoice(
+                index,
+                body,
+                self._texts,
+                _echoed(body, group, tokenizer, index),
+                TokenIds.of(body, group, index),
+            )
             for index in range(len(group.streams))
         ]
         usage = UsageCounter(
@@ -61,6 +68,7 @@ class CompletionServing:
     def _inputs(self, body: CompletionBody, rid: str) -> list[GenerateInput]:
         max_new_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         params = sampling_params(body, max_new_tokens, self._model.sampling_defaults)
+        keys = extra_keys(body.cache_salt, body.extra_key, len(body.prompt))
         inputs: list[GenerateInput] = []
         for index, prompt in enumerate(body.prompt):
             first = GenerateInput(
@@ -73,6 +81,9 @@ class CompletionServing:
                 return_logprob=body.logprobs is not None,
                 logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
                 top_logprobs_num=body.logprobs or 0,
+                extra_key=keys[index],
+                priority=body.priority,
+                add_special_tokens=body.add_special_tokens is not False,
             )
             inputs.extend(expand_samples(first, body.n))
         return inputs
@@ -90,8 +101,11 @@ def _echoed(body: CompletionBody, group: StreamGroup, tokenizer: Tokenizer, inde
 class CompletionChoice:
     """Writes one choice, whole or chunk by chunk."""
 
-    def __init__(self, index: int, body: CompletionBody, texts: TokenTexts, echoed: str) -> None:
+    def __init__(
+        self, index: int, body: CompletionBody, texts: TokenTexts, echoed: str, ids: TokenIds | None
+    ) -> None:
         self.index = index
+        self._ids = ids
         self._logprobs: LegacyLogprobsWriter | None = None
         if body.logprobs is not None:
             self._logprobs = LegacyLogprobsWriter(texts, body.logprobs, body.skip_special_tokens, echoed)
@@ -105,6 +119,7 @@ class CompletionChoice:
             "text": text,
             "logprobs": self._render_logprobs(chunk),
             **finish_fields(chunk.finish_reason),
+            **(self._ids.fields(chunk) if self._ids is not None else {}),
         }
 
     def _render_logprobs(self, chunk: GenerateChunk) -> LegacyLogprobs | None:
@@ -118,7 +133,7 @@ class CompletionChoice:
 
     def text_frame(self, shape: StreamShape) -> TextFrame | None:
         """The prepared frame of chunks that bring nothing but text; None if none are like that."""
-        if self._logprobs is not None:
+        if self._logprobs is not None or self._ids is not None:
             return None
         choice = {"index": self.index, "text": TextFrame.MARK, "logprobs": None, **finish_fields(None)}
         return shape.text_frame(choice)
@@ -126,6 +141,7 @@ class CompletionChoice:
     def frames(self, chunk: GenerateChunk, shape: StreamShape, usage: Mapping[str, object]) -> bytes:
         """The chunk as one event, or nothing if it brings nothing."""
         choice = self.whole(chunk)
-        if not choice["text"] and choice["logprobs"] is None and chunk.finish_reason is None:
+        news = choice["text"] or choice["logprobs"] is not None or choice.get("token_ids")
+        if not news and chunk.finish_reason is None:
             return b""
         return shape.frame(choice, usage)
