@@ -220,9 +220,7 @@ class _Comparison:
         if len(parts) != 1:
             return f"has its input logprobs in {len(parts)} of its news, not in one"
         tokens = request.input_ids[start:]
-        rows: list[F64 | None] = list(self._answer.prompt_logprobs(max(start - 1, 0)))
-        if start == 0:
-            rows.insert(0, None)
+        rows: list[F64 | None] = [None, *self._answer.prompt_logprobs(start)]
         if (
             reason is not None and reason.type == "abort" and not self._talk.tokens
         ):  # in the middle of its prompt
@@ -241,11 +239,16 @@ class _Comparison:
         ids = [token for part in present for token in part.token_ids]
         chosen = [value for part in present for value in part.logprobs]
         tops = [top for part in present for top in part.top_logprobs]
+        named = [pairs for part in present for pairs in part.token_ids_logprobs]
+        asked = self._talk.request.token_ids_logprob
         if ids != list(tokens) or not len(ids) == len(chosen) == len(tops):
             return f"has {side} logprobs of the tokens {ids}, not of {list(tokens)}"
+        if len(named) != (len(ids) if asked else 0):
+            return f"has {side} logprobs of named tokens at {len(named)} of {len(ids)} positions"
         for position, (token, value, top, row) in enumerate(zip(tokens, chosen, tops, expected, strict=True)):
+            pairs = named[position] if asked else []
             if row is None:
-                wrong = value is not None or bool(top)
+                wrong = value is not None or bool(top) or bool(pairs)
             else:
                 num_top = min(self._talk.request.top_logprobs_num, len(row))
                 best = np.sort(row)[::-1][:num_top].tolist()
@@ -254,9 +257,14 @@ class _Comparison:
                     not _close(got, row[id]) or not _close(got, right)
                     for (got, id), right in zip(top, best, strict=False)
                 )
+                wrong |= [id for _, id in pairs] != asked or not all(
+                    _close(got, row[id]) for got, id in pairs
+                )
             if wrong:
-                right = None if row is None else [(row[token], token), *_best(row, len(top))]
-                return f"{side} logprobs at {position} are {[(value, token), *top]}, alone {right}"
+                right = (
+                    None if row is None else [(row[token], token), *_best(row, len(top)), *_of(row, asked)]
+                )
+                return f"{side} logprobs at {position} are {[(value, token), *top, *pairs]}, alone {right}"
         return ""
 
 
@@ -265,7 +273,11 @@ def _close(value: float | None, right: float) -> bool:
 
 
 def _best(row: F64, num: int) -> list[tuple[float, int]]:
-    return [(float(row[id]), int(id)) for id in np.argsort(-row)[:num]]
+    return _of(row, np.argsort(-row)[:num].tolist())
+
+
+def _of(row: F64, ids: Sequence[int]) -> list[tuple[float, int]]:
+    return [(float(row[id]), id) for id in ids]
 
 
 def _told(reason: FinishReason | None) -> str:
@@ -328,7 +340,7 @@ class Sharing:
         """``request`` gets its memory now: what it shares is settled."""
         most = len(request.input_ids) - 1  # one token is computed in any case
         if request.return_logprob and request.logprob_start_len >= 0:
-            most = min(most, max(request.logprob_start_len - 1, 0))
+            most = min(most, request.logprob_start_len)
         pages = self._pages(request.extra_key, request.input_ids[:most])
         self.admitted[request.rid] = Shared(
             since_flush=self._num_tokens(pages, self._cached),

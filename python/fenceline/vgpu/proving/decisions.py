@@ -208,5 +208,10 @@ def _difference(expected: StepOutput, got: StepOutput) -> str:
 def _same(a: LogprobValues | None, b: LogprobValues | None) -> bool:
     if a is None or b is None:
         return a is b
-    pairs = ((a.chosen, b.chosen), (a.top, b.top), (a.top_ids, b.top_ids))
-    return all(np.array_equal(x, y) for x, y in pairs)
+    mine, yours = _arrays(a), _arrays(b)
+    return len(mine) == len(yours) and all(map(np.array_equal, mine, yours))
+
+
+def _arrays(values: LogprobValues) -> list[npt.NDArray[np.generic]]:
+    named = [] if values.named is None else [values.named]
+    return [values.chosen, values.top, values.top_ids, *named]
