@@ -32,6 +32,7 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.config.server_args import parse_args, resolve
 from fenceline.entrypoints.supervisor import serve_until_stopped
 from fenceline.managers.io_struct import (
+    SCHEDULER_DECODER,
     AbortReq,
     BatchTokenOut,
     DecodeInfo,
@@ -43,7 +44,7 @@ from fenceline.managers.io_struct import (
     TokenOut,
     encode,
 )
-from fenceline.managers.ipc import bind_pull, connect_push, drain
+from fenceline.managers.ipc import Inbox, connect_push
 from fenceline.managers.process import prepare_child
 
 FIRST_TOKEN_ID, NUM_TOKEN_IDS = 300, 400  # ordinary words of the demo model's vocabulary
@@ -79,7 +80,7 @@ def run_null_scheduler(config: EngineConfig, ports: PortArgs, rate: float, strea
     """A scheduler process' entry. Waits for ``streams`` requests, then serves all at ``rate`` tokens/s."""
     prepare_child("scheduler", config.log_level, ports)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox = bind_pull(context, ports.scheduler)
+    inbox = Inbox(context, ports.scheduler, SCHEDULER_DECODER)
     tokenizer = connect_push(context, ports.tokenizer)
     detokenizer = connect_push(context, ports.detokenizer)
     tokenizer.send(
@@ -95,7 +96,7 @@ def run_null_scheduler(config: EngineConfig, ports: PortArgs, rate: float, strea
     due = time.perf_counter()
     while True:
         wait_ms = max(0.0, due - time.perf_counter()) * 1000 if started and rate else 0 if started else None
-        messages = drain(inbox) if wait_ms == 0 or inbox.poll(wait_ms) else []
+        messages = inbox.drain() if wait_ms == 0 or inbox.socket.poll(wait_ms) else []
         for message in messages:
             if isinstance(message, ShutdownReq):
                 return

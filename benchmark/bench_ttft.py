@@ -40,11 +40,11 @@ from fenceline.benchmarking.records import Call
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.server_args import parse_args, resolve
 from fenceline.entrypoints.supervisor import serve_until_stopped
-from fenceline.managers.io_struct import PortArgs
-from fenceline.managers.ipc import bind_pull
-from fenceline.managers.process import freeze_garbage_collector, prepare_child
+from fenceline.managers.io_struct import SCHEDULER_DECODER, PortArgs
+from fenceline.managers.ipc import Inbox
+from fenceline.managers.process import Watchdog, freeze_garbage_collector, prepare_child
 from fenceline.managers.scheduler import Scheduler
-from fenceline.managers.scheduler_process import Watchdog, ZmqInbox, ZmqOutbox, ready_message, run_loop
+from fenceline.managers.scheduler_process import ZmqInbox, ZmqOutbox, ready_message, run_loop
 
 NUM_PAGES = 1 << 20
 WARM_ROUNDS = 10
@@ -56,7 +56,7 @@ def run_scheduler(config: EngineConfig, ports: PortArgs) -> None:
     """The scheduler process' entry."""
     prepare_child("scheduler", config.log_level, ports)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox = ZmqInbox(bind_pull(context, ports.scheduler), Watchdog(0.0, lambda reason: None))
+    inbox = ZmqInbox(Inbox(context, ports.scheduler, SCHEDULER_DECODER), Watchdog(0.0, lambda reason: None))
     outbox = ZmqOutbox(context, ports, config.skip_tokenizer_init)
     scheduler = Scheduler(config, NullWorker(NUM_PAGES, config.max_running_requests), inbox, outbox)
     outbox.to_tokenizer(ready_message(config, scheduler))

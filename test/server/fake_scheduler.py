@@ -17,6 +17,7 @@ import zmq
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.managers.io_struct import (
+    SCHEDULER_DECODER,
     AbortReq,
     BatchTokenOut,
     CachedTokensDetails,
@@ -42,10 +43,9 @@ from fenceline.managers.io_struct import (
     TokenLogprobs,
     TokenOut,
     TransferState,
-    decode,
     encode,
 )
-from fenceline.managers.ipc import bind_pull, connect_push, drain
+from fenceline.managers.ipc import Inbox, connect_push
 from fenceline.managers.process import prepare_child
 
 CAPACITY_TOKENS = 4096
@@ -301,7 +301,7 @@ class FakeProcess:
     def __init__(self, scheduler: FakeScheduler, ports: PortArgs, *, to_tokenizer: bool) -> None:
         self.scheduler = scheduler
         self.context = zmq.Context()
-        self.inbox = bind_pull(self.context, ports.scheduler)
+        self.inbox = Inbox(self.context, ports.scheduler, SCHEDULER_DECODER)
         self.tokenizer = connect_push(self.context, ports.tokenizer)
         self.detokenizer = self.tokenizer if to_tokenizer else connect_push(self.context, ports.detokenizer)
 
@@ -332,9 +332,10 @@ class FakeProcess:
     def receive(self) -> list[Message]:
         """What has arrived; waits while there is nothing to do, and a moment between steps."""
         if self.scheduler.busy:
-            self.inbox.poll(1)
-            return drain(self.inbox)
-        return [decode(self.inbox.recv()), *drain(self.inbox)]
+            self.inbox.wait(1)
+        else:
+            self.inbox.wait()
+        return self.inbox.drain()
 
     def fail(self, error: Exception) -> None:
         """Tell the main process."""
@@ -345,7 +346,7 @@ class FakeProcess:
 
     def close(self) -> None:
         """Close the sockets; what was sent is still delivered."""
-        self.inbox.close()
+        self.inbox.socket.close()
         self.tokenizer.close()
         self.detokenizer.close()
         self.context.term()

@@ -39,11 +39,17 @@ class LiveServer:
 
     @classmethod
     def fake(
-        cls, *flags: str, entry: str = "run_fake_scheduler", env: dict[str, str] | None = None
+        cls,
+        *flags: str,
+        entry: str = "run_fake_scheduler",
+        env: dict[str, str] | None = None,
+        under: Sequence[str] = (),
     ) -> LiveServer:
-        """The real server over the fake scheduler, on a free port, with the demo model's tokenizer."""
+        """The real server over the fake scheduler, on a free port, with the demo model's tokenizer. ``under``: a
+        command that starts it."""
         return cls(
             [
+                *under,
                 sys.executable,
                 FAKE_SERVER,
                 entry,

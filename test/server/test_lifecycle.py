@@ -9,15 +9,19 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
 import orjson
 import psutil
 import pytest
+import zmq
 from fake_scheduler import Seed
 from live_server import LiveServer
+
+from fenceline.managers.io_struct import BatchStrOut, SchedulerReady, ShutdownReq, encode
+from fenceline.managers.ipc import connect_push
 
 WAIT_S = 30.0
 HANGING = {"input_ids": [5, 6], "sampling_params": {"seed": Seed.HANG}}
@@ -32,8 +36,10 @@ def sockets_dir() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def start(sockets_dir: Path, entry: str = "run_fake_scheduler", *flags: str) -> LiveServer:
-    return LiveServer.fake(*flags, entry=entry, env={"TMPDIR": str(sockets_dir)})
+def start(
+    sockets_dir: Path, entry: str = "run_fake_scheduler", *flags: str, under: Sequence[str] = ()
+) -> LiveServer:
+    return LiveServer.fake(*flags, entry=entry, env={"TMPDIR": str(sockets_dir)}, under=under)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -71,7 +77,7 @@ def wait_running(server: LiveServer, num: int = 1) -> None:
         wait_for(lambda: client.get("/server_info").json()["internal_states"][0]["num_running_reqs"] == num)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_idle_server_stops_cleanly(sockets_dir: Path, number: int) -> None:
     with start(sockets_dir) as server:
         children = engine_processes(server.wait_ready())
@@ -89,14 +95,23 @@ def test_signal_to_the_whole_group_drains_too(sockets_dir: Path) -> None:
         children = engine_processes(server.wait_ready())
         thread, answers = post_in_thread(server, SLOW)
         wait_running(server)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             for child in children:
                 child.send_signal(number)
-        server.signal(signal.SIGTERM)
+        server.signal(signal.SIGHUP)
         assert server.wait_exit() == 0
         thread.join(WAIT_S)
         assert answers[0].json()["meta_info"]["completion_tokens"] == 100
         assert_all_gone(children, sockets_dir)
+
+
+def test_a_server_under_nohup_outlives_its_terminal(sockets_dir: Path) -> None:
+    with start(sockets_dir, under=("nohup",)) as server, server.wait_ready().client() as client:
+        server.signal(signal.SIGHUP)
+        assert client.get("/health_generate").status_code == 200
+        server.signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+        assert "SIGTERM" in server.lines[-1]
 
 
 def test_signals_do_not_hurt_children_that_are_still_starting(sockets_dir: Path) -> None:
@@ -178,6 +193,62 @@ def test_killed_child_takes_the_server_down(sockets_dir: Path, which: int) -> No
         assert server.wait_exit() == 1
         assert "process ended unexpectedly (killed by SIGKILL" in "".join(server.lines[-4:])
         assert_all_gone(children, sockets_dir)
+
+
+@pytest.mark.parametrize(("which", "name"), [(0, "scheduler"), (1, "detokenizer")])
+def test_a_stopped_child_takes_the_server_down(sockets_dir: Path, which: int, name: str) -> None:
+    with start(sockets_dir, "run_fake_scheduler", "--watchdog-timeout", "2") as server:
+        children = engine_processes(server.wait_ready())
+        thread, answers = post_in_thread(server, HANGING)
+        wait_running(server)
+        children[which].send_signal(signal.SIGSTOP)
+        assert server.wait_exit() == 1
+        assert f"the {name} process has not run for 2 s (--watchdog-timeout)" in "".join(server.lines[-4:])
+        thread.join(WAIT_S)
+        assert answers[0].status_code == 503
+        assert_all_gone(children, sockets_dir)
+
+
+def test_a_server_that_was_stopped_as_a_whole_goes_on(sockets_dir: Path) -> None:
+    """A shell's Ctrl-Z and fg, or a container that is paused: nobody is ill."""
+    with start(sockets_dir, "run_fake_scheduler", "--watchdog-timeout", "2") as server:
+        children = engine_processes(server.wait_ready())
+        everybody = [psutil.Process(server.pid), *children]
+        for process in everybody:
+            process.send_signal(signal.SIGSTOP)
+        resumed_at = time.monotonic() + 5  # what is tested is time
+        wait_for(lambda: time.monotonic() > resumed_at)
+        for process in everybody:
+            process.send_signal(signal.SIGCONT)
+        with server.client() as client:
+            assert client.get("/health_generate").status_code == 200
+        server.signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+        assert "has not run" not in server.output
+
+
+def test_garbage_on_the_sockets_ends_nothing(sockets_dir: Path) -> None:
+    with start(sockets_dir) as server, server.wait_ready().client() as client:
+        (folder,) = sockets_dir.glob("fenceline-*")
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        strangers = [ShutdownReq(), SchedulerReady(
+            max_total_num_tokens=1, max_running_requests=1, max_req_input_len=1, context_length=1, memory_bytes={}
+        ), BatchStrOut(outs=[])]  # fmt: skip
+        wrong = {"scheduler": strangers[1:], "detokenizer": strangers[1:], "tokenizer": strangers[:1]}
+        for name, messages in wrong.items():
+            socket = connect_push(context, f"ipc://{folder}/{name}")
+            for garbage in (b"", b"\xc1", b"\x91" * 100_000, b"{}", os.urandom(1000), *map(encode, messages)):
+                socket.send(garbage)
+            socket.send_multipart([b"\x00"] * 100)
+        context.destroy(linger=5000)
+        wait_for(lambda: all(f"The {name}'s socket" in server.output for name in wrong))
+        assert client.post("/generate", json={"text": "Hello"}).status_code == 200
+        wait_for(lambda: all("dropped, 64 so far" in "".join(of(server, name)) for name in wrong))
+        assert all(len(of(server, name)) == 7 for name in wrong), "1, 2, 4 and so on"
+
+
+def of(server: LiveServer, name: str) -> list[str]:
+    return [line for line in server.lines if f"The {name}'s socket" in line]
 
 
 def test_children_follow_a_killed_server(sockets_dir: Path) -> None:

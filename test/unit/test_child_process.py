@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from fenceline.managers.io_struct import PortArgs
+from fenceline.managers.process import Silence, Watchdog, _watch_parent, heartbeat_path
 
 _PROGRAM = """
 import multiprocessing
@@ -25,3 +33,73 @@ def test_a_progress_bar_leaves_nothing_in_the_system() -> None:
     """tqdm's own lock is a named semaphore, which stays behind, with a warning, where a process is killed."""
     result = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True)
     assert result.stdout == "None\n"  # nobody had to be told what to clean up
+
+
+def test_silence_is_counted_while_its_watcher_looks() -> None:
+    silence = Silence(1.0)
+    assert [silence.look(mark, now) for mark, now in [("a", 0.0), ("a", 1.0), ("a", 2.5)]] == [0.0, 1.0, 2.0]
+    assert silence.look("b", 3.0) == 0.0
+    assert silence.look("b", 3.5) == 0.5
+
+
+def test_a_watcher_that_was_away_blames_nobody() -> None:
+    silence = Silence(1.0)
+    silence.look("a", 0.0)
+    assert silence.look("a", 1e6) == 1.0
+    assert silence.look("b", 1e6 + 0.5) == 0.0
+
+
+def test_a_step_is_not_blamed_for_a_stop_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time passes in jumps of an hour between the watchdog's looks, as it does while the process is stopped."""
+    now, looks, seen = [0.0], [0], threading.Event()
+
+    def sleep(seconds: float) -> None:
+        now[0] += 3600.0
+        looks[0] += 1
+        if looks[0] == 4:
+            seen.set()
+            threading.Event().wait()
+
+    monkeypatch.setattr("fenceline.managers.process.time", _Clock(now, sleep))
+    hangs: list[str] = []
+    watchdog = Watchdog(1000.0, hangs.append)
+    watchdog.busy()
+    assert seen.wait(30)
+    assert hangs == []
+
+
+class _Clock:
+    def __init__(self, now: list[float], sleep: object) -> None:
+        self._now = now
+        self.sleep = sleep
+
+    def monotonic(self) -> float:
+        return self._now[0]
+
+
+def test_the_heart_beats_while_the_parent_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = PortArgs(
+        scheduler=f"ipc://{tmp_path}/scheduler",
+        detokenizer="ipc:///d",
+        tokenizer=f"ipc://{tmp_path}/tokenizer",
+    )
+    path = heartbeat_path(ports, "detokenizer")
+    assert path == tmp_path / "detokenizer.alive"
+    beats: list[int] = []
+
+    class Ended(BaseException):
+        pass
+
+    def wait(sentinels: list[int], timeout: float) -> list[int]:
+        beats.append(path.stat().st_mtime_ns)
+        return sentinels if len(beats) == 3 else []
+
+    def leave(status: int) -> None:
+        raise Ended
+
+    monkeypatch.setattr("fenceline.managers.process.wait", wait)
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(Ended):
+        _watch_parent(0, path, ports)
+    assert len(set(beats)) == 3
+    assert not tmp_path.exists()

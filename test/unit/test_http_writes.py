@@ -19,8 +19,14 @@ from fenceline.entrypoints.http_protocol import MAX_HELD_BYTES, JoiningTransport
 from fenceline.entrypoints.short_way import ShortWay, handlers_of
 from fenceline.entrypoints.sse import EventStream
 from fenceline.managers import ipc
-from fenceline.managers.io_struct import AbortReq, ShutdownReq, TokenizedGenerateReq, encode
-from fenceline.managers.ipc import ZmqLink, bind_pull, drain, make_ports, remove_ports
+from fenceline.managers.io_struct import (
+    SCHEDULER_DECODER,
+    AbortReq,
+    ShutdownReq,
+    TokenizedGenerateReq,
+    encode,
+)
+from fenceline.managers.ipc import Inbox, ZmqLink, make_ports, remove_ports
 from fenceline.managers.request_types import RequestError
 
 
@@ -125,11 +131,11 @@ async def test_the_head_waits_for_the_first_event_but_not_for_ever(
 
 
 @contextmanager
-def scheduler_link() -> Iterator[tuple[ZmqLink, zmq.Socket[bytes]]]:
+def scheduler_link() -> Iterator[tuple[ZmqLink, Inbox]]:
     """The link, and the scheduler's end of it."""
     ports = make_ports()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox = bind_pull(context, ports.scheduler)
+    inbox = Inbox(context, ports.scheduler, SCHEDULER_DECODER)
     link = ZmqLink(ports)
     try:
         yield link, inbox
@@ -144,15 +150,15 @@ async def test_what_is_sent_in_one_turn_arrives_together_and_in_order() -> None:
         requests = [AbortReq(rid=str(index)) for index in range(40)]
         for request in requests:
             link.send(request)
-        assert not inbox.poll(0)
+        assert not inbox.socket.poll(0)
         await asyncio.sleep(0)
-        assert inbox.poll(5000)
-        assert drain(inbox, 1) == requests[:1]
-        assert drain(inbox) == requests[1:]
+        assert inbox.socket.poll(5000)
+        assert inbox.drain(1) == requests[:1]
+        assert inbox.drain() == requests[1:]
         link.send(ShutdownReq())
         link.close()  # sends what the loop did not come to
-        assert inbox.poll(5000)
-        assert drain(inbox) == [ShutdownReq()]
+        assert inbox.socket.poll(5000)
+        assert inbox.drain() == [ShutdownReq()]
 
 
 async def test_what_fills_a_step_does_not_wait_for_the_turns_end() -> None:
@@ -167,12 +173,12 @@ async def test_what_fills_a_step_does_not_wait_for_the_turns_end() -> None:
         assert 4 < full < 8, "8,192 tokens or a little less"
         num_early = len(requests) // full * full
         early: list[ipc.Message] = []
-        while len(early) < num_early and inbox.poll(5000):  # the event loop has not had a turn
-            early += drain(inbox)
+        while len(early) < num_early and inbox.socket.poll(5000):  # the event loop has not had a turn
+            early += inbox.drain()
         assert early == requests[:num_early]
         await asyncio.sleep(0)
-        assert inbox.poll(5000)
-        assert early + drain(inbox) == requests
+        assert inbox.socket.poll(5000)
+        assert early + inbox.drain() == requests
 
 
 @pytest.mark.parametrize(

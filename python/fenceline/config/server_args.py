@@ -120,7 +120,10 @@ class ServerArgs:
         group=_HTTP,
     )
     watchdog_timeout: float = flag(
-        300.0, "Seconds that one step may take before the server reports a hang and exits.", group=_HTTP
+        300.0,
+        "Seconds that one step may take, or that one of the server's processes may not run at all, before the server "
+        "reports a hang and exits.",
+        group=_HTTP,
     )
 
     # Memory and scheduling

@@ -15,12 +15,20 @@ from typing import Protocol
 from fenceline.config.engine_config import EngineConfig
 from fenceline.managers.io_struct import PortArgs
 from fenceline.managers.ipc import SchedulerLink, ZmqLink, make_ports, remove_ports
-from fenceline.managers.process import DUMP_SIGNAL, signals_blocked
+from fenceline.managers.process import (
+    DUMP_SIGNAL,
+    HEARTBEAT_INTERVAL_S,
+    Silence,
+    heartbeat_path,
+    signals_blocked,
+)
 from fenceline.managers.tokenizer import load_tokenizer
 from fenceline.managers.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
 
+MIN_SILENCE_S = 4 * HEARTBEAT_INTERVAL_S
+FIRST_BEAT_S = 120.0  # from the start of a process to its first heartbeat: its interpreter starts
 LAST_WORDS_S = 0.5  # a dying process's FatalError may arrive after its death was noticed
 
 ProcessEntry = Callable[[EngineConfig, PortArgs], None]
@@ -61,11 +69,16 @@ def run_detokenizer(config: EngineConfig, ports: PortArgs) -> None:
 class EngineProcesses:
     """Scheduler and detokenizer as child processes that end with this one, however it ends."""
 
-    def __init__(self, processes: list[BaseProcess], ports: PortArgs, link: SchedulerLink) -> None:
+    def __init__(
+        self, processes: list[BaseProcess], ports: PortArgs, link: SchedulerLink, watchdog_timeout_s: float
+    ) -> None:
         self.processes = processes
         self.link = link
         self._ports = ports
+        self._watchdog_timeout_s = watchdog_timeout_s
         self._stopping = False
+        self._heartbeats: dict[str, int] = {}  # file descriptors
+        self._reasons: dict[str, str] = {}  # why a process was killed, by name
 
     def watch(self, on_death: Callable[[str], None]) -> None:
         """See :class:`EngineBackend`."""
@@ -75,10 +88,50 @@ class EngineProcesses:
             loop.remove_reader(process.sentinel)
             if not self._stopping:
                 process.join()
-                on_death(f"the {process.name} process ended unexpectedly ({_how(process.exitcode)})")
+                ended = f"the {process.name} process ended unexpectedly ({_how(process.exitcode)})"
+                on_death(self._reasons.get(process.name, ended))
 
         for process in self.processes:
             loop.add_reader(process.sentinel, died, process)
+        self._watch_heartbeats(loop)
+
+    def _watch_heartbeats(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Kill a process that has been stopped, or has had no turn, for --watchdog-timeout. (A step that does not end
+        is its own watchdog's to see, which also says where it hangs.)"""
+        interval_s = min(self._watchdog_timeout_s / 4, 1.0)
+        silences = {process: Silence(interval_s) for process in self.processes}
+
+        def look() -> None:
+            if self._stopping:
+                return
+            now = time.monotonic()
+            for process, silence in silences.items():
+                beat = self._last_beat(process.name)
+                limit_s = max(self._watchdog_timeout_s, MIN_SILENCE_S if beat else FIRST_BEAT_S)
+                if silence.look(beat, now) > limit_s and process.is_alive():
+                    self._kill_silent(process)
+            loop.call_later(interval_s, look)
+
+        look()
+
+    def _last_beat(self, name: str) -> int | None:
+        """A number that changes while the process runs; None before it has begun. The file stays open: whoever cleans
+        up the temporary folder does not end the server."""
+        if name not in self._heartbeats:
+            try:
+                self._heartbeats[name] = os.open(heartbeat_path(self._ports, name), os.O_RDONLY)
+            except FileNotFoundError:
+                return None
+        return os.fstat(self._heartbeats[name]).st_mtime_ns
+
+    def _kill_silent(self, process: BaseProcess) -> None:
+        if process.name not in self._reasons:
+            self._reasons[process.name] = reason = (
+                f"the {process.name} process has not run for {self._watchdog_timeout_s:g} s (--watchdog-timeout): it "
+                "was stopped, or starved of CPU time or memory"
+            )
+            logger.error("%s; it is killed", reason)
+            process.kill()
 
     def dump_flight_recorder(self) -> None:
         """Have the scheduler write its last steps to a file, even while it hangs."""
@@ -95,6 +148,8 @@ class EngineProcesses:
             if process.is_alive():
                 process.kill()
             process.join()
+        while self._heartbeats:
+            os.close(self._heartbeats.popitem()[1])
         remove_ports(self._ports)
 
 
@@ -118,7 +173,7 @@ def launch_processes(
     if not config.skip_tokenizer_init:
         entries["detokenizer"] = detokenizer_entry
     processes: list[BaseProcess] = []
-    backend = EngineProcesses(processes, ports, link)
+    backend = EngineProcesses(processes, ports, link, config.watchdog_timeout_s)
     try:
         for name, entry in entries.items():
             process = context.Process(target=entry, args=(config, ports), name=name, daemon=True)

@@ -21,7 +21,7 @@ from fenceline.entrypoints.launch import (
     launch_processes,
     run_scheduler,
 )
-from fenceline.managers.process import DUMP_SIGNAL, freeze_garbage_collector, setup_logging
+from fenceline.managers.process import DUMP_SIGNAL, PARENTS_SIGNALS, freeze_garbage_collector, setup_logging
 from fenceline.managers.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,9 @@ class Supervisor:
     async def run(self) -> int:
         """Until the end; returns the exit status."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in PARENTS_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup: the server is to outlive its terminal
             loop.add_signal_handler(number, self._on_signal, number)
         loop.add_signal_handler(DUMP_SIGNAL, self._backend.dump_flight_recorder)
         try:

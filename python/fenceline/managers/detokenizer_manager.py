@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import os
 
 import msgspec
 import zmq
@@ -10,23 +12,22 @@ import zmq
 from fenceline.config.engine_config import EngineConfig
 from fenceline.managers.incremental_decode import DecoderFactory, IncrementalDecoder
 from fenceline.managers.io_struct import (
+    DETOKENIZER_DECODER,
     AbortReq,
     BatchStrOut,
     BatchTokenOut,
     DecodeInfo,
     FatalError,
     FinishReason,
-    Message,
     PortArgs,
     ShutdownReq,
     StrOut,
     TokenLogprobs,
     TokenOut,
-    decode,
     encode,
 )
-from fenceline.managers.ipc import MAX_DRAINED, bind_pull, connect_push, drain
-from fenceline.managers.process import freeze_garbage_collector, prepare_child
+from fenceline.managers.ipc import MAX_DRAINED, Inbox, connect_push
+from fenceline.managers.process import Watchdog, freeze_garbage_collector, prepare_child
 from fenceline.managers.stop_strings import StopMatch, StopScanner
 from fenceline.managers.tokenizer import Tokenizer, load_tokenizer
 
@@ -150,14 +151,17 @@ class DetokenizerManager:
     def __init__(self, detokenizer: Detokenizer, ports: PortArgs) -> None:
         self._detokenizer = detokenizer
         self._context = zmq.Context()
-        self._inbox = bind_pull(self._context, ports.detokenizer)
+        self._inbox = Inbox(self._context, ports.detokenizer, DETOKENIZER_DECODER)
         self._to_tokenizer = connect_push(self._context, ports.tokenizer)
         self._to_scheduler = connect_push(self._context, ports.scheduler)
 
-    def run(self) -> None:
+    def run(self, watchdog: Watchdog) -> None:
         """Decode until told to stop. What has piled up meanwhile goes out as few messages."""
         while True:
-            messages: list[Message] = [decode(self._inbox.recv()), *drain(self._inbox, MAX_DRAINED - 1)]
+            watchdog.waiting()
+            self._inbox.wait()
+            watchdog.busy()
+            messages = self._inbox.drain(MAX_DRAINED)
             outs: list[StrOut] = []
             for message in messages:
                 if isinstance(message, ShutdownReq):
@@ -178,7 +182,7 @@ class DetokenizerManager:
 
     def close(self) -> None:
         """Close the sockets; what was sent is still delivered."""
-        for socket in (self._inbox, self._to_tokenizer, self._to_scheduler):
+        for socket in (self._inbox.socket, self._to_tokenizer, self._to_scheduler):
             socket.close()
         self._context.term()
 
@@ -186,11 +190,21 @@ class DetokenizerManager:
 def run_detokenizer_process(config: EngineConfig, ports: PortArgs) -> None:
     """The detokenizer process' main function; ends with the parent or on :class:`ShutdownReq`."""
     prepare_child("detokenizer", config.log_level, ports)
+    watchdog = Watchdog(config.watchdog_timeout_s, lambda reason: _die_of_hang(ports, reason))
     manager = DetokenizerManager(Detokenizer(load_tokenizer(config.tokenizer_path)), ports)
     freeze_garbage_collector()
     try:
-        manager.run()
+        manager.run(watchdog)
     except Exception as error:
         logger.exception("the detokenizer failed")
         manager.fail(f"{type(error).__name__}: {error}")
         raise SystemExit(1) from error
+
+
+def _die_of_hang(ports: PortArgs, reason: str) -> None:
+    """From the watchdog's thread: say why, show where, and go. Sockets of the hung thread are not touched."""
+    faulthandler.dump_traceback(all_threads=True)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    connect_push(context, ports.tokenizer).send(encode(FatalError(source="detokenizer", message=reason)))
+    context.destroy(linger=1000)
+    os._exit(1)

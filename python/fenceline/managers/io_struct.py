@@ -316,6 +316,10 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(
     SchedulerInput | BatchTokenOut | BatchStrOut | ControlReply | StatsReport | SchedulerReady | FatalError
 )
+# What each of the three inboxes takes.
+SCHEDULER_DECODER = msgspec.msgpack.Decoder(SchedulerInput)
+DETOKENIZER_DECODER = msgspec.msgpack.Decoder(DetokenizerInput)
+TOKENIZER_DECODER = msgspec.msgpack.Decoder(TokenizerInput)
 
 
 def encode(message: Message) -> bytes:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgspec
 import zmq
 
-from fenceline.managers.io_struct import Message, PortArgs, decode, encode
+from fenceline.managers.io_struct import TOKENIZER_DECODER, Message, PortArgs, encode
+
+logger = logging.getLogger(__name__)
 
 MAX_DRAINED = 16  # messages handled in one go: bounds the time until those who wait for them run
 MAX_HELD_BYTES = 32 << 10  # of requests: about 8,192 tokens, as many as a prefill step takes
@@ -68,15 +72,51 @@ def connect_push(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.
     return socket
 
 
-def drain(socket: zmq.Socket[bytes], limit: int | None = None) -> list[Message]:
-    """The messages that have arrived, at most ``limit``, without waiting."""
-    messages: list[Message] = []
-    while limit is None or len(messages) < limit:
-        try:
-            messages.append(decode(socket.recv(zmq.NOBLOCK)))
-        except zmq.Again:
-            break
-    return messages
+class Inbox:
+    """What one process receives, from a PULL socket bound to ``endpoint``.
+
+    What ``decoder`` does not take is logged and dropped: garbage, and well-formed messages for somebody else. Whoever
+    can write to the socket cannot end its reader with that.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        decoder: msgspec.msgpack.Decoder[Any],
+    ) -> None:
+        self.socket = bind_pull(context, endpoint)
+        self._decoder = decoder
+        self._name = endpoint.rpartition("/")[2]
+        self.num_dropped = 0
+
+    def wait(self, timeout_ms: int | None = None) -> None:
+        """Until something may have arrived, or the time is over."""
+        self.socket.poll(timeout_ms)
+
+    def drain(self, limit: int | None = None) -> list[Message]:
+        """The messages that have arrived, at most ``limit``, without waiting."""
+        messages: list[Message] = []
+        while limit is None or len(messages) < limit:
+            try:
+                data = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                messages.append(self._decoder.decode(data))
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                self._drop(len(data), error)
+        return messages
+
+    def _drop(self, num_bytes: int, error: Exception) -> None:
+        self.num_dropped += 1
+        if (
+            self.num_dropped & (self.num_dropped - 1) == 0
+        ):  # the 1st, 2nd, 4th, 8th: a flood does not fill the log
+            logger.warning(
+                "The %s's socket brought %d bytes that are no message for it (%s); dropped, %d so far",
+                self._name, num_bytes, str(error)[:200], self.num_dropped,
+            )  # fmt: skip
 
 
 async def _news(socket: zmq.Socket[bytes]) -> None:
@@ -104,7 +144,7 @@ class ZmqLink:
 
     def __init__(self, ports: PortArgs) -> None:
         self._context = zmq.Context()
-        self._inbox = bind_pull(self._context, ports.tokenizer)
+        self._inbox = Inbox(self._context, ports.tokenizer, TOKENIZER_DECODER)
         self._outbox = connect_push(self._context, ports.scheduler)
         self._unsent: list[bytes] = []
         self._num_held = 0  # bytes of them
@@ -131,10 +171,10 @@ class ZmqLink:
 
     async def receive(self) -> list[Message]:
         """See :class:`SchedulerLink`."""
-        messages = drain(self._inbox, MAX_DRAINED)
+        messages = self._inbox.drain(MAX_DRAINED)
         while not messages:
-            await _news(self._inbox)
-            messages = drain(self._inbox, MAX_DRAINED)
+            await _news(self._inbox.socket)
+            messages = self._inbox.drain(MAX_DRAINED)
         return messages
 
     def close(self) -> None:
@@ -142,6 +182,6 @@ class ZmqLink:
         if self._context.closed:
             return
         self._flush()
-        self._inbox.close()
+        self._inbox.socket.close()
         self._outbox.close()
         self._context.term()

@@ -10,10 +10,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
+from pathlib import Path
 
 import psutil
 from tqdm import tqdm
@@ -21,16 +22,17 @@ from tqdm import tqdm
 from fenceline.managers.io_struct import PortArgs
 from fenceline.managers.ipc import remove_ports
 
-PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Blocked in every thread of every child for good; the scheduler's flight recorder waits for it in a thread of its own.
 DUMP_SIGNAL = signal.SIGUSR1
+HEARTBEAT_INTERVAL_S = 0.5
 LOG_FORMAT = "[%(asctime)s] %(message)s"
 
 logger = logging.getLogger(__name__)
 
 
 def prepare_child(name: str, log_level: str, ports: PortArgs) -> None:
-    """Set up a child process: logging, signals, and an end together with the parent.
+    """Set up a child process: logging, signals, a heartbeat, and an end together with the parent.
 
     Ctrl-C reaches the whole foreground group and a service manager's SIGTERM every process of the service,
     but only the parent decides what stops when: children ignore both. They end on :class:`ShutdownReq`, when
@@ -48,7 +50,10 @@ def prepare_child(name: str, log_level: str, ports: PortArgs) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         watch = threading.Thread(
-            target=_end_with, args=(parent.sentinel, ports), name=f"{name}-parent-watch", daemon=True
+            target=_watch_parent,
+            args=(parent.sentinel, heartbeat_path(ports, name), ports),
+            name=f"{name}-parent-watch",
+            daemon=True,
         )
         watch.start()
 
@@ -79,7 +84,68 @@ def freeze_garbage_collector() -> None:
     gc.freeze()
 
 
-def _end_with(sentinel: int, ports: PortArgs) -> None:
-    wait([sentinel])
+class Silence:
+    """For how long something has not moved while its watcher looked.
+
+    A watcher that was itself stopped, or asleep with the whole machine, has not looked: between two looks at most
+    ``interval_s``, the time that was planned, counts.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._mark: object = None
+        self._looked_at = 0.0
+        self._seconds = 0.0
+
+    def look(self, mark: object, now: float) -> float:
+        """Seconds for which ``mark`` has been what it is."""
+        elapsed = min(now - self._looked_at, self._interval_s)
+        self._seconds = self._seconds + elapsed if mark == self._mark else 0.0
+        self._mark, self._looked_at = mark, now
+        return self._seconds
+
+
+class Watchdog:
+    """Ends the process when a step does not end. Waiting for messages is not a step."""
+
+    def __init__(self, timeout_s: float, on_hang: Callable[[str], None]) -> None:
+        self._timeout_s = timeout_s
+        self._on_hang = on_hang
+        self._busy_since: float | None = None
+        if timeout_s > 0:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def busy(self) -> None:
+        """A step begins."""
+        self._busy_since = time.monotonic()
+
+    def waiting(self) -> None:
+        """Nothing to do until a message comes."""
+        self._busy_since = None
+
+    def _watch(self) -> None:
+        interval_s = min(self._timeout_s / 4, 1.0)
+        silence = Silence(interval_s)
+        while True:
+            time.sleep(interval_s)
+            since = self._busy_since
+            if silence.look(since, time.monotonic()) > self._timeout_s and since is not None:
+                self._on_hang(f"a step has not ended for {self._timeout_s:g} s (--watchdog-timeout)")
+                return
+
+
+def heartbeat_path(ports: PortArgs, name: str) -> Path:
+    """The file whose time of change the child process ``name`` moves on, for as long as it runs at all."""
+    return Path(ports.scheduler.removeprefix("ipc://")).with_name(f"{name}.alive")
+
+
+def _watch_parent(sentinel: int, heartbeat: Path, ports: PortArgs) -> None:
+    """Show that this process runs, and end it when its parent has ended. A thread of its own: it beats while a model is
+    loaded, a kernel is compiled and a step is computed, but not while the process is stopped or starved."""
+    file = os.open(heartbeat, os.O_RDWR | os.O_CREAT, 0o600)
+    while True:
+        os.utime(file, ns=(now := time.monotonic_ns(), now))
+        if wait([sentinel], HEARTBEAT_INTERVAL_S):
+            break
     remove_ports(ports)  # the parent could not
     os._exit(1)

@@ -16,9 +16,17 @@ from fenceline.config.core_dumps import CoreDumps, core_dump_environment, is_com
 from fenceline.config.engine_config import EngineConfig
 from fenceline.managers.flight_dump import dump_and_log, dump_on_signal
 from fenceline.managers.flight_recorder import FlightRecorder
-from fenceline.managers.io_struct import BatchTokenOut, FatalError, Message, PortArgs, SchedulerReady, encode
-from fenceline.managers.ipc import bind_pull, connect_push, drain
-from fenceline.managers.process import freeze_garbage_collector, prepare_child
+from fenceline.managers.io_struct import (
+    SCHEDULER_DECODER,
+    BatchTokenOut,
+    FatalError,
+    Message,
+    PortArgs,
+    SchedulerReady,
+    encode,
+)
+from fenceline.managers.ipc import Inbox, connect_push
+from fenceline.managers.process import Watchdog, freeze_garbage_collector, prepare_child
 from fenceline.managers.scheduler import Scheduler
 from fenceline.managers.scheduler_types import InFlight
 from fenceline.memory_order import Device, open_device
@@ -26,50 +34,21 @@ from fenceline.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
-_WATCHDOG_EXIT = 1
-
-
-class Watchdog:
-    """Ends the process when a step does not end. Waiting for messages is not a step."""
-
-    def __init__(self, timeout_s: float, on_hang: Callable[[str], None]) -> None:
-        self._timeout_s = timeout_s
-        self._on_hang = on_hang
-        self._busy_since: float | None = None
-        if timeout_s > 0:
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-
-    def busy(self) -> None:
-        """A step begins."""
-        self._busy_since = time.monotonic()
-
-    def waiting(self) -> None:
-        """Nothing to do until a message comes."""
-        self._busy_since = None
-
-    def _watch(self) -> None:
-        while True:
-            time.sleep(min(self._timeout_s / 4, 1.0))
-            since = self._busy_since
-            if since is not None and time.monotonic() - since > self._timeout_s:
-                self._on_hang(f"a step has not ended for {self._timeout_s:g} s (--watchdog-timeout)")
-                return
-
 
 class ZmqInbox:
     """The scheduler's messages."""
 
-    def __init__(self, socket: zmq.Socket[bytes], watchdog: Watchdog) -> None:
-        self._socket = socket
+    def __init__(self, inbox: Inbox, watchdog: Watchdog) -> None:
+        self._inbox = inbox
         self._watchdog = watchdog
 
     def drain(self, block: bool, timeout_ms: int | None = None) -> Sequence[Message]:
         """See :class:`fenceline.managers.scheduler.Inbox`."""
         if block:
             self._watchdog.waiting()
-            self._socket.poll(timeout_ms)
+            self._inbox.wait(timeout_ms)
         self._watchdog.busy()
-        return drain(self._socket)
+        return self._inbox.drain()
 
 
 class ZmqOutbox:
@@ -122,13 +101,13 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs) -> None:
     device: Device | None = None
     watchdog = Watchdog(config.watchdog_timeout_s, lambda reason: _die_of_hang(ports, recorder, reason))
     try:
-        inbox_socket = bind_pull(context, ports.scheduler)
+        inbox = Inbox(context, ports.scheduler, SCHEDULER_DECODER)
         outbox = ZmqOutbox(context, ports, config.skip_tokenizer_init)
         begin = time.perf_counter()
         device = open_device(config.device)
         logger.info("Opened the device (%s) in %.1f s", config.device, time.perf_counter() - begin)
         worker = ModelRunner(config, device)
-        scheduler = Scheduler(config, worker, ZmqInbox(inbox_socket, watchdog), outbox)
+        scheduler = Scheduler(config, worker, ZmqInbox(inbox, watchdog), outbox)
         recorder = scheduler.recorder
         dump_on_signal(recorder)
         outbox.to_tokenizer(ready_message(config, scheduler))
@@ -216,4 +195,4 @@ def _die_of_hang(ports: PortArgs, recorder: FlightRecorder | None, reason: str) 
     dump_and_log(recorder, reason)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     _tell_fatal(context, ports, reason)
-    os._exit(_WATCHDOG_EXIT)
+    os._exit(1)
