@@ -1,0 +1,107 @@
+"""The server that is attacked: the demo model from any source tree, its log in a file, its end certain."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import psutil
+from wire import HOST, KEY
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 20.0
+# So many tokens that memory is touched early and its growth is the attack's.
+FLAGS = ("--model-path", "demo", "--device", "cpu", "--max-total-tokens", "20000", "--random-seed", "0")
+FLAGS += (
+    "--log-level-http",
+    "warning",
+)  # a line for each probe would hide how fast an attacker fills the log
+
+
+class AttackedServer:
+    """``python -m fenceline.launch_server`` of the tree whose packages are in ``python_path``, in a folder of its own
+    where all that it writes ends up. ``nofile``: soft and hard limit of its descriptors. Use it in a ``with`` block."""
+
+    def __init__(
+        self, python_path: Path, flags: Sequence[str] = (), nofile: tuple[int, int] | None = None
+    ) -> None:
+        self.port = _free_port()
+        self._nofile = nofile
+        self._folder = tempfile.TemporaryDirectory(prefix="fenceline-hostile-", ignore_cleanup_errors=True)
+        self.folder = Path(self._folder.name)
+        self.log = self.folder / "server.log"
+        self._command = [sys.executable, "-m", "fenceline.launch_server", *FLAGS, "--port", str(self.port)]
+        self._command += ["--api-key", KEY, *flags]
+        self._env = {**os.environ, "PYTHONPATH": str(python_path), "TMPDIR": str(self.folder)}
+
+    @property
+    def pid(self) -> int:
+        """The main process."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the main process runs."""
+        return self._process.poll() is None
+
+    def log_text(self) -> str:
+        """What it has written."""
+        return self.log.read_text(errors="replace")
+
+    def __enter__(self) -> Self:
+        with self.log.open("wb") as file:
+            self._process = subprocess.Popen(
+                self._command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=self.folder,
+                env=self._env,
+                start_new_session=True,
+                preexec_fn=self._limit,
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while " at http://" not in self.log_text():
+            if not self.alive or time.monotonic() > deadline:
+                self._stop()
+                raise SystemExit(f"the server did not start:\n{self.log_text()[-4000:]}")
+            time.sleep(0.1)
+        return self
+
+    def _limit(self) -> None:
+        if self._nofile is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, self._nofile)
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+        self._folder.cleanup()
+
+    def _stop(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self.pid).children(recursive=True)
+            self._process.terminate()
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_TIMEOUT_S)
+            for process in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            if self.alive:
+                self._process.kill()
+        self._process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind((HOST, 0))
+        port: int = sock.getsockname()[1]
+        return port

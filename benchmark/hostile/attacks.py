@@ -1,0 +1,1026 @@
+"""Clients that misbehave, each on its own, each bounded in count and time.
+
+An attack is a function that builds what it sends and returns a coroutine function, so that building costs the server
+nothing. ``limit_s`` bounds the coroutine. Requests stay within the documented 64 MiB unless exceeding it is the attack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from wire import RESET, SILENT, Answer, Wire, exchange, head, outcome, post, request
+
+MIB = 1 << 20
+MAX_BODY = 64 * MIB
+CONTEXT = 4096  # of the demo model
+
+
+class Target:
+    """The server under attack. ``outcomes`` counts what the attacker got."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.outcomes: Counter[str] = Counter()
+
+    async def send(
+        self,
+        data: bytes,
+        wait_s: float = 120.0,
+        *,
+        leave_after_s: float | None = None,
+        head_only: bool = False,
+    ) -> Answer | str:
+        """One request on a connection of its own; its outcome is counted."""
+        answer = await exchange(self.port, data, wait_s, leave_after_s=leave_after_s, head_only=head_only)
+        self.outcomes[outcome(answer)] += 1
+        return answer
+
+    async def send_all(self, requests: Iterable[bytes], at_once: int, wait_s: float = 120.0) -> None:
+        """Many requests, ``at_once`` at a time."""
+        rest = iter(requests)
+
+        async def some() -> None:
+            for data in rest:
+                await self.send(data, wait_s)
+
+        await asyncio.gather(*(some() for _ in range(at_once)))
+
+
+Run = Callable[[Target], Awaitable[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """``make`` builds the payload; what it returns runs. ``nofile``, ``flags``: how its server is started."""
+
+    name: str
+    make: Callable[[], Run]
+    limit_s: float = 60.0
+    nofile: tuple[int, int] | None = None
+    flags: Sequence[str] = ()
+
+
+ATTACKS: dict[str, Attack] = {}
+
+
+def attack(
+    name: str,
+    *,
+    limit_s: float = 60.0,
+    nofile: tuple[int, int] | None = None,
+    flags: Sequence[str] = (),
+) -> Callable[[Callable[[], Run]], Callable[[], Run]]:
+    """Put a function into the list."""
+
+    def put(make: Callable[[], Run]) -> Callable[[], Run]:
+        assert name not in ATTACKS, name
+        ATTACKS[name] = Attack(name, make, limit_s, nofile, flags)
+        return make
+
+    return put
+
+
+def one(name: str, path: str, body: Callable[[], object], *, limit_s: float = 100.0) -> None:
+    """An attack of a single POST."""
+
+    def make() -> Run:
+        data = post(path, body())
+        return lambda target: target.send(data)
+
+    attack(name, limit_s=limit_s)(make)
+
+
+def several(
+    name: str,
+    path: str,
+    body: Callable[[], object],
+    num: int,
+    *,
+    at_once: int | None = None,
+    limit_s: float = 100.0,
+) -> None:
+    """An attack of ``num`` equal POSTs, all at once unless told."""
+
+    def make() -> Run:
+        data = post(path, body())
+        return lambda target: target.send_all([data] * num, at_once or num)
+
+    attack(name, limit_s=limit_s)(make)
+
+
+def repeated(before: bytes, item: bytes, num: int, after: bytes) -> bytes:
+    """JSON with a long list: ``before``, ``num`` times ``item`` with commas, ``after``."""
+    return before + b",".join([item] * num) + after
+
+
+def words(num_chars: int) -> str:
+    """Text that the tokenizer splits into short words."""
+    return ("ledger of three small foxes 12 " * (num_chars // 31 + 1))[:num_chars]
+
+
+@attack("nothing")
+def _nothing() -> Run:
+    return lambda target: asyncio.sleep(5)
+
+
+# --- cost before validation
+
+one("/tokenize, 5,000 texts", "/tokenize", lambda: {"prompt": [words(2000)] * 5000})
+one("/tokenize, 30,000 texts", "/tokenize", lambda: {"prompt": [words(2000)] * 30_000})
+one(
+    "/tokenize, 16 million empty texts",
+    "/tokenize",
+    lambda: repeated(b'{"prompt":[', b'""', 16_000_000, b"]}"),
+)
+one("/tokenize, one word of 20 MB", "/tokenize", lambda: {"prompt": "a" * 20_000_000})
+one("/tokenize, a text of 60 MB", "/tokenize", lambda: {"prompt": words(60_000_000)})
+one("/tokenize, 4 million special tokens", "/tokenize", lambda: {"prompt": "<|im_start|>" * 4_000_000})
+several("/tokenize, 1 MB a hundred times", "/tokenize", lambda: {"prompt": words(MIB)}, 100, at_once=16)
+one("/detokenize, 30 million ids", "/detokenize", lambda: repeated(b'{"tokens":[', b"9", 30_000_000, b"]}"))
+one(
+    "/detokenize, 10 million lists",
+    "/detokenize",
+    lambda: repeated(b'{"tokens":[', b"[9]", 10_000_000, b"]}"),
+)
+several(
+    "/detokenize, 100,000 ids a hundred times",
+    "/detokenize",
+    lambda: {"tokens": [300] * 100_000},
+    100,
+    at_once=16,
+)
+one(
+    "/generate, 4,096 texts, impossible temperature",
+    "/generate",
+    lambda: {"text": [words(15_000)] * 4096, "sampling_params": {"temperature": -1}},
+)
+one(
+    "/generate, 4,096 texts, the last too long",
+    "/generate",
+    lambda: {"text": [*[words(5_000)] * 4095, words(60_000)], "sampling_params": {"max_new_tokens": 1}},
+)
+one(
+    "/generate, 16 million empty texts", "/generate", lambda: repeated(b'{"text":[', b'""', 16_000_000, b"]}")
+)
+one("/generate, 30 million ids", "/generate", lambda: repeated(b'{"input_ids":[', b"9", 30_000_000, b"]}"))
+one(
+    "/generate, 16 million lists", "/generate", lambda: repeated(b'{"input_ids":[', b"[9]", 16_000_000, b"]}")
+)
+one(
+    "/generate, logit_bias of a million",
+    "/generate",
+    lambda: {"text": "a", "sampling_params": {"logit_bias": {str(i): 0.5 for i in range(1_000_000)}}},
+)
+one(
+    "/generate, logit_bias of four million equal keys",
+    "/generate",
+    lambda: repeated(b'{"text":"a","sampling_params":{"logit_bias":{', b'"5":1', 4_000_000, b"}}}"),
+)
+one(
+    "/generate, 20 million stop ids",
+    "/generate",
+    lambda: repeated(b'{"text":"a","sampling_params":{"stop_token_ids":[', b"9", 20_000_000, b"]}}"),
+)
+one(
+    "/generate, 5 million stop strings",
+    "/generate",
+    lambda: repeated(b'{"text":"a","sampling_params":{"stop":[', b'"zzzzz"', 5_000_000, b"]}}"),
+)
+one("/generate, 50 MB of text", "/generate", lambda: {"text": words(50_000_000)})
+one("/generate, 50 MB of one word", "/generate", lambda: {"text": "a" * 50_000_000})
+one(
+    "/generate, 50 MB of surrogates",
+    "/generate",
+    lambda: b'{"text":"' + b"\\ud83d\\ude00" * 4_000_000 + b'"}',
+)
+one(
+    "/generate, 20 MB of combining characters",
+    "/generate",
+    lambda: {"text": "e" + "\u0301\u0323" * 5_000_000},
+)
+
+
+@attack("/generate, 50 MB of text, left after 1 s")
+def _left() -> Run:
+    data = post("/generate", {"text": words(50_000_000)})
+
+    async def run(target: Target) -> None:
+        await asyncio.gather(*(target.send(data, leave_after_s=1.0) for _ in range(3)))
+
+    return run
+
+
+one(
+    "completions, 30 million ids",
+    "/v1/completions",
+    lambda: repeated(b'{"prompt":[', b"9", 30_000_000, b"]}"),
+)
+one(
+    "completions, 16 million texts",
+    "/v1/completions",
+    lambda: repeated(b'{"prompt":[', b'"a"', 16_000_000, b"]}"),
+)
+one(
+    "completions, logit_bias of a million",
+    "/v1/completions",
+    lambda: {"prompt": "a", "logit_bias": {str(i): 0.5 for i in range(1_000_000)}},
+)
+one("completions, 50 MB of text", "/v1/completions", lambda: {"prompt": words(50_000_000)})
+one(
+    "completions, 1,024 texts of 60 KB",
+    "/v1/completions",
+    lambda: {"prompt": [words(60_000)] * 1024, "max_tokens": 1},
+)
+several(
+    "64 bodies of 60 MB of ids at once",
+    "/generate",
+    lambda: repeated(b'{"input_ids":[', b"9", 30_000_000, b"]}"),
+    64,
+)
+one(
+    "completions, a model name of 50 MB",
+    "/v1/completions",
+    lambda: {"model": "m" * 50_000_000, "prompt": "a"},
+)
+one(
+    "completions, a million fields nobody knows",
+    "/v1/completions",
+    lambda: {"prompt": "a", "max_tokens": 1, **{f"field_{i}": i for i in range(1_000_000)}},
+)
+one(
+    "/generate, a million fields nobody knows",
+    "/generate",
+    lambda: {"text": "a", **{f"field_{i}": i for i in range(1_000_000)}},
+)
+
+# --- chat
+
+one(
+    "chat, a million messages",
+    "/v1/chat/completions",
+    lambda: {"messages": [{"role": "user", "content": "hi"}] * 1_000_000},
+)
+one(
+    "chat, a message of 50 MB",
+    "/v1/chat/completions",
+    lambda: {"messages": [{"role": "user", "content": words(50_000_000)}]},
+)
+one(
+    "chat, a million text parts",
+    "/v1/chat/completions",
+    lambda: {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1_000_000}]},
+)
+one(
+    "chat, chat_template_kwargs of 50 MB",
+    "/v1/chat/completions",
+    lambda: {
+        "messages": [{"role": "user", "content": "hi"}],
+        "chat_template_kwargs": {f"k{i}": [i] * 10 for i in range(1_000_000)},
+        "max_tokens": 1,
+    },
+)
+one(
+    "chat, chat_template_kwargs over the template's own names",
+    "/v1/chat/completions",
+    lambda: {
+        "messages": [{"role": "user", "content": "hi"}],
+        "chat_template_kwargs": {"messages": [{"role": "x", "content": "y" * 1000}] * 40_000, "range": "x"},
+        "max_tokens": 1,
+    },
+)
+one(
+    "chat, tools of 50 MB",
+    "/v1/chat/completions",
+    lambda: {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": "b" * 1000}}}] * 45_000,
+        "tool_choice": "none",
+        "max_tokens": 1,
+    },
+)
+one(
+    "chat, tool calls with arguments 1,000 deep",
+    "/v1/chat/completions",
+    lambda: {
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"function": {"name": "f", "arguments": "[" * 1000 + "]" * 1000}}],
+            },
+        ],
+        "max_tokens": 1,
+    },
+)
+one(
+    "chat, tool calls with arguments of 50 MB",
+    "/v1/chat/completions",
+    lambda: {
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"function": {"name": "f", "arguments": "[" + "1," * 20_000_000 + "1]"}}],
+            },
+        ],
+        "max_tokens": 1,
+    },
+)
+
+# --- JSON
+
+for _path, _field in (
+    ("/generate", "text"),
+    ("/v1/completions", "prompt"),
+    ("/v1/chat/completions", "messages"),
+    ("/tokenize", "prompt"),
+    ("/abort_request", "rid"),
+):
+    one(
+        f"{_path}, JSON ten million deep",
+        _path,
+        lambda field=_field: b'{"%b":' % field.encode() + b"[" * 10_000_000 + b"]" * 10_000_000 + b"}",
+    )
+
+
+@attack("JSON 1,000 deep, everywhere")
+def _deep() -> Run:
+    deep = b"[" * 1000 + b"]" * 1000
+    objects = b'{"a":' * 900 + b"1" + b"}" * 900
+    fields = {
+        "/generate": (
+            "text",
+            "input_ids",
+            "sampling_params",
+            "rid",
+            "session_params",
+            "unknown",
+            "return_logprob",
+        ),
+        "/v1/completions": ("prompt", "stop", "logit_bias", "response_format", "unknown", "json_schema"),
+        "/v1/chat/completions": ("messages", "tools", "chat_template_kwargs", "stop", "unknown"),
+        "/tokenize": ("prompt", "unknown"),
+        "/start_profile": ("activities", "unknown"),
+    }
+    chat = b'"messages":[{"role":"user","content":"hi"}],"max_tokens":1,'
+    first = {"/generate": b'"text":"a",', "/v1/completions": b'"prompt":"a",', "/v1/chat/completions": chat}
+    bodies = [
+        post(path, b"{%b" % first.get(path, b"") + b'"%b":%b}' % (name.encode(), value))
+        for path, names in fields.items()
+        for name in names
+        for value in (deep, objects)
+    ]
+    return lambda target: target.send_all(bodies, 4)
+
+
+@attack("numbers of 5,000 digits, everywhere")
+def _digits() -> Run:
+    number = b"9" * 5000
+    bodies = []
+    for value in (number, b"-" + number, b"1e" + number, b"0." + number, b'"' + number + b'"'):
+        for name in ("max_new_tokens", "temperature", "top_k", "seed", "n", "stop_token_ids", "logit_bias"):
+            bodies.append(
+                post("/generate", b'{"text":"a","sampling_params":{"%b":%b}}' % (name.encode(), value))
+            )
+        for name in ("max_tokens", "temperature", "seed", "n", "logprobs", "stop_token_ids", "user"):
+            bodies.append(post("/v1/completions", b'{"prompt":"a","%b":%b}' % (name.encode(), value)))
+        bodies.append(post("/generate", b'{"input_ids":[%b]}' % value))
+        bodies.append(post("/v1/completions", b'{"prompt":[%b]}' % value))
+        bodies.append(post("/generate", b'{"text":"a","logprob_start_len":%b}' % value))
+        bodies.append(post("/generate", b'{"text":"a","sampling_params":{"logit_bias":{"1":%b}}}' % value))
+        bodies.append(post("/generate", b'{"text":"a","sampling_params":{"logit_bias":{"%b":1}}}' % number))
+        bodies.append(post("/detokenize", b'{"tokens":[%b]}' % value))
+        bodies.append(post("/start_profile", b'{"num_steps":%b}' % value))
+    return lambda target: target.send_all(bodies, 4)
+
+
+one(
+    "/generate, a number of 50 million digits",
+    "/generate",
+    lambda: b'{"input_ids":[' + b"9" * 50_000_000 + b"]}",
+)
+one(
+    "completions, a number of 50 million digits",
+    "/v1/completions",
+    lambda: b'{"prompt":"a","seed":' + b"9" * 50_000_000 + b"}",
+)
+one(
+    "/generate, a float of 50 million digits",
+    "/generate",
+    lambda: b'{"text":"a","sampling_params":{"temperature":0.' + b"9" * 50_000_000 + b"}}",
+)
+
+# --- headers and the shell of HTTP
+
+
+def _raw(name: str, make: Callable[[], bytes], *, num: int = 1, limit_s: float = 60.0) -> None:
+    def build() -> Run:
+        data = make()
+        return lambda target: target.send_all([data] * num, min(num, 16), wait_s=limit_s)
+
+    attack(name, limit_s=limit_s)(build)
+
+
+_raw(
+    "a header of 40 MB, no key",
+    lambda: request("GET", "/model_info", headers=["X: " + "a" * 40_000_000], key=None),
+)
+_raw(
+    "a header of 300 MB, no key",
+    lambda: request("GET", "/model_info", headers=["X: " + "a" * 300_000_000], key=None),
+)
+_raw(
+    "a million headers, no key",
+    lambda: request("GET", "/model_info", headers=[f"X-{i}: a" for i in range(1_000_000)], key=None),
+)
+_raw("a path of 40 MB, no key", lambda: request("GET", "/" + "a" * 40_000_000, key=None))
+_raw("a method of 40 MB, no key", lambda: request("G" * 40_000_000, "/", key=None))
+_raw("40 MB that are no HTTP", lambda: b"\0\1\2\3" * 10_000_000, num=4)
+_raw("a line of 40 MB without an end", lambda: b"GET /" + b"a" * 40_000_000, limit_s=20)
+_raw(
+    "Content-Length of 5,000 digits",
+    lambda: head("POST", "/generate", ["Content-Length: " + "9" * 5000]) + b"\r\n{}",
+    num=20,
+    limit_s=20,
+)
+_raw(
+    "wrong lengths: -1, +1, 1_0, two, both with chunked",
+    lambda: head("POST", "/generate", ["Content-Length: -1"]) + b"\r\n{}",
+    num=4,
+    limit_s=20,
+)
+_raw("query strings of 60 KB, a thousand", lambda: request("GET", "/health?a=" + "b" * 60_000), num=1000)
+_raw("unknown paths of 60 KB, a thousand", lambda: request("GET", "/" + "%0a" * 20_000), num=1000)
+_raw(
+    "x-request-id of 60 KB, a thousand",
+    lambda: request("GET", "/health", headers=["X-Request-Id: " + "\t" * 60_000]),
+    num=1000,
+)
+_raw("OPTIONS with 60 MB", lambda: request("OPTIONS", "/generate", b"a" * 60_000_000), num=8)
+_raw("GET /health with 60 MB", lambda: request("GET", "/health", b"a" * 60_000_000), num=8)
+_raw("POST to an unknown path with 60 MB", lambda: request("POST", "/nowhere", b"a" * 60_000_000), num=8)
+_raw(
+    "a websocket's upgrade, a thousand",
+    lambda: request(
+        "GET",
+        "/generate",
+        headers=["Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13",
+                 "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="],
+    ),
+    num=1000,
+)  # fmt: skip
+_raw(
+    "an upgrade to h2c, a thousand",
+    lambda: request(
+        "GET", "/health", headers=["Upgrade: h2c", "Connection: Upgrade", "HTTP2-Settings: AAMAAABkAAQ"]
+    ),
+    num=1000,
+)
+_raw("64 bodies of 64 MiB, wrong key", lambda: post("/generate", b"[" * MAX_BODY, key="wrong"), num=64)
+_raw(
+    "bodies of 65 MiB, eight",
+    lambda: post("/generate", b"[" * (65 * MIB)),
+    num=8,
+)
+_raw(
+    "HTTP/1.0, a thousand",
+    lambda: post("/v1/completions", {"prompt": "a", "max_tokens": 1, "stream": True}).replace(
+        b"HTTP/1.1", b"HTTP/1.0", 1
+    ),
+    num=1000,
+)
+_raw(
+    "a chunked body of a million one-byte chunks",
+    lambda: (
+        head("POST", "/generate", ["Transfer-Encoding: chunked"])
+        + b"\r\n"
+        + b"1\r\n[\r\n" * 1_000_000
+        + b"0\r\n\r\n"
+    ),
+)
+_raw(
+    "a chunked body without an end, 70 MiB",
+    lambda: (
+        head("POST", "/generate", ["Transfer-Encoding: chunked"])
+        + b"\r\n"
+        + (b"100000\r\n" + b"[" * MIB + b"\r\n") * 70
+    ),
+)
+_raw(
+    "a chunk extension of 60 MB",
+    lambda: (
+        head("POST", "/generate", ["Transfer-Encoding: chunked"])
+        + b"\r\n2;"
+        + b"e" * 60_000_000
+        + b"\r\n{}\r\n0\r\n\r\n"
+    ),
+)
+_raw(
+    "trailers of 60 MB",
+    lambda: head("POST", "/generate", ["Transfer-Encoding: chunked", "Trailer: T"])
+    + b"\r\n2\r\n{}\r\n0\r\n" + b"T: tttttttttttttttttttttttttttt\r\n" * 2_000_000 + b"\r\n",
+)  # fmt: skip
+
+
+@attack("shapes of HTTP that are not quite right", limit_s=60)
+def _shapes() -> Run:
+    end = b"\r\n"
+    good = post("/v1/completions", {"prompt": "a", "max_tokens": 1})
+    shapes = [
+        head("POST", "/generate", ["Content-Length: 2", "Content-Length: 3"]) + end + b"{}1",
+        head("POST", "/generate", ["Content-Length: 2", "Transfer-Encoding: chunked"]) + end + b"0\r\n\r\n",
+        head("POST", "/generate", ["Content-Length: +2"]) + end + b"{}",
+        head("POST", "/generate", ["Content-Length: 1_0"]) + end + b"{}        ",
+        head("POST", "/generate", ["Content-Length: \u00b2"]) + end + b"{}",
+        head("POST", "/generate", ["Transfer-Encoding: chunked, gzip"]) + end + b"0\r\n\r\n",
+        head("POST", "/generate", ["Transfer-Encoding: chunked"]) + end + b"fffffffffffffffff\r\n",
+        head("POST", "/generate", ["Transfer-Encoding: chunked"]) + end + b"-1\r\n\r\n",
+        head("GET", "/health", [" folded: yes", "\tmore"]) + end,
+        head("GET", "/health", ["no colon"]) + end,
+        head("GET", "/health", ["nul: \0"]) + end,
+        b"GET /health HTTP/1.1\n\n",
+        b"GET /health HTTP/9.9\r\n\r\n",
+        b"GET /health\r\n\r\n",
+        b"\r\n" * 1000 + request("GET", "/health"),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+        request("CONNECT", "127.0.0.1:80"),
+        request("GET", "http://elsewhere/health"),
+        request("GET", "//health"),
+        request("GET", "/health/%2e%2e/%00"),
+        request("POST", "/v1/models/" + "%ff" * 1000),
+        good.replace(b"application/json", b"multipart/form-data; boundary=x"),
+        good.replace(b"application/json", b"application/json; charset=utf-16"),
+        request("POST", "/generate", b"\xff\xfe{\0}\0"),
+        request("POST", "/generate", b"\xef\xbb\xbf{}"),
+    ]
+    return lambda target: target.send_all(shapes * 5, 8, wait_s=5)
+
+
+@attack("Expect: 100-continue, a thousand", limit_s=60)
+def _expect() -> Run:
+    first = head("POST", "/generate", ["Content-Length: 12", "Expect: 100-continue"]) + b"\r\n"
+
+    async def run(target: Target) -> None:
+        async def ask(num: int) -> None:
+            for index in range(num):
+                try:
+                    async with asyncio.timeout(20), Wire(target.port) as wire:
+                        await wire.send(first)
+                        await asyncio.sleep(0.001)
+                        if index % 2:
+                            await wire.send(b'{"text": ""}')
+                            target.outcomes[outcome(await wire.answer())] += 1
+                except TimeoutError:
+                    target.outcomes[SILENT] += 1
+                except OSError:
+                    target.outcomes[RESET] += 1
+
+        await asyncio.gather(*(ask(125) for _ in range(8)))
+
+    return run
+
+
+def _pipelined(data: bytes, num: int) -> Run:
+    async def run(target: Target) -> None:
+        async with Wire(target.port) as wire:
+            sending = asyncio.ensure_future(wire.send(data * num))
+            for _ in range(num):
+                answer = await wire.answer()
+                target.outcomes[outcome(answer)] += 1
+                if isinstance(answer, str):
+                    break
+            sending.cancel()
+
+    return run
+
+
+@attack("20,000 pipelined GET /health", limit_s=60)
+def _pipelined_health() -> Run:
+    return _pipelined(request("GET", "/health"), 20_000)
+
+
+@attack("2,000 pipelined requests for tokens", limit_s=60)
+def _pipelined_tokens() -> Run:
+    return _pipelined(post("/v1/completions", {"prompt": "a", "max_tokens": 1}), 2000)
+
+
+@attack("20,000 pipelined requests, no answer read", limit_s=15)
+def _pipelined_unread() -> Run:
+    data = post("/v1/completions", {"prompt": "a", "max_tokens": 1, "echo": True}) * 20_000
+
+    async def run(target: Target) -> None:
+        async with Wire(target.port, receive_bytes=4096) as wire:
+            await wire.send(data)
+
+    return run
+
+
+# --- connections
+
+
+@attack("5,000 connects and disconnects", limit_s=60)
+def _connects() -> Run:
+    async def run(target: Target) -> None:
+        async def some(num: int) -> None:
+            for index in range(num):
+                try:
+                    async with Wire(target.port) as wire:
+                        if index % 3 == 1:
+                            await wire.send(b"POST /generate HTT")
+                        elif index % 3 == 2:
+                            wire.leave_hard()
+                    target.outcomes["left"] += 1
+                except OSError:
+                    target.outcomes[RESET] += 1
+
+        await asyncio.gather(*(some(625) for _ in range(8)))
+
+    return run
+
+
+def _half_requests(num: int, data: bytes, hold_s: float) -> Run:
+    """``num`` connections that send ``data`` and then nothing, until the server closes them or ``hold_s`` are over."""
+
+    async def hold(target: Target) -> None:
+        try:
+            async with asyncio.timeout(hold_s), Wire(target.port) as wire:
+                await wire.send(data)
+                target.outcomes[outcome(await wire.answer())] += 1
+        except TimeoutError:
+            target.outcomes["held"] += 1
+        except OSError:
+            target.outcomes[RESET] += 1
+
+    async def run(target: Target) -> None:
+        await asyncio.gather(*(hold(target) for _ in range(num)))
+
+    return run
+
+
+_HALF_HEAD = b"POST /generate HTTP/1.1\r\nHost: a\r\nX-Half"
+_HALF_BODY = head("POST", "/generate", ["Content-Length: 1000000"]) + b'\r\n{"text": "'
+
+
+@attack("1,100 half heads, 1,024 descriptors (soft limit)", limit_s=40, nofile=(1024, 4096))
+def _half_heads_soft() -> Run:
+    return _half_requests(1100, _HALF_HEAD, 30)
+
+
+@attack("1,100 half heads, 1,024 descriptors (hard limit)", limit_s=40, nofile=(1024, 1024))
+def _half_heads_hard() -> Run:
+    return _half_requests(1100, _HALF_HEAD, 30)
+
+
+@attack("1,100 half bodies, 1,024 descriptors (hard limit)", limit_s=40, nofile=(1024, 1024))
+def _half_bodies() -> Run:
+    return _half_requests(1100, _HALF_BODY, 30)
+
+
+@attack("1,100 silent connections, 1,024 descriptors (hard limit)", limit_s=40, nofile=(1024, 1024))
+def _silent_connections() -> Run:
+    return _half_requests(1100, b"", 30)
+
+
+@attack("200 half bodies of 32 MB", limit_s=40)
+def _big_half_bodies() -> Run:
+    return _half_requests(
+        200, head("POST", "/generate", ["Content-Length: 60000000"]) + b"\r\n" + b"[" * 32_000_000, 30
+    )
+
+
+def _drip(first: bytes, drop: bytes, num: int, every_s: float, hold_s: float) -> Run:
+    """``num`` connections that send ``first`` and then ``drop`` now and then."""
+
+    async def slow(target: Target) -> None:
+        try:
+            async with asyncio.timeout(hold_s), Wire(target.port) as wire:
+                await wire.send(first)
+                answer = asyncio.ensure_future(wire.answer())
+                while not answer.done():
+                    await asyncio.wait([answer], timeout=every_s)
+                    if not answer.done() and not await wire.send(drop):
+                        break
+                target.outcomes[outcome(await answer)] += 1
+        except TimeoutError:
+            target.outcomes["held"] += 1
+        except OSError:
+            target.outcomes[RESET] += 1
+
+    async def run(target: Target) -> None:
+        await asyncio.gather(*(slow(target) for _ in range(num)))
+
+    return run
+
+
+@attack("200 half heads", limit_s=20)
+def _few_half_heads() -> Run:
+    return _half_requests(200, _HALF_HEAD, 15)
+
+
+@attack("100 slow bodies", limit_s=20)
+def _few_slow_bodies() -> Run:
+    return _drip(_HALF_BODY, b"a", 100, 0.2, 15)
+
+
+@attack("300 slow heads, a byte every 0.2 s", limit_s=40)
+def _slow_heads() -> Run:
+    return _drip(_HALF_HEAD, b"a", 300, 0.2, 30)
+
+
+@attack("300 slow bodies, a byte every 0.2 s", limit_s=40)
+def _slow_bodies() -> Run:
+    return _drip(_HALF_BODY, b"a", 300, 0.2, 30)
+
+
+@attack("300 slow headers, a line every 0.2 s", limit_s=40)
+def _slow_headers() -> Run:
+    return _drip(b"GET /health HTTP/1.1\r\n", b"X-a: b\r\n", 300, 0.2, 30)
+
+
+# --- generation
+
+
+def _long_ids() -> list[int]:
+    rng = random.Random(7)
+    return [rng.randrange(300, 1000) for _ in range(3900)]
+
+
+def _nearly_stops() -> list[str]:
+    """64 stop strings of 4,096 characters. The first holds back everything that is said; the others match the end of
+    what is held back at many places, far, and then no more."""
+    stops = ["x" * (4095 - index) + "y" * (index + 1) for index in range(32)]
+    return stops + ["x" * (2000 + index) + "y" + "x" * (2095 - index) for index in range(32)]
+
+
+def _says_x(num_tokens: int) -> dict[str, object]:
+    """A request whose tokens are all "x" (id 90 of the demo model's vocabulary)."""
+    return {
+        "text": "x",
+        "sampling_params": {
+            "max_new_tokens": num_tokens,
+            "temperature": 0,
+            "logit_bias": {"90": 100},
+            "ignore_eos": True,
+            "stop": _nearly_stops(),
+        },
+        "stream": True,
+    }
+
+
+several("64 stop strings that nearly match", "/generate", lambda: _says_x(3500), 8, limit_s=60)
+several(
+    "64 stop strings that nearly match, 64 streams",
+    "/generate",
+    lambda: _says_x(1500) | {"sampling_params": {**_says_x(1500)["sampling_params"], "n": 8}},  # type: ignore[dict-item]
+    8,
+    limit_s=60,
+)
+one(
+    "n=128 with a prompt of 3,900 tokens",
+    "/generate",
+    lambda: {"input_ids": _long_ids(), "sampling_params": {"n": 128, "max_new_tokens": 20}},
+    limit_s=60,
+)
+one(
+    "completions, n=128 for 8 long prompts",
+    "/v1/completions",
+    lambda: {"prompt": [_long_ids()] * 8, "n": 128, "max_tokens": 20},
+    limit_s=60,
+)
+
+
+@attack("4,096 prompts of 3,900 tokens, left after 5 s", limit_s=20)
+def _flood() -> Run:
+    rng = random.Random(3)
+    prompts = [[rng.randrange(300, 1000) for _ in range(3900)] for _ in range(4096)]
+    data = post("/generate", {"input_ids": prompts, "sampling_params": {"max_new_tokens": 100}})
+    return lambda target: target.send(data, leave_after_s=5.0)
+
+
+@attack("4,096 short prompts, left after 5 s", limit_s=20)
+def _short_flood() -> Run:
+    data = post(
+        "/generate", {"text": ["Once upon a time"] * 4096, "sampling_params": {"max_new_tokens": 500}}
+    )
+    return lambda target: target.send(data, leave_after_s=5.0)
+
+
+@attack("2,000 streams, each left after its first bytes", limit_s=60)
+def _left_streams() -> Run:
+    data = post(
+        "/generate", {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 2000}, "stream": True}
+    )
+
+    async def run(target: Target) -> None:
+        async def some(num: int) -> None:
+            for _ in range(num):
+                try:
+                    async with asyncio.timeout(30), Wire(target.port) as wire:
+                        await wire.send(data)
+                        await wire.read()
+                        target.outcomes["left"] += 1
+                except (TimeoutError, OSError):
+                    target.outcomes[SILENT] += 1
+
+        await asyncio.gather(*(some(62) for _ in range(32)))
+
+    return run
+
+
+def _unread(body: object, num: int) -> Run:
+    data = post("/generate", body)
+
+    async def run(target: Target) -> None:
+        async with asyncio.timeout(20):
+            wires = [Wire(target.port, receive_bytes=2048) for _ in range(num)]
+            for wire in wires:
+                await wire.__aenter__()
+                await wire.send(data)
+            try:
+                await asyncio.sleep(15)
+                target.outcomes["never read"] += num
+            finally:
+                for wire in wires:
+                    await wire.__aexit__()
+
+    return run
+
+
+@attack("64 streams that are never read", limit_s=30)
+def _unread_streams() -> Run:
+    params = {"max_new_tokens": 3000, "ignore_eos": True}
+    return _unread({"text": "Once", "sampling_params": params, "stream": True, "return_logprob": True}, 64)
+
+
+@attack("16 streams that are never read", limit_s=30)
+def _few_unread_streams() -> Run:
+    return _unread(
+        {"text": "Once", "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "stream": True}, 16
+    )
+
+
+@attack("32 large answers that are never read", limit_s=30)
+def _unread_answers() -> Run:
+    params = {"max_new_tokens": 1, "n": 4}
+    logprobs = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 128}
+    return _unread({"input_ids": _long_ids(), "sampling_params": params, **logprobs}, 32)
+
+
+several(
+    "128 logprobs for each of 3,900 tokens, with texts",
+    "/generate",
+    lambda: {
+        "input_ids": _long_ids(),
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 128,
+        "return_text_in_logprobs": True,
+        "sampling_params": {"max_new_tokens": 1},
+    },
+    8,
+)
+one(
+    "128 logprobs, n=128, a stream",
+    "/generate",
+    lambda: {
+        "input_ids": _long_ids()[:1000],
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 128,
+        "return_text_in_logprobs": True,
+        "stream": True,
+        "sampling_params": {"max_new_tokens": 50, "n": 128, "ignore_eos": True},
+    },
+    limit_s=60,
+)
+several(
+    "completions, echo with 20 logprobs of 3,900 tokens",
+    "/v1/completions",
+    lambda: {"prompt": _long_ids(), "echo": True, "logprobs": 20, "max_tokens": 1},
+    8,
+)
+one(
+    "128 streams that repeat their text, 3,000 tokens",
+    "/generate",
+    lambda: {
+        "text": "Once",
+        "stream": True,
+        "sampling_params": {"max_new_tokens": 3000, "n": 128, "ignore_eos": True},
+    },
+    limit_s=40,
+)
+
+# --- ids and control
+
+
+@attack("a hundred rids of 4 MB", limit_s=60)
+def _long_rids() -> Run:
+    bodies = [
+        post(
+            "/generate",
+            {"text": "a", "rid": f"{i}" + "r" * 4_000_000, "sampling_params": {"max_new_tokens": 1}},
+        )
+        for i in range(20)
+    ]
+    return lambda target: target.send_all(bodies * 5, 4)
+
+
+several(
+    "a list of 4,096 rids of 12 KB",
+    "/generate",
+    lambda: {
+        "text": ["a"] * 4096,
+        "rid": [f"{i}" + "r" * 12_000 for i in range(4096)],
+        "sampling_params": {"max_new_tokens": 1},
+    },
+    1,
+    limit_s=60,
+)
+
+
+@attack("one rid by 2,000 requests", limit_s=60)
+def _same_rid() -> Run:
+    data = post(
+        "/generate", {"text": "a", "rid": "the same\nfor all", "sampling_params": {"max_new_tokens": 4}}
+    )
+    return lambda target: target.send_all([data] * 2000, 32)
+
+
+@attack("10,000 aborts of unknown requests", limit_s=60)
+def _aborts() -> Run:
+    bodies = [post("/abort_request", {"rid": f"unknown-{i}"}) for i in range(10_000)]
+    return lambda target: target.send_all(bodies, 16)
+
+
+one("an abort of 60 MB", "/abort_request", lambda: {"rid": "r" * 60_000_000})
+
+
+@attack("2,000 requests and aborts by a common prefix", limit_s=60)
+def _prefix_aborts() -> Run:
+    async def run(target: Target) -> None:
+        async def some(worker: int) -> None:
+            for index in range(60):
+                rid = f"common-{worker}-{index}"
+                body = {
+                    "text": "Once",
+                    "rid": rid,
+                    "sampling_params": {"max_new_tokens": 500, "ignore_eos": True},
+                }
+                asked = asyncio.ensure_future(target.send(post("/generate", body), 30))
+                await asyncio.sleep(0.01)
+                await target.send(post("/abort_request", {"rid": "common" if index % 10 == 0 else rid}), 30)
+                await asked
+
+        await asyncio.gather(*(some(worker) for worker in range(32)))
+
+    return run
+
+
+def _storm(path: str, num: int, method: str = "GET", body: bytes = b"") -> Callable[[], Run]:
+    def make() -> Run:
+        data = request(method, path, body)
+        return lambda target: target.send_all([data] * num, 16)
+
+    return make
+
+
+attack("2,000 GET /server_info")(_storm("/server_info", 2000))
+attack("500 GET /flight_recorder")(_storm("/flight_recorder", 500))
+attack("500 POST /flight_recorder")(_storm("/flight_recorder", 500, "POST"))
+attack("500 GET /metrics", flags=("--enable-metrics",))(_storm("/metrics", 500))
+attack("2,000 POST /flush_cache")(_storm("/flush_cache", 2000, "POST"))
+attack("500 GET /openapi.json")(_storm("/openapi.json", 500))
+attack("500 GET /health_generate")(_storm("/health_generate", 500))
+attack("5,000 wrong requests")(_storm("/generate", 5000, "POST", b'{"text": 1}'))
+
+
+@attack("profiles at 200 paths", limit_s=60)
+def _profiles() -> Run:
+    paths = [
+        "/".join(["a"] * 1500),
+        "a" * 5000,
+        "\0",
+        "../../x",
+        "a\nb",
+        "",
+        "~",
+        "\u0131",
+        "/dev/null/x",
+        "/proc/1/x",
+    ]
+    bodies = [
+        part
+        for path in paths * 2
+        for part in (
+            post("/start_profile", {"output_dir": path, "num_steps": 1}),
+            request("POST", "/stop_profile"),
+        )
+    ]
+    return lambda target: target.send_all(bodies, 1, wait_s=30)

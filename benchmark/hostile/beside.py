@@ -1,0 +1,224 @@
+"""What a well-behaved neighbour sees, measured in a process of its own: /health, the tokens of a stream, memory.
+
+Three clients run side by side on one event loop: /health on a new connection every 10 ms, /health on a kept connection
+every 10 ms, and one stream after another whose text is known. A silence is the time from asking to the whole answer;
+what hangs at the end counts with its age. A token's lateness is the time since the token before it, less the same
+stream's usual time when nobody disturbs it; a first token's is counted from the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import statistics
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Self
+
+import httptools
+import orjson
+import psutil
+from wire import Wire, post, request
+
+PROBE_EVERY_S = 0.01
+MEMORY_EVERY_S = 0.05
+PATIENCE_S = 150.0
+NUM_TOKENS = 200
+_STREAM = {
+    "prompt": "Q: What is 12 + 30?\nA:",
+    "max_tokens": NUM_TOKENS,
+    "ignore_eos": True,
+    "temperature": 0,
+    "stream": True,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Something that began at ``start`` (time.monotonic) and took ``took`` seconds."""
+
+    start: float
+    took: float
+
+
+@dataclass
+class Observed:
+    """All samples since the start. ``pending``: what had begun and not ended when they were taken."""
+
+    health: list[Sample] = field(default_factory=list)
+    kept: list[Sample] = field(default_factory=list)
+    first_tokens: list[Sample] = field(default_factory=list)
+    next_tokens: list[Sample] = field(default_factory=list)
+    memory: list[Sample] = field(default_factory=list)  # bytes as ``took``
+    lag: list[Sample] = field(default_factory=list)  # of the observer itself
+    texts: list[Sample] = field(default_factory=list)  # a hash of each stream's bytes as ``took``
+    failures: list[tuple[float, str]] = field(default_factory=list)
+    pending: dict[str, float] = field(default_factory=dict)  # name of a list above to the start
+
+
+def worst(samples: list[Sample], since: float, less: float = 0.0) -> float:
+    """The longest of those that ended after ``since``, in seconds."""
+    return max((s.took - less for s in samples if s.start + s.took >= since), default=0.0)
+
+
+def usual(samples: list[Sample], until: float) -> float:
+    """The median of those that ended before ``until``."""
+    took = [s.took for s in samples if s.start + s.took < until]
+    return statistics.median(took) if took else 0.0
+
+
+class Observer:
+    """The observing process of the server ``pid`` at ``port``; samples are asked for with :meth:`look`."""
+
+    def __init__(self, port: int, pid: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._here, there = context.Pipe()
+        self._process = context.Process(target=_run, args=(there, port, pid), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._process.start()
+        self._here.recv()
+        return self
+
+    def look(self) -> Observed:
+        """Everything so far; what hangs is in the lists with its age."""
+        self._here.send(None)
+        observed: Observed = self._here.recv()
+        now = time.monotonic()
+        for name, start in observed.pending.items():
+            getattr(observed, name).append(Sample(start, now - start))
+        return observed
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _run(pipe: Connection, port: int, pid: int) -> None:
+    with contextlib.suppress(PermissionError):
+        os.nice(-10)
+    asyncio.run(_observe(pipe, port, pid))
+
+
+async def _observe(pipe: Connection, port: int, pid: int) -> None:
+    seen = Observed()
+    tasks = [
+        asyncio.ensure_future(_probe(seen, port)),
+        asyncio.ensure_future(_probe_kept(seen, port)),
+        asyncio.ensure_future(_stream(seen, port)),
+        asyncio.ensure_future(_memory(seen, pid)),
+        asyncio.ensure_future(_lag(seen)),
+    ]
+    pipe.send(None)
+    asked = asyncio.Event()
+    asyncio.get_running_loop().add_reader(pipe.fileno(), asked.set)
+    while tasks:
+        await asked.wait()
+        asked.clear()
+        if pipe.poll():
+            pipe.recv()
+            pipe.send(seen)
+
+
+async def _probe(seen: Observed, port: int) -> None:
+    data = request("GET", "/health", headers=["Connection: close"])
+    while True:
+        start = seen.pending["health"] = time.monotonic()
+        try:
+            async with asyncio.timeout(PATIENCE_S), Wire(port) as wire:
+                await wire.send(data)
+                answer = await wire.answer()
+            if isinstance(answer, str) or answer.status != 200:
+                seen.failures.append(
+                    (start, f"/health: {answer if isinstance(answer, str) else answer.status}")
+                )
+        except (OSError, TimeoutError) as error:
+            seen.failures.append((start, f"/health: {type(error).__name__}"))
+        _note(seen, "health", start)
+        await asyncio.sleep(PROBE_EVERY_S)
+
+
+async def _probe_kept(seen: Observed, port: int) -> None:
+    data = request("GET", "/health")
+    while True:
+        try:
+            async with Wire(port) as wire:
+                while True:
+                    start = seen.pending["kept"] = time.monotonic()
+                    async with asyncio.timeout(PATIENCE_S):
+                        await wire.send(data)
+                        answer = await wire.answer()
+                    _note(seen, "kept", start)
+                    if isinstance(answer, str) or answer.status != 200:
+                        what = answer if isinstance(answer, str) else str(answer.status)
+                        seen.failures.append((start, f"kept /health: {what}"))
+                        break
+                    await asyncio.sleep(PROBE_EVERY_S)
+        except (OSError, TimeoutError) as error:
+            seen.failures.append((time.monotonic(), f"kept /health: {type(error).__name__}"))
+        await asyncio.sleep(PROBE_EVERY_S)
+
+
+async def _stream(seen: Observed, port: int) -> None:
+    data = post("/v1/completions", _STREAM, headers=["Connection: close"])
+    while True:
+        start = seen.pending["first_tokens"] = time.monotonic()
+        try:
+            async with Wire(port) as wire:
+                await wire.send(data)
+                await _read_stream(seen, wire, start)
+        except (OSError, httptools.HttpParserError) as error:
+            seen.failures.append((start, f"stream: {type(error).__name__}"))
+            await asyncio.sleep(PROBE_EVERY_S)
+        seen.pending.pop("first_tokens", None)
+        seen.pending.pop("next_tokens", None)
+
+
+async def _read_stream(seen: Observed, wire: Wire, start: float) -> None:
+    name, before, tail = "first_tokens", start, b""
+    while b"[DONE]" not in tail:
+        data = await wire.read()
+        if data.count(b"data: {"):
+            _note(seen, name, before)
+            name, before = "next_tokens", time.monotonic()
+            seen.pending[name] = before
+        tail = (tail + data)[-300:]
+        if not data:
+            seen.failures.append((start, f"stream: closed after {tail!r}"))
+            return
+    events = bytes(wire.current.body).split(b"data: ")[1:-1]
+    try:
+        text = "".join(choice["text"] for event in events for choice in orjson.loads(event)["choices"])
+        seen.texts.append(Sample(start, hash(text)))
+    except (ValueError, KeyError):
+        seen.failures.append((start, f"stream: {events[-1][:300]!r}"))
+
+
+async def _memory(seen: Observed, pid: int) -> None:
+    main = psutil.Process(pid)
+    processes: list[psutil.Process] = []
+    count = 0
+    while True:
+        if count % 20 == 0:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes = [main, *main.children(recursive=True)]
+        count += 1
+        with contextlib.suppress(psutil.NoSuchProcess):
+            seen.memory.append(Sample(time.monotonic(), sum(p.memory_info().rss for p in processes)))
+        await asyncio.sleep(MEMORY_EVERY_S)
+
+
+async def _lag(seen: Observed) -> None:
+    while True:
+        start = time.monotonic()
+        await asyncio.sleep(PROBE_EVERY_S)
+        seen.lag.append(Sample(start, time.monotonic() - start - PROBE_EVERY_S))
+
+
+def _note(seen: Observed, name: str, start: float) -> None:
+    samples: list[Sample] = getattr(seen, name)
+    samples.append(Sample(start, time.monotonic() - start))
+    seen.pending.pop(name, None)

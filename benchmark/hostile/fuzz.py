@@ -1,0 +1,610 @@
+"""Random requests over every endpoint, from a seed, with eight misbehaving clients beside them.
+
+What must hold: every whole request is answered within a bound; no 5xx but a 503 whose reason is documented; a 200 is
+JSON or a whole stream; known prompts get the answers that they got before; at the end the engine is idle and its pages
+are free.
+A request is a function of the seed and its index alone, so that ``--replay SEED INDEX`` sends the same bytes again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import httptools
+import orjson
+from attacked import AttackedServer
+from attacks import ATTACKS, Target
+from beside import Observer, usual, worst
+from wire import LEFT, RESET, SILENT, Answer, Wire, exchange, outcome, post, request
+
+BOUND_S = 120.0
+WORKERS = 16
+# A short context bounds what a request for "as much as there is" costs.
+FLAGS = ("--context-length", "512", "--enable-metrics", "--max-queued-requests", "4000")
+# Reasons of a 503 that docs/api.md lists: the server is full, or does not serve at the moment.
+REASONS_503 = {"queue_full", "starting", "shutting_down", "unhealthy", "overloaded", "too_many_bodies"}
+MISBEHAVING = (
+    "200 half heads",
+    "100 slow bodies",
+    "16 streams that are never read",
+    "2,000 streams, each left after its first bytes",
+    "5,000 connects and disconnects",
+    "/generate, 30 million ids",
+    "/tokenize, 30,000 texts",
+    "64 stop strings that nearly match",
+)
+
+# --- one request from a seed
+
+Rng = random.Random
+Value = Callable[[Rng], Any]
+
+_BORDERS: list[Any] = [
+    *(0, 1, -1, 2, 127, 128, 129, 511, 512, 513, 1023, 1024, 4096, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63, 2**64),
+    *(-(2**63), -(2**63) - 1, 10**30, 0.0, -0.0, 0.5, 1.0, 1.0000001, 2.0, 1e-320, 1e-9, 1e308, -1e308),
+    *(True, False, None),
+    *("", " ", "a", "0", "1e9", "null", "\0", "\n", "\u0301", "\U0001f600", "\ufeff", "a" * 300, "x" * 5000),
+    *([], {}, [None], [[]], [{}], [[[]]], {"": ""}, {"a": None}, [1, "a"], ["a", "b"], [1, 2], [0.5], [True], [2**40]),
+    *({"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}}),
+]  # fmt: skip
+_TEXTS = [
+    "Q: What is 12 + 30?\nA:",
+    "Once upon a time",
+    "Sort ascending: 5 3 9",
+    "",
+    "\n",
+    "<|im_start|>user\nhi<|im_end|>",
+    "\u00e9\u0301 \U0001f468\u200d\U0001f469\u200d\U0001f467 \u202e",
+    "word " * 100,
+    "a" * 1500,
+    "9" * 700,
+    "\0\1\2",
+]
+
+
+def _border(rng: Rng) -> Any:
+    value = rng.choice(_BORDERS)
+    if rng.random() < 0.1:
+        return [value] * rng.choice((1, 2, 5, 200))
+    if rng.random() < 0.1:
+        return {rng.choice(("a", "0", "5", "-1", "1e3")): value}
+    return value
+
+
+def _text(rng: Rng) -> str:
+    return rng.choice(_TEXTS)
+
+
+def _ids(rng: Rng) -> list[int]:
+    return [rng.randrange(1024) for _ in range(rng.choice((1, 2, 5, 40, 400, 511, 512, 600)))]
+
+
+def _rid(rng: Rng) -> str:
+    return f"fuzz-{rng.randrange(40)}"
+
+
+def _some(*values: Any) -> Value:
+    return lambda rng: rng.choice(values)
+
+
+_FLAG = _some(True, False)
+_COMMON: dict[str, Value] = {
+    "temperature": _some(0, 0.0, 0.7, 1, 2.0),
+    "top_p": _some(1, 0.9, 0.01),
+    "top_k": _some(-1, 1, 20, 1024),
+    "min_p": _some(0, 0.1, 1),
+    "presence_penalty": _some(-2, 0, 1.5),
+    "frequency_penalty": _some(-2, 0, 1.5),
+    "repetition_penalty": _some(0.5, 1.0, 1.2),
+    "logit_bias": lambda rng: {str(rng.randrange(1024)): rng.choice((-100, 1.5, 100)) for _ in range(3)},
+    "stop": lambda rng: rng.choice(("\n", [], ["a", "ab", "abc"], "x" * 4096, ["\u00e9", "\ud7ff"])),
+    "stop_token_ids": _some([], [0], [2, 3, 1023], [5] * 100),
+    "ignore_eos": _FLAG,
+    "skip_special_tokens": _FLAG,
+    "spaces_between_special_tokens": _FLAG,
+    "no_stop_trim": _FLAG,
+    "seed": _some(0, 1, 2**31, None),
+    "n": _some(1, 1, 1, 2, 4, 16),
+}
+_SAMPLING: dict[str, Value] = {
+    **_COMMON,
+    "max_new_tokens": _some(0, 1, 8, 40, None),
+    "min_new_tokens": _some(0, 1, 8),
+    "sampling_seed": _some(3, None),
+    "regex": _some("", None, "a+"),
+    "json_schema": _some("", None, "{}"),
+    "ebnf": _some(None, 'root ::= "a"'),
+    "stop_regex": _some(None, "", "a+", ["(a+)+$"]),
+    "custom_params": _some(None, {}, {"a": 1}),
+}
+
+
+def _sampling(rng: Rng) -> Any:
+    return {"max_new_tokens": 8, **_pick(rng, _SAMPLING, 3)}
+
+
+_GENERATE: dict[str, Value] = {
+    "text": lambda rng: (
+        _text(rng) if rng.random() < 0.7 else [_text(rng) for _ in range(rng.choice((1, 2, 9)))]
+    ),
+    "input_ids": lambda rng: _ids(rng) if rng.random() < 0.7 else [_ids(rng) for _ in range(3)],
+    "sampling_params": lambda rng: (
+        _sampling(rng) if rng.random() < 0.8 else [_sampling(rng) for _ in range(2)]
+    ),
+    "stream": _FLAG,
+    "rid": lambda rng: _rid(rng) if rng.random() < 0.7 else [_rid(rng), _rid(rng)],
+    "return_logprob": _some(True, False, [True, False]),
+    "logprob_start_len": _some(-1, 0, 1, 5, [0, 1]),
+    "top_logprobs_num": _some(0, 1, 5, 128, [1, 2]),
+    "token_ids_logprob": _some(None, [0], [5, 6, 1023], [[1], [2]]),
+    "return_text_in_logprobs": _FLAG,
+    "priority": _some(0, 5, None),
+    "extra_key": _some("", "a", None),
+    "cache_salt": _some("", "salt", None),
+    "lora_path": _some("", None, "a"),
+    "session_params": _some(None, {}),
+    "return_hidden_states": _some(False, [False]),
+    "image_data": _some(None, ""),
+    "bootstrap_host": _some(None, "here"),
+    "input_embeds": _some(None, [[0.5]]),
+    "model": _some("demo", "another"),
+}
+_OPENAI: dict[str, Value] = {
+    **_COMMON,
+    "model": _some("demo", "gpt-4", ""),
+    "max_tokens": _some(1, 8, 40, None),
+    "min_tokens": _some(0, 3),
+    "stream": _FLAG,
+    "stream_options": _some(None, {"include_usage": True}, {"continuous_usage_stats": True}, {}),
+    "user": _some("me", None),
+    "rid": lambda rng: _rid(rng),
+    "response_format": _some(None, {"type": "text"}, {"type": "json_object"}),
+    "cache_salt": _some("", "salt", None),
+    "priority": _some(0, 5, None),
+    "stop_regex": _some(None, "", "a+"),
+    "guided_json": _some(None, {}, {"type": "object"}),
+    "guided_regex": _some(None, "", "a"),
+    "guided_choice": _some(None, ["a", "b"]),
+    "structured_outputs": _some(None, {}),
+    "use_beam_search": _FLAG,
+    "prompt_logprobs": _some(None, 0, 5),
+    "return_token_ids": _FLAG,
+    "return_prompt_token_ids": _FLAG,
+    "custom_params": _some(None, {}),
+    "session_params": _some(None, {}),
+}
+_COMPLETIONS: dict[str, Value] = {
+    **_OPENAI,
+    "prompt": lambda rng: rng.choice(
+        (_text(rng), [_text(rng), _text(rng)], _ids(rng), [_ids(rng), _ids(rng)])
+    ),
+    "echo": _FLAG,
+    "logprobs": _some(None, 0, 5, 20),
+    "best_of": _some(None, 1),
+    "suffix": _some("", None),
+}
+
+
+def _message(rng: Rng) -> Any:
+    content = rng.choice((_text(rng), [{"type": "text", "text": _text(rng)}], None, ""))
+    message = {"role": rng.choice(("user", "assistant", "system", "tool", "developer")), "content": content}
+    if rng.random() < 0.15:
+        function = {"name": "f", "arguments": rng.choice(("{}", '{"a": [[1]]}', "no", {"a": 1}))}
+        message["tool_calls"] = [{"id": "c", "type": "function", "function": function}]
+    return message
+
+
+_CHAT: dict[str, Value] = {
+    **_OPENAI,
+    "messages": lambda rng: [_message(rng) for _ in range(rng.choice((1, 1, 2, 5, 20)))],
+    "max_completion_tokens": _some(1, 8, None),
+    "logprobs": _FLAG,
+    "top_logprobs": _some(None, 0, 5),
+    "chat_template_kwargs": _some({}, {"enable_thinking": False}, {"messages": []}, {"a": [1]}),
+    "reasoning_effort": _some(None, "low"),
+    "continue_final_message": _FLAG,
+    "add_generation_prompt": _some(None, True),
+    "separate_reasoning": _FLAG,
+    "tools": _some([], [{"type": "function", "function": {"name": "f"}}]),
+    "tool_choice": _some(None, "none", "auto", "required"),
+    "input_ids": lambda rng: _ids(rng),
+}
+_TOKENIZE: dict[str, Value] = {
+    "prompt": lambda rng: (
+        _text(rng) if rng.random() < 0.6 else [_text(rng) for _ in range(rng.choice((0, 1, 30)))]
+    ),
+    "messages": lambda rng: [_message(rng)],
+    "add_special_tokens": _FLAG,
+    "add_generation_prompt": _FLAG,
+    "model": _some("demo"),
+}
+_DETOKENIZE: dict[str, Value] = {
+    "tokens": lambda rng: rng.choice((_ids(rng), [_ids(rng)], [], [[]], [1024], [-1])),
+    "skip_special_tokens": _FLAG,
+}
+_PROFILE: dict[str, Value] = {"num_steps": _some(1, "1", 2), "output_dir": _some("a", "../a", "/proc/x", "")}
+_BODIES: list[tuple[int, str, dict[str, Value], tuple[str, ...]]] = [
+    (30, "/generate", _GENERATE, ("text", "sampling_params")),
+    (22, "/v1/completions", _COMPLETIONS, ("prompt", "max_tokens")),
+    (22, "/v1/chat/completions", _CHAT, ("messages", "max_tokens")),
+    (6, "/tokenize", _TOKENIZE, ("prompt",)),
+    (2, "/v1/tokenize", _TOKENIZE, ("messages",)),
+    (6, "/detokenize", _DETOKENIZE, ("tokens",)),
+    (8, "/abort_request", {"rid": lambda rng: rng.choice((_rid(rng), "", "fuzz-", "f"))}, ("rid",)),
+    (1, "/abort_request", {"abort_all": _FLAG}, ("abort_all",)),
+    (1, "/pause_generation", {"mode": _some("abort", "retract", "in_place", "no")}, ("mode",)),
+    (1, "/start_profile", _PROFILE, ("num_steps",)),
+]  # fmt: skip
+_PLAIN: list[tuple[int, str, str]] = [
+    (4, "GET", "/health"),
+    (1, "HEAD", "/health"),
+    (1, "GET", "/health_generate"),
+    (2, "GET", "/model_info"),
+    (1, "GET", "/get_model_info"),
+    (2, "GET", "/server_info"),
+    (1, "GET", "/get_server_info"),
+    (2, "GET", "/metrics"),
+    (2, "GET", "/v1/models"),
+    (1, "GET", "/v1/models/demo"),
+    (1, "GET", "/v1/models/%00%ff/../x"),
+    (2, "POST", "/flush_cache"),
+    (1, "GET", "/flush_cache?timeout=0.1"),
+    (1, "POST", "/flush_cache?timeout=nan&storage=2"),
+    (1, "POST", "/flush_cache?storage=true"),
+    (1, "POST", "/clear_hicache_storage_backend"),
+    (1, "POST", "/hicache/storage-backend/clear"),
+    (1, "POST", "/continue_generation"),
+    (1, "POST", "/stop_profile"),
+    (1, "GET", "/flight_recorder"),
+    (1, "POST", "/flight_recorder"),
+    (1, "GET", "/openapi.json"),
+    (1, "GET", "/docs"),
+    (1, "GET", "/nowhere"),
+    (1, "DELETE", "/generate"),
+    (1, "OPTIONS", "/v1/completions"),
+    (1, "PUT", "/generate"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Fuzzed:
+    """One request. ``leaves_after_s``: the client goes so long after sending. ``pieces``: the body comes in so many.
+    ``undo``: sent afterwards, whatever came."""
+
+    path: str
+    data: bytes
+    head_only: bool = False
+    leaves_after_s: float | None = None
+    pieces: int = 1
+    undo: bytes | None = None
+
+
+def _pick(rng: Rng, fields: dict[str, Value], most: int) -> dict[str, Any]:
+    return {
+        name: fields[name](rng) for name in rng.sample(list(fields), rng.randint(0, min(most, len(fields))))
+    }
+
+
+def _mutated(rng: Rng, body: dict[str, Any], fields: dict[str, Value]) -> Any:
+    """``body`` with up to three things wrong, more often with none."""
+    for _ in range(rng.choice((0, 0, 0, 1, 1, 2, 3))):
+        kind = rng.random()
+        if kind < 0.6:
+            body[rng.choice(list(fields))] = _border(rng)
+        elif kind < 0.75:
+            params = body.get("sampling_params")
+            if isinstance(params, dict):
+                params[rng.choice(list(_SAMPLING))] = _border(rng)
+        elif kind < 0.85:
+            body[
+                rng.choice(("unknown", "", "__class__", "\u00e9", "a" * 200, f"field_{rng.randrange(500)}"))
+            ] = _border(rng)
+        elif kind < 0.95 and body:
+            del body[rng.choice(list(body))]
+        else:
+            return _border(rng)
+    return body
+
+
+def _encoded(rng: Rng, body: Any) -> bytes:
+    """``body`` as JSON, sometimes broken; whole numbers of any size."""
+    data = json.dumps(body, ensure_ascii=rng.random() < 0.3).encode("utf-8", "surrogatepass")
+    kind = rng.random()
+    if kind < 0.9 or not data:
+        return data
+    at = rng.randrange(len(data))
+    if kind < 0.93:
+        return data[:at]
+    if kind < 0.96:
+        return data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]
+    if kind < 0.98:
+        return (
+            data[:at]
+            + rng.choice((b"NaN", b"Infinity", b"\\ud800", b'"\\ud800"', b"1" * 5000, b"[" * 2000))
+            + data[at:]
+        )
+    return rng.choice((b"", b"null", b"[]", b"\xff\xfe", data + data, b"\xef\xbb\xbf" + data))
+
+
+def fuzzed(seed: int, index: int) -> Fuzzed:
+    """Request number ``index`` of ``seed``."""
+    rng = random.Random(f"{seed}:{index}")
+    if rng.random() < 0.12:
+        method, path = rng.choices([plain[1:] for plain in _PLAIN], [plain[0] for plain in _PLAIN])[0]
+        body = b"" if rng.random() < 0.8 else _encoded(rng, _border(rng))
+        undo = request("POST", "/continue_generation") if "pause" in path else None
+        return Fuzzed(path, request(method, path, body), method == "HEAD", undo=undo)
+    _, path, fields, needed = rng.choices(_BODIES, [body[0] for body in _BODIES])[0]
+    body = {name: fields[name](rng) for name in needed}
+    body = _mutated(rng, {**body, **_pick(rng, fields, 4)}, fields)
+    undo = {
+        "/pause_generation": request("POST", "/continue_generation"),
+        "/start_profile": request("POST", "/stop_profile"),
+    }.get(path)
+    data = post(path, _encoded(rng, body))
+    leaves = rng.random() * 0.3 if undo is None and rng.random() < 0.1 else None
+    return Fuzzed(path, data, False, leaves, 3 if rng.random() < 0.05 else 1, undo)
+
+
+# --- sending them
+
+
+async def sent(port: int, fuzz: Fuzzed) -> Answer | str:
+    """Send one request as it wants to be sent."""
+    if fuzz.pieces == 1:
+        answer = await exchange(
+            port, fuzz.data, BOUND_S, leave_after_s=fuzz.leaves_after_s, head_only=fuzz.head_only
+        )
+    else:
+        answer = await _in_pieces(port, fuzz)
+    if fuzz.undo is not None:
+        await exchange(port, fuzz.undo, BOUND_S)
+    return answer
+
+
+async def _in_pieces(port: int, fuzz: Fuzzed) -> Answer | str:
+    size = len(fuzz.data) // fuzz.pieces + 1
+    try:
+        async with asyncio.timeout(BOUND_S), Wire(port) as wire:
+            for at in range(0, len(fuzz.data), size):
+                await wire.send(fuzz.data[at : at + size])
+                await asyncio.sleep(0.02)
+            return await wire.answer()
+    except TimeoutError:
+        return SILENT
+    except OSError:
+        return RESET
+
+
+def complaint(fuzz: Fuzzed, answer: Answer | str) -> str | None:
+    """What is wrong with this answer, if anything."""
+    if isinstance(answer, str):
+        return None if answer == LEFT else answer
+    body = bytes(answer.body)
+    if answer.status >= 500:
+        try:
+            code = orjson.loads(body)["error"]["code"]
+        except (ValueError, KeyError, TypeError):
+            code = None
+        if answer.status == 503 and (code in REASONS_503 or fuzz.path.startswith("/health")):
+            return None
+        return f"status {answer.status}: {body[:300]!r}"
+    if fuzz.head_only or not body or fuzz.path.startswith(("/metrics", "/docs", "/flush_cache")):
+        return None
+    if body.startswith(b"data: "):
+        return (
+            None if body.rstrip().endswith(b"data: [DONE]") else f"a stream without its end: {body[-200:]!r}"
+        )
+    try:
+        orjson.loads(body)
+    except ValueError:
+        return f"status {answer.status} and no JSON: {body[:300]!r}"
+    return None
+
+
+# --- known answers
+
+_CANARY_PARAMS = {"max_new_tokens": 24, "seed": 11, "ignore_eos": True}
+_CANARIES = [
+    {"text": text, "sampling_params": {"temperature": temperature, **_CANARY_PARAMS}}
+    for text in ("Q: What is 12 + 30?\nA:", "Once upon a time", "Sort ascending: 5 3 9\n", "Copy: red fox\n")
+    for temperature in (0, 1)
+]  # fmt: skip
+
+
+async def canary(port: int, index: int) -> list[int]:
+    """The ids that known prompt ``index`` gets; asked again while others abort everything."""
+    while True:
+        answer = await exchange(
+            port, post("/generate", {**_CANARIES[index], "rid": f"canary-{time.monotonic_ns()}"}), BOUND_S
+        )
+        if isinstance(answer, str) or answer.status not in (200, 503):
+            raise ValueError(
+                f"canary {index}: {answer if isinstance(answer, str) else bytes(answer.body)[:300]!r}"
+            )
+        if answer.status == 200:
+            value = answer.json()
+            if value["meta_info"]["finish_reason"]["type"] != "abort":
+                ids: list[int] = value["output_ids"]
+                return ids
+        await asyncio.sleep(0.05)
+
+
+def misbehave(name: str, port: int, stop: Event) -> None:
+    """The process of a misbehaving client: the same attack again and again."""
+    import os
+
+    os.nice(10)
+    attack = ATTACKS[name]
+    run = attack.make()
+
+    async def bounded() -> None:
+        while not stop.is_set():
+            try:
+                async with asyncio.timeout(min(attack.limit_s, 20)):
+                    await run(Target(port))
+            except (TimeoutError, OSError, httptools.HttpParserError):
+                pass
+            await asyncio.sleep(0.2)
+
+    asyncio.run(bounded())
+
+
+@dataclass
+class Findings:
+    """What went wrong, and how often what was answered."""
+
+    statuses: Counter[str]
+    failures: list[str]
+
+    def fail(self, text: str) -> None:
+        """Note a failure and say it at once."""
+        self.failures.append(text)
+        if len(self.failures) <= 50:
+            print(f"FAILURE {text}", flush=True)
+
+
+async def _drive(port: int, seed: int, num: int, findings: Findings) -> None:
+    known = [await canary(port, index) for index in range(len(_CANARIES))]
+    if [await canary(port, index) for index in range(len(_CANARIES))] != known:
+        findings.fail("a known prompt got another answer before anything was sent")
+    indices = iter(range(num))
+    num_canaries = 0
+    done = asyncio.Event()
+
+    async def work() -> None:
+        for index in indices:
+            fuzz = fuzzed(seed, index)
+            answer = await sent(port, fuzz)
+            findings.statuses[f"{fuzz.path.partition('?')[0]} {outcome(answer)}"] += 1
+            wrong = complaint(fuzz, answer)
+            if wrong is not None:
+                findings.fail(f"--replay {seed} {index}: {wrong}\n    {fuzz.data[:600]!r}")
+
+    async def watch() -> None:
+        nonlocal num_canaries
+        while not done.is_set():
+            index = num_canaries % len(known)
+            num_canaries += 1
+            try:
+                if await canary(port, index) != known[index]:
+                    findings.fail(f"canary {index} got another answer")
+            except ValueError as error:
+                findings.fail(str(error))
+            await asyncio.sleep(0.2)
+
+    watching = asyncio.ensure_future(watch())
+    await asyncio.gather(*(work() for _ in range(WORKERS)))
+    done.set()
+    await watching
+    print(f"{num_canaries} known prompts asked meanwhile", flush=True)
+
+
+async def _end_quietly(port: int, findings: Findings) -> None:
+    """The engine must fall idle, and its pages be free."""
+    state: dict[str, Any] = {}
+    for _ in range(120):
+        answer = await exchange(port, request("GET", "/server_info"), BOUND_S)
+        if isinstance(answer, str) or answer.status != 200:
+            findings.fail(f"/server_info at the end: {outcome(answer)}")
+            return
+        info = answer.json()
+        state = info["internal_states"][0]
+        if not state["num_running_reqs"] and not state["num_queue_reqs"] and not info["num_active_requests"]:
+            break
+        await asyncio.sleep(0.5)
+    else:
+        findings.fail(f"not idle a minute after the end: {state}")
+    answer = await exchange(port, request("POST", "/flush_cache"), BOUND_S)
+    if outcome(answer) != "200":
+        findings.fail(f"/flush_cache at the end: {outcome(answer)}")
+    answer = await exchange(port, request("GET", "/server_info"), BOUND_S)
+    if not isinstance(answer, str) and (used := answer.json()["internal_states"][0]["num_used_tokens"]):
+        findings.fail(f"{used} tokens of the KV cache are still in use at the end")
+
+
+def run_fuzz(args: argparse.Namespace) -> int:
+    """The fuzz; 1 if anything failed."""
+    if args.replay:
+        return _replay(args)
+    findings = Findings(Counter(), [])
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    with AttackedServer(args.python_path, [*FLAGS, *args.flags]) as server:
+        clients = [
+            context.Process(target=misbehave, args=(name, server.port, stop), daemon=True)
+            for name in MISBEHAVING[: args.misbehaving]
+        ]
+        with Observer(server.port, server.pid) as observer:
+            time.sleep(3)
+            begin = time.monotonic()
+            for client in clients:
+                client.start()
+            try:
+                asyncio.run(_drive(server.port, args.seed, args.num, findings))
+            finally:
+                stop.set()
+                for client in clients:
+                    client.join(30)
+                    client.kill()
+            seen = observer.look()
+        took = time.monotonic() - begin
+        if not server.alive:
+            findings.fail("the server has ended")
+        else:
+            asyncio.run(_end_quietly(server.port, findings))
+        log = server.log_text()
+    if "Traceback" in log:
+        findings.fail("a traceback in the server's log:\n" + log[log.index("Traceback") :][:3000])
+    for status, count in sorted(findings.statuses.items()):
+        print(f"{count:>7}  {status}")
+    memory = [sample.took for sample in seen.memory]
+    print(
+        f"{args.num} requests in {took:.0f} s; worst /health {1e3 * worst(seen.health, begin):.0f} ms new,"
+        f" {1e3 * worst(seen.kept, begin):.0f} ms kept (usual {1e3 * usual(seen.health, begin):.1f});"
+        f" memory {memory[0] / 1e6:.0f} MB, peak {max(memory) / 1e6:.0f}, at the end {memory[-1] / 1e6:.0f};"
+        f" {len(findings.failures)} failures"
+    )
+    return 1 if findings.failures else 0
+
+
+def _replay(args: argparse.Namespace) -> int:
+    seed, index = args.replay
+    fuzz = fuzzed(seed, index)
+    print(fuzz)
+    with AttackedServer(args.python_path, [*FLAGS, *args.flags]) as server:
+        answer = asyncio.run(sent(server.port, fuzz))
+        print(
+            outcome(answer),
+            "" if isinstance(answer, str) else bytes(answer.body)[:4000].decode(errors="replace"),
+        )
+        print(server.log_text()[-3000:])
+    wrong = complaint(fuzz, answer)
+    print(f"FAILURE {wrong}" if wrong else "nothing wrong")
+    return 1 if wrong else 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of ``fuzz``."""
+    parser.add_argument("--num", type=int, default=10_000, help="requests (default: 10000)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--misbehaving", type=int, default=8, help="misbehaving clients beside (default: 8, the most)"
+    )
+    parser.add_argument(
+        "--replay", type=int, nargs=2, metavar=("SEED", "INDEX"), help="send this one request again"
+    )
+    parser.add_argument("--python-path", type=Path, default=Path(__file__).parents[2] / "python")
+    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="flags of the server, last")
+    parser.set_defaults(run=run_fuzz)

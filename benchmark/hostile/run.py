@@ -1,0 +1,305 @@
+"""Misbehaving clients against a server with the demo model, and what a well-behaved neighbour feels of each.
+
+    python benchmark/hostile/run.py attacks                             # every attack, this tree
+    python benchmark/hostile/run.py attacks --only tokenize,header
+    python benchmark/hostile/run.py attacks --python-path OLD/python NEW/python --output both.jsonl
+    python benchmark/hostile/run.py table both.jsonl                    # Markdown, the trees side by side
+    python benchmark/hostile/run.py fuzz --num 10000 --seed 1
+    python benchmark/hostile/run.py fuzz --replay 1 4711
+
+Each attack meets a server of its own, so that one attack's memory is not the next one's. With several trees the attacks
+are made in turns: both trees, then the next attack. Everything goes to 127.0.0.1, is bounded, and stops by itself. The
+mark for 2 cores: /health within 100 ms, tokens at most 100 ms late, memory back to within 100 MB five seconds later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import fuzz
+from attacked import AttackedServer
+from attacks import ATTACKS, Attack, Target
+from beside import PATIENCE_S, Observed, Observer, usual, worst
+
+TREE = Path(__file__).parents[2] / "python"
+BEFORE_S = 4.0  # the neighbour alone
+AFTER_S = 5.0  # what is still in memory then is kept
+MARK_MS, MARK_MB = 100.0, 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one attack did to one tree. Times are the worst, in milliseconds; memory is the growth in MB (10^6 bytes) of
+    all the server's processes."""
+
+    attack: str
+    tree: str
+    outcomes: dict[str, int]
+    took_s: float
+    health_ms: float
+    kept_health_ms: float
+    token_late_ms: float
+    memory_peak_mb: float
+    memory_kept_mb: float
+    log_kb: float
+    tracebacks: int
+    failures: list[str]
+    serves: bool
+    usual_health_ms: float
+    usual_token_ms: float
+    observer_lag_ms: float
+
+
+def attack_process(pipe: Connection, name: str, port: int) -> None:
+    """Build the payload, say so, attack when told, send what came of it."""
+    os.nice(10)  # an attacker elsewhere would not take the server's cores
+    attack = ATTACKS[name]
+    run = attack.make()
+    pipe.send(None)
+    pipe.recv()
+    target = Target(port)
+
+    async def bounded() -> None:
+        try:
+            async with asyncio.timeout(attack.limit_s):
+                await run(target)
+        except TimeoutError:
+            target.outcomes["cut off"] += 1
+        except OSError as error:
+            target.outcomes[type(error).__name__] += 1
+
+    asyncio.run(bounded())
+    pipe.send(dict(target.outcomes))
+
+
+class Attacker:
+    """The process of one attack. Its payload is built when the ``with`` block begins."""
+
+    def __init__(self, name: str, port: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._here, there = context.Pipe()
+        self._limit_s = ATTACKS[name].limit_s
+        self._process = context.Process(target=attack_process, args=(there, name, port), daemon=True)
+
+    def __enter__(self) -> Attacker:
+        self._process.start()
+        self._here.recv()
+        return self
+
+    def run(self) -> dict[str, int]:
+        """Attack, and wait for the end; outcomes with their counts."""
+        self._here.send(None)
+        try:
+            if self._here.poll(self._limit_s + 30):
+                outcomes: dict[str, int] = self._here.recv()
+                return outcomes
+        except EOFError:
+            return {"attacker died": 1}
+        return {"attacker hung": 1}
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def measure(attack: Attack, tree: Path, label: str, flags: Sequence[str]) -> Row:
+    """One attack on a server of its own."""
+    with AttackedServer(tree, [*flags, *attack.flags], attack.nofile) as server:
+        with Attacker(attack.name, server.port) as attacker, Observer(server.port, server.pid) as observer:
+            time.sleep(BEFORE_S)
+            log_bytes = server.log.stat().st_size
+            begin = time.monotonic()
+            outcomes = attacker.run()
+            end = time.monotonic()
+            time.sleep(AFTER_S)
+            seen = observer.look()
+            serves = _serves_again(server, observer, end)
+            if serves and (late := observer.look()).health and time.monotonic() - end > 2 * AFTER_S:
+                seen = late  # it was blocked for longer
+        log = server.log_text()
+        return _row(
+            attack, label, seen, outcomes, (begin, end), len(log) - log_bytes, log.count("Traceback"), serves
+        )
+
+
+def _serves_again(server: AttackedServer, observer: Observer, since: float) -> bool:
+    """Whether a whole stream that began after ``since`` has come, waiting for a while."""
+    deadline = time.monotonic() + PATIENCE_S
+    while server.alive and time.monotonic() < deadline:
+        if any(sample.start > since for sample in observer.look().texts):
+            return True
+        time.sleep(0.5)
+    return False
+
+
+def _row(
+    attack: Attack,
+    label: str,
+    seen: Observed,
+    outcomes: dict[str, int],
+    span: tuple[float, float],
+    log_bytes: int,
+    tracebacks: int,
+    serves: bool,
+) -> Row:
+    begin, end = span
+    failures = sorted({what for when, what in seen.failures if when >= begin})
+    if len({sample.took for sample in seen.texts}) > 1:
+        failures.append("the stream's text changed")
+    first, following = usual(seen.first_tokens, begin), usual(seen.next_tokens, begin)
+    late = max(worst(seen.first_tokens, begin, first), worst(seen.next_tokens, begin, following))
+    before = max((m.took for m in seen.memory if begin - 1 <= m.start < begin), default=0.0)
+    peak = max((m.took for m in seen.memory if m.start >= begin), default=before)
+    kept = [m.took for m in seen.memory if m.start >= end + AFTER_S - 0.5]
+    return Row(
+        attack=attack.name,
+        tree=label,
+        outcomes=outcomes,
+        took_s=round(end - begin, 2),
+        health_ms=round(1e3 * worst(seen.health, begin), 1),
+        kept_health_ms=round(1e3 * worst(seen.kept, begin), 1),
+        token_late_ms=round(1e3 * late, 1),
+        memory_peak_mb=round((peak - before) / 1e6, 1),
+        memory_kept_mb=round(((kept or [before])[0] - before) / 1e6, 1),
+        log_kb=round(log_bytes / 1e3, 1),
+        tracebacks=tracebacks,
+        failures=failures[:5],
+        serves=serves,
+        usual_health_ms=round(1e3 * usual(seen.health, begin), 2),
+        usual_token_ms=round(1e3 * following, 2),
+        observer_lag_ms=round(1e3 * worst(seen.lag, begin), 1),
+    )
+
+
+def misses(row: Row) -> list[str]:
+    """Where the mark is missed."""
+    found = []
+    if max(row.health_ms, row.kept_health_ms) > MARK_MS:
+        found.append("health")
+    if row.token_late_ms > MARK_MS:
+        found.append("tokens")
+    if row.memory_kept_mb > MARK_MB:
+        found.append("memory")
+    if not row.serves:
+        found.append("dead")
+    if row.tracebacks:
+        found.append("traceback")
+    if any(status.startswith("5") and status != "503" for status in row.outcomes):
+        found.append("5xx")
+    if row.failures:
+        found.append("neighbour failed")
+    return found
+
+
+def print_row(row: Row) -> None:
+    """One line for a person."""
+    got = ", ".join(f"{count} x {status}" for status, count in sorted(row.outcomes.items()))
+    print(
+        f"{row.attack[:56]:<56} {row.tree[:8]:<8} {row.took_s:>6.1f} s  health {row.health_ms:>7.0f}"
+        f" kept {row.kept_health_ms:>7.0f}  token +{row.token_late_ms:>6.0f} ms  peak {row.memory_peak_mb:>6.0f}"
+        f" kept {row.memory_kept_mb:>6.0f} MB  log {row.log_kb:>6.0f} KB  {got}  {' '.join(misses(row))}",
+        flush=True,
+    )
+    for failure in row.failures:
+        print(f"    {failure}", flush=True)
+
+
+def run_attacks(args: argparse.Namespace) -> int:
+    """The attacks, tree by tree in turns; 1 if the last tree missed the mark."""
+    wanted = [part.strip() for part in args.only.split(",")] if args.only else [""]
+    chosen = [attack for name, attack in ATTACKS.items() if any(part in name for part in wanted)]
+    if not chosen:
+        raise SystemExit(f"no attack has {args.only!r} in its name; --list shows them all")
+    if args.list:
+        print("\n".join(attack.name for attack in chosen))
+        return 0
+    trees = [Path(path).resolve() for path in args.python_path]
+    labels = args.label or (["before", "after"] if len(trees) == 2 else [str(i) for i in range(len(trees))])
+    missed = 0
+    with args.output.open("a") if args.output else contextlib.nullcontext() as file:
+        for attack in chosen:
+            for tree, label in zip(trees, labels, strict=True):
+                row = measure(attack, tree, label, args.flags)
+                print_row(row)
+                missed += tree is trees[-1] and bool(misses(row))
+                if file is not None:
+                    print(json.dumps(asdict(row)), file=file, flush=True)
+    print(f"{missed} of {len(chosen)} attacks missed the mark in the last tree")
+    return 1 if missed else 0
+
+
+def print_table(args: argparse.Namespace) -> int:
+    """Markdown: a line for each attack, the trees side by side."""
+    rows: dict[str, dict[str, Row]] = {}
+    for line in args.file.read_text().splitlines():
+        row = Row(**json.loads(line))
+        rows.setdefault(row.attack, {})[row.tree] = row
+    labels = list(dict.fromkeys(label for of in rows.values() for label in of))
+    columns = ("/health ms", "token late ms", "memory peak / kept MB", "answers")
+    heading = ["attack", *(f"{column}, {label}" for column in columns for label in labels)]
+    print("| " + " | ".join(heading) + " |")
+    print("|" + "---|" * len(heading))
+    for name, of in rows.items():
+        cells = [name]
+        for show in (_health_cell, _token_cell, _memory_cell, _answers_cell):
+            cells += [show(of[label]) if label in of else "" for label in labels]
+        print("| " + " | ".join(cells) + " |")
+    return 0
+
+
+def _health_cell(row: Row) -> str:
+    return f"{max(row.health_ms, row.kept_health_ms):,.0f}" if row.serves else "never"
+
+
+def _token_cell(row: Row) -> str:
+    return f"{row.token_late_ms:,.0f}" if row.serves else "never"
+
+
+def _memory_cell(row: Row) -> str:
+    return f"{row.memory_peak_mb:,.0f} / {row.memory_kept_mb:,.0f}"
+
+
+def _answers_cell(row: Row) -> str:
+    return ", ".join(f"{count} × {status}" for status, count in sorted(row.outcomes.items()))
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    attacks = commands.add_parser("attacks", help="each attack on a server of its own, measured from beside")
+    attacks.add_argument("--only", help="attacks whose names contain one of these words, comma-separated")
+    attacks.add_argument("--list", action="store_true", help="show the attacks' names and stop")
+    attacks.add_argument(
+        "--python-path", nargs="+", default=[TREE], help="folders with the package fenceline"
+    )
+    attacks.add_argument("--label", nargs="+", help="names of these trees; before and after for two")
+    attacks.add_argument("--output", type=Path, help="append a JSON line for each measurement")
+    attacks.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="flags of the server, last")
+    attacks.set_defaults(run=run_attacks)
+    table = commands.add_parser("table", help="the measurements of --output as a Markdown table")
+    table.add_argument("file", type=Path)
+    table.set_defaults(run=print_table)
+    fuzz.add_arguments(
+        commands.add_parser("fuzz", help="random requests with eight misbehaving clients beside them")
+    )
+    args = parser.parse_args()
+    status: int = args.run(args)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
