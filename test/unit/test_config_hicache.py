@@ -17,7 +17,7 @@ import pytest
 from fenceline.config import private_files
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.errors import ConfigError
-from fenceline.config.hicache import GB, HiCacheConfig, HiCacheStorageConfig, hicache_config
+from fenceline.config.hicache import GB, HiCacheConfig, HiCacheStorageConfig, hicache_config, storage_key
 from fenceline.config.server_args import ServerArgs, parse_args, resolve
 
 CONFIG_JSON = {
@@ -101,6 +101,7 @@ def test_given_values_are_kept_and_travel_between_processes(model_dir: Path, tmp
             backend="file",
             directory=str(where),
             max_bytes=GB // 2,
+            key_source=None,
             prefetch_policy="timeout",
             prefetch_timeout_s=2.5,
             prefetch_threshold=256,
@@ -267,7 +268,7 @@ def test_a_storage_directory_that_cannot_be_used_is_refused(model_dir: Path, tmp
     message = refusal(model_dir, FILE + f" --hicache-storage-dir {file}/below")
     assert (
         message
-        == f"--hicache-storage-dir {file}/below: cannot be written (File exists); name another directory"
+        == f"--hicache-storage-dir {file}/below: cannot be written (Not a directory); name another directory"
     )
     with pytest.raises(ConfigError, match="cannot be written .*null byte"):
         resolve(ServerArgs(model_path=str(model_dir), enable_hierarchical_cache=True,
@@ -314,6 +315,58 @@ def test_a_storage_directory_of_others_is_refused(
         "server"
     )
     assert list(default.iterdir()) == []
+
+
+def test_the_storage_key_is_read_from_where_the_flag_says(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "0123456789abcdef" * 2
+    file = tmp_path / "key"
+    file.write_text(secret + "\n")
+    file.chmod(0o600)
+    monkeypatch.setenv("PAGES_KEY", secret)
+    keys = set()
+    for source in (f"file:{file}", "env:PAGES_KEY"):
+        config = resolved(
+            model_dir, FILE + f" --hicache-storage-dir {tmp_path}/s --hicache-storage-key {source}"
+        )
+        assert config.hicache is not None and config.hicache.storage is not None
+        assert config.hicache.storage.key_source == source
+        assert secret not in json.dumps(config.public_dict(), default=str) + repr(config)
+        keys.add(storage_key(source))
+    assert len(keys) == 1 and len(keys.pop()) == 32
+    monkeypatch.setenv("PAGES_KEY", secret.upper())
+    assert storage_key("env:PAGES_KEY") != storage_key(f"file:{file}")
+
+
+@pytest.mark.parametrize("flags", [FILE, "--device cpu"])
+def test_a_storage_key_on_the_command_line_is_refused_and_not_repeated(model_dir: Path, flags: str) -> None:
+    for given in ("hunter2-hunter2-hunter2", "env:", "pass:hunter2"):
+        message = refusal(model_dir, f"{flags} --hicache-storage-key {given}")
+        assert message.startswith("--hicache-storage-key: give file:PATH or env:NAME")
+        assert "hunter2" not in message
+
+
+def test_a_storage_key_that_is_none_is_refused(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "key"
+    flags = FILE + f" --hicache-storage-dir {tmp_path}/s --hicache-storage-key"
+    assert "cannot be read (No such file" in refusal(model_dir, f"{flags} file:{file}")
+    file.write_text("short\n")
+    file.chmod(0o600)
+    assert "5 bytes there; a key has at least 16" in refusal(model_dir, f"{flags} file:{file}")
+    file.write_text("long enough for a key")
+    file.chmod(0o644)
+    assert refusal(model_dir, f"{flags} file:{file}") == (
+        f"--hicache-storage-key file:{file}: every user can read it; run chmod 600 {file}"
+    )
+    file.unlink()
+    os.mkfifo(file)
+    assert "is no regular file" in refusal(model_dir, f"{flags} file:{file}")
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    assert "0 bytes there" in refusal(model_dir, f"{flags} env:NO_SUCH_KEY")
+    assert not (tmp_path / "s").exists(), "nothing is made for a command that is refused"
 
 
 def test_a_directory_is_made_only_for_a_command_that_is_otherwise_right(

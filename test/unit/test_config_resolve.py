@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pickle
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,23 @@ def model_dir(tmp_path: Path) -> Path:
 
 def resolved(model_dir: Path, gpu: bool = False, **values: Any) -> EngineConfig:
     return resolve(ServerArgs(model_path=str(model_dir), **values), cuda_probe=lambda: gpu)
+
+
+def test_the_flight_recorders_own_folder_is_nobody_elses(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is known, so anybody may have put a link there first; a dump must not fail for that."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    usual = tmp_path / f"fenceline-flight-recorder-{os.getuid()}"
+    assert resolved(model_dir, flight_recorder_steps=0).flight_recorder_dir == str(usual)
+    assert not usual.exists()
+    assert resolved(model_dir).flight_recorder_dir == str(usual)
+    assert usual.stat().st_mode & 0o077 == 0
+    usual.rmdir()
+    usual.symlink_to(tmp_path)
+    chosen = {resolved(model_dir).flight_recorder_dir for _ in range(2)}
+    assert len(chosen) == 2 and str(usual) not in chosen
+    assert all(path.startswith(f"{usual}-") and not Path(path).exists() for path in chosen)
 
 
 def test_defaults_on_a_cpu(model_dir: Path) -> None:

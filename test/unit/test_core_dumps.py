@@ -63,8 +63,22 @@ def test_folder_that_cannot_be_written_is_refused_with_the_remedy(tmp_path: Path
     with pytest.raises(ConfigError) as caught:
         core_dump_dir(str(tmp_path / "file" / "below"))
     assert str(caught.value).startswith(f"--cuda-coredump-dir {tmp_path}/file/below: cannot be written (")
-    assert str(caught.value).endswith("name another folder")
+    assert str(caught.value).endswith("name another directory")
     assert "\n" not in str(caught.value)
+
+
+def test_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    """The driver's names can be guessed, and it writes where a link leads."""
+    folder = tmp_path / "dumps"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="may be written to by other users .*; run chmod go-w"):
+        core_dump_dir(str(folder))
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(ConfigError, match=f"is a symbolic link; name the directory itself, {folder}"):
+        core_dump_dir(str(tmp_path / "link"))
+    made = core_dump_dir(str(tmp_path / "made"))
+    assert made is not None and Path(made).stat().st_mode & 0o077 == 0
 
 
 def test_variables_are_set_before_cuda_starts(

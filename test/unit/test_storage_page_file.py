@@ -186,3 +186,64 @@ def test_parts_must_make_up_a_page(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="contiguous"):
         backend.get([key(0)], [[np.zeros(2 * SMALL, np.uint8)[::2]]])
     assert page_files(tmp_path) == []
+
+
+# --- with a storage key ----------------------------------------------------------------------------------
+
+SECRET, OTHER = b"s" * 32, b"t" * 32
+
+
+def keyed_backend(root: Path, secret: bytes | None) -> FileBackend:
+    return FileBackend(root, fingerprint(SMALL), ROOMY, secret=secret)
+
+
+def test_with_a_key_every_changed_byte_is_found(tmp_path: Path) -> None:
+    backend = keyed_backend(tmp_path, SECRET)
+    for position in range(page_file.header_nbytes(SECRET) + SMALL):
+        assert backend.set([key(0)], contents([key(0)], SMALL)) == [True]
+        (path,) = page_files(tmp_path)
+        flip(path, position, 0x10)
+        assert_miss_and_gone(backend, path, Reason.HEADER if position < 64 else Reason.MAC)
+
+
+def test_with_a_key_nobody_else_can_write_a_page(tmp_path: Path) -> None:
+    """Whoever may write to the disk can compute every checksum, but not the page's code without the key."""
+    backend, other = keyed_backend(tmp_path, SECRET), keyed_backend(tmp_path, OTHER)
+    wrong = [[content(key(1), SMALL)]]
+    other.set([key(0)], wrong)
+    (planted,) = page_files(tmp_path)
+    backend.set([key(0)], contents([key(0)], SMALL))
+    (path,) = (file for file in page_files(tmp_path) if file != planted)
+    planted.replace(path)
+    assert_miss_and_gone(backend, path, Reason.MAC)
+    plain = keyed_backend(tmp_path, None)
+    plain.set([key(0)], wrong)
+    (unsigned,) = page_files(tmp_path)
+    path.parent.mkdir(exist_ok=True)
+    unsigned.replace(path)
+    assert_miss_and_gone(backend, path, Reason.LENGTH)
+
+
+def test_a_page_under_another_name_is_found_with_a_key_too(tmp_path: Path) -> None:
+    """The code covers the name: sound pages cannot be exchanged, not even with a repaired header."""
+    backend = keyed_backend(tmp_path, SECRET)
+    backend.set([key(0), key(1)], contents([key(0), key(1)], SMALL))
+    first, second = (next(tmp_path.glob(f"*/*/{key(n).hex()}.page")) for n in (0, 1))
+    data = bytearray(second.read_bytes())
+    data[16:48] = key(0)
+    data[60:64] = zlib.crc32(data[:60]).to_bytes(4, "little")
+    first.write_bytes(data)
+    assert_miss_and_gone(backend, first, Reason.MAC)
+
+
+def test_servers_with_and_without_keys_miss_each_other_and_remove_nothing(tmp_path: Path) -> None:
+    backends = [keyed_backend(tmp_path, secret) for secret in (None, SECRET, OTHER)]
+    for number, backend in enumerate(backends):
+        assert read_checked(backend, [key(0)]) == [False]
+        assert backend.set([key(0)], contents([key(0)], SMALL)) == [True]
+        assert len(page_files(tmp_path)) == number + 1
+    for backend in backends:
+        assert read_checked(backend, [key(0)]) == [True]
+        assert backend.stats().errors == {}
+    again = keyed_backend(tmp_path, SECRET)
+    assert read_checked(again, [key(0)]) == [True]

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fenceline.config.errors import ConfigError
+from fenceline.config.private_files import make_private_folder, why_unusable
 
 # Registers, program counters and stacks of every thread, and the kernels' arguments, take seconds and megabytes; global
 # memory is the whole KV pool. Driver 580 stops for ever in the middle of the constant banks of a server (not of a small
@@ -38,18 +39,16 @@ _SECTION_SIZE_AT = 32  # sh_size in a section header
 
 def core_dump_dir(wanted: str | None) -> str | None:
     """The folder of --cuda-coredump-dir as an absolute path, made if need be. Raises ConfigError, one line, if nothing
-    can be written there."""
+    can be written there, and if others could put links there: the driver's names can be guessed."""
     if wanted is None:
         return None
     path = Path(wanted).expanduser().absolute()
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        os.close(make_private_folder(str(path)))
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise ConfigError(
-            f"--cuda-coredump-dir {wanted}: cannot be written ({error.strerror}); name another folder"
-        ) from error
+        raise ConfigError(f"--cuda-coredump-dir {wanted}: {why_unusable(str(path), error)}") from error
     return str(path)
 
 

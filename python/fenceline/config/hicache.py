@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
+import re
+import shlex
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +31,7 @@ RetractPolicy = Literal["recompute", "offload"]
 GB = 10**9
 _DEFAULT_STORAGE_BYTES = 64 * GB
 _DEFAULT_PREFETCH_TIMEOUT_S = 1.0
+_MIN_SECRET_BYTES, _MAX_SECRET_BYTES = 16, 4096
 # SGLang's numbers: for fewer tokens a step that computes them costs less than bringing them.
 _LOAD_BACK_THRESHOLD = 10
 _PREFETCH_THRESHOLD = 256
@@ -42,11 +47,13 @@ DIRECT_PAGE_SIZE = 16
 class HiCacheStorageConfig:
     """The storage tier. ``directory`` is absolute, exists and was writable at start. ``prefetch_timeout_s`` is None
     unless ``prefetch_policy`` is ``timeout``. Prefixes with fewer than ``prefetch_threshold`` tokens beyond what the
-    host has are not looked for."""
+    host has are not looked for. ``key_source`` says where the storage key is read from (see :func:`storage_key`): no
+    configuration holds the key itself, as configurations are logged and served."""
 
     backend: Literal["file"]
     directory: str
     max_bytes: int
+    key_source: str | None
     prefetch_policy: PrefetchPolicy
     prefetch_timeout_s: float | None
     prefetch_threshold: int
@@ -72,6 +79,9 @@ class HiCacheConfig:
 
 def check_hicache(args: ServerArgs) -> None:
     """Raise ConfigError for the first value or combination of HiCache's flags that cannot work."""
+    _check_key_source(
+        args.hicache_storage_key
+    )  # first: nothing else may repeat a key that was given by mistake
     _check_switches(args)
     _check_sizes(args)
     _require(
@@ -89,6 +99,54 @@ def check_hicache(args: ServerArgs) -> None:
         f"--hicache-storage-prefetch-timeout {timeout}: give a number of seconds > 0, or use"
         " --hicache-storage-prefetch-policy best_effort",
     )
+
+
+def _check_key_source(source: str | None) -> None:
+    _require(
+        source is None or re.fullmatch(r"(file|env):.+", source, re.DOTALL) is not None,
+        "--hicache-storage-key: give file:PATH or env:NAME, where the key is read from; a key on the command line would"
+        " show in the list of processes",
+    )
+
+
+def storage_key(source: str) -> bytes:
+    """The storage key, 32 bytes, from the secret that ``source`` leads to: ``file:PATH`` or ``env:NAME``.
+
+    Raises ConfigError, one line, if there is none, if it is too short to be one, or if others can read the file."""
+    kind, _, name = source.partition(":")
+    secret = (_secret_in_file(name) if kind == "file" else os.environb.get(os.fsencode(name), b"")).strip()
+    _require(
+        len(secret) >= _MIN_SECRET_BYTES,
+        f"--hicache-storage-key {source}: {len(secret)} bytes there; a key has at least {_MIN_SECRET_BYTES}, for"
+        " example from: openssl rand -hex 32",
+    )
+    return hashlib.sha256(b"fenceline storage key\0" + secret).digest()
+
+
+def _secret_in_file(name: str) -> bytes:
+    path = Path(name).expanduser()
+    try:
+        # Links are followed: whoever names the file vouches for it, and mounted secrets are links.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            status = os.fstat(fd)
+            what = "is no regular file; name one"
+            _require(stat.S_ISREG(status.st_mode), f"--hicache-storage-key file:{name}: {what}")
+            what = f"every user can read it; run chmod 600 {shlex.quote(str(path))}"
+            _require(not status.st_mode & 0o006, f"--hicache-storage-key file:{name}: {what}")
+            return os.read(fd, _MAX_SECRET_BYTES)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise ConfigError(
+            f"--hicache-storage-key file:{name}: cannot be read ({error.strerror}); name a file with the key"
+        ) from error
+    except ValueError as error:  # a name with a null byte; a ConfigError is one too
+        raise (
+            error
+            if isinstance(error, ConfigError)
+            else ConfigError(f"--hicache-storage-key: cannot be read ({error}); name a file with the key")
+        ) from error
 
 
 def _check_switches(args: ServerArgs) -> None:
@@ -191,6 +249,8 @@ def _io_backend(
 def _storage(args: ServerArgs) -> HiCacheStorageConfig | None:
     if args.hicache_storage_backend == "none":
         return None
+    if args.hicache_storage_key is not None:
+        storage_key(args.hicache_storage_key)  # read again where it is used
     directory = _storage_directory(args.hicache_storage_dir)
     policy = cast(PrefetchPolicy, args.hicache_storage_prefetch_policy)
     timeout = args.hicache_storage_prefetch_timeout or _DEFAULT_PREFETCH_TIMEOUT_S
@@ -198,6 +258,7 @@ def _storage(args: ServerArgs) -> HiCacheStorageConfig | None:
         backend="file",
         directory=str(directory),
         max_bytes=_storage_bytes(args.hicache_storage_size, directory),
+        key_source=args.hicache_storage_key,
         prefetch_policy=policy,
         prefetch_timeout_s=timeout if policy == "timeout" else None,
         prefetch_threshold=_PREFETCH_THRESHOLD,

@@ -54,7 +54,8 @@ STORAGE_BACKEND = flag(
 )
 STORAGE_DIR = flag(
     None,
-    "The directory of --hicache-storage-backend file; one below the system's temporary folder unless given.",
+    "The directory of --hicache-storage-backend file; it must belong to the user who runs the server and be "
+    "writable by nobody else. fenceline-hicache-UID in the system's temporary folder unless given.",
     group=_GROUP,
     metavar="DIR",
 )
@@ -63,6 +64,15 @@ STORAGE_SIZE = flag(
     "Most GB (10^9 bytes) of pages in that directory, over all servers that share it; 64, or half the file system if "
     "that is less, unless given.",
     group=_GROUP,
+)
+STORAGE_KEY = flag(
+    None,
+    "Authenticate each page in that directory with a secret key: a page that was changed or planted by somebody "
+    "without the key is removed and computed again. file:PATH reads the key from a file, env:NAME from an environment "
+    "variable; the key itself would show in the list of processes. Servers share pages only where they have the same "
+    "key.",
+    group=_GROUP,
+    metavar="file:PATH|env:NAME",
 )
 PREFETCH_POLICY = flag(
     "best_effort",

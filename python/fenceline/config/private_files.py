@@ -56,7 +56,11 @@ def make_folder(path: str, dir_fd: int | None = None) -> int:
 
 def make_private_folder(path: str) -> int:
     """The same for an absolute path; missing folders above it are made as the user's settings have them."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    above = os.path.dirname(path)
+    try:
+        os.makedirs(above, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), above) from None
     return make_folder(path)
 
 

@@ -20,6 +20,7 @@ from fenceline.config.graphs import attention_backends, cuda_graph_bs, piecewise
 from fenceline.config.hicache import hicache_config
 from fenceline.config.hub import model_directory
 from fenceline.config.model_config import ModelConfig
+from fenceline.config.private_files import make_private_folder
 
 if TYPE_CHECKING:
     from fenceline.config.server_args import ServerArgs
@@ -104,7 +105,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         decode_log_interval=args.decode_log_interval,
         enable_metrics=args.enable_metrics,
         flight_recorder_steps=args.flight_recorder_steps,
-        flight_recorder_dir=args.flight_recorder_dir or _flight_recorder_dir(),
+        flight_recorder_dir=args.flight_recorder_dir or _flight_recorder_dir(args.flight_recorder_steps),
         flight_recorder_prompts=args.flight_recorder_prompts,
         torch_profiler_dir=_torch_profiler_dir(args),
     )
@@ -115,9 +116,16 @@ def _torch_profiler_dir(args: ServerArgs) -> str | None:
     return os.path.abspath(folder) if folder else None
 
 
-def _flight_recorder_dir() -> str:
-    # One for each user: in a shared temporary folder the other's could not be written to.
-    return str(Path(tempfile.gettempdir()) / f"fenceline-flight-recorder-{os.getuid()}")
+def _flight_recorder_dir(num_steps: int) -> str:
+    """One for each user: in a shared temporary folder the other's could not be written to. Where somebody else has
+    taken the name, one that nobody can guess: a dump must not fail for that."""
+    path = str(Path(tempfile.gettempdir()) / f"fenceline-flight-recorder-{os.getuid()}")
+    try:
+        if num_steps > 0:
+            os.close(make_private_folder(path))
+    except OSError:
+        return f"{path}-{secrets.token_hex(8)}"
+    return path
 
 
 def _limits_of(device: str) -> str:

@@ -187,6 +187,7 @@ class ServerArgs:
     hicache_storage_backend: str = hicache.STORAGE_BACKEND
     hicache_storage_dir: str | None = hicache.STORAGE_DIR
     hicache_storage_size: float | None = hicache.STORAGE_SIZE
+    hicache_storage_key: str | None = hicache.STORAGE_KEY
     hicache_storage_prefetch_policy: str = hicache.PREFETCH_POLICY
     hicache_storage_prefetch_timeout: float | None = hicache.PREFETCH_TIMEOUT
 

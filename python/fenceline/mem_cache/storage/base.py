@@ -31,6 +31,7 @@ class Reason(StrEnum):
     HEADER = "header"  # not our file, another format, or a damaged header
     KEY = "key"  # a sound page, but not the one that its name promises
     CHECKSUM = "checksum"  # damaged payload
+    MAC = "mac"  # with a storage key: damaged, or written by somebody who does not have the key
 
 
 class StorageError(Exception):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import hmac
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -44,24 +46,27 @@ class FileBackend:
         fingerprint: PageFingerprint,
         max_bytes: int,
         *,
+        secret: bytes | None = None,
         fsync: bool = False,
         clean_to: float = 0.9,
         lock_timeout_s: float = 1.0,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
-        """``fsync``: a page is on the disk before it appears; without, the system writes it when it likes, and what a
-        power failure tears is a miss by its checksum. ``clean_to``: share of ``max_bytes`` that is left when the least
-        recently used pages have made room. ``clock``: wall-clock time in ns.
+        """``secret``: the storage key, by which each page is authenticated; servers with another one, or none, keep
+        pages of their own beside these. ``fsync``: a page is on the disk before it appears; without, the system writes
+        it when it likes, and what a power failure tears is a miss by its checksum. ``clean_to``: share of ``max_bytes``
+        that is left when the least recently used pages have made room. ``clock``: wall-clock time in ns.
 
         Takes stock of the directory. Raises ``ValueError`` if it cannot be used."""
         self._page_nbytes = fingerprint.page_nbytes
-        self._file_nbytes = page_file.HEADER_NBYTES + fingerprint.page_nbytes
+        self._file_nbytes = page_file.header_nbytes(secret) + fingerprint.page_nbytes
         if max_bytes < self._file_nbytes:
             raise ValueError(
                 f"a storage of {max_bytes} bytes cannot hold one page of {self._file_nbytes}: make it larger"
             )
         assert 0.0 < clean_to <= 1.0, f"clean_to is a share, got {clean_to}"
-        self._model = fingerprint.directory_name()
+        self._secret = secret
+        self._model = _folder_of(fingerprint, secret)
         self._fsync = fsync
         self._clock = clock
         self._book = StatsBook()
@@ -164,7 +169,7 @@ class FileBackend:
             tally.errors[_reason(error)] += 1
             return False
         try:
-            page_file.read_page(fd, key, parts)
+            page_file.read_page(fd, key, parts, self._secret)
             self._touch(fd, used_ns)
         except (StorageError, OSError) as error:
             tally.errors[_reason(error)] += 1
@@ -184,7 +189,7 @@ class FileBackend:
             return
         temp = self._reserve(keep_since_ns, tally)
         try:
-            page_file.write_page(temp.fd, key, parts)
+            page_file.write_page(temp.fd, key, parts, self._secret)
             if self._fsync:
                 os.fsync(temp.fd)
             os.utime(temp.fd, ns=(used_ns, used_ns))
@@ -252,6 +257,14 @@ class FileBackend:
             finally:
                 os.close(temp.fd)
         self._book.add(tally)
+
+
+def _folder_of(fingerprint: PageFingerprint, secret: bytes | None) -> str:
+    """Where pages of a fingerprint lie. With a key it is another place for each: servers with different keys would only
+    remove each other's pages."""
+    if secret is None:
+        return fingerprint.directory_name()
+    return hmac.new(secret, b"folder" + fingerprint.root_key(), hashlib.sha256).hexdigest()[:32]
 
 
 def _reason(error: OSError | StorageError) -> Reason:

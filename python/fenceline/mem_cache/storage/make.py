@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.config.hicache import HiCacheStorageConfig
+from fenceline.config.hicache import HiCacheStorageConfig, storage_key
 from fenceline.mem_cache.host_pool import HostPool
 from fenceline.mem_cache.storage.controller import StorageController
 from fenceline.mem_cache.storage.file_backend import FileBackend
-from fenceline.mem_cache.storage.page_file import HEADER_NBYTES
+from fenceline.mem_cache.storage.page_file import header_nbytes
 from fenceline.mem_cache.storage.page_hash import PageFingerprint, PageKey
 from fenceline.memory_order import Device
 
@@ -57,14 +57,15 @@ def make_storage(
 
 
 def _backend(storage: HiCacheStorageConfig, fingerprint: PageFingerprint) -> FileBackend:
-    file_nbytes = HEADER_NBYTES + fingerprint.page_nbytes
+    secret = None if storage.key_source is None else storage_key(storage.key_source)
+    file_nbytes = header_nbytes(secret) + fingerprint.page_nbytes
     if storage.max_bytes < file_nbytes:
         raise ValueError(
             f"--hicache-storage-size of {storage.max_bytes / 1e9:g} GB holds not even one page of {file_nbytes} bytes: "
             f"give at least {file_nbytes / 1e9:.6f}"
         )
     try:
-        return FileBackend(storage.directory, fingerprint, storage.max_bytes)
+        return FileBackend(storage.directory, fingerprint, storage.max_bytes, secret=secret)
     except ValueError as error:
         raise ValueError(f"--hicache-storage-dir: {error}") from error
 
