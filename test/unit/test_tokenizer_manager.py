@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from tiny_tokenizers import byte_level
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.sampling_params import SamplingParams
 from fenceline.config.server_args import ServerArgs, resolve
+from fenceline.managers import tokenizer_manager
 from fenceline.managers.io_struct import (
     AbortReq,
     BatchStrOut,
@@ -42,8 +44,9 @@ from fenceline.managers.request_types import (
     expand_samples,
     merge_chunks,
 )
+from fenceline.managers.tokenize_pool import INLINE_CHARS
 from fenceline.managers.tokenizer import Tokenizer, load_tokenizer
-from fenceline.managers.tokenizer_manager import INLINE_TEXT_CHARS, TokenizerManager
+from fenceline.managers.tokenizer_manager import TokenizerManager
 
 READY = SchedulerReady(
     max_total_num_tokens=100, max_running_requests=2, max_req_input_len=63, context_length=64, memory_bytes={}
@@ -256,6 +259,45 @@ async def test_what_needs_no_tokens_is_refused_before_any_text_is_tokenised(
     assert tokenised.num_chars == 0
 
 
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, tokenised = Bench(), CountingTokenizer(monkeypatch)
+    longest = 63 * len("<|endoftext|>")
+    with pytest.raises(RequestError, match="at least 64 tokens") as caught:
+        await bench.manager.submit(GenerateInput(text="<" * (longest + 1)))
+    assert caught.value.code == "context_length_exceeded"
+    assert tokenised.num_chars == 0
+    await bench.manager.submit(GenerateInput(text="<|endoftext|>" * 63))
+
+
+async def test_prompts_of_a_body_have_a_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_manager, "MAX_BODY_TOKENS", 100)
+    bench = Bench()
+    prompt = GenerateInput(input_ids=[5] * 40)
+    with pytest.raises(RequestError, match="120 tokens together, each sample counted, at most 100"):
+        await bench.manager.submit_many(expand_samples(prompt, 3))
+    await bench.manager.submit_many(expand_samples(prompt, 2))
+
+
+async def test_tokenize_and_detokenize_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, tokenised = Bench(), CountingTokenizer(monkeypatch)
+    monkeypatch.setattr(tokenizer_manager, "MAX_TOKENIZE_TOKENS", 2000)
+    with pytest.raises(RequestError, match="at most 4096"):
+        await bench.manager.tokenize(["a"] * 4097)
+    with pytest.raises(RequestError, match="at most 4096"):
+        await bench.manager.detokenize([[1]] * 4097)
+    assert tokenised.num_chars == 0
+    most = max(2000, bench.manager.config.context_length)
+    with pytest.raises(RequestError, match=f"at most {most} ids"):
+        await bench.manager.detokenize([[1] * most, [1]])
+    with pytest.raises(RequestError, match="the texts together have more than"):
+        await bench.manager.tokenize(["the " * 2000] * 20)
+    with pytest.raises(RequestError, match="token id -1 is outside"):
+        await bench.manager.detokenize([[5], [-1]])
+    assert await bench.manager.detokenize([[5], []]) == [byte_level().decode([5]), ""]
+
+
 async def test_a_full_queue_refuses_before_any_text_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, tokenised = Bench(max_queued_requests=3), CountingTokenizer(monkeypatch)
     with pytest.raises(RequestError, match="queue is full"):
@@ -340,8 +382,8 @@ def test_other_threads_run_while_a_long_text_is_tokenised() -> None:
 
 async def test_long_text_is_tokenised_off_the_loop_and_equally() -> None:
     bench = Bench()
-    text = "the quick " * INLINE_TEXT_CHARS
-    assert await bench.manager.tokenize(text) == byte_level().encode(text)
+    text = "the quick " * INLINE_CHARS
+    assert await bench.manager.tokenize([text]) == [byte_level().encode(text)]
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.booleans(), st.booleans()), max_size=14), st.integers(0, 3))
@@ -402,7 +444,8 @@ async def test_not_ready_draining_and_dead_refuse_with_503() -> None:
 
 async def test_death_while_a_long_text_is_tokenised_sends_nothing() -> None:
     bench = Bench()
-    text = "x" * (INLINE_TEXT_CHARS + 1)
+    text = "x" * (INLINE_CHARS + 1)
+    bench.manager.handle(msgspec.structs.replace(READY, max_req_input_len=2 * INLINE_CHARS))
     submit = asyncio.ensure_future(bench.manager.submit(GenerateInput(text=text)))
     await asyncio.sleep(0)
     assert not submit.done()

@@ -9,7 +9,14 @@ from __future__ import annotations
 
 MAX_REQUESTS = 4096  # of one body: prompts times n; texts of /tokenize, lists of /detokenize
 MAX_SAMPLES = 128  # n
+# Of one body, or the context length if that is larger.
+MAX_BODY_TOKENS = 4 << 20  # in all prompts, counted once for each sample
+MAX_TOKENIZE_TOKENS = 1 << 20  # in all texts of /tokenize, or all lists of /detokenize
+MAX_UNBROKEN_CHARS = 1 << 18  # of a text without space or punctuation after a letter or digit
 MAX_RID_BYTES = 256  # ids of past requests are kept for a while, by the ten thousand
+# No prompt is taken that has more of them for each token of the context, where the tokenizer does not say more exactly
+# how many characters a token may stand for at most.
+PRESUMED_TOKEN_CHARS = 1024
 
 # Of one request. They travel with each of a body's prompts and samples.
 MAX_STOP_STRINGS = 64

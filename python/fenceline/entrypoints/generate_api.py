@@ -14,7 +14,7 @@ from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.front_door import REQUEST_ID
 from fenceline.entrypoints.generate_body import Expanded, GenerateBody, expand, parse_generate
 from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS
-from fenceline.entrypoints.sse import DONE, EventStream, collect_or_abort, error_event
+from fenceline.entrypoints.sse import DONE, EventStream, collect_or_abort, error_event, while_connected
 from fenceline.managers.io_struct import FinishReason, TokenLogprobs
 from fenceline.managers.request_stream import StreamGroup
 from fenceline.managers.request_types import (
@@ -40,7 +40,7 @@ async def generate(
     try:
         expanded = expand(body, config, None if manager.is_active(request_id) else request_id)
         thinking_end = thinking_end_id(body, config, manager.tokenizer)
-        group = await manager.submit_many(expanded.inputs)
+        group = await while_connected(request, manager.submit_many(expanded.inputs))
     except RequestError as error:
         if body.stream and error.status == 400:
             return Response(error_event(error), media_type="text/event-stream")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import orjson
@@ -30,6 +30,7 @@ from fenceline.entrypoints.openai.parsing import parse_body as parse_chat_body
 from fenceline.entrypoints.openai.parsing import refuse_chat
 from fenceline.entrypoints.openai.protocol import ChatBody
 from fenceline.entrypoints.openai.serving_chat import render_chat
+from fenceline.entrypoints.sse import while_connected
 from fenceline.managers.io_struct import ControlReply, SchedulerReady
 from fenceline.managers.request_types import GenerateInput, RequestError, new_rid
 from fenceline.managers.tokenizer_manager import TokenizerManager
@@ -269,7 +270,7 @@ class NativeApi:
             return await self._tokenize_chat(request)
         body = await self._read(request, TokenizeBody)
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        tokens = [await self._manager.tokenize(text, body.add_special_tokens) for text in texts]
+        tokens = await while_connected(request, self._manager.tokenize(texts, body.add_special_tokens))
         counts = [len(ids) for ids in tokens]
         single = isinstance(body.prompt, str)
         return json_response(
@@ -284,7 +285,8 @@ class NativeApi:
         body = parse_chat_body(ChatBody, await request.body(), self._unknown)
         refuse_chat(body)
         text = render_chat(self._template, body)
-        tokens = await self._manager.tokenize(text, bool(body.add_special_tokens))
+        work = self._manager.tokenize([text], bool(body.add_special_tokens))
+        [tokens] = await while_connected(request, work)
         return json_response(
             {"tokens": tokens, "count": len(tokens), "max_model_len": self._config.context_length}
         )
@@ -292,25 +294,14 @@ class NativeApi:
     async def detokenize(self, request: Request) -> Response:
         """The text of one list of token ids or several."""
         body = await self._read(request, DetokenizeBody)
-        tokenizer = self._manager.tokenizer
-        if tokenizer is None:
-            raise RequestError(400, "this server runs with --skip-tokenizer-init and cannot detokenise")
-        nested = [ids for ids in body.tokens if isinstance(ids, list)]
-        flat = [index for index in body.tokens if isinstance(index, int)]
-        if nested and flat:
+        kinds = set(map(type, body.tokens))
+        if len(kinds) > 1:
             raise RequestError(
                 400, "tokens mixes ids and lists of ids: send one or the other", param="tokens"
             )
-        lists = nested or [flat]
-        for ids in lists:
-            bad = next((index for index in ids if not 0 <= index < self._manager.vocab_size), None)
-            if bad is not None:
-                raise RequestError(
-                    400,
-                    f"token id {bad} is outside the vocabulary of {self._manager.vocab_size}",
-                    param="tokens",
-                )
-        texts = [tokenizer.decode(ids, body.skip_special_tokens) for ids in lists]
+        nested = kinds == {list}
+        lists = cast(list[list[int]], body.tokens if nested else [body.tokens])
+        texts = await while_connected(request, self._manager.detokenize(lists, body.skip_special_tokens))
         return json_response({"text": texts if nested else texts[0]})
 
 

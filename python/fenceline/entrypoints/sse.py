@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -17,8 +18,11 @@ from fenceline.managers.request_types import GenerateChunk, RequestError
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 DONE = b"data: [DONE]\n\n"
 HEAD_PATIENCE_S = 1.0
+_SHORT_WORK_BYTES = 1 << 15
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -114,7 +118,27 @@ async def collect_or_abort(request: Request, group: StreamGroup) -> list[Generat
         group.close()
 
 
-async def _on_disconnect(receive: Receive, close: Callable[[], None]) -> None:
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled if the client disconnects meanwhile; ClientDisconnect is raised then.
+
+    The request's body must have been read. Of a small body the work is too short to look out for that.
+    """
+    if len(await request.body()) <= _SHORT_WORK_BYTES:
+        return await work
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_on_disconnect(request.receive, lambda: working.cancel()))
+    try:
+        return await working
+    except asyncio.CancelledError:
+        if gone.done():
+            raise ClientDisconnect from None
+        raise
+    finally:
+        gone.cancel()
+        working.cancel()
+
+
+async def _on_disconnect(receive: Receive, close: Callable[[], object]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     close()

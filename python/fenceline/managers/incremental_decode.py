@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from fenceline.managers.tokenizer import Tokenizer
+from fenceline.managers.tokenizer_traits import byte_alphabet
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
@@ -156,7 +157,7 @@ def _recipe(tokenizer: Tokenizer) -> _Recipe | None:
 def _byte_table(tokenizer: Tokenizer, byte_level: bool) -> list[bytes]:
     """The bytes of every id, empty where there is no token."""
     table = [b""] * tokenizer.vocab_size
-    alphabet = _byte_alphabet()
+    alphabet = byte_alphabet()
     for piece, index in tokenizer.backend.get_vocab(with_added_tokens=True).items():
         table[index] = _byte_level(piece, alphabet) if byte_level else _byte_fallback(piece)
     for index in tokenizer.backend.get_added_tokens_decoder():
@@ -176,12 +177,3 @@ def _byte_level(piece: str, alphabet: dict[str, int]) -> bytes:
 def _byte_fallback(piece: str) -> bytes:
     match = _BYTE_TOKEN.fullmatch(piece)
     return bytes([int(match[1], 16)]) if match else piece.replace("▁", " ").encode()
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters for the 256 bytes: printable Latin-1 stands for itself, the rest follows U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    letters = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    letters.update({chr(0x100 + offset): byte for offset, byte in enumerate(others)})
-    return letters

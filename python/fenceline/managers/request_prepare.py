@@ -11,10 +11,11 @@ from fenceline.config.request_limits import (
     MAX_RID_BYTES,
     MAX_TOKEN_IDS_LOGPROB,
     MAX_TOP_LOGPROBS,
+    PRESUMED_TOKEN_CHARS,
 )
 from fenceline.config.sampling_params import SamplingParams
 from fenceline.managers.io_struct import SchedulerReady, TokenizedGenerateReq
-from fenceline.managers.request_types import GenerateInput, RequestError
+from fenceline.managers.request_types import GenerateInput, RequestError, not_unicode
 from fenceline.managers.tokenizer import Tokenizer
 
 
@@ -42,10 +43,25 @@ def check_untokenised(
             param="top_logprobs_num",
         )
     _check_token_ids_logprob(inp, vocab_size)
+    if inp.text is not None and tokenizer is not None:
+        _check_length(inp.text, tokenizer, limits)
     longest = limits.max_req_input_len if inp.input_ids is None else len(inp.input_ids)
     _check_logprob_start(inp, longest)
     if inp.input_ids is not None:
         check_ids(inp.input_ids, vocab_size, limits)
+
+
+def _check_length(text: str, tokenizer: Tokenizer, limits: SchedulerReady) -> None:
+    """Refuse what has too many tokens whatever they are."""
+    least = -(-len(text) // (tokenizer.max_token_chars or PRESUMED_TOKEN_CHARS))
+    if least > limits.max_req_input_len:
+        raise RequestError(
+            400,
+            f"the prompt has {len(text)} characters and so at least {least} tokens, this server takes at most "
+            f"{limits.max_req_input_len} (context length {limits.context_length}); shorten the prompt",
+            param="prompt",
+            code="context_length_exceeded",
+        )
 
 
 def check_rid(rid: str) -> None:
@@ -95,11 +111,6 @@ def _utf8(name: str, text: str) -> bytes:
         raise not_unicode(name) from error
 
 
-def not_unicode(name: str) -> RequestError:
-    """The error of a text that cannot be written as UTF-8."""
-    return RequestError(400, f"{name} has half a surrogate pair: it is not Unicode text", param=name)
-
-
 def _check_token_ids_logprob(inp: GenerateInput, vocab_size: int) -> None:
     ids = inp.token_ids_logprob if inp.return_logprob else ()
     if len(ids) > MAX_TOKEN_IDS_LOGPROB:
@@ -138,12 +149,15 @@ def check_ids(ids: Sequence[int], vocab_size: int, limits: SchedulerReady) -> No
             param="prompt",
             code="context_length_exceeded",
         )
-    low, high = min(ids), max(ids)
+    check_vocabulary(ids, vocab_size, "input_ids")
+
+
+def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raise RequestError for ids outside the vocabulary."""
+    low, high = min(ids, default=0), max(ids, default=0)
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
-        raise RequestError(
-            400, f"token id {bad} is outside the vocabulary of {vocab_size}", param="input_ids"
-        )
+        raise RequestError(400, f"token id {bad} is outside the vocabulary of {vocab_size}", param=param)
 
 
 def fit_params(params: SamplingParams, prompt_len: int, limits: SchedulerReady) -> SamplingParams:

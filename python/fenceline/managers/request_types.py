@@ -33,6 +33,11 @@ class RequestError(Exception):
         self.type = type or _error_type(status)
 
 
+def not_unicode(name: str) -> RequestError:
+    """The error of a text that cannot be written as UTF-8."""
+    return RequestError(400, f"{name} has half a surrogate pair: it is not Unicode text", param=name)
+
+
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",

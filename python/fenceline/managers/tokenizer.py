@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer as RustTokenizer
 
+from fenceline.config.request_limits import MAX_UNBROKEN_CHARS
+from fenceline.managers.tokenizer_traits import cut_pattern, most_chars_per_token
+
+PIECE_CHARS = 1 << 15  # some ten milliseconds
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SHORT_CHARS = 2048  # below, the plain call costs less
 
 
 class Tokenizer:
     """A loaded tokenizer. ``special_tokens`` maps ``bos_token`` ... to texts, as chat templates read them;
-    ``chat_template`` is the template that came with it, if any. Thread-safe; encoding a long text releases the GIL."""
+    ``chat_template`` is the template that came with it, if any. Thread-safe; encoding a long text releases the GIL.
+
+    ``max_token_chars``: the most characters that one token may stand for, None if that cannot be said.
+    """
 
     def __init__(
         self,
@@ -30,6 +37,9 @@ class Tokenizer:
         self.chat_template = chat_template
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.max_token_chars = most_chars_per_token(backend)
+        self._cut = cut_pattern(backend)
+        self._around = self._special_ids_around()
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -39,9 +49,50 @@ class Tokenizer:
         # Only the batch calls of tokenizers release the GIL; without offsets they are faster, too.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def pieces(self, text: str) -> Iterator[str]:
+        """``text`` in parts of about :data:`PIECE_CHARS` characters, whose ids (:meth:`encode` without special tokens)
+        are together those of the whole, or as one part if that cannot be said of this tokenizer.
+
+        Raises ValueError where there is no place to cut for :data:`MAX_UNBROKEN_CHARS`.
+        """
+        start = 0
+        while self._cut is not None and len(text) - start > PIECE_CHARS:
+            earliest = start + PIECE_CHARS
+            found = self._cut.search(text, earliest, earliest + MAX_UNBROKEN_CHARS)
+            if found is not None:
+                yield text[start : found.start()]
+                start = found.start()
+            elif len(text) - earliest > MAX_UNBROKEN_CHARS:
+                raise ValueError(
+                    f"a text may have at most {MAX_UNBROKEN_CHARS} characters without space or punctuation"
+                )
+            else:
+                break
+        yield text[start:]
+
+    def with_special_ids(self, ids: list[int]) -> list[int]:
+        """The ids of a text with the special tokens that ``add_special_tokens`` puts around it."""
+        before, after = self._around
+        return [*before, *ids, *after] if before or after else ids
+
+    def _special_ids_around(self) -> tuple[list[int], list[int]]:
+        inner = self.backend.encode("a", add_special_tokens=False).ids
+        outer = self.backend.encode("a", add_special_tokens=True).ids
+        for start in range(len(outer) - len(inner) + 1 if inner else 0):
+            if outer[start : start + len(inner)] == inner:
+                return outer[:start], outer[start + len(inner) :]
+        self._cut = None  # where they would go is not known
+        return [], []
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ``ids``, nothing cleaned up; bytes that are no UTF-8 become U+FFFD."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def decode_batch(self, lists: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+        """:meth:`decode` for each of ``lists``. Releases the GIL."""
+        return self.backend.decode_batch(
+            [list(ids) for ids in lists], skip_special_tokens=skip_special_tokens
+        )
 
     def token_text(self, token_id: int) -> str:
         """One token's own text, special tokens included."""

@@ -15,9 +15,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.config.request_limits import MAX_BODY_TOKENS, MAX_TOKENIZE_TOKENS
 from fenceline.managers.control import ControlDesk
 from fenceline.managers.io_struct import (
     AbortReq,
@@ -36,14 +36,17 @@ from fenceline.managers.io_struct import (
 from fenceline.managers.ipc import SchedulerLink
 from fenceline.managers.metrics import Metrics
 from fenceline.managers.request_log import RequestLog
-from fenceline.managers.request_prepare import build_message, check_params, check_untokenised, not_unicode
+from fenceline.managers.request_prepare import (
+    build_message,
+    check_params,
+    check_untokenised,
+    check_vocabulary,
+)
 from fenceline.managers.request_stream import RequestStream, StreamGroup
 from fenceline.managers.request_table import RequestTable
-from fenceline.managers.request_types import GenerateChunk, GenerateInput, RequestError
+from fenceline.managers.request_types import GenerateChunk, GenerateInput, RequestError, check_num_requests
+from fenceline.managers.tokenize_pool import TokenizePool
 from fenceline.managers.tokenizer import Tokenizer
-
-INLINE_TEXT_CHARS = 2048  # longer texts are tokenised in a thread: about half a millisecond
-TOKENIZER_THREADS = 4
 
 
 class TokenizerManager:
@@ -65,7 +68,7 @@ class TokenizerManager:
         self._link = link
         self._table = RequestTable(config.max_queued_requests)
         self._log = RequestLog(config)
-        self._pool = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
+        self._pool = None if tokenizer is None else TokenizePool(tokenizer)
         self._ready = asyncio.Event()
         self._dead = asyncio.Event()
         self._idle = asyncio.Event()
@@ -87,7 +90,7 @@ class TokenizerManager:
             check_untokenised(inp, self.tokenizer, self.vocab_size, limits)
         # What is refused whatever the prompts' lengths: they have one token at least.
         self._table.admit(rids, [len(inp.input_ids or "?") for inp in inputs], limits)
-        prompts = await self._prompt_ids(inputs)
+        prompts = await self._prompt_ids(inputs, limits)
         limits = self._require_serving()  # tokenising may have taken a while
         messages = [
             build_message(inp, self._table.wire_rid(inp.rid), ids, self.vocab_size, limits)
@@ -121,32 +124,58 @@ class TokenizerManager:
         """Requests in flight, waiting ones included."""
         return len(self._table)
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``, off the event loop where that pays. Raises RequestError without a tokenizer."""
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise RequestError(400, "this server runs with --skip-tokenizer-init and cannot tokenise")
-        try:
-            if len(text) <= INLINE_TEXT_CHARS:
-                return tokenizer.encode(text, add_special_tokens)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._pool, tokenizer.encode, text, add_special_tokens)
-        except TypeError as error:  # a string that cannot be written as UTF-8
-            raise not_unicode("text") from error
+    async def tokenize(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text, off the event loop where that pays. Raises RequestError without a tokenizer, and for
+        too many texts or tokens."""
+        check_num_requests(len(texts), 1)
+        most = max(MAX_TOKENIZE_TOKENS, self.config.context_length)
+        return await self._texts().encode(texts, add_special_tokens, most, most)
 
-    async def _prompt_ids(self, inputs: Sequence[GenerateInput]) -> list[list[int]]:
+    async def detokenize(self, lists: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+        """The text of each list of ids, off the event loop. Raises RequestError without a tokenizer, for too many lists
+        or ids, and for ids outside the vocabulary."""
+        check_num_requests(len(lists), 1)
+        pool = self._texts()
+        most = max(MAX_TOKENIZE_TOKENS, self.config.context_length)
+        if sum(map(len, lists)) > most:
+            raise RequestError(
+                400, f"tokens may have at most {most} ids; send several requests", param="tokens"
+            )
+        for ids in lists:
+            check_vocabulary(ids, self.vocab_size, "tokens")
+        return await pool.decode(lists, skip_special_tokens)
+
+    def _texts(self) -> TokenizePool:
+        if self._pool is None:
+            raise RequestError(
+                400, "this server runs with --skip-tokenizer-init and can neither tokenise nor detokenise"
+            )
+        return self._pool
+
+    async def _prompt_ids(self, inputs: Sequence[GenerateInput], limits: SchedulerReady) -> list[list[int]]:
         """The token ids of all prompts; those of one prompt's samples are tokenised once."""
-        tokenised: dict[tuple[int, bool], list[int]] = {}
-        for inp in inputs:
-            key = (id(inp.text), inp.add_special_tokens)
-            if inp.text is not None and key not in tokenised:
-                tokenised[key] = await self.tokenize(inp.text, inp.add_special_tokens)
-        return [
-            _id_list(inp.input_ids or ())
-            if inp.text is None
-            else tokenised[id(inp.text), inp.add_special_tokens]
-            for inp in inputs
+        most = max(MAX_BODY_TOKENS, limits.context_length)
+        tokenised: dict[int, list[int]] = {}
+        for special in (True, False):
+            texts = {
+                id(i.text): i.text for i in inputs if i.text is not None and i.add_special_tokens is special
+            }
+            if texts:
+                encode = self._texts().encode
+                ids = await encode(list(texts.values()), special, limits.max_req_input_len, most)
+                tokenised.update(zip(texts, ids, strict=True))
+        prompts = [
+            _id_list(inp.input_ids or ()) if inp.text is None else tokenised[id(inp.text)] for inp in inputs
         ]
+        total = sum(map(len, prompts))
+        if total > most:
+            raise RequestError(
+                400,
+                f"the prompts have {total} tokens together, each sample counted, at most {most} are taken in one body;"
+                " send several",
+                param="prompt",
+            )
+        return prompts
 
     def _start(self, inp: GenerateInput, message: TokenizedGenerateReq) -> RequestStream:
         stream = RequestStream(inp.rid, message.input_ids, self._abandon)
@@ -306,7 +335,8 @@ class TokenizerManager:
     def shutdown(self, *, drain: bool = False) -> None:
         """Tell the scheduler to stop and release threads. The link stays the caller's to close."""
         self._link.send(ShutdownReq(drain=drain))
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._pool is not None:
+            self._pool.close()
 
     def _note_idle(self) -> None:
         if not len(self._table):

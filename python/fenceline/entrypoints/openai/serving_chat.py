@@ -22,6 +22,7 @@ from fenceline.entrypoints.openai.protocol import ChatBody, ChatMessage
 from fenceline.entrypoints.openai.reasoning_parser import ReasoningFormat, ReasoningParser
 from fenceline.entrypoints.openai.sampling import sampling_params
 from fenceline.entrypoints.openai.token_texts import TokenTexts
+from fenceline.entrypoints.sse import while_connected
 from fenceline.managers.request_stream import StreamGroup
 from fenceline.managers.request_types import GenerateInput, RequestError, expand_samples
 
@@ -49,7 +50,9 @@ class ChatServing:
         required_tokenizer(self._generator)
         refuse_chat(body)
         prompt = self._prompt(body)
-        group = await self._generator.submit_many(self._inputs(body, prompt, head.id))
+        group = await while_connected(
+            request, self._generator.submit_many(self._inputs(body, prompt, head.id))
+        )
         choices = [self._choice(index, body, prompt, group) for index in range(body.n)]
         usage = UsageCounter(body.n, body.n, self._model.cache_report, body.return_cached_tokens_details)
         answer = Answer(group, choices, usage)

@@ -23,6 +23,7 @@ from fenceline.entrypoints.openai.parsing import refuse_completion
 from fenceline.entrypoints.openai.protocol import CompletionBody
 from fenceline.entrypoints.openai.sampling import sampling_params
 from fenceline.entrypoints.openai.token_texts import TokenTexts
+from fenceline.entrypoints.sse import while_connected
 from fenceline.managers.request_stream import StreamGroup
 from fenceline.managers.request_types import GenerateChunk, GenerateInput, check_num_requests, expand_samples
 from fenceline.managers.tokenizer import Tokenizer
@@ -45,7 +46,7 @@ class CompletionServing:
         assert self._texts is not None
         refuse_completion(body)
         check_num_requests(len(body.prompt), body.n)
-        group = await self._generator.submit_many(self._inputs(body, head.id))
+        group = await while_connected(request, self._generator.submit_many(self._inputs(body, head.id)))
         choices = [
             CompletionChoice(
                 index,

@@ -1,0 +1,65 @@
+"""Work for a client that leaves ends; work for one that stays does not notice that somebody looked."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from starlette.requests import ClientDisconnect, Request
+
+from fenceline.entrypoints.sse import while_connected
+
+
+async def make_request(num_bytes: int) -> tuple[Request, asyncio.Event]:
+    """A request whose body has been read, and the event that its client leaves."""
+    left = asyncio.Event()
+    messages = [{"type": "http.request", "body": b" " * num_bytes, "more_body": False}]
+
+    async def receive() -> dict[str, object]:
+        if messages:
+            return messages.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    request = Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)
+    await request.body()
+    return request, left
+
+
+async def test_work_ends_when_the_client_leaves() -> None:
+    request, left = await make_request(100_000)
+    ended = asyncio.Event()
+
+    async def work() -> None:
+        left.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    with pytest.raises(ClientDisconnect):
+        await while_connected(request, work())
+    assert ended.is_set()
+
+
+@pytest.mark.parametrize("num_bytes", [10, 100_000])
+async def test_work_that_ends_first_gives_its_result_or_error(num_bytes: int) -> None:
+    async def work(error: Exception | None) -> str:
+        await asyncio.sleep(0)
+        if error is not None:
+            raise error
+        return "done"
+
+    request, _ = await make_request(num_bytes)
+    assert await while_connected(request, work(None)) == "done"
+    with pytest.raises(KeyError):
+        await while_connected(request, work(KeyError("x")))
+
+
+async def test_who_is_cancelled_himself_is_cancelled() -> None:
+    request, _ = await make_request(100_000)
+    waiting = asyncio.ensure_future(while_connected(request, asyncio.Event().wait()))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
