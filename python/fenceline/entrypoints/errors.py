@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import orjson
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -11,6 +13,8 @@ from starlette.responses import Response
 
 from fenceline.managers.request_types import RequestError
 
+MAX_MESSAGE_CHARS = 1000
+_UNSHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # in messages: escaped
 CLIENT_GONE = 499  # nobody reads it; it is what the access log shows
 
 
@@ -18,9 +22,11 @@ def error_body(error: RequestError) -> dict[str, object]:
     """OpenAI's object under ``error``, and flat beside it SGLang's: ``object``, ``message``, ``type``, ``param``,
     ``code``.
 
-    OpenAI's ``code`` is the status unless a word fits better, SGLang's is always the status.
+    The message, which may show what the client sent, is one line of bounded length. OpenAI's ``code`` is the
+    status unless a word fits better, SGLang's is always the status.
     """
-    fields = {"message": error.message, "type": error.type, "param": error.param}
+    message = _UNSHOWN.sub(lambda found: ascii(found[0])[1:-1], error.message[:MAX_MESSAGE_CHARS])
+    fields = {"message": message, "type": error.type, "param": error.param}
     code = error.code if error.code is not None else error.status
     return {"error": {**fields, "code": code}, "object": "error", **fields, "code": error.status}
 
@@ -45,6 +51,11 @@ def internal_error(error: BaseException) -> RequestError:
     return RequestError(500, f"internal error: {type(error).__name__}; see the server's log")
 
 
+def too_deep() -> RequestError:
+    """What a client learns of a RecursionError: only its own values are walked through by recursion."""
+    return RequestError(400, "the body's values are nested too deeply", code="invalid_json")
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Every way in which a request can be wrong ends in :func:`error_response`; defects are the front door's."""
 
@@ -62,10 +73,14 @@ def install_error_handlers(app: FastAPI) -> None:
         where = ".".join(str(part) for part in first["loc"] if part != "body")
         return error_response(RequestError(400, f"{where}: {first['msg']}", param=where or None))
 
+    async def on_recursion_error(request: Request, error: Exception) -> Response:
+        return error_response(too_deep())
+
     async def on_client_gone(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)
 
     app.add_exception_handler(ClientDisconnect, on_client_gone)
+    app.add_exception_handler(RecursionError, on_recursion_error)
     app.add_exception_handler(RequestError, on_request_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(RequestValidationError, on_validation_error)

@@ -300,4 +300,5 @@ def _value(value: object) -> object:
     """A ``msgspec.Raw`` as what it holds; a long one as true, since it asks for something in any case."""
     if not isinstance(value, msgspec.Raw):
         return value
-    return msgspec.json.decode(value) if len(bytes(value)) <= MAX_NEUTRAL_BYTES else True
+    data = bytes(value)
+    return parse_body(data, object) if len(data) <= MAX_NEUTRAL_BYTES else True

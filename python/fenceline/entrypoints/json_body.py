@@ -14,14 +14,17 @@ MAX_BODY_BYTES = 64 << 20
 
 
 def parse_body(data: bytes, kind: type[T]) -> T:
-    """``data`` as ``kind``. Raises RequestError 400 for bad JSON and for values of the wrong type.
+    """``data`` as ``kind``. Raises RequestError 400 for bad JSON and for values of the wrong type, and
+    RecursionError (which is answered with 400, see :mod:`fenceline.entrypoints.errors`) for values nested too deeply.
 
     NaN and infinities are no JSON and refused like any other syntax error.
     """
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
+        if "int_max_str_digits" in str(error):
+            raise RequestError(400, "the body has a number of too many digits") from None
         path = str(error).partition(" - at `$.")[2]
         raise RequestError(400, str(error).replace("`$.", "`"), param=path.rstrip("`") or None) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fenceline.entrypoints.errors import CLIENT_GONE, error_response
+from fenceline.entrypoints.errors import CLIENT_GONE, error_response, too_deep
 from fenceline.managers.request_types import RequestError
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -46,6 +46,8 @@ class ShortWay:
             response = await handler(Request(scope, receive))
         except RequestError as error:
             response = error_response(error)
+        except RecursionError:
+            response = error_response(too_deep())
         except ClientDisconnect:
             response = Response(status_code=CLIENT_GONE)
         await response(scope, receive, send)

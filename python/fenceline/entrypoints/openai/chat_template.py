@@ -62,7 +62,8 @@ class ChatTemplate:
         """The prompt text, special tokens written out: tokenise it without adding any.
 
         ``continue_final_message`` leaves the last message open, so that the model goes on with it. ``variables`` are
-        the request's ``chat_template_kwargs``. Raises ValueError with the template's own complaint if it has one.
+        the request's ``chat_template_kwargs``. Raises ValueError with the template's own complaint if it has one, and
+        RecursionError for values nested too deeply.
         """
         variables = dict(variables or {})
         if taken := _RESERVED.intersection(variables):
@@ -93,7 +94,6 @@ class ChatTemplate:
             IndexError,
             AttributeError,
             ArithmeticError,
-            RecursionError,
         ) as error:
             # Templates are programs: unexpected values in a message fail inside them like in any other.
             raise ValueError(
@@ -146,6 +146,8 @@ def _plain_call(call: Mapping[str, object]) -> Mapping[str, object]:
         arguments = json.loads(function["arguments"] or "{}")
     except json.JSONDecodeError:
         return call
+    except ValueError:  # Python does not make a number of more than 4,300 digits
+        raise ValueError("the arguments of a tool call have a number of too many digits") from None
     return {**call, "function": {**function, "arguments": arguments}}
 
 
