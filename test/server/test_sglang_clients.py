@@ -12,6 +12,7 @@ from live_server import LiveServer
 
 from fenceline.config.server_args import ServerArgs, resolve
 from fenceline.entrypoints.generate_api import AnswerWriter
+from fenceline.managers.metrics import Metrics
 from fenceline.managers.request_types import GenerateChunk, GenerateInput
 
 ONE = {"max_new_tokens": 1}
@@ -32,10 +33,19 @@ def events_of(response: httpx.Response) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def thinker() -> Iterator[httpx.Client]:
-    with LiveServer.fake("--reasoning-parser", "qwen3", "--strict-fields", "--strict-model-name") as live:
-        with live.wait_ready().client() as client:
-            yield client
+def strict_server() -> Iterator[LiveServer]:
+    flags = (
+        "--reasoning-parser qwen3 --strict-fields --strict-model-name --trust-remote-code"
+        " --enable-deterministic-inference --chat-template chatml"
+    )
+    with LiveServer.fake(*flags.split()) as live:
+        yield live.wait_ready()
+
+
+@pytest.fixture
+def thinker(strict_server: LiveServer) -> Iterator[httpx.Client]:
+    with strict_server.client() as client:
+        yield client
 
 
 # --- namespaces of the cache
@@ -311,3 +321,54 @@ def test_unknown_fields_of_control_requests(client: httpx.Client, thinker: httpx
         answer = thinker.post(path, json={**body, "what": 1})
         assert answer.status_code == 400
         assert "'what' is not known" in answer.json()["error"]["message"]
+
+
+# --- the server's flags and metrics
+
+
+def test_flags_that_ask_for_something_else_elsewhere_are_explained(strict_server: LiveServer) -> None:
+    output = strict_server.output
+    assert "--trust-remote-code has no effect: Qwen3ForCausalLM is built in" in output
+    assert (
+        "--enable-deterministic-inference: in float32 answers never depend on the rest of a batch" in output
+    )
+
+
+def test_chat_template_by_name(thinker: httpx.Client) -> None:
+    tokens = thinker.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"]
+    text = thinker.post("/detokenize", json={"tokens": tokens, "skip_special_tokens": False}).json()["text"]
+    assert text == "<|im_start|>user\nWhat is 12 + 30?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def values_of(text: str) -> dict[str, float]:
+    lines = (line for line in text.splitlines() if not line.startswith("#"))
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
+def test_metrics_are_there_under_sglangs_names_too(client: httpx.Client) -> None:
+    generate(client, input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 5})
+    values = values_of(client.get("/metrics").text)
+    label = '{model_name="demo"}'
+    for name in (
+        "num_running_reqs", "num_queue_reqs", "num_used_tokens", "max_total_num_tokens", "token_usage",
+        "cache_hit_rate", "gen_throughput", "prompt_tokens_total", "generation_tokens_total",
+        "cached_tokens_total", "num_requests_total", "num_aborted_requests_total",
+        "time_to_first_token_seconds_count", "time_to_first_token_seconds_sum",
+        "inter_token_latency_seconds_count", "e2e_request_latency_seconds_sum", "queue_time_seconds_count",
+    ):  # fmt: skip
+        assert values[f"sglang:{name}{label}"] == values[f"fenceline:{name}{label}"], name
+    assert values["sglang:gen_throughput" + label] == 123.0
+    assert values["sglang:num_retracted_requests_total" + label] == 3
+    assert values["sglang:queue_time_seconds_sum" + label] > 0
+    bucket = 'time_to_first_token_seconds_bucket{le="+Inf",model_name="demo"}'
+    assert values["sglang:" + bucket] == values["fenceline:" + bucket] > 0
+    assert not any(name.startswith("sglang:cuda_graph") for name in values)
+
+
+def test_metrics_prefix() -> None:
+    def prefixes(prefix: str) -> set[str]:
+        return {name.split(":")[0] for name in values_of(Metrics("m", prefix=prefix).exposition().decode())}
+
+    assert prefixes("both") == {"fenceline", "sglang"}
+    assert prefixes("fenceline") == {"fenceline"}
+    assert prefixes("sglang") == {"sglang"}

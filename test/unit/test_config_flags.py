@@ -38,7 +38,7 @@ THREAD_COMMANDS = {
         " --hicache-ratio 2.0 --hicache-size 64 --hicache-write-policy write_through --hicache-io-backend kernel"
         " --attention-backend fa3 --decode-attention-backend flashinfer --chunked-prefill-size 8192 --page-size 64"
         " --enable-cache-report --trust-remote-code --port 8000",
-        ["--tp 8", "--ep 8", "--trust-remote-code"],
+        ["--tp 8", "--ep 8"],
     ),
     "sparse": (
         "--model-path any-model --dense-as-sparse --attention-backend minicpm_flashinfer",
@@ -209,7 +209,7 @@ def test_yaml_file_gives_values_and_the_command_line_wins(tmp_path: Path) -> Non
         ("host: [a]", "--host ['a']: expected a text"),
         ("host: null", "--host None: expected a text"),
         ("tp: 4", "--tp 4: not available, this server uses one GPU"),
-        ("trust-remote-code: true", "--trust-remote-code: not available, code from a model directory"),
+        ("enable-lora: true", "--enable-lora: not available, merge the adapter"),
         ("- model", "--config FILE: expected one mapping, as in 'page_size: 16'"),
         ("a: [", "--config FILE: not valid YAML at line 1"),
     ],
@@ -227,13 +227,11 @@ def test_empty_yaml_file_is_no_settings(tmp_path: Path) -> None:
 
 
 def test_keyword_arguments_are_judged_like_flags() -> None:
-    args = ServerArgs.from_kwargs(
-        {"model_path": "demo", "tp_size": 1, "trust_remote_code": False, "page_size": 16}
-    )
+    args = ServerArgs.from_kwargs({"model_path": "demo", "tp_size": 1, "enable_lora": False, "page_size": 16})
     assert args == ServerArgs(model_path="demo", page_size=16)
     for values, message in [
         ({"tp_size": 4}, "--tp-size 4: not available"),
-        ({"trust_remote_code": True}, "--trust-remote-code: not available"),
+        ({"enable_lora": True}, "--enable-lora: not available"),
         ({"page_sise": 4}, "unknown setting page_sise; did you mean page_size?"),
         ({"disable_radix_cache": "perhaps"}, "--disable-radix-cache perhaps: expected true or false"),
         ({"page_size": object()}, "--page-size <object"),

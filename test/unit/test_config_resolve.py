@@ -14,6 +14,7 @@ import pytest
 from huggingface_hub import errors
 
 from fenceline.config import hub
+from fenceline.config.chat_templates import CHAT_TEMPLATES
 from fenceline.config.device import choose_device
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.errors import ConfigError
@@ -266,6 +267,25 @@ def test_api_key_is_never_shown(model_dir: Path) -> None:
     assert config.public_dict()["api_key"] is True
     assert "secret" not in json.dumps(config.public_dict())
     assert resolved(model_dir).public_dict()["api_key"] is False
+
+
+def test_chat_template_by_name_and_from_json(model_dir: Path, tmp_path: Path) -> None:
+    assert resolved(model_dir, chat_template="chatml").chat_template == CHAT_TEMPLATES["chatml"]
+    for text, message in [
+        ('{"chat_template": "{{ messages }}"}', None),
+        ("{", "not valid JSON"),
+        ("[]", "expected an object with the template as the text of chat_template"),
+        ('{"chat_template": 5}', "expected an object"),
+    ]:
+        file = tmp_path / "chat_template.json"
+        file.write_text(text)
+        if message is None:
+            assert resolved(model_dir, chat_template=str(file)).chat_template == "{{ messages }}"
+            continue
+        with pytest.raises(ConfigError, match=message):
+            resolved(model_dir, chat_template=str(file))
+    with pytest.raises(ConfigError, match="or one of the names chatml, gemma-it, llama-2, llama-3-instruct"):
+        resolved(model_dir, chat_template="chatlm")
 
 
 def test_chat_template_is_read(model_dir: Path, tmp_path: Path) -> None:

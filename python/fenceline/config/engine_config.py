@@ -73,6 +73,8 @@ class EngineConfig:
 
     # API behaviour
     sampling_defaults: str
+    trust_remote_code: bool
+    enable_deterministic_inference: bool
     strict_model_name: bool
     strict_fields: bool
     reasoning_parser: str | None
@@ -87,6 +89,7 @@ class EngineConfig:
     log_requests_level: int
     decode_log_interval: int
     enable_metrics: bool
+    metrics_prefix: str
     flight_recorder_steps: int
     flight_recorder_dir: str
     flight_recorder_prompts: bool

@@ -50,9 +50,6 @@ REFUSED: Mapping[str, Refusal] = {
     ),
     **_same("--node-rank --base-gpu-id", Refusal(_PARALLEL, ("0",))),
     **_same("--dist-init-addr --nccl-port --enable-dp-attention", Refusal(_PARALLEL)),
-    "--trust-remote-code": Refusal(
-        "code from a model directory is never run: leave it out, the supported architectures are built in"
-    ),
     "--hicache-storage-backend-extra-config": Refusal(
         "each setting has its flag: use --hicache-storage-dir, --hicache-storage-size and"
         " --hicache-storage-prefetch-timeout"

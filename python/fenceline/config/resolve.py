@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fenceline.config.chat_templates import CHAT_TEMPLATES
 from fenceline.config.checks import check
 from fenceline.config.core_dumps import core_dump_dir
 from fenceline.config.device import choose_device, cuda_is_available
@@ -92,6 +93,8 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         random_seed=args.random_seed if args.random_seed is not None else secrets.randbelow(2**31),
         memory_check=args.memory_check,
         sampling_defaults=args.sampling_defaults,
+        trust_remote_code=args.trust_remote_code,
+        enable_deterministic_inference=args.enable_deterministic_inference,
         strict_model_name=args.strict_model_name,
         strict_fields=args.strict_fields,
         reasoning_parser=args.reasoning_parser,
@@ -104,6 +107,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         log_requests_level=args.log_requests_level,
         decode_log_interval=args.decode_log_interval,
         enable_metrics=args.enable_metrics,
+        metrics_prefix=args.metrics_prefix,
         flight_recorder_steps=args.flight_recorder_steps,
         flight_recorder_dir=args.flight_recorder_dir or _flight_recorder_dir(args.flight_recorder_steps),
         flight_recorder_prompts=args.flight_recorder_prompts,
@@ -148,17 +152,36 @@ def _model_overrides(args: ServerArgs) -> dict[str, object]:
 def _read_chat_template(args: ServerArgs) -> str | None:
     if args.chat_template is None:
         return None
+    if args.chat_template in CHAT_TEMPLATES:
+        return CHAT_TEMPLATES[args.chat_template]
     path = Path(args.chat_template).expanduser()
     if not path.is_file():
         raise ConfigError(
-            f"--chat-template {args.chat_template}: no such file; give a file with a Jinja template"
+            f"--chat-template {args.chat_template}: no such file; give a file with a Jinja template, or one of "
+            f"the names {', '.join(CHAT_TEMPLATES)}"
         )
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"--chat-template {args.chat_template}: cannot be read as UTF-8 text ({error})"
         ) from error
+    return _template_of_json(args.chat_template, text) if path.suffix == ".json" else text
+
+
+def _template_of_json(name: str, text: str) -> str:
+    """The template in a chat_template.json or tokenizer_config.json."""
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"--chat-template {name}: not valid JSON ({error})") from error
+    template = value.get("chat_template") if isinstance(value, dict) else None
+    if not isinstance(template, str):
+        raise ConfigError(
+            f"--chat-template {name}: expected an object with the template as the text of chat_template; for the "
+            "template alone give the file the ending .jinja"
+        )
+    return template
 
 
 def _read_model(

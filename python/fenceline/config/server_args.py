@@ -97,9 +97,16 @@ class ServerArgs:
         group=_MODEL,
         metavar="JSON",
     )
+    trust_remote_code: bool = flag(
+        False,
+        "Accepted with a warning: no code from a model's directory is ever run, supported architectures are built in.",
+        group=_MODEL,
+    )
     chat_template: str | None = flag(
         None,
-        "A file with a Jinja chat template that replaces the tokenizer's own.",
+        "The chat template that replaces the tokenizer's own: a file with a Jinja template (.jinja), a JSON file with "
+        "it under chat_template (.json), or one of the names chatml, gemma-it, llama-2, llama-3-instruct, mistral and "
+        "vicuna_v1.1.",
         group=_MODEL,
         metavar="FILE",
     )
@@ -316,6 +323,13 @@ class ServerArgs:
         "Refuse requests with fields that nobody knows with a 400; otherwise each such name is logged once.",
         group=_API,
     )
+    enable_deterministic_inference: bool = flag(
+        False,
+        "SGLang's flag for answers that do not depend on what else is in the batch. In float32 (--dtype float32, a "
+        "CPU's default) that is always so here; in 16 bits it is not promised, with the flag or without, and a warning "
+        "says so.",
+        group=_API,
+    )
     reasoning_parser: str | None = flag(
         None,
         "Split the thinking of reasoning models into reasoning_content: which model's tags to look for.",
@@ -360,6 +374,12 @@ class ServerArgs:
     )
     decode_log_interval: int = flag(40, "Log a line every this many decode steps.", group=_LOGGING)
     enable_metrics: bool = flag(False, "Serve Prometheus metrics at /metrics.", group=_LOGGING)
+    metrics_prefix: str = flag(
+        "both",
+        "Names of the metrics: fenceline: has all of them, sglang: those that SGLang has, for its dashboards.",
+        group=_LOGGING,
+        choices=("both", "fenceline", "sglang"),
+    )
     flight_recorder_steps: int = flag(
         512,
         "Keep the scheduler's last so many steps in memory and write them to a file when the engine dies, on SIGUSR1 "

@@ -160,12 +160,33 @@ def _how(exitcode: int | None) -> str:
     return f"killed by {name}" + ("; out of memory?" if name == "SIGKILL" else "")
 
 
+def _explain_flags(config: EngineConfig) -> None:
+    """Say what flags mean here that ask for something else elsewhere."""
+    if config.trust_remote_code:
+        logger.warning(
+            "--trust-remote-code has no effect: %s is built in, and code from a model's directory is never run",
+            config.model.architecture,
+        )
+    if not config.enable_deterministic_inference:
+        return
+    if config.dtype == "float32":
+        logger.info(
+            "--enable-deterministic-inference: in float32 answers never depend on the rest of a batch"
+        )
+    else:
+        logger.warning(
+            "--enable-deterministic-inference: in %s answers may depend on the rest of a batch; use --dtype float32",
+            config.dtype,
+        )
+
+
 def launch_processes(
     config: EngineConfig,
     scheduler_entry: ProcessEntry = run_scheduler,
     detokenizer_entry: ProcessEntry = run_detokenizer,
 ) -> EngineProcesses:
     """Start the scheduler and, unless --skip-tokenizer-init, the detokenizer. Entries must be importable."""
+    _explain_flags(config)
     context = multiprocessing.get_context("spawn")
     ports = make_ports()
     link = ZmqLink(ports)

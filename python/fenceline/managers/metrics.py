@@ -1,6 +1,7 @@
 """Prometheus metrics of one server: what the main process sees of requests and what the scheduler reports.
 
-Names follow SGLang's with the prefix ``fenceline:``. Histograms are kept as plain lists, because they are
+Names follow SGLang's with the prefix ``fenceline:``; those that SGLang has are shown with the prefix ``sglang:`` too
+(--metrics-prefix), as copies made when scraped. Histograms are kept as plain lists, because they are
 touched for every chunk of every stream, and turned into prometheus_client's shapes when scraped.
 """
 
@@ -62,7 +63,20 @@ _ITL_BUCKETS = (
     5,
 )
 _E2E_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
+_QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _PREFIX = "fenceline:"
+_SGLANG_PREFIX = "sglang:"
+# Our metrics that SGLang has, by its names (without the endings that come with a metric's kind).
+_SGLANG_NAMES = {
+    name: name
+    for name in (
+        "num_running_reqs", "num_queue_reqs", "num_used_tokens", "max_total_num_tokens", "token_usage",
+        "cache_hit_rate", "gen_throughput", "new_token_ratio", "prompt_tokens", "generation_tokens", "cached_tokens",
+        "num_requests", "num_aborted_requests", "time_to_first_token_seconds", "inter_token_latency_seconds",
+        "e2e_request_latency_seconds", "queue_time_seconds", "hicache_host_used_tokens", "hicache_host_total_tokens",
+        "evicted_tokens", "load_back_tokens", "load_back_duration_seconds", "prefetched_tokens", "backuped_tokens",
+    )
+} | {"num_retractions": "num_retracted_requests"}  # fmt: skip
 
 
 class Histogram:
@@ -93,15 +107,18 @@ class Histogram:
 class Metrics:
     """Counts requests and tokens. One registry per server: two servers in one process do not meet."""
 
-    def __init__(self, model_name: str, has_tiers: bool = False) -> None:
-        """``has_tiers``: with HiCache, where cached tokens are counted by the tier in which they were found."""
+    def __init__(self, model_name: str, has_tiers: bool = False, prefix: str = "both") -> None:
+        """``has_tiers``: with HiCache, where cached tokens are counted by the tier in which they were found.
+        ``prefix``: ``fenceline``, ``sglang`` or ``both``."""
         self.registry = CollectorRegistry(auto_describe=False)
         self._model_name = model_name
         self._has_tiers = has_tiers
+        self._prefix = prefix
         self._state: InternalState | None = None
         self._ttft = Histogram(_TTFT_BUCKETS)
         self._itl = Histogram(_ITL_BUCKETS)
         self._e2e = Histogram(_E2E_BUCKETS)
+        self._queue_time = Histogram(_QUEUE_BUCKETS)
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._cached_tokens = {"device": 0, "host": 0, "storage": 0}
@@ -118,6 +135,8 @@ class Metrics:
             self._prompt_tokens += token.prompt_tokens
             self._count_cached(token)
             self._ttft.observe(now - entry.created)
+            if token.queue_time_s is not None:
+                self._queue_time.observe(token.queue_time_s)
         elif count:
             self._itl.observe((now - entry.last_token) / count, count)
         entry.last_token = now
@@ -151,6 +170,13 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """prometheus_client's collector protocol."""
+        for metric in self._metrics():
+            if self._prefix != "sglang":
+                yield metric
+            if self._prefix != "fenceline":
+                yield from _as_sglang(metric)
+
+    def _metrics(self) -> Iterator[Metric]:
         yield from self._gauges()
         yield self._counter("prompt_tokens", "Prompt tokens of all requests.", self._prompt_tokens)
         yield self._counter(
@@ -162,6 +188,7 @@ class Metrics:
         yield self._histogram("time_to_first_token_seconds", "From arrival to the first token.", self._ttft)
         yield self._histogram("inter_token_latency_seconds", "Between tokens of one request.", self._itl)
         yield self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", self._e2e)
+        yield self._histogram("queue_time_seconds", "From arrival to the first step.", self._queue_time)
 
     def _gauges(self) -> Iterator[Metric]:
         state = self._state
@@ -256,3 +283,15 @@ class Metrics:
         family = HistogramMetricFamily(_PREFIX + name, text, labels=["model_name"])
         family.add_metric([self._model_name], histogram.buckets(), histogram.sum)
         return family
+
+
+def _as_sglang(metric: Metric) -> Iterator[Metric]:
+    """``metric`` under SGLang's name, if it has one."""
+    name = _SGLANG_NAMES.get(metric.name.removeprefix(_PREFIX))
+    if name is None:
+        return
+    copy = Metric(_SGLANG_PREFIX + name, metric.documentation, metric.type)
+    copy.samples = [
+        sample._replace(name=copy.name + sample.name.removeprefix(metric.name)) for sample in metric.samples
+    ]
+    yield copy

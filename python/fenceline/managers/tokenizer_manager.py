@@ -63,7 +63,7 @@ class TokenizerManager:
         self.limits: SchedulerReady | None = None
         self.state: InternalState | None = None  # the scheduler's latest report
         self.fatal: str | None = None
-        self.metrics = Metrics(config.served_model_name, has_tiers=config.hicache is not None)
+        self.metrics = Metrics(config.served_model_name, config.hicache is not None, config.metrics_prefix)
         self.control = ControlDesk(link.send)
         self._link = link
         self._table = RequestTable(config.max_queued_requests)

@@ -7,6 +7,7 @@ from datetime import datetime
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from fenceline.config.chat_templates import CHAT_TEMPLATES
 from fenceline.entrypoints.openai.chat_template import ChatTemplate
 from fenceline.managers.tokenizer import load_tokenizer
 
@@ -221,6 +222,93 @@ def test_arguments_of_calls_are_objects():
     template = ChatTemplate("{{ messages[0].tool_calls | tojson }}", {})
     assert '"arguments": {"a": 1}' in template.render([{"role": "assistant", "tool_calls": [call]}])
     assert '"arguments": "{a"' in template.render([{"role": "assistant", "tool_calls": [broken]}])
+
+
+# Llama 3.1 and DeepSeek V3 in the ways that matter here: calls in a branch of their own, and a test for none.
+LLAMA31 = """{%- for message in messages %}
+    {%- if 'tool_calls' in message %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+        {{- '{"name": "' + message.tool_calls[0].function.name + '", "parameters": ' }}
+        {{- message.tool_calls[0].function.arguments | tojson + '}<|eot_id|>' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + message.content | tojson + '<|eot_id|>' }}
+    {%- else %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {{- '' + message['content'] | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}"""
+DEEPSEEK = """{%- for message in messages %}
+    {%- if message['role'] == 'assistant' and message['content'] is none %}
+        {%- for call in message['tool_calls'] %}
+            {{- call['function']['name'] + call['function']['arguments'] }}
+        {%- endfor %}
+    {%- else %}{{ message['role'] + ': ' + message['content'] }}
+    {%- endif %}
+{%- endfor %}"""
+PLAIN = "{% for m in messages %}{{ '[' + m.role + '] ' + m.content + '\n' }}{% endfor %}"
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 12}'}}
+CALLED = [
+    {"role": "user", "content": "12 + 30?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "user", "content": "And then?"},
+]
+HISTORY_TEMPLATES = {
+    **TEMPLATES, "llama31": LLAMA31, "deepseek": DEEPSEEK, "plain": PLAIN,
+    **{f"--chat-template {name}": source for name, source in CHAT_TEMPLATES.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HISTORY_TEMPLATES)
+@pytest.mark.parametrize("content", [None, "", "left out", "Let me see."])
+def test_a_history_with_calls_renders_on_every_template(name, content):
+    called = dict(CALLED[1], content=content)
+    if content == "left out":
+        del called["content"]
+    template = ChatTemplate(
+        HISTORY_TEMPLATES[name], {"bos_token": "<s>", "eot_token": "</s>", "eos_token": "</s>"}
+    )
+    text = template.render([CALLED[0], called, CALLED[2]])
+    assert "12 + 30?" in text and "And then?" in text
+    assert "None" not in text
+    if name in ("chatml", "llama31") or "--" in name or (name == "deepseek" and content != "Let me see."):
+        assert "add" in text
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "llama31"])
+def test_calls_render_as_in_transformers(peer, name):
+    messages = [dict(CALLED[1], tool_calls=[{**CALL, "function": {"name": "add", "arguments": {"a": 12}}}])]
+    theirs = peer.apply_chat_template(
+        [CALLED[0], *messages],
+        chat_template=HISTORY_TEMPLATES[name],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert ChatTemplate(HISTORY_TEMPLATES[name], {"bos_token": "<s>"}).render(CALLED[:2]) == theirs
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("chatml", "<|im_start|>system\nBe brief.\n<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+         "<|im_start|>assistant\nHo<|im_end|>\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n"),
+        ("llama-3-instruct", "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+         "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nHo"
+         "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nSo?<|eot_id|><|start_header_id|>assistant"
+         "<|end_header_id|>\n\n"),
+        ("llama-2", "<s>[INST] <<SYS>>\nBe brief.\n\n<</SYS>>\n\nHi [/INST] Ho </s><s>[INST] So? [/INST]"),
+        ("mistral", "<s>[INST] Be brief.\n\n\nHi [/INST] Ho</s>[INST] So? [/INST]"),
+        ("vicuna_v1.1", "<s>Be brief.\n USER: Hi ASSISTANT: Ho</s> USER: So? ASSISTANT:"),
+        ("gemma-it", "<s><start_of_turn>user\nBe brief.\n\n\nHi<end_of_turn>\n<start_of_turn>model\nHo<end_of_turn>\n"
+         "<start_of_turn>user\nSo?<end_of_turn>\n<start_of_turn>model\n"),
+    ],
+)  # fmt: skip
+def test_templates_by_name(name, text):
+    turns = [("user", "Hi"), ("assistant", "Ho"), ("user", "So?")]
+    messages = [SYSTEM, *({"role": role, "content": content} for role, content in turns)]
+    assert (
+        ChatTemplate(CHAT_TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"}).render(messages) == text
+    )
+    assert "Hi" in ChatTemplate(CHAT_TEMPLATES[name], {}).render(messages)  # of a model without BOS and EOS
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,9 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._template = environment.from_string(source)
-            self.loops_over_content = _loops_over_content(environment.parse(source))
+            tree = environment.parse(source)
+            self.loops_over_content = _loops_over_content(tree)
+            self._no_content = None if _tests_content_for_none(tree) else ""
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"not a valid Jinja template, line {error.lineno}: {error.message}") from error
         self._special_tokens = dict(special_tokens)
@@ -70,6 +72,8 @@ class ChatTemplate:
             raise ValueError(f"chat_template_kwargs cannot set {', '.join(sorted(taken))}")
         conversation = [self._plain(message) for message in messages]
         if continue_final_message:
+            if messages[-1].get("content") is None:
+                raise ValueError("continue_final_message needs a last message with content to go on with")
             conversation[-1] = _marked(conversation[-1])
         context = {
             **self._special_tokens,
@@ -79,7 +83,17 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
-        text = self._render(context)
+        try:
+            text = self._render(context)
+        except ValueError:
+            if not any(message.get("tool_calls") for message in messages):
+                raise
+            # A few templates want a call's arguments as the text that the client sent.
+            context["messages"] = [
+                {**plain, **({"tool_calls": sent["tool_calls"]} if sent.get("tool_calls") else {})}
+                for plain, sent in zip(conversation, messages, strict=True)
+            ]
+            text = self._render(context)
         return _cut(text) if continue_final_message else text
 
     def _render(self, context: Mapping[str, object]) -> str:
@@ -101,9 +115,12 @@ class ChatTemplate:
             ) from error
 
     def _plain(self, message: Message) -> dict[str, object]:
-        """As templates expect it: no None, parts joined unless looped over, call arguments as objects."""
+        """As templates expect it: no None but for a content that they test for it, parts joined unless looped over,
+        call arguments as objects."""
         plain = {name: value for name, value in message.items() if value is not None}
         content = plain.get("content")
+        if content is None or (content == "" and plain.get("tool_calls")):
+            content = plain["content"] = self._no_content
         if isinstance(content, list) and not self.loops_over_content:
             plain["content"] = "\n".join(part["text"] for part in content)
         if "reasoning_content" in plain:
@@ -222,6 +239,11 @@ def _loops_over_content(tree: nodes.Template) -> bool:
     Those that do are handed the parts as the client sent them; the others get one text.
     """
     return any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
+
+
+def _tests_content_for_none(tree: nodes.Template) -> bool:
+    """Whether the template asks if a message's content is none; one that does not gets an empty text."""
+    return any(_is_content(test.node) for test in tree.find_all(nodes.Test) if test.name == "none")
 
 
 def _is_content(node: nodes.Node | None) -> bool:

@@ -1,0 +1,94 @@
+"""Chat templates by name (--chat-template NAME), for models that come without one, with SGLang's names.
+
+Each is Jinja, rendered as a model's own (entrypoints/openai/chat_template.py). Contents are texts or null; calls of
+tools in a history are written as JSON, since these formats have no words of their own for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# The content of a message: null is empty, and calls follow as JSON, one a line.
+_CONTENT = """
+{%- macro content_of(message) -%}
+{{ message.content if message.content is string else '' }}
+{%- for call in message.tool_calls or [] -%}
+{{ '\\n' if message.content or not loop.first }}{{ call.function | tojson }}
+{%- endfor -%}
+{%- endmacro -%}
+"""
+
+# The system's words stand at the head of the first message of the user, where a format has no role for them.
+_SYSTEM_FIRST = """
+{%- set found = namespace(system='') -%}
+{%- if messages[0].role == 'system' -%}
+{%- set found.system = messages[0].content -%}
+{%- set messages = messages[1:] -%}
+{%- endif -%}
+"""
+
+_CHATML = """
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\\n' + content_of(message) + '<|im_end|>\\n' }}
+{%- endfor -%}
+{{ '<|im_start|>assistant\\n' if add_generation_prompt }}"""
+
+_LLAMA_3 = """{{ bos_token }}
+{%- for message in messages -%}
+{%- set role = 'ipython' if message.role == 'tool' else message.role -%}
+{{ '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' + content_of(message) | trim + '<|eot_id|>' }}
+{%- endfor -%}
+{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' if add_generation_prompt }}"""
+
+_LLAMA_2 = """
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+{{ ' ' ~ content_of(message) | trim ~ ' ' ~ eos_token }}
+{%- else -%}
+{%- set system = '<<SYS>>\\n' ~ found.system ~ '\\n<</SYS>>\\n\\n' if found.system else '' -%}
+{%- set found.system = '' -%}
+{{ bos_token ~ '[INST] ' ~ (system ~ content_of(message)) | trim ~ ' [/INST]' }}
+{%- endif -%}
+{%- endfor -%}"""
+
+_MISTRAL = """{{ bos_token }}
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+{{ ' ' ~ content_of(message) | trim ~ eos_token }}
+{%- else -%}
+{%- set system = found.system ~ '\\n\\n' if found.system else '' -%}
+{%- set found.system = '' -%}
+{{ '[INST] ' ~ system ~ content_of(message) ~ ' [/INST]' }}
+{%- endif -%}
+{%- endfor -%}"""
+
+_VICUNA = """{{ bos_token }}
+{%- set default = 'A chat between a curious user and an artificial intelligence assistant. The assistant gives '
+    ~ "helpful, detailed, and polite answers to the user's questions." -%}
+{{ found.system or default }}
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+{{ ' ASSISTANT: ' ~ content_of(message) ~ eos_token }}
+{%- else -%}
+{{ ' USER: ' ~ content_of(message) }}
+{%- endif -%}
+{%- endfor -%}
+{{ ' ASSISTANT:' if add_generation_prompt }}"""
+
+_GEMMA = """{{ bos_token }}
+{%- for message in messages -%}
+{%- set role = 'model' if message.role == 'assistant' else 'user' -%}
+{%- set system = found.system ~ '\\n\\n' if found.system and role == 'user' else '' -%}
+{%- if system -%}{%- set found.system = '' -%}{%- endif -%}
+{{ '<start_of_turn>' ~ role ~ '\\n' ~ (system ~ content_of(message)) | trim ~ '<end_of_turn>\\n' }}
+{%- endfor -%}
+{{ '<start_of_turn>model\\n' if add_generation_prompt }}"""
+
+CHAT_TEMPLATES: Mapping[str, str] = {
+    "chatml": _CONTENT + _CHATML,
+    "gemma-it": _CONTENT + _SYSTEM_FIRST + _GEMMA,
+    "llama-2": _CONTENT + _SYSTEM_FIRST + _LLAMA_2,
+    "llama-3-instruct": _CONTENT + _LLAMA_3,
+    "mistral": _CONTENT + _SYSTEM_FIRST + _MISTRAL,
+    "vicuna_v1.1": _CONTENT + _SYSTEM_FIRST + _VICUNA,
+}
