@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from fenceline.config import docs
 from fenceline.config.errors import ConfigError
 from fenceline.config.flags import flags_of
-from fenceline.config.refused import ANY, REFUSED
+from fenceline.config.refused import ANY, ELSEWHERE, REFUSED
 from fenceline.config.server_args import ServerArgs, parse_args
 
 # The launch commands of the public threads that this project started from, module renamed.
@@ -126,6 +127,45 @@ def test_values_reach_their_fields() -> None:
     )
 
 
+@pytest.mark.parametrize("option", ELSEWHERE)
+def test_flags_of_other_servers_are_answered_with_what_they_are_called_here(
+    option: str, tmp_path: Path
+) -> None:
+    """The answer names flags of ours alone, none that would be refused in turn; a YAML file gets the same one."""
+    known = {name for flag in flags_of(ServerArgs).values() for name in flag.options}
+    assert option not in known | set(REFUSED)
+    assert set(re.findall(r"--[a-z-]+", ELSEWHERE[option])) <= known
+    assert (
+        refusal(["--model", "m", option, "17"]) == f"{option} is another server's flag: {ELSEWHERE[option]}"
+    )
+    assert (
+        refusal(["--model", "m", f"{option}=17"]) == f"{option} is another server's flag: {ELSEWHERE[option]}"
+    )
+    name = option[2:].replace("-", "_")
+    file = tmp_path / "server.yaml"
+    file.write_text(f"{name}: 17\n")
+    assert refusal(["--config", str(file)]) == f"{name} is another server's setting: {ELSEWHERE[option]}"
+
+
+@pytest.mark.parametrize("option", [*REFUSED, *ELSEWHERE])
+def test_a_mistyped_flag_is_never_answered_with_one_that_is_refused(option: str) -> None:
+    known = {name for flag in flags_of(ServerArgs).values() for name in flag.options} | {"--config", "--help"}
+    for wrong in (option + "s", option[:-1], option.replace("-", "", 3)):
+        for named in re.findall(
+            r"did you mean (\S+)\?", refusal_or_empty(["--model", "m", "--" + wrong.lstrip("-")])
+        ):
+            assert named in known
+
+
+def refusal_or_empty(argv: list[str]) -> str:
+    """For words that may happen to be a flag."""
+    try:
+        parse_args(argv)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -210,6 +250,8 @@ def test_yaml_file_gives_values_and_the_command_line_wins(tmp_path: Path) -> Non
         ("host: null", "--host None: expected a text"),
         ("tp: 4", "--tp 4: not available, this server uses one GPU"),
         ("enable-lora: true", "--enable-lora: not available, merge the adapter"),
+        ("max_model_len: 4096", "max_model_len is another server's setting: use --context-length"),
+        ("tensor_paralel_size: 2", "unknown setting tensor_paralel_size"),
         ("- model", "--config FILE: expected one mapping, as in 'page_size: 16'"),
         ("a: [", "--config FILE: not valid YAML at line 1"),
     ],
@@ -232,6 +274,10 @@ def test_keyword_arguments_are_judged_like_flags() -> None:
     for values, message in [
         ({"tp_size": 4}, "--tp-size 4: not available"),
         ({"enable_lora": True}, "--enable-lora: not available"),
+        (
+            {"gpu_memory_utilization": 0.9},
+            "gpu_memory_utilization is another server's setting: use --mem-frac",
+        ),
         ({"page_sise": 4}, "unknown setting page_sise; did you mean page_size?"),
         ({"disable_radix_cache": "perhaps"}, "--disable-radix-cache perhaps: expected true or false"),
         ({"page_size": object()}, "--page-size <object"),

@@ -45,6 +45,7 @@ def model_dir(tmp_path: Path) -> Path:
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(CONFIG_JSON))
+    (directory / "model.safetensors").write_bytes(b"")
     return directory
 
 

@@ -40,6 +40,7 @@ def model_dir(tmp_path: Path) -> Path:
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(CONFIG_JSON))
+    (directory / "model.safetensors").write_bytes(b"")
     return directory
 
 
@@ -392,8 +393,131 @@ def test_model_path_is_required() -> None:
 
 
 def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json"):
+    with pytest.raises(ConfigError, match="is an empty directory; download the model into it"):
         resolved(tmp_path)
+    (tmp_path / "README.md").write_text("a model, one day")
+    with pytest.raises(ConfigError, match=r"no config\.json; --model-path wants"):
+        resolved(tmp_path)
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            ("pytorch_model.bin",),
+            "only pickled weights (.bin, .pt), which can run code when read; convert them once",
+        ),
+        (("consolidated.00.pth",), "only pickled weights (.bin, .pt), which can run code"),
+        (
+            ("model-Q4_K_M.gguf",),
+            "holds weights in the GGUF format (llama.cpp), not read here; give the orig",
+        ),
+        (
+            ("adapter_config.json", "adapter_model.safetensors"),
+            "holds an adapter (LoRA), not a model; merge it into",
+        ),
+        (
+            ("adapter_config.json", "adapter_model.bin"),
+            "holds an adapter (LoRA), not a model; merge it into org/base",
+        ),
+    ],
+)
+def test_a_folder_of_something_else_is_recognised_before_anything_starts(
+    model_dir: Path, files: tuple[str, ...], message: str, with_config: bool
+) -> None:
+    (model_dir / "model.safetensors").unlink()
+    if not with_config:
+        (model_dir / "config.json").unlink()
+    for name in files:
+        text = '{"base_model_name_or_path": "org/base"}' if name == "adapter_config.json" else "weights"
+        (model_dir / name).write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        resolved(model_dir)
+    assert str(caught.value).startswith(f"--model-path {model_dir}: {model_dir}: {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_weights_are_noticed_before_anything_starts(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").write_bytes(
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:12\n"
+    )
+    with pytest.raises(ConfigError, match=r"model\.safetensors: is a pointer of git-lfs.*; run git lfs pull"):
+        resolved(model_dir)
+    (model_dir / "model.safetensors").unlink()
+    with pytest.raises(
+        ConfigError, match=r"no \*\.safetensors files; download the weights, or use --load-format dummy"
+    ):
+        resolved(model_dir)
+    assert resolved(model_dir, load_format="dummy").load_format == "dummy"
+    (model_dir / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    with pytest.raises(ConfigError, match=r"1 of 1 weight files are missing, first model-1\.safetensors"):
+        resolved(model_dir)
+
+
+def test_a_file_of_weights_instead_of_its_folder_is_refused(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="is a file; give the directory that holds it"):
+        resolved(model_dir / "model.safetensors")
+    (model_dir / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match="GGUF files are not read; give the original model in safetensors"):
+        resolved(model_dir / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "awq"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes"),
+        ({"quantization_config": {"load_in_8bit": True}}, "bitsandbytes"),
+        ({"quantization_config": {"quant_algo": "NVFP4"}}, "NVFP4"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"quantization_config": {"bits": 4}}, "a method that config.json does not name"),
+        ({"quantization_config": "yes"}, "a method that config.json does not name"),
+        # Of a model that is not supported either: the method is what its owner can change.
+        ({"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+    ],
+)
+def test_a_quantised_checkpoint_is_refused_by_its_methods_name(
+    model_dir: Path, config: dict[str, object], method: str
+) -> None:
+    (model_dir / "config.json").write_text(json.dumps(CONFIG_JSON | config))
+    with pytest.raises(ConfigError) as caught:
+        resolved(model_dir)
+    assert str(caught.value) == (
+        f"--model-path {model_dir}: the checkpoint is quantised ({method}), which is not supported; use the model's "
+        "unquantised weights"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "method"),
+    [
+        ('{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}', "modelopt FP8"),
+        ('{"producer": {"name": "modelopt"}}', "modelopt"),
+    ],
+)
+def test_a_checkpoint_that_modelopt_has_quantised_is_refused(model_dir: Path, text: str, method: str) -> None:
+    """It says so in a file of its own."""
+    (model_dir / "hf_quant_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"the checkpoint is quantised \({method}\), which"):
+        resolved(model_dir)
+
+
+def test_trust_remote_code_does_not_help_an_architecture_that_is_not_built_in(model_dir: Path) -> None:
+    assert resolved(model_dir, trust_remote_code=True).trust_remote_code
+    remote = {
+        "architectures": ["NewForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_new.NewForCausalLM"},
+    }
+    (model_dir / "config.json").write_text(json.dumps(CONFIG_JSON | remote))
+    with pytest.raises(
+        ConfigError, match="architecture NewForCausalLM is not supported; supported are LlamaForCausal"
+    ):
+        resolved(model_dir, trust_remote_code=True)
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,12 @@ import torch
 from model_parity import save_checkpoint
 from safetensors.torch import load_file, save_file
 
+from fenceline.config.hf_files import weight_files
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.shard import Shard
 from fenceline.models import loader
 from fenceline.models.decoder import CausalLM
-from fenceline.models.loader import load_model, weight_files
+from fenceline.models.loader import load_model
 
 CPU = torch.device("cpu")
 

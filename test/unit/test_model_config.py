@@ -298,7 +298,7 @@ def test_configs_that_cannot_work_are_refused_in_one_line(
         (b"{", "not valid JSON"),
         (b"[1]", "object is expected"),
         (b"\xff\xfe{", "not valid JSON"),
-        (None, "no config.json"),
+        (None, "is an empty directory; download"),
     ],
 )
 def test_broken_config_json(tmp_path: Path, content: bytes | None, message: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from fenceline.config.errors import ConfigError
 from fenceline.config.flags import Flag, coerce, did_you_mean, flags_of
-from fenceline.config.refused import Refusal, complaints
+from fenceline.config.refused import ELSEWHERE, Refusal, complaints
 from fenceline.config.yaml_file import read_mapping
 
 
@@ -73,7 +73,7 @@ def parse_values(
     config_file = given.pop("config", None)
     _refuse([(option, words) for option in refused for words in given.pop(option, [])], refused)
     if extra:
-        raise ConfigError(_unknown(extra[0], parser))
+        raise ConfigError(_unknown(extra[0], cls))
     values = read_mapping(config_file) if config_file is not None else {}
     return from_mapping(cls, values, refused) | from_mapping(cls, given, refused)
 
@@ -84,11 +84,13 @@ def _refuse(given: Sequence[tuple[str, Sequence[str]]], refused: Mapping[str, Re
         raise ConfigError(line)
 
 
-def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
+def _unknown(word: str, cls: type[Any]) -> str:
     if not word.startswith("-"):
         return f"unexpected argument {word!r}: every setting is a --flag; see --help"
     option = word.split("=", 1)[0]
-    known = [name for action in parser._actions for name in action.option_strings]
+    if option in ELSEWHERE:
+        return f"{option} is another server's flag: {ELSEWHERE[option]}"
+    known = ["--config", "--help", *(name for flag in flags_of(cls).values() for name in flag.options)]
     return f"unknown flag {option}{did_you_mean(option, known)}; see --help"
 
 
@@ -111,6 +113,8 @@ def from_mapping(
         elif option in refused:
             if value is not None:
                 refusals.append((option, _words(value)))
+        elif option in ELSEWHERE:
+            raise ConfigError(f"{key} is another server's setting: {ELSEWHERE[option]}")
         else:
             raise ConfigError(f"unknown setting {key}{did_you_mean(name, names)}")
     _refuse(refusals, refused)

@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from fenceline.config.flags import Flag, flags_of
-from fenceline.config.refused import ANY, REFUSED, Refusal
+from fenceline.config.refused import ANY, ELSEWHERE, REFUSED, Refusal
 from fenceline.config.server_args import ServerArgs
 
 _HEADER = """\
@@ -33,6 +33,17 @@ accepted asks for what happens anyway.
 """
 
 
+_ELSEWHERE_HEADER = """\
+## Flags of other servers
+
+What flags of vLLM, Text Generation Inference and llama.cpp are called here; a start with one of them is refused in the
+same words.
+
+| flag | here |
+|---|---|
+"""
+
+
 def render() -> str:
     """The whole page as Markdown."""
     parts = [_HEADER]
@@ -42,6 +53,8 @@ def render() -> str:
     parts.append(
         _REFUSED_HEADER + "".join(_refused_row(option, refusal) for option, refusal in REFUSED.items())
     )
+    rows = (f"| `{option}` | {_escape(remedy)} |\n" for option, remedy in ELSEWHERE.items())
+    parts.append(_ELSEWHERE_HEADER + "".join(rows))
     return "\n".join(parts)
 
 

@@ -8,6 +8,10 @@ from pathlib import Path
 
 from fenceline.config.errors import ConfigError
 
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_LFS_POINTER = b"version https://git-lfs"
+
 
 def read_json_object(path: Path) -> dict[str, object]:
     """The object in ``path``. Raises ``ConfigError`` where the file is unreadable, not JSON, or not an object."""
@@ -34,8 +38,69 @@ def read_model_json(directory: Path) -> dict[str, object]:
         raise ConfigError(f"{directory}: no such model directory; give --model-path a directory or a hub id")
     path = directory / "config.json"
     if not path.is_file():
-        raise ConfigError(f"{directory}: no config.json; --model-path wants a Hugging Face model directory")
+        raise ConfigError(f"{directory}: {_instead_of_a_model(directory)}")
     return read_json_object(path)
+
+
+def _instead_of_a_model(directory: Path) -> str:
+    """What a directory without config.json or without weights is, and the remedy."""
+    adapter = directory / "adapter_config.json"
+    if adapter.is_file():
+        base = read_json_object(adapter).get("base_model_name_or_path") or "its base model"
+        return (
+            f"holds an adapter (LoRA), not a model; merge it into {base} (peft: merge_and_unload, save_pretrained) and "
+            "give the merged directory"
+        )
+    if _has(directory, "*.gguf"):
+        return "holds weights in the GGUF format (llama.cpp), not read here; give the original model in safetensors"
+    if _has(directory, "*.bin", "*.pt", "*.pth"):
+        return (
+            "only pickled weights (.bin, .pt), which can run code when read; convert them once with transformers: "
+            "AutoModelForCausalLM.from_pretrained(dir).save_pretrained(new_dir)"
+        )
+    if not any(directory.iterdir()):
+        return "is an empty directory; download the model into it, or give --model-path a hub id"
+    if (directory / "config.json").is_file():
+        return "no *.safetensors files; download the weights, or use --load-format dummy"
+    return "no config.json; --model-path wants a Hugging Face model directory"
+
+
+def _has(directory: Path, *patterns: str) -> bool:
+    return any(next(directory.glob(pattern), None) is not None for pattern in patterns)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The checkpoint's safetensors files, in order. Raises ``ConfigError`` where there are none or one is missing."""
+    index = directory / _INDEX
+    if index.is_file():
+        weight_map = read_json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ConfigError(f"{index}: no weight_map; download the file again")
+        names = sorted({str(name) for name in weight_map.values()})
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise ConfigError(
+                f"{directory}: {len(missing)} of {len(names)} weight files are missing, first {missing[0]}; "
+                f"download the model again"
+            )
+        return [_no_pointer(directory / name) for name in names]
+    if (directory / _SINGLE).is_file():
+        return [_no_pointer(directory / _SINGLE)]
+    # Mistral's own format lies beside Hugging Face's in some repositories, under this name.
+    found = sorted(p for p in directory.glob("*.safetensors") if not p.name.startswith("consolidated"))
+    if not found or (directory / "adapter_config.json").is_file():
+        raise ConfigError(f"{directory}: {_instead_of_a_model(directory)}")
+    return [_no_pointer(path) for path in found]
+
+
+def _no_pointer(path: Path) -> Path:
+    """``path``, if it is not what git leaves of a large file where git-lfs is missing."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise ConfigError(
+                f"{path}: is a pointer of git-lfs, not the weights; run git lfs pull in that directory"
+            )
+    return path
 
 
 def token_ids(value: object) -> list[int]:

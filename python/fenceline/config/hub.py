@@ -46,6 +46,10 @@ def model_directory(
             )
         return str(path.resolve())
     if path.is_file():
+        if path.suffix == ".gguf":
+            raise ConfigError(
+                f"{flag} {name}: GGUF files are not read; give the original model in safetensors"
+            )
         raise ConfigError(f"{flag} {name}: is a file; give the directory that holds it")
     if not _HUB_ID.fullmatch(name):
         raise ConfigError(f"{flag} {name}: no such directory; give a model directory, a hub id or 'demo'")

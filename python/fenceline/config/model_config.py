@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fenceline.config.errors import ConfigError
-from fenceline.config.hf_files import read_model_json, read_optional, token_ids, tokenizer_eos_id
+from fenceline.config.hf_files import (
+    read_json_object,
+    read_model_json,
+    read_optional,
+    token_ids,
+    tokenizer_eos_id,
+)
 from fenceline.config.rope_scaling import RopeScaling, parse_rope, scaled_context_length
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -101,6 +107,7 @@ class ModelConfig:
         directory = Path(path)
         hf = _apply_overrides(read_model_json(directory), overrides or {})
         generation = read_optional(directory / "generation_config.json")
+        _refuse_quantised(hf, directory)
         architecture = _architecture(hf)
         _refuse_unsupported(hf)
         reader = _Reader(hf)
@@ -208,9 +215,27 @@ def _architecture(hf: Mapping[str, object]) -> str:
     )
 
 
+def _refuse_quantised(hf: Mapping[str, object], directory: Path) -> None:
+    """Each tool has a place of its own for what it did; modelopt and some others write a file beside config.json."""
+    method: object = None
+    for key in ("quantization_config", "compression_config"):
+        entry = hf.get(key)
+        if entry:
+            fields = entry if isinstance(entry, Mapping) else {}
+            bits = next((name for name in ("load_in_4bit", "load_in_8bit") if fields.get(name)), None)
+            method = fields.get("quant_method") or (bits and "bitsandbytes") or fields.get("quant_algo")
+            method = method or "a method that config.json does not name"
+    if method is None and (directory / "hf_quant_config.json").is_file():
+        entry = read_json_object(directory / "hf_quant_config.json").get("quantization")
+        algorithm = entry.get("quant_algo") if isinstance(entry, Mapping) else None
+        method = f"modelopt {algorithm}" if algorithm else "modelopt"
+    if method is not None:
+        raise ConfigError(
+            f"the checkpoint is quantised ({method}), which is not supported; use the model's unquantised weights"
+        )
+
+
 def _refuse_unsupported(hf: Mapping[str, object]) -> None:
-    if hf.get("quantization_config"):
-        raise ConfigError("quantised checkpoints are not supported; use the model's unquantised weights")
     activation = hf.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ConfigError(f"config.json: hidden_act {activation!r} is not supported, only silu is")

@@ -1,7 +1,8 @@
 """Flags of the field that this server does not have (yet): each is refused with one line that says what to do.
 
 A flag leaves this table in the commit that makes it work. ``neutral`` values ask for what happens anyway and are
-accepted; ``ANY`` means that every use of the flag does.
+accepted; ``ANY`` means that every use of the flag does. ``ELSEWHERE`` is for people who come from another server: what
+its flags are called here.
 """
 
 from __future__ import annotations
@@ -88,4 +89,57 @@ REFUSED: Mapping[str, Refusal] = {
     "--sleep-on-idle": Refusal("", ANY),
     "--disable-hicache-numa-detect": Refusal("", ANY),
     "--skip-server-warmup": Refusal("", ANY),
+}
+
+_GRAPHS = "graphs do not depend on the length: leave it out"
+_PREFIXES = "prefixes are shared anyway: leave it out"
+
+# Flags of vLLM, then of Text Generation Inference and llama.cpp, that neither SGLang nor this server has.
+ELSEWHERE: Mapping[str, str] = {
+    "--max-model-len": "use --context-length",
+    "--gpu-memory-utilization": "use --mem-fraction-static",
+    "--enforce-eager": "use --disable-cuda-graph",
+    "--max-num-seqs": "use --max-running-requests",
+    "--max-num-batched-tokens": "use --chunked-prefill-size",
+    "--block-size": "use --page-size",
+    "--swap-space": "use --enable-hierarchical-cache with --hicache-size",
+    "--kv-offloading-size": "use --enable-hierarchical-cache with --hicache-size",
+    "--num-gpu-blocks-override": "use --max-total-tokens, which counts tokens and not blocks",
+    "--enable-prefix-caching": _PREFIXES,
+    "--no-enable-prefix-caching": "use --disable-radix-cache",
+    "--enable-chunked-prefill": "long prompts are split anyway: leave it out, or set --chunked-prefill-size",
+    "--no-enable-chunked-prefill": "use --chunked-prefill-size -1",
+    "--async-scheduling": "steps overlap anyway: leave it out",
+    "--scheduling-policy": "use --schedule-policy",
+    "--preemption-mode": "use --retract-policy",
+    "--tokenizer": "use --tokenizer-path",
+    "--seed": "use --random-seed",
+    "--hf-overrides": "use --json-model-override-args",
+    "--rope-scaling": "use --json-model-override-args",
+    "--rope-theta": "use --json-model-override-args",
+    "--generation-config": "use --sampling-defaults model or --sampling-defaults openai",
+    "--cuda-graph-sizes": "use --cuda-graph-bs",
+    "--cudagraph-capture-sizes": "use --cuda-graph-bs",
+    "--max-seq-len-to-capture": _GRAPHS,
+    "--uvicorn-log-level": "use --log-level-http",
+    "--enable-log-requests": "use --log-requests",
+    "--disable-log-requests": "requests are logged with --log-requests alone: leave it out",
+    "--disable-log-stats": "use a larger --decode-log-interval",
+    "--distributed-executor-backend": _PARALLEL,
+    "--speculative-config": _SPECULATIVE,
+    "--lora-modules": _LORA,
+    "--model-id": "use --model-path",
+    "--hostname": "use --host",
+    "--num-shard": _PARALLEL,
+    "--quantize": _QUANTIZED,
+    "--max-input-length": "use --context-length",
+    "--max-input-tokens": "use --context-length",
+    "--max-concurrent-requests": "use --max-queued-requests",
+    "--max-batch-prefill-tokens": "use --max-prefill-tokens",
+    "--max-batch-total-tokens": "use --max-total-tokens",
+    "--cuda-memory-fraction": "use --mem-fraction-static",
+    "--ctx-size": "use --context-length",
+    "--n-gpu-layers": "the whole model runs on one device: use --device cuda",
+    "--parallel": "use --max-running-requests",
+    "--batch-size": "use --chunked-prefill-size",
 }

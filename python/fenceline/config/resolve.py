@@ -18,6 +18,7 @@ from fenceline.config.device import choose_device, cuda_is_available
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.errors import ConfigError
 from fenceline.config.graphs import attention_backends, cuda_graph_bs, piecewise_cuda_graph_tokens
+from fenceline.config.hf_files import weight_files
 from fenceline.config.hicache import hicache_config
 from fenceline.config.hub import model_directory
 from fenceline.config.model_config import ModelConfig
@@ -189,6 +190,8 @@ def _read_model(
 ) -> ModelConfig:
     try:
         model = ModelConfig.from_dir(path, overrides, args.context_length, args.dtype, tokenizer_path)
+        if args.load_format != "dummy":
+            weight_files(Path(path))  # read by the scheduler; said now where there are none
     except ValueError as error:
         about_a_flag = str(error).startswith("--")
         raise ConfigError(

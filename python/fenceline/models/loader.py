@@ -11,14 +11,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from fenceline.config.hf_files import read_json_object
+from fenceline.config.hf_files import weight_files
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.shard import Shard
 from fenceline.models.decoder import CausalLM
 from fenceline.models.registry import make_model
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _LOG_EVERY_S = 10.0
 _DUMMY_STD = 0.02  # what most families are initialised with
 
@@ -51,35 +49,6 @@ def load_model(
     seconds = time.perf_counter() - begin
     logger.info("Loaded weights: %.2f GiB, from %s, in %.1f s", num_bytes / 2**30, source, seconds)
     return model.eval()
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The checkpoint's safetensors files, in order. Raises ``ValueError`` where there are none or one is missing."""
-    index = directory / _INDEX
-    if index.is_file():
-        weight_map = read_json_object(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{index}: no weight_map; download the file again")
-        names = sorted({str(name) for name in weight_map.values()})
-        missing = [name for name in names if not (directory / name).is_file()]
-        if missing:
-            raise ValueError(
-                f"{directory}: {len(missing)} of {len(names)} weight files are missing, first {missing[0]}; "
-                f"download the model again"
-            )
-        return [directory / name for name in names]
-    if (directory / _SINGLE).is_file():
-        return [directory / _SINGLE]
-    # Mistral's own format lies beside Hugging Face's in some repositories, under this name.
-    found = sorted(p for p in directory.glob("*.safetensors") if not p.name.startswith("consolidated"))
-    if found:
-        return found
-    if any(next(directory.glob(pattern), None) for pattern in ("*.bin", "*.pt", "*.pth")):
-        raise ValueError(
-            f"{directory}: only pickled weights (.bin, .pt), which can run code when read; convert them once with "
-            f"transformers: AutoModelForCausalLM.from_pretrained(dir).save_pretrained(new_dir)"
-        )
-    raise ValueError(f"{directory}: no *.safetensors files; download the weights, or use --load-format dummy")
 
 
 def read_weights(files: Sequence[Path], progress: bool) -> Iterator[tuple[str, torch.Tensor]]:
