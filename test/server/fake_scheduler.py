@@ -39,6 +39,7 @@ from fenceline.managers.io_struct import (
     SchedulerReady,
     ShutdownReq,
     StatsReport,
+    TickReq,
     TokenizedGenerateReq,
     TokenLogprobs,
     TokenOut,
@@ -119,6 +120,8 @@ class FakeScheduler:
                 return self.accept(message), []
             case AbortReq():
                 return self.abort(message), []
+            case TickReq():
+                return [], []
             case FlushCacheReq(id=id, storage=storage):
                 return [], [self.flush(id, storage)]
             case PauseGenerationReq(id=id, mode=mode):

@@ -178,7 +178,7 @@ def refusal_or_empty(argv: list[str]) -> str:
         ("--watchdog-timeout inf", "--watchdog-timeout inf: expected a number"),
         ("--mem-fraction-static nan", "--mem-fraction-static nan: expected a number"),
         ("--page-size 7", "--page-size 7: choose one of 1, 16, 32, 64"),
-        ("--schedule-policy best", "--schedule-policy best: choose one of fcfs, lpm, random"),
+        ("--schedule-policy best", "--schedule-policy best: choose one of fcfs, lpm, dfs-weight, random"),
         (
             "--attention-backend fa4",
             "--attention-backend fa4: not available, leave it out, or choose triton,",

@@ -16,7 +16,7 @@ from huggingface_hub import errors
 from fenceline.config import hub
 from fenceline.config.chat_templates import CHAT_TEMPLATES
 from fenceline.config.device import choose_device
-from fenceline.config.engine_config import EngineConfig
+from fenceline.config.engine_config import EngineConfig, PriorityConfig
 from fenceline.config.errors import ConfigError
 from fenceline.config.server_args import ServerArgs, parse_args, resolve
 
@@ -346,6 +346,18 @@ def test_chat_template_is_read(model_dir: Path, tmp_path: Path) -> None:
         ("--cuda-coredump-dir=", "--cuda-coredump-dir is empty"),
         ("--device cuda", "--device cuda: torch sees no CUDA GPU; use --device cpu"),
         ("--disable-radix-cache --schedule-policy lpm", "use --schedule-policy fcfs"),
+        ("--disable-radix-cache --schedule-policy dfs-weight", "use --schedule-policy fcfs"),
+        (
+            "--enable-priority-scheduling --schedule-policy lpm",
+            "--enable-priority-scheduling orders by priority",
+        ),
+        (
+            "--priority-scheduling-preemption-threshold -1",
+            "--priority-scheduling-preemption-threshold -1: must be",
+        ),
+        ("--default-priority-value 9223372036854775808", "must fit in 64 bits"),
+        ("--req-waiting-timeout 0", "--req-waiting-timeout 0.0: give a number of seconds > 0"),
+        ("--req-running-timeout -1", "--req-running-timeout -1.0: give a number of seconds > 0"),
         ("--skip-tokenizer-init --reasoning-parser qwen3", "--reasoning-parser needs the tokenizer that"),
         ("--skip-tokenizer-init --tokenizer-path x", "--tokenizer-path needs the tokenizer that"),
         ("--json-model-override-args {", "--json-model-override-args: not valid JSON"),
@@ -631,3 +643,29 @@ def test_device_is_probed_only_when_it_matters() -> None:
     assert choose_device("cpu", probe) == "cpu"
     assert choose_device("auto", lambda: True) == choose_device("cuda", lambda: True) == "cuda"
     assert choose_device("auto", lambda: False) == "cpu"
+
+
+def test_timeouts_come_from_the_flag_or_from_sglangs_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timeouts(**flags: object) -> tuple[float | None, float | None]:
+        config = resolve(ServerArgs(model_path="demo", device="cpu", **flags))  # type: ignore[arg-type]
+        return config.req_waiting_timeout_s, config.req_running_timeout_s
+
+    assert timeouts() == (None, None)
+    monkeypatch.setenv("SGLANG_REQ_WAITING_TIMEOUT", "1.5")
+    monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "-1")
+    assert timeouts() == (1.5, None)
+    assert timeouts(req_waiting_timeout=3.0, req_running_timeout=4.0) == (3.0, 4.0)
+    monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "soon")
+    with pytest.raises(ConfigError, match="SGLANG_REQ_RUNNING_TIMEOUT=soon: give a number of seconds"):
+        timeouts()
+
+
+def test_who_names_a_priority_goes_before_those_that_do_not() -> None:
+    for flags, low_first, default, threshold in (
+        ({}, False, -(2**63), 10),
+        ({"schedule_low_priority_values_first": True}, True, 2**63 - 1, 10),
+        ({"default_priority_value": 4, "disable_priority_preemption": True}, False, 4, None),
+    ):
+        args = ServerArgs(model_path="demo", device="cpu", enable_priority_scheduling=True, **flags)  # type: ignore[arg-type]
+        assert resolve(args).priority == PriorityConfig(low_first, default, threshold)
+    assert resolve(ServerArgs(model_path="demo", device="cpu", default_priority_value=4)).priority is None

@@ -12,13 +12,16 @@ from token_worker import TokenResult, TokenWorker
 
 from fenceline.managers.io_struct import (
     AbortReq,
+    CancelFlushReq,
     ContinueGenerationReq,
     ControlReply,
+    FinishReason,
     FlushCacheReq,
     GetInternalStateReq,
     Message,
     PauseGenerationReq,
     ShutdownReq,
+    TickReq,
     TokenizedGenerateReq,
 )
 from fenceline.managers.schedule_policy import order_waiting
@@ -253,6 +256,82 @@ def test_flush_only_when_idle() -> None:
     replies = {r.id: r.success for r in driver.replies if isinstance(r, ControlReply)}
     assert replies == {"busy": False, "idle": True}
     assert driver.worker.pages.num_leased == 0
+
+
+def test_a_flush_that_waits_happens_once_no_request_is_left() -> None:
+    driver = make_driver()
+    driver.send(request("a", list(range(30)), max_new_tokens=4), request("b", [3], max_new_tokens=9))
+    driver.step()
+    driver.send(FlushCacheReq(id="waits", wait=True), FlushCacheReq(id="gives up", wait=True))
+    driver.step()
+    assert driver.scheduler.reqs and not replies(driver)
+    driver.send(CancelFlushReq(id="gives up"), CancelFlushReq(id="unknown"))
+    driver.step()
+    assert replies(driver) == {"gives up": False}
+    driver.run()
+    assert replies(driver) == {"gives up": False, "waits": True}
+    assert driver.worker.pages.num_leased == 0
+    driver.send(CancelFlushReq(id="waits"), FlushCacheReq(id="idle", wait=True))
+    driver.step()
+    assert replies(driver) == {"gives up": False, "waits": True, "idle": True}
+
+
+def replies(driver: Driver) -> dict[str, bool]:
+    return {reply.id: reply.success for reply in driver.replies if isinstance(reply, ControlReply)}
+
+
+def test_a_flush_that_waits_is_not_kept_from_it_by_a_stop_string() -> None:
+    driver = make_driver()
+    driver.send(request("a", [3], max_new_tokens=40, ignore_eos=True))
+    driver.step()
+    driver.send(FlushCacheReq(id="waits", wait=True))
+    driver.step()
+    driver.send(AbortReq(rid="a", silent=True))
+    driver.run()
+    assert replies(driver) == {"waits": True}
+
+
+def test_requests_that_wait_or_run_too_long_are_ended() -> None:
+    """By the clock in the inbox alone, from the first tick on that finds them so."""
+    driver = make_driver(num_rows=1, req_waiting_timeout=10.0, req_running_timeout=20.0)
+    for rid in ("runs", "waits"):
+        driver.send(request(rid, [5, 6], max_new_tokens=200, ignore_eos=True))
+
+    def tick(now: float) -> list[str]:
+        driver.send(TickReq(now=now))
+        driver.step()
+        return sorted(driver.scheduler.reqs)
+
+    driver.step()
+    assert tick(1000.0) == tick(1010.0) == ["runs", "waits"]
+    driver.send(PauseGenerationReq(id="p", mode="in_place"))
+    assert tick(1500.0) == ["runs", "waits"]
+    driver.send(ContinueGenerationReq(id="c"))
+    assert tick(1510.0) == ["runs", "waits"]
+    assert tick(1510.1) == ["runs"]
+    assert driver.answers["waits"].finish == FinishReason(
+        type="abort", message="still waiting in the queue after 10 s (--req-waiting-timeout)", status_code=503
+    )
+    assert tick(1520.0) == ["runs"]
+    assert tick(1520.1) == []
+    assert driver.answers["runs"].finish.status_code == 503
+    assert "--req-running-timeout" in driver.answers["runs"].finish.message
+    assert driver.answers["runs"].output_ids
+    late = request("late", [5, 6], max_new_tokens=3, ignore_eos=True)
+    driver.send(late, TickReq(now=9999.0))
+    driver.run()
+    assert_right(driver, [late])
+
+
+def test_an_abort_may_say_why() -> None:
+    driver = make_driver()
+    driver.send(
+        request("a", [5], max_new_tokens=9), AbortReq(rid="a", message="for this reason", status_code=503)
+    )
+    driver.run()
+    assert driver.answers["a"].finish == FinishReason(
+        type="abort", message="for this reason", status_code=503
+    )
 
 
 def test_a_storage_that_is_not_there_cannot_be_flushed() -> None:

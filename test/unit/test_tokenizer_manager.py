@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_level
 
-from fenceline.config.engine_config import EngineConfig
+from fenceline.config.engine_config import EngineConfig, PriorityConfig
 from fenceline.config.sampling_params import SamplingParams
 from fenceline.config.server_args import ServerArgs, resolve
 from fenceline.managers import tokenizer_manager
@@ -24,6 +24,7 @@ from fenceline.managers.io_struct import (
     AbortReq,
     BatchStrOut,
     BatchTokenOut,
+    CancelFlushReq,
     ControlReply,
     FatalError,
     FinishReason,
@@ -32,6 +33,7 @@ from fenceline.managers.io_struct import (
     SchedulerReady,
     ShutdownReq,
     StrOut,
+    TickReq,
     TokenizedGenerateReq,
     TokenLogprobs,
     TokenOut,
@@ -332,7 +334,7 @@ async def test_max_new_tokens_is_clipped_to_context_and_memory() -> None:
 
 
 async def test_what_a_request_asks_of_the_scheduler_reaches_it() -> None:
-    bench = Bench()
+    bench = Bench(priority=priorities())
     inp = GenerateInput(
         input_ids=[5], extra_key="é" * 256, priority=-3, return_logprob=True, token_ids_logprob=(7, 6)
     )
@@ -356,16 +358,16 @@ async def test_the_last_chunk_says_how_long_it_took() -> None:
     assert times.decode_throughput is not None and times.decode_throughput > 0
 
 
-async def test_aborting_a_name_aborts_all_its_requests_and_no_other() -> None:
+async def test_aborting_a_name_aborts_all_requests_whose_id_begins_so_and_no_other() -> None:
     bench = Bench()
     inputs = [*expand_samples(ids_input(5), 3), ids_input(5, rid="r-x"), ids_input(5, rid="s")]
     await bench.manager.submit_many(inputs)
     bench.manager.abort("r")
     bench.manager.abort("")
     bench.manager.abort("unknown")
-    assert bench.link.sent[-3:] == [AbortReq(rid="r"), AbortReq(rid="r-1"), AbortReq(rid="r-2")]
+    assert bench.link.sent[-4:] == [AbortReq(rid=rid) for rid in ("r", "r-1", "r-2", "r-x")]
     bench.manager.abort("r-1")
-    assert bench.link.sent[-1] == AbortReq(rid="r-1")
+    assert bench.link.sent[-2:] == [AbortReq(rid="r-x"), AbortReq(rid="r-1")]
 
 
 def test_other_threads_run_while_a_long_text_is_tokenised() -> None:
@@ -425,6 +427,114 @@ def _num_queued(held: list[int], waiting: list[int]) -> int:
         if index >= places or sum(waiting[: index + 1]) > tokens:
             return len(waiting) - index
     return 0
+
+
+def priorities(low_first: bool = False, threshold: int | None = 10) -> PriorityConfig:
+    return PriorityConfig(low_first, 2**63 - 1 if low_first else -(2**63), threshold)
+
+
+@pytest.mark.parametrize("low_first", [False, True])
+async def test_a_full_queue_lets_go_of_the_lowest_priority(low_first: bool) -> None:
+    """Of the lowest the latest; nobody for requests that are no better."""
+    sign = -1 if low_first else 1
+    bench = Bench(max_queued_requests=2, priority=priorities(low_first))
+
+    async def submit(rid: str, priority: int | None) -> None:
+        await bench.manager.submit(GenerateInput(input_ids=[5], rid=rid, priority=priority))
+
+    for rid, priority in (("a", 0), ("b", 0), ("c", sign * 5), ("d", sign)):
+        await submit(rid, priority)  # two run
+    with pytest.raises(RequestError) as caught:
+        await submit("same", 0)
+    assert (caught.value.status, caught.value.code) == (503, "queue_full")
+    sent = len(bench.link.sent)
+    await submit("e", sign * 2)
+    displaced, message = bench.link.sent[sent:]
+    assert isinstance(displaced, AbortReq) and isinstance(message, TokenizedGenerateReq)
+    assert (displaced.rid, displaced.status_code, message.priority) == ("b", 503, sign * 2)
+    assert "higher priority" in displaced.message
+    await submit("f", sign * 3)
+    assert isinstance(bench.link.sent[-2], AbortReq) and bench.link.sent[-2].rid == "a", "b goes once"
+    with pytest.raises(RequestError):
+        await submit("none", None)  # comes after those that name one
+
+
+async def test_a_body_that_is_refused_displaces_nobody() -> None:
+    bench = Bench(max_queued_requests=1, priority=priorities())
+    await bench.manager.submit_many([GenerateInput(input_ids=[5], rid=rid, priority=0) for rid in "abc"])
+    sent = len(bench.link.sent)
+    many = [GenerateInput(input_ids=[5], rid=f"m{i}", priority=9) for i in range(5)]
+    with pytest.raises(RequestError):
+        await bench.manager.submit_many(many)
+    with pytest.raises(RequestError):
+        await bench.manager.submit(GenerateInput(input_ids=[5], rid="d", priority=9, logprob_start_len=7))
+    assert len(bench.link.sent) == sent
+
+
+async def test_a_priority_needs_the_flag() -> None:
+    bench = Bench()
+    for priority in (None, 0):
+        await bench.manager.submit(GenerateInput(input_ids=[5], priority=priority))
+    with pytest.raises(RequestError, match="--enable-priority-scheduling") as caught:
+        await bench.manager.submit(GenerateInput(input_ids=[5], priority=1))
+    assert (caught.value.status, caught.value.param) == (400, "priority")
+
+
+async def test_time_is_told_while_requests_are_in_flight() -> None:
+    bench = Bench(req_waiting_timeout_s=0.05)
+    await bench.manager.submit(ids_input(5, rid="a"))
+    await bench.manager.submit(ids_input(5, rid="b"))
+
+    def times() -> list[float]:
+        return [message.now for message in bench.link.sent if isinstance(message, TickReq)]
+
+    async with asyncio.timeout(30):
+        while len(times()) < 3:
+            await asyncio.sleep(0)
+    assert times() == sorted(times())
+    for rid in "ab":
+        bench.news(rid, [2], 1, STOP)
+    told = len(times())
+    ticker = bench.manager._ticker
+    assert ticker is not None
+    async with asyncio.timeout(30):
+        while bench.manager._ticker is not None:
+            await asyncio.sleep(0)
+    assert len(times()) == told, "nobody waits for anything"
+
+
+async def test_no_time_is_told_without_a_timeout() -> None:
+    bench = Bench()
+    await bench.manager.submit(ids_input(5))
+    assert not any(isinstance(message, TickReq) for message in bench.link.sent)
+
+
+async def test_stop_tokens_outside_the_vocabulary_stay_behind() -> None:
+    bench = Bench()
+    ids = (-(10**30), -1, 7, 1024, 10**30)
+    await bench.manager.submit(ids_input(5, 6, 7, stop_token_ids=ids, max_new_tokens=10**12))
+    params = bench.link.requests()[0].sampling_params
+    assert (params.stop_token_ids, params.max_new_tokens) == ((7,), 61)
+
+
+async def test_a_flush_waits_as_long_as_it_was_told() -> None:
+    bench = Bench()
+    waiting = asyncio.create_task(bench.manager.flush_cache(wait_s=0.01))
+    async with asyncio.timeout(30):
+        while len(bench.link.sent) < 2:
+            await asyncio.sleep(0)
+    flush, cancel = bench.link.sent
+    assert isinstance(flush, FlushCacheReq) and flush.wait and cancel == CancelFlushReq(id=flush.id)
+    bench.manager.handle(ControlReply(id=flush.id, success=False, message="2 requests are pending"))
+    assert not (await waiting).success
+    gone = asyncio.create_task(bench.manager.flush_cache(wait_s=3000))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.wait([gone])
+    assert isinstance(bench.link.sent[-1], CancelFlushReq), "nothing is flushed when the caller has gone"
+    for wait_s in (-1.0, 1e9, float("nan")):
+        with pytest.raises(RequestError, match="timeout"):
+            await bench.manager.flush_cache(wait_s=wait_s)
 
 
 async def test_not_ready_draining_and_dead_refuse_with_503() -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fenceline.config.errors import ConfigError
 from fenceline.config.hicache import check_hicache
+from fenceline.config.request_limits import MAX_PRIORITY, MIN_PRIORITY
 
 if TYPE_CHECKING:
     from fenceline.config.server_args import ServerArgs
@@ -30,6 +31,7 @@ def check(args: ServerArgs) -> None:
     _check_model(args)
     _check_server(args)
     _check_ranges(args)
+    _check_priority(args)
     _check_memory(args)
     _check_graphs(args)
     _check_conflicts(args)
@@ -66,6 +68,12 @@ def _check_server(args: ServerArgs) -> None:
         args.watchdog_timeout > 0,
         f"--watchdog-timeout {args.watchdog_timeout:g}: give a number of seconds > 0",
     )
+    for name in ("req_waiting_timeout", "req_running_timeout"):
+        seconds = getattr(args, name)
+        _require(
+            seconds is None or seconds > 0,
+            f"--{name.replace('_', '-')} {seconds}: give a number of seconds > 0, or leave it out",
+        )
 
 
 def _check_ranges(args: ServerArgs) -> None:
@@ -93,6 +101,24 @@ def _check_ranges(args: ServerArgs) -> None:
     )
     seed = args.random_seed
     _require(seed is None or 0 <= seed <= _MAX_SEED, f"--random-seed {seed}: must lie between 0 and 2^63 - 1")
+
+
+def _check_priority(args: ServerArgs) -> None:
+    threshold, default = args.priority_scheduling_preemption_threshold, args.default_priority_value
+    _require(
+        threshold >= 0,
+        f"--priority-scheduling-preemption-threshold {threshold}: must be at least 0, or requests of one priority "
+        "would take each other's places for ever",
+    )
+    _require(
+        default is None or MIN_PRIORITY <= default <= MAX_PRIORITY,
+        f"--default-priority-value {default}: must fit in 64 bits",
+    )
+    _require(
+        not args.enable_priority_scheduling or args.schedule_policy == "fcfs",
+        f"--enable-priority-scheduling orders by priority and then by arrival, not by --schedule-policy "
+        f"{args.schedule_policy}: use fcfs",
+    )
 
 
 def _check_memory(args: ServerArgs) -> None:
@@ -153,8 +179,9 @@ def _check_sizes(flag: str, sizes: tuple[int, ...] | None, what: str, unit: str)
 
 def _check_conflicts(args: ServerArgs) -> None:
     _require(
-        not (args.disable_radix_cache and args.schedule_policy == "lpm"),
-        "--schedule-policy lpm sorts by cached prefix and --disable-radix-cache keeps none: use --schedule-policy fcfs",
+        not (args.disable_radix_cache and args.schedule_policy in ("lpm", "dfs-weight")),
+        f"--schedule-policy {args.schedule_policy} sorts by cached prefix and --disable-radix-cache keeps none: use "
+        "--schedule-policy fcfs",
     )
     if args.skip_tokenizer_init:
         for name in ("tokenizer_path", "chat_template", "reasoning_parser"):

@@ -11,6 +11,19 @@ if TYPE_CHECKING:
     from fenceline.config.model_config import ModelConfig
 
 
+@dataclass(frozen=True, slots=True)
+class PriorityConfig:
+    """--enable-priority-scheduling. ``preemption_threshold`` None: running requests keep their places."""
+
+    low_values_first: bool
+    default_value: int
+    preemption_threshold: int | None
+
+    def rank(self, priority: int) -> int:
+        """What requests are ordered by: the smallest goes first."""
+        return priority if self.low_values_first else -priority
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything that was chosen or defaulted, resolved once by ``fenceline.config.resolve``.
@@ -43,6 +56,9 @@ class EngineConfig:
     port: int
     api_key: str | None = dataclasses.field(repr=False)
     max_queued_requests: int | None
+    req_waiting_timeout_s: float | None
+    req_running_timeout_s: float | None
+    allow_auto_truncate: bool
     watchdog_timeout_s: float
 
     # Memory and scheduling
@@ -53,6 +69,7 @@ class EngineConfig:
     chunked_prefill_size: int | None
     max_prefill_tokens: int
     schedule_policy: str
+    priority: PriorityConfig | None  # None: priorities are refused
     schedule_conservativeness: float
     disable_radix_cache: bool
     disable_overlap_schedule: bool

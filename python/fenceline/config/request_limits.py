@@ -26,3 +26,4 @@ MAX_LOGIT_BIAS = 1024  # entries
 MAX_TOP_LOGPROBS = 128  # alternatives at each position
 MAX_TOKEN_IDS_LOGPROB = 128  # named tokens whose logprobs each position reports
 MAX_EXTRA_KEY_BYTES = 512  # the cache's namespace
+MIN_PRIORITY, MAX_PRIORITY = -(2**63), 2**63 - 1  # as far as messages can carry it

@@ -15,7 +15,7 @@ from fenceline.config.chat_templates import CHAT_TEMPLATES
 from fenceline.config.checks import check
 from fenceline.config.core_dumps import core_dump_dir
 from fenceline.config.device import choose_device, cuda_is_available
-from fenceline.config.engine_config import EngineConfig
+from fenceline.config.engine_config import EngineConfig, PriorityConfig
 from fenceline.config.errors import ConfigError
 from fenceline.config.graphs import attention_backends, cuda_graph_bs, piecewise_cuda_graph_tokens
 from fenceline.config.hf_files import weight_files
@@ -23,6 +23,7 @@ from fenceline.config.hicache import hicache_config
 from fenceline.config.hub import model_directory
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.private_files import make_private_folder
+from fenceline.config.request_limits import MAX_PRIORITY, MIN_PRIORITY
 
 if TYPE_CHECKING:
     from fenceline.config.server_args import ServerArgs
@@ -68,6 +69,9 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         port=args.port,
         api_key=args.api_key,
         max_queued_requests=args.max_queued_requests,
+        req_waiting_timeout_s=_timeout(args.req_waiting_timeout, "SGLANG_REQ_WAITING_TIMEOUT"),
+        req_running_timeout_s=_timeout(args.req_running_timeout, "SGLANG_REQ_RUNNING_TIMEOUT"),
+        allow_auto_truncate=args.allow_auto_truncate,
         watchdog_timeout_s=args.watchdog_timeout,
         mem_fraction_static=args.mem_fraction_static or _MEM_FRACTION[_limits_of(device)],
         max_total_tokens=_whole_pages(args),
@@ -76,6 +80,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         chunked_prefill_size=chunk,
         max_prefill_tokens=max_prefill_tokens,
         schedule_policy=args.schedule_policy,
+        priority=_priority(args),
         schedule_conservativeness=args.schedule_conservativeness,
         disable_radix_cache=args.disable_radix_cache,
         disable_overlap_schedule=args.disable_overlap_schedule,
@@ -131,6 +136,28 @@ def _flight_recorder_dir(num_steps: int) -> str:
     except OSError:
         return f"{path}-{secrets.token_hex(8)}"
     return path
+
+
+def _timeout(given: float | None, variable: str) -> float | None:
+    """Seconds, from the flag or as SGLang from the environment, where 0 or less means never."""
+    if given is not None:
+        return given
+    text = os.environ.get(variable, "")
+    try:
+        seconds = float(text or -1)
+    except ValueError:
+        raise ConfigError(f"{variable}={text}: give a number of seconds, or unset it") from None
+    return seconds if 0 < seconds < float("inf") else None
+
+
+def _priority(args: ServerArgs) -> PriorityConfig | None:
+    if not args.enable_priority_scheduling:
+        return None
+    low_first, default = args.schedule_low_priority_values_first, args.default_priority_value
+    if default is None:  # as in SGLang: whoever names a priority goes before those that do not
+        default = MAX_PRIORITY if low_first else MIN_PRIORITY
+    threshold = None if args.disable_priority_preemption else args.priority_scheduling_preemption_threshold
+    return PriorityConfig(low_first, default, threshold)
 
 
 def _limits_of(device: str) -> str:

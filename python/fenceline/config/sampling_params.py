@@ -15,6 +15,7 @@ from fenceline.config.request_limits import (
 
 MAX_BIAS = 100.0
 TOP_K_ALL = -1
+MIN_REPETITION_PENALTY = 1e-3  # logits are divided by it, and must stay finite
 GREEDY_BELOW = 1e-6  # temperatures below are 0, as in SGLang
 
 
@@ -27,7 +28,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     draw one from the server's ``--random-seed``; the draw of a token depends on (seed, position) alone.
     ``repetition_penalty`` looks at prompt and output, ``presence_penalty`` and ``frequency_penalty`` at the
     output; ``logit_bias`` is added before them. Until ``min_new_tokens`` tokens exist, no end-of-sequence or stop
-    token is sampled. ``stop`` strings are found by the detokenizer, ``stop_token_ids`` by the scheduler.
+    token is sampled. ``stop`` strings are found by the detokenizer, ``stop_token_ids`` by the scheduler; those outside
+    the vocabulary never match. ``max_new_tokens`` is clipped to what the context holds.
     """
 
     max_new_tokens: int = 128
@@ -87,8 +89,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             value = numbers[name]
             _check(-2.0 <= value <= 2.0, f"{name} must be in [-2, 2], got {value}")
         _check(
-            0.0 < self.repetition_penalty <= 2.0,
-            f"repetition_penalty must be in (0, 2], got {self.repetition_penalty}",
+            MIN_REPETITION_PENALTY <= self.repetition_penalty <= 2.0,
+            f"repetition_penalty must be in [{MIN_REPETITION_PENALTY:g}, 2], got {self.repetition_penalty}",
         )
         _check(self.max_new_tokens >= 0, f"max_new_tokens must be at least 0, got {self.max_new_tokens}")
         _check(
@@ -114,10 +116,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             f"stop_token_ids may have at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",
         )
-        for token in self.stop_token_ids:
-            _check(
-                0 <= token < vocab_size, f"stop_token_ids: {token} is outside the vocabulary of {vocab_size}"
-            )
         num_biases = len(self.logit_bias or {})
         _check(
             num_biases <= MAX_LOGIT_BIAS,

@@ -126,6 +126,20 @@ class ServerArgs:
         "Requests waiting beyond this number are answered with 503; unlimited unless given.",
         group=_HTTP,
     )
+    req_waiting_timeout: float | None = flag(
+        None,
+        "Seconds after which a request that still waits in the queue is ended with 503; SGLANG_REQ_WAITING_TIMEOUT, or "
+        "never, unless given.",
+        group=_HTTP,
+    )
+    req_running_timeout: float | None = flag(
+        None,
+        "Seconds after which a running request is ended with 503; SGLANG_REQ_RUNNING_TIMEOUT, or never, unless given.",
+        group=_HTTP,
+    )
+    allow_auto_truncate: bool = flag(
+        False, "Cut prompts that are too long at their end instead of refusing them.", group=_HTTP
+    )
     watchdog_timeout: float = flag(
         300.0,
         "Seconds that one step may take, or that one of the server's processes may not run at all, before the server "
@@ -168,9 +182,34 @@ class ServerArgs:
     )
     schedule_policy: str = flag(
         "fcfs",
-        "Order of waiting requests: first come first served, longest cached prefix first, or random.",
+        "Order of waiting requests: first come first served, longest cached prefix first, those under the prefixes "
+        "that most of them share first (dfs-weight), or random.",
         group=_MEMORY,
-        choices=("fcfs", "lpm", "random"),
+        choices=("fcfs", "lpm", "dfs-weight", "random"),
+    )
+    enable_priority_scheduling: bool = flag(
+        False,
+        "Waiting requests of a higher `priority` go first, whatever their arrival, and may take the place of running "
+        "ones. Needs --schedule-policy fcfs.",
+        group=_MEMORY,
+    )
+    schedule_low_priority_values_first: bool = flag(
+        False, "With --enable-priority-scheduling: the smaller `priority` goes first.", group=_MEMORY
+    )
+    default_priority_value: int | None = flag(
+        None,
+        "With --enable-priority-scheduling: the `priority` of requests that give none; those that give one go first "
+        "unless given.",
+        group=_MEMORY,
+    )
+    priority_scheduling_preemption_threshold: int = flag(
+        10,
+        "With --enable-priority-scheduling: a running request is retracted for a waiting one whose `priority` is "
+        "better by more than this.",
+        group=_MEMORY,
+    )
+    disable_priority_preemption: bool = flag(
+        False, "With --enable-priority-scheduling: running requests keep their places.", group=_MEMORY
     )
     schedule_conservativeness: float = flag(
         1.0,

@@ -142,7 +142,7 @@ def expand(body: GenerateBody, config: EngineConfig, default_rid: str | None) ->
             top_logprobs_num=top[index],
             token_ids_logprob=named[index],
             extra_key=keys[index],
-            priority=body.priority or 0,
+            priority=body.priority,
             rid=new_rid() if rids is None else rids[index],
             family="" if rids is None else family,
         )

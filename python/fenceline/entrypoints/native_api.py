@@ -205,10 +205,10 @@ class NativeApi:
 
     # --- control
 
-    async def flush_cache(self, storage: bool = False) -> Response:
+    async def flush_cache(self, storage: bool = False, timeout: float = 0.0) -> Response:
         """Empty the prefix cache on device and host, with ``storage`` the storage tier too; 400 while requests are
         running or waiting, and if there is no storage tier."""
-        await self._flush(storage)
+        await self._flush(storage, timeout)
         return PlainTextResponse("Cache flushed.\n")
 
     async def clear_storage(self) -> Response:
@@ -216,8 +216,8 @@ class NativeApi:
         await self._flush(storage=True)
         return json_response("Hierarchical cache storage backend cleared.")
 
-    async def _flush(self, storage: bool) -> None:
-        reply = await self._manager.flush_cache(storage)
+    async def _flush(self, storage: bool, timeout: float = 0.0) -> None:
+        reply = await self._manager.flush_cache(storage, timeout)
         if not reply.success:
             raise RequestError(400, reply.message or "the cache is in use; wait for the running requests")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from uuid import uuid4
 
 from fenceline.managers.io_struct import (
+    CancelFlushReq,
     ContinueGenerationReq,
     ControlReply,
     FlightRecorderReq,
@@ -20,6 +21,7 @@ from fenceline.managers.request_types import RequestError
 
 CONTROL_TIMEOUT_S = 30.0
 STORAGE_TIMEOUT_S = 300.0  # emptying a storage removes many files
+MAX_FLUSH_WAIT_S = 3600.0  # for the last request to leave
 PROFILE_TIMEOUT_S = 300.0  # stopping writes a trace of many megabytes
 
 
@@ -31,10 +33,21 @@ class ControlDesk:
         self._waiting: dict[str, asyncio.Future[ControlReply]] = {}
         self._failure: RequestError | None = None
 
-    async def flush_cache(self, storage: bool = False) -> ControlReply:
-        """See :class:`FlushCacheReq`."""
+    async def flush_cache(self, storage: bool = False, wait_s: float = 0.0) -> ControlReply:
+        """See :class:`FlushCacheReq`; waits ``wait_s`` seconds at most for the last request to leave."""
         timeout_s = STORAGE_TIMEOUT_S if storage else CONTROL_TIMEOUT_S
-        return await self._ask(FlushCacheReq(id=uuid4().hex, storage=storage), timeout_s)
+        message = FlushCacheReq(id=uuid4().hex, storage=storage, wait=wait_s > 0)
+        if wait_s <= 0:
+            return await self._ask(message, timeout_s)
+        cancel = CancelFlushReq(id=message.id)
+        deadline = asyncio.get_running_loop().call_later(wait_s, self._send, cancel)
+        try:
+            return await self._ask(message, wait_s + timeout_s)
+        except asyncio.CancelledError:
+            self._send(cancel)  # the caller has gone: nothing is flushed behind his back
+            raise
+        finally:
+            deadline.cancel()
 
     async def pause(self, mode: str) -> ControlReply:
         """See :class:`PauseGenerationReq`. Raises RequestError for an unknown mode."""

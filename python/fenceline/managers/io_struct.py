@@ -47,19 +47,36 @@ class TokenizedGenerateReq(Message):
 
 class AbortReq(Message):
     """Abort one request (or all). ``silent`` True when the detokenizer ends it at a stop string: the
-    request is then released silently, its last output is already on its way to the client."""
+    request is then released silently, its last output is already on its way to the client. With ``message`` and
+    ``status_code`` the client is told an error, else that the request was aborted."""
 
     rid: str = ""
     abort_all: bool = False
     silent: bool = False
+    message: str = ""
+    status_code: int | None = None
+
+
+class TickReq(Message):
+    """What time it is, for --req-waiting-timeout and --req-running-timeout: seconds of the sender's clock. The only
+    clock by which the scheduler decides about requests, so that its decisions remain a function of its inbox."""
+
+    now: float
 
 
 class FlushCacheReq(Message):
-    """Empty the prefix cache on device and host, with ``storage`` the storage tier too; refused unless idle.
-    Answered by :class:`ControlReply`."""
+    """Empty the prefix cache on device and host, with ``storage`` the storage tier too; refused unless idle, or with
+    ``wait`` done as soon as no request is left. Answered by :class:`ControlReply`."""
 
     id: str
     storage: bool = False
+    wait: bool = False
+
+
+class CancelFlushReq(Message):
+    """A :class:`FlushCacheReq` that still waits is refused now, by the answer to its ``id``. Not answered itself."""
+
+    id: str
 
 
 class PauseGenerationReq(Message):
@@ -301,7 +318,9 @@ class FatalError(Message):
 SchedulerInput = (
     TokenizedGenerateReq
     | AbortReq
+    | TickReq
     | FlushCacheReq
+    | CancelFlushReq
     | PauseGenerationReq
     | ContinueGenerationReq
     | ProfileReq

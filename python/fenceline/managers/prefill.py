@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from fenceline.managers.req import Req
-from fenceline.managers.request_memory import Remap, RequestMemory
-from fenceline.managers.schedule_policy import StepSharing
+from fenceline.managers.request_memory import Prefix, Remap, RequestMemory
+from fenceline.managers.schedule_policy import StepSharing, loses_least
+from fenceline.mem_cache.radix_cache import TreeNode
 from fenceline.memory_order import Points
 from fenceline.model_executor.schedule_batch import ExtendBatch, ExtendSeq, PageWrites
 
 I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
 
 # A request is not expected to use more new tokens than this when it is admitted, whatever it may.
 CLIP_NEW_TOKENS = 4096
@@ -54,6 +57,53 @@ class _Plan:
             columns=np.concatenate(self.page_columns),
             pages=np.concatenate(self.page_ids),
         )
+
+
+class _Outlook:
+    """What memory would be like if some running requests were retracted and some waiting ones admitted."""
+
+    def __init__(self, memory: RequestMemory, num_running: int, reserved_tokens: float) -> None:
+        self._page_size = memory.page_size
+        self._num_pages = memory.num_available_pages
+        self._num_rows = memory.rows.num_free
+        self._num_running = num_running
+        self._reserved_tokens = reserved_tokens
+        self._num_released: Counter[TreeNode] = Counter()  # locks that retracted requests would give back
+        self._pinned: set[TreeNode] = set()  # nodes that admitted ones would lock
+
+    def pin(self, node: TreeNode) -> None:
+        """The path of ``node`` may not be evicted: it is a prefix of a request to be admitted."""
+        for part in node.path():
+            if part not in self._pinned:
+                self._pinned.add(part)
+                if part.lock_ref == self._num_released[part]:
+                    self._num_pages -= part.num_device_pages
+
+    def release(self, req: Req, expected_tokens: float) -> None:
+        """``req``, which is running, gives back its row, its own pages and the locks on its prefix."""
+        assert req.node is not None, f"{req.rid} does not run"
+        self._num_pages += len(req.pages) - req.shared_len // self._page_size
+        for part in req.node.path():
+            self._num_released[part] += 1
+            if part.lock_ref == self._num_released[part] and part not in self._pinned:
+                self._num_pages += part.num_device_pages
+        self._num_rows += 1
+        self._num_running -= 1
+        self._reserved_tokens -= expected_tokens
+
+    def has_room(self, num_pages: int, expected_tokens: int) -> bool:
+        """Whether a request that gets ``num_pages`` would be admitted."""
+        if self._num_rows == 0 or num_pages > self._num_pages:
+            return False
+        needed = num_pages * self._page_size + expected_tokens
+        return needed <= self._num_pages * self._page_size - self._reserved_tokens or self._num_running == 0
+
+    def admit(self, num_pages: int, expected_tokens: int) -> None:
+        """A request that fits gets its memory."""
+        self._num_pages -= num_pages
+        self._num_rows -= 1
+        self._num_running += 1
+        self._reserved_tokens += expected_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +154,8 @@ class PrefillPlanner:
         of all prompts that wait, and is asked when a second one might join the step.
         """
         plan = _Plan()
-        step_tokens = self._max_prefill_tokens
-        if self._chunk_size is not None:
-            step_tokens = min(step_tokens, self._chunk_size)
         available = self._memory.num_available_pages * self._page_size
-        budget = _Budget(step_tokens, available - reserved_tokens)
+        budget = _Budget(self._step_tokens(), available - reserved_tokens)
         if chunked is not None:
             self._add_chunk(plan, chunked, budget)
         # A half-way prompt has used up its step; there is at most one such prompt.
@@ -124,6 +171,51 @@ class PrefillPlanner:
             chunked=last if last.computed_len < last.num_tokens else None,
             num_cached_tokens=plan.num_cached_tokens,
         )
+
+    def preempted(
+        self, waiting: Iterable[Req], running: Sequence[Req], expected: F64, threshold: int
+    ) -> list[Req]:
+        """Those of ``running``, which are ``expected`` to ask for so many tokens yet, that have to be retracted for the
+        next step to admit those of ``waiting`` whose rank is better by more than ``threshold``: as few as suffice, in
+        the order of :func:`loses_least`. Nobody is retracted for a request that does not fit even so.
+
+        ``waiting`` is in the order of its ranks; no more of it is looked at than fits a step.
+        """
+        waiting = iter(waiting)
+        req = next(waiting, None)
+        if req is None or max((r.rank for r in running), default=req.rank) - req.rank <= threshold:
+            return []
+        step_tokens = self._step_tokens()
+        outlook = _Outlook(self._memory, len(running), int(expected.sum()))
+        victims = iter(sorted(zip(running, expected.tolist(), strict=True), key=lambda v: loses_least(v[0])))
+        taken: list[Req] = []
+        num_taken = 0
+        while req is not None and step_tokens > 0:
+            prefix = self._memory.match(req)
+            outlook.pin(prefix.match.host_node)
+            num_pages, num_expected = self._new_memory(req, prefix)
+            while not outlook.has_room(num_pages, num_expected):
+                victim, victim_expected = next(victims, (None, 0.0))
+                if victim is None or victim.rank - req.rank <= threshold:
+                    return taken[:num_taken]
+                outlook.release(victim, victim_expected)
+                taken.append(victim)
+            outlook.admit(num_pages, num_expected)
+            num_taken = len(taken)
+            step_tokens -= req.num_tokens - prefix.num_tokens
+            req = next(waiting, None)
+        return taken[:num_taken]
+
+    def _step_tokens(self) -> int:
+        """Most tokens of a step."""
+        if self._chunk_size is None:
+            return self._max_prefill_tokens
+        return min(self._max_prefill_tokens, self._chunk_size)
+
+    def _new_memory(self, req: Req, prefix: Prefix) -> tuple[int, int]:
+        """Pages that ``req`` gets when it is admitted, and tokens that it is expected to ask for afterwards."""
+        num_pages = self._memory.num_pages_for(req.num_tokens) - len(prefix.match.pages)
+        return num_pages, min(req.final_len - req.num_tokens + 1, CLIP_NEW_TOKENS)
 
     def _admit_waiting(
         self,
@@ -170,8 +262,7 @@ class PrefillPlanner:
         free_before = memory.num_available_pages
         memory.tree.lock(node)
         pinned = (free_before - memory.num_available_pages) * self._page_size
-        num_pages = memory.num_pages_for(req.num_tokens) - len(prefix.match.pages)
-        expected = min(req.final_len - req.num_tokens + 1, CLIP_NEW_TOKENS)
+        num_pages, expected = self._new_memory(req, prefix)
         needed = num_pages * self._page_size + expected + pinned
         if num_pages > memory.num_available_pages or (needed > budget.memory_tokens and not alone):
             memory.tree.unlock(node, Points.none())

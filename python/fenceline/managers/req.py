@@ -78,6 +78,7 @@ class Req:
     seed: int
     max_new_tokens: int
     emit_interval: int  # tokens between two messages to the detokenizer
+    rank: int = 0  # of its priority: the smallest goes first
     output_ids: list[int] = field(default_factory=list)
     num_retractions: int = 0
     cached_tokens: int = 0  # of the prompt, as reported; set at first admission
@@ -105,6 +106,9 @@ class Req:
     )
     tail_after: Points = field(default_factory=Points.none)  # of the backup of its last page
     left: bool = False
+    # Whether the last tick found it running, None before the first; and since which tick that has been so
+    clocked_running: bool | None = None
+    clocked_since: float = 0.0
     _sampling: ReqSampling | None = None  # as of the row it has
 
     @property
@@ -168,6 +172,7 @@ class Req:
             seed=self.seed,
             max_new_tokens=self.max_new_tokens,
             emit_interval=self.emit_interval,
+            rank=self.rank,
             output_ids=self.output_ids,
             num_retractions=self.num_retractions + 1,
             cached_tokens=self.cached_tokens,

@@ -8,9 +8,11 @@ import msgspec
 
 from fenceline.config.request_limits import (
     MAX_EXTRA_KEY_BYTES,
+    MAX_PRIORITY,
     MAX_RID_BYTES,
     MAX_TOKEN_IDS_LOGPROB,
     MAX_TOP_LOGPROBS,
+    MIN_PRIORITY,
     PRESUMED_TOKEN_CHARS,
 )
 from fenceline.config.sampling_params import SamplingParams
@@ -20,7 +22,11 @@ from fenceline.managers.tokenizer import Tokenizer
 
 
 def check_untokenised(
-    inp: GenerateInput, tokenizer: Tokenizer | None, vocab_size: int, limits: SchedulerReady
+    inp: GenerateInput,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    limits: SchedulerReady,
+    has_priorities: bool = False,
 ) -> None:
     """All that can be said of a request before tokenising, but for its sampling parameters. Raises RequestError with
     the remedy for the first thing that is wrong."""
@@ -33,8 +39,8 @@ def check_untokenised(
     check_rid(inp.rid)
     if len(_utf8("extra_key", inp.extra_key)) > MAX_EXTRA_KEY_BYTES:
         raise RequestError(400, f"extra_key may have at most {MAX_EXTRA_KEY_BYTES} bytes", param="extra_key")
-    if not -(2**63) <= inp.priority < 2**63:
-        raise RequestError(400, "priority must fit in 64 bits", param="priority")
+    if inp.priority:
+        _check_priority(inp.priority, has_priorities)
     if not 0 <= inp.top_logprobs_num <= min(MAX_TOP_LOGPROBS, vocab_size):
         raise RequestError(
             400,
@@ -68,6 +74,18 @@ def check_rid(rid: str) -> None:
     """Raise RequestError for an id that is too long, or no text."""
     if len(rid) > MAX_RID_BYTES or len(_utf8("rid", rid)) > MAX_RID_BYTES:
         raise RequestError(400, f"rid may have at most {MAX_RID_BYTES} bytes", param="rid")
+
+
+def _check_priority(priority: int, has_priorities: bool) -> None:
+    if not has_priorities:
+        raise RequestError(
+            400,
+            "this server does not schedule by priority: start it with --enable-priority-scheduling, or leave priority "
+            "out",
+            param="priority",
+        )
+    if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+        raise RequestError(400, "priority must fit in 64 bits", param="priority")
 
 
 def check_params(inputs: Sequence[GenerateInput], vocab_size: int, has_tokenizer: bool) -> None:
@@ -160,8 +178,14 @@ def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> None:
         raise RequestError(400, f"token id {bad} is outside the vocabulary of {vocab_size}", param=param)
 
 
-def fit_params(params: SamplingParams, prompt_len: int, limits: SchedulerReady) -> SamplingParams:
-    """``params`` with ``max_new_tokens`` clipped to what context and memory can hold."""
+def fit_params(
+    params: SamplingParams, prompt_len: int, vocab_size: int, limits: SchedulerReady
+) -> SamplingParams:
+    """``params`` with ``max_new_tokens`` clipped to what context and memory can hold, and without stop tokens outside
+    the vocabulary, which nothing ever matches."""
+    if any(not 0 <= token < vocab_size for token in params.stop_token_ids):
+        known = tuple(token for token in params.stop_token_ids if 0 <= token < vocab_size)
+        params = msgspec.structs.replace(params, stop_token_ids=known)
     room = min(limits.context_length, limits.max_total_num_tokens) - prompt_len
     if params.max_new_tokens <= room:
         return params
@@ -171,7 +195,12 @@ def fit_params(params: SamplingParams, prompt_len: int, limits: SchedulerReady) 
 
 
 def build_message(
-    inp: GenerateInput, wire_rid: str, ids: list[int], vocab_size: int, limits: SchedulerReady
+    inp: GenerateInput,
+    wire_rid: str,
+    ids: list[int],
+    vocab_size: int,
+    limits: SchedulerReady,
+    default_priority: int = 0,
 ) -> TokenizedGenerateReq:
     """The message of a request that was checked without its tokens. Raises RequestError for what these show."""
     if inp.input_ids is None:
@@ -180,12 +209,12 @@ def build_message(
     return TokenizedGenerateReq(
         rid=wire_rid,
         input_ids=ids,
-        sampling_params=fit_params(inp.sampling_params, len(ids), limits),
+        sampling_params=fit_params(inp.sampling_params, len(ids), vocab_size, limits),
         stream=inp.stream,
         return_logprob=inp.return_logprob,
         logprob_start_len=inp.logprob_start_len,
         top_logprobs_num=inp.top_logprobs_num,
         token_ids_logprob=list(inp.token_ids_logprob) if inp.return_logprob else [],
         extra_key=inp.extra_key,
-        priority=inp.priority,
+        priority=default_priority if inp.priority is None else inp.priority,
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from operator import attrgetter, itemgetter
 
+from fenceline.config.engine_config import PriorityConfig
 from fenceline.managers.io_struct import SchedulerReady, TokenizedGenerateReq, TokenOut
 from fenceline.managers.request_stream import RequestStream
 from fenceline.managers.request_types import GenerateChunk, RequestError, RequestTimes
@@ -16,16 +18,20 @@ class RequestEntry:
     """One request in flight. Times are ``time.perf_counter()`` seconds, 0 where not yet known."""
 
     __slots__ = (
-        "cached_tokens", "completion_tokens", "created", "family", "first_token", "last_token", "num_prompt_tokens",
-        "num_retractions", "queue_time_s", "rid", "started", "stream", "wire_rid",
+        "cached_tokens", "completion_tokens", "created", "displaced", "family", "first_token", "last_token",
+        "num_prompt_tokens", "num_retractions", "queue_time_s", "rank", "rid", "started", "stream", "wire_rid",
     )  # fmt: skip
 
-    def __init__(self, message: TokenizedGenerateReq, stream: RequestStream, family: str) -> None:
+    def __init__(
+        self, message: TokenizedGenerateReq, stream: RequestStream, family: str, rank: int = 0
+    ) -> None:
         self.rid = stream.rid
         self.family = family
         self.wire_rid = message.rid
         self.stream = stream
         self.num_prompt_tokens = len(message.input_ids)
+        self.rank = rank  # see PriorityConfig.rank
+        self.displaced = False  # told to make room in the queue
         self.created = time.perf_counter()
         self.started = False
         self.first_token = 0.0
@@ -77,8 +83,9 @@ class RequestTable:
     *wire id*; only news of the wire id counts.
     """
 
-    def __init__(self, max_queued: int | None) -> None:
+    def __init__(self, max_queued: int | None, priority: PriorityConfig | None = None) -> None:
         self._max_queued = max_queued
+        self._priority = priority
         self._active: dict[str, RequestEntry] = {}  # by id
         self._by_wire: dict[str, RequestEntry] = {}
         self._waiting: dict[str, RequestEntry] = {}  # by id, in order of arrival, nothing heard yet
@@ -100,34 +107,60 @@ class RequestTable:
         return f"{rid}~{times}" if times or "~" in rid else rid
 
     def named(self, rid: str) -> list[RequestEntry]:
-        """The requests in flight that a client means by ``rid``: the one of this id and those of this family."""
-        return [entry for entry in self._active.values() if rid in (entry.rid, entry.family)]
+        """The requests in flight that a client means by ``rid``: as in SGLang those whose id begins so, and all of a
+        family whose id does."""
+        entries = self._active.values()
+        return [entry for entry in entries if entry.rid.startswith(rid) or entry.family.startswith(rid)]
 
     @property
     def num_waiting(self) -> int:
         """Requests of which nothing has been heard yet."""
         return len(self._waiting)
 
-    def admit(self, rids: Sequence[str], prompt_lens: Sequence[int], limits: SchedulerReady) -> None:
-        """Raise RequestError unless all these requests may be added: 400 for a duplicate id, 503 beyond
-        --max-queued-requests. No await lies between this and :meth:`add`."""
+    def admit(
+        self,
+        rids: Sequence[str],
+        prompt_lens: Sequence[int],
+        priorities: Sequence[int],
+        limits: SchedulerReady,
+    ) -> list[RequestEntry]:
+        """The waiting requests that must go before all these may be added: none, but where the queue is full and they
+        come before others by priority. No await lies between this and :meth:`add`.
+
+        Raises RequestError if these may not be added: 400 for a duplicate id, 503 beyond --max-queued-requests.
+        """
         seen: set[str] = set()
         for rid in rids:
             if rid in self._active or rid in seen:
                 raise RequestError(400, f"a request with id {rid!r} is already in flight", param="rid")
             seen.add(rid)
-        if self._max_queued is not None and self._num_queued(prompt_lens, limits) > self._max_queued:
+        if self._max_queued is None:
+            return []
+        ranks = list(map(self._rank, priorities))
+        excess = self._num_queued(prompt_lens, ranks, limits) - self._max_queued
+        if excess <= 0:
+            return []
+        # Of the worst the latest go, as they came to the queue last.
+        worse = [entry for entry in self._waiting.values() if entry.rank > max(ranks) and not entry.displaced]
+        if len(worse) < excess:
             raise RequestError(
                 503,
                 f"the queue is full (--max-queued-requests {self._max_queued}); try again later",
                 code="queue_full",
             )
+        return sorted(worse, key=attrgetter("rank"))[-excess:]
 
-    def _num_queued(self, prompt_lens: Sequence[int], limits: SchedulerReady) -> int:
+    def _rank(self, priority: int) -> int:
+        return 0 if self._priority is None else self._priority.rank(priority)
+
+    def _num_queued(self, prompt_lens: Sequence[int], ranks: Sequence[int], limits: SchedulerReady) -> int:
         """How many requests would wait if these came too: those that fit neither the free places nor the
-        free memory, in order of arrival."""
-        prompts = [entry.num_prompt_tokens for entry in self._waiting.values()]
-        prompts += prompt_lens
+        free memory, in order of priority and arrival."""
+        waiting = [
+            (entry.rank, entry.num_prompt_tokens) for entry in self._waiting.values() if not entry.displaced
+        ]
+        waiting += zip(ranks, prompt_lens, strict=True)
+        prompts = [length for _, length in sorted(waiting, key=itemgetter(0))]
         places = limits.max_running_requests - (len(self._active) - len(self._waiting))
         tokens = limits.max_total_num_tokens - self._held_tokens
         admitted = 0
@@ -142,7 +175,7 @@ class RequestTable:
         """Start keeping track of a request that :meth:`admit` allowed."""
         assert stream.rid not in self._active
         assert message.rid not in self._by_wire
-        entry = RequestEntry(message, stream, family)
+        entry = RequestEntry(message, stream, family, self._rank(message.priority))
         self._active[entry.rid] = self._waiting[entry.rid] = self._by_wire[entry.wire_rid] = entry
         return entry
 

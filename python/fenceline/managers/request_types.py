@@ -63,7 +63,7 @@ class GenerateInput:
     ``add_special_tokens``: False where ``text`` is a rendered chat template, which writes its own BOS.
     ``family``: the client's one id for several requests, such as the samples of a prompt, that aborts them all.
     ``logprob_start_len``, ``token_ids_logprob``, ``extra_key`` and ``priority`` are those of
-    :class:`TokenizedGenerateReq`.
+    :class:`TokenizedGenerateReq`; a ``priority`` of None is --default-priority-value.
     """
 
     text: str | None = None
@@ -77,7 +77,7 @@ class GenerateInput:
     top_logprobs_num: int = 0
     token_ids_logprob: Sequence[int] = ()
     extra_key: str = ""
-    priority: int = 0
+    priority: int | None = None
     add_special_tokens: bool = True
 
 

@@ -13,6 +13,7 @@ from fenceline.model_executor.sampling_batch import ReqSampling
 from fenceline.model_executor.schedule_batch import DecodeBatch, PageWrites
 
 I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 # A request gets pages for this many tokens at once while memory is plentiful, so that most steps change
@@ -45,10 +46,14 @@ class RunningBatch:
         """Tokens submitted, over all requests."""
         return int(self._seq_lens.sum())
 
+    def expected_tokens(self, ratio: float, clip: int) -> F64:
+        """Tokens each of these requests is expected to ask for yet: ``ratio`` of what it may, ``clip`` at most."""
+        expected: F64 = np.minimum(self._final_lens - self._seq_lens, clip) * ratio
+        return expected
+
     def reserved_tokens(self, ratio: float, clip: int) -> int:
-        """Tokens these requests are expected to ask for yet: ``ratio`` of what each may, ``clip`` at most."""
-        remaining = np.minimum(self._final_lens - self._seq_lens, clip)
-        return int((remaining * ratio).sum())
+        """:meth:`expected_tokens` of all."""
+        return int(self.expected_tokens(ratio, clip).sum())
 
     def add(self, reqs: Sequence[Req]) -> None:
         """Requests whose whole prompt has been submitted and that may sample more than one token."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isqrt
+from operator import attrgetter
 from random import Random
 
 from fenceline.config.model_config import ModelConfig
 from fenceline.managers.req import Req
 from fenceline.managers.request_memory import Prefix
+from fenceline.mem_cache.radix_cache import TreeNode
 
-# As in SGLang: longest-prefix-match over a longer queue costs more than it wins, fcfs takes over.
+# As in SGLang: looking up the prefixes of a longer queue costs more than it wins, fcfs takes over.
 _LPM_MAX_QUEUE = 128
 # A request that shares at least this many more tokens with one ahead of it than with the tree goes after all
 # those that do not: by then the other's prompt may be cached.
@@ -83,22 +86,66 @@ def num_waiting_tokens(waiting: Sequence[Req]) -> int:
     return total * len(waiting) // max(len(counted), 1)
 
 
+def loses_least(req: Req) -> tuple[int, int, int]:
+    """Key by which running requests are retracted, the smallest first: the lowest priority, and as in SGLang those with
+    the fewest outputs lose least, among them the longest prompt."""
+    return -req.rank, len(req.output_ids), -len(req.prompt_ids)
+
+
 def order_waiting(
-    waiting: list[Req], policy: str, match: Callable[[Req], Prefix], random: Random
+    waiting: list[Req],
+    policy: str,
+    match: Callable[[Req], Prefix],
+    random: Random,
+    has_priorities: bool = False,
 ) -> list[Req]:
     """The waiting requests in the order in which they should be tried. Retracted ones stay at the head,
-    whatever the policy: they have run already, and newcomers must not pass them for ever."""
+    whatever the policy: they have run already, and newcomers must not pass them for ever.
+
+    With priorities, which go with fcfs alone, those of a better rank pass them all the same."""
     if policy == "fcfs":
-        return waiting
+        return sorted(waiting, key=attrgetter("rank")) if has_priorities else waiting
     retracted = [req for req in waiting if req.num_retractions]
     fresh = [req for req in waiting if not req.num_retractions]
     if policy == "random":
         random.shuffle(fresh)
-    elif len(fresh) <= _LPM_MAX_QUEUE:
+    elif len(fresh) > _LPM_MAX_QUEUE:
+        pass
+    elif policy == "dfs-weight":
+        fresh = _by_weight(fresh, match)
+    else:
         matched = {req.rid: match(req).num_tokens for req in fresh}
         first, later = _split_shared(fresh, matched)
         fresh = sorted(first, key=lambda req: -matched[req.rid]) + later
     return retracted + fresh
+
+
+def _by_weight(waiting: list[Req], match: Callable[[Req], Prefix]) -> list[Req]:
+    """In the order of a walk through the tree that goes first where most of the requests are, and to what is below a
+    node before those that end at it: who shares a prefix runs together, while it is there."""
+    own: defaultdict[TreeNode, list[Req]] = defaultdict(list)
+    weights: Counter[TreeNode] = Counter()
+    children: defaultdict[TreeNode, list[TreeNode]] = defaultdict(list)  # in order of arrival
+    tops: list[TreeNode] = []  # the root, if anybody waits
+    for req in waiting:
+        node: TreeNode | None = match(req).match.host_node
+        assert node is not None
+        own[node].append(req)
+        while node is not None:
+            weights[node] += 1
+            if weights[node] == 1:
+                (tops if node.parent is None else children[node.parent]).append(node)
+            node = node.parent
+    order: list[Req] = []
+    stack = [(node, False) for node in tops]
+    while stack:
+        node, walked = stack.pop()
+        if walked:
+            order += own[node]
+            continue
+        heaviest_first = sorted(children[node], key=weights.__getitem__, reverse=True)
+        stack += [(node, True), *((child, False) for child in reversed(heaviest_first))]
+    return order
 
 
 def _split_shared(waiting: list[Req], matched: dict[str, int]) -> tuple[list[Req], list[Req]]:

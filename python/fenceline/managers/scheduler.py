@@ -22,13 +22,19 @@ import numpy as np
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.managers.flight_recorder import FlightRecorder
-from fenceline.managers.io_struct import AbortReq, FinishReason, Message, TokenizedGenerateReq
+from fenceline.managers.io_struct import AbortReq, FinishReason, Message, TickReq, TokenizedGenerateReq
 from fenceline.managers.output import OutputSender, log_output, log_prompt
 from fenceline.managers.prefill import CLIP_NEW_TOKENS, PrefillPlan, PrefillPlanner, remap_writes
 from fenceline.managers.req import LogprobLog, Req, emit_interval
 from fenceline.managers.request_memory import Remap, make_request_memory
 from fenceline.managers.running_batch import RunningBatch
-from fenceline.managers.schedule_policy import NewTokenRatio, StepSharing, num_waiting_tokens, order_waiting
+from fenceline.managers.schedule_policy import (
+    NewTokenRatio,
+    StepSharing,
+    loses_least,
+    num_waiting_tokens,
+    order_waiting,
+)
 from fenceline.managers.scheduler_control import SchedulerControl
 from fenceline.managers.scheduler_stats import SchedulerStats
 from fenceline.managers.scheduler_types import Inbox, InFlight, Outbox, Worker
@@ -111,6 +117,7 @@ class Scheduler:
         self.retire_departed()
         self.memory.write_backups()
         if flight is None and not self.reqs:
+            self.control.when_idle()
             self.check_books()
         return flight
 
@@ -129,6 +136,8 @@ class Scheduler:
                     self.accept(message)
                 case AbortReq():
                     self.abort(message)
+                case TickReq():
+                    self.end_overdue(message.now)
                 case _:
                     self.control.handle(message)
 
@@ -146,6 +155,7 @@ class Scheduler:
             seed=self.seeds.getrandbits(63) if params.seed is None else params.seed,
             max_new_tokens=min(params.max_new_tokens, capacity - len(message.input_ids)),
             emit_interval=emit_interval(message, self.config.stream_interval),
+            rank=0 if self.config.priority is None else self.config.priority.rank(message.priority),
         )
         if message.rid in self.reqs:
             self.output.finish(req, _error(f"request id {message.rid!r} is already in use"))
@@ -168,10 +178,28 @@ class Scheduler:
             req = self.reqs.get(rid)
             if req is None:
                 continue
-            if not message.silent:
-                self.stats.num_aborts += 1
-                self.output.finish(req, FinishReason(type="abort", message="aborted"))
-            self.depart(req, "abort")
+            if message.silent:
+                self.depart(req, "abort")
+            else:
+                self.end(req, message.message or "aborted", message.status_code)
+        self.output.flush()
+
+    def end(self, req: Req, message: str, status_code: int | None) -> None:
+        """Abort ``req`` and tell its client why."""
+        self.stats.num_aborts += 1
+        self.finish(req, FinishReason(type="abort", message=message, status_code=status_code))
+
+    def end_overdue(self, now: float) -> None:
+        """End requests that have waited or run for too long. Each one's time begins with the first tick that finds it
+        waiting, or running: nobody is ended early. While generation is paused no time passes."""
+        for req in list(self.reqs.values()):
+            running = req.row != 0
+            limit = self.config.req_running_timeout_s if running else self.config.req_waiting_timeout_s
+            if req.clocked_running is not running or self.paused:
+                req.clocked_running, req.clocked_since = running, now
+            elif limit is not None and now - req.clocked_since > limit:
+                what, flag = ("running", "running") if running else ("waiting in the queue", "waiting")
+                self.end(req, f"still {what} after {limit:g} s (--req-{flag}-timeout)", 503)
         self.output.flush()
 
     # --- launch --------------------------------------------------------------------------------------
@@ -192,12 +220,15 @@ class Scheduler:
 
     def plan_prefill(self) -> PrefillPlan | None:
         """Choose among chunked and waiting requests."""
-        if self.chunked is None and not (self.waiting and self.memory.rows.num_free):
+        priority = self.config.priority
+        threshold = None if priority is None else priority.preemption_threshold
+        has_place = threshold is not None or self.memory.rows.num_free > 0
+        if self.chunked is None and not (self.waiting and has_place):
             return None
+        self.order_waiting()
+        if threshold is not None and self.chunked is None:
+            self.preempt(threshold)
         reserved = self.running.reserved_tokens(self.ratio.value, CLIP_NEW_TOKENS)
-        self.waiting = order_waiting(
-            self.waiting, self.config.schedule_policy, self.memory.match, self.shuffler
-        )
         ready = (req for req in self.waiting if self.memory.may_schedule(req))  # a long queue costs nothing
         queue = partial(num_waiting_tokens, self.waiting)
         plan = self.planner.plan(ready, self.chunked, len(self.running), reserved, queue)
@@ -205,6 +236,28 @@ class Scheduler:
             self.chunked = plan.chunked
             self.waiting = [req for req in self.waiting if req.row == 0]
         return plan
+
+    def order_waiting(self) -> None:
+        """Put the queue into the order of its policy."""
+        config = self.config
+        self.waiting = order_waiting(
+            self.waiting,
+            config.schedule_policy,
+            self.memory.match,
+            self.shuffler,
+            config.priority is not None,
+        )
+
+    def preempt(self, threshold: int) -> None:
+        """Retract running requests for waiting ones whose priority is better by more than ``threshold``."""
+        ready = (req for req in self.waiting if self.memory.may_schedule(req))
+        expected = self.running.expected_tokens(self.ratio.value, CLIP_NEW_TOKENS)
+        victims = self.planner.preempted(ready, self.running.reqs, expected, threshold)
+        if victims:
+            for victim in victims:
+                self.retract(victim)
+            self.stats.preempted(len(victims))
+            self.order_waiting()
 
     def launch_prefill(self, plan: PrefillPlan) -> InFlight:
         """Submit prompts; those that are complete decode from the next step on."""
@@ -251,9 +304,7 @@ class Scheduler:
             if len(self.reqs) > len(self.waiting) + len(self.running):
                 return False
             assert len(self.running) > 1, "one request alone always fits: its length was limited on arrival"
-            # As in SGLang: those with the fewest outputs lose least, among them the longest prompt.
-            victim = min(self.running.reqs, key=lambda r: (len(r.output_ids), -len(r.prompt_ids)))
-            self.retract(victim)
+            self.retract(min(self.running.reqs, key=loses_least))
             retracted += 1
         if retracted:
             reqs = self.running.reqs

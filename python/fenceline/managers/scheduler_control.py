@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from fenceline.managers.flight_dump import OFF, dump_json, write_dump
 from fenceline.managers.io_struct import (
     AbortReq,
+    CancelFlushReq,
     ContinueGenerationReq,
     ControlReply,
     FlightRecorderReq,
@@ -46,6 +48,7 @@ class SchedulerControl:
         self._scheduler = scheduler
         self._outbox = outbox
         self._profiler = StepProfiler(scheduler.config.torch_profiler_dir)
+        self._flushes: list[FlushCacheReq] = []  # that wait for the last request to leave
 
     def handle(self, message: Message) -> None:
         """Carry out one control message and answer it, with ``success`` False if that fails.
@@ -67,7 +70,15 @@ class SchedulerControl:
     def _carry_out(self, message: Message) -> None:
         match message:
             case FlushCacheReq():
-                self._reply(message.id, *self._flush(message.storage))
+                self._scheduler.retire_departed()  # requests just aborted still lock their prefixes
+                if message.wait and self._scheduler.reqs:
+                    self._flushes.append(message)
+                else:
+                    self._reply(message.id, *self._flush(message.storage))
+            case CancelFlushReq():
+                for flush in [flush for flush in self._flushes if flush.id == message.id]:
+                    self._flushes.remove(flush)
+                    self._reply(flush.id, *self._flush(flush.storage))
             case PauseGenerationReq():
                 self._reply(message.id, *self._pause(message.mode))
             case ContinueGenerationReq():
@@ -89,9 +100,14 @@ class SchedulerControl:
         """Count a step for a profile that was asked for by number of steps."""
         self._profiler.step()
 
+    def when_idle(self) -> None:
+        """No request is left: flush where somebody has waited for that."""
+        flushes, self._flushes = self._flushes, []
+        for flush in flushes:
+            self.handle(msgspec.structs.replace(flush, wait=False))
+
     def _flush(self, storage: bool) -> tuple[bool, str]:
         scheduler = self._scheduler
-        scheduler.retire_departed()  # requests aborted by the messages just before still lock their prefixes
         if scheduler.reqs:
             return False, f"cache not flushed: {len(scheduler.reqs)} requests are pending"
         try:

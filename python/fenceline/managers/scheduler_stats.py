@@ -112,6 +112,11 @@ class SchedulerStats:
         self.num_retractions += count
         logger.warning("KV cache full: retracted %d requests, #new-token-ratio: %.3f", count, ratio)
 
+    def preempted(self, count: int) -> None:
+        """``count`` requests were retracted for others of a higher priority."""
+        self.num_retractions += count
+        logger.info("retracted %d requests for waiting ones of a higher priority", count)
+
     def report(self, scheduler: Scheduler, force: bool = False) -> None:
         """Tell the front end how things stand, about once a second and when the engine falls idle."""
         now = time.perf_counter()

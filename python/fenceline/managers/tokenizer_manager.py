@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.request_limits import MAX_BODY_TOKENS, MAX_TOKENIZE_TOKENS
-from fenceline.managers.control import ControlDesk
+from fenceline.managers.control import MAX_FLUSH_WAIT_S, ControlDesk
 from fenceline.managers.io_struct import (
     AbortReq,
     BatchStrOut,
@@ -30,6 +30,7 @@ from fenceline.managers.io_struct import (
     SchedulerReady,
     ShutdownReq,
     StatsReport,
+    TickReq,
     TokenizedGenerateReq,
     TokenOut,
 )
@@ -43,10 +44,12 @@ from fenceline.managers.request_prepare import (
     check_vocabulary,
 )
 from fenceline.managers.request_stream import RequestStream, StreamGroup
-from fenceline.managers.request_table import RequestTable
+from fenceline.managers.request_table import RequestEntry, RequestTable
 from fenceline.managers.request_types import GenerateChunk, GenerateInput, RequestError, check_num_requests
 from fenceline.managers.tokenize_pool import TokenizePool
 from fenceline.managers.tokenizer import Tokenizer
+
+_MIN_TICK_S, _MAX_TICK_S = 0.01, 1.0
 
 
 class TokenizerManager:
@@ -66,13 +69,16 @@ class TokenizerManager:
         self.metrics = Metrics(config.served_model_name, config.hicache is not None, config.metrics_prefix)
         self.control = ControlDesk(link.send)
         self._link = link
-        self._table = RequestTable(config.max_queued_requests)
+        self._table = RequestTable(config.max_queued_requests, config.priority)
         self._log = RequestLog(config)
         self._pool = None if tokenizer is None else TokenizePool(tokenizer)
         self._ready = asyncio.Event()
         self._dead = asyncio.Event()
         self._idle = asyncio.Event()
         self._draining = False
+        timeouts = [s for s in (config.req_waiting_timeout_s, config.req_running_timeout_s) if s is not None]
+        self._tick_s = min(max(min(timeouts) / 10, _MIN_TICK_S), _MAX_TICK_S) if timeouts else None
+        self._ticker: asyncio.TimerHandle | None = None
         self.last_news = 0.0  # time.perf_counter() of the latest news of any request
 
     # --- requests
@@ -83,20 +89,23 @@ class TokenizerManager:
 
     async def submit_many(self, inputs: Sequence[GenerateInput]) -> StreamGroup:
         """Validate all requests, then send all. Raises RequestError; then none was sent."""
-        limits = self._require_serving()
+        limits, priority = self._require_serving(), self.config.priority
         rids = [inp.rid for inp in inputs]
+        default_priority = 0 if priority is None else priority.default_value
+        priorities = [default_priority if inp.priority is None else inp.priority for inp in inputs]
         check_params(inputs, self.vocab_size, self.tokenizer is not None)
         for inp in inputs:
-            check_untokenised(inp, self.tokenizer, self.vocab_size, limits)
+            check_untokenised(inp, self.tokenizer, self.vocab_size, limits, priority is not None)
         # What is refused whatever the prompts' lengths: they have one token at least.
-        self._table.admit(rids, [len(inp.input_ids or "?") for inp in inputs], limits)
+        self._table.admit(rids, [len(inp.input_ids or "?") for inp in inputs], priorities, limits)
         prompts = await self._prompt_ids(inputs, limits)
         limits = self._require_serving()  # tokenising may have taken a while
         messages = [
-            build_message(inp, self._table.wire_rid(inp.rid), ids, self.vocab_size, limits)
+            build_message(inp, self._table.wire_rid(inp.rid), ids, self.vocab_size, limits, default_priority)
             for inp, ids in zip(inputs, prompts, strict=True)
         ]
-        self._table.admit(rids, [len(ids) for ids in prompts], limits)
+        for entry in self._table.admit(rids, [len(ids) for ids in prompts], priorities, limits):
+            self._displace(entry)
         streams = [self._start(inp, message) for inp, message in zip(inputs, messages, strict=True)]
         return StreamGroup(streams)
 
@@ -107,8 +116,8 @@ class TokenizerManager:
                 yield chunk
 
     def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
-        """Abort one request with all its samples and prompts, or all requests; unknown ids are ignored.
-        Readers get a last chunk of type ``abort``."""
+        """Abort the requests whose id, or whose body's id, begins with ``rid``, or all requests; unknown and empty
+        ids are ignored. Readers get a last chunk of type ``abort``."""
         if abort_all:
             self._link.send(AbortReq(rid="", abort_all=True))
             return
@@ -181,8 +190,29 @@ class TokenizerManager:
         stream = RequestStream(inp.rid, message.input_ids, self._abandon)
         self._table.add(message, stream, inp.family)
         self._link.send(message)
+        self._tell_time()
         self._log.received(inp, message)
         return stream
+
+    def _displace(self, entry: RequestEntry) -> None:
+        """The queue is full, and requests of a better priority have come."""
+        entry.displaced = True
+        message = (
+            f"the queue is full (--max-queued-requests {self.config.max_queued_requests}) and a request of higher "
+            "priority took this one's place; try again later"
+        )
+        self._link.send(AbortReq(rid=entry.wire_rid, message=message, status_code=503))
+
+    def _tell_time(self) -> None:
+        """While requests are in flight, tell the scheduler the time so often that it can end those that are overdue."""
+        if self._ticker is None and self._tick_s is not None:
+            self._tick()
+
+    def _tick(self) -> None:
+        self._ticker = None
+        if self._tick_s is not None and len(self._table):
+            self._link.send(TickReq(now=time.perf_counter()))
+            self._ticker = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
 
     def _abandon(self, rid: str) -> None:
         """The consumer went away: forget the request and let the scheduler release it at once."""
@@ -247,9 +277,15 @@ class TokenizerManager:
 
     # --- control
 
-    async def flush_cache(self, storage: bool = False) -> ControlReply:
-        """Empty the prefix cache on device and host, with ``storage`` the storage tier too; ``success`` False while
-        requests are in flight. Raises RequestError (400) if there is no storage tier."""
+    async def flush_cache(self, storage: bool = False, wait_s: float = 0.0) -> ControlReply:
+        """Empty the prefix cache on device and host, with ``storage`` the storage tier too; ``success`` False if
+        requests are in flight after ``wait_s`` seconds. Raises RequestError (400) if there is no storage tier."""
+        if not 0 <= wait_s <= MAX_FLUSH_WAIT_S:
+            raise RequestError(
+                400,
+                f"timeout must be between 0 and {MAX_FLUSH_WAIT_S:g} seconds, got {wait_s:g}",
+                param="timeout",
+            )
         hicache = self.config.hicache
         if storage and (hicache is None or hicache.storage is None):
             raise RequestError(
@@ -258,7 +294,7 @@ class TokenizerManager:
                 " --hicache-storage-backend file, or leave storage out",
                 param="storage",
             )
-        return await self.control.flush_cache(storage)
+        return await self.control.flush_cache(storage, wait_s)
 
     async def pause_generation(self, mode: str = "abort") -> ControlReply:
         """Stop scheduling; ``mode`` is abort, retract or in_place."""

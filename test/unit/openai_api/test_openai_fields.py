@@ -172,7 +172,7 @@ async def test_chat_takes_the_prompt_as_token_ids(serve):
 
 
 async def test_other_names_of_known_things(serve):
-    async with serve() as server:
+    async with serve(enable_priority_scheduling=True) as server:
         extra = {"request_id": "r-7", "include_stop_str_in_output": True, "priority": 3}
         answer = await server.client.completions.create(model="byte", prompt="a", stop="x", extra_body=extra)
         assert answer.id == "r-7"

@@ -115,7 +115,7 @@ class GenerationBody(BaseModel):
     request_id: str | None = Field(default=None, min_length=1, max_length=MAX_RID_BYTES)  # vLLM's name of it
     extra_key: str | list[str | None] | None = None
     cache_salt: str | list[str | None] | None = None
-    priority: int = 0
+    priority: int | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool = False
     return_prompt_token_ids: bool = False

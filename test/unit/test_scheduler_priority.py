@@ -1,0 +1,288 @@
+"""Priorities: who goes first, who is retracted for whom; and the order of dfs-weight."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_driver import Driver, expected_output, make_driver, make_tiered_driver, request
+
+from fenceline.managers.io_struct import AbortReq, TokenizedGenerateReq
+from fenceline.managers.prefill import PrefillPlan
+from fenceline.managers.schedule_policy import order_waiting
+
+
+def driver_with_priorities(**flags: object) -> Driver:
+    flags.setdefault("enable_priority_scheduling", True)
+    return make_driver(**flags)  # type: ignore[arg-type]
+
+
+def assert_right(driver: Driver, *reqs: TokenizedGenerateReq) -> None:
+    capacity = min(driver.config.context_length, driver.scheduler.memory.num_pages * driver.config.page_size)
+    for req in reqs:
+        assert driver.answers[req.rid].output_ids == expected_output(req, capacity), req.rid
+
+
+def waiting_order(driver: Driver) -> list[str]:
+    """The queue as the next step would try it; nothing runs."""
+    driver.scheduler.ingest(driver.drain(False))
+    driver.scheduler.order_waiting()
+    return [req.rid for req in driver.scheduler.waiting]
+
+
+@pytest.mark.parametrize(("low_first", "order"), [(False, "cbdae"), (True, "aebdc")])
+def test_the_better_priority_goes_first_and_then_who_came_first(low_first: bool, order: str) -> None:
+    driver = driver_with_priorities(schedule_low_priority_values_first=low_first)
+    for rid, priority in zip("abcde", (-1, 3, 7, 3, -1), strict=True):
+        driver.send(request(rid, [5], priority=priority, max_new_tokens=2))
+    assert waiting_order(driver) == list(order)
+    driver.run()
+
+
+def test_without_the_flag_the_order_is_that_of_arrival() -> None:
+    driver = make_driver()
+    for rid, priority in zip("abc", (-1, 3, 7), strict=True):
+        driver.send(request(rid, [5], priority=priority, max_new_tokens=2))
+    assert waiting_order(driver) == ["a", "b", "c"]
+    driver.run()
+
+
+@pytest.mark.parametrize(
+    ("flags", "gap", "preempts"),
+    [
+        ({}, 10, False),
+        ({}, 11, True),
+        ({"priority_scheduling_preemption_threshold": 0}, 0, False),
+        ({"priority_scheduling_preemption_threshold": 0}, 1, True),
+        ({"disable_priority_preemption": True}, 1000, False),
+        ({"enable_priority_scheduling": False}, 1000, False),
+        ({"schedule_low_priority_values_first": True}, 1000, False),
+        ({"schedule_low_priority_values_first": True}, -11, True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scarce", ["rows", "pages"])
+def test_a_running_request_makes_room_for_a_better_one(
+    flags: dict[str, object], gap: int, preempts: bool, scarce: str
+) -> None:
+    sizes = {"num_rows": 1} if scarce == "rows" else {"num_pages": 20}
+    driver = driver_with_priorities(page_size=4, **sizes, **flags)
+    low = request("low", [3] * 30, priority=5, max_new_tokens=30, ignore_eos=True)
+    high = request("high", [4] * 40, priority=5 + gap, max_new_tokens=20, ignore_eos=True)
+    driver.send(low)
+    for _ in range(4):
+        driver.step()
+    driver.send(high)
+    driver.step()
+    assert (driver.scheduler.reqs["high"].row != 0) is preempts
+    assert (driver.scheduler.reqs["low"].row == 0) is preempts
+    driver.run()
+    assert_right(driver, low, high)
+    assert driver.answers["low"].last.num_retractions == int(preempts)
+    assert driver.answers["high"].last.num_retractions == 0
+
+
+def test_as_few_as_suffice_are_retracted_the_lowest_first() -> None:
+    driver = driver_with_priorities(num_pages=64, page_size=4, num_rows=8, schedule_conservativeness=0.01)
+    rest = [
+        request(f"r{p}", [p + 1] * 30, priority=p, max_new_tokens=40, ignore_eos=True) for p in (3, 1, 2, 4)
+    ]
+    driver.send(*rest)
+    for _ in range(4):
+        driver.step()
+    assert len(driver.scheduler.running) == 4
+    high = request("high", [9] * 150, priority=50, max_new_tokens=10, ignore_eos=True)
+    driver.send(high)
+    driver.step()
+    retracted = sorted(req.rid for req in driver.scheduler.reqs.values() if req.row == 0)
+    assert retracted == ["r1", "r2"]
+    driver.run()
+    assert_right(driver, high, *rest)
+
+
+def test_nobody_is_retracted_for_a_request_that_does_not_fit_even_so() -> None:
+    driver = driver_with_priorities(num_pages=40, page_size=4, num_rows=8)
+    same = request("same", [8] * 90, priority=50, max_new_tokens=40, ignore_eos=True)
+    low = request("low", [7] * 10, priority=0, max_new_tokens=8, ignore_eos=True)
+    driver.send(same, low)
+    for _ in range(3):
+        driver.step()
+    assert len(driver.scheduler.running) == 2
+    high = request("high", [9] * 100, priority=50, max_new_tokens=20, ignore_eos=True)
+    driver.send(high)
+    driver.step()
+    assert driver.scheduler.reqs["low"].row and not driver.scheduler.reqs["high"].row
+    driver.run()
+    assert_right(driver, same, low, high)
+
+
+def test_a_burst_of_better_requests_goes_in_one_step() -> None:
+    driver = driver_with_priorities(num_pages=200, page_size=4, num_rows=6)
+    low = [request(f"low{i}", [i + 1] * 9, priority=0, max_new_tokens=30, ignore_eos=True) for i in range(6)]
+    driver.send(*low)
+    for _ in range(3):
+        driver.step()
+    high = [
+        request(f"high{i}", [i + 9] * 9, priority=20, max_new_tokens=9, ignore_eos=True) for i in range(5)
+    ]
+    driver.send(*high)
+    driver.step()
+    assert sum(req.row != 0 for req in driver.scheduler.reqs.values() if req.rid.startswith("high")) == 5
+    assert sum(req.row != 0 for req in driver.scheduler.reqs.values() if req.rid.startswith("low")) == 1
+    driver.run()
+    assert_right(driver, *low, *high)
+
+
+def test_a_shared_prefix_that_a_retracted_request_leaves_is_not_counted_as_room() -> None:
+    """The better request uses the very pages that the other one lets go of: they cannot be evicted for it."""
+    driver = driver_with_priorities(num_pages=30, page_size=4, num_rows=4)
+    shared = list(range(1, 61))
+    low = request("low", [*shared, 99], priority=0, max_new_tokens=20, ignore_eos=True)
+    driver.send(low)
+    for _ in range(3):
+        driver.step()
+    high = request("high", [*shared, *range(100, 130)], priority=50, max_new_tokens=20, ignore_eos=True)
+    driver.send(high)
+    driver.run()
+    assert_right(driver, low, high)
+
+
+def test_when_memory_runs_short_the_lowest_priority_is_retracted() -> None:
+    driver = driver_with_priorities(
+        num_pages=24,
+        page_size=4,
+        num_rows=8,
+        schedule_conservativeness=0.05,
+        disable_priority_preemption=True,
+    )
+    reqs = [
+        request(f"r{p}", [p + 1, p + 2, p + 3], priority=p, max_new_tokens=50, ignore_eos=True)
+        for p in range(6)
+    ]
+    driver.send(*reqs)
+    driver.run()
+    assert_right(driver, *reqs)
+    assert driver.scheduler.stats.num_retractions > 0
+    assert driver.answers["r5"].last.num_retractions == 0
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> list[tuple[int, TokenizedGenerateReq | AbortReq]]:
+    found: list[tuple[int, TokenizedGenerateReq | AbortReq]] = []
+    for number in range(draw(st.integers(2, 9))):
+        prompt = [draw(st.integers(1, 3))] * draw(st.integers(1, 40))
+        req = request(
+            f"r{number}",
+            prompt,
+            priority=draw(st.sampled_from([0, 0, 5, 11, 30])),
+            extra_key=draw(st.sampled_from(["", "", "x"])),
+            max_new_tokens=draw(st.integers(1, 30)),
+            ignore_eos=True,
+        )
+        when = draw(st.integers(0, 25))
+        found.append((when, req))
+        if draw(st.integers(0, 4)) == 0:
+            found.append((when + draw(st.integers(0, 9)), AbortReq(rid=req.rid)))
+    return found
+
+
+@settings(max_examples=120)
+@given(arrivals(), st.booleans(), st.sampled_from([0, 10]), st.sampled_from([-1, 16, 64]), st.booleans())
+def test_any_priorities(
+    messages: list[tuple[int, TokenizedGenerateReq | AbortReq]],
+    tiered: bool,
+    threshold: int,
+    chunk: int,
+    offload: bool,
+) -> None:
+    """The right tokens, clean books, and whoever is retracted makes room for a request that is then admitted."""
+    flags: dict[str, object] = {
+        "enable_priority_scheduling": True,
+        "priority_scheduling_preemption_threshold": threshold,
+        "chunked_prefill_size": chunk,
+        "schedule_conservativeness": 0.3,
+    }
+    if tiered:
+        flags["retract_policy"] = "offload" if offload else "recompute"
+        driver = make_tiered_driver(num_pages=24, page_size=4, num_rows=4, **flags)
+    else:
+        driver = make_driver(num_pages=24, page_size=4, num_rows=4, **flags)  # type: ignore[arg-type]
+    scheduler = driver.scheduler
+    plan_prefill = scheduler.plan_prefill
+
+    def checked_plan() -> PrefillPlan | None:
+        before = scheduler.stats.num_retractions
+        plan = plan_prefill()
+        assert plan is not None or scheduler.stats.num_retractions == before, "retracted for nobody"
+        return plan
+
+    scheduler.plan_prefill = checked_plan  # type: ignore[method-assign]
+    for now in range(40):
+        driver.send(*(message for when, message in messages if when == now))
+        driver.step()
+    driver.run()
+    aborted = {message.rid for _, message in messages if isinstance(message, AbortReq)}
+    assert_right(
+        driver, *(m for _, m in messages if isinstance(m, TokenizedGenerateReq) and m.rid not in aborted)
+    )
+
+
+# --- dfs-weight ---------------------------------------------------------------------------------------
+
+
+def test_dfs_weight_goes_first_where_most_of_the_requests_are() -> None:
+    driver = make_driver(num_pages=200, page_size=4, num_rows=8, schedule_policy="dfs-weight")
+    a, b = [1] * 16, [2] * 16
+    a_left, a_right = [*a, *[3] * 8], [*a, *[4] * 8]
+    for index, prompt in enumerate((a_left, a_right, b)):
+        driver.send(request(f"cached{index}", [*prompt, 9], max_new_tokens=1))
+        driver.run()
+    for rid, prompt in (
+        ("none", [7] * 9),
+        ("b", [*b, 5]),
+        ("a", [*a, 6, 6, 6, 6, 6]),
+        ("left", [*a_left, 5]),
+        ("right1", [*a_right, 5]),
+        ("right2", [*a_right, 6]),
+        ("salted", [*a_right, 6]),
+    ):
+        driver.send(request(rid, prompt, extra_key="x" if rid == "salted" else "", max_new_tokens=1))
+    assert waiting_order(driver) == ["right1", "right2", "left", "a", "b", "none", "salted"]
+    driver.run()
+
+
+def test_dfs_weight_depends_on_nothing_but_the_queue_and_the_tree() -> None:
+    driver = make_driver(
+        num_pages=500, page_size=4, num_rows=8, schedule_policy="dfs-weight", context_length=4096
+    )
+    random = Random(3)
+    prompts = [[random.randrange(1, 3) for _ in range(random.randrange(8, 60))] for _ in range(40)]
+    for index, prompt in enumerate(prompts[:20]):
+        driver.send(request(f"c{index}", prompt, max_new_tokens=1))
+    driver.run()
+    driver.send(*(request(f"r{index}", prompt, max_new_tokens=1) for index, prompt in enumerate(prompts)))
+    first = waiting_order(driver)
+    scheduler = driver.scheduler
+    again = order_waiting(list(scheduler.waiting), "dfs-weight", scheduler.memory.match, Random(9))
+    assert sorted(first) == sorted(f"r{i}" for i in range(40))
+    assert len({req.rid for req in again}) == 40
+    assert waiting_order(driver) == [req.rid for req in again]
+    driver.run()
+
+
+def test_dfs_weight_walks_a_deep_tree() -> None:
+    driver = make_driver(
+        num_pages=3000, page_size=1, num_rows=8, schedule_policy="dfs-weight", context_length=4096
+    )
+    prompt = [i % 7 + 1 for i in range(2600)]
+    driver.send(request("deep", prompt, max_new_tokens=1))
+    driver.run()
+    for length in range(2, 2600, 2):  # a node for every second token
+        driver.scheduler.memory.tree.match_prefix(np.array(prompt[:length]))
+    assert driver.scheduler.memory.tree.num_nodes > 1200
+    driver.send(*(request(f"r{i}", prompt[: 500 * i + 3], max_new_tokens=1) for i in range(5)))
+    assert waiting_order(driver) == ["r4", "r3", "r2", "r1", "r0"]
+    driver.run()
