@@ -132,6 +132,17 @@ def choose(machine: Machine) -> Choice:
     )
 
 
+def named(name: str, system: str) -> Choice:
+    """What FENCELINE_TORCH asks for, whatever this machine has: ``cpu``, or the tag of a build (an image is built where
+    there is no driver). Raises NoTorch for another name."""
+    if name == "cpu":
+        return _cpu(system)
+    for build in BUILDS:
+        if build.tag == name:
+            return _cuda(build)
+    raise NoTorch(f"FENCELINE_TORCH={name} is unknown: use cpu, {', '.join(build.tag for build in BUILDS)}")
+
+
 def _cpu(system: str) -> Choice:
     if system != "Linux":  # the wheels of the default index are CPU builds there
         wanted = f"torch=={CPU_VERSION}"

@@ -125,9 +125,9 @@ def ensure(root: Path, env: Env, extras: Sequence[str]) -> None:
 
 
 def torch_choice() -> Choice:
-    """What to install here; FENCELINE_TORCH=cpu overrules a driver. Raises NoTorch."""
-    if os.environ.get("FENCELINE_TORCH") == "cpu":
-        return pick_torch.choose(pick_torch.Machine(platform.system()))
+    """What to install here; FENCELINE_TORCH overrules what the machine has. Raises NoTorch."""
+    if name := os.environ.get("FENCELINE_TORCH"):
+        return pick_torch.named(name, platform.system())
     return pick_torch.choose(pick_torch.look(platform.system()))
 
 

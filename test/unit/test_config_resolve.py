@@ -289,6 +289,18 @@ def test_chat_template_by_name_and_from_json(model_dir: Path, tmp_path: Path) ->
         resolved(model_dir, chat_template="chatlm")
 
 
+def test_the_api_key_may_come_from_the_environment(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever lists the machine's processes reads what stands on a command line."""
+    monkeypatch.setenv("FENCELINE_API_KEY", "from outside")
+    assert resolved(model_dir).api_key == "from outside"
+    assert resolved(model_dir, api_key="given").api_key == "given"
+    monkeypatch.setenv("FENCELINE_API_KEY", "")  # as a compose file passes on what is not set
+    assert resolved(model_dir).api_key is None
+    monkeypatch.setenv("FENCELINE_API_KEY", "ключ")
+    with pytest.raises(ConfigError, match="--api-key: use ASCII"):
+        resolved(model_dir)
+
+
 def test_chat_template_is_read(model_dir: Path, tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages }}")

@@ -418,6 +418,14 @@ def test_environment_variable_overrules_a_driver(monkeypatch: pytest.MonkeyPatch
     assert setup_env.torch_choice().cuda == (13, 0)
     monkeypatch.setenv("FENCELINE_TORCH", "cpu")
     assert setup_env.torch_choice() == CPU
+    monkeypatch.setattr(
+        pick_torch, "look", lambda system: Machine(system)
+    )  # an image is built without a driver
+    monkeypatch.setenv("FENCELINE_TORCH", "cu130")
+    assert setup_env.torch_choice() == GPU
+    monkeypatch.setenv("FENCELINE_TORCH", "cu13")
+    with pytest.raises(pick_torch.NoTorch, match="cu13 is unknown: use cpu, cu130, cu126, cu128"):
+        setup_env.torch_choice()
 
 
 def _project() -> dict[str, list[Requirement]]:

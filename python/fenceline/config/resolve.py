@@ -28,6 +28,8 @@ from fenceline.config.request_limits import MAX_PRIORITY, MIN_PRIORITY
 if TYPE_CHECKING:
     from fenceline.config.server_args import ServerArgs
 
+# A key on the command line can be read by every user of the machine.
+API_KEY_VARIABLE = "FENCELINE_API_KEY"
 _MEM_FRACTION = {"cpu": 0.3, "cuda": 0.85}
 _CHUNKED_PREFILL_SIZE = {"cpu": 2048, "cuda": 8192}
 _MAX_PREFILL_TOKENS = 16384
@@ -41,6 +43,8 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
 
     Raises ConfigError, one line with the remedy, for values and combinations that cannot work.
     """
+    if args.api_key is None and os.environ.get(API_KEY_VARIABLE):
+        args = dataclasses.replace(args, api_key=os.environ[API_KEY_VARIABLE])
     check(args)
     overrides = _model_overrides(args)
     chat_template = _read_chat_template(args)

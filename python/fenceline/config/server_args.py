@@ -119,7 +119,10 @@ class ServerArgs:
     host: str = flag("127.0.0.1", "The address to listen on; 0.0.0.0 for every interface.", group=_HTTP)
     port: int = flag(30000, "The port to listen on; 0 takes a free one.", group=_HTTP)
     api_key: str | None = flag(
-        None, "Requests must carry this key as 'Authorization: Bearer KEY'; /health stays open.", group=_HTTP
+        None,
+        "Requests must carry this key as 'Authorization: Bearer KEY'; /health stays open. Other users of the machine "
+        "can read a command line: the environment's FENCELINE_API_KEY holds unless given.",
+        group=_HTTP,
     )
     max_queued_requests: int | None = flag(
         None,
