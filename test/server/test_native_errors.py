@@ -17,7 +17,7 @@ BAD_GENERATE = [
     (b"{", "JSON"),
     (b'{"text": "\xff"}', "JSON"),
     (b'{"text":' * 100_000, "text"),
-    (b'{"unknown":' + b"[" * 100_000, "JSON"),
+    (b'{"unknown":' + b"[" * 100_000, "nested too deeply"),
     (b"[]", "object"),
     (b'{"text": "\\ud800"}', "JSON"),
     (b'{"text": "a", "sampling_params": {"stop": "\\udfff"}}', "JSON"),

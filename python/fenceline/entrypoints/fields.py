@@ -215,6 +215,7 @@ class FieldRules:
     ) -> None:
         self.declared = frozenset(declared)
         self._refused = {name: rule for name, rule in refused.items() if name not in self.declared}
+        self._refused_names = frozenset(self._refused)
         self._without_effect = without_effect
 
     def unknown(self, fields: Mapping[str, object]) -> set[str]:
@@ -222,16 +223,14 @@ class FieldRules:
 
         Raises RequestError (400) for the first field that is refused.
         """
-        extra = fields.keys() - self.declared
-        if not extra:
-            return extra
-        for name in sorted(extra & self._refused.keys()):
+        extra = set(fields) - self.declared
+        for name in sorted(extra & self._refused_names):
             refused = self._refused[name]
             if not refused.accepts(_value(fields[name])):
                 raise RequestError(
                     400, f"{name} is not available: {refused.remedy}", param=name, code="unsupported"
                 )
-        return extra - self._refused.keys() - self._without_effect
+        return extra - self._refused_names - self._without_effect
 
     def refuse_unknown(self, name: str, what: str) -> NoReturn:
         """Raise RequestError (400) for ``name``, which is a ``what``."""

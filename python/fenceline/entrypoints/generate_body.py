@@ -24,6 +24,7 @@ from fenceline.managers.request_types import (
 T = TypeVar("T")
 Prompt = tuple[str | None, list[int] | None]  # text or ids
 MAX_KEY_CHARS = 1024
+NULL = msgspec.Raw(b"null")  # msgspec takes a union of Raw and None for None alone
 
 
 class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -71,15 +72,41 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     extra_key: str | list[str | None] | None = None
     cache_salt: str | list[str | None] | None = None
     priority: int | None = None
+    # Judged by the table like all others. SGLang's own clients send them with every request, mostly null: as long as
+    # there is nothing else, the body is read once.
+    model: msgspec.Raw = NULL
+    image_data: msgspec.Raw = NULL
+    video_data: msgspec.Raw = NULL
+    audio_data: msgspec.Raw = NULL
+    modalities: msgspec.Raw = NULL
+    lora_path: msgspec.Raw = NULL
+    session_params: msgspec.Raw = NULL
+    custom_logit_processor: msgspec.Raw = NULL
+    return_hidden_states: msgspec.Raw = NULL
+    return_routed_experts: msgspec.Raw = NULL
+    bootstrap_host: msgspec.Raw = NULL
+    bootstrap_port: msgspec.Raw = NULL
+    bootstrap_room: msgspec.Raw = NULL
+    data_parallel_rank: msgspec.Raw = NULL
+    routed_dp_rank: msgspec.Raw = NULL
 
 
-FIELDS = FieldRules(GenerateBody.__struct_fields__, GENERATION)
+_MENTIONED = tuple(
+    name
+    for name, default in zip(GenerateBody.__struct_fields__, GenerateBody.__struct_defaults__, strict=True)
+    if default is NULL
+)
+FIELDS = FieldRules(set(GenerateBody.__struct_fields__) - set(_MENTIONED), GENERATION)
 SAMPLING_FIELDS = FieldRules(NativeSampling.__struct_fields__, SAMPLING, frozenset())
 
 
 def parse_generate(data: bytes, unknown: UnknownFields) -> GenerateBody:
     """``data`` as a GenerateBody. Raises RequestError 400 for bad JSON, wrong types and fields that are refused."""
-    return parse_known(data, GenerateBody, FIELDS, unknown, _amend_sampling)
+    body = parse_known(data, GenerateBody, FIELDS, unknown, _amend_sampling)
+    mentioned = {name: value for name in _MENTIONED if (value := getattr(body, name)) is not NULL}
+    if mentioned:
+        FIELDS.unknown(mentioned)
+    return body
 
 
 def _amend_sampling(fields: dict[str, msgspec.Raw]) -> None:
