@@ -37,6 +37,8 @@ class EchoLink:
     manager: TokenizerManager
 
     def send(self, message: io.Message) -> None:
+        if isinstance(message, io.ShutdownReq):
+            return
         asyncio.get_running_loop().call_soon(self._answer, message)
 
     def _answer(self, message: io.Message) -> None:
@@ -75,7 +77,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ASGIApp]:
         )
     )  # fmt: skip
     yield create_app(manager, config)
-    manager._pool.shutdown()
+    manager.shutdown()
 
 
 def post(app: ASGIApp, path: str, body: bytes, query: bytes = b"") -> tuple[int, bytes]:

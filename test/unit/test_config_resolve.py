@@ -299,6 +299,10 @@ def test_the_api_key_may_come_from_the_environment(model_dir: Path, monkeypatch:
     monkeypatch.setenv("FENCELINE_API_KEY", "ключ")
     with pytest.raises(ConfigError, match="--api-key: use ASCII"):
         resolved(model_dir)
+    monkeypatch.setenv("FENCELINE_API_KEY", "")
+    monkeypatch.setenv("FENCELINE_ADMIN_API_KEY", "from outside too")
+    assert resolved(model_dir).admin_api_key == "from outside too"
+    assert resolved(model_dir).api_key is None
 
 
 def test_chat_template_is_read(model_dir: Path, tmp_path: Path) -> None:

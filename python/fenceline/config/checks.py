@@ -59,11 +59,12 @@ def _check_server(args: ServerArgs) -> None:
         args.host != "", "--host is empty: use 127.0.0.1 for this machine only or 0.0.0.0 for every interface"
     )
     _require(0 <= args.port <= 65535, f"--port {args.port}: choose 1 to 65535, or 0 for a free one")
-    _require(args.api_key != "", "--api-key is empty: give a key or leave the flag out")
-    _require(
-        args.api_key is None or args.api_key.isascii(),
-        "--api-key: use ASCII characters only, HTTP headers carry nothing else reliably",
-    )
+    for name, key in (("--api-key", args.api_key), ("--admin-api-key", args.admin_api_key)):
+        _require(key != "", f"{name} is empty: give a key or leave the flag out")
+        _require(
+            key is None or (key.isascii() and key.isprintable() and key == key.strip()),
+            f"{name}: use ASCII characters only, without blanks around them, HTTP headers carry nothing else reliably",
+        )
     _require(
         args.watchdog_timeout > 0,
         f"--watchdog-timeout {args.watchdog_timeout:g}: give a number of seconds > 0",

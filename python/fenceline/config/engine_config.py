@@ -55,6 +55,7 @@ class EngineConfig:
     host: str
     port: int
     api_key: str | None = dataclasses.field(repr=False)
+    admin_api_key: str | None = dataclasses.field(repr=False)
     max_queued_requests: int | None
     req_waiting_timeout_s: float | None
     req_running_timeout_s: float | None
@@ -113,7 +114,8 @@ class EngineConfig:
     torch_profiler_dir: str | None
 
     def public_dict(self) -> dict[str, object]:
-        """The configuration for logs and /get_server_info: JSON values, the API key replaced by whether one is set."""
+        """The configuration for logs and /get_server_info: JSON values, keys replaced by whether they are set."""
         values = dataclasses.asdict(self)
         values["api_key"] = self.api_key is not None
+        values["admin_api_key"] = self.admin_api_key is not None
         return values

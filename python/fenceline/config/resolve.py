@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # A key on the command line can be read by every user of the machine.
 API_KEY_VARIABLE = "FENCELINE_API_KEY"
+ADMIN_API_KEY_VARIABLE = "FENCELINE_ADMIN_API_KEY"
 _MEM_FRACTION = {"cpu": 0.3, "cuda": 0.85}
 _CHUNKED_PREFILL_SIZE = {"cpu": 2048, "cuda": 8192}
 _MAX_PREFILL_TOKENS = 16384
@@ -45,6 +46,8 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
     """
     if args.api_key is None and os.environ.get(API_KEY_VARIABLE):
         args = dataclasses.replace(args, api_key=os.environ[API_KEY_VARIABLE])
+    if args.admin_api_key is None and os.environ.get(ADMIN_API_KEY_VARIABLE):
+        args = dataclasses.replace(args, admin_api_key=os.environ[ADMIN_API_KEY_VARIABLE])
     check(args)
     overrides = _model_overrides(args)
     chat_template = _read_chat_template(args)
@@ -72,6 +75,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
         host=args.host,
         port=args.port,
         api_key=args.api_key,
+        admin_api_key=args.admin_api_key,
         max_queued_requests=args.max_queued_requests,
         req_waiting_timeout_s=_timeout(args.req_waiting_timeout, "SGLANG_REQ_WAITING_TIMEOUT"),
         req_running_timeout_s=_timeout(args.req_running_timeout, "SGLANG_REQ_RUNNING_TIMEOUT"),

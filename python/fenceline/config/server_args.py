@@ -120,8 +120,16 @@ class ServerArgs:
     port: int = flag(30000, "The port to listen on; 0 takes a free one.", group=_HTTP)
     api_key: str | None = flag(
         None,
-        "Requests must carry this key as 'Authorization: Bearer KEY'; /health stays open. Other users of the machine "
-        "can read a command line: the environment's FENCELINE_API_KEY holds unless given.",
+        "Requests must carry this key as 'Authorization: Bearer KEY' (or 'x-api-key: KEY'); /health and /metrics alone "
+        "stay open, /health_generate, which makes the model work, does not. Other users of the machine can read a "
+        "command line: the environment's FENCELINE_API_KEY holds unless given.",
+        group=_HTTP,
+    )
+    admin_api_key: str | None = flag(
+        None,
+        "Endpoints that act on the whole server (flush, clear, abort, pause, continue, profile, flight recorder) must "
+        "carry this key, and --api-key does not open them; all others are as without this flag. The environment's "
+        "FENCELINE_ADMIN_API_KEY holds unless given.",
         group=_HTTP,
     )
     max_queued_requests: int | None = flag(

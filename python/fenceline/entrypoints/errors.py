@@ -53,7 +53,7 @@ def internal_error(error: BaseException) -> RequestError:
 
 def too_deep() -> RequestError:
     """What a client learns of a RecursionError: only its own values are walked through by recursion."""
-    return RequestError(400, "the body's values are nested too deeply", code="invalid_json")
+    return RequestError(400, "the body's JSON is nested too deeply", code="invalid_json")
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -88,7 +88,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 def _http_message(request: Request, error: HTTPException) -> str:
     if error.status_code == 404:
-        return f"no such endpoint: {request.url.path}; docs/api.md lists them all"
+        return f"no such endpoint: {request.url.path}; /docs lists them all"
     if error.status_code == 405:
         return f"{request.method} is not allowed on {request.url.path}"
     return str(error.detail)

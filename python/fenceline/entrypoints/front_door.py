@@ -24,18 +24,26 @@ _MAX_LENGTH_DIGITS = 20  # of a Content-Length
 # Bodies larger than this share MAX_BODIES_BYTES while their requests are worked on; there is always room for others.
 _SMALL_BODY_BYTES = 64 << 10
 MAX_BODIES_BYTES = 4 * MAX_BODY_BYTES
-_OPEN_PREFIXES = ("/health", "/metrics")  # reachable without the key, as probes and scrapers carry none
+OPEN_PATHS = frozenset(("/health", "/metrics"))  # reachable without a key, as probes and scrapers carry none
+# What acts on the whole server or on other clients' requests: with --admin-api-key that key alone opens it.
+ADMIN_PATHS = frozenset(
+    (
+        "/flush_cache", "/clear_hicache_storage_backend", "/hicache/storage-backend/clear", "/abort_request",
+        "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile", "/flight_recorder",
+    )
+)  # fmt: skip
 
 
 class FrontDoor:
     """Gives every request an id (the client's ``x-request-id`` or a fresh one) that its answer carries too,
-    compares the key in constant time, refuses bodies over 64 MiB and answers for our own defects.
+    compares keys in constant time, refuses bodies over 64 MiB and answers for our own defects.
 
     All large bodies that are here at one time may have 256 MiB together; what comes on top is answered with 503."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, api_key: str | None, admin_api_key: str | None = None) -> None:
         self._app = app
-        self._credentials = None if api_key is None else f"Bearer {api_key}".encode()
+        self._key = None if api_key is None else api_key.encode()
+        self._admin_key = self._key if admin_api_key is None else admin_api_key.encode()
         self.num_body_bytes = 0  # of large bodies whose requests have not ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,15 +88,21 @@ class FrontDoor:
             return RequestError(400, "Content-Length is not a number of bytes")
         if int(length) > MAX_BODY_BYTES:
             return _too_large()
-        if self._credentials is None or scope["method"] == "OPTIONS":
+        path = scope["path"]
+        key = self._admin_key if path in ADMIN_PATHS else self._key
+        if key is None or path in OPEN_PATHS or scope["method"] == "OPTIONS":
             return None
-        if scope["path"].startswith(_OPEN_PREFIXES):
+        if hmac.compare_digest(_given_key(headers), key):
             return None
-        if hmac.compare_digest(headers.get(b"authorization", b""), self._credentials):
-            return None
+        which = "admin API key" if path in ADMIN_PATHS and key is not self._key else "API key"
         return RequestError(
-            401, "send the server's API key as 'Authorization: Bearer KEY'", code="invalid_api_key"
+            401, f"send the server's {which} as 'Authorization: Bearer KEY'", code="invalid_api_key"
         )
+
+
+def _given_key(headers: dict[bytes, bytes]) -> bytes:
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
 
 
 class _Body:

@@ -22,6 +22,7 @@ from fenceline.entrypoints.front_door import FrontDoor
 from fenceline.entrypoints.http_protocol import ConnectionLimit, JoiningHttpProtocol
 from fenceline.entrypoints.native_api import NativeApi
 from fenceline.entrypoints.openai.router import create_router
+from fenceline.entrypoints.openapi import install_docs
 from fenceline.entrypoints.short_way import ShortWay, handlers_of
 from fenceline.managers.tokenizer_manager import TokenizerManager
 from fenceline.version import __version__
@@ -34,14 +35,15 @@ _RESERVED_DESCRIPTORS = 128  # for all that is no connection: sockets to the eng
 
 def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
     """All endpoints over ``manager``, behind the front door."""
-    app = FastAPI(title="Fenceline", version=__version__)
+    app = FastAPI(title="Fenceline", version=__version__, docs_url=None, redoc_url=None)
     install_error_handlers(app)
     unknown = UnknownFields(config.strict_fields)
     routers = (NativeApi(manager, config, unknown).router(), create_router(manager, config, unknown))
     for router in routers:
         app.include_router(router)
+    install_docs(app)
     short = ShortWay(app, handlers_of(route for router in routers for route in router.routes))
-    return FrontDoor(short, api_key=config.api_key)
+    return FrontDoor(short, api_key=config.api_key, admin_api_key=config.admin_api_key)
 
 
 def raise_descriptor_limit() -> None:

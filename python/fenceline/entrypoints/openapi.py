@@ -1,0 +1,83 @@
+"""The server's description of itself: /openapi.json with the bodies of requests, and the page /docs that shows it.
+
+Handlers take the request as it is, so FastAPI does not know what their bodies may hold; the types that parse them do.
+"""
+
+from __future__ import annotations
+
+import warnings
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from fenceline.entrypoints.generate_body import GenerateBody
+from fenceline.entrypoints.native_api import AbortBody, DetokenizeBody, PauseBody, ProfileBody, TokenizeBody
+from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
+
+_REFS = "#/components/schemas/"
+# Bodies by path, and whether the request may come without one.
+BODIES: dict[str, tuple[type, bool]] = {
+    "/generate": (GenerateBody, False),
+    "/abort_request": (AbortBody, False),
+    "/pause_generation": (PauseBody, True),
+    "/start_profile": (ProfileBody, True),
+    "/tokenize": (TokenizeBody, False),
+    "/v1/tokenize": (TokenizeBody, False),
+    "/detokenize": (DetokenizeBody, False),
+    "/v1/detokenize": (DetokenizeBody, False),
+    "/v1/completions": (CompletionBody, False),
+    "/v1/chat/completions": (ChatBody, False),
+}
+
+
+def describe_app(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document of ``app`` with :data:`BODIES`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # routes of two methods share an operation's id; see below
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    structs = [kind for kind, _ in BODIES.values() if issubclass(kind, msgspec.Struct)]
+    _, components = msgspec.json.schema_components(structs, ref_template=_REFS + "{name}")
+    _, models = models_json_schema(
+        [(CompletionBody, "validation"), (ChatBody, "validation")], ref_template=_REFS + "{model}"
+    )
+    document.setdefault("components", {}).setdefault("schemas", {}).update({**components, **models["$defs"]})
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            operation["operationId"] = f"{method}_{path.strip('/').replace('/', '_')}"
+            if path in BODIES and method != "get":
+                operation["requestBody"] = _body(*BODIES[path])
+    return document
+
+
+def _body(kind: type, optional: bool) -> dict[str, Any]:
+    schema = {"$ref": _REFS + kind.__name__}
+    if kind is TokenizeBody:  # a conversation is tokenised too
+        schema = {"anyOf": [schema, {"$ref": _REFS + ChatBody.__name__}]}  # type: ignore[dict-item]
+    return {"required": not optional, "content": {"application/json": {"schema": schema}}}
+
+
+def install_docs(app: FastAPI) -> None:
+    """Serve /openapi.json and /docs. The page needs nothing from elsewhere: FastAPI's own loads its program from
+    another site, which a server without the internet cannot show and a careful browser does not run."""
+    page = files("fenceline.entrypoints").joinpath("docs_page.html").read_text(encoding="utf-8")
+    document: list[dict[str, Any]] = []
+
+    def openapi() -> dict[str, Any]:
+        if not document:
+            document.append(describe_app(app))
+        return document[0]
+
+    async def docs(request: Request) -> Response:
+        return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY})
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way of extending it
+    app.add_route("/docs", docs, methods=["GET"], include_in_schema=False)
+
+
+_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"

@@ -1,0 +1,193 @@
+"""The server's description of itself, and which of its endpoints a key opens."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import warnings
+from typing import Any
+
+import orjson
+import pytest
+from starlette.types import ASGIApp, Message
+
+from fenceline.config.errors import ConfigError
+from fenceline.config.server_args import ServerArgs, resolve
+from fenceline.entrypoints.front_door import ADMIN_PATHS, OPEN_PATHS
+from fenceline.entrypoints.http_server import create_app
+from fenceline.managers import io_struct as io
+from fenceline.managers.tokenizer import load_tokenizer
+from fenceline.managers.tokenizer_manager import TokenizerManager
+
+# What a client asks for itself. Whoever adds an endpoint decides here, or in ADMIN_PATHS, who may use it.
+NORMAL_PATHS = {
+    "/generate", "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name}", "/tokenize",
+    "/v1/tokenize", "/detokenize", "/v1/detokenize", "/health_generate", "/model_info", "/get_model_info",
+    "/server_info", "/get_server_info",
+}  # fmt: skip
+WITHOUT_BODY = {
+    "/flush_cache", "/clear_hicache_storage_backend", "/hicache/storage-backend/clear", "/continue_generation",
+    "/stop_profile", "/flight_recorder",
+}  # fmt: skip
+
+
+class DeadLink:
+    """Nobody answers."""
+
+    def send(self, message: io.Message) -> None:
+        pass
+
+    async def receive(self) -> list[io.Message]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+def make_app(**flags: Any) -> ASGIApp:
+    config = resolve(ServerArgs(model_path="demo", device="cpu", **flags))
+    manager = TokenizerManager(config, load_tokenizer(config.tokenizer_path), DeadLink())
+    app = create_app(manager, config)
+    manager.shutdown()
+    return app
+
+
+def ask(
+    app: ASGIApp, path: str, headers: dict[str, str] | None = None, method: str = "GET"
+) -> tuple[int, dict[str, str], bytes]:
+    """The answer; 0 where there is none because the request got as far as to the engine, which is dead."""
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in (headers or {}).items()], "root_path": "",
+        "scheme": "http", "server": ("127.0.0.1", 1), "client": ("127.0.0.1", 2), "http_version": "1.1",
+    }  # fmt: skip
+
+    async def run() -> None:
+        task = asyncio.ensure_future(app(scope, receive, send))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+    body = b"".join(message.get("body", b"") for message in sent[1:])
+    answer_headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], answer_headers, body
+
+
+@pytest.fixture(scope="module")
+def app() -> ASGIApp:
+    return make_app()
+
+
+@pytest.fixture(scope="module")
+def document(app: ASGIApp) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        status, _, body = ask(app, "/openapi.json")
+    assert status == 200
+    loaded: dict[str, Any] = orjson.loads(body)
+    return loaded
+
+
+def test_every_post_has_a_body_that_says_what_it_may_hold(app: ASGIApp, document: dict[str, Any]) -> None:
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            has_body = "requestBody" in operation
+            assert has_body == (method in ("post", "put") and path not in WITHOUT_BODY), (method, path)
+    schemas = document["components"]["schemas"]
+    generate = schemas["GenerateBody"]["properties"]
+    assert {"text", "input_ids", "sampling_params", "stream", "rid"} <= generate.keys()
+    assert "max_new_tokens" in schemas["NativeSampling"]["properties"]
+    assert "messages" in schemas["ChatBody"]["required"]
+
+
+def test_the_document_is_whole(document: dict[str, Any]) -> None:
+    for name in re.findall(rb'"#/components/schemas/([^"]+)"', orjson.dumps(document)):
+        assert name.decode() in document["components"]["schemas"]
+    assert b"$defs" not in orjson.dumps(document)
+    ids = [operation["operationId"] for item in document["paths"].values() for operation in item.values()]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_page_needs_nothing_from_elsewhere(app: ASGIApp) -> None:
+    status, headers, body = ask(app, "/docs")
+    assert status == 200
+    assert headers["content-type"].startswith("text/html")
+    assert b"openapi.json" in body
+    assert not re.search(rb"https?://|src=|//cdn", body)
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert ask(app, "/redoc")[0] == 404
+
+
+def test_a_404_names_what_every_user_has(app: ASGIApp) -> None:
+    status, _, body = ask(app, "/nothing\x1bhere")
+    message = orjson.loads(body)["error"]["message"]
+    assert status == 404
+    assert message == "no such endpoint: /nothing\\x1bhere; /docs lists them all"
+
+
+# --- keys
+
+
+def test_every_endpoint_is_open_normal_or_an_administrators(document: dict[str, Any]) -> None:
+    assert document["paths"].keys() == OPEN_PATHS | NORMAL_PATHS | ADMIN_PATHS
+    assert not (OPEN_PATHS | NORMAL_PATHS) & ADMIN_PATHS
+
+
+KEY, ADMIN = {"authorization": "Bearer key"}, {"authorization": "Bearer admin"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "headers", "normal", "admin"),
+    [
+        ({}, {}, True, True),
+        ({"api_key": "key"}, {}, False, False),
+        ({"api_key": "key"}, KEY, True, True),
+        ({"admin_api_key": "admin"}, {}, True, False),
+        ({"admin_api_key": "admin"}, ADMIN, True, True),
+        ({"api_key": "key", "admin_api_key": "admin"}, {}, False, False),
+        ({"api_key": "key", "admin_api_key": "admin"}, KEY, True, False),
+        ({"api_key": "key", "admin_api_key": "admin"}, ADMIN, False, True),
+        ({"api_key": "key"}, {"authorization": "bearer key"}, True, True),
+        ({"api_key": "key"}, {"authorization": "Basic key"}, False, False),
+        ({"api_key": "key"}, {"authorization": "key"}, False, False),
+        ({"api_key": "key"}, {"authorization": "Bearer ké"}, False, False),
+        ({"api_key": "key"}, {"authorization": "Bearer "}, False, False),
+        ({"api_key": "key"}, {"x-api-key": "key"}, True, True),
+        ({"api_key": "key", "admin_api_key": "admin"}, {"x-api-key": "admin"}, False, True),
+    ],
+)
+def test_keys_open_as_in_sglang(
+    flags: dict[str, str], headers: dict[str, str], normal: bool, admin: bool
+) -> None:
+    app = make_app(**flags)
+    for paths, opens in ((NORMAL_PATHS, normal), (ADMIN_PATHS, admin), (OPEN_PATHS, True)):
+        for path in paths:
+            for method in ("GET", "POST", "PUT"):
+                status, _, body = ask(app, path, headers, method)
+                assert (status != 401) == opens, (path, body)
+
+
+def test_documents_and_unknown_paths_need_the_key_too() -> None:
+    app = make_app(api_key="key")
+    for path in ("/docs", "/openapi.json", "/nothing", "/healthy", "/health/", "/metrics/x", "//flush_cache"):
+        assert ask(app, path)[0] == 401, path
+
+
+def test_keys_are_not_shown_and_are_checked_at_start() -> None:
+    config = resolve(ServerArgs(model_path="demo", device="cpu", api_key="alpha", admin_api_key="beta"))
+    assert config.public_dict()["admin_api_key"] is True
+    for shown in (repr(config), str(config.public_dict())):
+        assert "alpha" not in shown and "beta" not in shown
+    for key in ("", " a", "a\n", "é"):
+        with pytest.raises(ConfigError, match="--admin-api-key"):
+            resolve(ServerArgs(model_path="demo", device="cpu", admin_api_key=key))
