@@ -339,7 +339,57 @@ def test_chat_template_is_read(model_dir: Path, tmp_path: Path) -> None:
         ("--watchdog-timeout 0", "--watchdog-timeout 0: give a number of seconds > 0"),
         ("--schedule-conservativeness 0", "--schedule-conservativeness 0: must be above 0"),
         ("--random-seed -3", "--random-seed -3: must lie between"),
-        ("--context-length 0", "--context-length 0: must be at least 1"),
+        ("--context-length 0", "--context-length 0: too short for any request"),
+        (
+            "--context-length 1",
+            "--context-length 1: too short for any request, which has a token of prompt and one",
+        ),
+        (
+            "--max-running-requests 10000000",
+            "--max-running-requests 10000000: no more than 65536 can run at once; lower it, more requests wait in",
+        ),
+        (
+            "--max-total-tokens 1000000000000",
+            "--max-total-tokens 1000000000000: must be at most 2147483647; lower",
+        ),
+        (
+            "--max-total-tokens 2147483647",
+            "--max-total-tokens 2147483647: the KV cache takes 512 bytes a token, and",
+        ),
+        (
+            "--max-total-tokens 63 --page-size 32",
+            "--max-total-tokens 63: one page of 32 serves no request; give at least 64 or lower --page-size",
+        ),
+        (
+            "--max-running-requests 65536 --context-length 4096",
+            "--max-running-requests 65536: with --context-length 4096 their page tables take 1.1 GB, and this machine",
+        ),
+        (
+            "--chunked-prefill-size 99999999999",
+            "--chunked-prefill-size 99999999999: must be at most 2147483647",
+        ),
+        ("--max-prefill-tokens 99999999999", "--max-prefill-tokens 99999999999: must be at most 2147483647"),
+        (
+            "--max-queued-requests 99999999999",
+            "--max-queued-requests 99999999999: must be at most 2147483647",
+        ),
+        (
+            "--stream-interval 99999999999",
+            "--stream-interval 99999999999: must be at most 2147483647; lower it",
+        ),
+        (
+            "--decode-log-interval 99999999999",
+            "--decode-log-interval 99999999999: must be at most 2147483647",
+        ),
+        ("--cuda-graph-max-bs 99999999999", "--cuda-graph-max-bs 99999999999: must be at most 2147483647"),
+        (
+            "--flight-recorder-steps 99999999999",
+            "--flight-recorder-steps 99999999999: must be at most 2147483647",
+        ),
+        (
+            "--enable-hierarchical-cache --hicache-ratio 1e300",
+            "--hicache-ratio 1e+300: must be above 0 and at most 1e+06; 2.0 is usual, and --hicache-size gives",
+        ),
         ("--context-length 8192", "--context-length 8192 is beyond the model's 4096 tokens; use"),
         (
             "--attention-backend fa3",
@@ -388,7 +438,10 @@ def test_chat_template_is_read(model_dir: Path, tmp_path: Path) -> None:
         ("--tokenizer-path /nowhere/at/all", "--tokenizer-path /nowhere/at/all: no such directory"),
     ],
 )
-def test_impossible_values_are_refused_with_the_remedy(model_dir: Path, flags: str, message: str) -> None:
+def test_impossible_values_are_refused_with_the_remedy(
+    model_dir: Path, flags: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fenceline.config.resolve.machine_bytes", lambda: 10**9)
     args = parse_args(["--model-path", str(model_dir), *flags.split()])
     with pytest.raises(ConfigError) as caught:
         resolve(args, cuda_probe=lambda: False)
@@ -418,6 +471,35 @@ def test_an_empty_list_of_batch_sizes_is_refused(model_dir: Path) -> None:
 def test_model_path_is_required() -> None:
     with pytest.raises(ConfigError, match="--model-path is required"):
         resolve(parse_args([]))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"cuda_graph_max_bs": 65536},
+            "1047 graphs, up to size 65536, .*lower --cuda-graph-max-bs or name fewer",
+        ),
+        (
+            {"cuda_graph_max_bs": 513, "disable_cuda_graph_padding": True},
+            "513 graphs, .*lower --cuda-graph-max-bs or drop --disable-cuda-graph-padding",
+        ),
+        ({"cuda_graph_bs": tuple(range(1, 514))}, "513 graphs, up to size 513, would take minutes"),
+        (
+            {"piecewise_cuda_graph_max_tokens": 2**31 - 1, "chunked_prefill_size": 2**20},
+            "graphs, up to size 1048576, .*lower --piecewise-cuda-graph-max-tokens",
+        ),
+    ],
+)
+def test_a_thousand_graphs_are_refused(model_dir: Path, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolved(model_dir, gpu=True, max_running_requests=65536, **values)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_least_that_serves_a_request_is_taken(model_dir: Path) -> None:
+    assert resolved(model_dir, context_length=2).context_length == 2
+    assert resolved(model_dir, max_total_tokens=64, page_size=32).max_total_tokens == 64
 
 
 def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:

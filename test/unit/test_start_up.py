@@ -58,6 +58,34 @@ def test_request_rows_are_there_before_the_rest_becomes_kv_pages(monkeypatch: py
 
 
 @pytest.mark.parametrize(
+    ("free", "allocator", "message"),
+    [
+        (
+            10_000,
+            "KVPool",
+            "--max-total-tokens 640: the KV cache would take 0.0 GB, and 0.0 GB are free .*; give at most",
+        ),
+        (
+            100,
+            "ReqPool",
+            "--max-running-requests 4: with --context-length 128 their page tables take 0.0 GB, and 0.0 G",
+        ),
+    ],
+)
+def test_what_memory_does_not_hold_is_refused_before_it_is_allocated(
+    monkeypatch: pytest.MonkeyPatch, free: int, allocator: str, message: str
+) -> None:
+    def unused(*args: object) -> None:
+        raise AssertionError("allocated")
+
+    monkeypatch.setattr(CpuDevice, "memory_info", lambda self: (free, free))
+    monkeypatch.setattr(model_runner, allocator, unused)
+    with pytest.raises(ValueError, match=message) as caught:
+        make_runner(CpuDevice(), SHAPE, (), context_length=128)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("runner", "message"),
     [
         (CudaGraphRunner, "decode graphs .*lower --mem-fraction-static.*--disable-cuda-graph"),

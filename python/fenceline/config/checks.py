@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fenceline.config.errors import ConfigError
+from fenceline.config.flags import flags_of
 from fenceline.config.hicache import check_hicache
 from fenceline.config.request_limits import MAX_PRIORITY, MIN_PRIORITY
 
@@ -13,8 +14,10 @@ if TYPE_CHECKING:
 
 _MAX_SEED = 2**63 - 1
 _CHUNKING_OFF = -1
+_MOST = 2**31 - 1  # of any count: what tensors of int32 can tell
+# Each takes a row of the page table, a place in every table of the sampler, and a moment of every decode step.
+_MOST_RUNNING = 1 << 16
 _AT_LEAST_ONE = (
-    "context_length",
     "max_queued_requests",
     "max_total_tokens",
     "max_running_requests",
@@ -91,6 +94,21 @@ def _check_ranges(args: ServerArgs) -> None:
     for name in _AT_LEAST_ONE:
         value = getattr(args, name)
         _require(value is None or value >= 1, f"--{name.replace('_', '-')} {value}: must be at least 1")
+    for item in flags_of(type(args)).values():
+        value = getattr(args, item.name)
+        if item.type is int and not item.many and value is not None and item.name != "random_seed":
+            _require(value <= _MOST, f"{item.option} {value}: must be at most {_MOST}; lower it")
+    _require(
+        args.context_length is None or args.context_length >= 2,
+        f"--context-length {args.context_length}: too short for any request, which has a token of prompt and one of"
+        " answer; give at least 2",
+    )
+    running = args.max_running_requests
+    _require(
+        running is None or running <= _MOST_RUNNING,
+        f"--max-running-requests {running}: no more than {_MOST_RUNNING} can run at once; lower it, more requests wait"
+        " in the queue",
+    )
     fraction = args.mem_fraction_static
     _require(
         fraction is None or 0 < fraction < 1,
@@ -128,6 +146,11 @@ def _check_memory(args: ServerArgs) -> None:
     _require(
         pool is None or pool >= page,
         f"--max-total-tokens {pool}: not even one page of {page}; raise it or lower --page-size",
+    )
+    _require(
+        pool is None or pool >= 2 * page,
+        f"--max-total-tokens {pool}: one page of {page} serves no request; give at least {2 * page} or lower"
+        " --page-size",
     )
     _require(
         prefill is None or prefill >= page,

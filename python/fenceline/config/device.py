@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,11 @@ def register_kind(kind: str) -> None:
 def is_registered(kind: object) -> bool:
     """Whether ``kind`` is a device that :func:`register_kind` was told about."""
     return kind in _registered
+
+
+def machine_bytes() -> int:
+    """All memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def cuda_is_available() -> bool:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _ON_ANY_DEVICE = "torch"
 _MAX_BS = 256
+_MOST_GRAPHS = 512
 # (up to this size, one every so many), and beyond: small batches are where a padded row costs most.
 _BUCKET_STEPS = ((64, 8), (256, 16), (512, 32))
 _STEP_BEYOND = 64
@@ -48,11 +49,20 @@ def cuda_graph_bs(args: ServerArgs, device: str, max_running_requests: int) -> t
     Raises ConfigError for sizes that no batch reaches, and where --debug-cuda-graph would have nothing to compare.
     """
     buckets = _buckets(args, device, max_running_requests)
+    _check_number(buckets, "--cuda-graph-max-bs or name fewer sizes with --cuda-graph-bs")
     if args.debug_cuda_graph and not buckets:
         raise ConfigError(
             f"--debug-cuda-graph: no graphs are captured on {device} by default; add --cuda-graph-bs 1 2 4 8"
         )
     return buckets
+
+
+def _check_number(sizes: tuple[int, ...], remedy: str) -> None:
+    if len(sizes) > _MOST_GRAPHS:
+        raise ConfigError(
+            f"{len(sizes)} graphs, up to size {sizes[-1]}, would take minutes to capture, and much memory; lower"
+            f" {remedy}"
+        )
 
 
 def _buckets(args: ServerArgs, device: str, max_running_requests: int) -> tuple[int, ...]:
@@ -69,6 +79,9 @@ def _buckets(args: ServerArgs, device: str, max_running_requests: int) -> tuple[
         return ()
     largest = min(args.cuda_graph_max_bs or _MAX_BS, max_running_requests)
     if args.disable_cuda_graph_padding:
+        _check_number(
+            tuple(range(1, largest + 1)), "--cuda-graph-max-bs or drop --disable-cuda-graph-padding"
+        )
         return tuple(range(1, largest + 1))
     return default_buckets(largest)
 
@@ -94,7 +107,9 @@ def piecewise_cuda_graph_tokens(
     if device != "cuda":
         return ()
     if args.piecewise_cuda_graph_max_tokens is not None:
-        return _prefill_sizes(min(args.piecewise_cuda_graph_max_tokens, max_step_tokens))
+        sizes = _prefill_sizes(min(args.piecewise_cuda_graph_max_tokens, max_step_tokens))
+        _check_number(sizes, "--piecewise-cuda-graph-max-tokens")
+        return sizes
     worthwhile = int(_WORTHWHILE_WEIGHT_TOKENS / _layer_weights(model))
     sizes = _prefill_sizes(min(_MAX_PREFILL_TOKENS, max_step_tokens))
     return tuple(size for size in sizes if size <= max(worthwhile, sizes[0]))

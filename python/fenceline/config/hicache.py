@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
+from fenceline.config.device import machine_bytes
 from fenceline.config.errors import ConfigError
 from fenceline.config.flags import flags_of
 from fenceline.config.private_files import make_private_folder, why_unusable
@@ -31,6 +32,7 @@ RetractPolicy = Literal["recompute", "offload"]
 GB = 10**9
 _DEFAULT_STORAGE_BYTES = 64 * GB
 _DEFAULT_PREFETCH_TIMEOUT_S = 1.0
+_MOST_RATIO = 1e6
 _MIN_SECRET_BYTES, _MAX_SECRET_BYTES = 16, 4096
 # SGLang's numbers: for fewer tokens a step that computes them costs less than bringing them.
 _LOAD_BACK_THRESHOLD = 10
@@ -171,7 +173,11 @@ def _check_switches(args: ServerArgs) -> None:
 
 def _check_sizes(args: ServerArgs) -> None:
     ratio, size, storage = args.hicache_ratio, args.hicache_size, args.hicache_storage_size
-    _require(ratio > 0, f"--hicache-ratio {ratio:g}: must be above 0; 2.0 is usual")
+    _require(
+        0 < ratio <= _MOST_RATIO,
+        f"--hicache-ratio {ratio:g}: must be above 0 and at most {_MOST_RATIO:g}; 2.0 is usual, and --hicache-size"
+        " gives the size in GB",
+    )
     _require(size >= 0, f"--hicache-size {size:g}: give a number of GB, or 0 to go by --hicache-ratio")
     _require(
         storage is None or storage > 0,
@@ -217,7 +223,7 @@ def has_kernel_package() -> bool:
 def _host_bytes(size_gb: float) -> int | None:
     if size_gb == 0:
         return None
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    machine = machine_bytes()
     _require(
         size_gb * GB <= machine,
         f"--hicache-size {size_gb:g}: this machine has {machine / GB:.1f} GB of memory in all; give less",

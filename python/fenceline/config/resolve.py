@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from fenceline.config.chat_templates import CHAT_TEMPLATES
 from fenceline.config.checks import check
 from fenceline.config.core_dumps import core_dump_dir
-from fenceline.config.device import choose_device, cuda_is_available
+from fenceline.config.device import choose_device, cuda_is_available, machine_bytes
 from fenceline.config.engine_config import EngineConfig, PriorityConfig
 from fenceline.config.errors import ConfigError
 from fenceline.config.graphs import attention_backends, cuda_graph_bs, piecewise_cuda_graph_tokens
@@ -34,6 +34,7 @@ ADMIN_API_KEY_VARIABLE = "FENCELINE_ADMIN_API_KEY"
 _MEM_FRACTION = {"cpu": 0.3, "cuda": 0.85}
 _CHUNKED_PREFILL_SIZE = {"cpu": 2048, "cuda": 8192}
 _MAX_PREFILL_TOKENS = 16384
+_NUM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MAX_RUNNING_REQUESTS = {"cpu": 256, "cuda": 1024}
 # Memory that the table (request rows x pages of the longest context, int32) may take by default.
 _ROW_TABLE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
@@ -59,6 +60,8 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] = cuda_is_available
     chunk = _chunked_prefill_size(args, device)
     max_prefill_tokens = args.max_prefill_tokens or max(_MAX_PREFILL_TOKENS, chunk or 0)
     max_running_requests = _max_running_requests(args, device, model.context_length)
+    if device == "cpu":
+        _check_memory(args, model, max_running_requests)
     prefill_attention_backend, decode_attention_backend = attention_backends(args, device)
     return EngineConfig(
         model=model,
@@ -258,6 +261,26 @@ def _chunked_prefill_size(args: ServerArgs, device: str) -> int | None:
             min(default, args.max_prefill_tokens // args.page_size * args.page_size), args.page_size
         )
     return args.chunked_prefill_size or default
+
+
+def _check_memory(args: ServerArgs, model: ModelConfig, max_running_requests: int) -> None:
+    """Refuse what a machine with no device of its own cannot hold, before anything is started for it. What is free at
+    that moment, and on a GPU, the scheduler judges before it allocates."""
+    machine, page_size = machine_bytes(), args.page_size
+    rows = max_running_requests * 4 * (-(-model.context_length // page_size) + 1)
+    if rows > machine:
+        raise ConfigError(
+            f"--max-running-requests {max_running_requests}: with --context-length {model.context_length} their page"
+            f" tables take {rows / 1e9:.1f} GB, and this machine has {machine / 1e9:.1f} GB of memory in all; lower"
+            " one of the two"
+        )
+    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * _NUM_BYTES[model.dtype]
+    if args.max_total_tokens is not None and args.max_total_tokens * bytes_per_token > machine:
+        raise ConfigError(
+            f"--max-total-tokens {args.max_total_tokens}: the KV cache takes {bytes_per_token} bytes a token, and this"
+            f" machine has {machine / 1e9:.1f} GB of memory in all; give at most {machine // bytes_per_token}, or leave"
+            " it out"
+        )
 
 
 def _whole_pages(args: ServerArgs) -> int | None:

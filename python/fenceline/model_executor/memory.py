@@ -16,6 +16,18 @@ _CPU_KV_BYTES = 4 << 30
 logger = logging.getLogger(__name__)
 
 
+def check_row_bytes(config: EngineConfig, device: Device, nbytes: int) -> None:
+    """Raise ``ValueError`` with the remedy where the request rows' ``nbytes`` are not there, before they are
+    allocated."""
+    free, _ = device.memory_info()
+    if nbytes > free:
+        raise ValueError(
+            f"--max-running-requests {config.max_running_requests}: with --context-length {config.context_length} their"
+            f" page tables take {nbytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free beside the weights; lower"
+            " one of the two"
+        )
+
+
 def num_kv_pages(config: EngineConfig, device: Device, dtype: torch.dtype) -> int:
     """Pages of the KV pool, the sink page included.
 
@@ -28,6 +40,12 @@ def num_kv_pages(config: EngineConfig, device: Device, dtype: torch.dtype) -> in
     free, total = device.memory_info()
     if config.max_total_tokens is not None:
         num_pages = config.max_total_tokens // page_size
+        if (num_pages + 1) * page_bytes > free:
+            raise ValueError(
+                f"--max-total-tokens {config.max_total_tokens}: the KV cache would take"
+                f" {num_pages * page_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free beside the weights; give at"
+                f" most {max(free // page_bytes - 1, 0) * page_size}, or leave it out"
+            )
     else:
         if device.kind == "cpu":
             budget = min(int(free * config.mem_fraction_static), _CPU_KV_BYTES)

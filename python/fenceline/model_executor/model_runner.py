@@ -34,7 +34,7 @@ from fenceline.model_executor.decode_step import DecodeStep
 from fenceline.model_executor.forward_result import ForwardResult
 from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.hicache import make_cache_controller
-from fenceline.model_executor.memory import num_kv_pages
+from fenceline.model_executor.memory import check_row_bytes, num_kv_pages
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from fenceline.model_executor.sampler import OutputLogprobs, Sampler, prompt_logprobs
 from fenceline.model_executor.sampling_batch import SamplingBatch, padded_ids, sampling_arrays
@@ -71,6 +71,7 @@ class ModelRunner:
         self.sampler = Sampler(model.vocab_size, num_rows, device.torch_device)
         max_pages_per_req = -(-config.context_length // config.page_size) + 1
         # As much as 1 GiB by default.
+        check_row_bytes(config, device, num_rows * (4 * max_pages_per_req + 8))
         self.req_pool = ReqPool(num_rows, max_pages_per_req, device.torch_device)
         num_pages = num_kv_pages(config, device, dtype)  # of what is left
         with _phase("Allocated the KV pool"):
