@@ -35,6 +35,29 @@ def test_a_progress_bar_leaves_nothing_in_the_system() -> None:
     assert result.stdout == "None\n"  # nobody had to be told what to clean up
 
 
+_LOG = r"""
+import logging
+from fenceline.managers.process import setup_logging
+
+setup_logging("info")
+forged = "rid\n[2026-01-01 00:00:00] The server stops\r\x1b[2J\x85\u2028\ud800 é"
+logging.getLogger("x").info("Receive: rid=%s", forged)
+try:
+    raise KeyError(forged)
+except KeyError:
+    logging.getLogger("x").exception("request %s failed", forged)
+"""
+
+
+def test_what_a_client_sends_forges_no_lines_of_the_log() -> None:
+    result = subprocess.run([sys.executable, "-c", _LOG], capture_output=True, check=True)
+    first, second, *traceback = result.stderr.decode().split("\n")
+    shown = r"rid\n[2026-01-01 00:00:00] The server stops\r\x1b[2J\x85\u2028\ud800 é"
+    assert first.endswith(f"] Receive: rid={shown}")
+    assert second.endswith(f"] request {shown} failed")
+    assert not any(line.startswith("[2026-01-01") for line in traceback)
+
+
 def test_silence_is_counted_while_its_watcher_looks() -> None:
     silence = Silence(1.0)
     assert [silence.look(mark, now) for mark, now in [("a", 0.0), ("a", 1.0), ("a", 2.5)]] == [0.0, 1.0, 2.0]

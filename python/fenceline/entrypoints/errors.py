@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import orjson
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -11,10 +9,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from fenceline.managers.request_types import RequestError
+from fenceline.managers.request_types import RequestError, one_line
 
 MAX_MESSAGE_CHARS = 1000
-_UNSHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # in messages: escaped
 CLIENT_GONE = 499  # nobody reads it; it is what the access log shows
 
 
@@ -25,7 +22,7 @@ def error_body(error: RequestError) -> dict[str, object]:
     The message, which may show what the client sent, is one line of bounded length. OpenAI's ``code`` is the
     status unless a word fits better, SGLang's is always the status.
     """
-    message = _UNSHOWN.sub(lambda found: ascii(found[0])[1:-1], error.message[:MAX_MESSAGE_CHARS])
+    message = one_line(error.message[:MAX_MESSAGE_CHARS])
     fields = {"message": message, "type": error.type, "param": error.param}
     code = error.code if error.code is not None else error.status
     return {"error": {**fields, "code": code}, "object": "error", **fields, "code": error.status}

@@ -290,7 +290,8 @@ class JoiningHttpProtocol(HttpToolsProtocol):
         if free:
             body = error_bytes(error)
             self.transport.write(STATUS_LINE[error.status] + _REFUSAL_HEAD % len(body) + body)
-            self.access_logger.info("%s - %d %s", self.client, error.status, error.message)
+            client = ":".join(map(str, self.client or ()))
+            self.access_logger.info("%s - %d %s", client, error.status, error.message)
         if not self._is_answered():
             cycle.disconnected = True
             cycle.message_event.set()

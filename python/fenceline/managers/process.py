@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from fenceline.managers.io_struct import PortArgs
 from fenceline.managers.ipc import remove_ports
+from fenceline.managers.request_types import one_line
 
 PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Blocked in every thread of every child for good; the scheduler's flight recorder waits for it in a thread of its own.
@@ -70,11 +71,20 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class OneLineFormatter(logging.Formatter):
+    """A message is one line, whatever a client has put into it: request ids, names and prompts forge no lines of the
+    log and steer no terminal. (A traceback follows its message on lines of its own.)"""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line, control characters and lone surrogates escaped."""
+        return one_line(super().formatMessage(record))
+
+
 def setup_logging(log_level: str) -> None:
     """Log lines of this process go to stderr in one format."""
-    logging.basicConfig(
-        level=log_level.upper(), format=LOG_FORMAT, datefmt="%Y-%m-%d %H:%M:%S", stream=sys.stderr, force=True
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLineFormatter(LOG_FORMAT, datefmt="%Y-%m-%d %H:%M:%S"))
+    logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
 
 
 def freeze_garbage_collector() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,6 +12,14 @@ import msgspec
 from fenceline.config.request_limits import MAX_REQUESTS, MAX_SAMPLES
 from fenceline.config.sampling_params import SamplingParams
 from fenceline.managers.io_struct import CachedTokensDetails, FinishReason, TokenLogprobs
+
+_UNSHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def one_line(text: str) -> str:
+    """``text``, which may hold what a client sent, with everything escaped that ends a line, steers a terminal or is no
+    character."""
+    return _UNSHOWN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class RequestError(Exception):
