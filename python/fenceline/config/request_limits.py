@@ -12,6 +12,8 @@ MAX_SAMPLES = 128  # n
 # Of one body, or the context length if that is larger.
 MAX_BODY_TOKENS = 4 << 20  # in all prompts, counted once for each sample
 MAX_TOKENIZE_TOKENS = 1 << 20  # in all texts of /tokenize, or all lists of /detokenize
+MAX_BODY_VALUES = 1 << 20  # JSON values; or twice the context length
+MAX_MESSAGES = 4096  # of a conversation; and of their parts, all together
 MAX_UNBROKEN_CHARS = 1 << 18  # of a text without space or punctuation after a letter or digit
 MAX_RID_BYTES = 256  # ids of past requests are kept for a while, by the ten thousand
 # No prompt is taken that has more of them for each token of the context, where the tokenizer does not say more exactly

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.entrypoints.fields import UnknownFields
+from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.front_door import REQUEST_ID
 from fenceline.entrypoints.generate_body import Expanded, GenerateBody, expand, parse_generate
 from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS
@@ -29,13 +29,13 @@ from fenceline.managers.tokenizer_manager import TokenizerManager
 
 
 async def generate(
-    manager: TokenizerManager, config: EngineConfig, unknown: UnknownFields, request: Request
+    manager: TokenizerManager, config: EngineConfig, parser: BodyParser, request: Request
 ) -> Response:
     """Answer one request to /generate. Raises RequestError before anything is sent.
 
     A wrong request for a stream is answered as SGLang does: by a stream that has the error as its only event.
     """
-    body = parse_generate(await request.body(), unknown)
+    body = await while_connected(request, parser.parse(request, parse_generate))
     request_id: str = request.scope[REQUEST_ID]
     try:
         expanded = expand(body, config, None if manager.is_active(request_id) else request_id)

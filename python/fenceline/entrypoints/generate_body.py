@@ -106,6 +106,10 @@ def parse_generate(data: bytes, unknown: UnknownFields) -> GenerateBody:
     mentioned = {name: value for name in _MENTIONED if (value := getattr(body, name)) is not NULL}
     if mentioned:
         FIELDS.unknown(mentioned)
+    for listed in (body.text, body.sampling_params, body.rid):
+        check_num_requests(len(listed) if isinstance(listed, list) else 1, 1)
+    if set(map(type, body.input_ids or ())) == {list}:
+        check_num_requests(len(body.input_ids or ()), 1)
     return body
 
 

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.errors import install_error_handlers
 from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.front_door import FrontDoor
@@ -37,8 +38,8 @@ def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
     """All endpoints over ``manager``, behind the front door."""
     app = FastAPI(title="Fenceline", version=__version__, docs_url=None, redoc_url=None)
     install_error_handlers(app)
-    unknown = UnknownFields(config.strict_fields)
-    routers = (NativeApi(manager, config, unknown).router(), create_router(manager, config, unknown))
+    parser = BodyParser(config.context_length, UnknownFields(config.strict_fields))
+    routers = (NativeApi(manager, config, parser).router(), create_router(manager, config, parser))
     for router in routers:
         app.include_router(router)
     install_docs(app)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -15,6 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.sampling_params import SamplingParams
+from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.fields import (
     OPENAI,
     PROFILE,
@@ -29,7 +31,7 @@ from fenceline.entrypoints.openai.chat_template import chat_template_of
 from fenceline.entrypoints.openai.parsing import parse_body as parse_chat_body
 from fenceline.entrypoints.openai.parsing import refuse_chat
 from fenceline.entrypoints.openai.protocol import ChatBody
-from fenceline.entrypoints.openai.serving_chat import render_chat
+from fenceline.entrypoints.openai.serving_chat import conversation_text
 from fenceline.entrypoints.sse import while_connected
 from fenceline.managers.io_struct import ControlReply, SchedulerReady
 from fenceline.managers.request_types import GenerateInput, RequestError, new_rid
@@ -90,19 +92,29 @@ def json_response(value: object, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status_code=status, media_type="application/json")
 
 
+def _parse_struct(kind: type[Body], data: bytes, unknown: UnknownFields) -> Body:
+    return parse_known(data, kind, _RULES[kind], unknown)
+
+
+def _parse_tokenize(data: bytes, unknown: UnknownFields) -> TokenizeBody | ChatBody:
+    if "messages" in parse_body(data, dict[str, msgspec.Raw]):
+        return parse_chat_body(ChatBody, data, unknown)
+    return _parse_struct(TokenizeBody, data, unknown)
+
+
 class NativeApi:
     """Handlers of the native endpoints; each takes the request and gives a response."""
 
-    def __init__(self, manager: TokenizerManager, config: EngineConfig, unknown: UnknownFields) -> None:
+    def __init__(self, manager: TokenizerManager, config: EngineConfig, parser: BodyParser) -> None:
         self._manager = manager
         self._config = config
-        self._unknown = unknown
+        self._parser = parser
         self._template = chat_template_of(manager.tokenizer, config)
 
     async def _read(self, request: Request, kind: type[Body], *, optional: bool = False) -> Body:
         """The body of ``request``; an empty one as ``{}`` where it is ``optional``."""
-        data = await request.body()
-        return parse_known(data if data or not optional else b"{}", kind, _RULES[kind], self._unknown)
+        parse = partial(_parse_struct, kind)
+        return await self._parser.parse(request, parse, empty=b"{}" if optional else b"")
 
     def router(self) -> APIRouter:
         """All native routes."""
@@ -135,7 +147,7 @@ class NativeApi:
 
     async def generate(self, request: Request) -> Response:
         """Complete one prompt or several; see docs/api.md."""
-        return await generate(self._manager, self._config, self._unknown, request)
+        return await generate(self._manager, self._config, self._parser, request)
 
     # --- health and information
 
@@ -266,9 +278,9 @@ class NativeApi:
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of one text or several, or of a conversation as the chat template writes it."""
-        if "messages" in parse_body(await request.body(), dict[str, msgspec.Raw]):
-            return await self._tokenize_chat(request)
-        body = await self._read(request, TokenizeBody)
+        body = await self._parser.parse(request, _parse_tokenize)
+        if isinstance(body, ChatBody):
+            return await self._tokenize_chat(request, body)
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         tokens = await while_connected(request, self._manager.tokenize(texts, body.add_special_tokens))
         counts = [len(ids) for ids in tokens]
@@ -281,10 +293,9 @@ class NativeApi:
             }
         )
 
-    async def _tokenize_chat(self, request: Request) -> Response:
-        body = parse_chat_body(ChatBody, await request.body(), self._unknown)
+    async def _tokenize_chat(self, request: Request, body: ChatBody) -> Response:
         refuse_chat(body)
-        text = render_chat(self._template, body)
+        text = await conversation_text(self._manager, self._template, body)
         work = self._manager.tokenize([text], bool(body.add_special_tokens))
         [tokens] = await while_connected(request, work)
         return json_response(

@@ -121,9 +121,14 @@ async def collect_or_abort(request: Request, group: StreamGroup) -> list[Generat
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``, which is cancelled if the client disconnects meanwhile; ClientDisconnect is raised then.
 
-    The request's body must have been read. Of a small body the work is too short to look out for that.
+    The body is read first. The work for a small one is too short to look out for clients that leave.
     """
-    if len(await request.body()) <= _SHORT_WORK_BYTES:
+    try:
+        num_bytes = len(await request.body())
+    except BaseException:
+        work.close()
+        raise
+    if num_bytes <= _SHORT_WORK_BYTES:
         return await work
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_on_disconnect(request.receive, lambda: working.cancel()))

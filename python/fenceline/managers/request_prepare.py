@@ -50,20 +50,20 @@ def check_untokenised(
         )
     _check_token_ids_logprob(inp, vocab_size)
     if inp.text is not None and tokenizer is not None:
-        _check_length(inp.text, tokenizer, limits)
+        check_length(len(inp.text), tokenizer, limits)
     longest = limits.max_req_input_len if inp.input_ids is None else len(inp.input_ids)
     _check_logprob_start(inp, longest)
     if inp.input_ids is not None:
         check_ids(inp.input_ids, vocab_size, limits)
 
 
-def _check_length(text: str, tokenizer: Tokenizer, limits: SchedulerReady) -> None:
-    """Refuse what has too many tokens whatever they are."""
-    least = -(-len(text) // (tokenizer.max_token_chars or PRESUMED_TOKEN_CHARS))
+def check_length(num_chars: int, tokenizer: Tokenizer, limits: SchedulerReady) -> None:
+    """Raise RequestError if a text of so many characters has too many tokens, whatever they are."""
+    least = -(-num_chars // (tokenizer.max_token_chars or PRESUMED_TOKEN_CHARS))
     if least > limits.max_req_input_len:
         raise RequestError(
             400,
-            f"the prompt has {len(text)} characters and so at least {least} tokens, this server takes at most "
+            f"the prompt has {num_chars} characters and so at least {least} tokens, this server takes at most "
             f"{limits.max_req_input_len} (context length {limits.context_length}); shorten the prompt",
             param="prompt",
             code="context_length_exceeded",

@@ -41,10 +41,17 @@ class RequestError(Exception):
         self.code = code
         self.type = type or _error_type(status)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _request_error, (self.status, self.message, self.param, self.code, self.type)
+
 
 def not_unicode(name: str) -> RequestError:
     """The error of a text that cannot be written as UTF-8."""
     return RequestError(400, f"{name} has half a surrogate pair: it is not Unicode text", param=name)
+
+
+def _request_error(status: int, message: str, param: str | None, code: str | None, type: str) -> RequestError:
+    return RequestError(status, message, param=param, code=code, type=type)
 
 
 _ERROR_TYPES = {

@@ -21,7 +21,7 @@ T = TypeVar("T")
 S = TypeVar("S", str, Sequence[int])
 
 INLINE_CHARS = 2048  # so much is tokenised at once, on the loop: about half a millisecond
-_INLINE_TEXTS = 16
+_INLINE_TEXTS, _INLINE_IDS = 16, 512
 _PIECE_TEXTS = 256  # short texts in one piece
 _PIECE_IDS = 1 << 14
 _TRIM_CHARS = 1 << 20  # after so much, memory that the tokenizer has given back goes back to the system
@@ -69,10 +69,13 @@ class TokenizePool:
         """The text of each list of ids."""
         texts: list[str] = []
         pieces = (_Piece(index, ids, skip_special_tokens) for index, ids in enumerate(lists))
+        num_ids = sum(map(len, lists))
         for group in _grouped(pieces, _PIECE_IDS, _PIECE_TEXTS):
             ids = [piece.content for piece in group]
+            if num_ids <= _INLINE_IDS and len(lists) <= _INLINE_TEXTS:
+                return self._tokenizer.decode_batch(ids, skip_special_tokens)
             texts += await self._run(self._tokenizer.decode_batch, ids, skip_special_tokens)
-        if sum(map(len, lists)) > _TRIM_CHARS // 4:
+        if num_ids > _TRIM_CHARS // 4:
             self._threads.submit(trim_memory)
         return texts
 

@@ -39,6 +39,7 @@ from fenceline.managers.metrics import Metrics
 from fenceline.managers.request_log import RequestLog
 from fenceline.managers.request_prepare import (
     build_message,
+    check_length,
     check_params,
     check_untokenised,
     check_vocabulary,
@@ -153,6 +154,11 @@ class TokenizerManager:
         for ids in lists:
             check_vocabulary(ids, self.vocab_size, "tokens")
         return await pool.decode(lists, skip_special_tokens)
+
+    def check_text_length(self, num_chars: int) -> None:
+        """Raise RequestError if a prompt of so many characters has too many tokens, whatever they are."""
+        if self.tokenizer is not None:
+            check_length(num_chars, self.tokenizer, self._require_serving())
 
     def _texts(self) -> TokenizePool:
         if self._pool is None:

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.server_args import ServerArgs, resolve
+from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.errors import install_error_handlers
 from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.front_door import FrontDoor
@@ -213,7 +214,8 @@ def serve(model_dir: Path) -> Callable[..., object]:
         )  # fmt: skip
         app = FastAPI()
         install_error_handlers(app)
-        app.include_router(create_router(manager, config, UnknownFields(config.strict_fields)))
+        parser = BodyParser(config.context_length, UnknownFields(config.strict_fields))
+        app.include_router(create_router(manager, config, parser))
         app.add_middleware(FrontDoor, api_key=config.api_key)
         async with _running(app) as url:
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=config.api_key or "none", max_retries=0)

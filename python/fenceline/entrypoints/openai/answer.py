@@ -25,6 +25,12 @@ class Generator(Protocol):
     def is_active(self, rid: str) -> bool:
         """Whether a request of this id is in flight."""
 
+    def check_text_length(self, num_chars: int) -> None:
+        """Raise RequestError if a prompt of so many characters cannot fit."""
+
+    async def detokenize(self, lists: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+        """The text of each list of token ids."""
+
     async def submit_many(self, inputs: Sequence[GenerateInput]) -> StreamGroup:
         """Send all requests or none. Raises RequestError."""
 

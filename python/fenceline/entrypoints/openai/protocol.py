@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, model_validator
 
-from fenceline.config.request_limits import MAX_REQUESTS, MAX_RID_BYTES, MAX_SAMPLES
+from fenceline.config.request_limits import MAX_MESSAGES, MAX_REQUESTS, MAX_RID_BYTES, MAX_SAMPLES
 
 MAX_TOP_LOGPROBS = 20
 MAX_MODEL_CHARS = 256  # it is repeated in every chunk
@@ -160,6 +160,18 @@ def _text_parts_only(value: object) -> object:
     return value
 
 
+def _not_too_many(messages: object) -> object:
+    """Limit messages and their parts before any of them is looked at."""
+    if isinstance(messages, list):
+        contents = [message.get("content") for message in messages if isinstance(message, dict)]
+        num_parts = sum(len(content) for content in contents if isinstance(content, list))
+        if max(len(messages), num_parts) > MAX_MESSAGES:
+            raise ValueError(
+                f"has {len(messages)} messages with {num_parts} parts, at most {MAX_MESSAGES} of each are taken"
+            )
+    return messages
+
+
 class ChatMessage(BaseModel):
     """One message of a conversation. ``developer`` is OpenAI's newer word for ``system``."""
 
@@ -183,7 +195,7 @@ class ChatMessage(BaseModel):
 class ChatBody(GenerationBody):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], FailFast()] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], FailFast(), BeforeValidator(_not_too_many)] = Field(min_length=1)
     input_ids: Annotated[list[int], PlainValidator(parse_ids)] = Field(default_factory=list)
     max_tokens: int | None = Field(default=None, ge=1, le=2**53)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**53)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.errors import error_response
-from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.front_door import REQUEST_ID
 from fenceline.entrypoints.openai.answer import AnswerHead, Generator, ServedModel
 from fenceline.entrypoints.openai.chat_template import chat_template_of
@@ -19,12 +21,13 @@ from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS
 from fenceline.entrypoints.openai.serving_chat import ChatServing
 from fenceline.entrypoints.openai.serving_completions import CompletionServing
 from fenceline.entrypoints.openai.token_texts import TokenTexts
+from fenceline.entrypoints.sse import while_connected
 from fenceline.managers.request_types import RequestError, new_rid
 
 _CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what the access log shows
 
 
-def create_router(manager: Generator, config: EngineConfig, unknown: UnknownFields) -> APIRouter:
+def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) -> APIRouter:
     """All ``/v1`` routes over ``manager``, usually the TokenizerManager.
 
     Raises ValueError if --chat-template is not a valid template.
@@ -41,7 +44,7 @@ def create_router(manager: Generator, config: EngineConfig, unknown: UnknownFiel
     async def create_completion(request: Request) -> Response:
         """Continue a prompt: text, token ids or a batch of either."""
         try:
-            body = parse_body(CompletionBody, await request.body(), unknown)
+            body = await while_connected(request, parser.parse(request, _parse_completion))
             head = AnswerHead.now(_rid("cmpl", body, request, manager), model.name_for(body.model))
             return await completions.respond(body, head, request)
         except RequestError as error:
@@ -53,7 +56,7 @@ def create_router(manager: Generator, config: EngineConfig, unknown: UnknownFiel
     async def create_chat_completion(request: Request) -> Response:
         """Write the assistant's next message of a conversation."""
         try:
-            body = parse_body(ChatBody, await request.body(), unknown)
+            body = await while_connected(request, parser.parse(request, _parse_chat))
             head = AnswerHead.now(_rid("chatcmpl", body, request, manager), model.name_for(body.model))
             return await chat.respond(body, head, request)
         except RequestError as error:
@@ -62,6 +65,10 @@ def create_router(manager: Generator, config: EngineConfig, unknown: UnknownFiel
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
     return router
+
+
+_parse_completion = partial(parse_body, CompletionBody)
+_parse_chat = partial(parse_body, ChatBody)
 
 
 def _add_model_routes(router: APIRouter, model: ServedModel) -> None:

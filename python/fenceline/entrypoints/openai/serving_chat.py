@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -26,6 +28,8 @@ from fenceline.entrypoints.sse import while_connected
 from fenceline.managers.request_stream import StreamGroup
 from fenceline.managers.request_types import GenerateInput, RequestError, expand_samples
 
+_INLINE_CHARS, _INLINE_MESSAGES = 1 << 15, 64  # are rendered on the event loop, in a millisecond or two
+
 
 class ChatServing:
     """Answers chat requests."""
@@ -49,7 +53,7 @@ class ChatServing:
         """The answer, whole or as a stream. Raises RequestError; then nothing was sent."""
         required_tokenizer(self._generator)
         refuse_chat(body)
-        prompt = self._prompt(body)
+        prompt = await self._prompt(body)
         group = await while_connected(
             request, self._generator.submit_many(self._inputs(body, prompt, head.id))
         )
@@ -60,11 +64,11 @@ class ChatServing:
             return answer.stream(StreamShape.of(body, head.fields("chat.completion.chunk")))
         return await answer.whole(head.fields("chat.completion"), request)
 
-    def _prompt(self, body: ChatBody) -> str | list[int]:
+    async def _prompt(self, body: ChatBody) -> str | list[int]:
         """The text of the conversation, or the ids that a client made of it himself."""
         if body.input_ids:
             return body.input_ids
-        return render_chat(self._template, body)
+        return await conversation_text(self._generator, self._template, body)
 
     def _inputs(self, body: ChatBody, prompt: str | list[int], rid: str) -> list[GenerateInput]:
         asked = body.max_completion_tokens or body.max_tokens
@@ -101,6 +105,21 @@ class ChatServing:
         content = body.messages[-1].content
         begun = content if isinstance(content, str) else "".join(part.text for part in content or ())
         return ReasoningParser(form, inside=True) if form.is_open_within(begun) else None
+
+
+async def conversation_text(generator: Generator, template: ChatTemplate | str, body: ChatBody) -> str:
+    """:func:`render_chat`, for a long conversation beside the event loop.
+
+    Raises RequestError (400) before that for one that cannot fit."""
+    contents = [message.content for message in body.messages]
+    num_chars = sum(
+        len(content) if isinstance(content, str) else sum(len(part.text) for part in content or ())
+        for content in contents
+    )
+    generator.check_text_length(num_chars)
+    if num_chars <= _INLINE_CHARS and len(contents) <= _INLINE_MESSAGES:
+        return render_chat(template, body)
+    return await asyncio.to_thread(render_chat, template, body)
 
 
 def render_chat(template: ChatTemplate | str, body: ChatBody) -> str:

@@ -24,9 +24,7 @@ from fenceline.entrypoints.openai.protocol import CompletionBody
 from fenceline.entrypoints.openai.sampling import sampling_params
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.sse import while_connected
-from fenceline.managers.request_stream import StreamGroup
 from fenceline.managers.request_types import GenerateChunk, GenerateInput, check_num_requests, expand_samples
-from fenceline.managers.tokenizer import Tokenizer
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -42,17 +40,22 @@ class CompletionServing:
 
     async def respond(self, body: CompletionBody, head: AnswerHead, request: Request) -> Response:
         """The answer, whole or as a stream. Raises RequestError; then nothing was sent."""
-        tokenizer = required_tokenizer(self._generator)
+        required_tokenizer(self._generator)
         assert self._texts is not None
         refuse_completion(body)
         check_num_requests(len(body.prompt), body.n)
         group = await while_connected(request, self._generator.submit_many(self._inputs(body, head.id)))
+        try:
+            echoed = await self._echoed(body)
+        except BaseException:
+            group.close()
+            raise
         choices = [
             CompletionChoice(
                 index,
                 body,
                 self._texts,
-                _echoed(body, group, tokenizer, index),
+                echoed[index // body.n],
                 TokenIds.of(body, group, index),
             )
             for index in range(len(group.streams))
@@ -65,6 +68,15 @@ class CompletionServing:
         if body.stream:
             return answer.stream(StreamShape.of(body, fields))
         return await answer.whole(fields, request)
+
+    async def _echoed(self, body: CompletionBody) -> list[str]:
+        """What comes before the text of each prompt's choices."""
+        if not body.echo:
+            return [""] * len(body.prompt)
+        lists = [prompt for prompt in body.prompt if isinstance(prompt, list)]
+        if not lists:
+            return [prompt for prompt in body.prompt if isinstance(prompt, str)]
+        return await self._generator.detokenize(lists, body.skip_special_tokens)
 
     def _inputs(self, body: CompletionBody, rid: str) -> list[GenerateInput]:
         max_new_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -88,15 +100,6 @@ class CompletionServing:
             )
             inputs.extend(expand_samples(first, body.n))
         return inputs
-
-
-def _echoed(body: CompletionBody, group: StreamGroup, tokenizer: Tokenizer, index: int) -> str:
-    if not body.echo:
-        return ""
-    prompt = body.prompt[index // body.n]
-    if isinstance(prompt, str):
-        return prompt
-    return tokenizer.decode(group.streams[index].prompt_ids, skip_special_tokens=body.skip_special_tokens)
 
 
 class CompletionChoice:

@@ -1,0 +1,203 @@
+"""Large bodies are parsed by another process, with the same outcome; what none may contain is counted before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import cast
+
+import msgspec
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.requests import Request
+from tiny_tokenizers import byte_level
+
+from fenceline.config.server_args import ServerArgs, resolve
+from fenceline.entrypoints import body_parser
+from fenceline.entrypoints.body_parser import BodyParser, count_values
+from fenceline.entrypoints.fields import UnknownFields
+from fenceline.entrypoints.generate_body import GenerateBody, parse_generate
+from fenceline.entrypoints.openai import parsing
+from fenceline.entrypoints.openai.chat_template import ChatTemplate
+from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
+from fenceline.entrypoints.openai.serving_chat import conversation_text
+from fenceline.managers.io_struct import SchedulerReady
+from fenceline.managers.ipc import SchedulerLink
+from fenceline.managers.request_types import RequestError
+from fenceline.managers.tokenizer_manager import TokenizerManager
+
+CONTEXT = 4096
+Parse = Callable[[bytes, UnknownFields], object]
+parse_chat, parse_completion = (
+    partial(parsing.parse_body, ChatBody),
+    partial(parsing.parse_body, CompletionBody),
+)
+
+
+@pytest.fixture
+def parser() -> Iterator[BodyParser]:
+    parser = BodyParser(CONTEXT, UnknownFields(strict=False))
+    yield parser
+    if parser._helper is not None:
+        parser._helper[0].kill()
+        parser._helper[0].join()
+
+
+def request_of(data: bytes) -> Request:
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**40), 2**40)
+    | st.text(st.sampled_from('a,"\\[{:é\n'), max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text('ab,"\\', max_size=3), inner, max_size=4)
+    ),
+)
+
+
+@given(JSON)
+def test_values_are_counted_as_a_parser_would(value: object) -> None:
+    assert count_values(orjson.dumps(value), 10**9) == count(value)
+
+
+def count(value: object) -> int:
+    """Strings, commas and opening brackets."""
+    if isinstance(value, str):
+        return 1
+    if isinstance(value, list):
+        return 1 + max(len(value) - 1, 0) + sum(map(count, value))
+    if isinstance(value, dict):
+        return 1 + max(len(value) - 1, 0) + len(value) + sum(map(count, value.values()))
+    return 0
+
+
+GENERATE = {"input_ids": [[7] * 200_000, [5]], "sampling_params": {"stop": ["\n"]}, "rid": "r", "colour": 3}
+LONG = "ein langer Text, 漢字 🙂 " * 200_000
+CHAT = {"messages": [{"role": "user", "content": LONG}, {"role": "user", "content": "short"}], "n": 2}
+
+
+class Nowhere:
+    """A parser that must not be used."""
+
+    def __call__(self, *arguments: object, **named: object) -> object:
+        raise AssertionError("parsed on the event loop")
+
+
+@pytest.fixture
+def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process cannot parse JSON; the helper can."""
+    monkeypatch.setattr(msgspec.json, "decode", Nowhere())
+    monkeypatch.setattr(parsing.orjson, "loads", Nowhere())
+
+
+@pytest.mark.parametrize(("parse", "value"), [(parse_generate, GENERATE), (parse_chat, CHAT)])
+async def test_a_large_body_comes_out_the_same(parser: BodyParser, parse: Parse, value: object) -> None:
+    data = orjson.dumps(value)
+    expected = parse(data, UnknownFields(strict=False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(msgspec.json, "decode", Nowhere())
+        patch.setattr(parsing.orjson, "loads", Nowhere())
+        assert await parser.parse(request_of(data), parse) == expected
+
+
+async def test_unknown_fields_of_a_large_body_are_noted_here(parser: BodyParser) -> None:
+    parser.unknown = UnknownFields(strict=True)
+    with pytest.raises(RequestError, match="colour"):
+        await parser.parse(request_of(orjson.dumps(GENERATE)), parse_generate)
+
+
+LISTS = b'{"text": "a", "x": [' + b"[]," * 500_000 + b"1]}"
+
+
+@pytest.mark.parametrize(("parse", "data", "words"), [
+    (parse_generate, b'{"input_ids": [' + b"1," * 2_000_000 + b"1]}", "more than 1048576 JSON values"),
+    (parse_generate, b'{"text": [' + b'"",' * 2_000_000 + b'""]}', "more than 1048576 JSON values"),
+    (parse_chat, LISTS * 3, "more than 1048576 JSON values"),
+    (parse_generate, b'{"text": [' + b'"",' * 300_000 + b'""]}', "at most 4096 are taken"),
+    (parse_generate, b'{"input_ids": [' + b"[1]," * 200_000 + b"[1]]}", "at most 4096 are taken"),
+    (parse_generate, b'{"text": "a", "sampling_params": [' + b"{}," * 200_000 + b"{}]}", "at most 4096 are taken"),
+    (parse_completion, b'{"prompt": [' + b'"a",' * 200_000 + b'"a"]}', "at most 4096 are taken"),
+    (parse_chat, b'{"messages": [' + b'{"role":"user","content":"a"},' * 100_000 + b"{}]}", "at most 4096 of each"),
+    (parse_chat, b'{"messages": [{"role": "user", "content": [' + b'{"type":"text","text":"a"},' * 100_000 + b"1]}]}",
+     "at most 4096 of each"),
+    (parse_generate, b'{"text": ' + b" " * 3_000_000, "not valid JSON"),
+])  # fmt: skip
+@pytest.mark.usefixtures("deaf")
+async def test_hostile_bodies_are_refused_without_being_parsed_here(
+    parser: BodyParser, parse: Parse, data: bytes, words: str
+) -> None:
+    with pytest.raises(RequestError, match=words) as caught:
+        await parser.parse(request_of(data), parse)
+    assert caught.value.status == 400
+
+
+@pytest.mark.usefixtures("deaf")
+async def test_what_is_counted_as_too_much_never_reaches_a_parser() -> None:
+    for data in (LISTS * 3, b'"' * 5_000_000):
+        result = body_parser._parsed(Nowhere(), data, 1 << 20)
+        assert isinstance(result, RequestError)
+
+
+async def test_small_bodies_start_no_process(parser: BodyParser) -> None:
+    data = orjson.dumps({"text": "the fox, " * 20_000})
+    body = await parser.parse(request_of(data), parse_generate)
+    assert isinstance(body, GenerateBody)
+    assert parser._helper is None
+
+
+async def test_a_helper_that_died_is_replaced(parser: BodyParser) -> None:
+    request = request_of(orjson.dumps(GENERATE))
+    await parser.parse(request, parse_generate)
+    assert parser._helper is not None
+    parser._helper[0].kill()
+    parser._helper[0].join()
+    with pytest.raises(RequestError) as caught:
+        await parser.parse(request, parse_generate)
+    assert caught.value.status == 503
+    assert isinstance(await parser.parse(request, parse_generate), GenerateBody)
+
+
+async def test_a_long_conversation_is_rendered_beside_the_loop_and_one_that_cannot_fit_not_at_all() -> None:
+    rendered: list[int] = []
+
+    class Template:
+        def render(self, messages: list[object], **named: object) -> str:
+            rendered.append(threading.get_ident())
+            return "text"
+
+    manager = TokenizerManager(
+        resolve(ServerArgs(model_path="demo", device="cpu")),
+        byte_level(),
+        cast(SchedulerLink, SimpleNamespace(send=None)),
+    )
+    limits = SchedulerReady(
+        max_total_num_tokens=9999,
+        max_running_requests=2,
+        max_req_input_len=5000,
+        context_length=5001,
+        memory_bytes={},
+    )
+    manager.handle(limits)
+
+    async def text_of(content: str, num_messages: int) -> str:
+        body = {"messages": [{"role": "user", "content": content}] * num_messages}
+        parsed = parse_chat(orjson.dumps(body), UnknownFields(strict=False))
+        return await conversation_text(manager, cast(ChatTemplate, Template()), parsed)
+
+    here = threading.get_ident()
+    for content, num_messages, beside in [("a", 1, False), ("a", 100, True), ("a" * 40_000, 1, True)]:
+        assert await text_of(content, num_messages) == "text"
+        assert (rendered.pop() != here) == beside
+    with pytest.raises(RequestError, match="at least 5077 tokens"):
+        await text_of("a" * 1000, 66)
+    assert not rendered
