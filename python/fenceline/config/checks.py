@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _MAX_SEED = 2**63 - 1
 _CHUNKING_OFF = -1
 _MOST = 2**31 - 1  # of any count: what tensors of int32 can tell
+_ANY_SIZE = ("random_seed", "default_priority_value")  # no counts, with bounds of their own
 # Each takes a row of the page table, a place in every table of the sampler, and a moment of every decode step.
 _MOST_RUNNING = 1 << 16
 _AT_LEAST_ONE = (
@@ -96,7 +97,7 @@ def _check_ranges(args: ServerArgs) -> None:
         _require(value is None or value >= 1, f"--{name.replace('_', '-')} {value}: must be at least 1")
     for item in flags_of(type(args)).values():
         value = getattr(args, item.name)
-        if item.type is int and not item.many and value is not None and item.name != "random_seed":
+        if item.type is int and not item.many and value is not None and item.name not in _ANY_SIZE:
             _require(value <= _MOST, f"{item.option} {value}: must be at most {_MOST}; lower it")
     _require(
         args.context_length is None or args.context_length >= 2,
