@@ -279,7 +279,7 @@ one(
     "/v1/chat/completions",
     lambda: {
         "messages": [{"role": "user", "content": "hi"}],
-        "chat_template_kwargs": {f"k{i}": [i] * 10 for i in range(1_000_000)},
+        "chat_template_kwargs": {f"k{i}": [i] * 5 for i in range(1_000_000)},
         "max_tokens": 1,
     },
 )
@@ -445,7 +445,7 @@ _raw("40 MB that are no HTTP", lambda: b"\0\1\2\3" * 10_000_000, num=4)
 _raw("a line of 40 MB without an end", lambda: b"GET /" + b"a" * 40_000_000, limit_s=20)
 _raw(
     "Content-Length of 5,000 digits",
-    lambda: head("POST", "/generate", ["Content-Length: " + "9" * 5000]) + b"\r\n{}",
+    lambda: head("POST", "/generate", ["Content-Length: " + "0" * 5000 + "2"]) + b"\r\n{}",
     num=20,
     limit_s=20,
 )
