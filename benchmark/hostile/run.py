@@ -1,7 +1,7 @@
 """Misbehaving clients against a server with the demo model, and what a well-behaved neighbour feels of each.
 
     python benchmark/hostile/run.py attacks                             # every attack, this tree
-    python benchmark/hostile/run.py attacks --only tokenize,header
+    python benchmark/hostile/run.py attacks --only "tokenize;header"
     python benchmark/hostile/run.py attacks --python-path OLD/python NEW/python --output both.jsonl
     python benchmark/hostile/run.py table both.jsonl                    # Markdown, the trees side by side
     python benchmark/hostile/run.py fuzz --num 10000 --seed 1
@@ -217,7 +217,7 @@ def print_row(row: Row) -> None:
 
 def run_attacks(args: argparse.Namespace) -> int:
     """The attacks, tree by tree in turns; 1 if the last tree missed the mark."""
-    wanted = [part.strip() for part in args.only.split(",")] if args.only else [""]
+    wanted = [part.strip() for part in args.only.split(";")] if args.only else [""]
     chosen = [attack for name, attack in ATTACKS.items() if any(part in name for part in wanted)]
     if not chosen:
         raise SystemExit(f"no attack has {args.only!r} in its name; --list shows them all")
@@ -281,7 +281,7 @@ def main() -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     attacks = commands.add_parser("attacks", help="each attack on a server of its own, measured from beside")
-    attacks.add_argument("--only", help="attacks whose names contain one of these words, comma-separated")
+    attacks.add_argument("--only", help="attacks whose names contain one of these words, separated by semicolons")
     attacks.add_argument("--list", action="store_true", help="show the attacks' names and stop")
     attacks.add_argument(
         "--python-path", nargs="+", default=[TREE], help="folders with the package fenceline"
