@@ -366,7 +366,7 @@ def _deep() -> Run:
         "/v1/completions": ("prompt", "stop", "logit_bias", "response_format", "unknown", "json_schema"),
         "/v1/chat/completions": ("messages", "tools", "chat_template_kwargs", "stop", "unknown"),
         "/tokenize": ("prompt", "unknown"),
-        "/start_profile": ("activities", "unknown"),
+        "/abort_request": ("rid", "unknown"),
     }
     chat = b'"messages":[{"role":"user","content":"hi"}],"max_tokens":1,'
     first = {"/generate": b'"text":"a",', "/v1/completions": b'"prompt":"a",', "/v1/chat/completions": chat}
