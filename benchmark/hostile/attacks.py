@@ -703,11 +703,14 @@ def _drip(first: bytes, drop: bytes, num: int, every_s: float, hold_s: float) ->
             async with asyncio.timeout(hold_s), Wire(target.port) as wire:
                 await wire.send(first)
                 answer = asyncio.ensure_future(wire.answer())
-                while not answer.done():
-                    await asyncio.wait([answer], timeout=every_s)
-                    if not answer.done() and not await wire.send(drop):
-                        break
-                target.outcomes[outcome(await answer)] += 1
+                try:
+                    while not answer.done():
+                        await asyncio.wait([answer], timeout=every_s)
+                        if not answer.done() and not await wire.send(drop):
+                            break
+                    target.outcomes[outcome(await answer)] += 1
+                finally:
+                    answer.cancel()
         except TimeoutError:
             target.outcomes["held"] += 1
         except OSError:
