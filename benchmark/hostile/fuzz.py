@@ -29,11 +29,19 @@ from beside import Observer, usual, worst
 from wire import LEFT, RESET, SILENT, Answer, Wire, exchange, outcome, post, request
 
 BOUND_S = 120.0
+SLOW_S = 30.0  # worth a line
 WORKERS = 16
 # A short context bounds what a request for "as much as there is" costs.
 FLAGS = ("--context-length", "512", "--enable-metrics", "--max-queued-requests", "4000")
 # Reasons of a 503 that docs/api.md lists: the server is full, or does not serve at the moment.
-REASONS_503 = {"queue_full", "starting", "shutting_down", "unhealthy", "overloaded", "too_many_bodies"}
+REASONS_503 = {
+    "queue_full",
+    "starting",
+    "shutting_down",
+    "unhealthy",
+    "too_many_connections",
+    "too_many_bodies",
+}
 MISBEHAVING = (
     "200 half heads",
     "100 slow bodies",
@@ -491,13 +499,22 @@ async def _drive(port: int, seed: int, num: int, findings: Findings) -> None:
     if [await canary(port, index) for index in range(len(_CANARIES))] != known:
         findings.fail("a known prompt got another answer before anything was sent")
     indices = iter(range(num))
+    start = time.monotonic()
     num_canaries = 0
     done = asyncio.Event()
 
     async def work() -> None:
         for index in indices:
             fuzz = fuzzed(seed, index)
+            begin = time.monotonic()
             answer = await sent(port, fuzz)
+            if time.monotonic() - begin > SLOW_S:
+                print(
+                    f"slow: --replay {seed} {index}: {time.monotonic() - begin:.0f} s, {outcome(answer)}",
+                    flush=True,
+                )
+            if index % 1000 == 999:
+                print(f"{index + 1} requests, {time.monotonic() - start:.0f} s", flush=True)
             findings.statuses[f"{fuzz.path.partition('?')[0]} {outcome(answer)}"] += 1
             wrong = complaint(fuzz, answer)
             if wrong is not None:

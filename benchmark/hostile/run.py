@@ -281,7 +281,9 @@ def main() -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     attacks = commands.add_parser("attacks", help="each attack on a server of its own, measured from beside")
-    attacks.add_argument("--only", help="attacks whose names contain one of these words, separated by semicolons")
+    attacks.add_argument(
+        "--only", help="attacks whose names contain one of these words, separated by semicolons"
+    )
     attacks.add_argument("--list", action="store_true", help="show the attacks' names and stop")
     attacks.add_argument(
         "--python-path", nargs="+", default=[TREE], help="folders with the package fenceline"
