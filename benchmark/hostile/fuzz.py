@@ -299,12 +299,29 @@ class Fuzzed:
 
 
 # Mostly a 400, so they come seldom: else few requests would be served.
-_SELDOM = (
-    "regex json_schema ebnf stop_regex custom_params lora_path session_params image_data bootstrap_host input_embeds"
-    " guided_json guided_regex guided_choice structured_outputs use_beam_search prompt_logprobs tools tool_choice"
-    " best_of suffix stream_options top_logprobs continue_final_message response_format input_ids return_hidden_states"
-    " text prompt messages sampling_params"
-).split()
+_SELDOM = {
+    *(
+        "regex",
+        "json_schema",
+        "ebnf",
+        "stop_regex",
+        "custom_params",
+        "lora_path",
+        "session_params",
+        "image_data",
+    ),
+    *("bootstrap_host", "input_embeds", "guided_json", "guided_regex", "guided_choice", "structured_outputs"),
+    *("use_beam_search", "prompt_logprobs", "tools", "tool_choice", "best_of", "suffix", "stream_options"),
+    *(
+        "top_logprobs",
+        "continue_final_message",
+        "response_format",
+        "input_ids",
+        "return_hidden_states",
+        "priority",
+    ),
+    *("text", "prompt", "messages", "sampling_params"),
+}
 
 
 def _pick(rng: Rng, fields: dict[str, Value], most: int) -> dict[str, Any]:
