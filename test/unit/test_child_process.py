@@ -9,8 +9,18 @@ import threading
 from pathlib import Path
 
 import pytest
+import zmq
 
-from fenceline.managers.io_struct import PortArgs
+from fenceline.managers.detokenizer_manager import DetokenizerManager
+from fenceline.managers.io_struct import (
+    AbortReq,
+    BatchStrOut,
+    BatchTokenOut,
+    PortArgs,
+    ShutdownReq,
+    encode,
+)
+from fenceline.managers.ipc import connect_push, make_ports, remove_ports
 from fenceline.managers.process import Silence, Watchdog, _watch_parent, heartbeat_path
 
 _PROGRAM = """
@@ -89,6 +99,35 @@ def test_a_step_is_not_blamed_for_a_stop_of_the_process(monkeypatch: pytest.Monk
     watchdog.busy()
     assert seen.wait(30)
     assert hangs == []
+
+
+def test_a_detokenizer_that_hangs_is_seen_by_its_watchdog() -> None:
+    """It is busy from the moment in which messages have come until it waits for the next ones."""
+    calls: list[str] = []
+
+    class Noted:
+        def busy(self) -> None:
+            calls.append("busy")
+
+        def waiting(self) -> None:
+            calls.append("waiting")
+
+    class Noting:
+        def process(self, batch: BatchTokenOut) -> tuple[BatchStrOut, list[AbortReq]]:
+            calls.append("process")
+            return BatchStrOut(outs=[]), []
+
+    ports = make_ports()
+    manager = DetokenizerManager(Noting(), ports)  # type: ignore[arg-type]
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sender = connect_push(context, ports.detokenizer)
+    try:
+        sender.send_multipart([encode(BatchTokenOut(outs=[])), encode(ShutdownReq())])
+        manager.run(Noted())  # type: ignore[arg-type]
+    finally:
+        context.destroy(linger=0)
+        remove_ports(ports)
+    assert calls == ["waiting", "busy", "process"]
 
 
 class _Clock:

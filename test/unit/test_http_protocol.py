@@ -24,20 +24,17 @@ MIB = 1 << 20
 
 
 class Wire(asyncio.Transport):
-    """A transport without a network. ``full``: the kernel takes nothing."""
+    """A transport without a network. ``untaken``: bytes that the kernel has not taken."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sent = b""
         self.untaken = 0
-        self.full = False
         self.closing = False
         self.aborted = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.sent += bytes(data)
-        if self.full:
-            self.untaken += len(data)
 
     def get_write_buffer_size(self) -> int:
         return self.untaken
@@ -434,18 +431,49 @@ async def test_nobody_is_closed_while_the_server_works_or_does_not_read() -> Non
     assert app.paths == ["/", "/next"]
 
 
-async def test_who_takes_nothing_of_his_answer_is_dropped() -> None:
+async def test_who_takes_nothing_or_too_little_of_his_answer_is_dropped() -> None:
     server = Server(App())
     connection, wire = server.connect()
-    wire.full = True
-    connection.data_received(b"GET / HTTP/1.1\r\n\r\n")
+    connection.transport.write(b"a" * (1 << 20))
     await settle()
-    server.pass_time(limits.WRITE_TIMEOUT_S)
-    wire.untaken -= 1  # a byte is progress
-    server.pass_time(limits.WRITE_TIMEOUT_S)
+    wire.untaken = 1 << 20
+    for _ in range(3):
+        server.pass_time(limits.WRITE_PERIOD_S)
+        wire.untaken -= limits.WRITE_PERIOD_BYTES
     assert not wire.aborted
-    server.pass_time(2)
+    for _ in range(3):
+        server.pass_time(limits.WRITE_PERIOD_S / 2)
+        wire.untaken -= 1
     assert wire.aborted
+
+
+async def test_a_stream_waits_for_its_reader() -> None:
+    """What is generated meanwhile is merged where it is made; here nothing piles up."""
+    num_sent = 0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal num_sent
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while num_sent < 1000:
+            await send({"type": "http.response.body", "body": b"a" * 10_000, "more_body": True})
+            num_sent += 1
+            await asyncio.sleep(0)
+
+    connection, wire = Server(app).connect()
+    connection.data_received(b"GET / HTTP/1.1\r\n\r\n")
+    while num_sent < 10:
+        await asyncio.sleep(0)
+    connection.pause_writing()  # as the transport does beyond 64 KiB
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert num_sent <= 11
+    assert len(wire.sent) < 12 * 10_100
+    connection.resume_writing()
+    await settle()
+    assert num_sent > 11
+    connection.connection_lost(None)
+    while num_sent < 1000:
+        await asyncio.sleep(0)
 
 
 # --- number of connections
@@ -507,3 +535,17 @@ def test_the_descriptor_limit_is_raised(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(resource, "setrlimit", lambda kind, values: asked.append(values))
     raise_descriptor_limit()
     assert asked == [(4096, 4096)]
+
+
+def test_where_the_hard_limit_cannot_be_had_macos_own_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse(kind: int, values: tuple[int, int]) -> None:
+        asked.append(values)
+        if values[0] > 10240:
+            raise ValueError
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 2**63 - 1))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    raise_descriptor_limit()
+    assert asked[-1] == (10240, 2**63 - 1)

@@ -213,6 +213,17 @@ def test_profile_into_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) ->
     assert len(list((tmp_path / "a" / "b").glob("*.trace.json"))) == 1
 
 
+def test_a_folder_for_a_profile_may_be_written_in_full(tmp_path: Path) -> None:
+    driver = make_driver(torch_profiler_dir=str(tmp_path))
+    for id, folder in (("p", str(tmp_path)), ("q", str(tmp_path / "a"))):
+        driver.send(
+            ProfileReq(id=id, action="start", output_dir=folder), ProfileReq(id=f"{id}s", action="stop")
+        )
+    driver.step()
+    assert str(tmp_path / "fenceline-") in reply(driver, "p").message
+    assert str(tmp_path / "a" / "fenceline-") in reply(driver, "q").message
+
+
 @pytest.mark.parametrize(
     "folder",
     ["/", "/tmp", "..", "a/../..", "a//b", "a/", "\0", "a\nb", "x" * 5000, "a/" * 1500 + "a", ".hidden", "é"],
@@ -237,7 +248,7 @@ def test_without_a_folder_for_profiles_a_private_one_is_made(
     for id in "pq":
         driver.send(ProfileReq(id=id, action="start"), ProfileReq(id=f"{id}s", action="stop"))
     driver.step()
-    (folder,) = tmp_path.iterdir()
+    (folder,) = tmp_path.glob("fenceline-profile-*")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert str(folder) in reply(driver, "ps").message
 

@@ -164,7 +164,8 @@ class Engine:
         return self._run(describe_server(self._manager, self.config))
 
     def start_profile(self, output_dir: str | None = None, num_steps: int | None = None) -> None:
-        """Start the scheduler's profiler. Raises RuntimeError if it refuses."""
+        """Start the scheduler's profiler; its trace goes below ``torch_profiler_dir``, in ``output_dir`` there. Raises
+        RuntimeError if it refuses."""
         self._profile("start", output_dir, num_steps)
 
     def stop_profile(self) -> str:

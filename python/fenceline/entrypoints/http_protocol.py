@@ -44,7 +44,10 @@ MAX_PIPELINED = 16  # requests that have come before the answer to the one in fr
 HEAD_TIMEOUT_S = 10.0  # for a request's head, and for a new connection to say anything
 BODY_PERIOD_S = 20.0  # a body brings BODY_PERIOD_BYTES in each such period, or ends
 BODY_PERIOD_BYTES = 20 << 10
-WRITE_TIMEOUT_S = 60.0  # the client takes something of its answer within this time
+WRITE_PERIOD_S = (
+    60.0  # in each such period the client takes WRITE_PERIOD_BYTES of its answer, or all that is there
+)
+WRITE_PERIOD_BYTES = 16 << 10
 _WARNING_INTERVAL_S = 60.0
 _EVICTED_SHARE = 16  # of idle connections, how many are closed where a new one has no room: 1 in 16
 # Of a body that was refused before it had come: what is read all the same, so that the client comes to the answer.
@@ -199,7 +202,7 @@ class JoiningHttpProtocol(HttpToolsProtocol):
         self._num_heads = 0  # complete ones since the connection began
         self._pace: Pace = (0, "head", 0)  # how far the client had come when it was last seen to go on
         self._pace_at = 0.0
-        self._num_taken = 0  # how many of the bytes written the kernel had taken when it last took some
+        self._periods_taken = 0  # how much of the answers the kernel had taken when it last took enough
         self._taken_at = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
@@ -303,9 +306,10 @@ class JoiningHttpProtocol(HttpToolsProtocol):
         """Disconnect a client that does not go on with its request or does not take its answer. To be called about once
         a second with the loop's time: that costs less than a timer for each request."""
         transport = cast(JoiningTransport, self.transport)
-        if not transport.get_write_buffer_size() or transport.num_taken != self._num_taken:
-            self._num_taken, self._taken_at = transport.num_taken, now
-        elif now - self._taken_at > WRITE_TIMEOUT_S:
+        periods_taken = transport.num_taken // WRITE_PERIOD_BYTES
+        if not transport.get_write_buffer_size() or periods_taken != self._periods_taken:
+            self._periods_taken, self._taken_at = periods_taken, now
+        elif now - self._taken_at > WRITE_PERIOD_S:
             transport.abort()
         if transport.is_closing():
             return

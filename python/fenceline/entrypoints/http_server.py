@@ -31,6 +31,7 @@ from fenceline.version import __version__
 SHUTDOWN_TIMEOUT_S = 2  # for answers still being written when the server closes
 KEEP_ALIVE_S = 60
 MAX_CONNECTIONS = 16384
+_MACOS_DESCRIPTORS = 10240
 _RESERVED_DESCRIPTORS = 128  # for all that is no connection: sockets to the engine, logs, models being read
 
 
@@ -50,10 +51,13 @@ def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
 def raise_descriptor_limit() -> None:
     """Each connection takes a file descriptor: let this process, and its children, have as many as they may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (ValueError, OSError) as error:  # macOS calls the limit infinite and allows less
-        logging.getLogger(__name__).info("The limit of %d file descriptors stays: %s", soft, error)
+    for wanted in (hard, _MACOS_DESCRIPTORS):
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (ValueError, OSError):  # macOS calls the limit infinite and allows less
+            continue
+        return
+    logging.getLogger(__name__).info("The limit of %d file descriptors stays", soft)
 
 
 def max_connections(num_descriptors: int) -> int:

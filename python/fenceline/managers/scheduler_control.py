@@ -164,7 +164,8 @@ class SchedulerControl:
 
 def trace_folder(root: str, output_dir: str) -> Path:
     """The folder ``output_dir`` below ``root``. Raises ValueError, one line, if it is not simply one below it."""
-    names = output_dir.split("/") if output_dir else []
+    below = "" if output_dir == root else output_dir.removeprefix(f"{root}/")  # as who knows it may write it
+    names = below.split("/") if below else []
     if len(names) > _MAX_FOLDER_DEPTH or not all(map(_FOLDER_NAME.fullmatch, names)):
         raise ValueError(
             f"output_dir must be up to {_MAX_FOLDER_DEPTH} plain names (letters, digits, '.', '_', '-') joined by '/', "
