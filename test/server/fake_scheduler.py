@@ -261,7 +261,7 @@ class FakeScheduler:
         return InternalState(
             num_running_reqs=len(self.running), num_queue_reqs=len(self.waiting), num_used_tokens=used,
             max_total_num_tokens=CAPACITY_TOKENS, token_usage=used / CAPACITY_TOKENS, cache_hit_rate=0.25,
-            gen_throughput=123.0, num_retractions=3, num_aborts=self.num_aborts,
+            gen_throughput=123.0, last_gen_throughput=123.0, num_retractions=3, num_aborts=self.num_aborts,
             num_generated_tokens=self.num_generated, num_prompt_tokens=0, num_cached_tokens=0,
             new_token_ratio=0.5, paused=self.paused, memory_bytes={"weights": 1, "kv_cache": 2},
             cuda_graphs=CudaGraphState(

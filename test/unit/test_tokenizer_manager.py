@@ -47,7 +47,7 @@ from fenceline.managers.request_types import (
     merge_chunks,
 )
 from fenceline.managers.tokenize_pool import INLINE_CHARS
-from fenceline.managers.tokenizer import Tokenizer, load_tokenizer
+from fenceline.managers.tokenizer import PIECE_CHARS, Tokenizer, load_tokenizer
 from fenceline.managers.tokenizer_manager import TokenizerManager
 
 READY = SchedulerReady(
@@ -507,6 +507,32 @@ async def test_no_time_is_told_without_a_timeout() -> None:
     bench = Bench()
     await bench.manager.submit(ids_input(5))
     assert not any(isinstance(message, TickReq) for message in bench.link.sent)
+
+
+@pytest.mark.parametrize("special", [False, True])
+async def test_prompts_that_are_too_long_are_cut_at_their_end_if_told_so(
+    special: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counting = CountingTokenizer(monkeypatch)
+    bench = Bench(allow_auto_truncate=True)
+    text = "the quick brown fox, " * 20_000
+    whole = byte_level().encode(text, special)
+    counting.num_chars = 0
+    await bench.manager.submit_many(
+        [
+            GenerateInput(text=text, rid="text", add_special_tokens=special),
+            GenerateInput(text=text[:2000], rid="short", add_special_tokens=special),
+        ]
+    )
+    await bench.manager.submit(ids_input(*range(5, 205), rid="ids"))
+    await bench.manager.submit(ids_input(7, 8, rid="fits"))
+    prompts = {message.rid: message.input_ids for message in bench.link.requests()}
+    assert prompts["text"] == prompts["short"] == whole[:63]
+    assert (prompts["ids"], prompts["fits"]) == (list(range(5, 68)), [7, 8])
+    assert counting.num_chars < 3 * PIECE_CHARS < len(text), "no more is tokenised than is kept"
+    assert all(message.sampling_params.max_new_tokens >= 1 for message in bench.link.requests())
+    with pytest.raises(RequestError, match="empty"):
+        await bench.manager.submit(ids_input(rid="none"))
 
 
 async def test_stop_tokens_outside_the_vocabulary_stay_behind() -> None:

@@ -334,7 +334,6 @@ def _sglang_state(state: Mapping[str, Any], limits: SchedulerReady | None) -> di
     bytes_of = state["memory_bytes"]
     graphs = [state[name] for name in ("cuda_graphs", "piecewise_cuda_graphs") if state[name] is not None]
     return {
-        "last_gen_throughput": state["gen_throughput"],
         "effective_max_running_requests_per_dp": None if limits is None else limits.max_running_requests,
         "memory_usage": {
             "weight": round(bytes_of.get("weights", 0) / 2**30, 2),

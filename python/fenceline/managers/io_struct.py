@@ -268,7 +268,7 @@ class InternalState(msgspec.Struct, frozen=True, kw_only=True):
     max_total_num_tokens: int
     token_usage: float
     cache_hit_rate: float  # of prompt tokens since start
-    gen_throughput: float  # tokens/s over the last log interval
+    gen_throughput: float  # tokens/s over the last log interval, 0 while nothing runs
     num_retractions: int
     num_aborts: int
     num_generated_tokens: int
@@ -277,6 +277,7 @@ class InternalState(msgspec.Struct, frozen=True, kw_only=True):
     new_token_ratio: float
     paused: bool
     memory_bytes: dict[str, int]  # "weights", "kv_cache", ...
+    last_gen_throughput: float = 0.0  # tokens/s over the last log interval in which something ran
     cuda_graphs: CudaGraphState | None = None  # None without graphs
     piecewise_cuda_graphs: CudaGraphState | None = None  # prefill's; None without
     hicache: HiCacheState | None = None  # None without HiCache

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from fenceline.config.engine_config import EngineConfig
 from fenceline.config.request_limits import (
     MAX_EXTRA_KEY_BYTES,
     MAX_PRIORITY,
@@ -22,14 +23,11 @@ from fenceline.managers.tokenizer import Tokenizer
 
 
 def check_untokenised(
-    inp: GenerateInput,
-    tokenizer: Tokenizer | None,
-    vocab_size: int,
-    limits: SchedulerReady,
-    has_priorities: bool = False,
+    inp: GenerateInput, tokenizer: Tokenizer | None, config: EngineConfig, limits: SchedulerReady
 ) -> None:
     """All that can be said of a request before tokenising, but for its sampling parameters. Raises RequestError with
     the remedy for the first thing that is wrong."""
+    vocab_size = config.model.vocab_size
     if (inp.text is None) == (inp.input_ids is None):
         raise RequestError(400, "give either text or input_ids, not both and not neither", param="text")
     if inp.text is not None and tokenizer is None:
@@ -40,7 +38,7 @@ def check_untokenised(
     if len(_utf8("extra_key", inp.extra_key)) > MAX_EXTRA_KEY_BYTES:
         raise RequestError(400, f"extra_key may have at most {MAX_EXTRA_KEY_BYTES} bytes", param="extra_key")
     if inp.priority:
-        _check_priority(inp.priority, has_priorities)
+        _check_priority(inp.priority, config.priority is not None)
     if not 0 <= inp.top_logprobs_num <= min(MAX_TOP_LOGPROBS, vocab_size):
         raise RequestError(
             400,
@@ -50,15 +48,18 @@ def check_untokenised(
         )
     _check_token_ids_logprob(inp, vocab_size)
     if inp.text is not None and tokenizer is not None:
-        check_length(len(inp.text), tokenizer, limits)
+        check_length(len(inp.text), tokenizer, config, limits)
     longest = limits.max_req_input_len if inp.input_ids is None else len(inp.input_ids)
     _check_logprob_start(inp, longest)
     if inp.input_ids is not None:
         check_ids(inp.input_ids, vocab_size, limits)
 
 
-def check_length(num_chars: int, tokenizer: Tokenizer, limits: SchedulerReady) -> None:
-    """Raise RequestError if a text of so many characters has too many tokens, whatever they are."""
+def check_length(num_chars: int, tokenizer: Tokenizer, config: EngineConfig, limits: SchedulerReady) -> None:
+    """Raise RequestError if a text of so many characters has too many tokens, whatever they are. Under
+    --allow-auto-truncate only where the tokenizer takes no pieces, and so would tokenise what is cut afterwards."""
+    if config.allow_auto_truncate and tokenizer.takes_pieces:
+        return
     least = -(-num_chars // (tokenizer.max_token_chars or PRESUMED_TOKEN_CHARS))
     if least > limits.max_req_input_len:
         raise RequestError(

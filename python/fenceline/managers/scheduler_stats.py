@@ -136,6 +136,7 @@ class SchedulerStats:
             token_usage=self.token_usage,
             cache_hit_rate=self.num_cached_tokens / prompt if prompt else 0.0,
             gen_throughput=self._throughput if num_running else 0.0,
+            last_gen_throughput=self._throughput,
             num_retractions=self.num_retractions,
             num_aborts=self.num_aborts,
             num_generated_tokens=self.num_generated_tokens,

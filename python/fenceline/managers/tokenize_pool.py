@@ -10,7 +10,7 @@ import asyncio
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, NamedTuple, TypeVar
 
@@ -37,17 +37,26 @@ class TokenizePool:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
 
     async def encode(
-        self, texts: Sequence[str], add_special_tokens: bool, max_tokens: int, max_total: int
+        self,
+        texts: Sequence[str],
+        add_special_tokens: bool,
+        max_tokens: int,
+        max_total: int,
+        truncate: bool = False,
     ) -> list[list[int]]:
         """The token ids of each text. Raises RequestError as soon as one that goes in pieces has more than
-        ``max_tokens``, or all together more than ``max_total``, and for what is no Unicode text."""
+        ``max_tokens``, or all together more than ``max_total``, and for what is no Unicode text.
+
+        ``truncate``: the first ``max_tokens`` of each text instead; what is behind them is not tokenised.
+        """
         num_chars = sum(map(len, texts))
         inline = num_chars <= INLINE_CHARS and len(texts) <= _INLINE_TEXTS
         encoded: list[list[int]] = [[] for _ in texts]
         cut: set[int] = set()
+        full: set[int] = set()  # texts of which no more is wanted
         total = 0
         try:
-            for group in _grouped(self._pieces(texts, add_special_tokens), PIECE_CHARS, _PIECE_TEXTS):
+            for group in _grouped(self._pieces(texts, add_special_tokens, full), PIECE_CHARS, _PIECE_TEXTS):
                 found = self._encode(group) if inline else await self._run(self._encode, group)
                 for piece, ids in zip(group, found, strict=True):
                     encoded[piece.source] += ids
@@ -55,11 +64,15 @@ class TokenizePool:
                     if len(piece.content) < len(texts[piece.source]):
                         cut.add(piece.source)
                         if len(encoded[piece.source]) > max_tokens:
-                            raise _too_many("the text has", max_tokens)
+                            if not truncate:
+                                raise _too_many("the text has", max_tokens)
+                            full.add(piece.source)
                 if total > max_total:
                     raise _too_many("the texts together have", max_total)
             for index in cut if add_special_tokens else ():
                 encoded[index] = self._tokenizer.with_special_ids(encoded[index])
+            if truncate:
+                encoded = [ids[:max_tokens] for ids in encoded]
         finally:
             if num_chars > _TRIM_CHARS:
                 self._threads.submit(trim_memory)
@@ -92,13 +105,17 @@ class TokenizePool:
         except TypeError as error:  # a string that cannot be written as UTF-8
             raise not_unicode("text") from error
 
-    def _pieces(self, texts: Sequence[str], add_special_tokens: bool) -> Iterator[_Piece[str]]:
+    def _pieces(
+        self, texts: Sequence[str], add_special_tokens: bool, full: Container[int]
+    ) -> Iterator[_Piece[str]]:
         for index, text in enumerate(texts):
             if len(text) <= PIECE_CHARS:
                 yield _Piece(index, text, add_special_tokens)
                 continue
             try:
                 for part in self._tokenizer.pieces(text):
+                    if index in full:
+                        break
                     yield _Piece(index, part, add_special_tokens and len(part) == len(text))
             except ValueError as error:
                 raise RequestError(400, str(error), param="text") from error

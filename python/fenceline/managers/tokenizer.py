@@ -49,6 +49,11 @@ class Tokenizer:
         # Only the batch calls of tokenizers release the GIL; without offsets they are faster, too.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether :meth:`pieces` cuts long texts."""
+        return self._cut is not None
+
     def pieces(self, text: str) -> Iterator[str]:
         """``text`` in parts of about :data:`PIECE_CHARS` characters, whose ids (:meth:`encode` without special tokens)
         are together those of the whole, or as one part if that cannot be said of this tokenizer.

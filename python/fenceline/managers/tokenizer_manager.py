@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.request_limits import MAX_BODY_TOKENS, MAX_TOKENIZE_TOKENS
@@ -91,12 +92,14 @@ class TokenizerManager:
     async def submit_many(self, inputs: Sequence[GenerateInput]) -> StreamGroup:
         """Validate all requests, then send all. Raises RequestError; then none was sent."""
         limits, priority = self._require_serving(), self.config.priority
+        if self.config.allow_auto_truncate:
+            inputs = [_truncated(inp, limits.max_req_input_len) for inp in inputs]
         rids = [inp.rid for inp in inputs]
         default_priority = 0 if priority is None else priority.default_value
         priorities = [default_priority if inp.priority is None else inp.priority for inp in inputs]
         check_params(inputs, self.vocab_size, self.tokenizer is not None)
         for inp in inputs:
-            check_untokenised(inp, self.tokenizer, self.vocab_size, limits, priority is not None)
+            check_untokenised(inp, self.tokenizer, self.config, limits)
         # What is refused whatever the prompts' lengths: they have one token at least.
         self._table.admit(rids, [len(inp.input_ids or "?") for inp in inputs], priorities, limits)
         prompts = await self._prompt_ids(inputs, limits)
@@ -158,7 +161,7 @@ class TokenizerManager:
     def check_text_length(self, num_chars: int) -> None:
         """Raise RequestError if a prompt of so many characters has too many tokens, whatever they are."""
         if self.tokenizer is not None:
-            check_length(num_chars, self.tokenizer, self._require_serving())
+            check_length(num_chars, self.tokenizer, self.config, self._require_serving())
 
     def _texts(self) -> TokenizePool:
         if self._pool is None:
@@ -177,7 +180,8 @@ class TokenizerManager:
             }
             if texts:
                 encode = self._texts().encode
-                ids = await encode(list(texts.values()), special, limits.max_req_input_len, most)
+                longest, truncate = limits.max_req_input_len, self.config.allow_auto_truncate
+                ids = await encode(list(texts.values()), special, longest, most, truncate)
                 tokenised.update(zip(texts, ids, strict=True))
         prompts = [
             _id_list(inp.input_ids or ()) if inp.text is None else tokenised[id(inp.text)] for inp in inputs
@@ -383,6 +387,13 @@ class TokenizerManager:
     def _note_idle(self) -> None:
         if not len(self._table):
             self._idle.set()
+
+
+def _truncated(inp: GenerateInput, max_tokens: int) -> GenerateInput:
+    """--allow-auto-truncate for a prompt of ids; a text is cut where it is tokenised."""
+    if inp.input_ids is None or len(inp.input_ids) <= max_tokens:
+        return inp
+    return replace(inp, input_ids=inp.input_ids[:max_tokens])
 
 
 def _id_list(ids: Sequence[int]) -> list[int]:
