@@ -544,7 +544,7 @@ def test_a_folder_of_something_else_is_recognised_before_anything_starts(
         (model_dir / name).write_text(text)
     with pytest.raises(ConfigError) as caught:
         resolved(model_dir)
-    assert str(caught.value).startswith(f"--model-path {model_dir}: {model_dir}: {message}")
+    assert str(caught.value).startswith(f"--model-path {model_dir}: {message}")
     assert "\n" not in str(caught.value)
 
 

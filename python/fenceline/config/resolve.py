@@ -231,9 +231,9 @@ def _read_model(
         if args.load_format != "dummy":
             weight_files(Path(path))  # read by the scheduler; said now where there are none
     except ValueError as error:
-        about_a_flag = str(error).startswith("--")
+        text = str(error).removeprefix(f"{path}: ")  # the flag names it already
         raise ConfigError(
-            str(error) if about_a_flag else f"--model-path {args.model_path}: {error}"
+            text if text.startswith("--") else f"--model-path {args.model_path}: {text}"
         ) from error
     if args.dtype == "auto":
         return dataclasses.replace(model, dtype=_auto_dtype(device, model.dtype))
