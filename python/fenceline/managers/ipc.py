@@ -6,6 +6,7 @@ import asyncio
 import logging
 import shutil
 import tempfile
+from collections import deque
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 MAX_DRAINED = 16  # messages handled in one go: bounds the time until those who wait for them run
 MAX_HELD_BYTES = 32 << 10  # of requests: about 8,192 tokens, as many as a prefill step takes
+MAX_TURN_BYTES = 512 << 10  # of requests, in one turn of the event loop: a few milliseconds
+# What the scheduler takes in before a step. Requests beyond that are in no hurry: they fill many steps.
+MAX_STEP_MESSAGES, MAX_STEP_BYTES = 512, 1 << 20
 _MAX_TMPDIR_CHARS = 64
 
 
@@ -94,14 +98,16 @@ class Inbox:
         """Until something may have arrived, or the time is over."""
         self.socket.poll(timeout_ms)
 
-    def drain(self, limit: int | None = None) -> list[Message]:
-        """The messages that have arrived, at most ``limit``, without waiting."""
+    def drain(self, limit: int | None = None, max_bytes: int | None = None) -> list[Message]:
+        """The messages that have arrived, without waiting: at most ``limit``, and none after ``max_bytes``."""
         messages: list[Message] = []
-        while limit is None or len(messages) < limit:
+        num_bytes = 0
+        while (limit is None or len(messages) < limit) and (max_bytes is None or num_bytes < max_bytes):
             try:
                 data = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
+            num_bytes += len(data)
             try:
                 messages.append(self._decoder.decode(data))
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -139,7 +145,8 @@ class ZmqLink:
     What one turn of the event loop sends arrives together: requests that come at the same time are one prefill step,
     not the first of them alone and then the others. But what fills a step leaves at once: the device computes it while
     the turn goes on, which for hundreds of requests takes a tenth of a second. (Parts of a zmq message are delivered
-    all or none; readers take each as a message.)
+    all or none; readers take each as a message.) More than :data:`MAX_TURN_BYTES` wait for the next turns, in order, so
+    that thousands of prompts do not keep the loop.
     """
 
     def __init__(self, ports: PortArgs) -> None:
@@ -148,21 +155,41 @@ class ZmqLink:
         self._outbox = connect_push(self._context, ports.scheduler)
         self._unsent: list[bytes] = []
         self._num_held = 0  # bytes of them
+        self._num_turn_bytes = 0  # sent in this turn of the event loop
+        self._backlog: deque[Message] = deque()  # what is left to the next turns
+        self._turn: asyncio.Handle | None = None  # the end of this turn
 
     def send(self, message: Message) -> None:
         """See :class:`SchedulerLink`."""
+        if self._turn is None:
+            try:
+                self._turn = asyncio.get_running_loop().call_soon(self._end_turn)
+            except RuntimeError:  # nobody runs a loop (any more)
+                self._write(message)
+                self._flush()
+                return
+        if self._backlog or self._num_turn_bytes > MAX_TURN_BYTES:
+            self._backlog.append(message)
+        else:
+            self._write(message)
+
+    def _write(self, message: Message) -> None:
         data = encode(message)
         self._unsent.append(data)
         self._num_held += len(data)
+        self._num_turn_bytes += len(data)
         if self._num_held > MAX_HELD_BYTES:
             self._flush()
-            return
-        if len(self._unsent) > 1:
-            return
-        try:
-            asyncio.get_running_loop().call_soon(self._flush)
-        except RuntimeError:  # nobody runs a loop (any more)
-            self._flush()
+
+    def _end_turn(self) -> None:
+        """Send what this turn gathered, and as much of the backlog as one more may."""
+        self._num_turn_bytes = 0
+        while self._backlog and self._num_turn_bytes <= MAX_TURN_BYTES:
+            self._write(self._backlog.popleft())
+        self._flush()
+        self._turn = None
+        if self._backlog:
+            self._turn = asyncio.get_running_loop().call_soon(self._end_turn)
 
     def _flush(self) -> None:
         if self._unsent:
@@ -181,6 +208,8 @@ class ZmqLink:
         """See :class:`SchedulerLink`. On the event loop's thread; nobody may be receiving."""
         if self._context.closed:
             return
+        while self._backlog:
+            self._write(self._backlog.popleft())
         self._flush()
         self._inbox.socket.close()
         self._outbox.close()

@@ -25,7 +25,7 @@ from fenceline.managers.io_struct import (
     SchedulerReady,
     encode,
 )
-from fenceline.managers.ipc import Inbox, connect_push
+from fenceline.managers.ipc import MAX_STEP_BYTES, MAX_STEP_MESSAGES, Inbox, connect_push
 from fenceline.managers.process import Watchdog, freeze_garbage_collector, prepare_child
 from fenceline.managers.scheduler import Scheduler
 from fenceline.managers.scheduler_types import InFlight
@@ -48,7 +48,7 @@ class ZmqInbox:
             self._watchdog.waiting()
             self._inbox.wait(timeout_ms)
         self._watchdog.busy()
-        return self._inbox.drain()
+        return self._inbox.drain(MAX_STEP_MESSAGES, MAX_STEP_BYTES)
 
 
 class ZmqOutbox:
