@@ -252,7 +252,7 @@ def test_tokens_do_not_depend_on_graphs(page_size: int, seed: int) -> None:
 def test_the_schedulers_steps_do_not_depend_on_graphs(workload: str, seed: int) -> None:
     scenario = WORKLOADS[workload].make(Random(f"{workload} {seed}"))
     flags = {**scenario.flags, "context_length": 256}
-    loop = Loop(make_config({**flags, "cuda_graph_bs": (1, 3)}, "cpu"), open_device("cpu"), scenario.arrivals)
+    loop = Loop(make_config({**flags, "cuda_graph_bs": (1, 3)}, "cpu"), open_device("cpu"), scenario=scenario)
     loop.run()
     assert graphs_of(loop.runner).stats.replays > 0
     plain = ModelRunner(

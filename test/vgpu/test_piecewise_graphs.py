@@ -104,7 +104,7 @@ def conversations(random: Random) -> Scenario:
 def play(device: Device, make: Callable[[Random], Scenario], seed: int) -> Loop:
     scenario = make(Random(seed))
     config = make_config(scenario.flags, device.kind)
-    loop = Loop(config, device, scenario.arrivals, follow_ups=scenario.follow_ups)
+    loop = Loop(config, device, scenario=scenario)
     loop.run()
     return loop
 

@@ -25,6 +25,7 @@ from fenceline.vgpu.proving.arms import (
     judge,
     unarmed_rows,
 )
+from fenceline.vgpu.proving.events import EVENTS
 from fenceline.vgpu.proving.runs import HAPPENS_BEFORE, Trial, explain, run
 from fenceline.vgpu.proving.table import Proof, record
 
@@ -75,11 +76,13 @@ def _log_lines_come_back() -> Iterator[None]:
 def test_the_intact_engine_is_clean_and_every_edge_is_necessary(tmp_path: Path) -> None:
     """What CI runs: about two minutes on two cores. The record in the repository is what it finds."""
     result = tmp_path / "proof.json"
-    command = [sys.executable, "-m", "fenceline.vgpu.prove", "--seeds", "200", "--json", str(result)]
+    command = [sys.executable, "-m", "fenceline.vgpu.prove", "--seeds", "150", "--json", str(result)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     proof = json.loads(result.read_text())
-    assert proof["clean"] and proof["intact"]["seeds"] >= 200 and not proof["intact"]["failures"]
+    assert proof["clean"] and proof["intact"]["seeds"] >= 150 and not proof["intact"]["failures"]
+    assert set(proof["events"]) == set(EVENTS) and all(proof["events"].values())
+    assert proof["intact"]["by_workload"]["everything"] >= 20 and proof["intact"]["close"] <= 2
     assert [row["name"] for row in proof["edges"]] == [*EDGE_PARTS, *GUARDS]
     for row in proof["edges"]:
         if row["status"] == DORMANT:

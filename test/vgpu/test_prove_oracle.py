@@ -27,6 +27,7 @@ from fenceline.managers.output import OutputSender
 from fenceline.managers.prefill import PrefillPlanner
 from fenceline.managers.req import Req
 from fenceline.managers.scheduler import Scheduler
+from fenceline.managers.stop_strings import StopMatch, StopScanner
 from fenceline.mem_cache import radix_cache
 from fenceline.mem_cache.cache_controller import CacheController
 from fenceline.mem_cache.hiradix_cache import HiRadixCache
@@ -36,7 +37,7 @@ from fenceline.model_executor import model_runner, sampling_filters
 from fenceline.model_executor.sampler import Sampler
 from fenceline.vgpu.proving import workloads
 from fenceline.vgpu.proving.answers import Findings, Transcript
-from fenceline.vgpu.proving.oracle import TOLERANCE, Ask, Model, Oracle, gumbel
+from fenceline.vgpu.proving.oracle import TOLERANCE, Ask, Model, Oracle, Text, gumbel, spoken
 from fenceline.vgpu.proving.runs import ANSWERS, Outcome, Trial, run
 from fenceline.vgpu.proving.script import Scenario, Script, Workload
 from fenceline.vgpu.proving.table import Proof
@@ -140,6 +141,30 @@ def test_close_calls_are_few_or_the_proof_is_not_clean() -> None:
     ok = Outcome(Trial("mixed", 0), num_tokens=2000, num_close=1)
     assert Proof(num_intact=1, num_tokens=ok.num_tokens, num_close=2).clean
     assert not Proof(num_intact=1, num_tokens=ok.num_tokens, num_close=4).clean
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "stops", "min_tokens", "expected"),
+    [
+        ("xy", "hello", (), 0, ("hello", 5, None)),
+        ("xy", "hello", ("l",), 0, ("he", 3, "l")),
+        ("xy", "hello", ("l",), 4, ("hel", 4, "l")),
+        ("xy", "hello", ("lo", "llo", "o"), 0, ("he", 5, "llo")),  # of those that end together the longest
+        ("xy", "hello", ("yh",), 0, ("hello", 5, None)),  # the prompt is no part of it
+    ],
+)
+def test_text_ends_at_stop_strings(
+    prompt: str, tokens: str, stops: tuple[str, ...], min_tokens: int, expected: tuple[str, int, str | None]
+) -> None:
+    pieces = [bytes([byte]) for byte in range(256)]
+    assert spoken(pieces, prompt.encode(), tokens.encode(), stops, min_tokens) == Text(*expected)
+
+
+def test_text_comes_in_whole_characters() -> None:
+    pieces = [bytes([byte]) for byte in range(256)]
+    assert spoken(pieces, b"\xe2\x82", b"\xac!", (), 0).text == "€!"
+    assert spoken(pieces, b"", "é€".encode(), ("€",), 0) == Text("é", 5, "€")
+    assert spoken(pieces, b"", b"a\xc3", (), 0).text == "a\ufffd"
 
 
 # --- what a wrong decision comes to --------------------------------------------------------------------
@@ -297,6 +322,32 @@ def _goes_on_after_an_abort(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "abort", wrong)
 
 
+def _stop_strings_kept(patch: pytest.MonkeyPatch) -> None:
+    """A stop string is found and the text before it that had been held back is lost."""
+    right = StopScanner.feed
+
+    def wrong(self: StopScanner, text: str, armed: bool = True) -> str | StopMatch:
+        found = right(self, text, armed)
+        return dataclasses.replace(found, text=found.text[:-1]) if isinstance(found, StopMatch) else found
+
+    patch.setattr(StopScanner, "feed", wrong)
+
+
+def _stop_strings_armed_early(patch: pytest.MonkeyPatch) -> None:
+    right = StopScanner.feed
+    patch.setattr(StopScanner, "feed", lambda self, text, armed=True: right(self, text))
+
+
+def _spoken(random: Random) -> Scenario:
+    """Answers that a detokenizer makes text of, with stop strings, not before some tokens of some of them."""
+    script = Script(random)
+    script.decode_lag = 1
+    for _ in range(4):
+        options = {"temperature": 1.0, "ignore_eos": True, "stop": ("a", "e", "th", "n"), "min_new_tokens": 4}
+        script.add(random.randrange(3), script.prompt(2, 6), 12, **options)
+    return script.scenario(max_total_tokens=160, max_running_requests=4, chunked_prefill_size=16, page_size=4)
+
+
 def _twins(random: Random) -> Scenario:
     """Requests that share their first pages and differ in the last token of a later one. One at a time, so that each
     finds what the ones before left."""
@@ -345,7 +396,7 @@ def _reloaded(random: Random) -> Scenario:
     )
 
 
-MORE_WORKLOADS = {"twins": _twins, "retracted": _retracted, "reloaded": _reloaded}
+MORE_WORKLOADS = {"twins": _twins, "retracted": _retracted, "reloaded": _reloaded, "spoken": _spoken}
 WRONG = [
     (_a_page_of_another_prefix, "twins", r"r\d: output \d is \d+, alone it is \d+"),
     (_positions_off_by_one, "twins", r"r\d: output \d is \d+, alone it is \d+"),
@@ -360,6 +411,8 @@ WRONG = [
     (_prompt_logprobs_of_the_wrong_tokens, "mixed", r"r\d: input logprobs at \d+ are .*, alone "),
     (_a_hit_too_short, "twins", r"r\d: \d+ tokens from the cache, though \d+ were there and nothing was"),
     (_news_twice, "mixed", r"r\d: output \d is \d+|r\d: goes on with \d+ after its end"),
+    (_stop_strings_kept, "spoken", r"r\d: says '.*' with \d+ tokens and ends with stop"),
+    (_stop_strings_armed_early, "spoken", r"r\d: says '.*' with \d+ tokens and ends with stop"),
     (_goes_on_after_an_abort, "aborts", r"r\d goes on after it was aborted"),
 ]
 

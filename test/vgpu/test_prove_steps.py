@@ -33,7 +33,7 @@ def make_loop(name: str, seed: int, device: VgpuDevice | None = None) -> Loop:
     if "hicache_storage_backend" in flags:
         flags["hicache_storage_dir"] = tempfile.mkdtemp(dir=_FOLDER.name)
     config = make_config(flags, kind)
-    return Loop(config, device or open_device(kind), scenario.arrivals, follow_ups=scenario.follow_ups)
+    return Loop(config, device or open_device(kind), scenario=scenario)
 
 
 @pytest.mark.parametrize("name", [name for name in WORKLOADS if name != ENGINE])

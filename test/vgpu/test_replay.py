@@ -16,6 +16,7 @@ from fenceline.memory_order import Points, open_device
 from fenceline.memory_order.edges import HOST_AFTER_FORWARD, RING_EDGES
 from fenceline.model_executor.schedule_batch import DecodeBatch
 from fenceline.vgpu.proving.decisions import Decision, Transfer, execute, num_steps
+from fenceline.vgpu.proving.everything import EVERYTHING
 from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS
 from fenceline.vgpu.proving.recording import read_recording
 from fenceline.vgpu.proving.steps import Loop, make_config
@@ -24,14 +25,14 @@ from fenceline.vgpu.replay import main, replay
 
 torch.set_num_threads(1)
 
-TIERED = [workload.name for workload in HICACHE_WORKLOADS]
+TIERED = [workload.name for workload in (*HICACHE_WORKLOADS, EVERYTHING)]
 NAMES = [name for name in WORKLOADS if name not in (ENGINE, "growth", *TIERED)]
 
 
 def run(name: str, seed: int = 3, **flags: int | bool) -> Loop:
     scenario = WORKLOADS[name].make(Random(seed))
     config = make_config({**scenario.flags, **flags}, "cpu")
-    loop = Loop(config, open_device("cpu"), scenario.arrivals, follow_ups=scenario.follow_ups)
+    loop = Loop(config, open_device("cpu"), scenario=scenario)
     loop.run()
     return loop
 
@@ -90,7 +91,7 @@ def test_page_tables_of_what_was_forgotten_are_those_of_then(tmp_path: Path) -> 
     for seed in range(4):
         scenario = WORKLOADS["mixed"].make(Random(seed))
         config = make_config({**scenario.flags, "flight_recorder_steps": 4}, "cpu")
-        loop = Loop(config, open_device("cpu"), scenario.arrivals)
+        loop = Loop(config, open_device("cpu"), scenario=scenario)
         while loop.step_no < 14:
             loop.step()
         path = dump(loop, tmp_path)

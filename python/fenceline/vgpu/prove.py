@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the rooms whose branches are counted are loaded when counti
     from fenceline.vgpu.proving.campaign import Plan
     from fenceline.vgpu.proving.table import Proof
 
-_DEFAULT_SEEDS = 200
+_DEFAULT_SEEDS = 150
 _SEEDS_PER_ARM = 6
 _MAX_EXPLAINED = 3
 
@@ -43,8 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--workload", metavar="NAME", help="only this workload")
     parser.add_argument(
-        "--jobs", type=int, default=_num_cores(), help="processes; the cores of this machine unless given"
-    )
+        "--jobs", type=int, metavar="N",
+        help="processes; unless given the cores of this machine, and one for a part of the proof",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument("--write-docs", action="store_true", help="write the table into docs/edges.md")
     return parser
@@ -96,7 +97,7 @@ def _plan(args: argparse.Namespace, parser: argparse.ArgumentParser, bar: tqdm) 
         first_seed=args.seed,
         num_intact=num_intact,
         num_per_arm=num_per_arm,
-        jobs=max(args.jobs, 1) if everything else 1,
+        jobs=max(args.jobs or (_num_cores() if everything else 1), 1),
         detect=not args.blind,
         deadline=math.inf if args.budget is None else time.monotonic() + args.budget,
         with_unarmed=everything,

@@ -20,11 +20,13 @@ from fenceline.managers.io_struct import (
     FinishReason,
     Message,
     PauseGenerationReq,
+    StrOut,
     TokenizedGenerateReq,
     TokenLogprobs,
     TokenOut,
 )
-from fenceline.vgpu.proving.oracle import Answer, Ask, Oracle
+from fenceline.vgpu.proving.oracle import Answer, Ask, Oracle, spoken
+from fenceline.vgpu.proving.tiny_tokenizer import PIECES
 
 F64 = npt.NDArray[np.float64]
 
@@ -41,6 +43,7 @@ class Talk:
     request: TokenizedGenerateReq
     seed: int
     outs: list[TokenOut] = field(default_factory=list)
+    texts: list[StrOut] = field(default_factory=list)  # what the detokenizer made of them, where there is one
     aborted: bool = False  # somebody asked for its end
     ended: bool = False
 
@@ -104,6 +107,14 @@ class Transcript:
         talk.outs.append(out)
         talk.ended = out.finish_reason is not None
 
+    def decoded(self, out: StrOut) -> None:
+        """The detokenizer has news for the client."""
+        talk = self.talks[out.token.rid]
+        if not talk.texts or talk.texts[-1].token.finish_reason is None:
+            talk.texts.append(out)
+        elif out.text or not talk.aborted:  # an abort may be told to one who has come to a stop string
+            self._wrong.append(f"{out.token.rid} has text after its end: {out.text!r}")
+
     def compare(self, oracle: Oracle) -> Findings:
         """Hold everything against ``oracle``."""
         wrong, num_tokens, num_close = list(self._wrong), 0, 0
@@ -156,7 +167,11 @@ class _Comparison:
             right = reason is not None and reason.type == "abort" and reason.status_code == 400
             return "" if right and not talk.tokens else "is not refused though it does not fit"
         return (
-            self._tokens(reason) or self._counts() or self._output_logprobs() or self._input_logprobs(reason)
+            self._tokens(reason)
+            or self._counts()
+            or self._output_logprobs()
+            or self._input_logprobs(reason)
+            or self._text(reason)
         )
 
     def _counts(self) -> str:
@@ -188,7 +203,7 @@ class _Comparison:
                 self.num_close += 1
                 self._forced = (*self._forced, (index, token))
             expected = self._end_after(index + 1, token)
-        if self._talk.aborted and expected is None:
+        if self._talk.aborted and (expected is None or not tokens):
             right = reason is None or (reason.type == "abort" and reason.status_code is None)
         else:
             right = reason == expected is not None
@@ -227,6 +242,31 @@ class _Comparison:
             tokens = tokens[: len(parts[0].token_ids)]
             rows = rows[: len(tokens)]
         return self._logprobs("input", parts, tokens, rows)
+
+    def _text(self, reason: FinishReason | None) -> str:
+        """What the detokenizer made of it: the text, and the end at a stop string."""
+        talk, params = self._talk, self._talk.request.sampling_params
+        if not talk.texts:
+            return ""
+        tokens = talk.tokens
+        by_token = reason is not None and isinstance(reason.matched, int)
+        shown = tokens[:-1] if by_token and not params.no_stop_trim else tokens
+        right = spoken(PIECES, self._ask.prompt, shown, params.stop, params.min_new_tokens)
+        text = right.text + (right.stop or "") * params.no_stop_trim
+        end = talk.texts[-1].token.finish_reason
+        said = "".join(part.text for part in talk.texts)
+        num_said = sum(len(part.token.output_ids) for part in talk.texts)
+        expected, num_tokens = reason, len(tokens)
+        if right.stop is not None:
+            expected, num_tokens = FinishReason(type="stop", matched=right.stop), right.num_tokens
+        if end is None and talk.aborted:  # ended in silence, its last characters incomplete or held back
+            return "" if text.startswith(said) else f"says {said!r}, not the beginning of {text!r}"
+        if said != text or end != expected or num_said != num_tokens:
+            return (
+                f"says {said!r} with {num_said} tokens and ends with {_told(end)}, "
+                f"not {text!r} with {num_tokens} and {_told(expected)}"
+            )
+        return ""
 
     def _logprobs(
         self,

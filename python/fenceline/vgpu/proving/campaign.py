@@ -6,6 +6,7 @@ import gc
 import logging
 import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
@@ -17,11 +18,16 @@ from fenceline.memory_order.edges import EDGE_PARTS
 from fenceline.memory_order.guards import GUARDS
 from fenceline.vgpu.proving.arms import Arm, Row, judge, unarmed_rows
 from fenceline.vgpu.proving.branches import measured
+from fenceline.vgpu.proving.events import EVENTS
+from fenceline.vgpu.proving.everything import EVERYTHING
 from fenceline.vgpu.proving.runs import Outcome, Trial, run
 from fenceline.vgpu.proving.table import Proof
 from fenceline.vgpu.proving.workloads import WORKLOADS
 
 _MEASURED_ROUNDS = 1  # of all workloads, in this process, with branches counted
+# From so many runs of the workload with everything on, every event must have been seen. What has not been gets so many
+# more: which seeds reach a rare one moves with every change to the engine.
+_RUNS_FOR_EVENTS, _MORE_RUNS_FOR_EVENTS = 20, 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,16 @@ class _Tally:
         else:
             self.intact.append(outcome)
 
+    @property
+    def num_everything(self) -> int:
+        """Runs of the workload with everything."""
+        return sum(outcome.trial.workload == EVERYTHING.name for outcome in self.intact)
+
+    def events(self) -> Counter[str]:
+        """In how many runs of it each event was seen."""
+        mine = (outcome for outcome in self.intact if outcome.trial.workload == EVERYTHING.name)
+        return Counter(event for outcome in mine for event in outcome.events)
+
 
 def carry_out(plan: Plan) -> Proof:
     """Make the runs and judge them."""
@@ -71,6 +87,10 @@ def carry_out(plan: Plan) -> Proof:
     for outcome in _outcomes(chain(severed, intact), plan):
         tally.add(outcome)
         plan.progress(1)
+    if tally.num_everything >= _RUNS_FOR_EVENTS:
+        for outcome in _outcomes(_for_events(plan, tally), plan):
+            tally.add(outcome)
+        proof.events = {event: tally.events()[event] for event in EVENTS}
     _judge(plan, tally, proof)
     proof.seconds = time.monotonic() - started
     return proof
@@ -109,6 +129,15 @@ def _intact_trials(plan: Plan) -> Iterator[Trial]:
             seeds = 1 if round_no < _MEASURED_ROUNDS else WORKLOADS[name].share
             for i in range(seeds):
                 yield Trial(name, plan.first_seed + round_no * 10 + i, detect=plan.detect)
+
+
+def _for_events(plan: Plan, tally: _Tally) -> Iterator[Trial]:
+    """More runs of the workload with everything, as long as something has not been seen in any."""
+    past = max(outcome.trial.seed for outcome in tally.intact) + 1
+    for seed in range(past, past + _MORE_RUNS_FOR_EVENTS):
+        if tally.events().keys() >= EVENTS.keys():
+            return
+        yield Trial(EVERYTHING.name, seed, detect=plan.detect)
 
 
 def _outcomes(trials: Iterator[Trial], plan: Plan) -> Iterator[Outcome]:

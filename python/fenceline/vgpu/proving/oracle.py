@@ -10,9 +10,11 @@ rotary positions are float32 by definition.
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -271,6 +273,45 @@ def _log_softmax(scores: F64) -> F64:
     shifted = scores - scores.max(axis=-1, keepdims=True)
     result: F64 = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return result
+
+
+# --- from tokens to text -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What ``num_tokens`` tokens say, up to the stop string ``stop`` if they come to one."""
+
+    text: str
+    num_tokens: int
+    stop: str | None = None
+
+
+def spoken(
+    pieces: Sequence[bytes],
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    stops: Sequence[str],
+    min_tokens: int,
+) -> Text:
+    """The text of ``tokens`` after ``prompt``, ``pieces`` being the bytes of each id, whole characters at a time. It
+    ends where the first of ``stops`` is complete (of those that end together the longest), once there are
+    ``min_tokens``."""
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    decode(b"".join(pieces[token] for token in prompt))  # may leave half a character
+    text = ""
+    for num, token in enumerate(tokens, 1):
+        old, text = len(text), text + decode(pieces[token])
+        ends = [
+            (end, end - len(stop), stop)
+            for stop in stops
+            for end in range(old + 1, len(text) + 1)
+            if text[:end].endswith(stop) and num >= min_tokens
+        ]
+        if ends:
+            _, start, stop = min(ends)
+            return Text(text[:start], num, stop)
+    return Text(text + decode(b"", True), len(tokens))
 
 
 # --- the noise -----------------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ class Outcome:
     num_steps: int = 0
     num_tokens: int = 0  # held against the oracle's
     num_close: int = 0  # of them settled otherwise by rounding
+    events: frozenset[str] = frozenset()  # that were seen (``events.EVENTS``)
 
     @property
     def clean(self) -> bool:
@@ -128,6 +129,7 @@ def _judge(trial: Trial, loop: Loop) -> Outcome:
         num_steps=num_steps(loop.decisions),
         num_tokens=found.num_tokens,
         num_close=found.num_close,
+        events=frozenset(loop.watch.seen),
     )
 
 
@@ -135,7 +137,7 @@ def _run_steps(trial: Trial, device: VgpuDevice) -> Loop:
     scenario = WORKLOADS[trial.workload].make(Random(trial.seed))
     with storage_directory(scenario.flags) as flags:
         config = make_config(flags, device.kind)
-        loop = Loop(config, device, scenario.arrivals, follow_ups=scenario.follow_ups)
+        loop = Loop(config, device, scenario=scenario)
         loop.run()
         device.synchronize()
     return loop

@@ -36,12 +36,26 @@ class FollowUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Reaction:
+    """From ``step`` on, when a request is first seen in ``state`` (``events.STATES``), it is aborted. In state "" no
+    request is left, and ``message`` arrives."""
+
+    step: int
+    state: str
+    message: Message | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
-    """One run's input: flags of the engine, arrivals in order of steps, and what follows the answers of which rid."""
+    """One run's input: flags of the engine, arrivals in order of steps, what follows the answers of which rid, and what
+    arrives when something is seen. With ``decode_lag`` a detokenizer makes text of the answers and ends them at stop
+    strings; the scheduler hears of it so many steps later."""
 
     flags: Flags
     arrivals: tuple[Arrival, ...]
     follow_ups: Mapping[str, FollowUp] = field(default_factory=dict)
+    reactions: tuple[Reaction, ...] = ()
+    decode_lag: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +77,8 @@ class Script:
     random: Random
     arrivals: list[Arrival] = field(default_factory=list)
     follow_ups: dict[str, FollowUp] = field(default_factory=dict)
+    reactions: list[Reaction] = field(default_factory=list)
+    decode_lag: int | None = None
     num_reqs: int = 0
 
     def prompt(self, shortest: int, longest: int) -> list[int]:
@@ -87,16 +103,25 @@ class Script:
         seed = self.random.getrandbits(32)
         outer = {name: options.pop(name) for name in list(options) if name in _OF_THE_MESSAGE}
         params = SamplingParams(max_new_tokens=num_tokens, seed=seed, **({"temperature": 0.0} | options))
-        return TokenizedGenerateReq(rid=rid, input_ids=prompt, sampling_params=params, stream=True, **outer)
+        outer = {"stream": True} | outer
+        return TokenizedGenerateReq(rid=rid, input_ids=prompt, sampling_params=params, **outer)
 
     def send(self, step: int, message: Message) -> None:
         """``message`` arrives at ``step``."""
         self.arrivals.append(Arrival(step, message))
 
+    def abort_when(self, state: str, step: int) -> None:
+        """Whoever is seen in ``state`` first, from ``step`` on, is aborted."""
+        self.reactions.append(Reaction(step, state))
+
+    def when_idle(self, step: int, message: Message) -> None:
+        """``message`` arrives when no request is left, from ``step`` on."""
+        self.reactions.append(Reaction(step, "", message))
+
     def scenario(self, **flags: Flag) -> Scenario:
         """What has been built."""
         arrivals = tuple(sorted(self.arrivals, key=lambda arrival: arrival.step))
-        return Scenario(flags, arrivals, self.follow_ups)
+        return Scenario(flags, arrivals, self.follow_ups, tuple(self.reactions), self.decode_lag)
 
     def graphs(self, *sizes: int, share: float = 0.5) -> Flags:
         """In a share of the runs, decode in graphs of ``sizes``; a few of them without padding."""

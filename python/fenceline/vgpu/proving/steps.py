@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -12,7 +12,8 @@ import numpy as np
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.resolve import resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.managers.io_struct import BatchTokenOut, Message, TokenizedGenerateReq
+from fenceline.managers.detokenizer_manager import Detokenizer
+from fenceline.managers.io_struct import AbortReq, BatchTokenOut, Message, TokenizedGenerateReq
 from fenceline.managers.scheduler_types import InFlight
 from fenceline.mem_cache.hierarchical_cache import HierarchicalCache
 from fenceline.memory_order import Device
@@ -20,14 +21,17 @@ from fenceline.memory_order.guards import QUEUED_MATCH
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.vgpu.proving.answers import Findings, Transcript
 from fenceline.vgpu.proving.decisions import Event, Owned, device_bytes, host_bytes
+from fenceline.vgpu.proving.events import Watch, state_of
 from fenceline.vgpu.proving.oracle import Oracle
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
-from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp
+from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
 from fenceline.vgpu.proving.tiny_model import tiny_model_path
+from fenceline.vgpu.proving.tiny_tokenizer import tiny_tokenizer
 from fenceline.vgpu.proving.watched import WatchedScheduler
 from fenceline.vgpu.proving.witness import Witness
 
 _MAX_STEPS = 2000
+_STEP_S = 0.01
 
 
 @lru_cache
@@ -65,22 +69,34 @@ class Loop:
         self,
         config: EngineConfig,
         device: Device,
-        arrivals: Iterable[Arrival] = (),
         tell: Callable[[Message], None] = lambda message: None,
-        follow_ups: Mapping[str, FollowUp] | None = None,
+        scenario: Scenario | None = None,
     ) -> None:
         self.decisions: list[Event] = []
-        self.step_no = 0
-        self._arrivals = list(arrivals)
-        self._follow_ups = {} if follow_ups is None else follow_ups
+        self.step_no = self._num_looks = 0
+        scenario = Scenario({}, ()) if scenario is None else scenario
+        self._arrivals = list(scenario.arrivals)
+        self._follow_ups = scenario.follow_ups
+        self._reactions = list(scenario.reactions)
+        self._decode_lag = scenario.decode_lag
+        self._detokenizer = Detokenizer(tiny_tokenizer())
         self._said: dict[str, list[int]] = {}  # of requests that are followed by another
         self._tell = tell
         self._flight: InFlight | None = None
+        self.watch = Watch(device)
         self.runner = ModelRunner(config, device, show_progress=False)
+        if self.runner.storage is not None:
+            self.runner.storage.controller._clock = self._clock
         self.scheduler = WatchedScheduler(config, Witness(self.runner, self.decisions), self, self)
+        self.watch.watch(self.scheduler)
         self.scheduler.memory.compares_matches = device.keeps(QUEUED_MATCH)
         longest = min(config.context_length, self.scheduler.memory.num_pages * config.page_size)
         self.transcript = Transcript(config.random_seed, config.model.eos_token_ids, longest)
+
+    def _clock(self) -> float:
+        """Seconds, by steps: a run that is to be repeated has no other time. Two looks are not quite at once."""
+        self._num_looks += 1
+        return self.step_no * _STEP_S + self._num_looks * 1e-6
 
     def send(self, message: Message) -> None:
         """Put a message into the inbox as of now."""
@@ -95,9 +111,9 @@ class Loop:
     def drain(self, block: bool, timeout_ms: int | None = None) -> Sequence[Message]:
         """See ``managers.scheduler.Inbox``. A scheduler that would sleep is taken to the next arrival, one that waits
         for transfers as well gets its turn."""
-        if block and timeout_ms is None and self._arrivals:
+        messages = self._react()
+        if block and timeout_ms is None and self._arrivals and not messages:
             self.step_no = max(self.step_no, self._arrivals[0].step)
-        messages = []
         while self._arrivals and self._arrivals[0].step <= self.step_no:
             messages.append(self._arrivals.pop(0).message)
         for message in messages:
@@ -106,15 +122,42 @@ class Loop:
                 self._said[message.rid] = list(message.input_ids)
         return messages
 
+    def _react(self) -> list[Message]:
+        """Messages of the reactions whose moment has come."""
+        messages, waiting = [], []
+        for reaction in self._reactions:
+            message = self._due(reaction) if reaction.step <= self.step_no else None
+            if message is None:
+                waiting.append(reaction)
+            else:
+                messages.append(message)
+        self._reactions = waiting
+        return messages
+
+    def _due(self, reaction: Reaction) -> Message | None:
+        reqs = self.scheduler.reqs
+        if not reaction.state:
+            return None if reqs else reaction.message
+        found = (rid for rid, req in reqs.items() if state_of(self.scheduler, req) == reaction.state)
+        rid = next(found, None)
+        return None if rid is None else AbortReq(rid=rid)
+
     def to_detokenizer(self, message: BatchTokenOut) -> None:
         """See ``managers.scheduler.Outbox``."""
         for out in message.outs:
             self.transcript.told(out)
+            self.watch.told(out)
             said = self._said.get(out.rid)
             if said is not None:
                 said += out.output_ids
             if said is not None and out.finish_reason is not None and out.finish_reason.type != "abort":
                 self._follow(self._follow_ups[out.rid], said)
+        if self._decode_lag is not None:
+            decoded, stopped = self._detokenizer.process(message)
+            for text in decoded.outs:
+                self.transcript.decoded(text)
+            for abort in stopped:
+                self._arrive(Arrival(self.step_no + self._decode_lag, abort))
         self._tell(message)
 
     def _follow(self, turn: FollowUp, said: list[int]) -> None:

@@ -12,6 +12,7 @@ from fenceline.memory_order.edges import PROOF_FILE, edges_markdown
 from fenceline.vgpu.proving.answers import MAX_CLOSE_SHARE
 from fenceline.vgpu.proving.arms import Row
 from fenceline.vgpu.proving.branches import Branches
+from fenceline.vgpu.proving.events import EVENTS
 from fenceline.vgpu.proving.runs import Outcome
 
 
@@ -23,6 +24,8 @@ class Proof:
     num_intact: int = 0
     num_tokens: int = 0  # of the intact engine, held against the oracle's
     num_close: int = 0  # of them settled otherwise by rounding
+    # In how many runs of the workload with everything each event was seen; empty where too few were made to ask for it.
+    events: Mapping[str, int] = field(default_factory=dict)
     runs_by_workload: dict[str, int] = field(default_factory=dict)
     failures: list[Outcome] = field(default_factory=list)
     telling: list[Outcome] = field(default_factory=list)  # failed runs whose schedule is worth a look
@@ -31,9 +34,16 @@ class Proof:
 
     @property
     def clean(self) -> bool:
-        """Something was run, the intact engine is clean, and every edge and guard deserves its place."""
+        """Something was run, the intact engine is clean, everything that should happen did, and every edge and guard
+        deserves its place."""
         any_run = self.num_intact > 0 or any(row.num_runs for row in self.rows)
-        return any_run and self.few_close and not self.failures and all(row.fine for row in self.rows)
+        fine = self.few_close and not self.unseen and all(row.fine for row in self.rows)
+        return any_run and fine and not self.failures
+
+    @property
+    def unseen(self) -> list[str]:
+        """Events that should have happened and did not."""
+        return [event for event, count in self.events.items() if count == 0]
 
     @property
     def few_close(self) -> bool:
@@ -59,6 +69,9 @@ def as_text(proof: Proof) -> str:
         lines.append(f"intact engine: {proof.num_intact} seeds, {verdict} ({parts})")
         close = f"{proof.num_close} settled otherwise by rounding" + ("" if proof.few_close else ": TOO MANY")
         lines.append(f"answers: {proof.num_tokens} tokens held against each request alone, {close}")
+    if proof.events:
+        lines.append(f"events: {len(proof.events) - len(proof.unseen)} of {len(proof.events)} seen")
+        lines += [f"  NOT SEEN: {event} ({EVENTS[event]})".replace(" ()", "") for event in proof.unseen]
     for room, branches in proof.branches.items():
         lines.append(f"branches of {room} reached: {branches}")
     rate = proof.num_intact + sum(row.num_runs for row in proof.rows)
@@ -100,6 +113,7 @@ def as_json(proof: Proof) -> dict[str, object]:
                 {"command": f.trial.command, "checker": f.checker, "report": f.report} for f in proof.failures
             ],
         },
+        "events": dict(proof.events),
         "branches": {
             room: {"covered": found.covered, "total": found.total} for room, found in proof.branches.items()
         },

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.managers.req import Req
@@ -11,6 +10,7 @@ from fenceline.managers.scheduler import Scheduler
 from fenceline.managers.scheduler_types import Inbox, InFlight, Outbox, Worker
 from fenceline.model_executor.schedule_batch import ExtendBatch, ScheduleBatch
 from fenceline.vgpu.proving.answers import Sharing
+from fenceline.vgpu.proving.events import around
 
 
 class WatchedScheduler(Scheduler):
@@ -21,9 +21,9 @@ class WatchedScheduler(Scheduler):
         storage = config.hicache is not None and config.hicache.storage is not None
         self.sharing = Sharing(config.page_size, config.disable_radix_cache, storage)
         tree = self.memory.tree
-        after(tree, "_detach", lambda result, node: self.sharing.lost())
-        after(tree, "evict", lambda result, num_pages: self.sharing.moved() if result else None)
-        after(self.memory, "flush", lambda result, storage=False: self.sharing.flushed(storage))
+        around(tree, "_detach", after=lambda result, node: self.sharing.lost())
+        around(tree, "evict", after=lambda num, num_pages: self.sharing.moved() if num else None)
+        around(self.memory, "flush", after=lambda num, storage=False: self.sharing.flushed(storage))
 
     def launch(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> InFlight:
         """See Scheduler."""
@@ -52,15 +52,3 @@ class WatchedScheduler(Scheduler):
 
     def _cached(self, req: Req, num_tokens: int) -> None:
         self.sharing.cache(req.source.extra_key, req.token_ids()[:num_tokens].tolist())
-
-
-def after(owner: object, name: str, note: Callable[..., Any]) -> None:
-    """Have ``note`` called after each call of the method ``name`` of ``owner``: with its result, then its arguments."""
-    method = getattr(owner, name)
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        note(result, *args, **kwargs)
-        return result
-
-    setattr(owner, name, noted)

@@ -14,6 +14,7 @@ from fenceline.managers.io_struct import (
     GetInternalStateReq,
     PauseGenerationReq,
 )
+from fenceline.vgpu.proving.everything import EVERYTHING
 from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS
 from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Scenario, Script, Workload
 from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
@@ -233,6 +234,7 @@ WORKLOADS: dict[str, Workload] = {
         Workload("buckets", "F11: more requests than the largest graph holds", _buckets),
         Workload("growth", "uploads and results that outgrow the rings", _growth),
         *HICACHE_WORKLOADS,
+        EVERYTHING,
         Workload(ENGINE, "rounds of prompts through fenceline.Engine", _no_script),
     )
 }

@@ -1,0 +1,366 @@
+"""What must have happened in the runs of the workload with everything, and who sees it happen.
+
+A workload is as good as what it reaches. Each event is a decision, or a coincidence of several, that could go wrong in
+a way of its own. They are seen from outside, by methods wrapped here and by what was replayed; nothing in the engine
+counts for this. To add one: a line in :data:`EVENTS`, and a call of ``note`` where it shows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from fenceline.managers.io_struct import AbortReq, TokenOut
+from fenceline.managers.req import Req
+from fenceline.managers.request_memory import Prefix
+from fenceline.managers.scheduler import Scheduler
+from fenceline.managers.scheduler_types import InFlight
+from fenceline.mem_cache.hierarchical_cache import HierarchicalCache
+from fenceline.mem_cache.hiradix_cache import HiRadixCache
+from fenceline.mem_cache.radix_node import TreeNode
+from fenceline.mem_cache.storage.prefetch import Ack, Done, Failed, Fetched, Outcome
+from fenceline.mem_cache.transfer import PageMove, Ticket, TransferKind
+from fenceline.memory_order import Device, Points
+from fenceline.model_executor.sampling_batch import ReqSampling
+from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, PageWrites, ScheduleBatch
+from fenceline.vgpu.device import VgpuDevice
+from fenceline.vgpu.graph import Graph
+
+# The states of a request, for aborts (``state_of``).
+STATES = (
+    "queued",
+    "waiting for storage",
+    "half-way through its prompt",
+    "with its first step in flight",
+    "running",
+    "retracted",
+    "retracted with a tail",
+)
+EVENTS: dict[str, str] = {
+    # steps and graphs
+    "decode replay": "a decode step replayed, exactly as large as its graph",
+    "padded decode replay": "one with padded rows",
+    "decode replay with the sampler": "one whose logits the sampler with all its features takes",
+    "decode beyond the graphs": "a decode step that no graph holds",
+    "piecewise replay": "a prefill step in pieces, exactly as large as its graphs",
+    "padded piecewise replay": "one with padded rows",
+    "piecewise replay while loading": "one whose pages come from the host layer by layer meanwhile",
+    "prefill beyond the pieces": "a prefill step that no graph holds",
+    "a prompt in three chunks": "of one request, one after the other",
+    "several prompts in one step": "",
+    "prefill between decode steps": "a prefill step while others decode",
+    "a step for one who has left": "results that nobody takes, of a request that left while its step was in flight",
+    # the prefix cache
+    "hit": "a request finds a prefix on the device",
+    "hit half-way through a node": "a node is split",
+    "remap": "a request moves onto the pages of its twin, which the next step reads",
+    "remap of one who leaves": "and has left before the next step",
+    "eviction from the device": "",
+    "stale match": "what was found for a waiting request has moved, and is looked for again",
+    "same prompt in two namespaces": "computed twice and kept twice",
+    "pages handed on in use": "pages are handed out before those who used them are known to be done",
+    # the host tier
+    "load": "a prefix comes from the host",
+    "load of several nodes": "",
+    "load for several requests": "one transfer for all that a step admits",
+    "match of pages that are loading": "a request finds pages that another's load has not filled",
+    "adopted page": "a page that is only on the host is computed again, and taken",
+    "backup": "pages go to the host",
+    "backup of several nodes": "",
+    "write-back": "pages go to the host because somebody needs their room",
+    "write-back under load": "while a load is under way",
+    "backup while prefixes load": "of whatever reason",
+    "eviction from the host": "",
+    "a node leaves every tier": "",
+    "a node in transit leaves the device": "",
+    "a node in transit is split": "",
+    "host pages handed on in use": "before the transfers that used them are known to be done",
+    "the host is full": "of pages in use: a backup that does not happen",
+    # storage
+    "fetch": "pages come from storage",
+    "fetch of several pages": "in one go",
+    "admission from storage": "a request gets what storage brought",
+    "prefetch of all": "everything that was wanted came",
+    "prefetch of nothing": "storage has nothing of it",
+    "prefetch cut short": "a request goes on while pages are still coming",
+    "prefetch out of time": "a request has waited for storage as long as it may",
+    "a held page leaves the tree": "while a worker still writes it",
+    # retraction
+    "retraction for memory": "",
+    "retraction by pause": "",
+    "retraction by recompute": "",
+    "retraction by offload": "",
+    "offloaded tail": "a page that is not full goes to the host",
+    "return with its tail": "and comes back",
+    "return without its tail": "or is given up",
+    "return": "a retracted request goes on",
+    "retracted twice": "",
+    "return of counted tokens": "with penalties: what it has said is counted anew",
+    # ends
+    **{f"abort {state}": "" for state in STATES},
+    "abort of all": "",
+    "end at a stop token": "",
+    "end at a stop string": "found by the detokenizer, told to the scheduler later",
+    "end of length": "",
+    "end before the first token": "a request that wants none, its prompt's logprobs at most",
+    "refusal": "a request that does not fit",
+    # the rest
+    "logprobs after a hit": "a prompt's logprobs are asked for, and some of it is cached",
+    "logprobs over chunks": "they come from several steps",
+    **{f"pause by {mode}": "with requests running" for mode in ("abort", "retract", "in_place")},
+    "flush": "of a tree that holds something",
+    "flush refused": "because requests are pending",
+    "flush of storage": "",
+}
+
+
+def state_of(scheduler: Scheduler, req: Req) -> str:
+    """Where a request is on its way, one of :data:`STATES`."""
+    if req.row == 0:
+        if req.num_retractions:
+            return "retracted" if req.tail is None else "retracted with a tail"
+        return "queued" if scheduler.memory.may_schedule(req) else "waiting for storage"
+    if req is scheduler.chunked:
+        return "half-way through its prompt"
+    return "running" if req.output_ids else "with its first step in flight"
+
+
+class Watch:
+    """Sees events of one run happen. Made before the model runner, so that it knows what is captured."""
+
+    def __init__(self, device: Device) -> None:
+        self.seen: set[str] = set()
+        self._graphs: list[Graph] = []
+        self._num_replays: Counter[str] = Counter()
+        self._num_chunks: Counter[str] = Counter()
+        self._namespaces: dict[bytes, set[str]] = {}
+        if isinstance(device, VgpuDevice):
+            around(device.gpu, "graph", after=lambda graph, *args: self._graphs.append(graph))
+
+    def note(self, event: str, happened: object = True) -> None:
+        """``event`` has happened, if it has."""
+        assert event in EVENTS, f"{event!r} is not in the list"
+        if happened:
+            self.seen.add(event)
+
+    def watch(self, scheduler: Scheduler) -> None:
+        """See what ``scheduler`` does."""
+        self._scheduler = scheduler
+        memory = scheduler.memory
+        around(scheduler, "launch", after=self._launched)
+        around(scheduler, "publish", before=self._publishes)
+        around(scheduler, "abort", before=self._aborts)
+        around(scheduler, "retract", before=self._retracts)
+        around(scheduler, "with_remaps", before=self._remaps)
+        around(scheduler.control, "_flush", after=self._flushed)
+        around(scheduler.control, "_pause", before=self._pauses)
+        around(memory, "admit", before=self._admits, after=self._admitted)
+        around(memory, "_match", before=self._matches)
+        around(memory.pages, "alloc", after=partial(self._handed_on, "pages handed on in use"))
+        around(memory.tree, "evict", after=lambda num, _: self.note("eviction from the device", num))
+        around(memory.tree, "_split", before=self._splits)
+        around(memory, "flush", before=lambda storage=False: self.note("flush", memory.tree.num_nodes))
+        if memory.tiers is not None:
+            assert isinstance(memory.tree, HiRadixCache), "the tree has several tiers"
+            self._watch_tiers(memory.tiers, memory.tree)
+
+    # --- steps ---------------------------------------------------------------------------------------
+
+    def _launched(self, flight: InFlight, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
+        replayed = self._replayed()
+        if isinstance(batch, DecodeBatch):
+            self._decode(batch, [name for name in replayed if name.startswith("decode")])
+        else:
+            self._extend(batch, reqs, [name for name in replayed if name.startswith("prefill")])
+
+    def _replayed(self) -> list[str]:
+        """Graphs that were replayed since the last call."""
+        counts = Counter({graph.name: graph.num_replays for graph in self._graphs})
+        new = counts - self._num_replays
+        self._num_replays = counts
+        return list(new)
+
+    def _decode(self, batch: DecodeBatch, replayed: list[str]) -> None:
+        if not replayed:
+            self.note("decode beyond the graphs", self._scheduler.config.cuda_graph_bs)
+            return
+        full = _size(replayed[0]) == len(batch.rows)
+        self.note("decode replay" if full else "padded decode replay")
+        self.note("decode replay with the sampler", any(map(_beyond_a_draw, batch.sampling)))
+
+    def _extend(self, batch: ExtendBatch, reqs: Sequence[Req], replayed: list[str]) -> None:
+        num_tokens = sum(len(seq.token_ids) for seq in batch.seqs)
+        if replayed:
+            full = _size(replayed[0]) == num_tokens
+            self.note("piecewise replay" if full else "padded piecewise replay")
+            self.note("piecewise replay while loading", batch.loads)
+        else:
+            self.note("prefill beyond the pieces", self._scheduler.config.piecewise_cuda_graph_tokens)
+        self.note("several prompts in one step", len(reqs) > 1)
+        self.note("prefill between decode steps", len(self._scheduler.running))
+        for seq, req in zip(batch.seqs, reqs, strict=True):
+            self._num_chunks[req.rid] += 1
+            self.note("a prompt in three chunks", self._num_chunks[req.rid] == 3)
+            scored = seq.prompt_logprobs_from is not None
+            self.note("logprobs after a hit", scored and req.cached_tokens)
+            self.note("logprobs over chunks", scored and self._num_chunks[req.rid] > 1)
+            self.note("return of counted tokens", seq.history is not None and req.num_retractions)
+            namespaces = self._namespaces.setdefault(req.prompt_ids.tobytes(), set())
+            namespaces.add(req.source.extra_key)
+            self.note("same prompt in two namespaces", len(namespaces) > 1)
+
+    def _publishes(self, flight: InFlight) -> None:
+        self.note("a step for one who has left", any(req.left for req in flight.reqs))
+
+    # --- requests ------------------------------------------------------------------------------------
+
+    def _aborts(self, message: AbortReq) -> None:
+        self.note("abort of all", message.abort_all and len(self._scheduler.reqs) > 1)
+        self.note("end at a stop string", message.silent and message.rid in self._scheduler.reqs)
+        req = self._scheduler.reqs.get(message.rid)
+        if req is not None and not message.silent:
+            self.note(f"abort {state_of(self._scheduler, req)}")
+
+    def told(self, out: TokenOut) -> None:
+        """The scheduler has news."""
+        reason = out.finish_reason
+        if reason is None:
+            return
+        self.note("end at a stop token", reason.type == "stop")
+        self.note("end of length", reason.type == "length" and reason.length)
+        self.note("end before the first token", reason.type == "length" and reason.length == 0)
+        self.note("refusal", reason.status_code == 400)
+
+    def _retracts(self, req: Req) -> None:
+        hicache = self._scheduler.config.hicache
+        offloads = hicache is not None and hicache.retract_policy == "offload"
+        self.note("retraction by pause" if self._scheduler.paused else "retraction for memory")
+        self.note("retraction by offload" if offloads else "retraction by recompute")
+        self.note("retracted twice", req.num_retractions == 1)
+
+    def _pauses(self, mode: str) -> None:
+        self.note(f"pause by {mode}", len(self._scheduler.running))
+
+    def _flushed(self, result: tuple[bool, str], storage: bool) -> None:
+        self.note("flush refused", not result[0] and self._scheduler.reqs)
+        self.note("flush of storage", result[0] and storage)
+
+    # --- prefixes ------------------------------------------------------------------------------------
+
+    def _matches(self, req: Req) -> None:
+        tree, queued = self._scheduler.memory.tree, req.queued_match
+        self.note("stale match", queued is not None and queued.num_created == tree.num_created)
+
+    def _admits(self, req: Req, prefix: Prefix) -> None:
+        match = prefix.match
+        self.note("hit", match.num_tokens)
+        self.note("load", match.num_host_tokens)
+        self.note("match of pages that are loading", match.loading)
+        self.note("return", req.num_retractions)
+        self.note("return with its tail", prefix.num_tail_tokens)
+        self.note("return without its tail", req.tail is not None and not prefix.num_tail_tokens)
+        op = req.prefetch
+        self.note("prefetch cut short", op is not None and op.num_fetched < op.num_found)
+        self.note("prefetch out of time", op is not None and op.timed_out)
+
+    def _admitted(self, after: Points, req: Req, prefix: Prefix) -> None:
+        details = req.cached_details
+        self.note("admission from storage", details is not None and details.storage)
+
+    def _remaps(self, writes: PageWrites) -> None:
+        left = [remap.req.left for remap in self._scheduler.remaps]
+        self.note("remap", not all(left))
+        self.note("remap of one who leaves", any(left))
+
+    def _handed_on(self, event: str, result: tuple[object, Points] | None, num: int) -> None:
+        self.note(event, result is not None and not result[1].passed)
+
+    def _splits(self, node: TreeNode, num_pages: int) -> None:
+        self.note("hit half-way through a node")
+        self.note("a node in transit is split", node.transfers)
+
+    # --- tiers ---------------------------------------------------------------------------------------
+
+    def _watch_tiers(self, tiers: HierarchicalCache, tree: HiRadixCache) -> None:
+        self._tiers, self._tree = tiers, tree
+        self._num_loading = self._num_nodes_to_load = 0
+        around(tree, "begin_load", before=self._begins_load)
+        around(tree, "_adopt", after=lambda num, *args: self.note("adopted page", num))
+        around(tree, "begin_backup", after=self._began_backup)
+        around(tree, "_drop", before=lambda node: self.note("a node leaves every tier"))
+        around(tree, "_leave_device", before=self._leaves_device)
+        if tree._spill is not None:
+            around(tree, "_spill", before=lambda nodes: self.note("write-back"))
+        around(tiers, "offload", after=lambda tail, *args: self.note("offloaded tail", tail))
+        around(tiers.host_pages, "alloc", after=partial(self._handed_on, "host pages handed on in use"))
+        around(tree._host, "_evict_all", after=lambda num, _: self.note("eviction from the host", num))
+        around(tree._host, "_orphan", before=lambda *args: self.note("a held page leaves the tree"))
+        around(tiers._transfers, "load", before=self._loads)
+        around(tiers._transfers, "drain_acks", after=self._acked)
+        if tiers.storage is not None:
+            around(tiers.storage._controller, "drain", after=self._drained)
+
+    def _begins_load(self, host_node: TreeNode, device_pages: object, ticket: Ticket) -> None:
+        nodes = self._tree._host_only(host_node)
+        self.note("load of several nodes", len(nodes) > 1)
+        self.note("load for several requests", ticket.num_pages)
+
+    def _loads(self, *args: object) -> None:
+        self._num_loading += 1
+
+    def _acked(self, tickets: Sequence[Ticket]) -> None:
+        self._num_loading -= sum(ticket.kind is TransferKind.LOAD for ticket in tickets)
+
+    def _began_backup(self, move: PageMove, nodes: Sequence[TreeNode], ticket: Ticket) -> None:
+        backed_up = [node for node in nodes if ticket in node.transfers]
+        self.note("backup", backed_up)
+        self.note("backup of several nodes", len(backed_up) > 1)
+        self.note("backup while prefixes load", backed_up and self._num_loading)
+        self.note("write-back under load", backed_up and self._num_loading and self._tree._leaving)
+        self.note("the host is full", any(node.host_pages is None and node.on_device for node in nodes))
+
+    def _leaves_device(self, node: TreeNode) -> None:
+        self.note("a node in transit leaves the device", node.transfers)
+
+    def _drained(self, acks: Sequence[Ack]) -> None:
+        for ack in acks:
+            match ack:
+                case Fetched():
+                    self.note("fetch")
+                    self.note("fetch of several pages", ack.num_pages > 1)
+                case Done() | Failed():
+                    self.note("prefetch of all", ack.op.outcome is Outcome.COMPLETE)
+                    self.note("prefetch of nothing", ack.op.outcome is Outcome.ABSENT)
+
+
+def _size(graph: str) -> int:
+    """``decode[4]``, ``prefill[16].2`` → 4, 16."""
+    return int(graph.partition("[")[2].partition("]")[0])
+
+
+def _beyond_a_draw(sampling: ReqSampling) -> bool:
+    """Whether a request needs more of the sampler than a temperature and a draw."""
+    p = sampling.params
+    filtered = not p.is_greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+    adjusted = p.needs_penalties or p.logit_bias or p.min_new_tokens
+    return bool(sampling.return_logprob or filtered or adjusted)
+
+
+def around(
+    owner: object,
+    name: str,
+    before: Callable[..., object] = lambda *args, **kwargs: None,
+    after: Callable[..., object] = lambda result, *args, **kwargs: None,
+) -> None:
+    """Have the method ``name`` of ``owner`` announced, with its arguments; and again, with its result in front."""
+    method = getattr(owner, name)
+
+    def announced(*args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        result = method(*args, **kwargs)
+        after(result, *args, **kwargs)
+        return result
+
+    setattr(owner, name, announced)

@@ -1,0 +1,160 @@
+"""The workload with everything: each run is a random product of all features that exist.
+
+What a request may ask for, how an engine may be set up and what may happen to both are lists of independent choices
+below. A new feature is one more line in one of them, and an event or two in ``events.EVENTS``.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from fenceline.managers.io_struct import AbortReq, ContinueGenerationReq, FlushCacheReq, PauseGenerationReq
+from fenceline.vgpu.proving.events import STATES
+from fenceline.vgpu.proving.persistent_attention import PERSISTENT
+from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Flag, Flags, Scenario, Script, Workload
+from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
+
+_POLICIES = ("write_through", "write_through_selective", "write_back")
+_STOP_STRINGS = ("a", "th", "on", "ne", "e t", "é", "r.")
+
+
+def _request(random: Random, page_size: int) -> dict[str, Any]:
+    """What one request asks for: each feature by itself."""
+
+    def wants(share: float) -> bool:
+        return random.random() < share
+
+    options: dict[str, Any] = {"extra_key": random.choice(("", "", "", "a", "b")), "stream": wants(0.8)}
+    if wants(0.5):
+        options["temperature"] = random.choice((0.6, 1.0, 1.3))
+        if wants(0.4):
+            options |= {"top_k": random.choice((1, 2, 8)), "top_p": random.choice((0.6, 0.9, 1.0))}
+        if wants(0.3):
+            options["min_p"] = random.choice((0.02, 0.1))
+    if wants(0.35):
+        options |= {"frequency_penalty": random.choice((-0.5, 0.8)), "presence_penalty": 0.3}
+        options["repetition_penalty"] = random.choice((1.0, 1.4))
+    if wants(0.15):
+        options["logit_bias"] = {random.randrange(VOCAB_SIZE): 4.0, random.randrange(VOCAB_SIZE): -5.0}
+    if wants(0.3):
+        options["stop_token_ids"] = tuple(random.sample(range(1, VOCAB_SIZE), 8))
+    if wants(0.3):
+        options["stop"] = tuple(random.sample(_STOP_STRINGS, 3))
+        options["no_stop_trim"] = wants(0.3)
+    if wants(0.3):
+        options["ignore_eos"] = True
+    if wants(0.3):
+        start = random.choice((-1, 0, page_size, 2 * page_size + 1))
+        options |= {"return_logprob": True, "logprob_start_len": start}
+        options |= {
+            "top_logprobs_num": random.choice((0, 3)),
+            "token_ids_logprob": random.choice(([], [9, 2])),
+        }
+    return options
+
+
+def _requests(script: Script, page_size: int) -> None:
+    """Bursts of requests of a few families, some of them twins, with a pause between bursts in which all may end."""
+    random, step = script.random, 0
+    families = [script.prompt(10, 22) for _ in range(3)]
+    for _ in range(random.randint(2, 3)):
+        for _ in range(random.randint(3, 4)):
+            family = random.choice(families)
+            kept = len(family) if random.random() < 0.6 else random.randrange(len(family))
+            prompt = family[:kept] + script.prompt(1, 6)
+            for _ in range(2 if random.random() < 0.25 else 1):
+                _one(script, step + random.randint(0, 3), prompt, page_size)
+        step += random.choice((random.randint(4, 10), random.randint(16, 30)))
+    if random.random() < 0.15:
+        script.add(random.randrange(step), script.prompt(120, 130), 1)  # fits nowhere
+
+
+def _one(script: Script, step: int, prompt: list[int], page_size: int) -> None:
+    random = script.random
+    options = _request(random, page_size)
+    num_tokens = random.choice((0, 1, 4, 8, 12, 16))
+    if num_tokens > 1 and random.random() < 0.2:
+        options["min_new_tokens"] = random.randrange(2, num_tokens + 1)
+    if options.get("logprob_start_len", -1) >= len(prompt):
+        options["logprob_start_len"] = len(prompt) - 1
+    rid = script.add(step, prompt, num_tokens, **options)
+    if random.random() < 0.2:
+        script.follow(rid, random.randint(0, 4), script.prompt(1, 5), random.randint(1, 4))
+
+
+def _control(script: Script) -> None:
+    """What happens to them from outside."""
+    random = script.random
+    step = 0
+    for number in range(random.choice((0, 1, 2, 2))):
+        step += random.randint(3, 10)
+        mode = random.choice(("abort", "retract", "retract", "in_place"))
+        script.send(step, PauseGenerationReq(id=f"pause {number}", mode=mode))
+        step += random.randint(1, 4)
+        script.send(step, ContinueGenerationReq(id=f"continue {number}"))
+    for state in random.sample(STATES, 3):
+        script.abort_when(state, random.randrange(16))
+    if random.random() < 0.2:
+        script.send(random.randrange(4, 30), AbortReq(abort_all=True))
+    if random.random() < 0.5:
+        script.when_idle(random.randrange(10, 30), FlushCacheReq(id="flush", storage=random.random() < 0.3))
+    if random.random() < 0.2:
+        script.send(random.randrange(20), FlushCacheReq(id="too early"))
+
+
+def _flags(random: Random, page_size: int) -> Flags:
+    """How the engine is set up: each flag by itself, but for those that need each other."""
+    most = random.randint(2, 4)
+    flags: dict[str, Flag] = {
+        "page_size": page_size,
+        "context_length": GRAPH_CONTEXT,
+        "max_total_tokens": random.choice((40, 40, 48, 64)),
+        "max_running_requests": most,
+        "chunked_prefill_size": random.choice((8, 16, 24, -1)),
+        "schedule_policy": random.choice(("fcfs", "lpm", "random")),
+        "schedule_conservativeness": random.choice((0.01, 0.01, 1.0)),
+        "stream_interval": random.choice((1, 1, 3)),
+        "disable_overlap_schedule": random.random() < 0.1,
+    }
+    if random.random() < 0.85:
+        flags["cuda_graph_bs"] = random.choice(((1, 2), (2,), (1, most), (most,)))
+        flags["disable_cuda_graph_padding"] = random.random() < 0.15
+    if random.random() < 0.75:
+        flags["piecewise_cuda_graph_tokens"] = random.choice(((2, 8), (4,), (8,)))
+    if random.random() < 0.2:
+        flags["attention_backend"] = PERSISTENT
+    if random.random() < 0.9:
+        flags |= _tiers(random)
+    else:
+        flags["disable_radix_cache"] = random.random() < 0.3
+    return flags
+
+
+def _tiers(random: Random) -> Flags:
+    flags: dict[str, Flag] = {
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": random.choice((0.5, 1.0, 2.0, 2.0)),
+        "hicache_write_policy": random.choice(_POLICIES),
+        "hicache_mem_layout": random.choice(("layer_first", "page_first")),
+        "hicache_io_backend": random.choice(("kernel", "direct")),
+        "retract_policy": random.choice(("recompute", "offload", "offload")),
+    }
+    if random.random() < 0.8:
+        policy = random.choice(("best_effort", "wait_complete", "timeout"))
+        flags |= {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": policy}
+        if policy == "timeout":
+            flags["hicache_storage_prefetch_timeout"] = random.choice((0.02, 0.1))  # two steps, ten
+    return flags
+
+
+def _everything(random: Random) -> Scenario:
+    script = Script(random)
+    page_size = random.choice((1, 2, 4, 4, 8))
+    _requests(script, page_size)
+    _control(script)
+    script.decode_lag = random.randrange(3)
+    return script.scenario(**_flags(random, page_size))
+
+
+EVERYTHING = Workload("everything", "a random product of all features", _everything, share=10)
