@@ -13,10 +13,16 @@ import uvicorn
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from fenceline.config.server_args import ServerArgs, resolve
 from fenceline.entrypoints import http_protocol as limits
 from fenceline.entrypoints.front_door import MAX_BODIES_BYTES, FrontDoor
 from fenceline.entrypoints.http_protocol import ConnectionLimit, JoiningHttpProtocol
-from fenceline.entrypoints.http_server import MAX_CONNECTIONS, max_connections, raise_descriptor_limit
+from fenceline.entrypoints.http_server import (
+    MAX_CONNECTIONS,
+    HttpServer,
+    max_connections,
+    raise_descriptor_limit,
+)
 from fenceline.entrypoints.json_body import MAX_BODY_BYTES
 from fenceline.managers.request_types import RequestError
 
@@ -66,7 +72,8 @@ class Server:
         self.config.load()
         self.state = ServerState()
         self.limit = ConnectionLimit(max_connections)
-        self.now = asyncio.get_running_loop().time()
+        self.loop_time = 1000.0
+        self.limit.advance(self.loop_time)
 
     def connect(self) -> tuple[JoiningHttpProtocol, Wire]:
         wire = Wire()
@@ -79,9 +86,13 @@ class Server:
     def pass_time(self, seconds: float) -> None:
         """Look at every connection once a second, as the server does."""
         for _ in range(int(seconds)):
-            self.now += 1
-            for connection in list(self.state.connections):
-                connection.check_pace(self.now)  # type: ignore[union-attr]
+            self.loop_time += 1
+            self.look()
+
+    def look(self) -> None:
+        self.limit.advance(self.loop_time)
+        for connection in list(self.state.connections):
+            connection.check_pace()  # type: ignore[union-attr]
 
 
 class App:
@@ -429,6 +440,39 @@ async def test_nobody_is_closed_while_the_server_works_or_does_not_read() -> Non
     connection.data_received(b"TP/1.1\r\n\r\n")
     await settle()
     assert app.paths == ["/", "/next"]
+
+
+async def test_a_server_that_was_away_blames_nobody() -> None:
+    """Stopped, or with its event loop busy for a minute: it has not read what has come meanwhile."""
+    server = Server(App())
+    _, silent = server.connect()
+    half, wire = server.connect()
+    half.data_received(b"POST / HTTP/1.1\r\nContent-Length: 10\r\n\r\n1234")
+    await settle()
+    server.pass_time(1)
+    for _ in range(3):
+        server.loop_time += 3600
+        server.look()
+    assert not wire.closing
+    assert not silent.closing
+    server.pass_time(limits.BODY_PERIOD_S)
+    assert wire.closing
+    assert silent.closing
+
+
+async def test_the_server_looks_once_a_second() -> None:
+    server = HttpServer(App(), resolve(ServerArgs(model_path="demo", device="cpu")))
+    server.config.load()
+    looks = []
+
+    class Connection:
+        def check_pace(self) -> None:
+            looks.append(counter)
+
+    server.server_state.connections.add(Connection())  # type: ignore[arg-type]
+    for counter in range(30):
+        await server.on_tick(counter)
+    assert looks == [0, 10, 20]
 
 
 async def test_who_takes_nothing_or_too_little_of_his_answer_is_dropped() -> None:

@@ -48,6 +48,7 @@ WRITE_PERIOD_S = (
     60.0  # in each such period the client takes WRITE_PERIOD_BYTES of its answer, or all that is there
 )
 WRITE_PERIOD_BYTES = 16 << 10
+_MAX_LOOK_INTERVAL_S = 2.0
 _WARNING_INTERVAL_S = 60.0
 _EVICTED_SHARE = 16  # of idle connections, how many are closed where a new one has no room: 1 in 16
 # Of a body that was refused before it had come: what is read all the same, so that the client comes to the answer.
@@ -165,16 +166,27 @@ class LateLogger:
 
 @dataclass(slots=True)
 class ConnectionLimit:
-    """How many connections one server has, and when it last said in its log that they are all taken."""
+    """What the connections of one server share: how many there may be, and the clock of their pace.
+
+    ``now`` is in seconds, of which those do not count in which the server was itself away (stopped, or busy): meanwhile
+    it has not read what its clients sent.
+    """
 
     max_connections: int
+    now: float = 0.0
+    looked_at: float = float("inf")
     warned_at: float = float("-inf")
 
-    def warn(self, now: float, num_idle: int) -> None:
-        """Say so, once a minute at most."""
-        if now - self.warned_at < _WARNING_INTERVAL_S:
+    def advance(self, loop_time: float) -> None:
+        """The server is about to look at all connections, as it does about once a second."""
+        self.now += min(max(loop_time - self.looked_at, 0.0), _MAX_LOOK_INTERVAL_S)
+        self.looked_at = loop_time
+
+    def warn(self, num_idle: int) -> None:
+        """Say in the log that all connections are taken, once a minute at most."""
+        if self.now - self.warned_at < _WARNING_INTERVAL_S:
             return
-        self.warned_at = now
+        self.warned_at = self.now
         logger.warning(
             "All %d connections are taken, %d of them idle: idle ones are closed for new ones. A connection takes a "
             "file descriptor: raise the limit (ulimit -n) if these are your clients.",
@@ -209,8 +221,7 @@ class JoiningHttpProtocol(HttpToolsProtocol):
         """A client has connected."""
         self.access_logger = cast(logging.Logger, LateLogger(self.access_logger, self.loop))
         super().connection_made(JoiningTransport(transport, self.loop))
-        self._pace_at = self.loop.time()
-        self._taken_at = self._pace_at
+        self._pace_at = self._taken_at = self._limit.now
         if len(self.connections) > self._limit.max_connections and not self._make_room():
             self.app = partial(_only_health, self.app)  # type: ignore[assignment]  # uvicorn's types and starlette's
 
@@ -302,9 +313,10 @@ class JoiningHttpProtocol(HttpToolsProtocol):
 
     # --- pace
 
-    def check_pace(self, now: float) -> None:
+    def check_pace(self) -> None:
         """Disconnect a client that does not go on with its request or does not take its answer. To be called about once
-        a second with the loop's time: that costs less than a timer for each request."""
+        a second: that costs less than a timer for each request."""
+        now = self._limit.now
         transport = cast(JoiningTransport, self.transport)
         periods_taken = transport.num_taken // WRITE_PERIOD_BYTES
         if not transport.get_write_buffer_size() or periods_taken != self._periods_taken:
@@ -353,7 +365,7 @@ class JoiningHttpProtocol(HttpToolsProtocol):
         none."""
         others = cast("set[JoiningHttpProtocol]", self.connections)
         idle = [other for other in others if other is not self and other._is_idle()]
-        self._limit.warn(self._pace_at, len(idle))
+        self._limit.warn(len(idle))
         idle.sort(key=lambda other: other._pace_at)
         for other in idle[: len(idle) // _EVICTED_SHARE + 1]:
             other.transport.close()

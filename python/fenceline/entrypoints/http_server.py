@@ -71,11 +71,12 @@ class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers: the supervisor decides what a signal means."""
 
     def __init__(self, app: ASGIApp, config: EngineConfig) -> None:
-        limit = ConnectionLimit(max_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+        num_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._limit = ConnectionLimit(max_connections(num_descriptors))
         super().__init__(
             uvicorn.Config(
                 app,
-                http=cast("type[asyncio.Protocol]", partial(JoiningHttpProtocol, limit=limit)),
+                http=cast("type[asyncio.Protocol]", partial(JoiningHttpProtocol, limit=self._limit)),
                 log_level=config.log_level_http,
                 log_config=None,  # the process's own format
                 timeout_keep_alive=KEEP_ALIVE_S,
@@ -91,9 +92,9 @@ class HttpServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second; once a second clients that do not keep pace are disconnected."""
         if counter % 10 == 0:
-            now = asyncio.get_running_loop().time()
+            self._limit.advance(asyncio.get_running_loop().time())
             for connection in list(self.server_state.connections):
-                cast(JoiningHttpProtocol, connection).check_pace(now)
+                cast(JoiningHttpProtocol, connection).check_pace()
         return await super().on_tick(counter)
 
     @contextmanager
