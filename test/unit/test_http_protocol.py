@@ -10,6 +10,8 @@ import resource
 import orjson
 import pytest
 import uvicorn
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
@@ -237,6 +239,46 @@ async def test_a_length_beyond_the_limit_is_413_however_long_its_number() -> Non
     connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 18446744073709551615\r\n\r\n")
     await settle()
     assert status_of(wire) == 413
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        b"GET /health HTTP/1.1\r\n", b"POST /generate HTTP/1.1\r\n", b"GET /health HTTP/1.0\r\n", b"\r\n", b"\n",
+        b"PUT ", b"CONNECT x:1 HTTP/1.1\r\n", b"/a?b=c#d", b" HTTP/1.1\r\n", b"Host: x\r\n", b"Content-Length: 5\r\n",
+        b"Content-Length: 99999999999999999999\r\n", b"Transfer-Encoding: chunked\r\n", b"Expect: 100-continue\r\n",
+        b"Connection: close\r\n", b"Connection: upgrade\r\nUpgrade: h2c\r\n", b"Authorization: Bearer x\r\n",
+        b"5\r\nhello\r\n", b"0\r\n", b"ffffffffffffffffffff\r\n", b"1;a=b\r\n", b"hello", b"a" * 20_000, b"X: ",
+        b"\x00", b"PRI * HTTP/2.0\r\n\r\n", b" folded\r\n", b"\x16\x03\x01",
+    ]
+) | st.binary(max_size=20)  # fmt: skip
+
+
+@settings(max_examples=400)
+@given(
+    data=st.lists(st.lists(FRAGMENTS, max_size=8).map(b"".join), max_size=6),
+    key=st.sampled_from([None, "x", "y"]),
+)
+def test_any_bytes_are_answered_or_refused(data: list[bytes], key: str | None) -> None:
+    async def run() -> None:
+        logged: list[logging.LogRecord] = []
+        handler = logging.Handler(logging.ERROR)
+        handler.emit = logged.append  # type: ignore[method-assign]
+        logging.getLogger().addHandler(handler)
+        connection, wire = Server(FrontDoor(App(), key)).connect()
+        for part in data:
+            if wire.closing:
+                break
+            connection.data_received(part)
+            assert connection._num_head_bytes <= limits.MAX_HEAD_BYTES
+            assert len(connection.pipeline) <= limits.MAX_PIPELINED
+            await settle()
+        connection.connection_lost(None)
+        await settle()
+        logging.getLogger().removeHandler(handler)
+        assert not logged
+        assert b"HTTP/1.1 5" not in wire.sent
+
+    asyncio.run(run())
 
 
 # --- bodies
