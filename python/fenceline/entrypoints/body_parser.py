@@ -22,6 +22,7 @@ from typing import TypeVar, cast
 from starlette.requests import Request
 
 from fenceline.config.request_limits import MAX_BODY_VALUES
+from fenceline.entrypoints.errors import too_deep
 from fenceline.entrypoints.fields import MAX_NAMES_LOGGED, FieldRules, UnknownFields
 from fenceline.managers.process import signals_blocked
 from fenceline.managers.request_types import RequestError
@@ -155,6 +156,8 @@ def _parsed(parse: Parse[T], data: bytes, most: int) -> object:
         return parse(data, strangers), strangers.noted
     except RequestError as error:
         return error
+    except RecursionError:
+        return too_deep()
     except MemoryError:
         return RequestError(413, "the body takes more memory than there is; send several requests")
 

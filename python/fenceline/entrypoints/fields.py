@@ -170,6 +170,14 @@ CHAT: Mapping[str, Refused] = {
     "web_search_options": Refused("nothing is searched for; put what must be known into the messages"),
 }
 
+# A message of a conversation.
+MESSAGE: Mapping[str, Refused] = {
+    "audio": _TEXT_ONLY,
+    "function_call": Refused("use tool_calls"),
+    "tools": Refused("tool calls are not parsed yet; leave it out"),
+}
+MESSAGE_WITHOUT_EFFECT = frozenset(("annotations", "refusal"))
+
 # sampling_params of /generate.
 SAMPLING: Mapping[str, Refused] = {
     name: GENERATION[name]

@@ -171,6 +171,29 @@ async def test_chat_takes_the_prompt_as_token_ids(serve):
                 )
 
 
+async def test_fields_of_messages_are_judged_too(serve, tmp_path, caplog):
+    template = tmp_path / "t.jinja"
+    template.write_text("{% for m in messages %}{{ m.content ~ m.reasoning_content }}{% endfor %}")
+
+    async def ask(server, **extra):
+        message = {"role": "assistant", "content": "a", **extra}
+        return await server.client.chat.completions.create(model="byte", messages=[*HI, message])
+
+    async with serve(chat_template=str(template)) as server:
+        for name in fields.MESSAGE:
+            with pytest.raises(openai.BadRequestError, match=f"{name} is not available: ") as caught:
+                await ask(server, **{name: {"name": "f"}})
+            assert caught.value.param == f"messages[1].{name}"
+        await ask(server, function_call=None, refusal=None, annotations=[], audio=None)
+        assert "is not known" not in caplog.text
+        await ask(server, reasoning="because", mood="good")
+        assert server.tokenizer.decode(server.link.sent[-1].input_ids) == "Hiabecause"
+        assert "the field 'mood', which is not known" in caplog.text
+    async with serve(strict_fields=True) as server:
+        with pytest.raises(openai.BadRequestError, match="'mood' is not known"):
+            await ask(server, mood="good")
+
+
 async def test_other_names_of_known_things(serve):
     async with serve(enable_priority_scheduling=True) as server:
         extra = {"request_id": "r-7", "include_stop_str_in_output": True, "priority": 3}
@@ -201,5 +224,14 @@ def test_a_large_prompt_beside_an_unknown_field_is_kept_as_it_is():
 
 def test_every_field_is_documented():
     text = (DOCS / "openai_api.md").read_text() + (DOCS / "api.md").read_text()
-    names = {*CHAT, *COMPLETION, *fields.GENERATION, *fields.WITHOUT_EFFECT, *FIELDS.declared}
+    names = {
+        *CHAT,
+        *COMPLETION,
+        *fields.PROFILE,
+        *fields.PROFILE_WITHOUT_EFFECT,
+        *fields.MESSAGE,
+        *fields.GENERATION,
+        *fields.WITHOUT_EFFECT,
+        *FIELDS.declared,
+    }
     assert [name for name in sorted(names) if f"`{name}`" not in text] == []

@@ -8,8 +8,15 @@ from typing import TypeVar
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from fenceline.entrypoints.fields import CHAT, COMPLETION, FieldRules, UnknownFields
-from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody, GenerationBody
+from fenceline.entrypoints.fields import (
+    CHAT,
+    COMPLETION,
+    MESSAGE,
+    MESSAGE_WITHOUT_EFFECT,
+    FieldRules,
+    UnknownFields,
+)
+from fenceline.entrypoints.openai.protocol import ChatBody, ChatMessage, CompletionBody, GenerationBody
 from fenceline.managers.request_types import RequestError
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -19,6 +26,7 @@ _RULES: Mapping[type[BaseModel], FieldRules] = {
     CompletionBody: FieldRules(CompletionBody.model_fields, COMPLETION),
     ChatBody: FieldRules(ChatBody.model_fields, CHAT),
 }
+_MESSAGE_RULES = FieldRules(ChatMessage.model_fields, MESSAGE, MESSAGE_WITHOUT_EFFECT)
 
 
 def parse_body(body_type: type[Body], raw: bytes, unknown: UnknownFields) -> Body:
@@ -35,10 +43,29 @@ def parse_body(body_type: type[Body], raw: bytes, unknown: UnknownFields) -> Bod
     rules = _RULES[body_type]
     if strangers := rules.unknown(value):
         unknown.note(strangers, rules)
+    if body_type is ChatBody:
+        _judge_messages(value.get("messages"), unknown)
     try:
         return body_type.model_validate({key: item for key, item in value.items() if item is not None})
     except ValidationError as error:
         raise _readable(error) from None
+
+
+def _judge_messages(messages: object, unknown: UnknownFields) -> None:
+    """What messages carry beside what templates are given, judged like the fields of the body."""
+    strangers: set[str] = set()
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        if not isinstance(message, dict) or message.keys() <= _MESSAGE_RULES.declared:
+            continue
+        try:
+            strangers |= _MESSAGE_RULES.unknown(message)
+        except RequestError as error:
+            where = f"messages[{index}]"
+            raise RequestError(
+                400, f"{where}: {error.message}", param=f"{where}.{error.param}", code=error.code
+            ) from error
+    if strangers:
+        unknown.note(strangers, _MESSAGE_RULES)
 
 
 def _readable(error: ValidationError) -> RequestError:

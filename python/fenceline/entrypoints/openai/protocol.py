@@ -181,12 +181,13 @@ class ChatMessage(BaseModel):
     content: Annotated[list[TextPart] | str | None, BeforeValidator(_text_parts_only)] = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's name of it
     tool_calls: list[JsonObject] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
-        called = self.role == "assistant" and (self.tool_calls or self.reasoning_content)
+        called = self.role == "assistant" and (self.tool_calls or self.reasoning_content or self.reasoning)
         if self.content is None and not called:
             raise ValueError("has no content")
         return self

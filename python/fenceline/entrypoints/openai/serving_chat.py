@@ -143,6 +143,8 @@ def render_chat(template: ChatTemplate | str, body: ChatBody) -> str:
 
 def _template_message(message: ChatMessage) -> dict[str, object]:
     values = message.model_dump(exclude_none=True)
+    if message.reasoning is not None:
+        values.setdefault("reasoning_content", message.reasoning)  # the name that templates know
     if message.role == "developer":
         values["role"] = "system"  # the name that templates know
     return values
