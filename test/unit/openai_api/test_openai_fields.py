@@ -216,6 +216,28 @@ async def test_other_names_of_known_things(serve):
         assert chat_with == special + chat
 
 
+@pytest.mark.parametrize(
+    ("extra", "times"),
+    [
+        ({}, 1),
+        ({"lora_path": None, "return_routed_experts": False, "image_data": [None], "model": "m"}, 1),
+        ({"lora_path": [None, ""], "bootstrap_room": None, "session_params": {}}, 1),
+        ({"watermarking": None}, 3),  # in vain, for its names, without them
+    ],
+)
+def test_what_clients_always_mention_costs_no_second_reading(monkeypatch, extra, times):
+    readings = []
+
+    def counted(data, kind):
+        readings.extend([kind] * (kind is not object))  # a value of its own is an object
+        return original(data, kind)
+
+    original = fields.parse_body
+    monkeypatch.setattr(fields, "parse_body", counted)
+    parse_generate(orjson.dumps({"text": "a", **extra}), UnknownFields(strict=True))
+    assert len(readings) == times
+
+
 def test_a_large_prompt_beside_an_unknown_field_is_kept_as_it_is():
     ids = list(range(50_000))
     body = parse_generate(orjson.dumps({"x": 1, "input_ids": ids, "rid": "r"}), UnknownFields(strict=False))
