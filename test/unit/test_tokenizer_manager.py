@@ -39,6 +39,7 @@ from fenceline.managers.io_struct import (
     TokenOut,
 )
 from fenceline.managers.request_types import (
+    TURN_REQUESTS,
     GenerateChunk,
     GenerateInput,
     RequestError,
@@ -298,6 +299,58 @@ async def test_tokenize_and_detokenize_have_limits(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RequestError, match="token id -1 is outside"):
         await bench.manager.detokenize([[5], [-1]])
     assert await bench.manager.detokenize([[5], []]) == [byte_level().decode([5]), ""]
+
+
+@pytest.mark.parametrize("inp", [GenerateInput(text="the fox"), GenerateInput(input_ids=[5, 6])])
+async def test_others_have_their_turns_while_a_large_body_is_prepared(
+    monkeypatch: pytest.MonkeyPatch, inp: GenerateInput
+) -> None:
+    """Requests that are checked, or made messages, in one turn of the event loop; prompts' ids are checked once."""
+    bench = Bench()
+    turns, ids_checked, most = 0, 0, 0
+    last: dict[str, tuple[int, int]] = {}
+
+    def counting(name: str) -> None:
+        plain = getattr(tokenizer_manager, name)
+
+        def counted(*arguments: object) -> object:
+            nonlocal ids_checked, most
+            ids_checked += name == "check_ids"
+            turn, num = last.get(name, (turns, 0))
+            last[name] = (turns, num + 1 if turn == turns else 1)
+            most = max(most, last[name][1])
+            return plain(*arguments)
+
+        monkeypatch.setattr(tokenizer_manager, name, counted)
+
+    for name in ("check_untokenised", "check_ids", "build_message"):
+        counting(name)
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    running = asyncio.ensure_future(others())
+    inputs = [sample for index in range(10) for sample in expand_samples(replace(inp, rid=str(index)), 100)]
+    await bench.manager.submit_many(inputs)
+    running.cancel()
+    assert most <= TURN_REQUESTS
+    assert ids_checked <= 10
+    assert len(bench.link.requests()) == 1000
+
+
+async def test_an_id_that_was_used_meanwhile_travels_under_another_name() -> None:
+    bench = Bench()
+    work = asyncio.ensure_future(
+        bench.manager.submit_many([ids_input(5, rid=str(index)) for index in range(400)])
+    )
+    await asyncio.sleep(0)
+    (await bench.manager.submit(ids_input(5, rid="7"))).close()
+    await work
+    wires = [message.rid for message in bench.link.requests()]
+    assert len(set(wires)) == 401
 
 
 async def test_a_full_queue_refuses_before_any_text_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:

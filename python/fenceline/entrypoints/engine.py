@@ -114,7 +114,7 @@ class Engine:
 
     async def _submit(self, body: GenerateBody) -> tuple[StreamGroup, list[AnswerWriter], bool]:
         tokenizer = self._manager.tokenizer
-        expanded = expand(body, self.config, None)
+        expanded = await expand(body, self.config, None)
         thinking_end = thinking_end_id(body, self.config, tokenizer)
         group = await self._manager.submit_many(expanded.inputs)
         writers = make_writers(expanded, group, body, self.config, tokenizer, thinking_end)

@@ -38,7 +38,7 @@ async def generate(
     body = await while_connected(request, parser.parse(request, parse_generate))
     request_id: str = request.scope[REQUEST_ID]
     try:
-        expanded = expand(body, config, None if manager.is_active(request_id) else request_id)
+        expanded = await expand(body, config, None if manager.is_active(request_id) else request_id)
         thinking_end = thinking_end_id(body, config, manager.tokenizer)
         group = await while_connected(request, manager.submit_many(expanded.inputs))
     except RequestError as error:

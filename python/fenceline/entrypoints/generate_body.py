@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from fenceline.config.request_limits import MAX_SAMPLES
 from fenceline.config.sampling_params import SamplingParams
 from fenceline.entrypoints.fields import GENERATION, SAMPLING, FieldRules, UnknownFields, parse_known
 from fenceline.managers.request_types import (
+    TURN_REQUESTS,
     GenerateInput,
     RequestError,
     check_num_requests,
@@ -139,8 +141,11 @@ class Expanded:
     single: bool
 
 
-def expand(body: GenerateBody, config: EngineConfig, default_rid: str | None) -> Expanded:
-    """One GenerateInput per prompt and sample, samples of a prompt side by side. Raises RequestError."""
+async def expand(body: GenerateBody, config: EngineConfig, default_rid: str | None) -> Expanded:
+    """One GenerateInput per prompt and sample, samples of a prompt side by side. Raises RequestError.
+
+    Others run in between: there may be thousands.
+    """
     prompts, single = _prompts(body)
     num = len(prompts)
     check_num_requests(num, 1)
@@ -161,6 +166,8 @@ def expand(body: GenerateBody, config: EngineConfig, default_rid: str | None) ->
     for native in sampling:
         if id(native) not in params:
             params[id(native)] = _to_params(native, config)
+            if len(params) % TURN_REQUESTS == 0:
+                await asyncio.sleep(0)
     inputs: list[GenerateInput] = []
     for index, (text, ids) in enumerate(prompts):
         one = GenerateInput(
@@ -178,6 +185,8 @@ def expand(body: GenerateBody, config: EngineConfig, default_rid: str | None) ->
             family="" if rids is None else family,
         )
         inputs.extend(expand_samples(one, n))
+        if (index + 1) % (TURN_REQUESTS // n) == 0:
+            await asyncio.sleep(0)
     return Expanded(inputs, single and n == 1)
 
 

@@ -25,8 +25,9 @@ from fenceline.managers.tokenizer import Tokenizer
 def check_untokenised(
     inp: GenerateInput, tokenizer: Tokenizer | None, config: EngineConfig, limits: SchedulerReady
 ) -> None:
-    """All that can be said of a request before tokenising, but for its sampling parameters. Raises RequestError with
-    the remedy for the first thing that is wrong."""
+    """All that can be said of a request before tokenising, but for its sampling parameters and its ids.
+
+    Raises RequestError with the remedy for the first thing that is wrong."""
     vocab_size = config.model.vocab_size
     if (inp.text is None) == (inp.input_ids is None):
         raise RequestError(400, "give either text or input_ids, not both and not neither", param="text")
@@ -51,8 +52,6 @@ def check_untokenised(
         check_length(len(inp.text), tokenizer, config, limits)
     longest = limits.max_req_input_len if inp.input_ids is None else len(inp.input_ids)
     _check_logprob_start(inp, longest)
-    if inp.input_ids is not None:
-        check_ids(inp.input_ids, vocab_size, limits)
 
 
 def check_length(num_chars: int, tokenizer: Tokenizer, config: EngineConfig, limits: SchedulerReady) -> None:
@@ -184,7 +183,8 @@ def fit_params(
 ) -> SamplingParams:
     """``params`` with ``max_new_tokens`` clipped to what context and memory can hold, and without stop tokens outside
     the vocabulary, which nothing ever matches."""
-    if any(not 0 <= token < vocab_size for token in params.stop_token_ids):
+    stops = params.stop_token_ids
+    if stops and not (min(stops) >= 0 and max(stops) < vocab_size):
         known = tuple(token for token in params.stop_token_ids if 0 <= token < vocab_size)
         params = msgspec.structs.replace(params, stop_token_ids=known)
     room = min(limits.context_length, limits.max_total_num_tokens) - prompt_len
@@ -203,9 +203,8 @@ def build_message(
     limits: SchedulerReady,
     default_priority: int = 0,
 ) -> TokenizedGenerateReq:
-    """The message of a request that was checked without its tokens. Raises RequestError for what these show."""
+    """The message of a request that was checked, and whose ids were. Raises RequestError for what only both show."""
     if inp.input_ids is None:
-        check_ids(ids, vocab_size, limits)
         _check_logprob_start(inp, len(ids))
     return TokenizedGenerateReq(
         rid=wire_rid,

@@ -22,6 +22,9 @@ def one_line(text: str) -> str:
     return _UNSHOWN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+TURN_REQUESTS = 128  # of one body that are worked on in one turn of the event loop: some milliseconds
+
+
 class RequestError(Exception):
     """A request that cannot be served: the HTTP status and the fields of OpenAI's error object."""
 

@@ -17,6 +17,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.request_limits import MAX_BODY_TOKENS, MAX_TOKENIZE_TOKENS
 from fenceline.managers.control import MAX_FLUSH_WAIT_S, ControlDesk
@@ -40,6 +42,7 @@ from fenceline.managers.metrics import Metrics
 from fenceline.managers.request_log import RequestLog
 from fenceline.managers.request_prepare import (
     build_message,
+    check_ids,
     check_length,
     check_params,
     check_untokenised,
@@ -47,11 +50,19 @@ from fenceline.managers.request_prepare import (
 )
 from fenceline.managers.request_stream import RequestStream, StreamGroup
 from fenceline.managers.request_table import RequestEntry, RequestTable
-from fenceline.managers.request_types import GenerateChunk, GenerateInput, RequestError, check_num_requests
+from fenceline.managers.request_types import (
+    TURN_REQUESTS,
+    GenerateChunk,
+    GenerateInput,
+    RequestError,
+    check_num_requests,
+)
 from fenceline.managers.tokenize_pool import TokenizePool
 from fenceline.managers.tokenizer import Tokenizer
 
 _MIN_TICK_S, _MAX_TICK_S = 0.01, 1.0
+
+_TURN_IDS = 1 << 17  # of prompts that are looked through in one turn of the event loop: some milliseconds
 
 
 class TokenizerManager:
@@ -97,21 +108,63 @@ class TokenizerManager:
         rids = [inp.rid for inp in inputs]
         default_priority = 0 if priority is None else priority.default_value
         priorities = [default_priority if inp.priority is None else inp.priority for inp in inputs]
-        check_params(inputs, self.vocab_size, self.tokenizer is not None)
-        for inp in inputs:
-            check_untokenised(inp, self.tokenizer, self.config, limits)
+        await self._check_untokenised(inputs, limits)
         # What is refused whatever the prompts' lengths: they have one token at least.
         self._table.admit(rids, [len(inp.input_ids or "?") for inp in inputs], priorities, limits)
         prompts = await self._prompt_ids(inputs, limits)
         limits = self._require_serving()  # tokenising may have taken a while
-        messages = [
-            build_message(inp, self._table.wire_rid(inp.rid), ids, self.vocab_size, limits, default_priority)
-            for inp, ids in zip(inputs, prompts, strict=True)
-        ]
+        messages = await self._messages(inputs, prompts, limits, default_priority)
         for entry in self._table.admit(rids, [len(ids) for ids in prompts], priorities, limits):
             self._displace(entry)
         streams = [self._start(inp, message) for inp, message in zip(inputs, messages, strict=True)]
         return StreamGroup(streams)
+
+    # Of a body with thousands of prompts others' turns come in between. Samples share their prompt's ids, which are
+    # checked once.
+
+    async def _check_untokenised(self, inputs: Sequence[GenerateInput], limits: SchedulerReady) -> None:
+        for start in range(0, len(inputs), TURN_REQUESTS):
+            check_params(inputs[start : start + TURN_REQUESTS], self.vocab_size, self.tokenizer is not None)
+            if start:
+                await asyncio.sleep(0)
+        num_ids = 0
+        checked: Sequence[int] | None = None
+        for index, inp in enumerate(inputs):
+            check_untokenised(inp, self.tokenizer, self.config, limits)
+            ids = inp.input_ids
+            if ids is not None and ids is not checked:
+                check_ids(ids, self.vocab_size, limits)
+                checked = ids
+                num_ids += len(ids)
+            if (index + 1) % TURN_REQUESTS == 0 or num_ids > _TURN_IDS:
+                num_ids = 0
+                await asyncio.sleep(0)
+
+    async def _messages(
+        self,
+        inputs: Sequence[GenerateInput],
+        prompts: Sequence[list[int]],
+        limits: SchedulerReady,
+        default_priority: int,
+    ) -> list[TokenizedGenerateReq]:
+        messages: list[TokenizedGenerateReq] = []
+        num_ids = 0
+        checked: Sequence[int] | None = None
+        for inp, ids in zip(inputs, prompts, strict=True):
+            if inp.text is not None and ids is not checked:
+                check_ids(ids, self.vocab_size, limits)
+                checked = ids
+                num_ids += len(ids)
+            messages.append(build_message(inp, inp.rid, ids, self.vocab_size, limits, default_priority))
+            if len(messages) % TURN_REQUESTS == 0 or num_ids > _TURN_IDS:
+                num_ids = 0
+                await asyncio.sleep(0)
+        # At the end: ids that are in use, or were, may change as long as others run.
+        return [self._under_wire_rid(message) for message in messages]
+
+    def _under_wire_rid(self, message: TokenizedGenerateReq) -> TokenizedGenerateReq:
+        wire_rid = self._table.wire_rid(message.rid)
+        return message if wire_rid == message.rid else msgspec.structs.replace(message, rid=wire_rid)
 
     async def generate(self, inp: GenerateInput) -> AsyncIterator[GenerateChunk]:
         """:meth:`submit` and iterate. Validation happens at the first ``anext``."""
