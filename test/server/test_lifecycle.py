@@ -49,6 +49,11 @@ def wait_for(condition: Callable[[], bool]) -> None:
         assert time.monotonic() < deadline
 
 
+def socket_folders(sockets_dir: Path) -> list[Path]:
+    """The folders of running servers. (The flight recorder's stays: dumps are for afterwards.)"""
+    return [path for path in sockets_dir.glob("fenceline-*") if "flight-recorder" not in path.name]
+
+
 def engine_processes(server: LiveServer) -> list[psutil.Process]:
     children = [child for child in server.children() if "resource_tracker" not in " ".join(child.cmdline())]
     assert len(children) == 2
@@ -58,7 +63,7 @@ def engine_processes(server: LiveServer) -> list[psutil.Process]:
 def assert_all_gone(children: list[psutil.Process], sockets_dir: Path) -> None:
     _, alive = psutil.wait_procs(children, timeout=WAIT_S)
     assert alive == []
-    wait_for(lambda: not list(sockets_dir.glob("fenceline-*")))
+    wait_for(lambda: not socket_folders(sockets_dir))
 
 
 def post_in_thread(server: LiveServer, body: dict) -> tuple[threading.Thread, list[httpx.Response]]:
@@ -82,7 +87,7 @@ def wait_running(server: LiveServer, num: int = 1) -> None:
 def test_idle_server_stops_cleanly(sockets_dir: Path, number: int) -> None:
     with start(sockets_dir) as server:
         children = engine_processes(server.wait_ready())
-        assert list(sockets_dir.glob("fenceline-*"))
+        assert socket_folders(sockets_dir)
         server.signal(number)
         assert server.wait_exit() == 0
         assert_all_gone(children, sockets_dir)
@@ -249,7 +254,7 @@ def test_half_requests_beyond_the_descriptors_keep_nobody_out(sockets_dir: Path)
 
 def test_garbage_on_the_sockets_ends_nothing(sockets_dir: Path) -> None:
     with start(sockets_dir) as server, server.wait_ready().client() as client:
-        (folder,) = sockets_dir.glob("fenceline-*")
+        (folder,) = socket_folders(sockets_dir)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         strangers = [ShutdownReq(), SchedulerReady(
             max_total_num_tokens=1, max_running_requests=1, max_req_input_len=1, context_length=1, memory_bytes={}
@@ -306,4 +311,4 @@ def test_busy_port_is_refused_in_one_line(sockets_dir: Path) -> None:
             assert server.output.count("\n") == 1
             assert f"port {port} on 127.0.0.1 is in use" in server.output
             assert "--port" in server.output
-    assert os.listdir(sockets_dir) == []
+    assert socket_folders(sockets_dir) == []
