@@ -129,8 +129,10 @@ def test_errors(api, model):
         api.completions.create(model=model, prompt="a", max_tokens=-1)
     with pytest.raises(openai.BadRequestError, match="context"):
         api.completions.create(model=model, prompt="word " * 3000)
+    with pytest.raises(openai.NotFoundError, match="names an adapter"):
+        api.chat.completions.create(model=f"{model}:nobody", messages=HI)
     with pytest.raises(openai.NotFoundError, match="'nobody' does not exist"):
-        api.chat.completions.create(model="nobody", messages=HI)
+        api.models.retrieve("nobody")
     with pytest.raises(openai.APIStatusError, match="no room for this one") as refused:
         api.completions.create(model=model, prompt="a", seed=Seed.REFUSE)
     assert refused.value.status_code == 507
