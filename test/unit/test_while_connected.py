@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from fenceline.entrypoints.sse import while_connected
+from fenceline.entrypoints.sse import while_connected, written
+from fenceline.managers.io_struct import TokenLogprobs
+from fenceline.managers.request_types import GenerateChunk
 
 
 async def make_request(num_bytes: int) -> tuple[Request, asyncio.Event]:
@@ -63,3 +66,19 @@ async def test_who_is_cancelled_himself_is_cancelled() -> None:
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_top", "beside"), [(1, 20, False), (100, 128, True), (5000, 0, True)]
+)
+async def test_many_logprobs_are_written_beside_the_loop(num_tokens: int, num_top: int, beside: bool) -> None:
+    logprobs = TokenLogprobs(
+        token_ids=[1] * num_tokens,
+        logprobs=[-1.0] * num_tokens,
+        top_logprobs=[[(-1.0, 1)] * num_top] * num_tokens,
+    )
+    chunk = GenerateChunk(
+        rid="r", text="", output_ids=[], prompt_tokens=1, completion_tokens=0, cached_tokens=0, e2e_latency=0.0,
+        input_logprobs=logprobs,
+    )  # fmt: skip
+    assert (await written(chunk, threading.get_ident) != threading.get_ident()) == beside

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 import msgspec
 import orjson
@@ -14,10 +16,18 @@ from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.front_door import REQUEST_ID
 from fenceline.entrypoints.generate_body import Expanded, GenerateBody, expand, parse_generate
 from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS
-from fenceline.entrypoints.sse import DONE, EventStream, collect_or_abort, error_event, while_connected
+from fenceline.entrypoints.sse import (
+    DONE,
+    EventStream,
+    collect_or_abort,
+    error_event,
+    while_connected,
+    written,
+)
 from fenceline.managers.io_struct import FinishReason, TokenLogprobs
 from fenceline.managers.request_stream import StreamGroup
 from fenceline.managers.request_types import (
+    TURN_REQUESTS,
     GenerateChunk,
     GenerateInput,
     RequestError,
@@ -48,7 +58,7 @@ async def generate(
     writers = make_writers(expanded, group, body, config, manager.tokenizer, thinking_end)
     if body.stream:
         return EventStream(_events(group, writers, config.incremental_streaming_output), group.close)
-    answers = answers_of(await collect_or_abort(request, group), writers)
+    answers = await answers_of(await collect_or_abort(request, group), writers)
     content = answers[0] if expanded.single else b"[" + b",".join(answers) + b"]"
     return Response(content, media_type="application/json")
 
@@ -77,9 +87,14 @@ def make_writers(
     ]
 
 
-def answers_of(chunks: Sequence[GenerateChunk], writers: Sequence[AnswerWriter]) -> list[bytes]:
-    """The JSON objects of requests that did not stream."""
-    return [b"".join(writer.so_far(chunk)) for writer, chunk in zip(writers, chunks, strict=True)]
+async def answers_of(chunks: Sequence[GenerateChunk], writers: Sequence[AnswerWriter]) -> list[bytes]:
+    """The JSON objects of requests that did not stream. Others run in between."""
+    answers: list[bytes] = []
+    for writer, chunk in zip(writers, chunks, strict=True):
+        answers.append(b"".join(await written(chunk, partial(writer.so_far, chunk))))
+        if len(answers) % TURN_REQUESTS == 0:
+            await asyncio.sleep(0)
+    return answers
 
 
 async def stream_answers(
@@ -91,7 +106,11 @@ async def stream_answers(
         if error is not None:
             raise error
         writer = writers[index]
-        yield b"".join(writer.piece(chunk) if incremental else writer.so_far(chunk))
+        write = writer.piece if incremental else writer.so_far
+        if chunk.output_logprobs is None and chunk.input_logprobs is None:
+            yield b"".join(write(chunk))
+        else:
+            yield b"".join(await written(chunk, partial(write, chunk)))
 
 
 async def _events(

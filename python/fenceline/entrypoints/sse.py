@@ -23,6 +23,7 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 HEAD_PATIENCE_S = 1.0
 _SHORT_WORK_BYTES = 1 << 15
+_INLINE_LOGPROBS = 2048
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -116,6 +117,14 @@ async def collect_or_abort(request: Request, group: StreamGroup) -> list[Generat
     finally:
         gone.cancel()
         group.close()
+
+
+async def written(chunk: GenerateChunk, write: Callable[[], T]) -> T:
+    """What ``write`` makes of ``chunk``: beside the event loop if it brings many logprobs, each some microseconds."""
+    parts = [part for part in (chunk.input_logprobs, chunk.output_logprobs) if part is not None]
+    if sum(len(part.token_ids) + sum(map(len, part.top_logprobs)) for part in parts) <= _INLINE_LOGPROBS:
+        return write()
+    return await asyncio.to_thread(write)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

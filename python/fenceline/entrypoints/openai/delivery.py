@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import orjson
@@ -12,9 +14,9 @@ from starlette.responses import Response
 
 from fenceline.entrypoints.openai.answer import UsageCounter
 from fenceline.entrypoints.openai.protocol import GenerationBody, StreamOptions
-from fenceline.entrypoints.sse import DONE, EventStream, collect_or_abort
+from fenceline.entrypoints.sse import DONE, EventStream, collect_or_abort, written
 from fenceline.managers.request_stream import StreamGroup
-from fenceline.managers.request_types import GenerateChunk, error_of
+from fenceline.managers.request_types import TURN_REQUESTS, GenerateChunk, error_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,11 @@ class Answer:
         chunks = await collect_or_abort(request, self.group)
         for index, chunk in enumerate(chunks):
             self.usage.note(index, chunk)
-        choices = [choice.whole(chunk) for choice, chunk in zip(self.choices, chunks, strict=True)]
+        choices: list[dict[str, object]] = []
+        for choice, chunk in zip(self.choices, chunks, strict=True):
+            choices.append(await written(chunk, partial(choice.whole, chunk)))
+            if len(choices) % TURN_REQUESTS == 0:
+                await asyncio.sleep(0)
         usage = self.usage.total()
         return json_response({**fields, "choices": choices, "usage": usage, **self.usage.extension()})
 
@@ -120,7 +126,8 @@ class Answer:
             if (error := error_of(chunk)) is not None:
                 raise error
             choice = self.choices[index]
-            if data := choice.frames(chunk, shape, self.usage.of_choice(index)):
+            write = partial(choice.frames, chunk, shape, self.usage.of_choice(index))
+            if data := await written(chunk, write):
                 yield data
             if chunk.finish_reason is None:
                 prepared[index] = choice.text_frame(shape)
