@@ -180,7 +180,8 @@ def test_pure_decode_under_a_full_pool_lets_go_of_every_transfer() -> None:
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_anything_goes(data: st.DataObject) -> None:
-    """Arrivals, aborts and flushes at any step; whoever is answered is answered right."""
+    """Arrivals, aborts and flushes at any step; whoever is answered is answered right, and has found no more cached
+    than others of its namespace had brought."""
     seed = data.draw(st.integers(0, 10**6))
     random = Random(seed)
     driver = make_tiered_driver(
@@ -190,14 +191,15 @@ def test_anything_goes(data: st.DataObject) -> None:
         hicache_write_policy=data.draw(st.sampled_from(POLICIES)),
         retract_policy=data.draw(st.sampled_from(("recompute", "offload"))),
         schedule_conservativeness=data.draw(st.sampled_from((0.01, 1.0))),
-        schedule_policy=data.draw(st.sampled_from(("fcfs", "lpm", "random"))),
+        schedule_policy=data.draw(st.sampled_from(("fcfs", "lpm", "dfs-weight", "random"))),
     )
     families = [[random.randrange(1, 200) for _ in range(20)] for _ in range(4)]
     sent: dict[str, TokenizedGenerateReq] = {}
     for number in range(data.draw(st.integers(1, 14))):
         prompt = random.choice(families)[: random.randint(1, 20)]
         prompt += [random.randrange(200) for _ in range(random.randint(1, 9))]
-        req = request(f"r{number}", prompt, max_new_tokens=random.randint(1, 14), ignore_eos=True)
+        key, num_tokens = random.choice(("", "", "a", "b")), random.randint(1, 14)
+        req = request(f"r{number}", prompt, extra_key=key, max_new_tokens=num_tokens, ignore_eos=True)
         sent[req.rid] = req
         driver.send(req)
         for _ in range(random.randint(0, 5)):
@@ -213,6 +215,19 @@ def test_anything_goes(data: st.DataObject) -> None:
         answer = driver.answers[rid]
         if answer.finish.type != "abort":
             assert answer.output_ids == expected_output(req, capacity), rid
+            others = [
+                other for other in sent.values() if other is not req and other.extra_key == req.extra_key
+            ]
+            brought = [[*other.input_ids, *expected_output(other, capacity)] for other in others]
+            shared = max((num_shared(req.input_ids, tokens) for tokens in brought), default=0)
+            assert answer.last.cached_tokens <= shared, rid
+
+
+def num_shared(one: list[int], other: list[int]) -> int:
+    """Leading tokens that are the same."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
 
 
 def test_a_lock_that_nobody_gives_back_is_noticed_on_the_host_too() -> None:

@@ -111,6 +111,33 @@ def _offload(random: Random) -> Scenario:
     )
 
 
+def _namespaces(random: Random) -> Scenario:
+    """The same prompts in several namespaces on all three tiers; better requests send others to the host."""
+    script = Script(random)
+    family = script.prompt(13, 17)
+    for turn in range(8):
+        options = {"extra_key": random.choice(("", "salt")), "priority": random.choice((0, 0, 20))}
+        prompt = family + script.prompt(1, 3)
+        rid = script.add(2 * turn, prompt, random.randint(2, 6), ignore_eos=True, **options)
+        if random.random() < 0.2:
+            script.send(2 * turn + random.randint(1, 6), AbortReq(rid=rid))
+    for step in (7, 12):
+        if random.random() < 0.7:
+            script.send(step, AbortReq(abort_all=True))
+            script.send(step, FlushCacheReq(id=f"flush-{step}"))
+    return script.scenario(
+        max_total_tokens=56,
+        max_running_requests=2,
+        chunked_prefill_size=32,
+        enable_priority_scheduling=True,
+        retract_policy=random.choice(("offload", "recompute")),
+        hicache_storage_backend="file",
+        hicache_storage_prefetch_policy=random.choice(("best_effort", "wait_complete")),
+        **_tiers(random, hicache_ratio=random.choice((0.8, 2.0))),
+        **script.graphs(1, 2),
+    )
+
+
 def _storage(random: Random) -> Scenario:
     """Prefixes that only storage still has, in host pages that transfers have just used."""
     script = Script(random)
@@ -244,6 +271,7 @@ HICACHE_WORKLOADS: tuple[Workload, ...] = (
         policies=("laziest", "random", "fifo", "pct"),  # a load that nobody knows to have ended
     ),
     Workload("persistent", "F2: backups and persistent attention on the same multiprocessors", _persistent),
+    Workload("namespaces", "prompts in several namespaces, priorities, three tiers", _namespaces, share=2),
     Workload("storage", "F15: storage's threads read and fill host pages", _storage, share=2),
     Workload(
         "refill",

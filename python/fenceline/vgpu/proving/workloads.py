@@ -87,6 +87,29 @@ def _retraction(random: Random) -> Scenario:
     )
 
 
+def _priorities(random: Random) -> Scenario:
+    """Running requests are retracted for better ones, with steps of theirs in flight; prefixes in two namespaces."""
+    script = Script(random)
+    family = script.prompt(8, 12)
+    for index in range(6):
+        prompt = family + script.prompt(1, 4) if random.random() < 0.6 else script.prompt(2, 10)
+        options = script.options() | {"priority": 15 * (index % 3), "extra_key": random.choice(("", "salt"))}
+        rid = script.add(random.randrange(3) + 2 * index, prompt, random.randint(4, 9), **options)
+        if random.random() < 0.15:
+            script.send(2 * index + random.randint(3, 9), AbortReq(rid=rid))
+    return script.scenario(
+        max_total_tokens=random.choice((48, 64, 160)),
+        max_running_requests=random.choice((2, 3)),
+        chunked_prefill_size=random.choice((8, 16)),
+        page_size=4,
+        enable_priority_scheduling=True,
+        priority_scheduling_preemption_threshold=random.choice((0, 10)),
+        schedule_conservativeness=random.choice((0.01, 1.0)),
+        **script.graphs(1, 2),
+        **script.in_turn(),
+    )
+
+
 def _bursts(random: Random) -> Scenario:
     script = Script(random)
     step = 0
@@ -222,6 +245,12 @@ WORKLOADS: dict[str, Workload] = {
         Workload("prefixes", "prefix hits and evictions in a pool that is too small", _prefixes, share=3),
         Workload("aborts", "requests aborted at any moment", _aborts, share=3),
         Workload("retraction", "running requests lose their memory and come back", _retraction, share=3),
+        Workload(
+            "priorities",
+            "running requests give way to better ones; namespaces of the cache",
+            _priorities,
+            share=2,
+        ),
         Workload("bursts", "four at once, then silence; pauses and flushes", _bursts, share=3),
         Workload(
             "row_reuse", "one row, refilled while its last owner's step is in flight", _row_reuse, share=2
