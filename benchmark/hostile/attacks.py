@@ -241,6 +241,27 @@ several(
     lambda: repeated(b'{"input_ids":[', b"9", 30_000_000, b"]}"),
     64,
 )
+several(
+    "640 bodies of 130,000 ids, 64 at once",
+    "/generate",
+    lambda: repeated(b'{"sampling_params":{"temperature":-1},"input_ids":[', b"9", 130_000, b"]}"),
+    640,
+    at_once=64,
+)
+several(
+    "640 bodies of 1.9 MB of text, 64 at once",
+    "/v1/completions",
+    lambda: {"prompt": words(1_900_000), "temperature": -1},
+    640,
+    at_once=64,
+)
+several(
+    "640 conversations of 60 messages, 64 at once",
+    "/v1/chat/completions",
+    lambda: {"messages": [{"role": "user", "content": words(500)}] * 60, "temperature": -1},
+    640,
+    at_once=64,
+)
 one(
     "completions, a model name of 50 MB",
     "/v1/completions",
