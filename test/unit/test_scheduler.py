@@ -323,6 +323,14 @@ def test_requests_that_wait_or_run_too_long_are_ended() -> None:
     assert_right(driver, [late])
 
 
+def test_who_comes_with_many_ticks_has_a_chance_to_be_scheduled_first() -> None:
+    driver = make_driver(req_waiting_timeout=1.0)
+    req = request("a", [5, 6], max_new_tokens=3, ignore_eos=True)
+    driver.send(req, TickReq(now=1.0), TickReq(now=99.0))
+    driver.run()
+    assert_right(driver, [req])
+
+
 def test_an_abort_may_say_why() -> None:
     driver = make_driver()
     driver.send(

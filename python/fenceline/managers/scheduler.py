@@ -130,6 +130,7 @@ class Scheduler:
 
     def ingest(self, messages: Sequence[Message]) -> None:
         """Take in everything that has arrived."""
+        now: float | None = None
         for message in messages:
             match message:
                 case TokenizedGenerateReq():
@@ -137,9 +138,11 @@ class Scheduler:
                 case AbortReq():
                     self.abort(message)
                 case TickReq():
-                    self.end_overdue(message.now)
+                    now = message.now
                 case _:
                     self.control.handle(message)
+        if now is not None:  # the last tick alone: who came with it has had no chance to be scheduled yet
+            self.end_overdue(now)
 
     def accept(self, message: TokenizedGenerateReq) -> None:
         """Queue a request. The front end has checked its values; sizes are limited here once more."""
