@@ -23,7 +23,12 @@ from pathlib import Path
 
 import torch
 
-from fenceline.layers.kernels.cuda_kernels import CudaLayerKernels, _find_cuda_product
+from fenceline.layers.kernels.cuda_kernels import (
+    CudaDenseWeight,
+    CudaLayerKernels,
+    SkinnyProducts,
+    _find_cuda_product,
+)
 from fenceline.layers.kernels.skinny_gemm import TritonConfig
 from fenceline.layers.kernels.skinny_table import (
     CudaConfig,
@@ -34,6 +39,7 @@ from fenceline.layers.kernels.skinny_table import (
     load_table,
     table_key,
 )
+from fenceline.layers.norm import RMSNorm
 
 EPS = 1e-6
 COLD_BYTES = 400 << 20
@@ -42,16 +48,16 @@ SHARED_LIMIT = 227 << 10
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One weight of a model, and the LayerKernels function that multiplies with it."""
+    """One weight of a model, and the method of Weight that multiplies with it."""
 
     name: str
     weight_rows: int
     k: int
-    function: str  # norm_linear | norm_gate_up | linear_add
+    function: str  # normed_product | gated_product | add_product
 
     @property
     def gated(self) -> bool:
-        return self.function == "norm_gate_up"
+        return self.function == "gated_product"
 
     @property
     def num_out(self) -> int:
@@ -83,12 +89,12 @@ class Model:
 def make_model(name: str, num_layers: int, hidden: int, qkv: int, attended: int, size: int) -> Model:
     """Qwen3's shapes: ``attended`` features go into o_proj, ``size`` is the MLP's."""
     layer = (
-        Product("qkv", qkv, hidden, "norm_linear"),
-        Product("o", hidden, attended, "linear_add"),
-        Product("gate_up", 2 * size, hidden, "norm_gate_up"),
-        Product("down", hidden, size, "linear_add"),
+        Product("qkv", qkv, hidden, "normed_product"),
+        Product("o", hidden, attended, "add_product"),
+        Product("gate_up", 2 * size, hidden, "gated_product"),
+        Product("down", hidden, size, "add_product"),
     )
-    return Model(name, num_layers, layer, Product("lm_head", 151_936, hidden, "norm_linear"))
+    return Model(name, num_layers, layer, Product("lm_head", 151_936, hidden, "normed_product"))
 
 
 MODELS = {
@@ -115,12 +121,12 @@ class Bench:
         )
         self.stream = torch.cuda.Stream()
 
-    def kernels(self, table: SkinnyTable) -> CudaLayerKernels:
-        return CudaLayerKernels(self.device, self.product, table)
+    def products(self, table: SkinnyTable) -> SkinnyProducts:
+        return SkinnyProducts(self.product, table)
 
-    def fixed(self, choice: SkinnyChoice) -> CudaLayerKernels:
+    def fixed(self, choice: SkinnyChoice) -> SkinnyProducts:
         """Every product by ``choice``."""
-        return self.kernels(FixedTable(self.gpu, choice))
+        return self.products(FixedTable(self.gpu, choice))
 
     def time_us(self, run: Callable[[], object], num_replays: int = 9) -> float:
         """Median time of a graph of ``run`` in microseconds."""
@@ -165,46 +171,59 @@ class Activations:
         products = list(products)
         on_gpu = {"dtype": torch.bfloat16, "device": "cuda"}
         self.inputs = {p.k: torch.randn(rows, p.k, **on_gpu) for p in products}  # type: ignore[call-overload]
-        self.norms = {p.k: torch.rand(p.k, **on_gpu) for p in products}  # type: ignore[call-overload]
+        kernels = CudaLayerKernels(torch.device("cuda"))
+        with torch.device("cuda"):
+            self.norms = {p.k: RMSNorm(p.k, EPS, torch.bfloat16, kernels) for p in products}
+        for norm in self.norms.values():
+            norm.weight.uniform_()
         self.residuals = {p.num_out: torch.zeros(rows, p.num_out, **on_gpu) for p in products}  # type: ignore[call-overload]
 
-    def run(self, kernels: CudaLayerKernels, product: Product, weight: torch.Tensor) -> None:
+    def run(self, product: Product, weight: CudaDenseWeight) -> None:
         x = self.inputs[product.k]
-        if product.function == "linear_add":
-            kernels.linear_add(self.residuals[product.num_out], x, weight, None)
+        if product.function == "add_product":
+            weight.add_product(self.residuals[product.num_out], x, None)
         elif product.gated:
-            kernels.norm_gate_up(x, self.norms[product.k], EPS, weight, None)
+            weight.gated_product(x, self.norms[product.k], None)
         else:
-            kernels.norm_linear(x, self.norms[product.k], EPS, weight, None)
+            weight.normed_product(x, self.norms[product.k])
 
 
-def time_product(bench: Bench, product: Product, rows: int, kernels: CudaLayerKernels) -> float:
+def weight_over(values: torch.Tensor, products: SkinnyProducts) -> CudaDenseWeight:
+    """The weight whose numbers are ``values`` [N, K], multiplied by ``products``."""
+    weight = CudaDenseWeight(0, 0, values.dtype, products)
+    weight.data = values
+    return weight
+
+
+def time_product(bench: Bench, product: Product, rows: int, products: SkinnyProducts) -> float:
     """Microseconds for one product, its weight cold, behind others like it."""
     copies = max(2, min(100, -(-COLD_BYTES // product.nbytes)))
     size = product.weight_rows * product.k
-    weights = [bench.buffer[i * size : (i + 1) * size].view(-1, product.k) for i in range(copies)]
+    views = [bench.buffer[i * size : (i + 1) * size].view(-1, product.k) for i in range(copies)]
+    weights = [weight_over(view, products) for view in views]
     acts = Activations([product], rows)
 
     def run() -> None:
         for weight in weights:
-            acts.run(kernels, product, weight)
+            acts.run(product, weight)
 
     return bench.time_us(run) / copies
 
 
-def time_chain(bench: Bench, model: Model, rows: int, kernels: CudaLayerKernels) -> float:
+def time_chain(bench: Bench, model: Model, rows: int, products: SkinnyProducts) -> float:
     """Microseconds for all products of a step, in order."""
     acts = Activations(model.products, rows)
-    work: list[tuple[Product, torch.Tensor]] = []
+    work: list[tuple[Product, CudaDenseWeight]] = []
     offset = 0
     for product in [*model.layer * model.num_layers, model.head]:
         size = product.weight_rows * product.k
-        work.append((product, bench.buffer[offset : offset + size].view(-1, product.k)))
+        values = bench.buffer[offset : offset + size].view(-1, product.k)
+        work.append((product, weight_over(values, products)))
         offset += size
 
     def run() -> None:
         for product, weight in work:
-            acts.run(kernels, product, weight)
+            acts.run(product, weight)
 
     return bench.time_us(run)
 
@@ -338,7 +357,7 @@ def report_chain(
     lines = [f"{model.name}: all products of a step, us; floor {floor:.0f} at {rate / 1e6:.2f} TB/s"]
     for num_rows in rows:
         times = {
-            name: time_chain(bench, model, num_rows, bench.kernels(table)) for name, table in tables.items()
+            name: time_chain(bench, model, num_rows, bench.products(table)) for name, table in tables.items()
         }
         base = times["cuBLAS"]
         cells = "  ".join(

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fenceline.layers.kernels.cuda_kernels import CudaProduct, _find_cuda_product, make_cuda_kernels
+from fenceline.layers.context import make_layer_context, torch_context
+from fenceline.layers.kernels.cuda_kernels import CudaProduct, _find_cuda_product
 from fenceline.layers.kernels.skinny_gemm import Fusion, TritonConfig, skinny_linear
 from fenceline.layers.kernels.skinny_table import CudaConfig
-from fenceline.layers.kernels.torch_kernels import TorchLayerKernels
+from fenceline.layers.shard import Shard
 
 pytestmark = pytest.mark.gpu
 
@@ -140,28 +141,29 @@ def test_a_chain_of_early_starts_reads_what_was_written(product: CudaProduct, ro
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 16, 17, 200])
-def test_layer_kernels_agree_with_torch(rows: int) -> None:
+def test_fused_products_agree_with_torch(rows: int) -> None:
     torch.manual_seed(0)
-    ours, plain = make_cuda_kernels(torch.device("cuda")), TorchLayerKernels()
+    device = torch.device("cuda")
+    contexts = make_layer_context(device, Shard(), torch.bfloat16), torch_context(Shard(), torch.bfloat16)
     for (n, k), biased in itertools.product(((1024, 1024), (6144, 4096)), (False, True)):
-        x, weight, norm = random(rows, k), random(n, k, scale=k**-0.5), random(k)
+        x, weight, scale = random(rows, k), random(n, k, scale=k**-0.5), random(k)
         bias = random(n) if biased else None
         residual, out = random(rows, n), torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
-        pairs = {
-            "linear_add": (
-                ours.linear_add(residual.clone(), x, weight, bias),
-                plain.linear_add(residual.clone(), x, weight, bias),
-            ),
-            "norm_linear": (
-                ours.norm_linear(x, norm, 1e-6, weight, bias, out),
-                plain.norm_linear(x, norm, 1e-6, weight, bias),
-            ),
-            "norm_gate_up": (
-                ours.norm_gate_up(x, norm, 1e-6, weight, bias),
-                plain.norm_gate_up(x, norm, 1e-6, weight, bias),
-            ),
-        }
-        assert pairs["norm_linear"][0] is out
+        results = []
+        for context in contexts:
+            with device:
+                ours, norm = context.linear(n, k), context.norm(k, 1e-6)
+            for slot in ours.slots("w", slice(None), (n, k), dim=0, start=0).values():
+                slot.load("w", weight)
+            norm.weight.copy_(scale)
+            products = {
+                "add": ours.add_product(residual.clone(), x, bias),
+                "normed": ours.normed_product(x, norm, bias, out),
+                "gated": ours.gated_product(x, norm, bias),
+            }
+            assert products["normed"] is out
+            results.append(products | {"normed": out.clone()})
+        pairs = {name: (results[0][name], results[1][name]) for name in results[0]}
         for name, (got, want) in pairs.items():
             error = ((got.float() - want.float()).norm() / want.float().norm()).item()
             assert error < 1e-2, (name, n, k, biased, error)

@@ -48,10 +48,11 @@ PHASES = (
     r"Loading demo; the address follows",
     r"Started the scheduler process in \S+ s",
     r"Opened the device \(cpu\) in \S+ s",
+    r"Prepared kernels in \S+ s",
     r"Loaded weights: \S+ GiB, from 1 file, in \S+ s",
     r"Sized memory: \S+ of \S+ GiB are free .* KV cache takes \S+ GiB \(2400 tokens\)",
     r"Allocated the KV pool in \S+ s",
-    r"Prepared kernels and attention in \S+ s",
+    r"Prepared attention in \S+ s",
     r"The server is fired up and ready to roll!",
 )
 

@@ -11,9 +11,8 @@ import transformers
 
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
+from fenceline.layers.context import LayerContext, torch_context
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
-from fenceline.layers.kernels.base import LayerKernels
-from fenceline.layers.kernels.torch_kernels import TorchLayerKernels
 from fenceline.layers.shard import Shard
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.models.loader import load_model
@@ -107,11 +106,20 @@ def reference_logits(
 class PagedModel:
     """Our model with a KV pool whose pages are handed out in random order."""
 
-    def __init__(self, directory: Path, page_size: int, device: str, num_rows: int = 8) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        page_size: int,
+        device: str,
+        num_rows: int = 8,
+        context: LayerContext | None = None,
+    ) -> None:
+        """``context``: what its layers are made with, the reference's operators by default."""
         self.config = ModelConfig.from_dir(str(directory))
         self.device = torch.device(device)
-        self.model = load_model(self.config, "auto", self.device, Shard(), seed=0, progress=False)
-        self.kernels: LayerKernels = TorchLayerKernels()
+        if context is None:
+            context = torch_context(Shard(), torch.float32)
+        self.model = load_model(self.config, "auto", self.device, context, 0, progress=False)
         self.page_size = page_size
         pages_per_row = -(-CONTEXT // page_size)
         num_pages = num_rows * pages_per_row + 1
@@ -120,7 +128,7 @@ class PagedModel:
             num_pages,
             page_size,
             config.num_layers,
-            config.num_kv_heads,
+            self.model.layers[0].self_attn.heads.num_kv_heads,
             config.head_dim,
             torch.float32,
             self.device,
@@ -169,11 +177,10 @@ class PagedModel:
             if logits_index is None
             else torch.tensor(logits_index, dtype=torch.int64, device=self.device),
             attn=self.backend.plan(inputs),
-            kernels=self.kernels,
             kv_pool=self.pool,
         )
         with torch.inference_mode():
-            logits = self.model(batch).cpu()
+            logits = self.model.forward(batch).cpu()
         if logits_index is not None:
             return [logits]
         return list(logits.split([len(span) for span in spans]))

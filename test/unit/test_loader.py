@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from fenceline.config.hf_files import weight_files
 from fenceline.config.model_config import ModelConfig
+from fenceline.layers.context import LayerContext, torch_context
 from fenceline.layers.shard import Shard
 from fenceline.models import loader
 from fenceline.models.decoder import CausalLM
@@ -33,9 +34,18 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def context_of(config: ModelConfig) -> LayerContext:
+    return torch_context(Shard(), getattr(torch, config.dtype))
+
+
 def load(directory: Path, load_format: str = "auto", seed: int = 0, **changes: object) -> CausalLM:
     config = dataclasses.replace(ModelConfig.from_dir(str(directory)), **changes)
-    return load_model(config, load_format, CPU, Shard(), seed, progress=False)
+    return load_model(config, load_format, CPU, context_of(config), seed, progress=False)
+
+
+def load_with_progress(directory: Path) -> None:
+    config = ModelConfig.from_dir(str(directory))
+    load_model(config, "auto", CPU, context_of(config), 0, progress=True)
 
 
 def merged(directory: Path) -> dict[str, torch.Tensor]:
@@ -49,7 +59,9 @@ def merged(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def same(a: CausalLM, b: CausalLM) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+    slots = b.weight_slots()
+    assert slots.keys() == a.weight_slots().keys()
+    return all(torch.equal(slot.dest, slots[name].dest) for name, slot in a.weight_slots().items())
 
 
 def test_sharded_single_and_unindexed_files_load_alike(checkpoint: Path) -> None:
@@ -66,8 +78,9 @@ def test_sharded_single_and_unindexed_files_load_alike(checkpoint: Path) -> None
 
 def test_model_is_ready_for_inference(checkpoint: Path) -> None:
     model = load(checkpoint, dtype="bfloat16")
-    assert not model.training
-    assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in model.parameters())
+    tensors = [slot.dest for slot in model.weight_slots().values()]
+    assert all(tensor.dtype == torch.bfloat16 and not tensor.requires_grad for tensor in tensors)
+    assert model.nbytes == sum(tensor.nbytes for tensor in tensors)
     assert model.rotary.table.dtype == torch.float32
     expected = load(checkpoint).norm.weight.to(torch.bfloat16)
     assert torch.equal(model.norm.weight, expected)
@@ -80,7 +93,7 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_is_shown_the_progress(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    load_model(ModelConfig.from_dir(str(checkpoint)), "auto", CPU, Shard(), 0, progress=True)
+    load_with_progress(checkpoint)
     assert "Loading weights: 100%" in terminal.getvalue()
 
 
@@ -88,7 +101,7 @@ def test_a_log_gets_lines_instead_of_a_bar(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        load_model(ModelConfig.from_dir(str(checkpoint)), "auto", CPU, Shard(), 0, progress=True)
+        load_with_progress(checkpoint)
     captured = capsys.readouterr()
     assert captured.err == captured.out == ""
     (line,) = caplog.messages
@@ -216,9 +229,9 @@ def test_dummy_needs_only_config_json_and_follows_the_seed(checkpoint: Path) -> 
     model = load(checkpoint, "dummy", seed=1)
     assert same(model, load(checkpoint, "dummy", seed=1))
     other = load(checkpoint, "dummy", seed=2)
-    assert not torch.equal(model.lm_head.weight, other.lm_head.weight)
+    assert not torch.equal(model.lm_head.weight.data, other.lm_head.weight.data)
     assert torch.equal(model.norm.weight, torch.ones(48))
-    assert 0.01 < model.lm_head.weight.std() < 0.03
+    assert 0.01 < model.lm_head.weight.data.std() < 0.03
 
 
 def test_load_weights_takes_any_order(checkpoint: Path) -> None:

@@ -1,32 +1,38 @@
-"""Layers: shards add up to the whole, rotary tables equal transformers', pieces of a layer are pure."""
+"""Layers: shards add up to the whole, weights of another kind take the places of dense ones, a forward in pieces equals
+the whole one, rotary tables equal transformers'."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
 import transformers
-from model_parity import save_checkpoint
+from model_parity import PagedModel, save_checkpoint
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.rope_scaling import parse_rope
+from fenceline.layers.context import LayerContext, torch_context
 from fenceline.layers.embedding import VocabParallelEmbedding
-from fenceline.layers.kernels.torch_kernels import TorchLayerKernels
+from fenceline.layers.forward_batch import ForwardBatch, ForwardMode, PieceBuffers
 from fenceline.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
 )
-from fenceline.layers.norm import RMSNorm
 from fenceline.layers.rotary import RotaryEmbedding, apply_rotary, rotary_angles
 from fenceline.layers.shard import Shard
-from fenceline.layers.weight_slot import WeightSlots
-from fenceline.models.decoder import CausalLM, DecoderLayer
+from fenceline.layers.weight import Weight
+from fenceline.layers.weight_slot import WeightSlot, WeightSlots
+from fenceline.models.decoder import CausalLM
 from fenceline.models.loader import load_model
 from fenceline.models.weights import fill_slots
 
@@ -34,27 +40,35 @@ F32 = torch.float32
 HALVES = [Shard(0, 2), Shard(1, 2)]
 
 
+def context_of(shard: Shard) -> LayerContext:
+    return torch_context(shard, F32)
+
+
+Result = TypeVar("Result")
+Layer = TypeVar("Layer", ColumnParallelLinear, RowParallelLinear)
+
+
 def random_weights(slots: WeightSlots) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(4)
     return {name: torch.randn(slot.full_shape, generator=generator) for name, slot in slots.items()}
 
 
-def filled(layers: Sequence[nn.Module], weights: dict[str, torch.Tensor]) -> list[nn.Module]:
+def filled(layers: Sequence[Layer], weights: dict[str, torch.Tensor]) -> list[Layer]:
     """``layers`` with the same checkpoint in each; every weight must be taken by every shard."""
     for layer in layers:
-        fill_slots(layer.weight_slots("x."), weights.items())  # type: ignore[operator]
+        fill_slots(layer.weight_slots("x."), weights.items())
     return list(layers)
 
 
 def product(layer: ColumnParallelLinear, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The layer's parts of its product with ``x``."""
-    return nn.functional.linear(x, layer.weight, layer.bias).split(layer.sizes, dim=-1)
+    return layer.forward(x).split(layer.sizes, dim=-1)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_merged_column_shards_concatenate(bias: bool) -> None:
     def make(shard: Shard) -> MergedColumnParallelLinear:
-        return MergedColumnParallelLinear(10, {"gate_proj": 12, "up_proj": 6}, bias, shard, F32)
+        return MergedColumnParallelLinear(10, {"gate_proj": 12, "up_proj": 6}, bias, context_of(shard))
 
     weights = random_weights(make(Shard()).weight_slots("x."))
     whole, *halves = filled([make(Shard()), *map(make, HALVES)], weights)
@@ -73,22 +87,19 @@ def test_merged_column_shards_concatenate(bias: bool) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_row_shards_sum(bias: bool) -> None:
     def make(shard: Shard) -> RowParallelLinear:
-        return RowParallelLinear("o_proj", 12, 7, bias, shard, F32)
+        return RowParallelLinear("o_proj", 12, 7, bias, context_of(shard))
 
     weights = random_weights(make(Shard()).weight_slots("x."))
     whole, *halves = filled([make(Shard()), *map(make, HALVES)], weights)
     x = torch.randn(5, 12)
     expected = nn.functional.linear(x, weights["x.o_proj.weight"], weights.get("x.o_proj.bias"))
-    kernels = TorchLayerKernels()
-
-    def add(layer: RowParallelLinear, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return kernels.linear_add(residual, x, layer.weight, layer.own_bias)
-
-    torch.testing.assert_close(add(whole, torch.ones(5, 7), x), expected + 1)
-    total = torch.zeros(5, 7)
-    for half, part in zip(halves, x.chunk(2, -1), strict=True):
-        add(half, total, part)
-    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(whole.add_to(torch.ones(5, 7), x), expected + 1)
+    ranks = Ranks(2)
+    for half, shard in zip(halves, ranks.shards, strict=True):
+        half.shard = shard
+    parts = x.chunk(2, -1)
+    for sums in ranks.run(lambda rank: halves[rank].add_to(torch.ones(5, 7), parts[rank])):
+        torch.testing.assert_close(sums, expected + 1)
 
 
 @pytest.mark.parametrize(("num_kv_heads", "size"), [(2, 2), (1, 2), (4, 2), (2, 4)])
@@ -96,7 +107,7 @@ def test_qkv_shards_hold_their_heads(num_kv_heads: int, size: int) -> None:
     num_heads, head_dim = 8, 4
 
     def make(shard: Shard) -> QKVParallelLinear:
-        return QKVParallelLinear(10, num_heads, num_kv_heads, head_dim, True, shard, F32)
+        return QKVParallelLinear(10, num_heads, num_kv_heads, head_dim, True, context_of(shard))
 
     shards = [Shard(rank, size) for rank in range(size)]
     weights = random_weights(make(Shard()).weight_slots("x."))
@@ -119,95 +130,177 @@ def test_qkv_shards_hold_their_heads(num_kv_heads: int, size: int) -> None:
 @pytest.mark.parametrize(("vocab_size", "size"), [(10, 2), (11, 2), (5, 4), (2, 4)])
 def test_vocabulary_shards_sum_and_concatenate(vocab_size: int, size: int) -> None:
     table = torch.randn(vocab_size, 6)
-    shards = [VocabParallelEmbedding(vocab_size, 6, Shard(rank, size), F32) for rank in range(size)]
-    for shard in shards:
-        shard.weight_slot().load("embed", table)
+    ranks = Ranks(size)
+    parts = [VocabParallelEmbedding(vocab_size, 6, context_of(shard)) for shard in ranks.shards]
+    for part in parts:
+        part.weight_slots("embed")["embed.weight"].load("embed", table)
     ids = torch.arange(vocab_size).flip(0)
-    torch.testing.assert_close(sum(shard(ids) for shard in shards), table[ids])
-    hidden = torch.randn(3, 6)
-    logits = torch.cat([hidden @ shard.weight.T for shard in shards], dim=-1)
-    torch.testing.assert_close(logits[:, :vocab_size], hidden @ table.T)
-    assert logits[:, vocab_size:].count_nonzero() == 0
+    for embedded in ranks.run(lambda rank: parts[rank].forward(ids)):
+        torch.testing.assert_close(embedded, table[ids])
+    hidden, norm = torch.randn(3, 6), context_of(Shard()).norm(6, 1e-6)
+    norm.weight.fill_(1.0)
+    out = torch.empty(3, vocab_size)
+    for logits in ranks.run(lambda rank: parts[rank].logits(hidden, norm, out if rank == 0 else None)):
+        torch.testing.assert_close(logits, norm.forward(hidden) @ table.T)
+    torch.testing.assert_close(out, norm.forward(hidden) @ table.T)
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="up_proj output features 7 cannot be split over 2 ranks"):
-        MergedColumnParallelLinear(4, {"gate_proj": 8, "up_proj": 7}, False, Shard(0, 2), F32)
+        MergedColumnParallelLinear(4, {"gate_proj": 8, "up_proj": 7}, False, context_of(Shard(0, 2)))
     with pytest.raises(ValueError, match="attention heads 6"):
-        QKVParallelLinear(4, 6, 2, 4, False, Shard(0, 4), F32)
+        QKVParallelLinear(4, 6, 2, 4, False, context_of(Shard(0, 4)))
     with pytest.raises(ValueError, match="multiple of 4"):
-        QKVParallelLinear(4, 12, 4, 4, False, Shard(0, 6), F32)
+        QKVParallelLinear(4, 12, 4, 4, False, context_of(Shard(0, 6)))
     with pytest.raises(AssertionError):
         Shard(2, 2)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(
-        0, 1
-    )
+PROMPTS = [torch.arange(3, 40) % 50, torch.tensor([7]), torch.arange(20, 29)]
+
+
+def run_steps(model: PagedModel) -> list[torch.Tensor]:
+    """Logits of a ragged prefill, of chunks that go on with it, and of a decode step."""
+    whole = [(row, prompt, 0, max(len(prompt) - 4, 1)) for row, prompt in enumerate(PROMPTS)]
+    rest = [(0, PROMPTS[0], 33, 36), (2, PROMPTS[2], 5, 8)]
+    last = [(0, PROMPTS[0], 36, 37), (2, PROMPTS[2], 8, 9)]
+    return [
+        *model.step(whole, ForwardMode.EXTEND),
+        *model.step(rest, ForwardMode.EXTEND),
+        *model.step(last, ForwardMode.DECODE),
+    ]
 
 
 @pytest.mark.parametrize("name", ["llama-tied-biased", "qwen2", "qwen3"])
-def test_a_decoder_layer_of_two_ranks_sums_to_the_whole(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [2])
+def test_ranks_together_compute_what_one_does(name: str, size: int, tmp_path: Path) -> None:
     save_checkpoint(name, tmp_path)
+    expected = run_steps(PagedModel(tmp_path, 16, "cpu"))
+    ranks = Ranks(size)
+    models = [PagedModel(tmp_path, 16, "cpu", context=context_of(shard)) for shard in ranks.shards]
+    for logits in ranks.run(lambda rank: run_steps(models[rank])):
+        for ours, reference in zip(logits, expected, strict=True):
+            torch.testing.assert_close(ours, reference, atol=1e-4, rtol=1e-4)
+
+
+def test_ranks_hold_parts_of_the_same_dummy_weights(tmp_path: Path) -> None:
+    save_checkpoint("qwen3", tmp_path)
     config = ModelConfig.from_dir(str(tmp_path))
 
-    def load(shard: Shard) -> CausalLM:
-        return load_model(config, "auto", torch.device("cpu"), shard, 0, progress=False)
+    def slots(shard: Shard) -> WeightSlots:
+        return load_model(config, "dummy", torch.device("cpu"), context_of(shard), 5, False).weight_slots()
 
-    models = [load(shard) for shard in (Shard(), *HALVES)]
-    x = torch.randn(9, config.hidden_size)
-    kernels = TorchLayerKernels()
-
-    def attention_and_mlp(model: CausalLM) -> tuple[torch.Tensor, torch.Tensor]:
-        layer = model.layers[1]
-        assert isinstance(layer, DecoderLayer)
-        attended = attend(*rotated(model, layer, x, kernels))
-        p = layer.params
-        added = kernels.linear_add(torch.zeros_like(x), attended.flatten(1), p.o, p.o_bias)
-        h = kernels.norm_gate_up(x, p.mlp_norm, p.eps, p.gate_up, p.gate_up_bias)
-        return added, kernels.linear_add(torch.zeros_like(x), h, p.down, p.down_bias)
-
-    whole, *halves = [attention_and_mlp(model) for model in models]
-    for expected, first, second in zip(whole, *halves, strict=True):
-        torch.testing.assert_close(first + second, expected, atol=1e-5, rtol=1e-5)
+    whole = slots(Shard())
+    for shard in HALVES:
+        for name, slot in slots(shard).items():
+            part = whole[name].dest.narrow(slot.dim, slot.start, slot.dest.shape[slot.dim])
+            assert torch.equal(slot.dest, part), name
 
 
-def rotated(
-    model: CausalLM, layer: DecoderLayer, x: torch.Tensor, kernels: TorchLayerKernels
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, v of tokens at positions 0 .. len(x) - 1; keys and values also go to a pool, and must agree with it."""
-    qkv = layer.before_attention(x, kernels)
-    attn, positions = layer.self_attn, torch.arange(len(x))
-    heads = attn.heads
-    k_cache = torch.zeros(len(x) + 1, heads.num_kv_heads, heads.head_dim)
-    v_cache = torch.zeros_like(k_cache)
-    kernels.rotate_and_store(
-        qkv, heads, attn.norms, model.rotary.table, positions, k_cache, v_cache, positions + 1
-    )
-    q, k, v = heads.split(qkv)
-    assert torch.equal(k_cache[1:], k)
-    assert torch.equal(v_cache[1:], v)
-    return q, k, v
+class Ranks:
+    """Threads that are the ranks of one model."""
+
+    def __init__(self, size: int) -> None:
+        self.shards = [Shard(rank, size, _Rank(rank, self)) for rank in range(size)]
+        self.values: list[torch.Tensor] = [torch.empty(0)] * size
+        self.barrier = threading.Barrier(size, timeout=60)
+
+    def run(self, work: Callable[[int], Result]) -> list[Result]:
+        """``work(rank)`` of all ranks at once."""
+        with ThreadPoolExecutor(len(self.shards)) as pool:
+            return list(pool.map(work, range(len(self.shards))))
 
 
-def test_the_pieces_of_a_layer_change_the_residual_stream_alone(tmp_path: Path) -> None:
-    save_checkpoint("qwen3", tmp_path)
-    model = load_model(
-        ModelConfig.from_dir(str(tmp_path)), "auto", torch.device("cpu"), Shard(), 0, progress=False
-    )
-    layer, kernels = model.layers[0], TorchLayerKernels()
-    assert isinstance(layer, DecoderLayer)
-    x = torch.randn(4, 48)
-    attended = attend(*rotated(model, layer, x, kernels))
-    before = [x.clone(), attended.clone()]
-    residual = x.clone()
-    result = layer.after_attention(residual, attended, kernels)
-    assert result is residual
-    assert torch.equal(x, before[0])
-    assert torch.equal(attended, before[1])
-    assert torch.equal(layer.after_attention(x.clone(), attended, kernels), result)
+class _Rank:
+    """One rank's communicator."""
+
+    def __init__(self, rank: int, ranks: Ranks) -> None:
+        self.rank, self.ranks = rank, ranks
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._exchange(x)).sum(0)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._exchange(x), dim=-1)
+
+    def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self.ranks.values[self.rank] = x.clone()
+        self.ranks.barrier.wait()
+        values = list(self.ranks.values)
+        self.ranks.barrier.wait()
+        return values
+
+
+class Int8Weight(Weight):
+    """Whole numbers with a scale for each row: a kind that has its tensors and its product, and nothing else."""
+
+    kind = "int8"
+
+    def __init__(self, out_features: int, in_features: int) -> None:
+        super().__init__(out_features, in_features)
+        self.data = torch.empty(out_features, in_features, dtype=torch.int8)
+        self.scale = torch.empty(out_features)
+
+    def slots(self, name: str, rows: slice, full_shape: tuple[int, int], dim: int, start: int) -> WeightSlots:
+        weight = _QuantisingSlot(self.data[rows], full_shape, dim, start, self.scale[rows])
+        return {f"{name}.weight": weight}
+
+    def product(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        y = x @ self.data.float().t() * self.scale
+        if bias is not None:
+            y += bias
+        return y if out is None else out.copy_(y)
+
+
+@dataclass(frozen=True, slots=True)
+class _QuantisingSlot(WeightSlot):
+    scale: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        self.scale.copy_(tensor.abs().amax(1) / 127)
+        part = tensor.narrow(self.dim, self.start, self.dest.shape[self.dim])
+        self.dest.copy_((part / self.scale[:, None]).round())
+
+
+@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3"])
+def test_weights_of_another_kind_take_the_places_of_dense_ones(name: str, tmp_path: Path) -> None:
+    """A kind brings its tensors and its product; layers, models and steps do not know of it."""
+    save_checkpoint(name, tmp_path)
+    plain = PagedModel(tmp_path, 16, "cpu")
+    quantised = PagedModel(tmp_path, 16, "cpu", context=replace(context_of(Shard()), linear=Int8Weight))
+    rounded = 0
+    for key, slot in quantised.model.weight_slots().items():
+        if isinstance(slot, _QuantisingSlot):
+            rounded += 1
+            plain.model.weight_slots()[key].dest.copy_(slot.dest.float() * slot.scale[:, None])
+    assert rounded == 7 * len(plain.model.layers)
+    for ours, reference in zip(run_steps(quantised), run_steps(plain), strict=True):
+        torch.testing.assert_close(ours, reference, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3"])
+def test_a_forward_in_pieces_equals_the_whole(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(name, tmp_path)
+    expected = run_steps(PagedModel(tmp_path, 16, "cpu"))
+    paged = PagedModel(tmp_path, 16, "cpu")
+
+    def in_pieces(model: CausalLM, batch: ForwardBatch) -> torch.Tensor:
+        fields = model.arena_fields()
+        tensors = {f.name: torch.full((batch.num_tokens, *f.shape), torch.nan) for f in fields}
+        batch = replace(batch, buffers=PieceBuffers(tensors))
+        for index in range(model.num_layers):
+            model.run_piece(index, batch)
+            model.attend(index, batch)
+        model.run_piece(model.num_layers, batch)
+        return tensors["hidden"]
+
+    monkeypatch.setattr(CausalLM, "hidden_states", in_pieces)
+    for ours, reference in zip(run_steps(paged), expected, strict=True):
+        assert torch.equal(ours, reference)
 
 
 ROPES: dict[str, dict[str, object]] = {
@@ -257,10 +350,10 @@ def test_rotation_keeps_half_precision_results_close_to_float32() -> None:
 
 
 def test_rms_norm_takes_statistics_in_float32() -> None:
-    norm = RMSNorm(64, 1e-6, torch.bfloat16)
+    norm = torch_context(Shard(), torch.bfloat16).norm(64, 1e-6)
     norm.weight.fill_(2.0)
     x = (torch.randn(5, 64) * 300).bfloat16()
     expected = 2 * x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
-    normed = TorchLayerKernels().rms_norm(x, norm.weight, norm.eps)
+    normed = norm.forward(x)
     assert normed.dtype == torch.bfloat16
     torch.testing.assert_close(normed.double(), expected, atol=0, rtol=2**-8)

@@ -122,6 +122,7 @@ def test_without_pads_padded_tokens_overwrite_live_pages() -> None:
 def test_what_attention_leaves_out_is_zeroed_before_each_step() -> None:
     runner = runner_of()
     arena = pieces_of(runner).arena
+    (attended,) = (arena[name] for name in arena.fields if name.startswith("attended"))
 
     def check(batch: ScheduleBatch) -> None:
         num = (
@@ -129,8 +130,8 @@ def test_what_attention_leaves_out_is_zeroed_before_each_step() -> None:
         )
         if num <= SIZES[-1]:
             size = next(size for size in SIZES if size >= num)
-            assert (arena["attended"][num:size] == 0).all() and not arena["hidden"][:size].isnan().any()
-        arena["attended"].fill_(torch.nan)
+            assert (attended[num:size] == 0).all() and not arena["hidden"][:size].isnan().any()
+        attended.fill_(torch.nan)
         arena["hidden"].fill_(torch.nan)
 
     play(runner, random_trace(2, 40, SHAPE), check)

@@ -19,6 +19,7 @@ from step_traces import VOCAB_SIZE, TraceShape
 
 from fenceline.config.resolve import resolve
 from fenceline.config.server_args import ServerArgs
+from fenceline.layers.context import torch_context
 from fenceline.layers.shard import Shard
 from fenceline.memory_order import Device
 from fenceline.model_executor.forward_result import ForwardResult, LogprobValues, StepOutput
@@ -56,7 +57,7 @@ def random_model_path() -> str:
     model = resolve(ServerArgs(model_path=str(folder), device="cpu", load_format="dummy")).model
     generator = torch.Generator().manual_seed(5)
     weights = {}
-    for name, slot in make_model(model, Shard()).weight_slots().items():
+    for name, slot in make_model(model, torch_context(Shard(), torch.float32)).weight_slots().items():
         noise = torch.randn(slot.full_shape, generator=generator)
         if len(slot.full_shape) == 1:
             weights[name] = noise * 0.1 + (3.0 if "q_norm" in name else 1.0)

@@ -4,38 +4,45 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from fenceline.layers.shard import Shard
-from fenceline.layers.weight_slot import WeightSlot, new_param
+from fenceline.layers.context import LayerContext
+from fenceline.layers.norm import RMSNorm
+from fenceline.layers.weight_slot import WeightSlots
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding:
     """Rows of the vocabulary, ``ceil(vocab_size / size)`` for each rank; the last ranks may hold padding.
 
-    As an embedding the ranks' outputs sum to the whole; as a head (its product with hidden states) they concatenate to
+    As an embedding the ranks' rows sum to the whole; as a head (its product with hidden states) they concatenate to
     it, padding last. Padding rows are zero and never named by a token id.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, shard: Shard, dtype: torch.dtype) -> None:
-        super().__init__()
+    def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:
         self.vocab_size = vocab_size
-        self.shard = shard
+        self.shard = shard = context.shard
         num_rows = -(-vocab_size // shard.size)
         self.first_row = min(shard.rank * num_rows, vocab_size)
         self.num_live_rows = min(num_rows, vocab_size - self.first_row)
-        self.weight = new_param(num_rows, hidden_size, dtype=dtype)
-        self.weight[self.num_live_rows :].zero_()
+        self.weight = context.dense(num_rows, hidden_size)
+        self.weight.data[self.num_live_rows :].zero_()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [T] int64 in [0, vocab_size) → [T, hidden_size]; zeros for ids of other ranks."""
+        """ids [T] int64 in [0, vocab_size) → [T, hidden_size]."""
         if self.shard.size == 1:
-            return F.embedding(ids, self.weight)
+            return F.embedding(ids, self.weight.data)
         rows = ids - self.first_row
         mine = (rows >= 0) & (rows < self.num_live_rows)
-        return F.embedding(torch.where(mine, rows, 0), self.weight) * mine.unsqueeze(-1)
+        own = F.embedding(torch.where(mine, rows, 0), self.weight.data) * mine.unsqueeze(-1)
+        return self.shard.all_reduce(own)
 
-    def weight_slot(self) -> WeightSlot:
-        """The slot of the whole [vocab_size, hidden_size] table in the checkpoint."""
+    def logits(self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None) -> torch.Tensor:
+        """As the head: norm(x) [L, hidden_size] → logits [L, vocab_size] in x's dtype, in ``out`` if given."""
+        if self.shard.size == 1:
+            return self.weight.normed_product(x, norm, out=out)
+        logits = self.shard.all_gather(self.weight.normed_product(x, norm))[:, : self.vocab_size]
+        return logits if out is None else out.copy_(logits)
+
+    def weight_slots(self, name: str) -> WeightSlots:
+        """The slot of the whole [vocab_size, hidden_size] table, named ``{name}.weight``."""
         full_shape = (self.vocab_size, self.weight.shape[1])
-        return WeightSlot(self.weight[: self.num_live_rows], full_shape, dim=0, start=self.first_row)
+        return self.weight.slots(name, slice(self.num_live_rows), full_shape, dim=0, start=self.first_row)

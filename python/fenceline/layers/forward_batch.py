@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -13,7 +13,6 @@ import torch
 
 if TYPE_CHECKING:
     from fenceline.layers.attention.base import AttentionPlan
-    from fenceline.layers.kernels.base import LayerKernels
     from fenceline.mem_cache.kv_pool import KVPool
 
 
@@ -23,6 +22,17 @@ class ForwardMode(Enum):
 
     EXTEND = "extend"
     DECODE = "decode"
+
+
+class PieceBuffers:
+    """One step's part of the arena that the pieces of a forward hand each other their results in: tensors [T, features]
+    by the names of ``CausalLM.arena_fields``. ``views`` is for layers to keep views of them in, once for a step."""
+
+    __slots__ = ("tensors", "views")
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.views: dict[str, tuple[torch.Tensor, ...]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +48,14 @@ class ForwardBatch:
     out_slots: torch.Tensor  # [T] int64, KV slot each token's K and V are written to
     logits_index: torch.Tensor | None  # [L] int64 into the T tokens; None: logits of every token
     attn: AttentionPlan  # how this batch's attention is computed, planned once for all layers
-    kernels: LayerKernels  # what the layers compute with
     kv_pool: KVPool  # where keys and values go
     logits_out: torch.Tensor | None = None  # [L, vocab_size]: where the logits go; None: memory of their own
     # Called before each layer first touches the pool, outside graphs: FORWARD then waits until that layer of the pages
     # that are being loaded for this batch has arrived. None: nothing is being loaded.
     layer_ready: Callable[[int], None] | None = None
+    # Where the pieces of a forward that is cut at attention leave what the next one reads. None: the forward runs
+    # whole, and such tensors are new ones.
+    buffers: PieceBuffers | None = None
 
     @property
     def num_tokens(self) -> int:

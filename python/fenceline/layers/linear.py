@@ -1,7 +1,8 @@
 """Linear layers that know their shard: Megatron-LM's column and row parallel products (arXiv:1909.08053), fused.
 
 A column-parallel layer holds some of the output features, so the ranks' outputs concatenate to the whole; a
-row-parallel one holds some of the input features, so they sum to it. Weights are [out_features, in_features].
+row-parallel one holds some of the input features, so they sum to it. What a matrix is made of and how it is multiplied
+is its Weight's affair.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
+from fenceline.layers.context import LayerContext
+from fenceline.layers.norm import RMSNorm
 from fenceline.layers.shard import Shard
-from fenceline.layers.weight_slot import WeightSlot, WeightSlots, new_param
+from fenceline.layers.weight_slot import WeightSlot, WeightSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,31 +28,39 @@ class ColumnPart:
     index: int
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear:
     """Column-parallel products of one input, fused into one matrix.
 
     Its product of x [T, in_features] is [T, sum of this rank's parts], part after part.
     """
 
-    def __init__(self, in_features: int, parts: Sequence[ColumnPart], bias: bool, dtype: torch.dtype) -> None:
-        super().__init__()
+    def __init__(
+        self, in_features: int, parts: Sequence[ColumnPart], bias: bool, context: LayerContext
+    ) -> None:
         self.parts = tuple(parts)
         self.sizes = [part.size for part in parts]
-        self.weight = new_param(sum(self.sizes), in_features, dtype=dtype)
-        self.bias = new_param(sum(self.sizes), dtype=dtype) if bias else None
+        self.in_features = in_features
+        self.weight = context.linear(sum(self.sizes), in_features)
+        self.bias = torch.empty(sum(self.sizes), dtype=context.dtype) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in_features] → [T, sum of ``sizes``]."""
+        return self.weight.product(x, self.bias)
+
+    def forward_normed(self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None) -> torch.Tensor:
+        """``forward`` of norm(x), in ``out`` if given."""
+        return self.weight.normed_product(x, norm, self.bias, out)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         """Slots named ``{prefix}{part}.weight`` and ``.bias``."""
         slots: WeightSlots = {}
         offset = 0
         for part in self.parts:
-            rows = slice(offset, offset + part.size)
-            for kind, param in (("weight", self.weight), ("bias", self.bias)):
-                if param is not None:
-                    full_shape = (part.full, *param.shape[1:])
-                    slots[f"{prefix}{part.name}.{kind}"] = WeightSlot(
-                        param[rows], full_shape, dim=0, start=part.index * part.size
-                    )
+            rows, name = slice(offset, offset + part.size), f"{prefix}{part.name}"
+            start = part.index * part.size
+            slots |= self.weight.slots(name, rows, (part.full, self.in_features), dim=0, start=start)
+            if self.bias is not None:
+                slots[f"{name}.bias"] = WeightSlot(self.bias[rows], (part.full,), dim=0, start=start)
             offset += part.size
         return slots
 
@@ -59,14 +69,19 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     """Parts that are all split alike: gate and up."""
 
     def __init__(
-        self, in_features: int, outputs: Mapping[str, int], bias: bool, shard: Shard, dtype: torch.dtype
+        self, in_features: int, outputs: Mapping[str, int], bias: bool, context: LayerContext
     ) -> None:
         """``outputs``: the full number of features of each part, by its name in the checkpoint."""
+        shard = context.shard
         parts = [
             ColumnPart(name, full, shard.divide(full, f"{name} output features"), shard.rank)
             for name, full in outputs.items()
         ]
-        super().__init__(in_features, parts, bias, dtype)
+        super().__init__(in_features, parts, bias, context)
+
+    def forward_gated(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """Of two equal parts, gates and what they gate: silu(gate) * up of norm(x), [T, size of one part]."""
+        return self.weight.gated_product(x, norm, self.bias)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -82,10 +97,10 @@ class QKVParallelLinear(ColumnParallelLinear):
         num_kv_heads: int,
         head_dim: int,
         bias: bool,
-        shard: Shard,
-        dtype: torch.dtype,
+        context: LayerContext,
     ) -> None:
         """``num_heads`` and ``num_kv_heads``: the whole model's."""
+        shard = context.shard
         q_heads = shard.divide(num_heads, "attention heads")
         kv_heads, kv_index = split_kv_heads(num_kv_heads, shard)
         kv_full, kv_size = num_kv_heads * head_dim, kv_heads * head_dim
@@ -94,7 +109,7 @@ class QKVParallelLinear(ColumnParallelLinear):
             ColumnPart("k_proj", kv_full, kv_size, kv_index),
             ColumnPart("v_proj", kv_full, kv_size, kv_index),
         ]
-        super().__init__(hidden_size, parts, bias, dtype)
+        super().__init__(hidden_size, parts, bias, context)
         self.num_heads = q_heads
         self.num_kv_heads = kv_heads
 
@@ -114,34 +129,35 @@ def split_kv_heads(num_kv_heads: int, shard: Shard) -> tuple[int, int]:
     return 1, shard.rank * num_kv_heads // shard.size
 
 
-class RowParallelLinear(nn.Module):
-    """x [T, in_features of this rank] → [T, out_features], a summand of the whole. The bias is rank 0's."""
+class RowParallelLinear:
+    """x [T, in_features of this rank] → [T, out_features]: each rank's product is a summand of the whole."""
 
     def __init__(
-        self, name: str, in_features: int, out_features: int, bias: bool, shard: Shard, dtype: torch.dtype
+        self, name: str, in_features: int, out_features: int, bias: bool, context: LayerContext
     ) -> None:
         """``name`` is the layer's in the checkpoint (``o_proj``)."""
-        super().__init__()
         self.name = name
-        self.shard = shard
+        self.shard = context.shard
         self.in_features = in_features
-        size = shard.divide(in_features, f"{name} input features")
-        self.weight = new_param(out_features, size, dtype=dtype)
-        self.bias = new_param(out_features, dtype=dtype) if bias else None
+        self.weight = context.linear(out_features, self.shard.divide(in_features, f"{name} input features"))
+        self.bias = torch.empty(out_features, dtype=context.dtype) if bias else None
 
-    @property
-    def own_bias(self) -> torch.Tensor | None:
-        """What this rank adds to its product: if all added the bias, the sum would hold it ``size`` times."""
-        return self.bias if self.shard.rank == 0 else None
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """``residual`` [T, out_features] += the whole product of x, in place; returns ``residual``.
+
+        The ranks' products are summed before they are added to the residual stream, which all ranks hold whole. The
+        bias is rank 0's to add: if all added it, the sum would hold it ``size`` times.
+        """
+        if self.shard.size == 1:
+            return self.weight.add_product(residual, x, self.bias)
+        partial = self.weight.product(x, self.bias if self.shard.rank == 0 else None)
+        return residual.add_(self.shard.all_reduce(partial))
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         """Slots named ``{prefix}{name}.weight`` and ``.bias``."""
         out_features, size = self.weight.shape
-        slots = {
-            f"{prefix}{self.name}.weight": WeightSlot(
-                self.weight, (out_features, self.in_features), dim=1, start=self.shard.rank * size
-            )
-        }
+        name, full_shape = f"{prefix}{self.name}", (out_features, self.in_features)
+        slots = self.weight.slots(name, slice(None), full_shape, dim=1, start=self.shard.rank * size)
         if self.bias is not None:
-            slots[f"{prefix}{self.name}.bias"] = WeightSlot(self.bias, (out_features,))
+            slots[f"{name}.bias"] = WeightSlot(self.bias, (out_features,))
         return slots

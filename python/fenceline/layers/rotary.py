@@ -9,26 +9,23 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
 
 from fenceline.config.rope_scaling import RopeScaling
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding:
     """Table of cosines and sines for positions below ``max_positions``, float32, on the default device."""
 
     def __init__(
         self, head_dim: int, max_positions: int, theta: float, scaling: RopeScaling | None = None
     ) -> None:
-        super().__init__()
         inv_freq, attention_factor = inverse_frequencies(head_dim, theta, scaling)
         positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
         angles = positions[:, None] * inv_freq
         table = torch.cat((angles.cos(), angles.cos(), angles.sin()), dim=-1) * attention_factor
         self.head_dim = head_dim
         # [max_positions, 3 * head_dim / 2]: cos twice, since it multiplies the whole head at once, then sin.
-        self.table: torch.Tensor
-        self.register_buffer("table", table.to(torch.get_default_device()), persistent=False)
+        self.table = table.to(torch.get_default_device())
 
 
 def rotary_angles(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

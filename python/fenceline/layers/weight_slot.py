@@ -38,8 +38,3 @@ class WeightSlot:
 def whole(param: torch.Tensor) -> WeightSlot:
     """The slot of a parameter that is not split."""
     return WeightSlot(param, tuple(param.shape))
-
-
-def new_param(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
-    """An uninitialised parameter on the default device (see ``with torch.device(...)``), without gradient."""
-    return torch.nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)

@@ -57,7 +57,7 @@ class CudaGraphRunner(GraphRunner):
         self._captured: dict[int, _Captured] = {}
         self._logits = torch.empty(
             (self._sizes[-1], step.model.config.vocab_size),
-            dtype=step.model.lm_head.weight.dtype,
+            dtype=step.model.context.dtype,
             device=device.torch_device,
         )
         device.name_memory(self._logits, "decode.logits", self._logits[0].nbytes)

@@ -15,7 +15,6 @@ import torch
 
 from fenceline.layers.attention.base import AttentionPlan
 from fenceline.layers.forward_batch import ForwardBatch, ForwardMode
-from fenceline.layers.kernels.base import LayerKernels
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.memory_order import Arena, ArenaField, Device, Role
@@ -52,13 +51,11 @@ class DecodeStep:
         self,
         device: Device,
         model: CausalLM,
-        kernels: LayerKernels,
         kv_pool: KVPool,
         req_pool: ReqPool,
         max_batch: int,
     ) -> None:
         self.model = model
-        self._kernels = kernels
         self._kv_pool = kv_pool
         self._req_pool = req_pool
         # Severed, padding is named by -1, as upstream once did: the last row, which is somebody's (F18).
@@ -120,12 +117,10 @@ class DecodeStep:
             out_slots=arena["out_slots"][:size],
             logits_index=None,
             attn=attn,
-            kernels=self._kernels,
             kv_pool=self._kv_pool,
             logits_out=logits_out,
         )
-        logits: torch.Tensor = self.model(batch)
-        return logits
+        return self.model.forward(batch)
 
     def sample(self, size: int, logits: torch.Tensor) -> None:
         """Draw the next tokens of requests that need nothing but a temperature, keep them as the rows' last tokens,

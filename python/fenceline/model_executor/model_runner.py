@@ -19,8 +19,8 @@ import torch
 from fenceline.config.engine_config import EngineConfig
 from fenceline.layers.attention.choice import AttentionSetting
 from fenceline.layers.attention.registry import AttentionBackends, make_attention_backends
+from fenceline.layers.context import make_layer_context
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
-from fenceline.layers.kernels.select import make_layer_kernels
 from fenceline.layers.shard import Shard
 from fenceline.mem_cache.cache_controller import CacheController
 from fenceline.mem_cache.kv_pool import KVPool
@@ -59,13 +59,10 @@ class ModelRunner:
         self.page_size = config.page_size
         model = config.model
         dtype = getattr(torch, model.dtype)
+        with _phase("Prepared kernels"):
+            context = make_layer_context(device.torch_device, Shard(), dtype)
         self.model = load_model(
-            model,
-            load_format=config.load_format,
-            device=device.torch_device,
-            shard=Shard(rank=0, size=1),
-            seed=config.random_seed,
-            progress=show_progress,
+            model, config.load_format, device.torch_device, context, config.random_seed, show_progress
         )
         num_rows = config.max_running_requests + 1  # with the sink
         self.sampler = Sampler(model.vocab_size, num_rows, device.torch_device)
@@ -91,8 +88,7 @@ class ModelRunner:
         page_table, last_tokens = self.req_pool.page_table, self.req_pool.last_tokens
         device.name_memory(page_table, "req_pool.page_table", page_table[0].nbytes)
         device.name_memory(last_tokens, "req_pool.last_tokens", last_tokens.itemsize)
-        with _phase("Prepared kernels and attention"):
-            self._kernels = make_layer_kernels(device.torch_device)
+        with _phase("Prepared attention"):
             self._attention = self._make_attention(config)
         self._inputs = InputRing(device)
         hicache = config.hicache
@@ -105,7 +101,7 @@ class ModelRunner:
         if config.piecewise_cuda_graph_tokens:
             sizes = config.piecewise_cuda_graph_tokens
             self.prefill_graphs = PiecewiseCudaGraphRunner(
-                device, self.model, self._kernels, self.kv_pool, sizes, config.debug_cuda_graph
+                device, self.model, self.kv_pool, sizes, config.debug_cuda_graph
             )
         self._order: StepOrder | None = None
         if device.checker is not None:
@@ -137,9 +133,7 @@ class ModelRunner:
 
     def _make_decode_runner(self, config: EngineConfig, show_progress: bool) -> DecodeRunner:
         device, req_pool = self.device, self.req_pool
-        step = DecodeStep(
-            device, self.model, self._kernels, self.kv_pool, req_pool, config.max_running_requests
-        )
+        step = DecodeStep(device, self.model, self.kv_pool, req_pool, config.max_running_requests)
         attention, graphs = self._attention.decode, None
         if config.cuda_graph_bs:
             graphs = CudaGraphRunner(
@@ -166,8 +160,7 @@ class ModelRunner:
     @property
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of the long-lived allocations by name."""
-        weights = sum(p.nbytes for p in self.model.parameters())
-        sizes = {"weights": weights, "kv_cache": self.kv_pool.nbytes}
+        sizes = {"weights": self.model.nbytes, "kv_cache": self.kv_pool.nbytes}
         if self.hicache is not None:
             sizes["host_kv_cache"] = self.hicache.host_pool.nbytes
         return sizes
@@ -219,7 +212,6 @@ class ModelRunner:
                 out_slots=views["out_slots"],
                 logits_index=views["logits_index"],
                 attn=self._attention.prefill.plan(_extend_attention(batch, views, self.req_pool.page_table)),
-                kernels=self._kernels,
                 kv_pool=self.kv_pool,
                 layer_ready=layer_ready,
             )

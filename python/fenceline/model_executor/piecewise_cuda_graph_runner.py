@@ -16,19 +16,19 @@ them out, would have written. Final norm and head run on the few rows that are a
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from fenceline.layers.forward_batch import ForwardBatch
-from fenceline.layers.kernels.base import LayerKernels
+from fenceline.layers.attention.base import AttentionPlan
+from fenceline.layers.forward_batch import ForwardBatch, ForwardMode, PieceBuffers
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Arena, ArenaField, Device, Graph, GraphPool, Role
 from fenceline.memory_order.guards import SINK, TOTAL_BUCKETS
 from fenceline.model_executor.graph_runner import GraphMismatch, GraphRunner
-from fenceline.models.decoder import CausalLM, DecoderLayer
+from fenceline.models.decoder import CausalLM
 
 _SINK_SLOT = 0
 
@@ -50,7 +50,6 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         self,
         device: Device,
         model: CausalLM,
-        kernels: LayerKernels,
         kv_pool: KVPool,
         sizes: Sequence[int],
         debug: bool = False,
@@ -58,28 +57,21 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         """``sizes``: ascending numbers of tokens. Nothing is captured before :meth:`capture`."""
         super().__init__(device, "prefill", "tokens", sizes)
         self._model = model
-        self._kernels = kernels
         self._kv_pool = kv_pool
         self._debug = debug
         self._compares = False
-        self._layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
         self._captured: dict[int, _Captured] = {}
-        params = self._layers[0].params  # all layers are alike
-        self._heads, self._scale = params.heads, params.scale
-        self.arena = Arena(device, "prefill", sizes[-1], self._fields())
+        self.arena = Arena(device, "prefill", sizes[-1], (*self._plan_fields(), *model.arena_fields()))
+        self._outputs = [f.name for f in self.arena.fields.values() if f.role is Role.OUTPUT]
+        self._inputs = [f.name for f in self.arena.fields.values() if f.role is Role.INPUT]
 
-    def _fields(self) -> Sequence[ArenaField]:
-        heads, dtype = self._heads, self._kv_pool.k(0).dtype
-        queries, keys = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    def _plan_fields(self) -> Sequence[ArenaField]:
         # Severed, padding is named by -1, as upstream once did: the last slot, which is somebody's (F18).
         sink = _SINK_SLOT if self._device.keeps(SINK) else -1
         return (
             ArenaField("input_ids", torch.int64, Role.PLAN, pad=0),
             ArenaField("positions", torch.int64, Role.PLAN, pad=0),
             ArenaField("out_slots", torch.int64, Role.PLAN, pad=sink),
-            ArenaField("attended", dtype, Role.INPUT, pad=0, shape=(queries,)),
-            ArenaField("qkv", dtype, Role.OUTPUT, pad=0, shape=(queries + 2 * keys,)),
-            ArenaField("hidden", dtype, Role.OUTPUT, pad=0, shape=(self._model.config.hidden_size,)),
         )
 
     def addresses(self) -> Sequence[int]:
@@ -120,13 +112,14 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         sources = {"input_ids": batch.input_ids, "positions": batch.positions, "out_slots": batch.out_slots}
         self.arena.fill(sources, num_tokens, max(size, num_tokens))
         outputs = self.arena.begin_replay()
-        qkv, hidden = outputs.take("qkv", num_tokens), outputs.take("hidden", num_tokens)
+        tensors = {name: outputs.take(name, num_tokens) for name in (*self._outputs, *self._inputs)}
+        batch = replace(batch, buffers=PieceBuffers(tensors))
         if self._compares:
-            self._compare(size, batch, qkv, hidden)
+            self._compare(size, batch, {name: tensors[name] for name in self._outputs})
         else:
-            self._submit(self._captured[size].replays, batch, qkv)
+            self._submit(self._captured[size].replays, batch)
         self.stats.count_replay(size)
-        return hidden
+        return tensors["hidden"]
 
     def begin_serving(self) -> None:
         """Count, and with ``--debug-cuda-graph`` compare, from now on. Not before: all tokens of a warm-up's step go to
@@ -134,22 +127,19 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         self.stats.restart()
         self._compares = self._debug
 
-    def _submit(self, pieces: Sequence[Piece], batch: ForwardBatch, qkv: torch.Tensor) -> None:
-        """All pieces, with attention between them over the ``qkv`` of the batch's own tokens."""
-        heads, scale = self._heads, self._scale
-        q, k, v = heads.split(qkv)
-        attended = self.arena["attended"][: len(qkv)].view(q.shape)
-        attend, ready = batch.attn.forward_into, batch.layer_ready
-        for layer_id in range(len(self._layers)):
+    def _submit(self, pieces: Sequence[Piece], batch: ForwardBatch) -> None:
+        """All pieces, with attention of the batch's own tokens between them."""
+        attend, ready = self._model.attend, batch.layer_ready
+        for layer_id in range(self._model.num_layers):
             if ready is not None:
                 # Before the piece that stores: it may go on with the page that was loaded last.
                 ready(layer_id)
             pieces[layer_id]()
-            attend(layer_id, q, k, v, scale, attended)
+            attend(layer_id, batch)
         pieces[-1]()
 
     def _capture_size(self, pool: GraphPool, size: int) -> Sequence[Graph]:
-        pieces = [partial(self._run, index, size) for index in range(len(self._layers) + 1)]
+        pieces = self._pieces(size)
         with (
             self._device.forward.active()
         ):  # compile and set up what the first call does; only the sink is touched
@@ -163,34 +153,41 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         self._captured[size] = _Captured(graphs, [])
         return graphs
 
-    def _run(self, index: int, size: int) -> None:
-        """Piece ``index``: from attention of the layer in front (or the embedding) to attention of layer ``index`` (or
-        the end)."""
-        arena, kernels = self.arena, self._kernels
-        x = arena["hidden"][:size]
-        if index == 0:
-            x.copy_(self._model.embed_tokens(arena["input_ids"][:size]))
-        else:
-            self._layers[index - 1].after_attention(x, arena["attended"][:size], kernels)
-        if index < len(self._layers):
-            layer, pool, table = self._layers[index], self._kv_pool, self._model.rotary.table
-            qkv = layer.before_attention(x, kernels, arena["qkv"][:size])
-            positions, out_slots = arena["positions"][:size], arena["out_slots"][:size]
-            heads, norms = layer.params.heads, layer.params.norms
-            k_cache, v_cache = pool.k(index), pool.v(index)
-            kernels.rotate_and_store(qkv, heads, norms, table, positions, k_cache, v_cache, out_slots)
+    def _pieces(self, size: int) -> list[Piece]:
+        """The model's pieces over the first ``size`` rows of the arena."""
+        rows = {name: self.arena[name][:size] for name in self.arena.fields}
+        batch = ForwardBatch(
+            mode=ForwardMode.EXTEND,
+            input_ids=rows["input_ids"],
+            positions=rows["positions"],
+            out_slots=rows["out_slots"],
+            logits_index=None,
+            attn=_NoAttention(),
+            kv_pool=self._kv_pool,
+            buffers=PieceBuffers(rows),
+        )
+        return [partial(self._model.run_piece, index, batch) for index in range(self._model.num_layers + 1)]
 
-    def _compare(self, size: int, batch: ForwardBatch, qkv: torch.Tensor, hidden: torch.Tensor) -> None:
+    def _compare(self, size: int, batch: ForwardBatch, outputs: Mapping[str, torch.Tensor]) -> None:
         """``--debug-cuda-graph``: the step without its graphs, then with them; every bit must agree."""
-        graphs = self._captured[size].graphs
-        self._submit([partial(self._run, index, size) for index in range(len(graphs))], batch, qkv)
-        eager = qkv.clone(), hidden.clone()
-        self._submit([graph.replay for graph in graphs], batch, qkv)
+        self._submit(self._pieces(size), batch)
+        eager = {name: output.clone() for name, output in outputs.items()}
+        self._submit([graph.replay for graph in self._captured[size].graphs], batch)
         self._device.synchronize()
-        for name, expected, replayed in zip(("qkv", "hidden"), eager, (qkv, hidden), strict=True):
+        for name, replayed in outputs.items():
+            expected = eager[name]
             rows = torch.nonzero((replayed != expected).any(1)).flatten().tolist()
             if rows:
                 raise GraphMismatch(
                     f"prefill[{size}]: {name} of rows {rows[:8]} differs: {replayed[rows[0], :4].tolist()} by replay, "
                     f"{expected[rows[0], :4].tolist()} without the graphs"
                 )
+
+
+class _NoAttention(AttentionPlan):
+    """Pieces are what lies between attention calls."""
+
+    def forward(
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        raise AssertionError("attention is in no piece")

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from fenceline.config.model_config import ModelConfig
-from fenceline.layers.shard import Shard
-from fenceline.models.decoder import CausalLM, DecoderLayer, GatedMLP, SelfAttention
+from fenceline.layers.mlp import GatedMLP
+from fenceline.layers.self_attention import SelfAttention
+from fenceline.models.decoder import CausalLM, DecoderLayer
 
 
 class LlamaForCausalLM(CausalLM):
     """One ``attention_bias`` for all four projections of attention, one ``mlp_bias`` for the three of the MLP."""
 
-    def __init__(self, config: ModelConfig, shard: Shard) -> None:
-        def layer() -> DecoderLayer:
-            attention = SelfAttention(
-                config, shard, qkv_bias=config.attention_bias, o_bias=config.attention_bias
-            )
-            return DecoderLayer(config, attention, GatedMLP(config, shard, bias=config.mlp_bias))
-
-        super().__init__(config, shard, layer)
+    def make_layer(self, layer_id: int) -> DecoderLayer:
+        config, context = self.config, self.context
+        bias = config.attention_bias
+        attention = SelfAttention(config, context, layer_id, self.rotary, qkv_bias=bias, o_bias=bias)
+        return DecoderLayer(attention, GatedMLP(config, context, bias=config.mlp_bias))

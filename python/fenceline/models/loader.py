@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tqdm import tqdm
 
 from fenceline.config.hf_files import weight_files
 from fenceline.config.model_config import ModelConfig
-from fenceline.layers.shard import Shard
+from fenceline.layers.context import LayerContext
 from fenceline.models.decoder import CausalLM
 from fenceline.models.registry import make_model
 
@@ -25,9 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 def load_model(
-    config: ModelConfig, load_format: str, device: torch.device, shard: Shard, seed: int, progress: bool
+    config: ModelConfig,
+    load_format: str,
+    device: torch.device,
+    context: LayerContext,
+    seed: int,
+    progress: bool,
 ) -> CausalLM:
-    """The model of ``config`` on ``device``, ready for inference: eval mode, no gradients, ``config.dtype``.
+    """The model of ``config`` on ``device``, its layers made with ``context``.
 
     ``load_format``: ``auto`` and ``safetensors`` read ``*.safetensors`` from ``config.model_path``, ``dummy`` draws
     random weights from ``seed`` and reads nothing. ``progress`` shows a bar on a terminal. Raises ``ValueError``, one
@@ -39,16 +45,16 @@ def load_model(
     files = [] if load_format == "dummy" else weight_files(Path(config.model_path))
     # Allocated where they stay: a large model must not pass through host memory as a whole.
     with torch.no_grad(), torch.device(device):
-        model = make_model(config, shard)
+        model = make_model(config, context)
         if load_format == "dummy":
             _randomise(model, seed)
         else:
             model.load_weights(read_weights(files, progress))
     source = f"{len(files)} file{'s' if len(files) > 1 else ''}" if files else "a seed"
-    num_bytes = sum(param.nbytes for param in model.parameters())
+    num_bytes = model.nbytes
     seconds = time.perf_counter() - begin
     logger.info("Loaded weights: %.2f GiB, from %s, in %.1f s", num_bytes / 2**30, source, seconds)
-    return model.eval()
+    return model
 
 
 def read_weights(files: Sequence[Path], progress: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -83,14 +89,17 @@ def read_weights(files: Sequence[Path], progress: bool) -> Iterator[tuple[str, t
 
 
 def _randomise(model: CausalLM, seed: int) -> None:
-    """Weights that keep activations at a sane size: ones for norms, zeros for biases, small noise elsewhere."""
-    for number, (name, param) in enumerate(model.named_parameters()):
+    """Weights that keep activations at a sane size: ones for norms, zeros for biases, small noise elsewhere.
+
+    A tensor's values depend on ``seed`` and its name alone, so the ranks of one model hold parts of the same matrices.
+    """
+    bound = _DUMMY_STD * 3**0.5
+    for name, slot in model.weight_slots().items():
         if name.endswith("bias"):
-            param.zero_()
-        elif param.dim() == 1:
-            param.fill_(1.0)
+            slot.dest.zero_()
+        elif slot.dest.dim() == 1:
+            slot.dest.fill_(1.0)
         else:
-            # A generator for each tensor, so that its values do not depend on the shapes before it.
-            generator = torch.Generator(param.device).manual_seed(seed * 1_000_003 + number)
-            bound = _DUMMY_STD * 3**0.5
-            param.uniform_(-bound, bound, generator=generator)
+            generator = torch.Generator(slot.dest.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            values = torch.empty(slot.full_shape, dtype=slot.dest.dtype)
+            slot.load(name, values.uniform_(-bound, bound, generator=generator))

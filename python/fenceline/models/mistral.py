@@ -5,17 +5,15 @@ The sliding window of the first release never binds: ModelConfig refuses context
 
 from __future__ import annotations
 
-from fenceline.config.model_config import ModelConfig
-from fenceline.layers.shard import Shard
-from fenceline.models.decoder import CausalLM, DecoderLayer, GatedMLP, SelfAttention
+from fenceline.layers.mlp import GatedMLP
+from fenceline.layers.self_attention import SelfAttention
+from fenceline.models.decoder import CausalLM, DecoderLayer
 
 
 class MistralForCausalLM(CausalLM):
     """No biases anywhere."""
 
-    def __init__(self, config: ModelConfig, shard: Shard) -> None:
-        def layer() -> DecoderLayer:
-            attention = SelfAttention(config, shard, qkv_bias=False, o_bias=False)
-            return DecoderLayer(config, attention, GatedMLP(config, shard, bias=False))
-
-        super().__init__(config, shard, layer)
+    def make_layer(self, layer_id: int) -> DecoderLayer:
+        config, context = self.config, self.context
+        attention = SelfAttention(config, context, layer_id, self.rotary, qkv_bias=False, o_bias=False)
+        return DecoderLayer(attention, GatedMLP(config, context, bias=False))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from fenceline.config.model_config import ModelConfig
-from fenceline.layers.shard import Shard
-from fenceline.models.decoder import CausalLM, DecoderLayer, GatedMLP, SelfAttention
+from fenceline.layers.mlp import GatedMLP
+from fenceline.layers.self_attention import SelfAttention
+from fenceline.models.decoder import CausalLM, DecoderLayer
 
 
 class Qwen2ForCausalLM(CausalLM):
     """The biases are part of the architecture: config.json has no switch for them."""
 
-    def __init__(self, config: ModelConfig, shard: Shard) -> None:
-        def layer() -> DecoderLayer:
-            attention = SelfAttention(config, shard, qkv_bias=True, o_bias=False)
-            return DecoderLayer(config, attention, GatedMLP(config, shard, bias=False))
-
-        super().__init__(config, shard, layer)
+    def make_layer(self, layer_id: int) -> DecoderLayer:
+        config, context = self.config, self.context
+        attention = SelfAttention(config, context, layer_id, self.rotary, qkv_bias=True, o_bias=False)
+        return DecoderLayer(attention, GatedMLP(config, context, bias=False))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from fenceline.config.model_config import ModelConfig
-from fenceline.layers.shard import Shard
+from fenceline.layers.context import LayerContext
 from fenceline.models.decoder import CausalLM
 from fenceline.models.llama import LlamaForCausalLM
 from fenceline.models.mistral import MistralForCausalLM
@@ -14,7 +14,7 @@ from fenceline.models.qwen2 import Qwen2ForCausalLM
 from fenceline.models.qwen3 import Qwen3ForCausalLM
 
 # Its keys are fenceline.config.model_config.SUPPORTED_ARCHITECTURES; a test keeps the two equal.
-MODELS: Mapping[str, Callable[[ModelConfig, Shard], CausalLM]] = MappingProxyType(
+MODELS: Mapping[str, Callable[[ModelConfig, LayerContext], CausalLM]] = MappingProxyType(
     {
         "LlamaForCausalLM": LlamaForCausalLM,
         "MistralForCausalLM": MistralForCausalLM,
@@ -24,7 +24,7 @@ MODELS: Mapping[str, Callable[[ModelConfig, Shard], CausalLM]] = MappingProxyTyp
 )
 
 
-def make_model(config: ModelConfig, shard: Shard) -> CausalLM:
+def make_model(config: ModelConfig, context: LayerContext) -> CausalLM:
     """The model of ``config.architecture``, parameters uninitialised on the default device.
 
     Raises ``ValueError`` naming the supported architectures.
@@ -33,4 +33,4 @@ def make_model(config: ModelConfig, shard: Shard) -> CausalLM:
         raise ValueError(
             f"architecture {config.architecture} is not supported; supported are {', '.join(MODELS)}"
         )
-    return MODELS[config.architecture](config, shard)
+    return MODELS[config.architecture](config, context)

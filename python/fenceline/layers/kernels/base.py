@@ -1,4 +1,4 @@
-"""What the model's layers compute with. A step's forward gets it in its ForwardBatch."""
+"""What layers compute with beside their products: normalisation, activation, rotation into the KV pool."""
 
 from __future__ import annotations
 
@@ -36,40 +36,15 @@ class QKNorm:
 
 class LayerKernels(ABC):
     """All run on the current stream and never make the host wait. Activations are contiguous [T, features] in the
-    model's dtype; weights are [out_features, in_features]; sums are at least float32."""
+    model's dtype; sums are at least float32."""
 
     @abstractmethod
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMSNorm over the last axis, x [T, D] → [T, D]."""
+        """RMSNorm over the last axis, x [..., D] → a new tensor of its shape."""
 
     @abstractmethod
-    def linear_add(
-        self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """``residual`` [T, N] += x [T, K] @ weight [N, K] transposed + bias [N], in place; returns ``residual``."""
-
-    @abstractmethod
-    def norm_linear(
-        self,
-        x: torch.Tensor,
-        norm_weight: torch.Tensor,
-        eps: float,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """rms_norm(x [T, K]) @ weight [N, K] transposed + bias [N] → [T, N], in ``out`` if given."""
-
-    @abstractmethod
-    def norm_gate_up(
-        self,
-        x: torch.Tensor,
-        norm_weight: torch.Tensor,
-        eps: float,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """SwiGLU's product (arXiv:2002.05202) of rms_norm(x): weight [2 I, K], gate rows then up rows → [T, I]."""
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up [T, 2 I], gates then what they gate → silu(gate) * up, a new tensor [T, I]."""
 
     @abstractmethod
     def rotate_and_store(

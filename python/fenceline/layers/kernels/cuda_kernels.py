@@ -1,4 +1,4 @@
-"""LayerKernels of an NVIDIA GPU: our own kernels for few rows, cuBLAS between Triton kernels for many."""
+"""Layers on an NVIDIA GPU: our own fused products for few rows, cuBLAS between Triton kernels for many."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from fenceline.layers.kernels.rms_norm import rms_norm
 from fenceline.layers.kernels.rotate_store import rotate_and_store
 from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, skinny_linear
 from fenceline.layers.kernels.skinny_table import ROW_BUCKETS, CudaConfig, GpuTraits, SkinnyTable, load_table
+from fenceline.layers.norm import RMSNorm
+from fenceline.layers.weight import DenseWeight
 
 _FEW_ROWS = ROW_BUCKETS[-1]  # more are never the skinny kernels' to multiply
 
@@ -25,65 +27,19 @@ CudaProduct = Callable[[torch.Tensor, torch.Tensor, CudaConfig, Fusion, torch.Te
 
 
 class CudaLayerKernels(LayerKernels):
-    """The number of rows chooses the kernels, so a captured graph keeps the choice of its bucket.
+    """Triton kernels that start before those in front of them have ended where the GPU can do so (sm_90 on).
 
-    Kernels start before those in front of them have ended where the GPU can do so (sm_90 on). What they read before
-    waiting are weights, and in ``rotate_and_store`` also the table, positions and out_slots: write those by a kernel
-    that some other kernel follows before they are used.
+    What they read before waiting are weights, and in ``rotate_and_store`` also the table, positions and out_slots:
+    write those by a kernel that some other kernel follows before they are used.
     """
 
-    def __init__(self, device: torch.device, cuda_product: CudaProduct | None, table: SkinnyTable) -> None:
-        """``cuda_product`` is fenceline_kernel's (None: it is not there); ``table`` must then not name it."""
-        self._cuda_product = cuda_product
-        self._table = table
+    def __init__(self, device: torch.device) -> None:
         self._pdl = torch.cuda.get_device_capability(device) >= (9, 0)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps, pdl=self._pdl)
 
-    def linear_add(
-        self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        few = x.shape[0] <= _FEW_ROWS
-        if few and self._few_rows(x, weight, Fusion(bias=bias, residual=residual)) is not None:
-            return residual
-        if bias is None:
-            return residual.addmm_(x, weight.t())
-        return residual.add_(F.linear(x, weight, bias))
-
-    def norm_linear(
-        self,
-        x: torch.Tensor,
-        norm_weight: torch.Tensor,
-        eps: float,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if x.shape[0] <= _FEW_ROWS:
-            done = self._few_rows(x, weight, Fusion(norm_weight, eps, bias), out)
-            if done is not None:
-                return done
-        normed = self.rms_norm(x, norm_weight, eps)
-        if out is None:
-            return F.linear(normed, weight, bias)
-        if bias is None:
-            return torch.mm(normed, weight.t(), out=out)
-        return torch.addmm(bias, normed, weight.t(), out=out)
-
-    def norm_gate_up(
-        self,
-        x: torch.Tensor,
-        norm_weight: torch.Tensor,
-        eps: float,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        if x.shape[0] <= _FEW_ROWS:
-            done = self._few_rows(x, weight, Fusion(norm_weight, eps, bias, gated=True))
-            if done is not None:
-                return done
-        gate_up = F.linear(self.rms_norm(x, norm_weight, eps), weight, bias)
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return silu_and_mul(gate_up, pdl=self._pdl)
 
     def rotate_and_store(
@@ -99,10 +55,21 @@ class CudaLayerKernels(LayerKernels):
     ) -> None:
         rotate_and_store(qkv, heads, norms, table, positions, k_cache, v_cache, out_slots, pdl=self._pdl)
 
-    def _few_rows(
+
+class SkinnyProducts:
+    """Our own products of few rows with a dense weight, fused with what stands around them. The table of measurements
+    says which of them is taken for a shape, if any; the number of rows decides, so a captured graph keeps the choice of
+    its size."""
+
+    def __init__(self, cuda_product: CudaProduct | None, table: SkinnyTable) -> None:
+        """``cuda_product`` is fenceline_kernel's (None: it is not there); ``table`` must then not name it."""
+        self._cuda_product = cuda_product
+        self._table = table
+
+    def multiply(
         self, x: torch.Tensor, weight: torch.Tensor, fusion: Fusion = PLAIN, out: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """The product by a kernel of ours, in ``out`` or the residual or a new tensor; None: that is cuBLAS' to do."""
+        """The product, in ``out`` or the residual or a new tensor; None: that is cuBLAS' to do."""
         if x.dtype == torch.float32:
             return None
         choice = self._table.choose(x.shape[0], weight.shape[0], x.shape[1], fusion.gated)
@@ -114,8 +81,56 @@ class CudaLayerKernels(LayerKernels):
         return skinny_linear(x, weight, choice, fusion, out)
 
 
-def make_cuda_kernels(device: torch.device) -> CudaLayerKernels:
-    """The kernels for ``device``. Compiles fenceline_kernel on first use where it is installed (seconds, once)."""
+class CudaDenseWeight(DenseWeight):
+    """A dense weight whose products of few rows are fused kernels of our own, where those are the faster ones."""
+
+    def __init__(
+        self, out_features: int, in_features: int, dtype: torch.dtype, products: SkinnyProducts
+    ) -> None:
+        super().__init__(out_features, in_features, dtype)
+        self._products = products
+
+    def product(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if out is None:
+            return F.linear(x, self.data, bias)
+        if bias is None:
+            return torch.mm(x, self.data.t(), out=out)
+        return torch.addmm(bias, x, self.data.t(), out=out)
+
+    def normed_product(
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if x.shape[0] <= _FEW_ROWS:
+            done = self._products.multiply(x, self.data, Fusion(norm.weight, norm.eps, bias), out)
+            if done is not None:
+                return done
+        return self.product(norm.forward(x), bias, out)
+
+    def gated_product(self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None) -> torch.Tensor:
+        if x.shape[0] <= _FEW_ROWS:
+            done = self._products.multiply(x, self.data, Fusion(norm.weight, norm.eps, bias, gated=True))
+            if done is not None:
+                return done
+        return norm.kernels.silu_and_mul(F.linear(norm.forward(x), self.data, bias))
+
+    def add_product(self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if x.shape[0] <= _FEW_ROWS:
+            done = self._products.multiply(x, self.data, Fusion(bias=bias, residual=residual))
+            if done is not None:
+                return residual
+        if bias is None:
+            return residual.addmm_(x, self.data.t())
+        return residual.add_(F.linear(x, self.data, bias))
+
+
+def find_skinny_products(device: torch.device) -> SkinnyProducts:
+    """The products for ``device``. Compiles fenceline_kernel on first use where it is installed (seconds, once)."""
     product = _find_cuda_product(device)
     gpu = GpuTraits(
         name=torch.cuda.get_device_name(device),
@@ -123,7 +138,7 @@ def make_cuda_kernels(device: torch.device) -> CudaLayerKernels:
         capability=torch.cuda.get_device_capability(device),
         has_cuda_kernels=product is not None,
     )
-    return CudaLayerKernels(device, product, load_table(gpu))
+    return SkinnyProducts(product, load_table(gpu))
 
 
 def _find_cuda_product(device: torch.device) -> CudaProduct | None:

@@ -15,32 +15,8 @@ class TorchLayerKernels(LayerKernels):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
 
-    def linear_add(
-        self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        return residual.add_(F.linear(x, weight, bias))
-
-    def norm_linear(
-        self,
-        x: torch.Tensor,
-        norm_weight: torch.Tensor,
-        eps: float,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        y = F.linear(self.rms_norm(x, norm_weight, eps), weight, bias)
-        return y if out is None else out.copy_(y)
-
-    def norm_gate_up(
-        self,
-        x: torch.Tensor,
-        norm_weight: torch.Tensor,
-        eps: float,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        gate, up = self.norm_linear(x, norm_weight, eps, weight, bias).chunk(2, dim=-1)
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     def rotate_and_store(

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from fenceline.config.resolve import resolve
 from fenceline.config.server_args import ServerArgs
+from fenceline.layers.context import torch_context
 from fenceline.layers.shard import Shard
 from fenceline.models.registry import make_model
 
@@ -48,7 +49,7 @@ def tiny_model_path() -> str:
     model = resolve(ServerArgs(model_path=str(folder), device="cpu", load_format="dummy")).model
     generator = torch.Generator().manual_seed(11)
     weights = {}
-    for name, slot in make_model(model, Shard()).weight_slots().items():
+    for name, slot in make_model(model, torch_context(Shard(), torch.float32)).weight_slots().items():
         mean = 1.0 if len(slot.full_shape) == 1 else 0.0  # norms near one
         weights[name] = torch.randn(slot.full_shape, generator=generator) * 0.3 + mean
     save_file(weights, folder / "model.safetensors")

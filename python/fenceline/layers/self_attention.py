@@ -1,0 +1,116 @@
+"""SelfAttention: the attention half of a decoder layer, from residual stream to residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fenceline.config.model_config import ModelConfig
+from fenceline.layers.context import LayerContext
+from fenceline.layers.forward_batch import ForwardBatch
+from fenceline.layers.kernels.base import HeadLayout, QKNorm
+from fenceline.layers.linear import QKVParallelLinear, RowParallelLinear
+from fenceline.layers.rotary import RotaryEmbedding
+from fenceline.layers.weight_slot import WeightSlots
+from fenceline.memory_order import ArenaField, Role
+
+
+class SelfAttention:
+    """x += o_proj(attention(rope(qkv_proj(norm(x))))), with queries and keys normalised head by head in some families.
+
+    Only ``attend`` depends on the requests' lengths, so what lies around it can be captured in graphs: ``project`` then
+    ends one piece, ``add_output`` begins the next, and they hand each other ``batch.buffers``.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: LayerContext,
+        layer_id: int,
+        rotary: RotaryEmbedding,
+        qkv_bias: bool,
+        o_bias: bool,
+        qk_norm: bool = False,
+    ) -> None:
+        """``layer_id`` names its keys and values in the pool. Parameters are uninitialised."""
+        head_dim, hidden_size, eps = config.head_dim, config.hidden_size, config.rms_norm_eps
+        self.layer_id = layer_id
+        self.scale = head_dim**-0.5
+        self.input_norm = context.norm(hidden_size, eps)
+        self.qkv_proj = QKVParallelLinear(
+            hidden_size, config.num_heads, config.num_kv_heads, head_dim, qkv_bias, context
+        )
+        self.o_proj = RowParallelLinear("o_proj", config.num_heads * head_dim, hidden_size, o_bias, context)
+        self.q_norm = context.norm(head_dim, eps) if qk_norm else None
+        self.k_norm = context.norm(head_dim, eps) if qk_norm else None
+        self.heads = HeadLayout(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim)
+        self._norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            self._norms = QKNorm(self.q_norm.weight, self.k_norm.weight, eps)
+        self._kernels = context.kernels
+        self._dtype = context.dtype
+        self._table = rotary.table
+        # Layers of one shape share their buffers.
+        self._qkv_buffer = f"qkv_{sum(self.qkv_proj.sizes)}"
+        self._attended_buffer = f"attended_{self.heads.num_heads * head_dim}"
+
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """The residual stream x [T, hidden_size], added to in place. Writes the batch's keys and values to its pool."""
+        return self.add_output(x, batch, self.attend(self.project(x, batch), batch))
+
+    def project(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """x → rotated queries, keys and values [T, size of ``heads``]; keys and values also go to the pool."""
+        layer_id, pool, buffers = self.layer_id, batch.kv_pool, batch.buffers
+        out = None if buffers is None else buffers.tensors[self._qkv_buffer]
+        qkv = self.qkv_proj.forward_normed(x, self.input_norm, out)
+        if batch.layer_ready is not None:
+            # Before the store too: the last page loaded may be one that this batch goes on with.
+            batch.layer_ready(layer_id)
+        self._kernels.rotate_and_store(
+            qkv, self.heads, self._norms, self._table, batch.positions,
+            pool.k(layer_id), pool.v(layer_id), batch.out_slots,
+        )  # fmt: skip
+        return qkv
+
+    def attend(self, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Attention over prefix and new tokens, [T, num_heads * head_dim]."""
+        return batch.attn.forward(self.layer_id, *self.heads.split(qkv), self.scale).flatten(1)
+
+    def attend_between_pieces(self, batch: ForwardBatch) -> None:
+        """``attend`` from buffer to buffer."""
+        buffers = batch.buffers
+        assert buffers is not None, "only a forward in pieces has buffers"
+        views = buffers.views.get(self._qkv_buffer)
+        if views is None:
+            q, k, v = self.heads.split(buffers.tensors[self._qkv_buffer])
+            views = q, k, v, buffers.tensors[self._attended_buffer].view(q.shape)
+            buffers.views[self._qkv_buffer] = views
+        q, k, v, attended = views
+        batch.attn.forward_into(self.layer_id, q, k, v, self.scale, attended)
+
+    def add_output(
+        self, x: torch.Tensor, batch: ForwardBatch, attended: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x += the output projection of ``attended`` (None: of the buffer that attention has filled), in place;
+        returns x."""
+        if attended is None:
+            assert batch.buffers is not None, "only a forward in pieces has buffers"
+            attended = batch.buffers.tensors[self._attended_buffer]
+        return self.o_proj.add_to(x, attended)
+
+    def arena_fields(self) -> Sequence[ArenaField]:
+        """The buffers. Attention leaves padded tokens out of its result, so those rows are zeroed before each step."""
+        widths = sum(self.qkv_proj.sizes), self.heads.num_heads * self.heads.head_dim
+        return (
+            ArenaField(self._attended_buffer, self._dtype, Role.INPUT, pad=0, shape=widths[1:]),
+            ArenaField(self._qkv_buffer, self._dtype, Role.OUTPUT, pad=0, shape=widths[:1]),
+        )
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        """Slots by their names in the checkpoint, but for ``input_norm``, whose name is the layer's to give."""
+        slots = {**self.qkv_proj.weight_slots(prefix), **self.o_proj.weight_slots(prefix)}
+        if self.q_norm is not None and self.k_norm is not None:
+            slots |= self.q_norm.weight_slots(f"{prefix}q_norm")
+            slots |= self.k_norm.weight_slots(f"{prefix}k_norm")
+        return slots
