@@ -7,6 +7,7 @@ finish reasons, logprobs, and how much of a prompt may have come from the cache 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -21,6 +22,7 @@ from fenceline.managers.io_struct import (
     Message,
     PauseGenerationReq,
     StrOut,
+    TickReq,
     TokenizedGenerateReq,
     TokenLogprobs,
     TokenOut,
@@ -44,7 +46,8 @@ class Talk:
     seed: int
     outs: list[TokenOut] = field(default_factory=list)
     texts: list[StrOut] = field(default_factory=list)  # what the detokenizer made of them, where there is one
-    aborted: bool = False  # somebody asked for its end
+    aborted: AbortReq | None = None  # somebody asked for its end
+    ticks: list[float] = field(default_factory=list)  # times that the scheduler was told since it arrived
     ended: bool = False
 
     @property
@@ -82,8 +85,11 @@ class Transcript:
                 self.talks[message.rid] = talk
             case AbortReq():
                 for talk in self._meant(message):
-                    talk.aborted = True
+                    talk.aborted = message
                     talk.ended |= message.silent
+            case TickReq():
+                for talk in self._meant(AbortReq(abort_all=True)):
+                    talk.ticks.append(message.now)
             case PauseGenerationReq(mode="abort"):
                 self.heard(AbortReq(abort_all=True))
 
@@ -203,11 +209,26 @@ class _Comparison:
                 self.num_close += 1
                 self._forced = (*self._forced, (index, token))
             expected = self._end_after(index + 1, token)
-        if self._talk.aborted and (expected is None or not tokens):
-            right = reason is None or (reason.type == "abort" and reason.status_code is None)
+        begun = expected is None or not tokens  # an answer that may be broken off
+        if reason is None:
+            right = begun and self._talk.aborted is not None
+        elif reason.type == "abort":
+            right = begun and self._may_abort(reason)
         else:
-            right = reason == expected is not None
+            right = reason == expected
         return "" if right else f"ends with {_told(reason)} after {len(tokens)} tokens, not {_told(expected)}"
+
+    def _may_abort(self, reason: FinishReason) -> bool:
+        """Whether somebody asked for it, in these words, or its time was up."""
+        overdue = re.search(r"after ([\d.]+) s \(--req-", reason.message or "")
+        if overdue is not None and reason.status_code == 503:
+            ticks = self._talk.ticks
+            return len(ticks) > 1 and ticks[-1] - ticks[0] > float(overdue[1])
+        asked = self._talk.aborted
+        return asked is not None and (reason.message, reason.status_code) == (
+            asked.message or "aborted",
+            asked.status_code,
+        )
 
     def _end_after(self, num_outputs: int, token: int) -> FinishReason | None:
         if token in self._ask.stop_ids and num_outputs >= self._ask.min_new_tokens:

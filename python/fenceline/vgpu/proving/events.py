@@ -90,6 +90,8 @@ EVENTS: dict[str, str] = {
     # retraction
     "retraction for memory": "",
     "retraction by pause": "",
+    "preemption": "a running request gives way to a better one",
+    "preemption of several": "",
     "retraction by recompute": "",
     "retraction by offload": "",
     "offloaded tail": "a page that is not full goes to the host",
@@ -106,12 +108,15 @@ EVENTS: dict[str, str] = {
     "end of length": "",
     "end before the first token": "a request that wants none, its prompt's logprobs at most",
     "refusal": "a request that does not fit",
+    "time-out while waiting": "",
+    "time-out while running": "",
     # the rest
     "logprobs after a hit": "a prompt's logprobs are asked for, and some of it is cached",
     "logprobs over chunks": "they come from several steps",
     **{f"pause by {mode}": "with requests running" for mode in ("abort", "retract", "in_place")},
     "flush": "of a tree that holds something",
     "flush refused": "because requests are pending",
+    "flush that waited": "for the last request to leave",
     "flush of storage": "",
 }
 
@@ -156,6 +161,8 @@ class Watch:
         around(scheduler, "with_remaps", before=self._remaps)
         around(scheduler.control, "_flush", after=self._flushed)
         around(scheduler.control, "_pause", before=self._pauses)
+        around(scheduler.stats, "preempted", before=self._preempts)
+        around(scheduler.control, "when_idle", before=self._falls_idle)
         around(memory, "admit", before=self._admits, after=self._admitted)
         around(memory, "_match", before=self._matches)
         around(memory.pages, "alloc", after=partial(self._handed_on, "pages handed on in use"))
@@ -232,6 +239,8 @@ class Watch:
         self.note("end of length", reason.type == "length" and reason.length)
         self.note("end before the first token", reason.type == "length" and reason.length == 0)
         self.note("refusal", reason.status_code == 400)
+        self.note("time-out while waiting", "--req-waiting-timeout" in (reason.message or ""))
+        self.note("time-out while running", "--req-running-timeout" in (reason.message or ""))
 
     def _retracts(self, req: Req) -> None:
         hicache = self._scheduler.config.hicache
@@ -239,6 +248,13 @@ class Watch:
         self.note("retraction by pause" if self._scheduler.paused else "retraction for memory")
         self.note("retraction by offload" if offloads else "retraction by recompute")
         self.note("retracted twice", req.num_retractions == 1)
+
+    def _preempts(self, num_victims: int) -> None:
+        self.note("preemption")
+        self.note("preemption of several", num_victims > 1)
+
+    def _falls_idle(self) -> None:
+        self.note("flush that waited", self._scheduler.control._flushes)
 
     def _pauses(self, mode: str) -> None:
         self.note(f"pause by {mode}", len(self._scheduler.running))

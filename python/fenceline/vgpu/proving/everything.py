@@ -9,7 +9,14 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from fenceline.managers.io_struct import AbortReq, ContinueGenerationReq, FlushCacheReq, PauseGenerationReq
+from fenceline.managers.io_struct import (
+    AbortReq,
+    CancelFlushReq,
+    ContinueGenerationReq,
+    FlushCacheReq,
+    PauseGenerationReq,
+    TickReq,
+)
 from fenceline.vgpu.proving.events import STATES
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
 from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Flag, Flags, Scenario, Script, Workload
@@ -26,6 +33,7 @@ def _request(random: Random, page_size: int) -> dict[str, Any]:
         return random.random() < share
 
     options: dict[str, Any] = {"extra_key": random.choice(("", "", "", "a", "b")), "stream": wants(0.8)}
+    options["priority"] = random.choice((0, 0, 10, 20))  # read where the engine has priorities
     if wants(0.5):
         options["temperature"] = random.choice((0.6, 1.0, 1.3))
         if wants(0.4):
@@ -64,7 +72,7 @@ def _requests(script: Script, page_size: int) -> None:
             kept = len(family) if random.random() < 0.6 else random.randrange(len(family))
             prompt = family[:kept] + script.prompt(1, 6)
             for _ in range(2 if random.random() < 0.25 else 1):
-                _one(script, step + random.randint(0, 3), prompt, page_size)
+                _one(script, step + random.choice((0, 0, 1, 3)), prompt, page_size)
         step += random.choice((random.randint(4, 10), random.randint(16, 30)))
     if random.random() < 0.15:
         script.add(random.randrange(step), script.prompt(120, 130), 1)  # fits nowhere
@@ -99,8 +107,13 @@ def _control(script: Script) -> None:
         script.send(random.randrange(4, 30), AbortReq(abort_all=True))
     if random.random() < 0.5:
         script.when_idle(random.randrange(10, 30), FlushCacheReq(id="flush", storage=random.random() < 0.3))
-    if random.random() < 0.2:
-        script.send(random.randrange(20), FlushCacheReq(id="too early"))
+    if random.random() < 0.4:
+        step = random.randrange(20)
+        script.send(step, FlushCacheReq(id="early", wait=random.random() < 0.6))
+        if random.random() < 0.3:
+            script.send(step + random.randint(1, 8), CancelFlushReq(id="early"))
+    for step in range(0, 60, 2):  # where the engine has time-outs
+        script.send(step, TickReq(now=step / 2))
 
 
 def _flags(random: Random, page_size: int) -> Flags:
@@ -112,7 +125,7 @@ def _flags(random: Random, page_size: int) -> Flags:
         "max_total_tokens": random.choice((40, 40, 48, 64)),
         "max_running_requests": most,
         "chunked_prefill_size": random.choice((8, 16, 24, -1)),
-        "schedule_policy": random.choice(("fcfs", "lpm", "random")),
+        "schedule_policy": random.choice(("fcfs", "lpm", "dfs-weight", "random")),
         "schedule_conservativeness": random.choice((0.01, 0.01, 1.0)),
         "stream_interval": random.choice((1, 1, 3)),
         "disable_overlap_schedule": random.random() < 0.1,
@@ -124,10 +137,17 @@ def _flags(random: Random, page_size: int) -> Flags:
         flags["piecewise_cuda_graph_tokens"] = random.choice(((2, 8), (4,), (8,)))
     if random.random() < 0.2:
         flags["attention_backend"] = PERSISTENT
+    if random.random() < 0.5:
+        flags |= {"enable_priority_scheduling": True, "schedule_policy": "fcfs"}
+        flags["schedule_low_priority_values_first"] = random.random() < 0.3
+        flags["priority_scheduling_preemption_threshold"] = random.choice((0, 0, 10))
+    if random.random() < 0.2:
+        flags["req_running_timeout"] = random.choice((8.0, 14.0))  # twice as many steps
+        flags["req_waiting_timeout"] = random.choice((4.0, 14.0))
     if random.random() < 0.9:
         flags |= _tiers(random)
     else:
-        flags["disable_radix_cache"] = random.random() < 0.3
+        flags["disable_radix_cache"] = flags["schedule_policy"] == "fcfs"
     return flags
 
 
