@@ -333,8 +333,9 @@ class Watch:
         backed_up = [node for node in nodes if ticket in node.transfers]
         self.note("backup", backed_up)
         self.note("backup of several nodes", len(backed_up) > 1)
-        self.note("backup while prefixes load", backed_up and self._num_loading)
-        self.note("write-back under load", backed_up and self._num_loading and self._tree._leaving)
+        loading = self._num_loading or self._tiers._load is not None  # submitted, or about to be
+        self.note("backup while prefixes load", backed_up and loading)
+        self.note("write-back under load", backed_up and loading and self._tree._leaving)
         self.note("the host is full", any(node.host_pages is None and node.on_device for node in nodes))
 
     def _leaves_device(self, node: TreeNode) -> None:

@@ -22,6 +22,7 @@ from fenceline.vgpu.proving.persistent_attention import PERSISTENT
 from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Flag, Flags, Scenario, Script, Workload
 from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
 
+_RARE_STATES = ("retracted", "retracted with a tail", "waiting for storage")
 _POLICIES = ("write_through", "write_through_selective", "write_back")
 _STOP_STRINGS = ("a", "th", "on", "ne", "e t", "é", "r.")
 
@@ -32,8 +33,7 @@ def _request(random: Random, page_size: int) -> dict[str, Any]:
     def wants(share: float) -> bool:
         return random.random() < share
 
-    options: dict[str, Any] = {"extra_key": random.choice(("", "", "", "a", "b")), "stream": wants(0.8)}
-    options["priority"] = random.choice((0, 0, 10, 20))  # read where the engine has priorities
+    options: dict[str, Any] = {"extra_key": random.choice(("", "", "", "", "a", "b")), "stream": wants(0.8)}
     if wants(0.5):
         options["temperature"] = random.choice((0.6, 1.0, 1.3))
         if wants(0.4):
@@ -63,30 +63,36 @@ def _request(random: Random, page_size: int) -> dict[str, Any]:
 
 
 def _requests(script: Script, page_size: int) -> None:
-    """Bursts of requests of a few families, some of them twins, with a pause between bursts in which all may end."""
+    """Bursts of requests of a few families, some of them twins, with a pause between bursts in which all may end. What
+    the last burst wants the device has forgotten over the one before."""
     random, step = script.random, 0
-    families = [script.prompt(10, 22) for _ in range(3)]
-    for _ in range(random.randint(2, 3)):
-        for _ in range(random.randint(3, 4)):
-            family = random.choice(families)
-            kept = len(family) if random.random() < 0.6 else random.randrange(len(family))
+    families = [script.prompt(9, 18) for _ in range(4)]
+    for first, second in random.choice((((0, 1), (1, 2)), ((0, 1), (2, 3), (0, 1)))):
+        third = random.choice((first, second, random.randrange(4)))
+        for family in (families[first], families[second], families[third]):
+            kept = len(family) if random.random() < 0.7 else random.randrange(len(family))
             prompt = family[:kept] + script.prompt(1, 6)
-            for _ in range(2 if random.random() < 0.25 else 1):
-                _one(script, step + random.choice((0, 0, 1, 3)), prompt, page_size)
+            _some(script, step + random.choice((0, 0, 0, 2)), prompt, page_size)
         step += random.choice((random.randint(4, 10), random.randint(16, 30)))
     if random.random() < 0.15:
         script.add(random.randrange(step), script.prompt(120, 130), 1)  # fits nowhere
 
 
-def _one(script: Script, step: int, prompt: list[int], page_size: int) -> None:
+def _some(script: Script, step: int, prompt: list[int], page_size: int) -> None:
+    """A request, or two of the same prompt, alike in all but their seeds or in nothing else."""
     random = script.random
-    options = _request(random, page_size)
-    num_tokens = random.choice((0, 1, 4, 8, 12, 16))
-    if num_tokens > 1 and random.random() < 0.2:
-        options["min_new_tokens"] = random.randrange(2, num_tokens + 1)
-    if options.get("logprob_start_len", -1) >= len(prompt):
-        options["logprob_start_len"] = len(prompt) - 1
-    rid = script.add(step, prompt, num_tokens, **options)
+    num_twins = random.choice((1, 1, 1, 2))
+    alike = random.random() < 0.5
+    for index in range(num_twins):
+        if index == 0 or not alike:
+            options = _request(random, page_size)
+            options["priority"] = random.choice((0, step, 20))  # read where the engine has priorities
+            num_tokens = random.choice((0, 1, 4, 8, 12, 16))
+            if num_tokens > 1 and random.random() < 0.2:
+                options["min_new_tokens"] = random.randrange(2, num_tokens + 1)
+            if options.get("logprob_start_len", -1) >= len(prompt):
+                options["logprob_start_len"] = len(prompt) - 1
+        rid = script.add(step, prompt, num_tokens, **options)
     if random.random() < 0.2:
         script.follow(rid, random.randint(0, 4), script.prompt(1, 5), random.randint(1, 4))
 
@@ -97,19 +103,19 @@ def _control(script: Script) -> None:
     step = 0
     for number in range(random.choice((0, 1, 2, 2))):
         step += random.randint(3, 10)
-        mode = random.choice(("abort", "retract", "retract", "in_place"))
+        mode = random.choice(("abort", "retract", "retract", "retract", "in_place"))
         script.send(step, PauseGenerationReq(id=f"pause {number}", mode=mode))
         step += random.randint(1, 4)
         script.send(step, ContinueGenerationReq(id=f"continue {number}"))
-    for state in random.sample(STATES, 3):
-        script.abort_when(state, random.randrange(16))
+    for state in random.sample((*STATES, *_RARE_STATES), 3):
+        script.abort_when(state, random.randrange(12))
     if random.random() < 0.2:
         script.send(random.randrange(4, 30), AbortReq(abort_all=True))
     if random.random() < 0.5:
         script.when_idle(random.randrange(10, 30), FlushCacheReq(id="flush", storage=random.random() < 0.3))
     if random.random() < 0.4:
         step = random.randrange(20)
-        script.send(step, FlushCacheReq(id="early", wait=random.random() < 0.6))
+        script.send(step, FlushCacheReq(id="early", wait=random.random() < 0.5))
         if random.random() < 0.3:
             script.send(step + random.randint(1, 8), CancelFlushReq(id="early"))
     for step in range(0, 60, 2):  # where the engine has time-outs
@@ -122,7 +128,7 @@ def _flags(random: Random, page_size: int) -> Flags:
     flags: dict[str, Flag] = {
         "page_size": page_size,
         "context_length": GRAPH_CONTEXT,
-        "max_total_tokens": random.choice((40, 40, 48, 64)),
+        "max_total_tokens": random.choice((40, 48, 56)),
         "max_running_requests": most,
         "chunked_prefill_size": random.choice((8, 16, 24, -1)),
         "schedule_policy": random.choice(("fcfs", "lpm", "dfs-weight", "random")),
@@ -141,9 +147,9 @@ def _flags(random: Random, page_size: int) -> Flags:
         flags |= {"enable_priority_scheduling": True, "schedule_policy": "fcfs"}
         flags["schedule_low_priority_values_first"] = random.random() < 0.3
         flags["priority_scheduling_preemption_threshold"] = random.choice((0, 0, 10))
-    if random.random() < 0.2:
-        flags["req_running_timeout"] = random.choice((8.0, 14.0))  # twice as many steps
-        flags["req_waiting_timeout"] = random.choice((4.0, 14.0))
+    if random.random() < 0.25:
+        flags["req_running_timeout"] = random.choice((5.0, 14.0))  # twice as many steps
+        flags["req_waiting_timeout"] = random.choice((3.0, 14.0))
     if random.random() < 0.9:
         flags |= _tiers(random)
     else:
@@ -154,11 +160,11 @@ def _flags(random: Random, page_size: int) -> Flags:
 def _tiers(random: Random) -> Flags:
     flags: dict[str, Flag] = {
         "enable_hierarchical_cache": True,
-        "hicache_ratio": random.choice((0.5, 1.0, 2.0, 2.0)),
+        "hicache_ratio": random.choice((0.5, 1.0, 2.0)),
         "hicache_write_policy": random.choice(_POLICIES),
         "hicache_mem_layout": random.choice(("layer_first", "page_first")),
         "hicache_io_backend": random.choice(("kernel", "direct")),
-        "retract_policy": random.choice(("recompute", "offload", "offload")),
+        "retract_policy": random.choice(("recompute", "offload", "offload", "offload")),
     }
     if random.random() < 0.8:
         policy = random.choice(("best_effort", "wait_complete", "timeout"))
