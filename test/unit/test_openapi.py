@@ -106,6 +106,7 @@ def test_every_post_has_a_body_that_says_what_it_may_hold(app: ASGIApp, document
     schemas = document["components"]["schemas"]
     generate = schemas["GenerateBody"]["properties"]
     assert {"text", "input_ids", "sampling_params", "stream", "rid"} <= generate.keys()
+    assert "lora_path" not in generate, "it is refused"
     assert "max_new_tokens" in schemas["NativeSampling"]["properties"]
     assert "messages" in schemas["ChatBody"]["required"]
 

@@ -41,7 +41,7 @@ def describe_app(app: FastAPI) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # routes of two methods share an operation's id; see below
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    structs = [kind for kind, _ in BODIES.values() if issubclass(kind, msgspec.Struct)]
+    structs = [_without_raw(kind) for kind, _ in set(BODIES.values()) if issubclass(kind, msgspec.Struct)]
     _, components = msgspec.json.schema_components(structs, ref_template=_REFS + "{name}")
     _, models = models_json_schema(
         [(CompletionBody, "validation"), (ChatBody, "validation")], ref_template=_REFS + "{model}"
@@ -53,6 +53,16 @@ def describe_app(app: FastAPI) -> dict[str, Any]:
             if path in BODIES and method != "get":
                 operation["requestBody"] = _body(*BODIES[path])
     return document
+
+
+def _without_raw(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """``kind`` without fields that are read as they come: they stand there to be refused, or without effect."""
+    shown: list[tuple[str, Any, Any]] = [
+        (field.name, field.type, msgspec.NODEFAULT if field.required else field.default)
+        for field in msgspec.structs.fields(kind)
+        if field.type is not msgspec.Raw
+    ]
+    return msgspec.defstruct(kind.__name__, shown, kw_only=True, namespace={"__doc__": kind.__doc__})
 
 
 def _body(kind: type, optional: bool) -> dict[str, Any]:
