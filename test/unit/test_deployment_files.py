@@ -16,7 +16,7 @@ import yaml
 
 import pick_torch
 import setup_env
-from fenceline.config.resolve import API_KEY_VARIABLE
+from fenceline.config.resolve import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from fenceline.config.server_args import parse_args
 from fenceline.entrypoints.supervisor import DRAIN_TIMEOUT_S, STOP_TIMEOUT_S
 
@@ -116,6 +116,7 @@ def test_the_composed_server(files: tuple[str, ...]) -> None:
     args = parse_args([*server["command"][:model], "demo", *server["command"][model + 1 :]])
     assert args.enable_metrics
     assert args.api_key is None and server["environment"][API_KEY_VARIABLE] == f"${{{API_KEY_VARIABLE}:-}}"
+    assert server["environment"][ADMIN_API_KEY_VARIABLE] == f"${{{ADMIN_API_KEY_VARIABLE}:-}}"
     assert int(server["stop_grace_period"].removesuffix("s")) > DRAIN_TIMEOUT_S + STOP_TIMEOUT_S
     assert server["volumes"] == [f"cache:{only(targets()['cpu'], 'VOLUME')}"]
 
