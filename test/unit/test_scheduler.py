@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -157,6 +158,33 @@ def test_longest_prefix_first_waits_for_no_prefix_of_another_namespace() -> None
         )
         assert [req.rid for req in order].index("other") == num_first
         driver.run()
+
+
+class _CountedTokens(np.ndarray):
+    """Token ids that count how many of them are copied to be compared."""
+
+    num_copied = 0
+
+    def tobytes(self, *arguments: object) -> bytes:
+        _CountedTokens.num_copied += self.size
+        return super().tobytes(*arguments)
+
+
+def test_the_order_of_requests_that_share_a_long_prefix_does_not_cost_its_length() -> None:
+    driver = make_driver(num_pages=400, page_size=4, chunked_prefill_size=-1, schedule_policy="lpm")
+    prompt = [index % 250 + 1 for index in range(160)]
+    driver.send(request("first", prompt))
+    driver.run()
+    driver.send(*(request(f"r{i}", [*prompt, *[i % 2 + 1] * 40, i + 1], max_new_tokens=2) for i in range(20)))
+    scheduler = driver.scheduler
+    scheduler.ingest(driver.drain(False))
+    for req in scheduler.waiting:
+        req.prompt_ids = req.prompt_ids.view(_CountedTokens)
+    order = order_waiting(scheduler.waiting, "lpm", scheduler.memory.match, scheduler.shuffler)
+    assert [req.rid for req in order[:2]] == ["r0", "r1"]
+    assert sorted(req.rid for req in order) == sorted(req.rid for req in scheduler.waiting)
+    assert _CountedTokens.num_copied <= 20 * 32
+    driver.run()
 
 
 @pytest.mark.parametrize("disable_overlap_schedule", [False, True])

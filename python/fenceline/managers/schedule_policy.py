@@ -114,9 +114,9 @@ def order_waiting(
     elif policy == "dfs-weight":
         fresh = _by_weight(fresh, match)
     else:
-        matched = {req.rid: match(req).num_tokens for req in fresh}
+        matched = {req.rid: match(req) for req in fresh}
         first, later = _split_shared(fresh, matched)
-        fresh = sorted(first, key=lambda req: -matched[req.rid]) + later
+        fresh = sorted(first, key=lambda req: -matched[req.rid].num_tokens) + later
     return retracted + fresh
 
 
@@ -148,15 +148,18 @@ def _by_weight(waiting: list[Req], match: Callable[[Req], Prefix]) -> list[Req]:
     return order
 
 
-def _split_shared(waiting: list[Req], matched: dict[str, int]) -> tuple[list[Req], list[Req]]:
+def _split_shared(waiting: list[Req], matched: dict[str, Prefix]) -> tuple[list[Req], list[Req]]:
     """Requests to try now, and those that would find a longer prefix once one of the former has run."""
     first: list[Req] = []
     later: list[Req] = []
-    heads: set[tuple[str, bytes]] = set()  # by namespace: no other shares its pages
+    # By namespace, of which no other shares the pages, and by where the cached prefix ends in the tree, which says what
+    # its tokens are: to compare those, of each request at each step, would take longer than a step.
+    heads: set[tuple[str, int, int, bytes]] = set()
     for req in waiting:
-        known = matched[req.rid]
+        prefix = matched[req.rid]
+        known = prefix.num_tokens
         tokens = req.prompt_ids[known : known + _IN_BATCH_MIN_SHARED]
-        head = (req.source.extra_key, req.prompt_ids[:known].tobytes() + tokens.tobytes())
+        head = (req.source.extra_key, id(prefix.match.host_node), known, tokens.tobytes())
         if len(tokens) == _IN_BATCH_MIN_SHARED and head in heads:
             later.append(req)
         else:
