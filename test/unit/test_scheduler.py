@@ -319,6 +319,19 @@ def test_a_flush_that_waits_is_not_kept_from_it_by_a_stop_string() -> None:
     assert replies(driver) == {"waits": True}
 
 
+def test_a_flush_is_cancelled_in_the_moment_in_which_the_last_request_is_aborted() -> None:
+    """Its prefix is locked until it is released: what lets go of the flush must not meet the lock."""
+    driver = make_driver()
+    driver.send(request("a", list(range(30)), max_new_tokens=40, ignore_eos=True))
+    driver.step()
+    driver.send(FlushCacheReq(id="waits", wait=True))
+    driver.step()
+    driver.send(AbortReq(rid="a"), CancelFlushReq(id="waits"))
+    driver.run()
+    assert replies(driver) == {"waits": True}
+    assert driver.worker.pages.num_leased == 0
+
+
 def test_requests_that_wait_or_run_too_long_are_ended() -> None:
     """By the clock in the inbox alone, from the first tick on that finds them so."""
     driver = make_driver(num_rows=1, req_waiting_timeout=10.0, req_running_timeout=20.0)

@@ -70,7 +70,6 @@ class SchedulerControl:
     def _carry_out(self, message: Message) -> None:
         match message:
             case FlushCacheReq():
-                self._scheduler.retire_departed()  # requests just aborted still lock their prefixes
                 if message.wait and self._scheduler.reqs:
                     self._flushes.append(message)
                 else:
@@ -108,6 +107,7 @@ class SchedulerControl:
 
     def _flush(self, storage: bool) -> tuple[bool, str]:
         scheduler = self._scheduler
+        scheduler.retire_departed()  # requests aborted by the messages just before still lock their prefixes
         if scheduler.reqs:
             return False, f"cache not flushed: {len(scheduler.reqs)} requests are pending"
         try:
