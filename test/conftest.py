@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections import Counter
 
 # Read when torch (OpenMP) and huggingface_hub are imported, by this process and the servers that tests start: two
 # cores run several test processes at once, and no test may reach the network.
@@ -19,9 +20,22 @@ hypothesis.settings.register_profile("fenceline", derandomize=True, deadline=Non
 hypothesis.settings.load_profile("fenceline")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first: several processes share the files out, and nobody is left with one at the end.
-    Skip tests marked ``gpu`` or ``multi_gpu`` where there are not enough GPUs."""
+_SHOWN_FILES = 12  # of the slowest
+_SHOWN_FROM_S = 60.0  # of all tests together: a few tests tell nothing
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests marked long as well")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests marked ``long`` unless --all is given. Files with slow tests first: several processes share the
+    files out, and nobody is left with one at the end. Skip tests marked ``gpu`` or ``multi_gpu`` where there are not
+    enough GPUs."""
+    if not config.getoption("--all"):
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     wanted = {"gpu": 1, "multi_gpu": 2}
@@ -32,6 +46,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, needed in marked:
         if num_gpus < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} NVIDIA GPU(s), found {num_gpus}"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The slowest files, so that who adds to them sees it."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if sum(seconds.values()) > _SHOWN_FROM_S:
+        terminalreporter.section("slowest files")
+        for path, duration in seconds.most_common(_SHOWN_FILES):
+            terminalreporter.write_line(f"{duration:7.1f} s  {path}")
 
 
 def pytest_collection_finish() -> None:

@@ -47,7 +47,7 @@ def f8_output_is_overwritten(gpu: VirtualGpu, device: torch.device, guarded: boo
         tokens = out[:2]
         gpu.checks.lease(tokens)
         kept.append(tokens.clone() if guarded else tokens)
-    assert [t.tolist() for t in kept] == [[2.0, 2.0], [4.0, 4.0]]
+    assert kept[0].tolist() == [2.0, 2.0] and kept[1].tolist() == [4.0, 4.0]
 
 
 def f9_plan_is_overwritten(gpu: VirtualGpu, device: torch.device, guarded: bool) -> None:

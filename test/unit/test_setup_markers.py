@@ -1,4 +1,4 @@
-"""Tests for GPUs are skipped with a reason where there are too few."""
+"""Tests for GPUs are skipped with a reason where there are too few; long ones run with --all."""
 
 from __future__ import annotations
 
@@ -36,6 +36,22 @@ class Item:
         self.added.append(mark.kwargs["reason"])
 
 
+class Config:
+    """As much of the configuration as the hook looks at: whether --all is given, and who is told what is left out."""
+
+    def __init__(self, runs_all: bool = True) -> None:
+        self.runs_all = runs_all
+        self.left_out: list[Item] = []
+        self.hook = self
+
+    def getoption(self, name: str) -> bool:
+        assert name == "--all"
+        return self.runs_all
+
+    def pytest_deselected(self, items: list[Item]) -> None:
+        self.left_out += items
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "reasons"),
     [
@@ -49,7 +65,7 @@ def test_marked_tests_are_skipped_where_gpus_are_missing(
 ) -> None:
     monkeypatch.setattr(conftest, "_num_gpus", lambda: num_gpus)
     items = [Item(), Item("gpu"), Item("multi_gpu")]
-    conftest.pytest_collection_modifyitems(items)
+    conftest.pytest_collection_modifyitems(Config(), items)
     assert [item.added for item in items] == reasons
 
 
@@ -60,11 +76,19 @@ def test_nobody_asks_for_gpus_without_a_marked_test(
         raise AssertionError("imported torch to count GPUs")
 
     monkeypatch.setattr(conftest, "_num_gpus", ask)
-    conftest.pytest_collection_modifyitems([Item()])
+    conftest.pytest_collection_modifyitems(Config(), [Item()])
 
 
 def test_files_with_slow_tests_come_first_and_stay_in_order(conftest: ModuleType) -> None:
     quick, long, beside = Item(path="a.py"), Item("slow", path="b.py"), Item(path="b.py")
     items = [quick, beside, long, last := Item(path="c.py")]
-    conftest.pytest_collection_modifyitems(items)
+    conftest.pytest_collection_modifyitems(Config(), items)
     assert items == [beside, long, quick, last]
+
+
+def test_long_tests_run_with_all_alone(conftest: ModuleType) -> None:
+    quick, long = Item(), Item("long")
+    for runs_all, expected in ((True, [quick, long]), (False, [quick])):
+        config, items = Config(runs_all), [quick, long]
+        conftest.pytest_collection_modifyitems(config, items)
+        assert items == expected and items + config.left_out == [quick, long]
