@@ -327,6 +327,7 @@ class Server:
         self.random = random
         self.writing: dict[int, I32] = {}
         self.ops: list[Prefetch] = []
+        self.impatient: list[Prefetch] = []  # those of ops that may be cancelled at any moment
         self.num_queries = self.offered = self.came = 0
 
     def arrive(self, handle: int) -> None:
@@ -337,7 +338,10 @@ class Server:
             self.writing[handle] = self.tier.write(names, handle)
             self.offered += num
         else:
-            self.ops.append(self.tier.query(names, handle))
+            op = self.tier.query(names, handle)
+            self.ops.append(op)
+            if self.random.random() < 0.25:
+                self.impatient.append(op)
             self.num_queries += 1
 
     def step(self) -> None:
@@ -348,7 +352,8 @@ class Server:
                 leased = self.tier.pool.pages.alloc(self.random.randint(1, op.num_found))
                 if leased is not None:
                     self.tier.controller.fetch(op, *leased)
-            if op.state is PrefetchState.FOUND or self.random.random() < 0.001:
+            cancelled = op in self.impatient and self.random.random() < 0.004
+            if op.state is PrefetchState.FOUND or cancelled:
                 self.tier.controller.cancel(op)
 
     def serve_until_at_most(self, num_outstanding: int) -> None:
@@ -368,6 +373,13 @@ class Server:
             case Done(op) | Failed(op):
                 self.tier.retire(op.host_pages)
                 self.ops.remove(op)
+                if op in self.impatient:
+                    self.impatient.remove(op)
+
+    def has_seen_it_all(self) -> bool:
+        """Pages have come, fetches ended early, and the backend has crashed."""
+        stats = self.tier.controller.stats()
+        return self.came > 0 and stats.prefetches.get(Outcome.SHORT, 0) > 0 and stats.crashes > 0
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -383,7 +395,11 @@ def test_a_bad_day_of_everything(seed: int, make: Make, tmp_path: Path) -> None:
     )
     tier = make(backend, num_workers=3, limits=StorageLimits(batch_bytes=2 * PAGE, max_write_pages=10))
     server = Server(tier, Random(seed))
-    for handle in range(300):
+    for handle in range(
+        3000
+    ):  # which request meets which fault depends on the threads: go on until all has happened
+        if handle >= 300 and server.has_seen_it_all():
+            break
         server.arrive(handle)
         server.serve_until_at_most(6)
     server.serve_until_at_most(0)
@@ -392,4 +408,4 @@ def test_a_bad_day_of_everything(seed: int, make: Make, tmp_path: Path) -> None:
     assert stats.written + stats.unwritten + stats.dropped == server.offered
     assert sum(stats.prefetches.values()) == server.num_queries
     assert stats.num_prefetching == stats.num_queued == 0
-    assert stats.fetched == server.came > 0 and stats.crashes > 0 and stats.prefetches[Outcome.SHORT] > 0
+    assert stats.fetched == server.came and server.has_seen_it_all()
