@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +94,63 @@ def test_threads_exclude_each_other(tmp_path: Path) -> None:
                 pass
     with directory.locked():
         pass
+
+
+def test_a_directory_that_is_made_again_keeps_its_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread is about to use it when another finds that the directory is gone, and makes it again."""
+    root, rename = tmp_path / "root", os.rename
+    directory = StorageDirectory(root, 1.0)
+    temp = directory.make_temp(PAGE)
+    os.close(temp.fd)
+
+    def remaking(source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        monkeypatch.undo()
+        shutil.rmtree(root)
+        with directory.locked():
+            pass
+        rename(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+    path = directory.page_path("0" * 32, key(1))
+    monkeypatch.setattr(os, "rename", remaking)
+    with pytest.raises(FileNotFoundError):  # of what it was to give a name, and no bad descriptor
+        directory.publish(temp.path, path)
+    temp = directory.make_temp(PAGE)
+    os.close(temp.fd)
+    directory.publish(temp.path, path)
+    assert directory.holds(path)
+
+
+def test_a_temporary_file_that_cannot_be_made_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full, and somebody removes the directory at the same moment."""
+    directory = StorageDirectory(tmp_path / "root", 1.0)
+
+    def failing(fd: int, length: int) -> None:
+        shutil.rmtree(tmp_path / "root")
+        raise OSError(errno.ENOSPC, "full")
+
+    num_open = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "ftruncate", failing)
+    with pytest.raises(OSError, match="full"):
+        directory.make_temp(PAGE)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_clear_goes_on_after_a_page_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody removes a page while all are being removed."""
+    backend = FileBackend(tmp_path, fingerprint(PAGE), BOUND)
+    names, pages_of = [key(n) for n in range(4)], StorageDirectory.pages_of
+    backend.set(names, contents(names, PAGE))
+
+    def removing(directory: StorageDirectory, model: str) -> Any:
+        pages = pages_of(directory, model)
+        directory.unlink(pages[1].path)
+        return pages
+
+    monkeypatch.setattr(StorageDirectory, "pages_of", removing)
+    assert backend.clear() == 3
+    assert read_checked(backend, names) == [False] * 4
+    assert check_books(tmp_path, BOUND) == 0

@@ -96,19 +96,6 @@ class Books:
             self.write(max(0, used - nbytes))
 
 
-class _Root:
-    """An open ROOT, and which folders in it have been judged."""
-
-    def __init__(self, path: str) -> None:
-        self.fd = make_private_folder(path)
-        self.folders: set[str] = set()
-
-    def __del__(self) -> None:
-        # Not closed sooner: other threads may be in the middle of a call with it.
-        if hasattr(self, "fd"):
-            os.close(self.fd)
-
-
 class StorageDirectory:
     """``root`` and everything in it that is ours. Files of other names are left alone. Paths of files are relative to
     ``root``."""
@@ -121,11 +108,23 @@ class StorageDirectory:
         self._lock_timeout_s = lock_timeout_s
         self._report = report
         self._has_warned = False
-        self._make()
-
-    def _make(self) -> None:
         # Pages are somebody's conversations: for the owner's eyes only.
-        self._root = _Root(str(self.root))
+        self._root_fd = make_private_folder(str(self.root))
+        self._folders: set[str] = set()  # those in it that have been judged
+        self._make_folder(_TEMPS)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_root_fd"):
+            os.close(self._root_fd)
+
+    def _make_again(self) -> None:
+        """Somebody removed the directory, or ``tmp`` in it."""
+        fd = make_private_folder(str(self.root))
+        # Under the old number: other threads may be in the middle of a call with it, and must meet neither a closed
+        # descriptor nor another file that was given its number.
+        os.dup2(fd, self._root_fd, inheritable=False)
+        os.close(fd)
+        self._folders = set()
         self._make_folder(_TEMPS)
 
     @contextlib.contextmanager
@@ -156,32 +155,31 @@ class StorageDirectory:
     def _open_usage(self, deadline: float) -> int:
         flags = os.O_RDWR | os.O_CREAT
         try:
-            return open_file(_USAGE_FILE, flags, self._root.fd)
+            return open_file(_USAGE_FILE, flags, self._root_fd)
         except FileNotFoundError:
-            self._make()
-            return open_file(_USAGE_FILE, flags, self._root.fd)
+            self._make_again()
+            return open_file(_USAGE_FILE, flags, self._root_fd)
         except ForeignEntryError:
             return self._replace_usage(flags, deadline)
 
     def _replace_usage(self, flags: int, deadline: float) -> int:
         # Under a lock of ROOT itself, and after another look: or a server might remove the file that another one has
         # just made in its place and locked.
-        root = self._root
-        root_fd = open_folder(".", root.fd)
+        lock_fd = open_folder(".", self._root_fd)
         try:
-            if not _try_lock(root_fd, deadline):
+            if not _try_lock(lock_fd, deadline):
                 raise StorageError(Reason.BUSY, f"{self.root} is locked by another process")
             with contextlib.suppress(ForeignEntryError):
-                return open_file(_USAGE_FILE, flags, root.fd)
+                return open_file(_USAGE_FILE, flags, self._root_fd)
             self._remove_foreign(_USAGE_FILE)
-            return open_file(_USAGE_FILE, flags, root.fd)
+            return open_file(_USAGE_FILE, flags, self._root_fd)
         finally:
-            os.close(root_fd)
+            os.close(lock_fd)
 
     def _is_usage(self, fd: int) -> bool:
         """Whether the open file is still the one of that name."""
         try:
-            now = os.stat(_USAGE_FILE, dir_fd=self._root.fd, follow_symlinks=False)
+            now = os.stat(_USAGE_FILE, dir_fd=self._root_fd, follow_symlinks=False)
         except FileNotFoundError:
             return False
         return os.path.samestat(os.fstat(fd), now)
@@ -191,22 +189,23 @@ class StorageDirectory:
         path = f"{_TEMPS}/{secrets.token_hex(16)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
-            fd = open_file(path, flags, self._root.fd)
+            fd = open_file(path, flags, self._root_fd)
         except FileNotFoundError:  # ``tmp`` was removed
-            self._make()
-            fd = open_file(path, flags, self._root.fd)
+            self._make_again()
+            fd = open_file(path, flags, self._root_fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(fd, nbytes)  # so that a scan counts it in full
         except BaseException:
-            os.unlink(path, dir_fd=self._root.fd)
             os.close(fd)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path, dir_fd=self._root_fd)
             raise
         return TempFile(fd, path)
 
     def num_free_bytes(self) -> int:
         """What the file system has left for us."""
-        vfs = os.statvfs(self._root.fd)
+        vfs = os.statvfs(self._root_fd)
         return vfs.f_bavail * vfs.f_frsize
 
     # --- one file ------------------------------------------------------------------------------------
@@ -222,7 +221,7 @@ class StorageDirectory:
         if not self._has_folders(path):
             raise FileNotFoundError
         try:
-            return open_file(path, os.O_RDONLY, self._root.fd)
+            return open_file(path, os.O_RDONLY, self._root_fd)
         except ForeignEntryError as error:
             self._remove_foreign(path)
             raise FileNotFoundError from error
@@ -232,7 +231,7 @@ class StorageDirectory:
         try:
             if not self._has_folders(path):
                 return False
-            os.utime(path, ns=(used_ns, used_ns), dir_fd=self._root.fd, follow_symlinks=False)
+            os.utime(path, ns=(used_ns, used_ns), dir_fd=self._root_fd, follow_symlinks=False)
         except FileNotFoundError:
             return False
         except OSError:  # a directory that we may only read
@@ -244,7 +243,7 @@ class StorageDirectory:
         try:
             if not self._has_folders(path):
                 return False
-            status = os.stat(path, dir_fd=self._root.fd, follow_symlinks=False)
+            status = os.stat(path, dir_fd=self._root_fd, follow_symlinks=False)
         except OSError:
             return False
         if foreign_file(status) is None:
@@ -254,19 +253,19 @@ class StorageDirectory:
 
     def publish(self, temp: str, path: str) -> None:
         """Give a finished file its name, in place of whatever has it. Raises ``OSError``."""
-        fd = self._root.fd
+        fd = self._root_fd
         try:
             self._make_folders(path)
             os.rename(temp, path, src_dir_fd=fd, dst_dir_fd=fd)
         except FileNotFoundError:  # somebody removed the folders that were there before
-            self._root.folders.clear()
+            self._folders = set()
             self._make_folders(path)
             os.rename(temp, path, src_dir_fd=fd, dst_dir_fd=fd)
 
     def unlink(self, path: str) -> int:
         """Remove a file; the bytes that it had. Raises ``OSError``."""
-        nbytes = os.stat(path, dir_fd=self._root.fd, follow_symlinks=False).st_size
-        os.unlink(path, dir_fd=self._root.fd)
+        nbytes = os.stat(path, dir_fd=self._root_fd, follow_symlinks=False).st_size
+        os.unlink(path, dir_fd=self._root_fd)
         return nbytes
 
     # --- folders and what is not ours ----------------------------------------------------------------
@@ -276,17 +275,17 @@ class StorageDirectory:
         return all(self._has_folder(folder) for folder in _folders(path))
 
     def _has_folder(self, folder: str) -> bool:
-        root = self._root
-        if folder in root.folders:
+        judged = self._folders
+        if folder in judged:
             return True
         try:
-            os.close(open_folder(folder, root.fd))
+            os.close(open_folder(folder, self._root_fd))
         except FileNotFoundError:
             return False
         except ForeignEntryError:
             self._remove_foreign(folder)
             return False
-        root.folders.add(folder)
+        judged.add(folder)
         return True
 
     def _make_folders(self, path: str) -> None:
@@ -295,18 +294,18 @@ class StorageDirectory:
                 self._make_folder(folder)
 
     def _make_folder(self, folder: str) -> None:
-        root = self._root
+        judged = self._folders
         try:
-            os.close(make_folder(folder, root.fd))
+            os.close(make_folder(folder, self._root_fd))
         except ForeignEntryError:
             self._remove_foreign(folder)
-            os.close(make_folder(folder, root.fd))
-        root.folders.add(folder)
+            os.close(make_folder(folder, self._root_fd))
+        judged.add(folder)
 
     def _remove_foreign(self, path: str) -> None:
         """Remove what has one of our names and is not ours: the name, never what a link leads to. A directory that
         holds something stays."""
-        fd = self._root.fd
+        fd = self._root_fd
         removed = True
         try:
             mode = os.stat(path, dir_fd=fd, follow_symlinks=False).st_mode
@@ -331,7 +330,7 @@ class StorageDirectory:
             if not _TEMP.fullmatch(name):
                 continue
             try:
-                fd = open_file(path, os.O_RDWR, self._root.fd)
+                fd = open_file(path, os.O_RDWR, self._root_fd)
             except FileNotFoundError:  # published meanwhile
                 continue
             except ForeignEntryError:
@@ -342,7 +341,7 @@ class StorageDirectory:
                 continue
             try:
                 if _try_lock(fd, 0.0):
-                    os.unlink(path, dir_fd=self._root.fd)
+                    os.unlink(path, dir_fd=self._root_fd)
                 else:
                     status = os.fstat(fd)
                     alive[status.st_ino] = status.st_size
@@ -385,7 +384,7 @@ class StorageDirectory:
     def _entries(self, folder: str) -> list[tuple[str, os.stat_result]]:
         """What lies in a folder, nothing if it is none of ours. Links are not followed out of the directory."""
         try:
-            fd = open_folder(folder, self._root.fd)
+            fd = open_folder(folder, self._root_fd)
         except (FileNotFoundError, ForeignEntryError):
             return []
         found: list[tuple[str, os.stat_result]] = []

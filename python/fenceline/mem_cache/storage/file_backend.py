@@ -149,8 +149,9 @@ class FileBackend:
         try:
             with self._directory.locked() as books:
                 for page in self._directory.pages_of(self._model):
-                    self._directory.unlink(page.path)
-                    num_removed += 1
+                    with contextlib.suppress(FileNotFoundError):  # gone by another hand
+                        self._directory.unlink(page.path)
+                        num_removed += 1
                 books.write(self._directory.scan()[0])
         except (OSError, StorageError) as error:
             self._note(_reason(error))
