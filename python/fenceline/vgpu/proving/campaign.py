@@ -27,7 +27,7 @@ from fenceline.vgpu.proving.workloads import WORKLOADS
 _MEASURED_ROUNDS = 1  # of all workloads, in this process, with branches counted
 # From so many runs of the workload with everything on, every event must have been seen. What has not been gets so many
 # more: which seeds reach a rare one moves with every change to the engine.
-_RUNS_FOR_EVENTS, _MORE_RUNS_FOR_EVENTS = 20, 60
+_RUNS_FOR_EVENTS, _MORE_RUNS_FOR_EVENTS = 20, 100
 
 
 @dataclass(frozen=True, slots=True)

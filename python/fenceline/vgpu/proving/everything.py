@@ -64,30 +64,35 @@ def _request(random: Random, page_size: int) -> dict[str, Any]:
 
 def _requests(script: Script, page_size: int) -> None:
     """Bursts of requests of a few families, some of them twins, with a pause between bursts in which all may end. What
-    the last burst wants the device has forgotten over the one before."""
+    the last burst wants the device has forgotten over the one before.
+
+    In some runs all requests are plain: of whole families, greedy and in one namespace. They ask for little, and more
+    becomes of them together: they share more, hold more memory, and twins say the same.
+    """
     random, step = script.random, 0
-    families = [script.prompt(9, 18) for _ in range(4)]
+    plain = random.random() < 0.4
+    families = [script.prompt(9, 15) for _ in range(4)]
     for first, second in random.choice((((0, 1), (1, 2)), ((0, 1), (2, 3), (0, 1)))):
         third = random.choice((first, second, random.randrange(4)))
         for family in (families[first], families[second], families[third]):
-            kept = len(family) if random.random() < 0.7 else random.randrange(len(family))
+            kept = len(family) if plain or random.random() < 0.7 else random.randrange(len(family))
             prompt = family[:kept] + script.prompt(1, 6)
-            _some(script, step + random.choice((0, 0, 0, 2)), prompt, page_size)
+            _some(script, step + random.choice((0, 0, 0, 2)), prompt, page_size, plain)
         step += random.choice((random.randint(4, 10), random.randint(16, 30)))
     if random.random() < 0.15:
         script.add(random.randrange(step), script.prompt(120, 130), 1)  # fits nowhere
 
 
-def _some(script: Script, step: int, prompt: list[int], page_size: int) -> None:
+def _some(script: Script, step: int, prompt: list[int], page_size: int, plain: bool) -> None:
     """A request, or two of the same prompt, alike in all but their seeds or in nothing else."""
     random = script.random
     num_twins = random.choice((1, 1, 1, 2))
-    alike = random.random() < 0.5
+    alike = plain or random.random() < 0.5
     for index in range(num_twins):
         if index == 0 or not alike:
-            options = _request(random, page_size)
+            options: dict[str, Any] = {"ignore_eos": True} if plain else _request(random, page_size)
             options["priority"] = random.choice((0, step, 20))  # read where the engine has priorities
-            num_tokens = random.choice((0, 1, 4, 8, 12, 16))
+            num_tokens = random.choice((0, 1, 3, 5, 9, 14))
             if num_tokens > 1 and random.random() < 0.2:
                 options["min_new_tokens"] = random.randrange(2, num_tokens + 1)
             if options.get("logprob_start_len", -1) >= len(prompt):
@@ -122,13 +127,12 @@ def _control(script: Script) -> None:
         script.send(step, TickReq(now=step / 2))
 
 
-def _flags(random: Random, page_size: int) -> Flags:
+def _flags(random: Random, page_size: int, most: int, tiers: bool = False) -> Flags:
     """How the engine is set up: each flag by itself, but for those that need each other."""
-    most = random.randint(2, 4)
     flags: dict[str, Flag] = {
         "page_size": page_size,
         "context_length": GRAPH_CONTEXT,
-        "max_total_tokens": random.choice((40, 48, 56)),
+        "max_total_tokens": random.choice((40, 56, 64)),
         "max_running_requests": most,
         "chunked_prefill_size": random.choice((8, 16, 24, -1)),
         "schedule_policy": random.choice(("fcfs", "lpm", "dfs-weight", "random")),
@@ -148,9 +152,9 @@ def _flags(random: Random, page_size: int) -> Flags:
         flags["schedule_low_priority_values_first"] = random.random() < 0.3
         flags["priority_scheduling_preemption_threshold"] = random.choice((0, 0, 10))
     if random.random() < 0.25:
-        flags["req_running_timeout"] = random.choice((5.0, 14.0))  # twice as many steps
+        flags["req_running_timeout"] = random.choice((4.0, 14.0))  # twice as many steps
         flags["req_waiting_timeout"] = random.choice((3.0, 14.0))
-    if random.random() < 0.9:
+    if tiers or random.random() < 0.9:
         flags |= _tiers(random)
     else:
         flags["disable_radix_cache"] = flags["schedule_policy"] == "fcfs"
@@ -174,13 +178,64 @@ def _tiers(random: Random) -> Flags:
     return flags
 
 
+def _loads_meet(script: Script, page_size: int) -> Flags:
+    """A set piece: two prefixes that are on the host alone are wanted at once, one of them twice."""
+    random, size = script.random, 3 * page_size
+    first, second = script.prompt(size, size), script.prompt(size, size)
+    filler = script.prompt(9 * page_size, 9 * page_size)
+    for turn, prompt in enumerate((first, second, filler)):
+        script.add(8 * turn, prompt + script.prompt(1, 1), 1)
+    for prompt in (first, second, first):
+        script.add(30, prompt + script.prompt(1, 2), random.randint(1, 3))
+    return {
+        "max_total_tokens": 14 * page_size,
+        "max_running_requests": 3,
+        "chunked_prefill_size": -1,
+        "hicache_ratio": 2.0,
+        "hicache_write_policy": random.choice(("write_through", "write_back")),
+    }
+
+
+def _overtaken(script: Script, page_size: int) -> Flags:
+    """A set piece: of two twins one gives way to a better request. Or both do, since the better one is large, and it
+    drives what they left from a host that is small, so that nobody has use for their tails."""
+    random = script.random
+    large = random.random() < 0.6
+    prompt = script.prompt(2 * page_size, 2 * page_size + 2)
+    num_tokens = 5 * page_size
+    for priority in (0, 0 if large else 30):
+        script.add(0, prompt, num_tokens, ignore_eos=True, priority=priority)
+    better = script.prompt(6 * page_size, 6 * page_size) if large else script.prompt(2, 4)
+    script.add(random.randint(5, 8), better, 10 * page_size if large else 12, ignore_eos=True, priority=30)
+    return {
+        "max_total_tokens": 18 * page_size,
+        "max_running_requests": 3 if large else 2,
+        "chunked_prefill_size": -1,
+        "enable_priority_scheduling": True,
+        "schedule_policy": "fcfs",
+        "schedule_conservativeness": 1.0,
+        "schedule_low_priority_values_first": False,
+        "hicache_ratio": 0.5 if large else 2.0,
+        "hicache_write_policy": "write_through",
+        "retract_policy": "offload",
+    }
+
+
+_SET_PIECES = (_loads_meet, _overtaken)
+
+
 def _everything(random: Random) -> Scenario:
     script = Script(random)
     page_size = random.choice((1, 2, 4, 4, 8))
+    script.decode_lag = random.randrange(3)
+    if random.random() < 0.25:  # what hardly comes about by chance
+        page_size = random.choice((2, 4))
+        piece = random.choice(_SET_PIECES)(script, page_size)
+        most = int(str(piece["max_running_requests"]))
+        return script.scenario(**{**_flags(random, page_size, most, tiers=True), **piece})
     _requests(script, page_size)
     _control(script)
-    script.decode_lag = random.randrange(3)
-    return script.scenario(**_flags(random, page_size))
+    return script.scenario(**_flags(random, page_size, most=random.randint(2, 4)))
 
 
 EVERYTHING = Workload("everything", "a random product of all features", _everything, share=10)
