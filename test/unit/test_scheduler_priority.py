@@ -13,6 +13,7 @@ from scheduler_driver import Driver, expected_output, make_driver, make_tiered_d
 from fenceline.managers.io_struct import AbortReq, TokenizedGenerateReq
 from fenceline.managers.prefill import PrefillPlan
 from fenceline.managers.schedule_policy import order_waiting
+from fenceline.mem_cache.radix_cache import TreeNode
 
 
 def driver_with_priorities(**flags: object) -> Driver:
@@ -285,4 +286,33 @@ def test_dfs_weight_walks_a_deep_tree() -> None:
     assert driver.scheduler.memory.tree.num_nodes > 1200
     driver.send(*(request(f"r{i}", prompt[: 500 * i + 3], max_new_tokens=1) for i in range(5)))
     assert waiting_order(driver) == ["r4", "r3", "r2", "r1", "r0"]
+    driver.run()
+
+
+def test_dfs_weight_looks_at_each_node_but_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many requests wait below it: the order is made in each step."""
+    driver = make_driver(
+        num_pages=3000, page_size=1, num_rows=8, schedule_policy="dfs-weight", context_length=4096
+    )
+    prompt = [i % 7 + 1 for i in range(402)]
+    driver.send(request("deep", prompt, max_new_tokens=1))
+    driver.run()
+    scheduler, num_hashed = driver.scheduler, 0
+    for length in range(2, 400, 2):
+        scheduler.memory.tree.match_prefix(np.array(prompt[:length]))
+    driver.send(*(request(f"r{i}", [*prompt[:400], 8, i], max_new_tokens=1) for i in range(100)))
+    order = waiting_order(driver)  # and all prefixes are known now
+    assert order == [f"r{i}" for i in range(100)]
+    hash_of = TreeNode.__hash__
+
+    def counting(node: TreeNode) -> int:
+        nonlocal num_hashed
+        num_hashed += 1
+        return hash_of(node)
+
+    monkeypatch.setattr(TreeNode, "__hash__", counting)
+    scheduler.order_waiting()
+    monkeypatch.undo()
+    assert 200 < num_hashed < 5_000
+    assert [req.rid for req in scheduler.waiting] == order
     driver.run()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isqrt
@@ -124,24 +124,31 @@ def _by_weight(waiting: list[Req], match: Callable[[Req], Prefix]) -> list[Req]:
     """In the order of a walk through the tree that goes first where most of the requests are, and to what is below a
     node before those that end at it: who shares a prefix runs together, while it is there."""
     own: defaultdict[TreeNode, list[Req]] = defaultdict(list)
-    weights: Counter[TreeNode] = Counter()
+    for node, req in [
+        (match(req).match.host_node, req) for req in waiting
+    ]:  # all first: a match may split nodes
+        own[node].append(req)
     children: defaultdict[TreeNode, list[TreeNode]] = defaultdict(list)  # in order of arrival
     tops: list[TreeNode] = []  # the root, if anybody waits
-    for req in waiting:
-        node: TreeNode | None = match(req).match.host_node
-        assert node is not None
-        own[node].append(req)
-        while node is not None:
-            weights[node] += 1
-            if weights[node] == 1:
-                (tops if node.parent is None else children[node.parent]).append(node)
-            node = node.parent
+    # Each node once, and below its parent: this runs in every step, and the ways up are long and mostly shared.
+    weights: dict[TreeNode, int] = {}
+    for end in own:
+        way: list[TreeNode] = []
+        above: TreeNode | None = end
+        while above is not None and above not in weights:
+            (tops if above.parent is None else children[above.parent]).append(above)
+            way.append(above)
+            above = above.parent
+        weights |= {node: len(own.get(node, ())) for node in reversed(way)}
+    for node in reversed(weights):
+        if node.parent is not None:
+            weights[node.parent] += weights[node]
     order: list[Req] = []
     stack = [(node, False) for node in tops]
     while stack:
         node, walked = stack.pop()
         if walked:
-            order += own[node]
+            order += own.get(node, ())
             continue
         heaviest_first = sorted(children[node], key=weights.__getitem__, reverse=True)
         stack += [(node, True), *((child, False) for child in reversed(heaviest_first))]
