@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -124,6 +125,21 @@ LISTS = b'{"text": "a", "x": [' + b"[]," * 500_000 + b"1]}"
     (parse_generate, b'{"text": [' + b'"",' * 2_000_000 + b'""]}', "more than 1048576 JSON values"),
     (parse_chat, LISTS * 3, "more than 1048576 JSON values"),
     (parse_generate, b'{"text": [' + b'"",' * 300_000 + b'""]}', "at most 4096 are taken"),
+    (parse_generate, b'{"text": "a", "token_ids_logprob": [' + b"1," * 300_000 + b"1]}", "at most 4096 are taken"),
+    (parse_generate, b'{"text": "a", "sampling_params": {"stop_token_ids": [' + b"1," * 300_000 + b"1]}}",
+     "at most 1024 ids"),
+    (parse_chat, b'{"messages": [{"role": "user", "content": "a"}], "logit_bias": {'
+     + b",".join(b'"%d":1' % i for i in range(100_000)) + b"}}", "at most 1024 entries"),
+    (parse_generate, b'{"text": "a"' + b"".join(b',"f%d":1' % i for i in range(100_000)) + b"}", "at most 256"),
+    (parse_completion, b'{"prompt": "a"' + b"".join(b',"f%d":1' % i for i in range(100_000)) + b"}", "at most 256"),
+    (parse_chat, b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": ['
+     + b"1," * 300_000 + b"1]}}", "more than 64 KiB"),
+    (parse_chat, b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"function": '
+     b'{"name": "f", "arguments": "[' + b"1," * 300_000 + b'1]"}}]}]}', "at most 65536 JSON values"),
+    (parse_chat, b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": "none", "tools": ['
+     + b'{"a":"b"},' * 200_000 + b"{}]}", "more than 262144 values"),
+    (parse_chat, b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": "none", "tools": [{"a":'
+     + b"[" * 900 + b"]" * 900 + b"}" + b',{"a":"b"}' * 20_000 + b"]}", "nested too deeply"),
     (parse_generate, b'{"input_ids": [' + b"[1]," * 200_000 + b"[1]]}", "at most 4096 are taken"),
     (parse_generate, b'{"text": "a", "sampling_params": [' + b"{}," * 200_000 + b"{}]}", "at most 4096 are taken"),
     (parse_completion, b'{"prompt": [' + b'"a",' * 200_000 + b'"a"]}', "at most 4096 are taken"),
@@ -146,6 +162,69 @@ async def test_what_is_counted_as_too_much_never_reaches_a_parser() -> None:
     for data in (LISTS * 3, b'"' * 5_000_000):
         result = body_parser._parsed(Nowhere(), data, 1 << 20)
         assert isinstance(result, RequestError)
+
+
+def test_lists_of_ids_come_back_in_pieces_and_others_run_at_every_frame(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ids, huge = list(range(-5, 100_000)), [2**70] * 2000
+    value = {"ids": [ids, ids[:5], huge], "texts": ["text"] * 50_000, "long": LONG, "bools": [True] * 3000}
+    pickled, apart = body_parser._pickled(value)
+    assert len(apart) == 2  # the list and the long text
+    reads: list[int] = []
+    read = body_parser._Frames.read
+
+    def counted(self: body_parser._Frames, num_bytes: int = -1) -> bytes:
+        reads.append(num_bytes)
+        return read(self, num_bytes)
+
+    monkeypatch.setattr(body_parser._Frames, "read", counted)
+    assert body_parser._Unpickler(pickled, apart).load() == value
+    assert max(reads) < 70_000 < len(pickled)
+    assert sum(reads) >= len(pickled)
+
+
+async def test_a_defect_in_a_parser_leaves_the_helper_alive(parser: BodyParser) -> None:
+    data = b'"' + b"a" * 3_000_000 + b'"'
+    with pytest.raises(RequestError, match="TypeError") as caught:
+        await parser.parse(request_of(data), int)  # type: ignore[arg-type]  # takes no unknown fields
+    assert caught.value.status == 500
+    assert parser._helper is not None
+    process = parser._helper[0]
+    assert isinstance(await parser.parse(request_of(orjson.dumps(GENERATE)), parse_generate), GenerateBody)
+    assert parser._helper[0] is process
+
+
+async def test_each_turn_of_the_event_loop_parses_one_body_that_is_not_tiny(parser: BodyParser) -> None:
+    turns: list[int] = []
+    turn = 0
+
+    def note(data: bytes, unknown: UnknownFields) -> None:
+        turns.append(turn)
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.ensure_future(count_turns())
+    await asyncio.gather(*(parser.parse(request_of(b'"' + b"a" * 9000 + b'"'), note) for _ in range(20)))
+    assert len(turns) == len(set(turns)) == 20
+    turns.clear()
+    await asyncio.gather(*(parser.parse(request_of(b"{}"), note) for _ in range(20)))
+    assert len(set(turns)) == 1
+    counting.cancel()
+
+
+@pytest.mark.usefixtures("deaf")
+@pytest.mark.parametrize(
+    "data", [b'{"text": "a", "x": [' + b"1," * 40_000 + b"1]}", b'{"text": "' + b"a" * 600_000 + b'"}']
+)
+async def test_what_takes_more_than_milliseconds_is_not_parsed_here(parser: BodyParser, data: bytes) -> None:
+    body = await parser.parse(request_of(data), parse_generate)
+    assert isinstance(body, GenerateBody)
+    assert parser._helper is not None
 
 
 async def test_small_bodies_start_no_process(parser: BodyParser) -> None:

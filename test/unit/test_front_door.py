@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import orjson
+import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from fenceline.entrypoints import front_door
 from fenceline.entrypoints.front_door import FrontDoor
 
 SCOPE: Scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
@@ -44,3 +46,39 @@ async def test_a_request_cut_short_by_the_stop_is_told_so() -> None:
 
 async def test_nothing_follows_an_answer_that_had_begun() -> None:
     assert [message["type"] for message in await answer(started=True)] == ["http.response.start"]
+
+
+async def test_memory_of_large_bodies_is_given_back_once_for_many_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, given_back, trims = asyncio.get_running_loop(), asyncio.Event(), []
+
+    def trim() -> None:
+        trims.append(door.num_body_bytes)
+        loop.call_soon_threadsafe(given_back.set)
+
+    monkeypatch.setattr(front_door, "_TRIM_DELAY_S", 0.0)
+    monkeypatch.setattr(front_door, "trim_memory", trim)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+
+    async def send(message: Message) -> None: ...
+
+    async def ask(num_bytes: int) -> None:
+        async def receive() -> Message:
+            return {"type": "http.request", "body": bytes(num_bytes), "more_body": False}
+
+        await door(dict(SCOPE), receive, send)
+
+    door = FrontDoor(app, None)
+    for _ in range(100):
+        await ask(60_000)  # small ones give nothing back
+    await ask(1 << 20)
+    await asyncio.sleep(0)
+    assert not trims and not door._trims
+    for _ in range(20):
+        await ask(1 << 20)
+    await given_back.wait()
+    assert trims == [0]
+    assert not door._trims

@@ -102,24 +102,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def verify_tokens(self, vocab_size: int) -> None:
         """:meth:`verify` for stop strings, stop tokens and biases, of which there may be many."""
-        _check(
-            len(self.stop) <= MAX_STOP_STRINGS,
-            f"stop may have at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}",
-        )
+        check_counts(len(self.stop), len(self.stop_token_ids), len(self.logit_bias or ()))
         _check(all(self.stop), "stop must not have an empty string")
         num_chars = sum(map(len, self.stop))
         _check(
             num_chars <= MAX_STOP_CHARS,
             f"stop may have at most {MAX_STOP_CHARS} characters in all its strings, got {num_chars}",
-        )
-        _check(
-            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-            f"stop_token_ids may have at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",
-        )
-        num_biases = len(self.logit_bias or {})
-        _check(
-            num_biases <= MAX_LOGIT_BIAS,
-            f"logit_bias may have at most {MAX_LOGIT_BIAS} entries, got {num_biases}",
         )
         for token, bias in (self.logit_bias or {}).items():
             _check(
@@ -130,6 +118,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 math.isfinite(bias) and abs(bias) <= MAX_BIAS,
                 f"logit_bias values must be in [-{MAX_BIAS:g}, {MAX_BIAS:g}], got {bias}",
             )
+
+
+def check_counts(num_stops: int, num_stop_token_ids: int, num_biases: int) -> None:
+    """Raise ValueError for more stop strings, stop tokens or biases than one request may have."""
+    _check(
+        num_stops <= MAX_STOP_STRINGS, f"stop may have at most {MAX_STOP_STRINGS} strings, got {num_stops}"
+    )
+    _check(
+        num_stop_token_ids <= MAX_STOP_TOKEN_IDS,
+        f"stop_token_ids may have at most {MAX_STOP_TOKEN_IDS} ids, got {num_stop_token_ids}",
+    )
+    _check(
+        num_biases <= MAX_LOGIT_BIAS,
+        f"logit_bias may have at most {MAX_LOGIT_BIAS} entries, got {num_biases}",
+    )
 
 
 def _check(condition: bool, message: str) -> None:

@@ -2,7 +2,8 @@
 
 Parsers hold the GIL, and 64 MiB of JSON can take them seconds and gigabytes. So its values are counted first, by
 searches for bytes. A body of many values, or of many bytes, goes to a helper process; what comes back is as small as
-the limits on values and on each kind of body make it.
+the limits on values and on each kind of body make it, and is taken in pieces between which others run. Of the bodies
+that are parsed here each turn of the event loop takes one, but for the smallest: dozens may arrive at the same time.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import heapq
 import io
+import logging
 import multiprocessing
 import pickle
 import signal
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -21,9 +24,10 @@ from typing import TypeVar, cast
 
 from starlette.requests import Request
 
-from fenceline.config.request_limits import MAX_BODY_VALUES
-from fenceline.entrypoints.errors import too_deep
+from fenceline.config.request_limits import MAX_BODY_OBJECTS, MAX_BODY_VALUES
+from fenceline.entrypoints.errors import internal_error, too_deep
 from fenceline.entrypoints.fields import MAX_NAMES_LOGGED, FieldRules, UnknownFields
+from fenceline.entrypoints.json_body import count_values
 from fenceline.managers.process import signals_blocked
 from fenceline.managers.request_types import RequestError
 from fenceline.managers.tokenize_pool import trim_memory
@@ -31,12 +35,17 @@ from fenceline.managers.tokenize_pool import trim_memory
 T = TypeVar("T")
 Parse = Callable[[bytes, UnknownFields], T]
 
-# A body of no more bytes is not looked at before it is parsed; one of no more bytes and values is parsed on the event
-# loop, which takes some ten milliseconds at most.
-_SMALL_BYTES = 32 << 10
-_INLINE_BYTES = 2 << 20
-_INLINE_VALUES = 1 << 17
-_APART_CHARS = 4096  # longer strings are unpickled one by one, each a moment in which others may run
+logger = logging.getLogger(__name__)
+
+_TINY_BYTES = 8 << 10  # bodies that are parsed as they come
+_SMALL_BYTES = 32 << 10  # whose values are not counted
+# A body of no more bytes and values is parsed on the event loop, which takes some milliseconds.
+_INLINE_BYTES = 512 << 10
+_INLINE_VALUES = 1 << 15
+# Longer strings and lists of whole numbers are handed over one by one, lists in pieces: others run in between.
+_APART_CHARS = 4096
+_APART_IDS = 1024
+_PIECE_IDS = 1 << 14
 
 
 class BodyParser:
@@ -48,15 +57,19 @@ class BodyParser:
         self._max_values = max(MAX_BODY_VALUES, 2 * context_length)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse")
         self._helper: tuple[BaseProcess, Connection] | None = None
+        self._inline = asyncio.Lock()
 
     async def parse(self, request: Request, parse: Parse[T], empty: bytes = b"") -> T:
         """The body of ``request``, or ``empty`` for one without any bytes, as ``parse`` makes it: a function at the top
         of a module, or a partial one. Raises RequestError."""
         data = await request.body() or empty
-        if len(data) <= _SMALL_BYTES:
+        if len(data) <= _TINY_BYTES:
             return parse(data, self.unknown)
-        if len(data) <= _INLINE_BYTES and self._checked_values(data) <= _INLINE_VALUES:
-            return parse(data, self.unknown)
+        if len(data) <= _INLINE_BYTES:
+            async with self._inline:
+                await asyncio.sleep(0)  # one in a turn
+                if len(data) <= _SMALL_BYTES or self._checked_values(data) <= _INLINE_VALUES:
+                    return parse(data, self.unknown)
         loop = asyncio.get_running_loop()
         body, strangers = await loop.run_in_executor(self._thread, self._parse_apart, parse, data)
         for names, rules in strangers:
@@ -74,8 +87,8 @@ class BodyParser:
             connection = self._connection()
             connection.send((parse, self._max_values))
             connection.send_bytes(data)
-            texts: list[bytes] = connection.recv()
-            result = _Unpickler(connection.recv_bytes(), texts).load()
+            apart: list[bytes | array[int]] = connection.recv()
+            result = _Unpickler(connection.recv_bytes(), apart).load()
         except (EOFError, OSError) as error:
             self._helper = None  # the next body gets a new one
             raise RequestError(503, "the body could not be parsed: the process that does it ended") from error
@@ -93,19 +106,6 @@ class BodyParser:
             theirs.close()
             self._helper = process, ours
         return self._helper[1]
-
-
-def count_values(data: bytes, most: int) -> int:
-    """The strings, commas and opening brackets of JSON text, commas and brackets in strings left out.
-
-    More than ``most`` are not counted to the end. What is no JSON gets any number."""
-    if b"\\" in data:
-        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    num_strings = data.count(b'"') // 2
-    if num_strings > most:
-        return num_strings
-    outside = b"".join(data.split(b'"')[::2])
-    return num_strings + sum(map(outside.count, (b",", b"[", b"{")))
 
 
 def too_many_values(most: int) -> RequestError:
@@ -138,12 +138,10 @@ def _serve(connection: Connection) -> None:
             data = connection.recv_bytes()
         except EOFError:
             return
-        pickled = io.BytesIO()
-        pickler = _Pickler(pickled)
-        pickler.dump(_parsed(parse, data, most))
-        connection.send(pickler.texts)
-        connection.send_bytes(pickled.getbuffer())
-        del parse, data, pickled, pickler
+        pickled, apart = _pickled(_parsed(parse, data, most))
+        connection.send(apart)
+        connection.send_bytes(pickled)
+        del parse, data, pickled, apart
         trim_memory()
 
 
@@ -160,28 +158,79 @@ def _parsed(parse: Parse[T], data: bytes, most: int) -> object:
         return too_deep()
     except MemoryError:
         return RequestError(413, "the body takes more memory than there is; send several requests")
+    except Exception as defect:  # of ours; the next bodies still want this process
+        logger.exception("a body could not be parsed")
+        return internal_error(defect)
+
+
+def _pickled(result: object) -> tuple[bytes, list[bytes | array[int]]]:
+    """``result`` for :class:`_Unpickler`, or an error in its place if it is too deep or has too many objects."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    try:
+        pickler.dump(result)
+    except RecursionError:
+        return pickle.dumps(too_deep()), []
+    except RequestError as error:
+        return pickle.dumps(error), []
+    return file.getvalue(), pickler.apart
 
 
 class _Pickler(pickle.Pickler):
-    """Puts long strings aside."""
+    """Puts long strings and long lists of whole numbers aside. Raises RequestError for more than
+    :data:`MAX_BODY_OBJECTS` others: each costs this process's parent time to build and to free."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.texts: list[bytes] = []
+        self.apart: list[bytes | array[int]] = []
+        self._num_objects = 0
 
     def persistent_id(self, value: object) -> int | None:
+        self._num_objects += 1
+        if self._num_objects > MAX_BODY_OBJECTS:
+            raise RequestError(
+                400,
+                f"the body has more than {MAX_BODY_OBJECTS} values, besides token ids; send several requests",
+            )
         if type(value) is str and len(value) > _APART_CHARS:
-            self.texts.append(value.encode("utf-8", "surrogatepass"))
-            return len(self.texts) - 1
+            self.apart.append(value.encode("utf-8", "surrogatepass"))
+            return len(self.apart) - 1
+        if type(value) is list and len(value) > _APART_IDS and set(map(type, value)) == {int}:
+            try:
+                self.apart.append(array("q", value))
+            except OverflowError:
+                return None
+            return len(self.apart) - 1
         return None
 
 
 class _Unpickler(pickle.Unpickler):
     """Takes them back."""
 
-    def __init__(self, pickled: bytes, texts: list[bytes]) -> None:
-        super().__init__(io.BytesIO(pickled))
-        self._texts = texts
+    def __init__(self, pickled: bytes, apart: list[bytes | array[int]]) -> None:
+        super().__init__(_Frames(pickled))
+        self._apart = apart
 
-    def persistent_load(self, index: int) -> str:
-        return self._texts[index].decode("utf-8", "surrogatepass")
+    def persistent_load(self, index: int) -> str | list[int]:
+        part = self._apart[index]
+        if isinstance(part, bytes):
+            return part.decode("utf-8", "surrogatepass")
+        ids: list[int] = []
+        for start in range(0, len(part), _PIECE_IDS):
+            ids += part[start : start + _PIECE_IDS]
+        return ids
+
+
+class _Frames:
+    """A file whose methods are Python's: other threads may run whenever the unpickler asks for its next 64 KiB."""
+
+    def __init__(self, data: bytes) -> None:
+        self._file = io.BytesIO(data)
+
+    def read(self, num_bytes: int = -1) -> bytes:
+        """As a file's."""
+        return self._file.read(num_bytes)
+
+    def readline(self) -> bytes:
+        """As a file's."""
+        return self._file.readline()

@@ -15,6 +15,7 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from fenceline.config.flags import did_you_mean
+from fenceline.config.request_limits import MAX_BODY_FIELDS
 from fenceline.entrypoints.json_body import parse_body
 from fenceline.managers.request_types import RequestError
 
@@ -232,6 +233,11 @@ class FieldRules:
         Raises RequestError (400) for the first field that is refused.
         """
         extra = set(fields) - self.declared
+        if len(extra) > MAX_BODY_FIELDS:
+            raise RequestError(
+                400,
+                f"{len(extra)} fields are not known or have no effect, at most {MAX_BODY_FIELDS} are taken",
+            )
         for name in sorted(extra & self._refused_names):
             refused = self._refused[name]
             if not refused.accepts(_value(fields[name])):

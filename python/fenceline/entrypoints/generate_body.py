@@ -18,6 +18,7 @@ from fenceline.managers.request_types import (
     TURN_REQUESTS,
     GenerateInput,
     RequestError,
+    check_num_params,
     check_num_requests,
     expand_samples,
     new_rid,
@@ -108,11 +109,25 @@ def parse_generate(data: bytes, unknown: UnknownFields) -> GenerateBody:
     mentioned = {name: value for name in _MENTIONED if (value := getattr(body, name)) is not NULL}
     if mentioned:
         FIELDS.unknown(mentioned)
-    for listed in (body.text, body.sampling_params, body.rid):
-        check_num_requests(len(listed) if isinstance(listed, list) else 1, 1)
+    _check_counts(body)
+    return body
+
+
+def _check_counts(body: GenerateBody) -> None:
+    """Raise RequestError 400 for a list with more entries than there may be requests, and for parameters with too
+    many."""
+    for listed in (
+        body.text, body.sampling_params, body.rid, body.return_logprob, body.logprob_start_len, body.top_logprobs_num,
+        body.token_ids_logprob, body.extra_key, body.cache_salt,
+    ):  # fmt: skip
+        if isinstance(listed, list):
+            check_num_requests(len(listed), 1)
+    params = body.sampling_params
+    for one in params if isinstance(params, list) else [params]:
+        if one is not None:
+            check_num_params(one.stop, one.stop_token_ids, one.logit_bias)
     if set(map(type, body.input_ids or ())) == {list}:
         check_num_requests(len(body.input_ids or ()), 1)
-    return body
 
 
 def _amend_sampling(fields: dict[str, msgspec.Raw]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from fenceline.config.request_limits import MAX_REQUESTS, MAX_SAMPLES
-from fenceline.config.sampling_params import SamplingParams
+from fenceline.config.sampling_params import SamplingParams, check_counts
 from fenceline.managers.io_struct import CachedTokensDetails, FinishReason, TokenLogprobs
 
 _UNSHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -175,6 +175,18 @@ def check_num_requests(num_prompts: int, n: int) -> None:
             "body; send several",
             param="n",
         )
+
+
+def check_num_params(
+    stop: str | Sequence[str] | None, stop_token_ids: Sized | None, logit_bias: Sized | None
+) -> None:
+    """Raise RequestError (400) for sampling parameters with too many entries, before they are copied."""
+    try:
+        check_counts(
+            1 if isinstance(stop, str) else len(stop or ()), len(stop_token_ids or ()), len(logit_bias or ())
+        )
+    except ValueError as error:
+        raise RequestError(400, str(error), param=str(error).split(" ", 1)[0]) from error
 
 
 def expand_samples(inp: GenerateInput, n: int) -> list[GenerateInput]:

@@ -208,7 +208,10 @@ class TokenizerManager:
                 400, f"tokens may have at most {most} ids; send several requests", param="tokens"
             )
         for ids in lists:
-            check_vocabulary(ids, self.vocab_size, "tokens")
+            for start in range(0, len(ids), _TURN_IDS):
+                check_vocabulary(ids[start : start + _TURN_IDS], self.vocab_size, "tokens")
+                if start:
+                    await asyncio.sleep(0)
         return await pool.decode(lists, skip_special_tokens)
 
     def check_text_length(self, num_chars: int) -> None:

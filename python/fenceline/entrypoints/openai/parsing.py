@@ -8,6 +8,7 @@ from typing import TypeVar
 import orjson
 from pydantic import BaseModel, ValidationError
 
+from fenceline.config.request_limits import MAX_ARGUMENT_VALUES
 from fenceline.entrypoints.fields import (
     CHAT,
     COMPLETION,
@@ -16,8 +17,9 @@ from fenceline.entrypoints.fields import (
     FieldRules,
     UnknownFields,
 )
+from fenceline.entrypoints.json_body import count_values
 from fenceline.entrypoints.openai.protocol import ChatBody, ChatMessage, CompletionBody, GenerationBody
-from fenceline.managers.request_types import RequestError
+from fenceline.managers.request_types import RequestError, check_num_params
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -46,9 +48,31 @@ def parse_body(body_type: type[Body], raw: bytes, unknown: UnknownFields) -> Bod
     if body_type is ChatBody:
         _judge_messages(value.get("messages"), unknown)
     try:
-        return body_type.model_validate({key: item for key, item in value.items() if item is not None})
+        body = body_type.model_validate({key: item for key, item in value.items() if item is not None})
     except ValidationError as error:
         raise _readable(error) from None
+    if isinstance(body, GenerationBody):
+        check_num_params(body.stop, body.stop_token_ids, body.logit_bias)
+    if isinstance(body, ChatBody):
+        _check_arguments(body)
+    return body
+
+
+def _check_arguments(body: ChatBody) -> None:
+    """Raise RequestError (400) if the arguments of all tool calls, which are JSON in a text, are too much to parse."""
+    left = MAX_ARGUMENT_VALUES
+    for message in body.messages:
+        for call in message.tool_calls or ():
+            function = call.get("function")
+            arguments = function.get("arguments") if isinstance(function, Mapping) else None
+            if isinstance(arguments, str):
+                left -= count_values(arguments.encode("utf-8", "surrogatepass"), left)
+            if left < 0:
+                raise RequestError(
+                    400,
+                    f"the arguments of all tool calls may have at most {MAX_ARGUMENT_VALUES} JSON values together",
+                    param="messages",
+                )
 
 
 def _judge_messages(messages: object, unknown: UnknownFields) -> None:

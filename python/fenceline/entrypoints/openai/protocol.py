@@ -10,9 +10,25 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, model_validator
+import msgspec
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    model_validator,
+)
 
-from fenceline.config.request_limits import MAX_MESSAGES, MAX_REQUESTS, MAX_RID_BYTES, MAX_SAMPLES
+from fenceline.config.request_limits import (
+    MAX_MESSAGES,
+    MAX_REQUESTS,
+    MAX_RID_BYTES,
+    MAX_SAMPLES,
+    MAX_TEMPLATE_BYTES,
+)
 
 MAX_TOP_LOGPROBS = 20
 MAX_MODEL_CHARS = 256  # it is repeated in every chunk
@@ -193,6 +209,12 @@ class ChatMessage(BaseModel):
         return self
 
 
+def _not_too_large(kwargs: JsonObject) -> JsonObject:
+    if kwargs and len(msgspec.json.encode(kwargs)) > MAX_TEMPLATE_BYTES:
+        raise ValueError(f"has more than {MAX_TEMPLATE_BYTES >> 10} KiB as JSON")
+    return kwargs
+
+
 class ChatBody(GenerationBody):
     """The body of /v1/chat/completions."""
 
@@ -203,7 +225,7 @@ class ChatBody(GenerationBody):
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
 
-    chat_template_kwargs: JsonObject = Field(default_factory=dict)
+    chat_template_kwargs: Annotated[JsonObject, AfterValidator(_not_too_large)] = Field(default_factory=dict)
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
