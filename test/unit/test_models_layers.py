@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.rope_scaling import parse_rope
+from fenceline.layers.attention.base import AttentionPlan
 from fenceline.layers.context import LayerContext, torch_context
 from fenceline.layers.embedding import VocabParallelEmbedding
 from fenceline.layers.forward_batch import ForwardBatch, ForwardMode, PieceBuffers
@@ -29,9 +30,11 @@ from fenceline.layers.linear import (
     RowParallelLinear,
 )
 from fenceline.layers.rotary import RotaryEmbedding, apply_rotary, rotary_angles
+from fenceline.layers.self_attention import SelfAttention
 from fenceline.layers.shard import Shard
 from fenceline.layers.weight import Weight
 from fenceline.layers.weight_slot import WeightSlot, WeightSlots
+from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.models.decoder import CausalLM
 from fenceline.models.loader import load_model
 from fenceline.models.weights import fill_slots
@@ -301,6 +304,47 @@ def test_a_forward_in_pieces_equals_the_whole(
     monkeypatch.setattr(CausalLM, "hidden_states", in_pieces)
     for ours, reference in zip(run_steps(paged), expected, strict=True):
         assert torch.equal(ours, reference)
+
+
+def test_layers_of_one_width_may_lay_out_their_heads_differently(tmp_path: Path) -> None:
+    """They share the buffer that pieces hand on, not how it is looked at."""
+    save_checkpoint("qwen3", tmp_path)
+    config = ModelConfig.from_dir(str(tmp_path))
+    size = 6 * config.head_dim
+    rotary = RotaryEmbedding(config.head_dim, 16, config.rope_theta)
+    layers = [
+        SelfAttention(
+            replace(config, num_heads=num_heads, num_kv_heads=num_kv_heads),
+            context_of(Shard()), 0, rotary, qkv_bias=False, o_bias=False,
+        )
+        for num_heads, num_kv_heads in ((2, 2), (4, 1))
+    ]  # fmt: skip
+    fields = [field for layer in layers for field in layer.arena_fields()]
+    buffers = PieceBuffers({field.name: torch.zeros(3, *field.shape) for field in fields})
+    assert sum(name == f"qkv_{size}" for name in buffers.tensors) == 1
+    seen: list[tuple[int, int]] = []
+
+    class Attention(AttentionPlan):
+        def forward(
+            self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        ) -> torch.Tensor:
+            seen.append((q.shape[1], k.shape[1]))
+            return torch.ones_like(q)
+
+    batch = ForwardBatch(
+        mode=ForwardMode.EXTEND,
+        input_ids=torch.zeros(3, dtype=torch.int64),
+        positions=torch.arange(3),
+        out_slots=torch.arange(3),
+        logits_index=None,
+        attn=Attention(),
+        kv_pool=KVPool(2, 16, 1, 1, config.head_dim, F32, torch.device("cpu")),
+        buffers=buffers,
+    )
+    for layer in layers:
+        layer.attend_between_pieces(batch)
+    assert seen == [(2, 2), (4, 1)]
+    assert all(buffers.tensors[f"attended_{n * config.head_dim}"].all() for n in (2, 4))
 
 
 ROPES: dict[str, dict[str, object]] = {
