@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -26,6 +28,7 @@ from fenceline.entrypoints.openai import parsing
 from fenceline.entrypoints.openai.chat_template import ChatTemplate
 from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
 from fenceline.entrypoints.openai.serving_chat import conversation_text
+from fenceline.entrypoints.sse import while_connected
 from fenceline.managers.io_struct import SchedulerReady
 from fenceline.managers.ipc import SchedulerLink
 from fenceline.managers.request_types import RequestError
@@ -193,6 +196,35 @@ async def test_a_defect_in_a_parser_leaves_the_helper_alive(parser: BodyParser) 
     process = parser._helper[0]
     assert isinstance(await parser.parse(request_of(orjson.dumps(GENERATE)), parse_generate), GenerateBody)
     assert parser._helper[0] is process
+
+
+async def test_a_refused_body_is_let_go_of_without_the_collector(parser: BodyParser) -> None:
+    data = b'{"input_ids": [' + b"1," * 2_000_000 + b"1]}"
+    parts: list[dict[str, object]] = [{"type": "http.request", "body": data, "more_body": False}]
+
+    async def receive() -> dict[str, object]:
+        if not parts:
+            await asyncio.Event().wait()
+        return parts.pop()
+
+    async def refused() -> weakref.ref[Request]:
+        request = Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)
+        try:
+            await while_connected(request, parser.parse(request, parse_generate))
+        except RequestError as error:
+            assert error.status == 400
+        return weakref.ref(request)
+
+    gc.collect()
+    gc.disable()
+    try:
+        request = await refused()
+        while len(asyncio.all_tasks()) > 1:  # the one that looked out for a disconnection
+            await asyncio.sleep(0)
+        kept = request() is not None
+    finally:
+        gc.enable()
+    assert not kept
 
 
 async def test_each_turn_of_the_event_loop_parses_one_body_that_is_not_tiny(parser: BodyParser) -> None:

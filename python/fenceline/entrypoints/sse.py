@@ -140,7 +140,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     if num_bytes <= _SHORT_WORK_BYTES:
         return await work
     working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_on_disconnect(request.receive, lambda: working.cancel()))
+    gone = asyncio.ensure_future(_on_disconnect(request.receive, working.cancel))
     try:
         return await working
     except asyncio.CancelledError:
@@ -150,6 +150,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     finally:
         gone.cancel()
         working.cancel()
+        del working  # else its error holds this frame, and this frame the error and the body
 
 
 async def _on_disconnect(receive: Receive, close: Callable[[], object]) -> None:
