@@ -52,7 +52,7 @@ class SelfAttention:
         self._dtype = context.dtype
         self._table = rotary.table
         # Layers of one width share their buffers, and those whose heads are laid out alike the views of them.
-        self._views = repr(self.heads)
+        self._views_key = repr(self.heads)
         self._qkv_buffer = f"qkv_{sum(self.qkv_proj.sizes)}"
         self._attended_buffer = f"attended_{self.heads.num_heads * head_dim}"
 
@@ -82,11 +82,11 @@ class SelfAttention:
         """``attend`` from buffer to buffer."""
         buffers = batch.buffers
         assert buffers is not None, "only a forward in pieces has buffers"
-        views = buffers.views.get(self._views)
+        views = buffers.views.get(self._views_key)
         if views is None:
             q, k, v = self.heads.split(buffers.tensors[self._qkv_buffer])
             views = q, k, v, buffers.tensors[self._attended_buffer].view(q.shape)
-            buffers.views[self._views] = views
+            buffers.views[self._views_key] = views
         q, k, v, attended = views
         batch.attn.forward_into(self.layer_id, q, k, v, self.scale, attended)
 

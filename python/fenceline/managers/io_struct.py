@@ -74,7 +74,8 @@ class FlushCacheReq(Message):
 
 
 class CancelFlushReq(Message):
-    """A :class:`FlushCacheReq` that still waits is refused now, by the answer to its ``id``. Not answered itself."""
+    """A :class:`FlushCacheReq` that still waits is answered now, by its ``id``: it is refused if requests are left. Not
+    answered itself."""
 
     id: str
 

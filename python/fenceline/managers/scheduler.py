@@ -194,7 +194,7 @@ class Scheduler:
 
     def end_overdue(self, now: float) -> None:
         """End requests that have waited or run for too long. Each one's time begins with the first tick that finds it
-        waiting, or running: nobody is ended early. While generation is paused no time passes."""
+        waiting, or running: nobody is ended early. It begins anew after a pause, and after a retraction."""
         for req in list(self.reqs.values()):
             running = req.row != 0
             limit = self.config.req_running_timeout_s if running else self.config.req_waiting_timeout_s
