@@ -150,7 +150,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     finally:
         gone.cancel()
         working.cancel()
-        del working  # else its error holds this frame, and this frame the error and the body
+        del working, gone  # else the error holds this frame, and this frame the error and the body
 
 
 async def _on_disconnect(receive: Receive, close: Callable[[], object]) -> None:
