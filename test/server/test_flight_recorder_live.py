@@ -104,6 +104,7 @@ def test_sigusr1_makes_a_dump_and_the_server_goes_on(
     assert client.post("/generate", json=BODY).status_code == 200
 
 
+@pytest.mark.long
 def test_off_is_answered_and_the_signal_hurts_nobody() -> None:
     with LiveServer.real("--model-path", "demo", "--device", "cpu", "--flight-recorder-steps", "0") as server:
         with server.wait_ready().client() as client:
@@ -116,6 +117,7 @@ def test_off_is_answered_and_the_signal_hurts_nobody() -> None:
             assert client.post("/generate", json=BODY).status_code == 200
 
 
+@pytest.mark.long
 def test_books_that_do_not_add_up_are_dumped(tmp_path: Path) -> None:
     with LiveServer.fake(*flags(tmp_path), entry="run_wrong_books") as server:
         with server.wait_ready().client() as client:

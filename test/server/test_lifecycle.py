@@ -95,6 +95,7 @@ def test_idle_server_stops_cleanly(sockets_dir: Path, number: int) -> None:
         assert "error" not in server.output.lower()
 
 
+@pytest.mark.long
 def test_signal_to_the_whole_group_drains_too(sockets_dir: Path) -> None:
     """Ctrl-C reaches the children as well, and so does a service manager's SIGTERM."""
     with start(sockets_dir) as server:
@@ -215,6 +216,7 @@ def test_a_stopped_child_takes_the_server_down(sockets_dir: Path, which: int, na
         assert_all_gone(children, sockets_dir)
 
 
+@pytest.mark.long
 def test_a_server_that_was_stopped_as_a_whole_goes_on(sockets_dir: Path) -> None:
     """A shell's Ctrl-Z and fg, or a container that is paused: nobody is ill."""
     with start(sockets_dir, "run_fake_scheduler", "--watchdog-timeout", "2") as server:

@@ -652,6 +652,7 @@ def test_missing_compiler_makes_the_kernels_unavailable_and_is_asked_once(
 # --- nvcc itself, and the wheel
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # the tensor-core kernels take nvcc half a minute on two idle cores
 @pytest.mark.parametrize("unit", UNITS)

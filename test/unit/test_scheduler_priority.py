@@ -190,7 +190,7 @@ def arrivals(draw: st.DrawFn) -> list[tuple[int, TokenizedGenerateReq | AbortReq
     return found
 
 
-@settings(max_examples=120)
+@settings(max_examples=50)
 @given(arrivals(), st.booleans(), st.sampled_from([0, 10]), st.sampled_from([-1, 16, 64]), st.booleans())
 def test_any_priorities(
     messages: list[tuple[int, TokenizedGenerateReq | AbortReq]],

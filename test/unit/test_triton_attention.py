@@ -71,6 +71,7 @@ def test_interpreted(name: str, interpreted: dict[str, str]) -> None:
     assert interpreted[name] == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arch", COMPILED)
 def test_compiles_without_a_gpu(arch: str, compiled: dict[str, str]) -> None:
     assert compiled[arch] == ""

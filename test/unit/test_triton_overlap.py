@@ -43,6 +43,7 @@ def test_interpreted(name: str, interpreted: dict[str, str]) -> None:
     assert interpreted[name] == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", COMPILED)
 def test_machine_code(name: str, compiled: dict[str, str]) -> None:
     assert compiled[name] == ""
