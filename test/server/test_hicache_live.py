@@ -31,8 +31,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def client(directory: Path) -> Iterator[httpx.Client]:
+def metrics_at_first() -> list[str]:
+    """/metrics before any request, as ``client`` finds it."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def client(directory: Path, metrics_at_first: list[str]) -> Iterator[httpx.Client]:
     with server(directory) as live, live.wait_ready().client() as client:
+        metrics_at_first.extend(client.get("/metrics").text.splitlines())
         yield client
 
 
@@ -49,6 +56,14 @@ def generate(client: httpx.Client, prompt: list[int]) -> dict:
 
 def tiers(client: httpx.Client) -> dict:
     return client.get("/get_server_info").json()["internal_states"][0]["hicache"]
+
+
+def test_gauges_of_an_idle_server_are_there(client: httpx.Client, metrics_at_first: list[str]) -> None:
+    """An autoscaler reads 0, and does not miss a metric until somebody has asked something."""
+    for name in ("num_running_reqs", "num_queue_reqs", "token_usage", "hicache_host_used_tokens"):
+        for prefix in ("fenceline", "sglang"):
+            assert f'{prefix}:{name}{{model_name="demo"}} 0.0' in metrics_at_first
+    assert 'fenceline:max_total_num_tokens{model_name="demo"} 1024.0' in metrics_at_first
 
 
 def test_conversations_come_back_from_the_host(client: httpx.Client) -> None:

@@ -110,6 +110,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs) -> None:
         scheduler = Scheduler(config, worker, ZmqInbox(inbox, watchdog), outbox)
         recorder = scheduler.recorder
         dump_on_signal(recorder)
+        scheduler.stats.report(scheduler, force=True)  # an idle server's gauges are 0, not absent
         outbox.to_tokenizer(ready_message(config, scheduler))
         freeze_garbage_collector()
         run_loop(scheduler)
