@@ -153,6 +153,11 @@ def test_other_endpoints_refuse_nonsense(client: httpx.Client, path: str, body: 
     check_error(client.post(path, content=body), 400, "")
 
 
+def test_tokenize_says_what_it_can_be_given(client: httpx.Client) -> None:
+    error = check_error(client.post("/tokenize", json={"text": "a"}), 400, "or a conversation in messages")
+    assert error["param"] == "prompt"
+
+
 def test_detokenize_refuses_ids_outside_the_vocabulary(client: httpx.Client) -> None:
     check_error(client.post("/detokenize", json={"tokens": [1, VOCAB]}), 400, "outside the vocabulary")
     check_error(client.post("/detokenize", json={"tokens": [[1], [-1]]}), 400, "outside the vocabulary")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NoReturn, TypeVar
 
 import msgspec
@@ -221,8 +222,11 @@ class FieldRules:
         declared: Iterable[str],
         refused: Mapping[str, Refused],
         without_effect: frozenset[str] = WITHOUT_EFFECT,
+        within: Mapping[str, frozenset[str]] = MappingProxyType({}),
     ) -> None:
+        """``within``: fields that hold objects, with the names in those, which clients write one level too high."""
         self.declared = frozenset(declared)
+        self._within = within
         self._refused = {name: rule for name, rule in refused.items() if name not in self.declared}
         self._refused_names = frozenset(self._refused)
         self._without_effect = without_effect
@@ -249,8 +253,19 @@ class FieldRules:
     def refuse_unknown(self, name: str, what: str) -> NoReturn:
         """Raise RequestError (400) for ``name``, which is a ``what``."""
         clipped = name[:MAX_NAME_CHARS]
-        hint = did_you_mean(clipped, self.declared)
-        raise RequestError(400, f"{what} {clip_name(name)} is not known{hint}", param=clipped)
+        raise RequestError(400, f"{what} {clip_name(name)} is not known{self.hint(clipped)}", param=clipped)
+
+    def hint(self, name: str) -> str:
+        """``; did you mean X?`` for the closest known name, here or one level down, or an empty text."""
+        for field, names in self._within.items():
+            if name in names:
+                return f"; it belongs into {field}"
+        if close := did_you_mean(name, self.declared):
+            return close
+        for field, names in self._within.items():
+            if close := did_you_mean(name, names):
+                return f"{close.removesuffix('?')} in {field}?"
+        return ""
 
 
 class UnknownFields:
@@ -274,7 +289,7 @@ class UnknownFields:
             logger.warning(
                 "A request has the field %s, which is not known and has no effect%s (--strict-fields refuses such)",
                 clip_name(name),
-                did_you_mean(clipped, rules.declared),
+                rules.hint(clipped),
             )
 
 

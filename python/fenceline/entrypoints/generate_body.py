@@ -99,8 +99,12 @@ _MENTIONED = tuple(
     for name, default in zip(GenerateBody.__struct_fields__, GenerateBody.__struct_defaults__, strict=True)
     if default is NULL
 )
-FIELDS = FieldRules(set(GenerateBody.__struct_fields__) - set(_MENTIONED), GENERATION)
 SAMPLING_FIELDS = FieldRules(NativeSampling.__struct_fields__, SAMPLING, frozenset())
+FIELDS = FieldRules(
+    set(GenerateBody.__struct_fields__) - set(_MENTIONED),
+    GENERATION,
+    within={"sampling_params": SAMPLING_FIELDS.declared},
+)
 
 
 def parse_generate(data: bytes, unknown: UnknownFields) -> GenerateBody:

@@ -97,8 +97,15 @@ def _parse_struct(kind: type[Body], data: bytes, unknown: UnknownFields) -> Body
 
 
 def _parse_tokenize(data: bytes, unknown: UnknownFields) -> TokenizeBody | ChatBody:
-    if "messages" in parse_body(data, dict[str, msgspec.Raw]):
+    fields = parse_body(data, dict[str, msgspec.Raw])
+    if "messages" in fields:
         return parse_chat_body(ChatBody, data, unknown)
+    if "prompt" not in fields:
+        raise RequestError(
+            400,
+            "prompt is missing: give a text or several in it, or a conversation in messages",
+            param="prompt",
+        )
     return _parse_struct(TokenizeBody, data, unknown)
 
 

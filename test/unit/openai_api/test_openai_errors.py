@@ -142,6 +142,8 @@ async def test_mistakes(serve, path, body, mistakes):
                 assert "\n" not in error["message"] and "pydantic" not in error["message"]
                 if param is not None:
                     assert error["param"] == param, (change, error)
+                if param in ("response_format", "tools"):
+                    assert error["code"] == "unsupported"
         assert server.link.sent == []
         answer = await server.client.completions.create(**COMPLETION)
         assert answer.choices[0].text == "Hello wörld"

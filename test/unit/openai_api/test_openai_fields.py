@@ -12,7 +12,7 @@ import pytest
 
 from fenceline.entrypoints import fields
 from fenceline.entrypoints.fields import CHAT, COMPLETION, MAX_NAMES_LOGGED, UnknownFields
-from fenceline.entrypoints.generate_body import FIELDS, parse_generate
+from fenceline.entrypoints.generate_body import FIELDS, SAMPLING_FIELDS, parse_generate
 from fenceline.entrypoints.openai.parsing import parse_body
 from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
 from fenceline.managers.request_types import RequestError
@@ -117,6 +117,38 @@ async def test_strict_fields_refuses_what_nobody_knows(serve):
         assert answer.choices[0].message.content == "Hello wörld"
     with pytest.raises(RequestError, match="'sample_params' is not known"):
         parse_generate(b'{"text": "a", "sample_params": {}}', UnknownFields(strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_new_tokens", "; it belongs into sampling_params"),
+        ("temperature", "; it belongs into sampling_params"),
+        ("max_tokens", "; did you mean max_new_tokens in sampling_params?"),
+        ("retrun_logprob", "; did you mean return_logprob?"),
+        ("mood", ""),
+    ],
+)
+def test_sampling_parameters_one_level_too_high_are_told_where_they_belong(name, hint, caplog):
+    body = orjson.dumps({"text": "a", name: 1})
+    with pytest.raises(RequestError) as caught:
+        parse_generate(body, UnknownFields(strict=True))
+    assert caught.value.message == f"field '{name}' is not known{hint}"
+    with caplog.at_level(logging.WARNING):
+        parse_generate(body, UnknownFields(strict=False))
+    assert f"has no effect{hint} (" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+def test_every_field_that_does_something_is_documented(kind):
+    text = (DOCS / "openai_api.md").read_text()
+    assert [name for name in kind.model_fields if f"`{name}`" not in text] == []
+
+
+def test_every_field_of_generate_that_does_something_is_documented():
+    text = (DOCS / "api.md").read_text()
+    declared = FIELDS.declared | SAMPLING_FIELDS.declared
+    assert [name for name in sorted(declared) if f"`{name}`" not in text] == []
 
 
 # --- vLLM's and SGLang's fields that do something

@@ -127,6 +127,7 @@ def refuse_unavailable(body: GenerationBody) -> None:
             f"response_format of type {kind!r} is not available: there is no constrained decoding yet; use "
             '{"type": "text"} and ask for the format in the prompt',
             param="response_format",
+            code="unsupported",
         )
     if body.stream_options is not None and not body.stream:
         raise RequestError(400, "stream_options is only allowed when stream is true", param="stream_options")
@@ -151,6 +152,7 @@ def refuse_chat(body: ChatBody) -> None:
             400,
             "tools is not available: tool calls are not parsed yet; leave tools out or set tool_choice to 'none'",
             param="tools",
+            code="unsupported",
         )
     if body.modalities is not None and set(body.modalities) - {"text"}:
         raise RequestError(400, "modalities: only text is generated here", param="modalities")
