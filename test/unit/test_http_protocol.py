@@ -328,6 +328,25 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
     assert wire.sent.count(b"200 OK") == 5
 
 
+async def test_every_request_of_a_connection_hears_that_the_client_has_gone() -> None:
+    num_told = 0
+
+    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal num_told
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        num_told += 1
+
+    connection, _ = Server(wait).connect()
+    connection.data_received(b"GET /1 HTTP/1.1\r\n\r\n")
+    await settle()
+    connection.data_received(b"GET /2 HTTP/1.1\r\n\r\n" * 3)
+    connection.connection_lost(None)
+    await settle()
+    assert num_told == 1, "the first; those behind it never began"
+    assert not connection.tasks
+
+
 async def test_a_wrong_key_is_refused_before_the_body() -> None:
     app = App()
     connection, wire = Server(FrontDoor(app, "secret")).connect()

@@ -395,9 +395,8 @@ def test_a_bad_day_of_everything(seed: int, make: Make, tmp_path: Path) -> None:
     )
     tier = make(backend, num_workers=3, limits=StorageLimits(batch_bytes=2 * PAGE, max_write_pages=10))
     server = Server(tier, Random(seed))
-    for handle in range(
-        3000
-    ):  # which request meets which fault depends on the threads: go on until all has happened
+    for handle in range(3000):
+        # Which request meets which fault depends on the threads: it goes on until all has happened.
         if handle >= 300 and server.has_seen_it_all():
             break
         server.arrive(handle)

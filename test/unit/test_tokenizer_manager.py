@@ -644,6 +644,37 @@ async def test_death_while_a_long_text_is_tokenised_sends_nothing() -> None:
     assert bench.link.sent == []
 
 
+@pytest.mark.parametrize("num_turns", [1, 3])
+async def test_a_shutdown_while_a_long_text_is_tokenised_is_a_503(num_turns: int) -> None:
+    bench = Bench()
+    bench.manager.handle(msgspec.structs.replace(READY, max_req_input_len=10**7, context_length=10**7))
+    submits = [
+        asyncio.ensure_future(bench.manager.submit(GenerateInput(text="word " * 300_000))) for _ in range(8)
+    ]
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    assert not any(submit.done() for submit in submits)
+    bench.manager.fail("SIGTERM")
+    bench.manager.shutdown()
+    for error in await asyncio.gather(*submits, return_exceptions=True):
+        assert isinstance(error, RequestError) and error.status == 503, error
+
+
+async def test_an_id_counts_as_taken_while_its_request_is_prepared() -> None:
+    bench = Bench()
+    bench.manager.handle(msgspec.structs.replace(READY, max_req_input_len=10**7, context_length=10**7))
+    first = asyncio.ensure_future(bench.manager.submit(GenerateInput(text="word " * 1000, rid="one")))
+    await asyncio.sleep(0)
+    assert not first.done() and bench.manager.is_active("one"), "another request gets an id of its own"
+    stream = await first
+    assert bench.manager.is_active("one")
+    stream.close()
+    assert not bench.manager.is_active("one")
+    with pytest.raises(RequestError, match="vocabulary"):
+        await bench.manager.submit(ids_input(10**6, rid="two"))
+    assert not bench.manager.is_active("two")
+
+
 async def test_drain_waits_for_the_last_request() -> None:
     bench = Bench()
     stream = await bench.manager.submit(ids_input(5))

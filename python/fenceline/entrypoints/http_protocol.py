@@ -21,7 +21,7 @@ from typing import Any, NoReturn, cast
 
 import httptools
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from fenceline.entrypoints.errors import error_bytes, error_response
 from fenceline.entrypoints.json_body import MAX_BODY_BYTES
@@ -211,6 +211,9 @@ class JoiningHttpProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0  # of the request that is being received
         self._num_framing_bytes = 0  # since the last byte of a body
         self._num_body_bytes = 0
+        self._earlier: list[
+            RequestResponseCycle
+        ] = []  # requests in front of the last one; some may be answered
         self._num_heads = 0  # complete ones since the connection began
         self._pace: Pace = (0, "head", 0)  # how far the client had come when it was last seen to go on
         self._pace_at = 0.0
@@ -224,6 +227,13 @@ class JoiningHttpProtocol(HttpToolsProtocol):
         self._pace_at = self._taken_at = self._limit.now
         if len(self.connections) > self._limit.max_connections and not self._make_room():
             self.app = partial(_only_health, self.app)  # type: ignore[assignment]  # uvicorn's types and starlette's
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client has gone. uvicorn tells only the last of its requests so."""
+        for cycle in self._earlier:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        super().connection_lost(exc)
 
     # --- sizes
 
@@ -277,7 +287,10 @@ class JoiningHttpProtocol(HttpToolsProtocol):
             self._raise(_too_large_head(f"{MAX_HEADERS} lines"))
         if len(self.pipeline) >= MAX_PIPELINED:
             self._raise(RequestError(400, f"more than {MAX_PIPELINED} requests wait on one connection"))
+        before = self.cycle
         super().on_headers_complete()
+        if self.pipeline:
+            self._earlier = [one for one in (*self._earlier, before) if not one.response_complete]
         self._in_head, self._num_head_bytes, self._num_framing_bytes = False, 0, 0
         self._num_heads += 1
 

@@ -35,6 +35,7 @@ class TokenizePool:
         # Half of the cores, so that there is one for the scheduler where there are two.
         num_threads = min(4, max(1, (os.cpu_count() or 1) // 2))
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+        self._closed = False
 
     async def encode(
         self,
@@ -75,7 +76,7 @@ class TokenizePool:
                 encoded = [ids[:max_tokens] for ids in encoded]
         finally:
             if num_chars > _TRIM_CHARS:
-                self._threads.submit(trim_memory)
+                self._trim()
         return encoded
 
     async def decode(self, lists: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
@@ -89,15 +90,28 @@ class TokenizePool:
                 return self._tokenizer.decode_batch(ids, skip_special_tokens)
             texts += await self._run(self._tokenizer.decode_batch, ids, skip_special_tokens)
         if num_ids > _TRIM_CHARS // 4:
-            self._threads.submit(trim_memory)
+            self._trim()
         return texts
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Begin nothing more. Whoever still waits for a piece, or needs another one, gets RequestError (503)."""
+        self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, work: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        if self._closed:
+            raise _closing()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and task is not None and not task.cancelling():
+                raise _closing() from None  # the piece was cancelled, not its caller
+            raise
+
+    def _trim(self) -> None:
+        if not self._closed:
+            self._threads.submit(trim_memory)
 
     def _encode(self, group: Sequence[_Piece[str]]) -> list[list[int]]:
         try:
@@ -150,6 +164,10 @@ def _too_many(what: str, most: int) -> RequestError:
         param="prompt",
         code="context_length_exceeded",
     )
+
+
+def _closing() -> RequestError:
+    return RequestError(503, "the server is shutting down", code="shutting_down")
 
 
 def trim_memory() -> None:

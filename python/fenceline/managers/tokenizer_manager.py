@@ -84,6 +84,7 @@ class TokenizerManager:
         self._link = link
         self._table = RequestTable(config.max_queued_requests, config.priority)
         self._log = RequestLog(config)
+        self._preparing: set[str] = set()  # ids of requests between submit_many and the table
         self._pool = None if tokenizer is None else TokenizePool(tokenizer)
         self._ready = asyncio.Event()
         self._dead = asyncio.Event()
@@ -102,10 +103,17 @@ class TokenizerManager:
 
     async def submit_many(self, inputs: Sequence[GenerateInput]) -> StreamGroup:
         """Validate all requests, then send all. Raises RequestError; then none was sent."""
+        rids = [inp.rid for inp in inputs]
+        self._preparing.update(rids)
+        try:
+            return await self._submit_many(inputs, rids)
+        finally:
+            self._preparing.difference_update(rids)
+
+    async def _submit_many(self, inputs: Sequence[GenerateInput], rids: Sequence[str]) -> StreamGroup:
         limits, priority = self._require_serving(), self.config.priority
         if self.config.allow_auto_truncate:
             inputs = [_truncated(inp, limits.max_req_input_len) for inp in inputs]
-        rids = [inp.rid for inp in inputs]
         default_priority = 0 if priority is None else priority.default_value
         priorities = [default_priority if inp.priority is None else inp.priority for inp in inputs]
         await self._check_untokenised(inputs, limits)
@@ -182,8 +190,8 @@ class TokenizerManager:
             self._link.send(AbortReq(rid=entry.wire_rid))
 
     def is_active(self, rid: str) -> bool:
-        """Whether a request of this id is in flight."""
-        return rid in self._table
+        """Whether a request of this id is in flight, or being prepared."""
+        return rid in self._table or rid in self._preparing
 
     @property
     def num_active(self) -> int:
