@@ -36,9 +36,14 @@ class Wire(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[bytes | str] = []
+        self.is_lost = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
+        assert not self.is_lost, "uvloop raises here"
         self.calls.append(bytes(data))
+
+    def is_closing(self) -> bool:
+        return self.is_lost
 
     def close(self) -> None:
         self.calls.append("close")
@@ -69,6 +74,18 @@ async def test_a_lot_is_not_held() -> None:
     transport.write(b"c")
     await asyncio.sleep(0)
     assert wire.calls[1:] == [b"c"]
+
+
+async def test_what_is_held_is_lost_with_the_connection() -> None:
+    wire = Wire()
+    transport = JoiningTransport(wire, asyncio.get_running_loop())
+    transport.write(b"answer")
+    wire.is_lost = True  # reset by the client, in the turn in which it was answered
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not errors and wire.calls == []
 
 
 async def test_what_is_held_is_lost_with_an_abort() -> None:

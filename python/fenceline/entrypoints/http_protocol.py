@@ -87,6 +87,8 @@ class JoiningTransport(asyncio.Transport):
     def _flush(self) -> None:
         if self._held:
             held, num_held, self._held, self._num_held = self._held, self._num_held, [], 0
+            if self._transport.is_closing():
+                return  # the client has reset the connection since: there is nobody to write to
             self._num_written += num_held
             self._transport.write(held[0] if len(held) == 1 else b"".join(held))
 
