@@ -28,6 +28,7 @@ from attacks import ATTACKS, Target
 from beside import Observer, usual, worst
 from wire import LEFT, RESET, SILENT, Answer, Wire, exchange, outcome, post, request
 
+ALONE_S = 3.0  # the server is watched for so long before anybody comes
 BOUND_S = 120.0
 SLOW_S = 30.0  # worth a line
 WORKERS = 16
@@ -592,7 +593,7 @@ def run_fuzz(args: argparse.Namespace) -> int:
             for name in MISBEHAVING[: args.misbehaving]
         ]
         with Observer(server.port, server.pid) as observer:
-            time.sleep(3)
+            time.sleep(ALONE_S)
             begin = time.monotonic()
             for client in clients:
                 client.start()

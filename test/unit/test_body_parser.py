@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import AsyncMock
 
 import msgspec
 import orjson
@@ -229,6 +230,45 @@ async def test_a_refused_body_is_let_go_of_without_the_collector(parser: BodyPar
     finally:
         gc.enable()
     assert not kept
+
+
+async def test_bodies_of_clients_that_left_are_let_go_of_while_the_helper_is_busy(
+    parser: BodyParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, release, parsed = threading.Event(), threading.Event(), []
+
+    def parse_apart(parse: object, data: bytes) -> tuple[object, list[object]]:
+        parsed.append(len(data))
+        begun.set()
+        assert release.wait(60)
+        return "parsed", []
+
+    class Body(bytearray):
+        """One that can be watched."""
+
+    monkeypatch.setattr(parser, "_parse_apart", parse_apart)
+    bodies = [Body(3_000_000 + number) for number in range(4)]
+    kept = [weakref.ref(body) for body in bodies]
+
+    async def parse(body: Body) -> object:
+        return await parser.parse(
+            cast(Request, SimpleNamespace(body=AsyncMock(return_value=body))), parse_generate
+        )
+
+    asked = [asyncio.ensure_future(parse(bodies.pop(0))) for _ in range(4)]
+    while not begun.is_set():
+        await asyncio.sleep(0)
+    for task in asked[:3]:  # the first too, whose body the helper has: it goes on with it
+        task.cancel()
+    await asyncio.wait(asked[:3])
+    del task
+    last = asked.pop()
+    asked.clear()
+    gc.collect()
+    assert [body() is not None for body in kept] == [True, False, False, True]
+    release.set()
+    assert await last == "parsed"
+    assert parsed == [3_000_000, 3_000_003]
 
 
 async def test_each_turn_of_the_event_loop_parses_one_body_that_is_not_tiny(parser: BodyParser) -> None:

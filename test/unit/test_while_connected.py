@@ -7,9 +7,13 @@ import threading
 
 import pytest
 from starlette.requests import ClientDisconnect, Request
+from test_tokenizer_manager import Bench, demo_config
 
+from fenceline.entrypoints.body_parser import BodyParser
+from fenceline.entrypoints.fields import UnknownFields
+from fenceline.entrypoints.native_api import NativeApi
 from fenceline.entrypoints.sse import while_connected, written
-from fenceline.managers.io_struct import TokenLogprobs
+from fenceline.managers.io_struct import CancelFlushReq, FlushCacheReq, TokenLogprobs
 from fenceline.managers.request_types import GenerateChunk
 
 
@@ -57,6 +61,21 @@ async def test_work_that_ends_first_gives_its_result_or_error(num_bytes: int) ->
     assert await while_connected(request, work(None)) == "done"
     with pytest.raises(KeyError):
         await while_connected(request, work(KeyError("x")))
+
+
+async def test_nothing_is_flushed_for_a_client_that_left() -> None:
+    bench = Bench()
+    api = NativeApi(bench.manager, demo_config(), BodyParser(64, UnknownFields(strict=False)))
+    request, left = await make_request(0)
+    flushing = asyncio.ensure_future(api.flush_cache(request, timeout=3000))
+    async with asyncio.timeout(30):
+        while not bench.link.sent:
+            await asyncio.sleep(0)
+    left.set()
+    with pytest.raises(ClientDisconnect):
+        await flushing
+    flush, cancel = bench.link.sent
+    assert isinstance(flush, FlushCacheReq) and cancel == CancelFlushReq(id=flush.id)
 
 
 async def test_who_is_cancelled_himself_is_cancelled() -> None:

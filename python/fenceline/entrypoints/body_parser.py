@@ -60,6 +60,7 @@ class BodyParser:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse")
         self._helper: tuple[BaseProcess, Connection] | None = None
         self._inline = asyncio.Lock()
+        self._helper_free = asyncio.Lock()  # while it is held, one body is with the helper
 
     async def parse(self, request: Request, parse: Parse[T], empty: bytes = b"") -> T:
         """The body of ``request``, or ``empty`` for one without any bytes, as ``parse`` makes it: a function at the top
@@ -72,11 +73,23 @@ class BodyParser:
                 await asyncio.sleep(0)  # one in a turn
                 if len(data) <= _SMALL_BYTES or self._checked_values(data) <= _INLINE_VALUES:
                     return parse(data, self.unknown)
-        loop = asyncio.get_running_loop()
-        body, strangers = await loop.run_in_executor(self._thread, self._parse_apart, parse, data)
+        body, strangers = await self._apart(parse, data)
         for names, rules in strangers:
             self.unknown.note(names, rules)
         return cast(T, body)
+
+    async def _apart(self, parse: Parse[T], data: bytes) -> tuple[object, list[tuple[set[str], FieldRules]]]:
+        """:meth:`_parse_apart`, one body after the other. Bodies wait here and not in the executor's queue, which would
+        keep those of clients that have left until their turn comes."""
+        await self._helper_free.acquire()
+        loop = asyncio.get_running_loop()
+        work = self._thread.submit(self._parse_apart, parse, data)
+        # Not when whoever waits for it leaves, but when the helper is done with it.
+        work.add_done_callback(lambda _: loop.call_soon_threadsafe(self._helper_free.release))
+        try:
+            return await asyncio.wrap_future(work)
+        finally:
+            del work  # else the error holds this frame, and this frame the error and the body
 
     def _checked_values(self, data: bytes) -> int:
         num_values = count_values(data, self._max_values)

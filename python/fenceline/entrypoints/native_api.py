@@ -32,7 +32,7 @@ from fenceline.entrypoints.openai.parsing import parse_body as parse_chat_body
 from fenceline.entrypoints.openai.parsing import refuse_chat
 from fenceline.entrypoints.openai.protocol import ChatBody
 from fenceline.entrypoints.openai.serving_chat import conversation_text
-from fenceline.entrypoints.sse import while_connected
+from fenceline.entrypoints.sse import unless_gone, while_connected
 from fenceline.managers.io_struct import ControlReply, SchedulerReady
 from fenceline.managers.request_types import GenerateInput, RequestError, new_rid
 from fenceline.managers.tokenizer_manager import TokenizerManager
@@ -224,10 +224,11 @@ class NativeApi:
 
     # --- control
 
-    async def flush_cache(self, storage: bool = False, timeout: float = 0.0) -> Response:
+    async def flush_cache(self, request: Request, storage: bool = False, timeout: float = 0.0) -> Response:
         """Empty the prefix cache on device and host, with ``storage`` the storage tier too; 400 while requests are
-        running or waiting, and if there is no storage tier."""
-        await self._flush(storage, timeout)
+        running or waiting, and if there is no storage tier. With ``timeout`` seconds it waits for the requests; if the
+        client leaves meanwhile, nothing is flushed."""
+        await unless_gone(request, self._flush(storage, timeout))
         return PlainTextResponse("Cache flushed.\n")
 
     async def clear_storage(self) -> Response:

@@ -139,6 +139,11 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         raise
     if num_bytes <= _SHORT_WORK_BYTES:
         return await work
+    return await unless_gone(request, work)
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """:func:`while_connected` for work that may take long whatever the body, which is not needed any more."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_on_disconnect(request.receive, working.cancel))
     try:
