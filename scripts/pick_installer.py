@@ -140,9 +140,8 @@ def uv_variables(settings: Mapping[str, str]) -> dict[str, str] | None:
             variables[name] = separator.join(value.split())
         elif key not in _HARMLESS:
             return None
-    if (
-        "UV_INDEX" in variables
-    ):  # pip takes the best of all indexes, uv by default the first that knows the name
+    # pip takes the best of all indexes, uv by default the first that knows the name.
+    if "UV_INDEX" in variables:
         variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"
     return variables
 

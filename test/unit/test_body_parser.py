@@ -220,9 +220,8 @@ async def test_a_refused_body_is_let_go_of_without_the_collector(parser: BodyPar
     gc.disable()
     try:
         request = await refused()
-        for _ in range(
-            100_000
-        ):  # for the task that looked out for a disconnection, and the executor's thread
+        # Until the task that looked out for a disconnection and the executor's thread have let go of it.
+        for _ in range(100_000):
             if request() is None:
                 break
             await asyncio.sleep(0)

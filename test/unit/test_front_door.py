@@ -6,9 +6,11 @@ import asyncio
 
 import orjson
 import pytest
+from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from fenceline.entrypoints import front_door
+from fenceline.entrypoints.errors import install_error_handlers
 from fenceline.entrypoints.front_door import FrontDoor
 
 SCOPE: Scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
@@ -46,6 +48,32 @@ async def test_a_request_cut_short_by_the_stop_is_told_so() -> None:
 
 async def test_nothing_follows_an_answer_that_had_begun() -> None:
     assert [message["type"] for message in await answer(started=True)] == ["http.response.start"]
+
+
+async def test_a_defect_of_any_endpoint_is_an_error_object_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    application = FastAPI()
+    install_error_handlers(application)
+
+    @application.get("/broken")
+    async def broken() -> None:
+        raise KeyError("a defect of ours")
+
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {**SCOPE, "method": "GET", "path": "/broken", "query_string": b"", "http_version": "1.1"}
+    await FrontDoor(application, None)(scope, receive, send)
+    start, body = sent
+    assert start["status"] == 500
+    assert orjson.loads(body["body"])["error"]["message"].startswith("internal error: KeyError")
+    assert "a defect of ours" in caplog.text
 
 
 async def test_memory_of_large_bodies_is_given_back_once_for_many_of_them(

@@ -666,6 +666,9 @@ async def test_an_id_counts_as_taken_while_its_request_is_prepared() -> None:
     first = asyncio.ensure_future(bench.manager.submit(GenerateInput(text="word " * 1000, rid="one")))
     await asyncio.sleep(0)
     assert not first.done() and bench.manager.is_active("one"), "another request gets an id of its own"
+    with pytest.raises(RequestError, match="vocabulary"):
+        await bench.manager.submit(ids_input(10**6, rid="one"))
+    assert not first.done() and bench.manager.is_active("one"), "the second of that id takes nothing back"
     stream = await first
     assert bench.manager.is_active("one")
     stream.close()

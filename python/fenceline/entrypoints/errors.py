@@ -54,7 +54,8 @@ def too_deep() -> RequestError:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Every way in which a request can be wrong ends in :func:`error_response`; defects are the front door's."""
+    """Every way in which a request can be wrong ends in :func:`error_response`; the front door
+    logs defects, and answers for those outside the application."""
 
     async def on_request_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
@@ -76,6 +77,10 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_client_gone(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)
 
+    async def on_defect(request: Request, error: Exception) -> Response:
+        return error_response(internal_error(error))  # raised again behind it, for the front door to log
+
+    app.add_exception_handler(Exception, on_defect)
     app.add_exception_handler(ClientDisconnect, on_client_gone)
     app.add_exception_handler(RecursionError, on_recursion_error)
     app.add_exception_handler(RequestError, on_request_error)

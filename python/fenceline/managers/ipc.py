@@ -116,9 +116,8 @@ class Inbox:
 
     def _drop(self, num_bytes: int, error: Exception) -> None:
         self.num_dropped += 1
-        if (
-            self.num_dropped & (self.num_dropped - 1) == 0
-        ):  # the 1st, 2nd, 4th, 8th: a flood does not fill the log
+        # The 1st, 2nd, 4th, 8th: a flood does not fill the log.
+        if self.num_dropped & (self.num_dropped - 1) == 0:
             logger.warning(
                 "The %s's socket brought %d bytes that are no message for it (%s); dropped, %d so far",
                 self._name, num_bytes, str(error)[:200], self.num_dropped,

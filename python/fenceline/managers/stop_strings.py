@@ -87,9 +87,8 @@ class StopScanner:
                 continue
             if armed:
                 return StopMatch(state.match, buffer[: end - len(state.match)])
-            while (
-                not state.goes_on and state.fallback is not None
-            ):  # passed over, and nothing longer begins so
+            # A match that was passed over, and with which nothing longer begins.
+            while not state.goes_on and state.fallback is not None:
                 state = state.fallback
         self._state = state
         split = len(buffer) - state.depth

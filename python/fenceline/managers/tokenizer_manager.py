@@ -104,11 +104,12 @@ class TokenizerManager:
     async def submit_many(self, inputs: Sequence[GenerateInput]) -> StreamGroup:
         """Validate all requests, then send all. Raises RequestError; then none was sent."""
         rids = [inp.rid for inp in inputs]
-        self._preparing.update(rids)
+        ours = set(rids) - self._preparing  # an id that is given twice is the first one's to take back
+        self._preparing |= ours
         try:
             return await self._submit_many(inputs, rids)
         finally:
-            self._preparing.difference_update(rids)
+            self._preparing -= ours
 
     async def _submit_many(self, inputs: Sequence[GenerateInput], rids: Sequence[str]) -> StreamGroup:
         limits, priority = self._require_serving(), self.config.priority

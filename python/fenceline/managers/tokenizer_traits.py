@@ -50,9 +50,8 @@ def most_chars_per_token(backend: RustTokenizer) -> int | None:
     shrink = _shrink(_state(backend.normalizer))
     if shrink is None or not all(_keeps_all(part) for part in _parts(_state(backend.pre_tokenizer))):
         return None
-    if any(
-        token.lstrip or token.rstrip for token in _added(backend)
-    ):  # these take any number of blanks with them
+    # These take any number of blanks with them.
+    if any(token.lstrip or token.rstrip for token in _added(backend)):
         return None
     vocab = backend.get_vocab(with_added_tokens=True)
     if not _knows_every_character(backend, vocab):

@@ -28,7 +28,7 @@ from fenceline.managers.io_struct import (
     TokenOut,
 )
 from fenceline.vgpu.proving.oracle import Answer, Ask, Oracle, spoken
-from fenceline.vgpu.proving.tiny_tokenizer import PIECES
+from fenceline.vgpu.proving.tiny_model import PIECES
 
 F64 = npt.NDArray[np.float64]
 
@@ -257,9 +257,8 @@ class _Comparison:
             return f"has its input logprobs in {len(parts)} of its news, not in one"
         tokens = request.input_ids[start:]
         rows: list[F64 | None] = [None, *self._answer.prompt_logprobs(start)]
-        if (
-            reason is not None and reason.type == "abort" and not self._talk.tokens
-        ):  # in the middle of its prompt
+        # In the middle of its prompt.
+        if reason is not None and reason.type == "abort" and not self._talk.tokens:
             tokens = tokens[: len(parts[0].token_ids)]
             rows = rows[: len(tokens)]
         return self._logprobs("input", parts, tokens, rows)

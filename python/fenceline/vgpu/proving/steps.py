@@ -25,8 +25,7 @@ from fenceline.vgpu.proving.events import Watch, state_of
 from fenceline.vgpu.proving.oracle import Oracle
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
-from fenceline.vgpu.proving.tiny_model import tiny_model_path
-from fenceline.vgpu.proving.tiny_tokenizer import tiny_tokenizer
+from fenceline.vgpu.proving.tiny_model import tiny_model_path, tiny_tokenizer
 from fenceline.vgpu.proving.watched import WatchedScheduler
 from fenceline.vgpu.proving.witness import Witness
 
