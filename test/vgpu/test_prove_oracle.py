@@ -20,6 +20,7 @@ from fenceline.managers.io_struct import (
     DecodeInfo,
     FinishReason,
     PauseGenerationReq,
+    TickReq,
     TokenizedGenerateReq,
     TokenOut,
 )
@@ -36,7 +37,7 @@ from fenceline.model_executor import gumbel as engine_gumbel
 from fenceline.model_executor import model_runner, sampling_filters
 from fenceline.model_executor.sampler import Sampler
 from fenceline.vgpu.proving import workloads
-from fenceline.vgpu.proving.answers import Findings, Transcript
+from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
 from fenceline.vgpu.proving.oracle import TOLERANCE, Ask, Model, Oracle, Text, gumbel, spoken
 from fenceline.vgpu.proving.runs import ANSWERS, Outcome, Trial, run
 from fenceline.vgpu.proving.script import Scenario, Script, Workload
@@ -90,7 +91,10 @@ def test_what_rounding_could_decide_is_known() -> None:
         assert step.token == first and step.close == close
 
 
-def _transcript(ask: Ask, tokens: list[int]) -> Transcript:
+SETTING = Setting(random_seed=1, eos_ids=frozenset((0,)), capacity=64)
+
+
+def _transcript(ask: Ask, tokens: list[int], setting: Setting = SETTING) -> Transcript:
     """Of one request that was answered so."""
     params = SamplingParams(
         max_new_tokens=len(tokens),
@@ -99,7 +103,7 @@ def _transcript(ask: Ask, tokens: list[int]) -> Transcript:
         logit_bias=dict(ask.logit_bias),
         ignore_eos=True,
     )
-    transcript = Transcript(random_seed=1, eos_ids=(0,), capacity=64)
+    transcript = Transcript(setting)
     transcript.heard(TokenizedGenerateReq(rid="r", input_ids=list(ask.prompt), sampling_params=params))
     for index, token in enumerate(tokens, 1):
         reason = FinishReason(type="length", length=index) if index == len(tokens) else None
@@ -135,6 +139,38 @@ def test_after_a_close_call_the_answer_is_followed(gap: float) -> None:
         assert f"output 4 is {tokens[4]}, alone it is" in _transcript(ask, tokens).compare(oracle).wrong
     else:
         assert f"r: output 0 is {second}, alone it is {first}" in found.wrong
+
+
+def test_an_answer_that_the_detokenizer_lost_is_missed() -> None:
+    oracle = Oracle(tiny_model_path())
+    ask = Ask((3, 1, 4), seed=5)
+    tokens = [oracle.answer(ask).step(index).token for index in range(3)]
+    assert not _transcript(ask, tokens).compare(oracle).wrong
+    lost = _transcript(ask, tokens, dataclasses.replace(SETTING, decodes=True)).compare(oracle)
+    assert lost.wrong == "r: has news and no text"
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "said", "right"),
+    [(4.0, "4 s (--req-waiting-timeout)", True), (4.0, "4 s (--req-running-timeout)", False),
+     (4.0, "2 s (--req-waiting-timeout)", False), (6.0, "6 s (--req-waiting-timeout)", False),
+     (None, "4 s (--req-waiting-timeout)", False)],
+)  # fmt: skip
+def test_time_is_up_at_the_limit_that_was_set(limit_s: float | None, said: str, right: bool) -> None:
+    setting = dataclasses.replace(SETTING, timeouts_s={"waiting": limit_s, "running": None})
+    transcript = Transcript(setting)
+    params = SamplingParams(max_new_tokens=4)
+    transcript.heard(TokenizedGenerateReq(rid="r", input_ids=[3, 1, 4], sampling_params=params))
+    for now in (10.0, 15.0):
+        transcript.heard(TickReq(now=now))
+    reason = FinishReason(type="abort", message=f"still waiting after {said}", status_code=503)
+    transcript.told(
+        TokenOut(
+            rid="r", output_ids=[], prompt_tokens=3, completion_tokens=0, cached_tokens=0, finish_reason=reason,
+            decode=DecodeInfo(prompt_tail_ids=[], sampling_params=params, stream=True),
+        )
+    )  # fmt: skip
+    assert (transcript.compare(Oracle(tiny_model_path())).wrong == "") == right
 
 
 def test_close_calls_are_few_or_the_proof_is_not_clean() -> None:

@@ -8,7 +8,7 @@ finish reasons, logprobs, and how much of a prompt may have come from the cache 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -66,15 +66,26 @@ class Findings:
     num_close: int = 0
 
 
-class Transcript:
-    """Messages in and news out. ``capacity``: the longest sequence that the engine serves, in tokens."""
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the answers of a server depend on beside its model. ``capacity``: the longest sequence it serves, in tokens.
+    ``timeouts_s``: how long requests may be ``waiting`` and ``running``. ``decodes``: news goes to a detokenizer."""
 
-    def __init__(self, random_seed: int, eos_ids: Iterable[int], capacity: int) -> None:
+    random_seed: int
+    eos_ids: frozenset[int]
+    capacity: int
+    timeouts_s: Mapping[str, float | None] = field(default_factory=dict)
+    decodes: bool = False
+
+
+class Transcript:
+    """Messages in and news out."""
+
+    def __init__(self, setting: Setting) -> None:
         self.talks: dict[str, Talk] = {}
         self._wrong: list[str] = []
-        self._seeds = Random(random_seed)  # of requests that bring none, in order of arrival
-        self._eos_ids = frozenset(eos_ids)
-        self._capacity = capacity
+        self._seeds = Random(setting.random_seed)  # of requests that bring none, in order of arrival
+        self._setting = setting
 
     def heard(self, message: Message) -> None:
         """``message`` is given to the scheduler, after all those heard before."""
@@ -125,7 +136,7 @@ class Transcript:
         """Hold everything against ``oracle``."""
         wrong, num_tokens, num_close = list(self._wrong), 0, 0
         for rid, talk in self.talks.items():
-            comparison = _Comparison(talk, oracle, self._eos_ids, self._capacity)
+            comparison = _Comparison(talk, oracle, self._setting)
             difference = comparison.run()
             if difference:
                 wrong.append(f"{rid}: {difference}")
@@ -139,18 +150,20 @@ class Transcript:
 class _Comparison:
     """One request's."""
 
-    def __init__(self, talk: Talk, oracle: Oracle, eos_ids: frozenset[int], capacity: int) -> None:
+    def __init__(self, talk: Talk, oracle: Oracle, setting: Setting) -> None:
         params, prompt = talk.request.sampling_params, talk.request.input_ids
         self.num_tokens = self.num_close = 0
         self._talk = talk
         self._oracle = oracle
-        self._limit = min(params.max_new_tokens, capacity - len(prompt))
+        self._setting = setting
+        self._limit = min(params.max_new_tokens, setting.capacity - len(prompt))
         self._refused = len(prompt) == 0 or self._limit < min(params.max_new_tokens, 1)
         self._forced: tuple[tuple[int, int], ...] = ()
         self._ask = Ask(
             prompt=tuple(prompt),
             seed=talk.seed,
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids),
+            stop_ids=frozenset(params.stop_token_ids)
+            | (frozenset() if params.ignore_eos else setting.eos_ids),
             max_new_tokens=self._limit,
             min_new_tokens=params.min_new_tokens,
             temperature=params.temperature,
@@ -220,10 +233,12 @@ class _Comparison:
 
     def _may_abort(self, reason: FinishReason) -> bool:
         """Whether somebody asked for it, in these words, or its time was up."""
-        overdue = re.search(r"after ([\d.]+) s \(--req-", reason.message or "")
+        overdue = re.search(r"after ([\d.]+) s \(--req-(waiting|running)-timeout\)", reason.message or "")
         if overdue is not None and reason.status_code == 503:
-            ticks = self._talk.ticks
-            return len(ticks) > 1 and ticks[-1] - ticks[0] > float(overdue[1])
+            ticks, limit = self._talk.ticks, self._setting.timeouts_s.get(overdue[2])
+            if limit is None or f"{limit:g}" != overdue[1]:
+                return False
+            return len(ticks) > 1 and ticks[-1] - ticks[0] > limit
         asked = self._talk.aborted
         return asked is not None and (reason.message, reason.status_code) == (
             asked.message or "aborted",
@@ -267,7 +282,7 @@ class _Comparison:
         """What the detokenizer made of it: the text, and the end at a stop string."""
         talk, params = self._talk, self._talk.request.sampling_params
         if not talk.texts:
-            return ""
+            return "has news and no text" if self._setting.decodes and talk.outs else ""
         tokens = talk.tokens
         by_token = reason is not None and isinstance(reason.matched, int)
         shown = tokens[:-1] if by_token and not params.no_stop_trim else tokens

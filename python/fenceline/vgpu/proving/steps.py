@@ -19,7 +19,7 @@ from fenceline.mem_cache.hierarchical_cache import HierarchicalCache
 from fenceline.memory_order import Device
 from fenceline.memory_order.guards import QUEUED_MATCH
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.vgpu.proving.answers import Findings, Transcript
+from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
 from fenceline.vgpu.proving.decisions import Event, Owned, device_bytes, host_bytes
 from fenceline.vgpu.proving.events import Watch, state_of
 from fenceline.vgpu.proving.oracle import Oracle
@@ -90,7 +90,11 @@ class Loop:
         self.watch.watch(self.scheduler)
         self.scheduler.memory.compares_matches = device.keeps(QUEUED_MATCH)
         longest = min(config.context_length, self.scheduler.memory.num_pages * config.page_size)
-        self.transcript = Transcript(config.random_seed, config.model.eos_token_ids, longest)
+        timeouts_s = {"waiting": config.req_waiting_timeout_s, "running": config.req_running_timeout_s}
+        eos_ids = frozenset(config.model.eos_token_ids)
+        self.transcript = Transcript(
+            Setting(config.random_seed, eos_ids, longest, timeouts_s, decodes=self._decode_lag is not None)
+        )
 
     def _clock(self) -> float:
         """Seconds, by steps: a run that is to be repeated has no other time. Two looks are not quite at once."""
