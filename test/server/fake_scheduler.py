@@ -310,7 +310,7 @@ class FakeProcess:
 
     def run(self) -> None:
         """Serve until told to stop."""
-        self.tokenizer.send(
+        self.detokenizer.send(
             encode(
                 SchedulerReady(
                     max_total_num_tokens=CAPACITY_TOKENS, max_running_requests=MAX_RUNNING,

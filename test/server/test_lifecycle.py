@@ -21,7 +21,7 @@ import zmq
 from fake_scheduler import Seed
 from live_server import LiveServer
 
-from fenceline.managers.io_struct import BatchStrOut, SchedulerReady, ShutdownReq, encode
+from fenceline.managers.io_struct import BatchStrOut, ShutdownReq, encode
 from fenceline.managers.ipc import connect_push
 
 WAIT_S = 30.0
@@ -258,10 +258,8 @@ def test_garbage_on_the_sockets_ends_nothing(sockets_dir: Path) -> None:
     with start(sockets_dir) as server, server.wait_ready().client() as client:
         (folder,) = socket_folders(sockets_dir)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        strangers = [ShutdownReq(), SchedulerReady(
-            max_total_num_tokens=1, max_running_requests=1, max_req_input_len=1, context_length=1, memory_bytes={}
-        ), BatchStrOut(outs=[])]  # fmt: skip
-        wrong = {"scheduler": strangers[1:], "detokenizer": strangers[1:], "tokenizer": strangers[:1]}
+        shutdown, texts = ShutdownReq(), BatchStrOut(outs=[])
+        wrong = {"scheduler": [texts, texts], "detokenizer": [texts, texts], "tokenizer": [shutdown]}
         for name, messages in wrong.items():
             socket = connect_push(context, f"ipc://{folder}/{name}")
             for garbage in (b"", b"\xc1", b"\x91" * 100_000, b"{}", os.urandom(1000), *map(encode, messages)):

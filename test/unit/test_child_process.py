@@ -13,14 +13,16 @@ import zmq
 
 from fenceline.managers.detokenizer_manager import DetokenizerManager
 from fenceline.managers.io_struct import (
+    TOKENIZER_DECODER,
     AbortReq,
     BatchStrOut,
     BatchTokenOut,
     PortArgs,
+    SchedulerReady,
     ShutdownReq,
     encode,
 )
-from fenceline.managers.ipc import connect_push, make_ports, remove_ports
+from fenceline.managers.ipc import Inbox, connect_push, make_ports, remove_ports
 from fenceline.managers.process import Silence, Watchdog, _watch_parent, heartbeat_path
 
 _PROGRAM = """
@@ -128,6 +130,27 @@ def test_a_detokenizer_that_hangs_is_seen_by_its_watchdog() -> None:
         context.destroy(linger=0)
         remove_ports(ports)
     assert calls == ["waiting", "busy", "process"]
+
+
+def test_the_server_is_ready_when_the_detokenizer_runs_too() -> None:
+    """The scheduler's word passes through it: nobody is told of a server that could not answer in text."""
+    ready = SchedulerReady(
+        max_total_num_tokens=1, max_running_requests=1, max_req_input_len=1, context_length=1, memory_bytes={}
+    )
+    ports = make_ports()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox = Inbox(context, ports.tokenizer, TOKENIZER_DECODER)
+    try:
+        manager = DetokenizerManager(None, ports)  # type: ignore[arg-type]
+        sender = connect_push(context, ports.detokenizer)
+        for message in (ready, ShutdownReq()):
+            sender.send(encode(message))
+        manager.run(Watchdog(0, lambda reason: None))
+        inbox.wait()
+        assert inbox.drain(8) == [ready]
+    finally:
+        context.destroy(linger=0)
+        remove_ports(ports)
 
 
 class _Clock:

@@ -20,6 +20,7 @@ from fenceline.managers.io_struct import (
     FatalError,
     FinishReason,
     PortArgs,
+    SchedulerReady,
     ShutdownReq,
     StrOut,
     TokenLogprobs,
@@ -167,6 +168,9 @@ class DetokenizerManager:
                 if isinstance(message, ShutdownReq):
                     self.close()
                     return
+                if isinstance(message, SchedulerReady):
+                    self._to_tokenizer.send(encode(message))
+                    continue
                 assert isinstance(message, BatchTokenOut), type(message).__name__
                 batch, stopped = self._detokenizer.process(message)
                 for abort in stopped:

@@ -301,7 +301,8 @@ class StatsReport(Message):
 
 
 class SchedulerReady(Message):
-    """The scheduler serves: model loaded, memory sized. Sent once to ``tokenizer``."""
+    """The scheduler serves: model loaded, memory sized. Sent once to ``detokenizer``, which passes it on to
+    ``tokenizer`` when it serves too: who receives it there knows that both do."""
 
     max_total_num_tokens: int
     max_running_requests: int
@@ -330,7 +331,7 @@ SchedulerInput = (
     | GetInternalStateReq
     | ShutdownReq
 )
-DetokenizerInput = BatchTokenOut | ShutdownReq
+DetokenizerInput = BatchTokenOut | SchedulerReady | ShutdownReq
 TokenizerInput = BatchStrOut | BatchTokenOut | ControlReply | StatsReport | SchedulerReady | FatalError
 
 _ENCODER = msgspec.msgpack.Encoder()

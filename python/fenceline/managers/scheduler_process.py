@@ -60,7 +60,7 @@ class ZmqOutbox:
         self._tokenizer = connect_push(context, ports.tokenizer)
         self._tokens = self._tokenizer if skip_detokenizer else connect_push(context, ports.detokenizer)
 
-    def to_detokenizer(self, message: BatchTokenOut) -> None:
+    def to_detokenizer(self, message: BatchTokenOut | SchedulerReady) -> None:
         """See :class:`fenceline.managers.scheduler.Outbox`."""
         self._tokens.send(encode(message), zmq.NOBLOCK)
 
@@ -111,7 +111,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs) -> None:
         recorder = scheduler.recorder
         dump_on_signal(recorder)
         scheduler.stats.report(scheduler, force=True)  # an idle server's gauges are 0, not absent
-        outbox.to_tokenizer(ready_message(config, scheduler))
+        outbox.to_detokenizer(ready_message(config, scheduler))
         freeze_garbage_collector()
         run_loop(scheduler)
         watchdog.waiting()
