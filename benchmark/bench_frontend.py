@@ -31,7 +31,8 @@ import zmq
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.server_args import parse_args, resolve
 from fenceline.entrypoints.supervisor import serve_until_stopped
-from fenceline.managers.io_struct import (
+from fenceline.ipc.child_process import prepare_child
+from fenceline.ipc.io_struct import (
     SCHEDULER_DECODER,
     AbortReq,
     BatchTokenOut,
@@ -44,8 +45,7 @@ from fenceline.managers.io_struct import (
     TokenOut,
     encode,
 )
-from fenceline.managers.ipc import Inbox, connect_push
-from fenceline.managers.process import prepare_child
+from fenceline.ipc.sockets import Inbox, connect_push
 
 FIRST_TOKEN_ID, NUM_TOKEN_IDS = 300, 400  # ordinary words of the demo model's vocabulary
 

@@ -22,18 +22,18 @@ import torch
 import fenceline
 from bench_scheduler import NullBox
 from fenceline.config.resolve import resolve
-from fenceline.config.sampling_params import SamplingParams
 from fenceline.config.server_args import ServerArgs
+from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.layers.forward_batch import ForwardBatch
-from fenceline.managers.flight_recorder import FlightRecorder
-from fenceline.managers.io_struct import TokenizedGenerateReq
-from fenceline.managers.scheduler import Scheduler
-from fenceline.managers.scheduler_types import InFlight
 from fenceline.memory_order import OrderChecker, open_device
 from fenceline.memory_order.slot_order import SlotOrder
 from fenceline.model_executor import model_runner
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step_order import StepOrder
+from fenceline.sampling.sampling_params import SamplingParams
+from fenceline.scheduler.flight_recorder import FlightRecorder
+from fenceline.scheduler.interfaces import InFlight
+from fenceline.scheduler.scheduler import Scheduler
 
 
 class NullModel:

@@ -23,15 +23,15 @@ import torch
 
 import fenceline
 from fenceline.config.resolve import resolve
-from fenceline.config.sampling_params import SamplingParams
 from fenceline.config.server_args import ServerArgs
-from fenceline.managers.io_struct import BatchTokenOut, Message, TokenizedGenerateReq, encode
-from fenceline.managers.scheduler import Scheduler
-from fenceline.managers.scheduler_types import InFlight
+from fenceline.ipc.io_struct import BatchTokenOut, Message, TokenizedGenerateReq, encode
 from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.memory_order import LeasePool, Point, open_device
 from fenceline.model_executor.forward_result import StepOutput
 from fenceline.model_executor.schedule_batch import DecodeBatch, ScheduleBatch
+from fenceline.sampling.sampling_params import SamplingParams
+from fenceline.scheduler.interfaces import InFlight
+from fenceline.scheduler.scheduler import Scheduler
 
 _TOKEN = 42
 _BLOCK = 16  # steps of one scheduler before it is the other's turn: noise of the machine lasts longer

@@ -40,11 +40,11 @@ from fenceline.benchmarking.records import Call
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.server_args import parse_args, resolve
 from fenceline.entrypoints.supervisor import serve_until_stopped
-from fenceline.managers.io_struct import SCHEDULER_DECODER, PortArgs
-from fenceline.managers.ipc import Inbox
-from fenceline.managers.process import Watchdog, freeze_garbage_collector, prepare_child
-from fenceline.managers.scheduler import Scheduler
-from fenceline.managers.scheduler_process import ZmqInbox, ZmqOutbox, ready_message, run_loop
+from fenceline.ipc.child_process import Watchdog, freeze_garbage_collector, prepare_child
+from fenceline.ipc.io_struct import SCHEDULER_DECODER, PortArgs
+from fenceline.ipc.sockets import Inbox
+from fenceline.scheduler.process import ZmqInbox, ZmqOutbox, ready_message, run_loop
+from fenceline.scheduler.scheduler import Scheduler
 
 NUM_PAGES = 1 << 20
 WARM_ROUNDS = 10

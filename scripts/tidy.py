@@ -20,20 +20,21 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("mem_cache", "distributed"),
     ("layers",),
     ("models",),
+    ("sampling",),
     ("model_executor",),
     ("speculative",),
-    ("managers",),
+    ("scheduler", "frontend"),
     ("entrypoints",),
 )
 # May be imported from anywhere and import no room themselves.
-EVERYWHERE = ("config", "managers.io_struct", "version")
+EVERYWHERE = ("config", "ipc", "sampling.sampling_params", "version")
 # May import everything but vgpu: command lines and tools around the server.
 ATTIC = ("", "__main__", "cli", "launch_server", "bench_serving", "benchmarking", "demo")
 # Nothing outside may import it, it may import everything.
 TEST_ONLY = "vgpu"
 # Run in processes, or at moments, where torch must not be loaded. Importing it inside a function is allowed in config
 # alone, to ask for a GPU.
-NO_TORCH = ("config", "managers.io_struct", "mem_cache.radix_cache", "mem_cache.storage")
+NO_TORCH = ("config", "ipc", "frontend", "sampling.sampling_params", "mem_cache.tree", "mem_cache.storage")
 # What the proof holds the engine's answers against: it shares nothing with it, types at most.
 INDEPENDENT = ("vgpu.proving.oracle",)
 ORDERING_ROOMS = ("memory_order", TEST_ONLY)
@@ -80,7 +81,7 @@ def violations(source: Path) -> list[Violation]:
 
 
 def _module_name(path: Path, source: Path) -> str:
-    """``managers.scheduler`` for its file, the empty text for the package itself."""
+    """``scheduler.scheduler`` for its file, the empty text for the package itself."""
     parts = path.relative_to(source / PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.server_args import parse_args, resolve
 from fenceline.entrypoints.supervisor import serve_until_stopped
-from fenceline.managers.io_struct import PortArgs
+from fenceline.ipc.io_struct import PortArgs
 
 KINDS = ("none", "zero", "stale")
 
@@ -29,10 +29,10 @@ def run_planted_scheduler(faults: Sequence[str], log: Path, config: EngineConfig
     import numpy as np
     import numpy.typing as npt
 
-    from fenceline.managers.scheduler_process import run_scheduler_process
-    from fenceline.mem_cache.cache_controller import CacheController
-    from fenceline.mem_cache.transfer import Ticket
+    from fenceline.mem_cache.host.cache_controller import CacheController
+    from fenceline.mem_cache.host.transfer import Ticket
     from fenceline.memory_order import Points
+    from fenceline.scheduler.process import run_scheduler_process
 
     load = CacheController.load
     num_loads = 0

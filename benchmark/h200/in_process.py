@@ -16,17 +16,17 @@ import torch
 import zmq
 
 from fenceline.config.resolve import resolve
-from fenceline.config.sampling_params import SamplingParams
 from fenceline.config.server_args import parse_args
-from fenceline.managers.io_struct import AbortReq, FlushCacheReq, Message, PortArgs, TokenizedGenerateReq
-from fenceline.managers.ipc import bind_pull, make_ports, remove_ports
-from fenceline.managers.scheduler import Scheduler
-from fenceline.managers.scheduler_process import ZmqOutbox
-from fenceline.managers.scheduler_types import InFlight
+from fenceline.ipc.io_struct import AbortReq, FlushCacheReq, Message, PortArgs, TokenizedGenerateReq
+from fenceline.ipc.sockets import bind_pull, make_ports, remove_ports
 from fenceline.memory_order import open_device
 from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
 from fenceline.model_executor.decode_runner import DecodeRunner
 from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.sampling.sampling_params import SamplingParams
+from fenceline.scheduler.interfaces import InFlight
+from fenceline.scheduler.process import ZmqOutbox
+from fenceline.scheduler.scheduler import Scheduler
 
 _VOCAB = 151643
 

@@ -7,14 +7,14 @@ assertions out as well, and with --flight-recorder-steps 0. Two attribute tests 
 
 from __future__ import annotations
 
-from fenceline.managers.request_memory import RequestMemory
-from fenceline.managers.scheduler import Scheduler
 from fenceline.memory_order.arena import Arena, ArenaOutputs
 from fenceline.memory_order.device import Device
 from fenceline.memory_order.graph import Graph
 from fenceline.memory_order.lease import LeasePool
 from fenceline.memory_order.stream import Point, Points, Stream
 from fenceline.model_executor.graph_runner import GraphRunner
+from fenceline.scheduler.request_memory import RequestMemory
+from fenceline.scheduler.scheduler import Scheduler
 
 
 def _nothing(*args: object, **kwargs: object) -> None:

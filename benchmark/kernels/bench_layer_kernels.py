@@ -20,9 +20,9 @@ from fenceline.layers.kernels import activation, rms_norm, rotate_store
 from fenceline.layers.kernels.base import HeadLayout, QKNorm
 from fenceline.layers.kernels.torch_kernels import TorchLayerKernels
 from fenceline.layers.rotary import RotaryEmbedding
-from fenceline.model_executor.gumbel import GumbelSampler, mix_seeds
 from fenceline.model_executor.kernels.decode_prologue import decode_prologue
-from fenceline.model_executor.kernels.sample import sample_tokens
+from fenceline.sampling.gumbel import GumbelSampler, mix_seeds
+from fenceline.sampling.kernels.sample import sample_tokens
 
 GPU = torch.device("cuda")
 VOCAB = 151_936

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from fenceline_kernel import PagePools
 
-from fenceline.mem_cache.host_pool import HostPool
+from fenceline.mem_cache.host.host_pool import HostPool
+from fenceline.mem_cache.host.page_copy import Pages, make_page_copier
 from fenceline.mem_cache.kv_pool import KVPool
-from fenceline.mem_cache.page_copy import Pages, make_page_copier
 from fenceline.memory_order.cuda import CudaDevice
 
 HEADS, HEAD_DIM = 8, 128

@@ -11,7 +11,7 @@ import sys
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.server_args import parse_args, resolve
 from fenceline.entrypoints.supervisor import serve_until_stopped
-from fenceline.managers.io_struct import PortArgs
+from fenceline.ipc.io_struct import PortArgs
 
 NUM_GOOD_STEPS = 20
 NO_SUCH_PAGE = (1 << 31) - 1
@@ -19,9 +19,9 @@ NO_SUCH_PAGE = (1 << 31) - 1
 
 def run_planted_scheduler(config: EngineConfig, ports: PortArgs) -> None:
     """The scheduler process' entry."""
-    from fenceline.managers.scheduler_process import run_scheduler_process
     from fenceline.model_executor.model_runner import ModelRunner
     from fenceline.model_executor.schedule_batch import DecodeBatch
+    from fenceline.scheduler.process import run_scheduler_process
 
     launch_decode = ModelRunner._launch_decode
     num_steps = 0

@@ -12,7 +12,7 @@ from fenceline_kernel import FillField, FillPlan, PagePools
 from kernel_package_cases import PageCase, random_fill_case
 from page_pools import Shape, device_pages, host_pages, make_pools
 
-from fenceline.mem_cache.page_copy import CudaCopier, RunCopier, make_page_copier
+from fenceline.mem_cache.host.page_copy import CudaCopier, RunCopier, make_page_copier
 from fenceline.memory_order import open_device
 from fenceline.memory_order.pinned import MIN_MAPPED_BYTES
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from fenceline.config.sampling_params import SamplingParams
 from fenceline.layers.kernels.base import HeadLayout, QKNorm
 from fenceline.layers.kernels.torch_kernels import TorchLayerKernels
 from fenceline.layers.rotary import RotaryEmbedding
-from fenceline.model_executor.gumbel import GumbelSampler, _row_keys, mix_seeds
 from fenceline.model_executor.kernels.decode_prologue import decode_prologue
-from fenceline.model_executor.kernels.sample import sample_tokens
-from fenceline.model_executor.sampler import Sampler
-from fenceline.model_executor.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
+from fenceline.sampling.gumbel import GumbelSampler, _row_keys, mix_seeds
+from fenceline.sampling.kernels.sample import sample_tokens
+from fenceline.sampling.sampler import Sampler
+from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
+from fenceline.sampling.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

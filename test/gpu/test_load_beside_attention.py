@@ -14,11 +14,11 @@ import torch
 
 from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode
-from fenceline.mem_cache.cache_controller import CacheController
-from fenceline.mem_cache.host_pool import HostPool
+from fenceline.mem_cache.host.cache_controller import CacheController
+from fenceline.mem_cache.host.host_pool import HostPool
+from fenceline.mem_cache.host.page_copy import make_page_copier
+from fenceline.mem_cache.host.transfer import Ticket, TransferKind
 from fenceline.mem_cache.kv_pool import KVPool
-from fenceline.mem_cache.page_copy import make_page_copier
-from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, Points, open_device
 
 pytestmark = pytest.mark.gpu

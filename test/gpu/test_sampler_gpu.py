@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fenceline.config.sampling_params import SamplingParams
-from fenceline.model_executor import gumbel, row_chunks
-from fenceline.model_executor.sampler import SampleOutput, Sampler
-from fenceline.model_executor.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
+from fenceline.sampling import gumbel, row_chunks
+from fenceline.sampling.sampler import SampleOutput, Sampler
+from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
+from fenceline.sampling.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.managers.io_struct import PortArgs
+from fenceline.ipc.io_struct import PortArgs
 
 
 def run_wrong_books(config: EngineConfig, ports: PortArgs) -> None:
     """Loses a page with the first request."""
-    from fenceline.managers.request_memory import RequestMemory
-    from fenceline.managers.scheduler_process import run_scheduler_process
+    from fenceline.scheduler.process import run_scheduler_process
+    from fenceline.scheduler.request_memory import RequestMemory
 
     admit = RequestMemory.admit
 
@@ -25,8 +25,8 @@ def run_wrong_books(config: EngineConfig, ports: PortArgs) -> None:
 
 def run_hanging_step(config: EngineConfig, ports: PortArgs) -> None:
     """Never publishes a decode step, and says when it begins not to."""
-    from fenceline.managers.scheduler import Scheduler
-    from fenceline.managers.scheduler_process import run_scheduler_process
+    from fenceline.scheduler.process import run_scheduler_process
+    from fenceline.scheduler.scheduler import Scheduler
 
     def hang(self: Scheduler, reqs: object, out: object) -> None:
         print("the step hangs", flush=True)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import zmq
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.managers.io_struct import (
+from fenceline.ipc.child_process import prepare_child
+from fenceline.ipc.io_struct import (
     SCHEDULER_DECODER,
     AbortReq,
     BatchTokenOut,
@@ -46,8 +47,7 @@ from fenceline.managers.io_struct import (
     TransferState,
     encode,
 )
-from fenceline.managers.ipc import Inbox, connect_push
-from fenceline.managers.process import prepare_child
+from fenceline.ipc.sockets import Inbox, connect_push
 
 CAPACITY_TOKENS = 4096
 MAX_RUNNING = 64

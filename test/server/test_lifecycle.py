@@ -21,8 +21,8 @@ import zmq
 from fake_scheduler import Seed
 from live_server import LiveServer
 
-from fenceline.managers.io_struct import BatchStrOut, ShutdownReq, encode
-from fenceline.managers.ipc import connect_push
+from fenceline.ipc.io_struct import BatchStrOut, ShutdownReq, encode
+from fenceline.ipc.sockets import connect_push
 
 WAIT_S = 30.0
 HANGING = {"input_ids": [5, 6], "sampling_params": {"seed": Seed.HANG}}

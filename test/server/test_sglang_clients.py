@@ -12,8 +12,8 @@ from live_server import LiveServer
 
 from fenceline.config.server_args import ServerArgs, resolve
 from fenceline.entrypoints.generate_api import AnswerWriter
-from fenceline.managers.metrics import Metrics
-from fenceline.managers.request_types import GenerateChunk, GenerateInput
+from fenceline.frontend.metrics import Metrics
+from fenceline.frontend.request_types import GenerateChunk, GenerateInput
 
 ONE = {"max_new_tokens": 1}
 MESSAGES = [{"role": "user", "content": "What is 12 + 30?"}]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fenceline.mem_cache.host_pool import HostLayout, HostPool
+from fenceline.mem_cache.host.host_pool import HostLayout, HostPool
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Device
 

@@ -14,9 +14,8 @@ from token_worker import VOCAB_SIZE, TokenTransfers, TokenWorker, next_token
 import fenceline
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.resolve import resolve
-from fenceline.config.sampling_params import SamplingParams
 from fenceline.config.server_args import ServerArgs
-from fenceline.managers.io_struct import (
+from fenceline.ipc.io_struct import (
     BatchTokenOut,
     FinishReason,
     Message,
@@ -24,10 +23,11 @@ from fenceline.managers.io_struct import (
     TokenLogprobs,
     TokenOut,
 )
-from fenceline.managers.scheduler import Scheduler
-from fenceline.managers.scheduler_types import InFlight, Worker
 from fenceline.memory_order import open_device
 from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.sampling.sampling_params import SamplingParams
+from fenceline.scheduler.interfaces import InFlight, Worker
+from fenceline.scheduler.scheduler import Scheduler
 
 
 @dataclass

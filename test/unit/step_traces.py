@@ -11,9 +11,7 @@ from random import Random
 
 import numpy as np
 
-from fenceline.config.sampling_params import SamplingParams
 from fenceline.memory_order import Points
-from fenceline.model_executor.sampling_batch import ReqSampling
 from fenceline.model_executor.schedule_batch import (
     DecodeBatch,
     ExtendBatch,
@@ -21,6 +19,8 @@ from fenceline.model_executor.schedule_batch import (
     PageWrites,
     ScheduleBatch,
 )
+from fenceline.sampling.sampling_batch import ReqSampling
+from fenceline.sampling.sampling_params import SamplingParams
 
 VOCAB_SIZE = 256
 GREEDY = SamplingParams(temperature=0.0)

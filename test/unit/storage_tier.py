@@ -13,7 +13,7 @@ from page_pools import Shape, make_pools
 from storage_cases import content, key
 
 from fenceline.config.hicache import PrefetchPolicy
-from fenceline.mem_cache.host_pool import HostLayout, HostPool
+from fenceline.mem_cache.host.host_pool import HostLayout, HostPool
 from fenceline.mem_cache.storage.base import PageParts, StorageBackend, StorageStats
 from fenceline.mem_cache.storage.controller import StorageController, StorageLimits
 from fenceline.mem_cache.storage.file_backend import FileBackend

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fenceline.config.server_args import ServerArgs, resolve
-from fenceline.managers.tokenizer import load_tokenizer
+from fenceline.frontend.tokenizer import load_tokenizer
 
 FOLDER = Path(__file__).parents[2] / "benchmark" / "h200"
 

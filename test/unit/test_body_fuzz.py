@@ -15,9 +15,9 @@ from starlette.types import ASGIApp, Message, Scope
 
 from fenceline.config.server_args import ServerArgs, resolve
 from fenceline.entrypoints.http_server import create_app
-from fenceline.managers import io_struct as io
-from fenceline.managers.tokenizer import load_tokenizer
-from fenceline.managers.tokenizer_manager import TokenizerManager
+from fenceline.frontend.tokenizer import load_tokenizer
+from fenceline.frontend.tokenizer_manager import TokenizerManager
+from fenceline.ipc import io_struct as io
 
 ENDPOINTS = (
     "/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_request",

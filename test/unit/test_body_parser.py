@@ -30,10 +30,10 @@ from fenceline.entrypoints.openai.chat_template import ChatTemplate
 from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
 from fenceline.entrypoints.openai.serving_chat import conversation_text
 from fenceline.entrypoints.sse import while_connected
-from fenceline.managers.io_struct import SchedulerReady
-from fenceline.managers.ipc import SchedulerLink
-from fenceline.managers.request_types import RequestError
-from fenceline.managers.tokenizer_manager import TokenizerManager
+from fenceline.frontend.request_types import RequestError
+from fenceline.frontend.tokenizer_manager import TokenizerManager
+from fenceline.ipc.io_struct import SchedulerReady
+from fenceline.ipc.sockets import SchedulerLink
 
 CONTEXT = 4096
 Parse = Callable[[bytes, UnknownFields], object]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from page_pools import Shape, device_pages, host_pages, make_pools
 
-from fenceline.mem_cache.cache_controller import CacheController
-from fenceline.mem_cache.host_pool import HostLayout
-from fenceline.mem_cache.page_copy import IoBackend, make_page_copier
-from fenceline.mem_cache.transfer import Ticket, TransferKind
+from fenceline.mem_cache.host.cache_controller import CacheController
+from fenceline.mem_cache.host.host_pool import HostLayout
+from fenceline.mem_cache.host.page_copy import IoBackend, make_page_copier
+from fenceline.mem_cache.host.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, Point, Points, Stream, open_device
 from fenceline.memory_order.edges import Edge
 

@@ -6,8 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from fenceline.config.sampling_params import SamplingParams
-from fenceline.managers.io_struct import (
+from fenceline.ipc.io_struct import (
     BatchTokenOut,
     CachedTokensDetails,
     ControlReply,
@@ -20,8 +19,9 @@ from fenceline.managers.io_struct import (
     decode,
     encode,
 )
-from fenceline.managers.output import OutputSender
-from fenceline.managers.req import Req
+from fenceline.sampling.sampling_params import SamplingParams
+from fenceline.scheduler.output import OutputSender
+from fenceline.scheduler.req import Req
 
 DETAILS = CachedTokensDetails(device=1, host=2, storage=3)
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from fenceline.managers.detokenizer_manager import DetokenizerManager
-from fenceline.managers.io_struct import (
+from fenceline.frontend.detokenizer_manager import DetokenizerManager
+from fenceline.ipc.child_process import Silence, Watchdog, _watch_parent, heartbeat_path
+from fenceline.ipc.io_struct import (
     TOKENIZER_DECODER,
     AbortReq,
     BatchStrOut,
@@ -22,14 +23,13 @@ from fenceline.managers.io_struct import (
     ShutdownReq,
     encode,
 )
-from fenceline.managers.ipc import Inbox, connect_push, make_ports, remove_ports
-from fenceline.managers.process import Silence, Watchdog, _watch_parent, heartbeat_path
+from fenceline.ipc.sockets import Inbox, connect_push, make_ports, remove_ports
 
 _PROGRAM = """
 import multiprocessing
 from multiprocessing import resource_tracker
-from fenceline.managers.io_struct import PortArgs
-from fenceline.managers.process import prepare_child
+from fenceline.ipc.io_struct import PortArgs
+from fenceline.ipc.child_process import prepare_child
 from tqdm import tqdm
 
 multiprocessing.set_start_method("spawn")  # as in a server's children
@@ -49,7 +49,7 @@ def test_a_progress_bar_leaves_nothing_in_the_system() -> None:
 
 _LOG = r"""
 import logging
-from fenceline.managers.process import setup_logging
+from fenceline.ipc.child_process import setup_logging
 
 setup_logging("info")
 forged = "rid\n[2026-01-01 00:00:00] The server stops\r\x1b[2J\x85\u2028\ud800 é"
@@ -95,7 +95,7 @@ def test_a_step_is_not_blamed_for_a_stop_of_the_process(monkeypatch: pytest.Monk
             seen.set()
             threading.Event().wait()
 
-    monkeypatch.setattr("fenceline.managers.process.time", _Clock(now, sleep))
+    monkeypatch.setattr("fenceline.ipc.child_process.time", _Clock(now, sleep))
     hangs: list[str] = []
     watchdog = Watchdog(1000.0, hangs.append)
     watchdog.busy()
@@ -182,7 +182,7 @@ def test_the_heart_beats_while_the_parent_lives(tmp_path: Path, monkeypatch: pyt
     def leave(status: int) -> None:
         raise Ended
 
-    monkeypatch.setattr("fenceline.managers.process.wait", wait)
+    monkeypatch.setattr("fenceline.ipc.child_process.wait", wait)
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(Ended):
         _watch_parent(0, path, ports)

@@ -24,16 +24,16 @@ from fenceline.config.core_dumps import (
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.errors import ConfigError
 from fenceline.config.server_args import ServerArgs, resolve
-from fenceline.managers import scheduler_process
-from fenceline.managers.io_struct import FatalError, PortArgs, decode
-from fenceline.managers.ipc import bind_pull, make_ports, remove_ports
-from fenceline.managers.scheduler_process import (
+from fenceline.ipc.io_struct import FatalError, PortArgs, decode
+from fenceline.ipc.sockets import bind_pull, make_ports, remove_ports
+from fenceline.memory_order import Device, open_device
+from fenceline.scheduler import process as scheduler_process
+from fenceline.scheduler.process import (
     Watchdog,
     enable_core_dumps,
     log_core_dumps,
     run_scheduler_process,
 )
-from fenceline.memory_order import Device, open_device
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_fallback, byte_level, word_piece
 
-from fenceline.managers.incremental_decode import (
+from fenceline.frontend.incremental_decode import (
     ByteDecoder,
     DecoderFactory,
     IncrementalDecoder,
     WindowDecoder,
 )
-from fenceline.managers.tokenizer import Tokenizer
+from fenceline.frontend.tokenizer import Tokenizer
 
 COMMON = st.sampled_from("the quickbrown fox.stop\n\t é漢字🙂🙃Ωμ\u200d\ufffd12+=")
 TEXTS = st.text(COMMON | st.characters(codec="utf-8"), max_size=40)

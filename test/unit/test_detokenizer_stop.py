@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tiny_tokenizers import byte_level
 
 from fenceline.config.request_limits import MAX_STOP_CHARS
-from fenceline.config.sampling_params import SamplingParams
-from fenceline.managers.detokenizer_manager import Detokenizer
-from fenceline.managers.io_struct import (
+from fenceline.frontend.detokenizer_manager import Detokenizer
+from fenceline.frontend.stop_strings import StopMatch, StopScanner, _State
+from fenceline.ipc.io_struct import (
     BatchTokenOut,
     DecodeInfo,
     FinishReason,
@@ -20,7 +20,7 @@ from fenceline.managers.io_struct import (
     TokenLogprobs,
     TokenOut,
 )
-from fenceline.managers.stop_strings import StopMatch, StopScanner, _State
+from fenceline.sampling.sampling_params import SamplingParams
 
 TOKENIZER = byte_level()
 LETTERS = st.sampled_from("aab ")

@@ -16,9 +16,9 @@ from scheduler_driver import Driver, make_driver, request
 from fenceline.config.errors import ConfigError
 from fenceline.config.resolve import resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.managers.flight_dump import OFF, dump_and_log, dump_json, write_dump
-from fenceline.managers.io_struct import AbortReq, ControlReply, FlightRecorderReq
+from fenceline.ipc.io_struct import AbortReq, ControlReply, FlightRecorderReq
 from fenceline.model_executor.schedule_batch import DecodeBatch
+from fenceline.scheduler.flight_dump import OFF, dump_and_log, dump_json, write_dump
 
 PROMPT = [171, 172, 173, 174, 175, 176, 177, 178, 179]
 

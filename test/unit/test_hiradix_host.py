@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hicache_tiers import PAGE, Tiers, after_of, prompt
 
-from fenceline.mem_cache import node_keys
-from fenceline.mem_cache.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.storage.page_hash import PageFingerprint, page_keys
+from fenceline.mem_cache.tree import node_keys
+from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.memory_order.lease import LeasePool
 from fenceline.memory_order.stream import Points
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from page_pools import Shape, host_pages, make_pools
 
-from fenceline.mem_cache import host_pool as module
-from fenceline.mem_cache.host_pool import HostLayout, HostPool, available_host_bytes
+from fenceline.mem_cache.host import host_pool as module
+from fenceline.mem_cache.host.host_pool import HostLayout, HostPool, available_host_bytes
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Device, open_device, pinned
 

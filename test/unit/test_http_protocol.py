@@ -26,7 +26,7 @@ from fenceline.entrypoints.http_server import (
     raise_descriptor_limit,
 )
 from fenceline.entrypoints.json_body import MAX_BODY_BYTES
-from fenceline.managers.request_types import RequestError
+from fenceline.frontend.request_types import RequestError
 
 MIB = 1 << 20
 

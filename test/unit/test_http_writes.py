@@ -13,21 +13,21 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from fenceline.config.sampling_params import SamplingParams
 from fenceline.entrypoints import sse
 from fenceline.entrypoints.http_protocol import MAX_HELD_BYTES, JoiningTransport, LateLogger
 from fenceline.entrypoints.short_way import ShortWay, handlers_of
 from fenceline.entrypoints.sse import EventStream
-from fenceline.managers import ipc
-from fenceline.managers.io_struct import (
+from fenceline.frontend.request_types import RequestError
+from fenceline.ipc import sockets as ipc
+from fenceline.ipc.io_struct import (
     SCHEDULER_DECODER,
     AbortReq,
     ShutdownReq,
     TokenizedGenerateReq,
     encode,
 )
-from fenceline.managers.ipc import Inbox, ZmqLink, make_ports, remove_ports
-from fenceline.managers.request_types import RequestError
+from fenceline.ipc.sockets import Inbox, ZmqLink, make_ports, remove_ports
+from fenceline.sampling.sampling_params import SamplingParams
 
 
 class Wire(asyncio.Transport):

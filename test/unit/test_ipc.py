@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from fenceline.config.sampling_params import SamplingParams
-from fenceline.managers.io_struct import (
+from fenceline.ipc.io_struct import (
     SCHEDULER_DECODER,
     AbortReq,
     PortArgs,
     TokenizedGenerateReq,
     encode,
 )
-from fenceline.managers.ipc import MAX_TURN_BYTES, Inbox, ZmqLink, make_ports, remove_ports
+from fenceline.ipc.sockets import MAX_TURN_BYTES, Inbox, ZmqLink, make_ports, remove_ports
+from fenceline.sampling.sampling_params import SamplingParams
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from trace_runner import make_runner, play
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fenceline
-from fenceline.managers.io_struct import TokenizedGenerateReq
+from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.memory_order import open_device
 from fenceline.model_executor import model_runner
-from fenceline.model_executor.sampler import OutputLogprobs, prompt_logprobs
+from fenceline.sampling.sampler import OutputLogprobs, prompt_logprobs
 
 TEXTS = [
     "Q: 12 + 7 = ?\nA:",

@@ -9,12 +9,12 @@ import pytest
 from step_traces import GREEDY, VOCAB_SIZE, TraceShape
 from trace_runner import make_runner
 
-from fenceline.mem_cache.transfer import Ticket, TransferKind
+from fenceline.mem_cache.host.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, OrderError, Points, open_device
 from fenceline.model_executor.forward_result import ForwardResult, StepOutput
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.sampling_batch import ReqSampling
 from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, ExtendSeq, PageWrites
+from fenceline.sampling.sampling_batch import ReqSampling
 
 PAGE = 16
 PREFIX_PAGES = 5

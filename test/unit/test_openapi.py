@@ -15,9 +15,9 @@ from fenceline.config.errors import ConfigError
 from fenceline.config.server_args import ServerArgs, resolve
 from fenceline.entrypoints.front_door import ADMIN_PATHS, OPEN_PATHS
 from fenceline.entrypoints.http_server import create_app
-from fenceline.managers import io_struct as io
-from fenceline.managers.tokenizer import load_tokenizer
-from fenceline.managers.tokenizer_manager import TokenizerManager
+from fenceline.frontend.tokenizer import load_tokenizer
+from fenceline.frontend.tokenizer_manager import TokenizerManager
+from fenceline.ipc import io_struct as io
 
 # What a client asks for itself. Whoever adds an endpoint decides here, or in ADMIN_PATHS, who may use it.
 NORMAL_PATHS = {

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from page_pools import Shape, device_pages, host_pages, make_pools
 
-from fenceline.mem_cache.host_pool import HostLayout
-from fenceline.mem_cache.page_copy import PageCopier, Run, RunCopier, make_page_copier, runs_of
+from fenceline.mem_cache.host.host_pool import HostLayout
+from fenceline.mem_cache.host.page_copy import PageCopier, Run, RunCopier, make_page_copier, runs_of
 from fenceline.memory_order import open_device
 from fenceline.vgpu import RaceError, VgpuDevice, VirtualGpu
 

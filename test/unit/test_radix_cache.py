@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from fenceline.mem_cache.radix_cache import RadixCache, TreeNode
+from fenceline.mem_cache.tree.radix_cache import RadixCache, TreeNode
 from fenceline.memory_order.lease import LeasePool
 
 PAGE = 4

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
-from fenceline.mem_cache.radix_cache import RadixCache, TreeNode
+from fenceline.mem_cache.tree.radix_cache import RadixCache, TreeNode
 from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.lease import LeasePool
 from fenceline.memory_order.stream import Point, Points, Stream

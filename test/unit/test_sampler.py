@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from fenceline.config.sampling_params import SamplingParams
-from fenceline.model_executor import gumbel, row_chunks
-from fenceline.model_executor.sampler import SampleOutput, Sampler
-from fenceline.model_executor.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
+from fenceline.sampling import gumbel, row_chunks
+from fenceline.sampling.sampler import SampleOutput, Sampler
+from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
+from fenceline.sampling.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 VOCAB = 40

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fenceline.model_executor import gumbel, row_chunks
-from fenceline.model_executor.gumbel import GumbelSampler, mix_seeds
+from fenceline.sampling import gumbel, row_chunks
+from fenceline.sampling.gumbel import GumbelSampler, mix_seeds
 
 CPU = torch.device("cpu")
 M32, M64 = 2**32 - 1, 2**64 - 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fenceline.model_executor import row_chunks
-from fenceline.model_executor.logprobs import spread, token_logprobs
-from fenceline.model_executor.sampler import prompt_logprobs
+from fenceline.sampling import row_chunks
+from fenceline.sampling.logprobs import spread, token_logprobs
+from fenceline.sampling.sampler import prompt_logprobs
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 5, 30, 99])

@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from fenceline.config.sampling_params import SamplingParams
+from fenceline.sampling.sampling_params import SamplingParams
 
 VOCAB = 100
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scheduler_driver import Answer, Driver, expected_output, make_driver, request
 from token_worker import TokenResult, TokenWorker
 
-from fenceline.managers.io_struct import (
+from fenceline.ipc.io_struct import (
     AbortReq,
     CancelFlushReq,
     ContinueGenerationReq,
@@ -25,8 +25,8 @@ from fenceline.managers.io_struct import (
     TickReq,
     TokenizedGenerateReq,
 )
-from fenceline.managers.schedule_policy import order_waiting
 from fenceline.model_executor.schedule_batch import ExtendBatch, ScheduleBatch
+from fenceline.scheduler.schedule_policy import order_waiting
 
 
 def capacity(driver: Driver) -> int:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scheduler_driver import Driver, expected_output, make_tiered_driver, request
 from token_worker import TokenTransfers
 
-from fenceline.managers.io_struct import AbortReq, FlushCacheReq, TokenizedGenerateReq
+from fenceline.ipc.io_struct import AbortReq, FlushCacheReq, TokenizedGenerateReq
 
 POLICIES = ("write_through", "write_through_selective", "write_back")
 

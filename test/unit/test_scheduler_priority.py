@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_driver import Driver, expected_output, make_driver, make_tiered_driver, request
 
-from fenceline.managers.io_struct import AbortReq, TokenizedGenerateReq
-from fenceline.managers.prefill import PrefillPlan
-from fenceline.managers.schedule_policy import order_waiting
-from fenceline.mem_cache.radix_cache import TreeNode
+from fenceline.ipc.io_struct import AbortReq, TokenizedGenerateReq
+from fenceline.mem_cache.tree.radix_cache import TreeNode
+from fenceline.scheduler.prefill import PrefillPlan
+from fenceline.scheduler.schedule_policy import order_waiting
 
 
 def driver_with_priorities(**flags: object) -> Driver:

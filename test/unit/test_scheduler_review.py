@@ -14,8 +14,7 @@ from test_scheduler import assert_right
 
 from fenceline.config.resolve import resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.managers import scheduler_control
-from fenceline.managers.io_struct import (
+from fenceline.ipc.io_struct import (
     AbortReq,
     ContinueGenerationReq,
     ControlReply,
@@ -28,13 +27,14 @@ from fenceline.managers.io_struct import (
     ShutdownReq,
     TokenizedGenerateReq,
 )
-from fenceline.managers.request_memory import RequestMemory
-from fenceline.managers.scheduler_control import StepProfiler
-from fenceline.managers.scheduler_stats import SchedulerStats
 from fenceline.memory_order.checker import OrderError
 from fenceline.memory_order.edges import Hazard
 from fenceline.memory_order.lease import LeaseError
 from fenceline.model_executor.schedule_batch import DecodeBatch
+from fenceline.scheduler import control as scheduler_control
+from fenceline.scheduler.control import StepProfiler
+from fenceline.scheduler.request_memory import RequestMemory
+from fenceline.scheduler.stats import SchedulerStats
 
 
 def reply(driver: Driver, id: str) -> ControlReply:

@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 from scheduler_driver import Driver, expected_output, make_tiered_driver, request
 
-from fenceline.managers.io_struct import TokenizedGenerateReq
-from fenceline.managers.req import Req
+from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.memory_order import Points
 from fenceline.model_executor.schedule_batch import DecodeBatch, PageWrites
+from fenceline.scheduler.req import Req
 
 
 def recomputes(driver: Driver) -> dict[str, int]:

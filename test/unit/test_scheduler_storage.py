@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from scheduler_driver import Driver, make_model_driver, request
 
-from fenceline.managers.io_struct import FlushCacheReq, HiCacheState
+from fenceline.ipc.io_struct import FlushCacheReq, HiCacheState
 from fenceline.mem_cache.storage.base import PageParts
 from fenceline.mem_cache.storage.file_backend import FileBackend
 from fenceline.mem_cache.storage.page_hash import PageKey

@@ -25,21 +25,21 @@ def test_the_package_is_tidy() -> None:
     ("module", "line"),
     [
         ("memory_order.lease", "from fenceline.mem_cache.kv_pool import KVPool"),
-        ("mem_cache.radix_cache", "import fenceline.managers.scheduler"),
+        ("mem_cache.tree.radix_cache", "import fenceline.scheduler.scheduler"),
         ("mem_cache.kv_pool", "from fenceline.distributed import parallel_state"),
         ("layers.linear", "from fenceline.models import llama"),
         ("layers.linear", "from ..models import llama"),
         ("layers.attention.torch_backend", "from ...models.llama import Llama"),
-        ("model_executor.runner", "def f():\n    from fenceline.managers.scheduler import Scheduler"),
+        ("model_executor.runner", "def f():\n    from fenceline.scheduler.scheduler import Scheduler"),
         (
             "model_executor.runner",
             "try:\n    import fenceline.entrypoints.engine\nexcept ImportError:\n    pass",
         ),
-        ("managers.scheduler", "from fenceline.entrypoints.http_server import app"),
-        ("managers.scheduler", "from fenceline import launch_server"),
-        ("managers.scheduler", "from fenceline.launch_server import main"),
-        ("config.resolve", "from fenceline.managers.tokenizer import Tokenizer"),
-        ("managers.io_struct", "from fenceline.managers.tokenizer import Tokenizer"),
+        ("scheduler.scheduler", "from fenceline.entrypoints.http_server import app"),
+        ("scheduler.scheduler", "from fenceline import launch_server"),
+        ("scheduler.scheduler", "from fenceline.launch_server import main"),
+        ("config.resolve", "from fenceline.frontend.tokenizer import Tokenizer"),
+        ("ipc.io_struct", "from fenceline.frontend.tokenizer import Tokenizer"),
         ("unknown_room.x", "from fenceline.models import llama"),
     ],
 )
@@ -51,7 +51,7 @@ def test_imports_that_point_up_are_found(tmp_path: Path, module: str, line: str)
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("managers.scheduler", "from fenceline.vgpu import device"),
+        ("scheduler.scheduler", "from fenceline.vgpu import device"),
         ("cli", "import fenceline.vgpu"),
         ("config.x", "def f():\n    import fenceline.vgpu.prove"),
         (
@@ -67,7 +67,7 @@ def test_production_imports_nothing_of_vgpu(tmp_path: Path, module: str, line: s
 @pytest.mark.parametrize(
     "line",
     [
-        "from fenceline.model_executor.gumbel import mix_seeds",
+        "from fenceline.sampling.gumbel import mix_seeds",
         "from ...layers import rotary",
         "from fenceline.vgpu.proving import decisions",
         "def f():\n    import fenceline",
@@ -86,9 +86,9 @@ def test_the_oracle_shares_nothing_with_the_engine(tmp_path: Path, line: str) ->
     [
         ("config.x", "import torch"),
         ("config.x", "from torch import nn"),
-        ("managers.io_struct", "import torch.cuda"),
-        ("managers.io_struct", "def f():\n    import torch"),
-        ("mem_cache.radix_cache", "def f():\n    import torch"),
+        ("ipc.io_struct", "import torch.cuda"),
+        ("ipc.io_struct", "def f():\n    import torch"),
+        ("mem_cache.tree.radix_cache", "def f():\n    import torch"),
     ],
 )
 def test_torch_is_found_where_it_may_not_be(tmp_path: Path, module: str, code: str) -> None:
@@ -125,19 +125,19 @@ def test_raw_ordering_is_found_outside_memory_order_only(tmp_path: Path, code: s
     [
         (
             "entrypoints.http_server",
-            "from fenceline.managers.tokenizer_manager import TokenizerManager\nimport torch",
+            "from fenceline.frontend.tokenizer_manager import TokenizerManager\nimport torch",
         ),
         (
-            "managers.scheduler",
+            "scheduler.scheduler",
             "from fenceline.config.engine_config import EngineConfig\nimport fenceline.layers.linear",
         ),
-        ("managers.scheduler", "from fenceline.managers.io_struct import Abort"),
+        ("scheduler.scheduler", "from fenceline.ipc.io_struct import Abort"),
         ("memory_order.x", "from fenceline.config.errors import ConfigError"),
         ("layers.attention.x", "from .torch_backend import Torch\nfrom ..linear import Linear"),
         ("config.device", "def f():\n    import torch"),
         (
             "models.x",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from fenceline.managers import scheduler",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from fenceline.scheduler import scheduler",
         ),
         ("launch_server", "from fenceline.entrypoints.http_server import launch_server"),
         ("vgpu.prove", "from fenceline.entrypoints.engine import Engine"),

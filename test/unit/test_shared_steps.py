@@ -15,9 +15,9 @@ from test_scheduler import assert_right
 import fenceline
 from fenceline.config.resolve import resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.managers.schedule_policy import StepSharing, num_waiting_tokens
 from fenceline.model_executor.forward_result import ForwardResult
 from fenceline.model_executor.schedule_batch import ExtendBatch, ScheduleBatch
+from fenceline.scheduler.schedule_policy import StepSharing, num_waiting_tokens
 
 
 def sharing_driver(sharing: StepSharing, **flags: object) -> tuple[Driver, list[list[int]]]:

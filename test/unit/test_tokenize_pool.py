@@ -15,10 +15,10 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, p
 from tokenizers import Tokenizer as RustTokenizer
 
 from fenceline.config.server_args import ServerArgs, resolve
-from fenceline.managers import tokenize_pool, tokenizer
-from fenceline.managers.request_types import RequestError
-from fenceline.managers.tokenize_pool import TokenizePool
-from fenceline.managers.tokenizer import Tokenizer, load_tokenizer
+from fenceline.frontend import tokenize_pool, tokenizer
+from fenceline.frontend.request_types import RequestError
+from fenceline.frontend.tokenize_pool import TokenizePool
+from fenceline.frontend.tokenizer import Tokenizer, load_tokenizer
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"

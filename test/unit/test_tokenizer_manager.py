@@ -17,10 +17,21 @@ from hypothesis import strategies as st
 from tiny_tokenizers import byte_level
 
 from fenceline.config.engine_config import EngineConfig, PriorityConfig
-from fenceline.config.sampling_params import SamplingParams
 from fenceline.config.server_args import ServerArgs, resolve
-from fenceline.managers import tokenizer_manager
-from fenceline.managers.io_struct import (
+from fenceline.frontend import tokenizer_manager
+from fenceline.frontend.request_types import (
+    TURN_REQUESTS,
+    GenerateChunk,
+    GenerateInput,
+    RequestError,
+    error_of,
+    expand_samples,
+    merge_chunks,
+)
+from fenceline.frontend.tokenize_pool import INLINE_CHARS
+from fenceline.frontend.tokenizer import PIECE_CHARS, Tokenizer, load_tokenizer
+from fenceline.frontend.tokenizer_manager import TokenizerManager
+from fenceline.ipc.io_struct import (
     AbortReq,
     BatchStrOut,
     BatchTokenOut,
@@ -38,18 +49,7 @@ from fenceline.managers.io_struct import (
     TokenLogprobs,
     TokenOut,
 )
-from fenceline.managers.request_types import (
-    TURN_REQUESTS,
-    GenerateChunk,
-    GenerateInput,
-    RequestError,
-    error_of,
-    expand_samples,
-    merge_chunks,
-)
-from fenceline.managers.tokenize_pool import INLINE_CHARS
-from fenceline.managers.tokenizer import PIECE_CHARS, Tokenizer, load_tokenizer
-from fenceline.managers.tokenizer_manager import TokenizerManager
+from fenceline.sampling.sampling_params import SamplingParams
 
 READY = SchedulerReady(
     max_total_num_tokens=100, max_running_requests=2, max_req_input_len=63, context_length=64, memory_bytes={}
@@ -779,7 +779,7 @@ def test_front_end_imports_no_torch() -> None:
     import sys
 
     code = (
-        "import sys, fenceline.entrypoints.supervisor, fenceline.managers.detokenizer_manager;"
+        "import sys, fenceline.entrypoints.supervisor, fenceline.frontend.detokenizer_manager;"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -787,7 +787,7 @@ def test_front_end_imports_no_torch() -> None:
 
 @pytest.mark.parametrize("template_file", [False, True])
 def test_tokenizer_reads_special_tokens_and_template(tmp_path: Path, template_file: bool) -> None:
-    from fenceline.managers.tokenizer import load_tokenizer
+    from fenceline.frontend.tokenizer import load_tokenizer
 
     byte_level().backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(

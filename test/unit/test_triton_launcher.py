@@ -20,7 +20,8 @@ from triton.runtime import driver
 
 from fenceline.layers.kernels import activation, launcher, rms_norm, rotate_store
 from fenceline.layers.kernels.base import HeadLayout, QKNorm
-from fenceline.model_executor.kernels import decode_prologue_triton, sample_triton
+from fenceline.model_executor.kernels import decode_prologue_triton
+from fenceline.sampling.kernels import sample_triton
 
 STREAM = 77
 BF16 = torch.bfloat16

@@ -76,7 +76,8 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
     from triton.compiler import ASTSource
 
     from fenceline.layers.kernels import activation, rms_norm, rotate_store
-    from fenceline.model_executor.kernels import decode_prologue_triton, sample_triton
+    from fenceline.model_executor.kernels import decode_prologue_triton
+    from fenceline.sampling.kernels import sample_triton
 
     heads = {
         "NUM_HEADS": 32,
@@ -215,7 +216,7 @@ def interpreted_logarithms() -> Iterator[None]:
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
-    from fenceline.model_executor.kernels import sample_triton
+    from fenceline.sampling.kernels import sample_triton
 
     def elementwise(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[tl.tensor], tl.tensor]:
         return lambda x: tl.tensor(TensorHandle(function(x.handle.data), tl.float32), x.type)
@@ -234,7 +235,7 @@ def interpreted_logarithms() -> Iterator[None]:
 def check_noise() -> None:
     from gumbel_probe import kernel_noise
 
-    from fenceline.model_executor.gumbel import GumbelSampler, _row_keys, mix_seeds
+    from fenceline.sampling.gumbel import GumbelSampler, _row_keys, mix_seeds
 
     seed_keys = torch.from_numpy(mix_seeds([0, -1, 2**63 - 1, -(2**63), *range(5, 20)]))
     positions = torch.arange(len(seed_keys)) * 1001
@@ -250,8 +251,8 @@ class Draw:
     """Inputs of one sampling call, and the same call to both implementations."""
 
     def __init__(self, num_reqs: int, vocab_size: int, dtype: torch.dtype) -> None:
-        from fenceline.model_executor.gumbel import mix_seeds
-        from fenceline.model_executor.kernels.sample_triton import DrawInputs
+        from fenceline.sampling.gumbel import mix_seeds
+        from fenceline.sampling.kernels.sample_triton import DrawInputs
 
         # Exact in every type and with many ties.
         self.logits = (random(num_reqs, vocab_size, dtype=torch.float32) * 8).round().div(4).to(dtype)
@@ -266,7 +267,7 @@ class Draw:
         )
 
     def kernel(self) -> torch.Tensor:
-        from fenceline.model_executor.kernels import sample_triton
+        from fenceline.sampling.kernels import sample_triton
 
         next_tokens, last_tokens = torch.full((self.num_reqs,), -1), torch.full((self.num_reqs + 3,), -1)
         rows, steps = torch.arange(self.num_reqs) + 2, torch.arange(self.num_reqs) + 41
@@ -277,7 +278,7 @@ class Draw:
         return next_tokens
 
     def reference(self) -> torch.Tensor:
-        from fenceline.model_executor.kernels.sample import sample_tokens
+        from fenceline.sampling.kernels.sample import sample_tokens
 
         i, next_tokens, last_tokens = (
             self.inputs,
@@ -309,7 +310,7 @@ def check_sample_greedy() -> None:
 def check_sample_noise() -> None:
     from dataclasses import replace
 
-    from fenceline.model_executor.gumbel import mix_seeds
+    from fenceline.sampling.gumbel import mix_seeds
 
     for num_reqs, vocab_size in ((60, 30), (9, 2100)):
         draw = Draw(num_reqs, vocab_size, torch.float32)

@@ -13,8 +13,8 @@ from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.native_api import NativeApi
 from fenceline.entrypoints.sse import while_connected, written
-from fenceline.managers.io_struct import CancelFlushReq, FlushCacheReq, TokenLogprobs
-from fenceline.managers.request_types import GenerateChunk
+from fenceline.frontend.request_types import GenerateChunk
+from fenceline.ipc.io_struct import CancelFlushReq, FlushCacheReq, TokenLogprobs
 
 
 async def make_request(num_bytes: int) -> tuple[Request, asyncio.Event]:

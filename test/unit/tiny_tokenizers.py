@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
-from fenceline.managers.tokenizer import Tokenizer
+from fenceline.frontend.tokenizer import Tokenizer
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog. 12 + 30 = 42, isn't it?",

@@ -17,14 +17,14 @@ from random import Random
 import numpy as np
 import torch
 
-from fenceline.mem_cache.cache_controller import TransferCounts
+from fenceline.mem_cache.host.cache_controller import TransferCounts
+from fenceline.mem_cache.host.transfer import Ticket, TransferKind
 from fenceline.mem_cache.req_pool import ReqPool
-from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import LeasePool, Point, Points, Stream
 from fenceline.memory_order.edges import StreamName
 from fenceline.model_executor.forward_result import LogprobValues, StepOutput
-from fenceline.model_executor.sampling_batch import ReqSampling
 from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, PageWrites, ScheduleBatch
+from fenceline.sampling.sampling_batch import ReqSampling
 
 VOCAB_SIZE = 211
 

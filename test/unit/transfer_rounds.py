@@ -17,10 +17,10 @@ import pytest
 import torch
 from page_pools import Shape, make_pools
 
-from fenceline.mem_cache.cache_controller import CacheController
-from fenceline.mem_cache.host_pool import HostLayout
-from fenceline.mem_cache.page_copy import IoBackend, PageCopier, Pages, make_page_copier
-from fenceline.mem_cache.transfer import Ticket, TransferKind
+from fenceline.mem_cache.host.cache_controller import CacheController
+from fenceline.mem_cache.host.host_pool import HostLayout
+from fenceline.mem_cache.host.page_copy import IoBackend, PageCopier, Pages, make_page_copier
+from fenceline.mem_cache.host.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, Point, Points, Stream, open_device, wait_for_pages
 from fenceline.memory_order.edges import HOST_PAGE_REUSE
 from fenceline.vgpu import VgpuDevice, VirtualGpu

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 import torch
 
-from fenceline.config.sampling_params import SamplingParams
+from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.vgpu.proving import campaign, events
 from fenceline.vgpu.proving.campaign import Plan, carry_out
 from fenceline.vgpu.proving.everything import EVERYTHING

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from fenceline.config.sampling_params import SamplingParams
-from fenceline.managers.io_struct import (
+from fenceline.frontend.stop_strings import StopMatch, StopScanner
+from fenceline.ipc.io_struct import (
     AbortReq,
     ContinueGenerationReq,
     DecodeInfo,
@@ -24,18 +24,19 @@ from fenceline.managers.io_struct import (
     TokenizedGenerateReq,
     TokenOut,
 )
-from fenceline.managers.output import OutputSender
-from fenceline.managers.prefill import PrefillPlanner
-from fenceline.managers.req import Req
-from fenceline.managers.scheduler import Scheduler
-from fenceline.managers.stop_strings import StopMatch, StopScanner
-from fenceline.mem_cache import radix_cache
-from fenceline.mem_cache.cache_controller import CacheController
-from fenceline.mem_cache.hiradix_cache import HiRadixCache
-from fenceline.mem_cache.radix_cache import MatchResult, RadixCache
-from fenceline.model_executor import gumbel as engine_gumbel
-from fenceline.model_executor import model_runner, sampling_filters
-from fenceline.model_executor.sampler import Sampler
+from fenceline.mem_cache.host.cache_controller import CacheController
+from fenceline.mem_cache.tree import radix_cache
+from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
+from fenceline.mem_cache.tree.radix_cache import MatchResult, RadixCache
+from fenceline.model_executor import model_runner
+from fenceline.sampling import filters as sampling_filters
+from fenceline.sampling import gumbel as engine_gumbel
+from fenceline.sampling.sampler import Sampler
+from fenceline.sampling.sampling_params import SamplingParams
+from fenceline.scheduler.output import OutputSender
+from fenceline.scheduler.prefill import PrefillPlanner
+from fenceline.scheduler.req import Req
+from fenceline.scheduler.scheduler import Scheduler
 from fenceline.vgpu.proving import workloads
 from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
 from fenceline.vgpu.proving.oracle import TOLERANCE, Ask, Model, Oracle, Text, gumbel, spoken

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from fenceline.managers.flight_dump import dump_json
 from fenceline.memory_order import Points, open_device
 from fenceline.memory_order.edges import HOST_AFTER_FORWARD, RING_EDGES
 from fenceline.model_executor.schedule_batch import DecodeBatch
+from fenceline.scheduler.flight_dump import dump_json
 from fenceline.vgpu.proving.decisions import Decision, Transfer, execute, num_steps
 from fenceline.vgpu.proving.everything import EVERYTHING
 from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS

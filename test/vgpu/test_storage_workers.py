@@ -11,12 +11,12 @@ from page_pools import Shape, device_pages, make_pools
 from storage_cases import key
 from storage_tier import Clock, DictBackend
 
-from fenceline.mem_cache.cache_controller import CacheController
-from fenceline.mem_cache.host_pool import HostLayout
-from fenceline.mem_cache.page_copy import make_page_copier
+from fenceline.mem_cache.host.cache_controller import CacheController
+from fenceline.mem_cache.host.host_pool import HostLayout
+from fenceline.mem_cache.host.page_copy import make_page_copier
+from fenceline.mem_cache.host.transfer import Ticket, TransferKind
 from fenceline.mem_cache.storage.controller import StorageController, StorageLimits
 from fenceline.mem_cache.storage.prefetch import Fetched, Outcome, Prefetch, Written
-from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Points
 from fenceline.vgpu import RaceError, VgpuDevice, VirtualGpu
 

@@ -8,7 +8,7 @@ from scheduler_driver import Driver, request
 
 from fenceline.config.resolve import resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.managers.io_struct import TokenizedGenerateReq
+from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.memory_order import Device, open_device
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.vgpu.proving.tiny_model import tiny_model_path

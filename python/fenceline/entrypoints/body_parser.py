@@ -29,9 +29,9 @@ from fenceline.config.request_limits import MAX_BODY_OBJECTS, MAX_BODY_VALUES
 from fenceline.entrypoints.errors import internal_error, too_deep
 from fenceline.entrypoints.fields import MAX_NAMES_LOGGED, FieldRules, UnknownFields
 from fenceline.entrypoints.json_body import count_values
-from fenceline.managers.process import signals_blocked
-from fenceline.managers.request_types import RequestError
-from fenceline.managers.tokenize_pool import trim_memory
+from fenceline.frontend.request_types import RequestError
+from fenceline.frontend.tokenize_pool import trim_memory
+from fenceline.ipc.child_process import signals_blocked
 
 T = TypeVar("T")
 Parse = Callable[[bytes, UnknownFields], T]

@@ -26,9 +26,9 @@ from fenceline.entrypoints.generate_api import (
 from fenceline.entrypoints.generate_body import GenerateBody, expand, parse_generate
 from fenceline.entrypoints.launch import EngineBackend, FrontEnd, launch_processes
 from fenceline.entrypoints.native_api import describe_server
-from fenceline.managers.request_stream import StreamGroup
-from fenceline.managers.request_types import RequestError
-from fenceline.managers.tokenizer_manager import TokenizerManager
+from fenceline.frontend.request_stream import StreamGroup
+from fenceline.frontend.request_types import RequestError
+from fenceline.frontend.tokenizer_manager import TokenizerManager
 
 T = TypeVar("T")
 Answer = dict[str, Any]  # the JSON object that /generate answers with

@@ -9,7 +9,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from fenceline.managers.request_types import RequestError, one_line
+from fenceline.frontend.request_types import RequestError
+from fenceline.ipc.child_process import one_line
 
 MAX_MESSAGE_CHARS = 1000
 CLIENT_GONE = 499  # nobody reads it; it is what the access log shows

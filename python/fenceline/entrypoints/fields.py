@@ -18,7 +18,7 @@ import msgspec
 from fenceline.config.flags import did_you_mean
 from fenceline.config.request_limits import MAX_BODY_FIELDS
 from fenceline.entrypoints.json_body import parse_body
-from fenceline.managers.request_types import RequestError
+from fenceline.frontend.request_types import RequestError
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fenceline.entrypoints.errors import error_response, internal_error
 from fenceline.entrypoints.json_body import MAX_BODY_BYTES
-from fenceline.managers.request_types import RequestError, new_rid
-from fenceline.managers.tokenize_pool import trim_memory
+from fenceline.frontend.request_types import RequestError, new_rid
+from fenceline.frontend.tokenize_pool import trim_memory
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,8 @@ from fenceline.entrypoints.sse import (
     while_connected,
     written,
 )
-from fenceline.managers.io_struct import FinishReason, TokenLogprobs
-from fenceline.managers.request_stream import StreamGroup
-from fenceline.managers.request_types import (
+from fenceline.frontend.request_stream import StreamGroup
+from fenceline.frontend.request_types import (
     TURN_REQUESTS,
     GenerateChunk,
     GenerateInput,
@@ -34,8 +33,9 @@ from fenceline.managers.request_types import (
     RequestTimes,
     error_of,
 )
-from fenceline.managers.tokenizer import Tokenizer
-from fenceline.managers.tokenizer_manager import TokenizerManager
+from fenceline.frontend.tokenizer import Tokenizer
+from fenceline.frontend.tokenizer_manager import TokenizerManager
+from fenceline.ipc.io_struct import FinishReason, TokenLogprobs
 
 
 async def generate(

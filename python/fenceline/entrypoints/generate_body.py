@@ -12,9 +12,8 @@ import msgspec
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.request_limits import MAX_SAMPLES
-from fenceline.config.sampling_params import SamplingParams
 from fenceline.entrypoints.fields import GENERATION, SAMPLING, FieldRules, UnknownFields, parse_known
-from fenceline.managers.request_types import (
+from fenceline.frontend.request_types import (
     TURN_REQUESTS,
     GenerateInput,
     RequestError,
@@ -23,6 +22,7 @@ from fenceline.managers.request_types import (
     expand_samples,
     new_rid,
 )
+from fenceline.sampling.sampling_params import SamplingParams
 
 T = TypeVar("T")
 Prompt = tuple[str | None, list[int] | None]  # text or ids

@@ -25,7 +25,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from fenceline.entrypoints.errors import error_bytes, error_response
 from fenceline.entrypoints.json_body import MAX_BODY_BYTES
-from fenceline.managers.request_types import RequestError
+from fenceline.frontend.request_types import RequestError
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from fenceline.entrypoints.native_api import NativeApi
 from fenceline.entrypoints.openai.router import create_router
 from fenceline.entrypoints.openapi import install_docs
 from fenceline.entrypoints.short_way import ShortWay, handlers_of
-from fenceline.managers.tokenizer_manager import TokenizerManager
+from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.version import __version__
 
 SHUTDOWN_TIMEOUT_S = 2  # for answers still being written when the server closes

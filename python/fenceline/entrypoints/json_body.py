@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
-from fenceline.managers.request_types import RequestError
+from fenceline.frontend.request_types import RequestError
 
 T = TypeVar("T")
 

@@ -13,17 +13,17 @@ from multiprocessing.process import BaseProcess
 from typing import Protocol
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.managers.io_struct import PortArgs
-from fenceline.managers.ipc import SchedulerLink, ZmqLink, make_ports, remove_ports
-from fenceline.managers.process import (
+from fenceline.frontend.tokenizer import load_tokenizer
+from fenceline.frontend.tokenizer_manager import TokenizerManager
+from fenceline.ipc.child_process import (
     DUMP_SIGNAL,
     HEARTBEAT_INTERVAL_S,
     Silence,
     heartbeat_path,
     signals_blocked,
 )
-from fenceline.managers.tokenizer import load_tokenizer
-from fenceline.managers.tokenizer_manager import TokenizerManager
+from fenceline.ipc.io_struct import PortArgs
+from fenceline.ipc.sockets import SchedulerLink, ZmqLink, make_ports, remove_ports
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +54,14 @@ class EngineBackend(Protocol):
 
 def run_scheduler(config: EngineConfig, ports: PortArgs) -> None:
     """The scheduler process' entry. Its imports (torch, the model) happen in the child only."""
-    from fenceline.managers.scheduler_process import run_scheduler_process
+    from fenceline.scheduler.process import run_scheduler_process
 
     run_scheduler_process(config, ports)
 
 
 def run_detokenizer(config: EngineConfig, ports: PortArgs) -> None:
     """The detokenizer process' entry."""
-    from fenceline.managers.detokenizer_manager import run_detokenizer_process
+    from fenceline.frontend.detokenizer_manager import run_detokenizer_process
 
     run_detokenizer_process(config, ports)
 

@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.config.sampling_params import SamplingParams
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.fields import (
     OPENAI,
@@ -33,9 +32,10 @@ from fenceline.entrypoints.openai.parsing import refuse_chat
 from fenceline.entrypoints.openai.protocol import ChatBody
 from fenceline.entrypoints.openai.serving_chat import conversation_text
 from fenceline.entrypoints.sse import unless_gone, while_connected
-from fenceline.managers.io_struct import ControlReply, SchedulerReady
-from fenceline.managers.request_types import GenerateInput, RequestError, new_rid
-from fenceline.managers.tokenizer_manager import TokenizerManager
+from fenceline.frontend.request_types import GenerateInput, RequestError, new_rid
+from fenceline.frontend.tokenizer_manager import TokenizerManager
+from fenceline.ipc.io_struct import ControlReply, SchedulerReady
+from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.version import __version__
 
 HEALTH_TIMEOUT_S = 20.0

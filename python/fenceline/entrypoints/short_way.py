@@ -10,7 +10,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fenceline.entrypoints.errors import CLIENT_GONE, error_response, too_deep
-from fenceline.managers.request_types import RequestError
+from fenceline.frontend.request_types import RequestError
 
 Handler = Callable[[Request], Awaitable[Response]]
 

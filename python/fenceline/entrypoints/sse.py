@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from fenceline.entrypoints.errors import error_bytes, internal_error
 from fenceline.entrypoints.front_door import BODY_SEND
-from fenceline.managers.request_stream import StreamGroup
-from fenceline.managers.request_types import GenerateChunk, RequestError
+from fenceline.frontend.request_stream import StreamGroup
+from fenceline.frontend.request_types import GenerateChunk, RequestError
 
 logger = logging.getLogger(__name__)
 

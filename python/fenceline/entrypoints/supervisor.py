@@ -21,8 +21,8 @@ from fenceline.entrypoints.launch import (
     launch_processes,
     run_scheduler,
 )
-from fenceline.managers.process import DUMP_SIGNAL, PARENTS_SIGNALS, freeze_garbage_collector, setup_logging
-from fenceline.managers.tokenizer_manager import TokenizerManager
+from fenceline.frontend.tokenizer_manager import TokenizerManager
+from fenceline.ipc.child_process import DUMP_SIGNAL, PARENTS_SIGNALS, freeze_garbage_collector, setup_logging
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ import logging
 import numpy as np
 
 from fenceline.config.hicache import DIRECT_PAGE_SIZE, HiCacheConfig
-from fenceline.mem_cache.cache_controller import CacheController
-from fenceline.mem_cache.host_pool import HostPool
+from fenceline.mem_cache.host.cache_controller import CacheController
+from fenceline.mem_cache.host.host_pool import HostPool
+from fenceline.mem_cache.host.page_copy import PageCopier, make_page_copier
+from fenceline.mem_cache.host.transfer_order import TransferOrder
 from fenceline.mem_cache.kv_pool import KVPool
-from fenceline.mem_cache.page_copy import PageCopier, make_page_copier
-from fenceline.mem_cache.transfer_order import TransferOrder
 from fenceline.memory_order import Device
 from fenceline.model_executor.step_order import StepOrder
 

@@ -22,7 +22,7 @@ from fenceline.layers.attention.registry import AttentionBackends, make_attentio
 from fenceline.layers.context import make_layer_context
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
 from fenceline.layers.shard import Shard
-from fenceline.mem_cache.cache_controller import CacheController
+from fenceline.mem_cache.host.cache_controller import CacheController
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.mem_cache.storage.make import Storage, make_storage
@@ -36,12 +36,12 @@ from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.hicache import make_cache_controller
 from fenceline.model_executor.memory import check_row_bytes, num_kv_pages
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
-from fenceline.model_executor.sampler import OutputLogprobs, Sampler, prompt_logprobs
-from fenceline.model_executor.sampling_batch import SamplingBatch, padded_ids, sampling_arrays
 from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, ExtendSeq, ScheduleBatch
 from fenceline.model_executor.step_order import StepOrder
 from fenceline.model_executor.warm_up import warm_up
 from fenceline.models.loader import load_model
+from fenceline.sampling.sampler import OutputLogprobs, Sampler, prompt_logprobs
+from fenceline.sampling.sampling_batch import SamplingBatch, padded_ids, sampling_arrays
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from fenceline.mem_cache.transfer import Ticket
+from fenceline.mem_cache.host.transfer import Ticket
 from fenceline.memory_order import Points
-from fenceline.model_executor.sampling_batch import ReqSampling
+from fenceline.sampling.sampling_batch import ReqSampling
 
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]

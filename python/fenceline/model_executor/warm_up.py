@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.config.sampling_params import SamplingParams
 from fenceline.memory_order import Device, Points
 from fenceline.model_executor.forward_result import ForwardResult
-from fenceline.model_executor.sampler import Sampler
-from fenceline.model_executor.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.model_executor.schedule_batch import ExtendBatch, ExtendSeq, PageWrites
+from fenceline.sampling.sampler import Sampler
+from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
+from fenceline.sampling.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,9 @@ from fenceline.entrypoints.errors import install_error_handlers
 from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.front_door import FrontDoor
 from fenceline.entrypoints.openai.router import create_router
-from fenceline.managers.io_struct import (
+from fenceline.frontend.tokenizer import Tokenizer, load_tokenizer
+from fenceline.frontend.tokenizer_manager import TokenizerManager
+from fenceline.ipc.io_struct import (
     AbortReq,
     BatchStrOut,
     CachedTokensDetails,
@@ -35,8 +37,6 @@ from fenceline.managers.io_struct import (
     TokenLogprobs,
     TokenOut,
 )
-from fenceline.managers.tokenizer import Tokenizer, load_tokenizer
-from fenceline.managers.tokenizer_manager import TokenizerManager
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"

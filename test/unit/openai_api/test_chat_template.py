@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fenceline.config.chat_templates import CHAT_TEMPLATES
 from fenceline.entrypoints.openai.chat_template import ChatTemplate
-from fenceline.managers.tokenizer import load_tokenizer
+from fenceline.frontend.tokenizer import load_tokenizer
 
 # Templates in the manner of the families that are served, using what those templates use of Jinja.
 CHATML = """{%- if messages[0]['role'] == 'system' %}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fenceline.managers.io_struct import CachedTokensDetails
+from fenceline.ipc.io_struct import CachedTokensDetails
 
 DETAILS = CachedTokensDetails(device=4, host=2, storage=1)
 ASKED = {"extra_body": {"return_cached_tokens_details": True}}

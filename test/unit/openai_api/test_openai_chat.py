@@ -7,7 +7,7 @@ import math
 import openai
 import pytest
 
-from fenceline.managers.io_struct import FinishReason
+from fenceline.ipc.io_struct import FinishReason
 
 HI = [{"role": "user", "content": "Hi"}]
 THINKING = ["<th", "ink>\nLet me", " see.\n</thi", "nk>", "\n\n", "Four", "."]
@@ -195,7 +195,7 @@ async def test_template_that_opens_or_closes_the_thinking(serve, tmp_path, openi
 
 
 async def test_no_template_is_said_plainly(serve, model_dir):
-    from fenceline.managers.tokenizer import load_tokenizer
+    from fenceline.frontend.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model_dir)
     tokenizer.chat_template = None

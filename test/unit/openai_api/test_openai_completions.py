@@ -8,7 +8,7 @@ from itertools import chain
 import openai
 import pytest
 
-from fenceline.managers.io_struct import FinishReason
+from fenceline.ipc.io_struct import FinishReason
 
 
 async def test_text_prompt(serve):

@@ -15,7 +15,7 @@ from fenceline.entrypoints.fields import CHAT, COMPLETION, MAX_NAMES_LOGGED, Unk
 from fenceline.entrypoints.generate_body import FIELDS, SAMPLING_FIELDS, parse_generate
 from fenceline.entrypoints.openai.parsing import parse_body
 from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
-from fenceline.managers.request_types import RequestError
+from fenceline.frontend.request_types import RequestError
 
 DOCS = Path(__file__).parents[3] / "docs"
 HI = [{"role": "user", "content": "Hi"}]

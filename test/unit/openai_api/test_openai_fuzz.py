@@ -13,9 +13,9 @@ from fenceline.entrypoints.openai.parsing import parse_body, refuse_chat, refuse
 from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
 from fenceline.entrypoints.openai.sampling import sampling_params
 from fenceline.entrypoints.openai.serving_chat import render_chat
-from fenceline.managers.io_struct import SchedulerReady, TokenizedGenerateReq, decode, encode
-from fenceline.managers.request_prepare import build_message
-from fenceline.managers.request_types import GenerateInput, RequestError
+from fenceline.frontend.request_prepare import build_message
+from fenceline.frontend.request_types import GenerateInput, RequestError
+from fenceline.ipc.io_struct import SchedulerReady, TokenizedGenerateReq, decode, encode
 
 VOCAB = 100
 LIMITS = SchedulerReady(

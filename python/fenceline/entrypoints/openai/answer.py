@@ -9,10 +9,10 @@ from typing import NamedTuple, Protocol
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.openai.protocol import GenerationBody
-from fenceline.managers.io_struct import CachedTokensDetails, FinishReason
-from fenceline.managers.request_stream import StreamGroup
-from fenceline.managers.request_types import GenerateChunk, GenerateInput, RequestError
-from fenceline.managers.tokenizer import Tokenizer
+from fenceline.frontend.request_stream import StreamGroup
+from fenceline.frontend.request_types import GenerateChunk, GenerateInput, RequestError
+from fenceline.frontend.tokenizer import Tokenizer
+from fenceline.ipc.io_struct import CachedTokensDetails, FinishReason
 
 
 class Generator(Protocol):

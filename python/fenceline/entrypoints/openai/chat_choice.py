@@ -10,7 +10,7 @@ from fenceline.entrypoints.openai.logprobs import chat_logprobs
 from fenceline.entrypoints.openai.protocol import ChatBody
 from fenceline.entrypoints.openai.reasoning_parser import ReasoningParser, Split
 from fenceline.entrypoints.openai.token_texts import TokenTexts
-from fenceline.managers.request_types import GenerateChunk
+from fenceline.frontend.request_types import GenerateChunk
 
 
 class ChatChoice:

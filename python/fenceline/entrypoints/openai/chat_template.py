@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.managers.tokenizer import Tokenizer
+from fenceline.frontend.tokenizer import Tokenizer
 
 Message = Mapping[str, object]
 

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from fenceline.entrypoints.openai.answer import UsageCounter
 from fenceline.entrypoints.openai.protocol import GenerationBody, StreamOptions
 from fenceline.entrypoints.sse import DONE, EventStream, collect_or_abort, written
-from fenceline.managers.request_stream import StreamGroup
-from fenceline.managers.request_types import TURN_REQUESTS, GenerateChunk, error_of
+from fenceline.frontend.request_stream import StreamGroup
+from fenceline.frontend.request_types import TURN_REQUESTS, GenerateChunk, error_of
 
 
 @dataclass(frozen=True, slots=True)

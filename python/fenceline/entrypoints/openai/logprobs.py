@@ -6,7 +6,7 @@ import codecs
 from typing import TypedDict
 
 from fenceline.entrypoints.openai.token_texts import TokenTexts
-from fenceline.managers.io_struct import TokenLogprobs
+from fenceline.ipc.io_struct import TokenLogprobs
 
 # JSON has no minus infinity; OpenAI writes this for tokens that cannot be drawn.
 LOWEST_LOGPROB = -9999.0

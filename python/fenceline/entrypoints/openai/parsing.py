@@ -19,7 +19,7 @@ from fenceline.entrypoints.fields import (
 )
 from fenceline.entrypoints.json_body import count_values
 from fenceline.entrypoints.openai.protocol import ChatBody, ChatMessage, CompletionBody, GenerationBody
-from fenceline.managers.request_types import RequestError, check_num_params
+from fenceline.frontend.request_types import RequestError, check_num_params
 
 Body = TypeVar("Body", bound=BaseModel)
 

@@ -22,7 +22,7 @@ from fenceline.entrypoints.openai.serving_chat import ChatServing
 from fenceline.entrypoints.openai.serving_completions import CompletionServing
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.sse import while_connected
-from fenceline.managers.request_types import RequestError, new_rid
+from fenceline.frontend.request_types import RequestError, new_rid
 
 _CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what the access log shows
 

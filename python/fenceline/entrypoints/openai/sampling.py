@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fenceline.config.sampling_params import SamplingParams
 from fenceline.entrypoints.openai.protocol import GenerationBody
-from fenceline.managers.request_types import RequestError
+from fenceline.frontend.request_types import RequestError
+from fenceline.sampling.sampling_params import SamplingParams
 
 # What a request may leave to the model's generation_config.json (--sampling-defaults model).
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

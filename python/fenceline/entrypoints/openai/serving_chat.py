@@ -25,8 +25,8 @@ from fenceline.entrypoints.openai.reasoning_parser import ReasoningFormat, Reaso
 from fenceline.entrypoints.openai.sampling import sampling_params
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.sse import while_connected
-from fenceline.managers.request_stream import StreamGroup
-from fenceline.managers.request_types import GenerateInput, RequestError, expand_samples
+from fenceline.frontend.request_stream import StreamGroup
+from fenceline.frontend.request_types import GenerateInput, RequestError, expand_samples
 
 _INLINE_CHARS, _INLINE_MESSAGES = 1 << 15, 64  # are rendered on the event loop, in a millisecond or two
 

@@ -24,7 +24,7 @@ from fenceline.entrypoints.openai.protocol import CompletionBody
 from fenceline.entrypoints.openai.sampling import sampling_params
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.sse import while_connected
-from fenceline.managers.request_types import GenerateChunk, GenerateInput, check_num_requests, expand_samples
+from fenceline.frontend.request_types import GenerateChunk, GenerateInput, check_num_requests, expand_samples
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 
-from fenceline.managers.tokenizer import Tokenizer
+from fenceline.frontend.tokenizer import Tokenizer
 
 
 @cache

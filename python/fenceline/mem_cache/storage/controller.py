@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fenceline.config.hicache import PrefetchPolicy
-from fenceline.mem_cache.host_pool import HostPool
+from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.storage.base import StorageBackend
 from fenceline.mem_cache.storage.lane import Lane
 from fenceline.mem_cache.storage.page_hash import PageKey

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.hicache import HiCacheStorageConfig, storage_key
-from fenceline.mem_cache.host_pool import HostPool
+from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.storage.controller import StorageController
 from fenceline.mem_cache.storage.file_backend import FileBackend
 from fenceline.mem_cache.storage.page_file import header_nbytes

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from fenceline.mem_cache.host_pool import HostPool
+from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.storage.base import PageParts, StorageBackend, num_leading
 from fenceline.mem_cache.storage.page_hash import PageKey
 from fenceline.mem_cache.storage.prefetch import I32, Prefetch

@@ -15,7 +15,7 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
-from fenceline.managers.io_struct import (
+from fenceline.ipc.io_struct import (
     AbortReq,
     CachedTokensDetails,
     FinishReason,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import fenceline
 
-ROOMS = ("managers", "mem_cache", "model_executor")
+ROOMS = ("scheduler", "model_executor", "sampling", "mem_cache")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from random import Random
 
 import fenceline
 from fenceline.config.engine_config import EngineConfig
-from fenceline.managers.io_struct import Message
-from fenceline.managers.ipc import SchedulerLink
-from fenceline.managers.scheduler_process import ready_message
+from fenceline.ipc.io_struct import Message
+from fenceline.ipc.sockets import SchedulerLink
 from fenceline.memory_order import Device
+from fenceline.scheduler.process import ready_message
 from fenceline.vgpu.proving.steps import Loop
 from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE, tiny_model_path
 
@@ -55,12 +55,12 @@ class InProcess:
         """See ``entrypoints.launch.EngineBackend``."""
 
     def send(self, message: Message) -> None:
-        """See ``managers.ipc.SchedulerLink``."""
+        """See ``ipc.sockets.SchedulerLink``."""
         self.loop.send(message)
         self._sent.set()
 
     async def receive(self) -> list[Message]:
-        """See ``managers.ipc.SchedulerLink``."""
+        """See ``ipc.sockets.SchedulerLink``."""
         try:
             if self._loop is None:
                 self._start()
@@ -78,7 +78,7 @@ class InProcess:
         return news
 
     def close(self) -> None:
-        """See ``managers.ipc.SchedulerLink``. What has not been done yet is done now, and checked."""
+        """See ``ipc.sockets.SchedulerLink``. What has not been done yet is done now, and checked."""
         try:
             if self.error is None and self._device is not None:
                 self.loop.run()

@@ -12,19 +12,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from fenceline.managers.io_struct import AbortReq, TokenOut
-from fenceline.managers.req import Req
-from fenceline.managers.request_memory import Prefix
-from fenceline.managers.scheduler import Scheduler
-from fenceline.managers.scheduler_types import InFlight
+from fenceline.ipc.io_struct import AbortReq, TokenOut
 from fenceline.mem_cache.hierarchical_cache import HierarchicalCache
-from fenceline.mem_cache.hiradix_cache import HiRadixCache
-from fenceline.mem_cache.radix_node import TreeNode
+from fenceline.mem_cache.host.transfer import PageMove, Ticket, TransferKind
 from fenceline.mem_cache.storage.prefetch import Ack, Done, Failed, Fetched, Outcome
-from fenceline.mem_cache.transfer import PageMove, Ticket, TransferKind
+from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
+from fenceline.mem_cache.tree.radix_node import TreeNode
 from fenceline.memory_order import Device, Points
-from fenceline.model_executor.sampling_batch import ReqSampling
 from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, PageWrites, ScheduleBatch
+from fenceline.sampling.sampling_batch import ReqSampling
+from fenceline.scheduler.interfaces import InFlight
+from fenceline.scheduler.req import Req
+from fenceline.scheduler.request_memory import Prefix
+from fenceline.scheduler.scheduler import Scheduler
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.graph import Graph
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from fenceline.managers.io_struct import (
+from fenceline.ipc.io_struct import (
     AbortReq,
     CancelFlushReq,
     ContinueGenerationReq,

@@ -18,11 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fenceline.config.sampling_params import SamplingParams
-from fenceline.managers.flight_dump import FORMAT, VERSION
 from fenceline.memory_order import Points
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.sampling_batch import ReqSampling
 from fenceline.model_executor.schedule_batch import (
     DecodeBatch,
     ExtendBatch,
@@ -30,6 +27,9 @@ from fenceline.model_executor.schedule_batch import (
     PageWrites,
     ScheduleBatch,
 )
+from fenceline.sampling.sampling_batch import ReqSampling
+from fenceline.sampling.sampling_params import SamplingParams
+from fenceline.scheduler.flight_dump import FORMAT, VERSION
 from fenceline.vgpu.proving.script import Flags
 from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
 

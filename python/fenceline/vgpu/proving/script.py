@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from fenceline.config.sampling_params import SamplingParams
-from fenceline.managers.io_struct import Message, TokenizedGenerateReq
+from fenceline.ipc.io_struct import Message, TokenizedGenerateReq
+from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
 
 Flag = int | float | str | bool | tuple[int, ...]

@@ -12,13 +12,13 @@ import numpy as np
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.resolve import resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.managers.detokenizer_manager import Detokenizer
-from fenceline.managers.io_struct import AbortReq, BatchTokenOut, Message, TokenizedGenerateReq
-from fenceline.managers.scheduler_types import InFlight
+from fenceline.frontend.detokenizer_manager import Detokenizer
+from fenceline.ipc.io_struct import AbortReq, BatchTokenOut, Message, TokenizedGenerateReq
 from fenceline.mem_cache.hierarchical_cache import HierarchicalCache
 from fenceline.memory_order import Device
 from fenceline.memory_order.guards import QUEUED_MATCH
 from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.scheduler.interfaces import InFlight
 from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
 from fenceline.vgpu.proving.decisions import Event, Owned, device_bytes, host_bytes
 from fenceline.vgpu.proving.events import Watch, state_of
@@ -112,7 +112,7 @@ class Loop:
     # --- inbox and outbox of the scheduler
 
     def drain(self, block: bool, timeout_ms: int | None = None) -> Sequence[Message]:
-        """See ``managers.scheduler.Inbox``. A scheduler that would sleep is taken to the next arrival, one that waits
+        """See ``scheduler.scheduler.Inbox``. A scheduler that would sleep is taken to the next arrival, one that waits
         for transfers as well gets its turn."""
         messages = self._react()
         if block and timeout_ms is None and self._arrivals and not messages:
@@ -146,7 +146,7 @@ class Loop:
         return None if rid is None else AbortReq(rid=rid)
 
     def to_detokenizer(self, message: BatchTokenOut) -> None:
-        """See ``managers.scheduler.Outbox``."""
+        """See ``scheduler.scheduler.Outbox``."""
         for out in message.outs:
             self.transcript.told(out)
             self.watch.told(out)
@@ -168,7 +168,7 @@ class Loop:
         self._arrive(Arrival(self.step_no + turn.pause, request))
 
     def to_tokenizer(self, message: Message) -> None:
-        """See ``managers.scheduler.Outbox``."""
+        """See ``scheduler.scheduler.Outbox``."""
         self._tell(message)
 
     # --- the loop

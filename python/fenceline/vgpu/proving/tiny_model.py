@@ -17,9 +17,9 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from fenceline.config.resolve import resolve
 from fenceline.config.server_args import ServerArgs
+from fenceline.frontend.tokenizer import Tokenizer
 from fenceline.layers.context import torch_context
 from fenceline.layers.shard import Shard
-from fenceline.managers.tokenizer import Tokenizer
 from fenceline.models.registry import make_model
 
 VOCAB_SIZE = 64

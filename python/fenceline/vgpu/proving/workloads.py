@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from random import Random
 
-from fenceline.managers.io_struct import (
+from fenceline.ipc.io_struct import (
     AbortReq,
     ContinueGenerationReq,
     FlushCacheReq,

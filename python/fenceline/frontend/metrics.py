@@ -1,0 +1,297 @@
+"""Prometheus metrics of one server: what the main process sees of requests and what the scheduler reports.
+
+Names follow SGLang's with the prefix ``fenceline:``; those that SGLang has are shown with the prefix ``sglang:`` too
+(--metrics-prefix), as copies made when scraped. Histograms are kept as plain lists, because they are
+touched for every chunk of every stream, and turned into prometheus_client's shapes when scraped.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+
+from fenceline.frontend.request_table import RequestEntry
+from fenceline.ipc.io_struct import CudaGraphState, HiCacheState, InternalState, TokenOut, TransferState
+
+_TTFT_BUCKETS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    10,
+    20,
+    40,
+    80,
+    160,
+)
+_ITL_BUCKETS = (
+    0.001,
+    0.002,
+    0.004,
+    0.006,
+    0.008,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+)
+_E2E_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
+_QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+_PREFIX = "fenceline:"
+_SGLANG_PREFIX = "sglang:"
+# Our metrics that SGLang has, by its names (without the endings that come with a metric's kind).
+_SGLANG_NAMES = {
+    name: name
+    for name in (
+        "num_running_reqs", "num_queue_reqs", "num_used_tokens", "max_total_num_tokens", "token_usage",
+        "cache_hit_rate", "gen_throughput", "new_token_ratio", "prompt_tokens", "generation_tokens", "cached_tokens",
+        "num_requests", "num_aborted_requests", "time_to_first_token_seconds", "inter_token_latency_seconds",
+        "e2e_request_latency_seconds", "queue_time_seconds", "hicache_host_used_tokens", "hicache_host_total_tokens",
+        "evicted_tokens", "load_back_tokens", "load_back_duration_seconds", "prefetched_tokens", "backuped_tokens",
+    )
+} | {"num_retractions": "num_retracted_requests"}  # fmt: skip
+
+
+class Histogram:
+    """Cumulative-on-scrape buckets: an observation costs a bisection and two additions."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count ``value`` (seconds) ``times`` times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, cumulative count) pairs ending with +Inf."""
+        total = 0
+        result = []
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            total += count
+            result.append(("+Inf" if bound == float("inf") else str(float(bound)), float(total)))
+        return result
+
+
+class Metrics:
+    """Counts requests and tokens. One registry per server: two servers in one process do not meet."""
+
+    def __init__(self, model_name: str, has_tiers: bool = False, prefix: str = "both") -> None:
+        """``has_tiers``: with HiCache, where cached tokens are counted by the tier in which they were found.
+        ``prefix``: ``fenceline``, ``sglang`` or ``both``."""
+        self.registry = CollectorRegistry(auto_describe=False)
+        self._model_name = model_name
+        self._has_tiers = has_tiers
+        self._prefix = prefix
+        self._state: InternalState | None = None
+        self._ttft = Histogram(_TTFT_BUCKETS)
+        self._itl = Histogram(_ITL_BUCKETS)
+        self._e2e = Histogram(_E2E_BUCKETS)
+        self._queue_time = Histogram(_QUEUE_BUCKETS)
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._cached_tokens = {"device": 0, "host": 0, "storage": 0}
+        self._num_requests = 0
+        self._num_aborted = 0
+        self.registry.register(self)
+
+    def observe(self, entry: RequestEntry, token: TokenOut, now: float) -> None:
+        """News of a request arrived at ``now`` (``time.perf_counter()``)."""
+        count = len(token.output_ids)
+        self._generation_tokens += count
+        if entry.first_token == 0.0:
+            entry.first_token = now
+            self._prompt_tokens += token.prompt_tokens
+            self._count_cached(token)
+            self._ttft.observe(now - entry.created)
+            if token.queue_time_s is not None:
+                self._queue_time.observe(token.queue_time_s)
+        elif count:
+            self._itl.observe((now - entry.last_token) / count, count)
+        entry.last_token = now
+        reason = token.finish_reason
+        if reason is not None:
+            self._num_requests += 1
+            self._num_aborted += reason.type == "abort"
+            self._e2e.observe(now - entry.created)
+
+    def _count_cached(self, token: TokenOut) -> None:
+        details = token.cached_tokens_details
+        if details is None:
+            self._cached_tokens["device"] += token.cached_tokens
+            return
+        self._cached_tokens["device"] += details.device
+        self._cached_tokens["host"] += details.host
+        self._cached_tokens["storage"] += details.storage
+
+    def abandoned(self, entry: RequestEntry) -> None:
+        """The consumer of a request went away."""
+        self._num_requests += 1
+        self._num_aborted += 1
+
+    def report(self, state: InternalState) -> None:
+        """The scheduler's latest report."""
+        self._state = state
+
+    def exposition(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """prometheus_client's collector protocol."""
+        for metric in self._metrics():
+            if self._prefix != "sglang":
+                yield metric
+            if self._prefix != "fenceline":
+                yield from _as_sglang(metric)
+
+    def _metrics(self) -> Iterator[Metric]:
+        yield from self._gauges()
+        yield self._counter("prompt_tokens", "Prompt tokens of all requests.", self._prompt_tokens)
+        yield self._counter(
+            "generation_tokens", "Tokens generated for all requests.", self._generation_tokens
+        )
+        yield self._cached()
+        yield self._counter("num_requests", "Requests that have ended.", self._num_requests)
+        yield self._counter("num_aborted_requests", "Requests that ended by an abort.", self._num_aborted)
+        yield self._histogram("time_to_first_token_seconds", "From arrival to the first token.", self._ttft)
+        yield self._histogram("inter_token_latency_seconds", "Between tokens of one request.", self._itl)
+        yield self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", self._e2e)
+        yield self._histogram("queue_time_seconds", "From arrival to the first step.", self._queue_time)
+
+    def _gauges(self) -> Iterator[Metric]:
+        state = self._state
+        if state is None:
+            return
+        yield self._gauge("num_running_reqs", "Requests being decoded.", state.num_running_reqs)
+        yield self._gauge("num_queue_reqs", "Requests waiting.", state.num_queue_reqs)
+        yield self._gauge("num_used_tokens", "KV cache tokens held by requests.", state.num_used_tokens)
+        yield self._gauge("max_total_num_tokens", "Size of the KV cache.", state.max_total_num_tokens)
+        yield self._gauge("token_usage", "Share of the KV cache held by requests.", state.token_usage)
+        yield self._gauge("cache_hit_rate", "Share of prompt tokens found cached.", state.cache_hit_rate)
+        yield self._gauge("gen_throughput", "Generated tokens per second.", state.gen_throughput)
+        yield self._gauge("new_token_ratio", "Share of the answers' room kept free.", state.new_token_ratio)
+        yield self._counter("num_retractions", "Requests sent back to the queue.", state.num_retractions)
+        if state.cuda_graphs is not None:
+            yield from self._graphs("", "Decode steps", state.cuda_graphs)
+        if state.piecewise_cuda_graphs is not None:
+            yield from self._graphs("prefill_", "Prefill steps", state.piecewise_cuda_graphs)
+        if state.hicache is not None:
+            yield from self._hicache(state.hicache)
+
+    def _graphs(self, prefix: str, steps: str, graphs: CudaGraphState) -> Iterator[Metric]:
+        name = f"{prefix}cuda_graph"
+        text = f"{steps} that are meant for graphs."
+        yield self._counter(f"{name}_eligible_steps", text, graphs.eligible_steps)
+        yield self._counter(f"{name}_replays", f"{steps} that were replays of a graph.", graphs.replays)
+        text = f"{steps} that ran without a graph, by reason."
+        yield self._counters(f"{name}_fallbacks", text, "reason", graphs.fallbacks)
+        text = f"{steps} before which something wrong had to be put right, by reason."
+        yield self._counters(f"{name}_repairs", text, "reason", graphs.repairs)
+
+    def _cached(self) -> Metric:
+        """Prompt tokens found cached: SGLang's counter with its label, which is there only where there are tiers."""
+        name, text = "cached_tokens", "Prompt tokens found in the prefix cache."
+        if self._has_tiers:
+            return self._counters(name, text, "cache_source", self._cached_tokens)
+        return self._counter(name, text, self._cached_tokens["device"])
+
+    def _hicache(self, state: HiCacheState) -> Iterator[Metric]:
+        used, total = state.num_used_host_tokens, state.num_host_tokens
+        yield self._gauge("hicache_host_used_tokens", "Tokens whose KV the host tier holds.", used)
+        yield self._gauge("hicache_host_total_tokens", "Size of the host tier in tokens.", total)
+        family = GaugeMetricFamily(
+            _PREFIX + "hicache_pages", "The tree's pages by where they are.", labels=["model_name", "state"]
+        )
+        for name, value in state.pages.items():
+            family.add_metric([self._model_name, name], float(value))
+        yield family
+        yield self._gauge("hicache_locked_nodes", "Nodes of the tree in use.", state.num_locked_nodes)
+        text = "Tokens whose KV left a tier."
+        yield self._counters("evicted_tokens", text, "cache_source", state.evicted_tokens)
+        yield from self._transfers("load_back", "from host to device", state.load)
+        yield from self._transfers("hicache_backup", "from device to host", state.store)
+        yield from self._transfers("prefetched", "from storage to host", state.storage_read)
+        yield from self._transfers("backuped", "from host to storage", state.storage_write)
+        text = "Reads ahead from the storage, by how they ended."
+        yield self._counters("hicache_prefetches", text, "outcome", state.prefetches)
+        text = "Pages that were looked for in the storage in vain."
+        yield self._counter("hicache_storage_misses", text, state.num_storage_misses)
+        text = "Pages that could not be read from or written to the storage, by reason."
+        yield self._counters("hicache_storage_errors", text, "reason", state.storage_errors)
+        text = "What was derived from pages that had moved since and was made anew, by reason."
+        yield self._counters("hicache_recomputes", text, "reason", state.recomputes)
+
+    def _transfers(self, name: str, way: str, transfers: TransferState) -> Iterator[Metric]:
+        yield self._counter(f"{name}_tokens", f"Tokens whose KV was copied {way}.", transfers.num_tokens)
+        yield self._counter(f"{name}_bytes", f"Bytes copied {way}.", transfers.num_bytes)
+        family = SummaryMetricFamily(
+            f"{_PREFIX}{name}_duration_seconds", f"Transfers {way}.", labels=["model_name"]
+        )
+        family.add_metric([self._model_name], transfers.num_transfers, transfers.seconds)
+        yield family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(_PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self._model_name], float(value))
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(_PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self._model_name], float(value))
+        return family
+
+    def _counters(self, name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+        """A counter for each value of ``label``; "none" of value 0 shows the metric where there is none yet."""
+        family = CounterMetricFamily(_PREFIX + name, text, labels=["model_name", label])
+        for value_of_label, value in (values or {"none": 0}).items():
+            family.add_metric([self._model_name, value_of_label], float(value))
+        return family
+
+    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
+        family = HistogramMetricFamily(_PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self._model_name], histogram.buckets(), histogram.sum)
+        return family
+
+
+def _as_sglang(metric: Metric) -> Iterator[Metric]:
+    """``metric`` under SGLang's name, if it has one."""
+    name = _SGLANG_NAMES.get(metric.name.removeprefix(_PREFIX))
+    if name is None:
+        return
+    copy = Metric(_SGLANG_PREFIX + name, metric.documentation, metric.type)
+    copy.samples = [
+        sample._replace(name=copy.name + sample.name.removeprefix(metric.name)) for sample in metric.samples
+    ]
+    yield copy

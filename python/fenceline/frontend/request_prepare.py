@@ -1,0 +1,220 @@
+"""From a GenerateInput to the scheduler's message: what can be said without tokens is checked before tokenising."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.config.request_limits import (
+    MAX_EXTRA_KEY_BYTES,
+    MAX_PRIORITY,
+    MAX_RID_BYTES,
+    MAX_TOKEN_IDS_LOGPROB,
+    MAX_TOP_LOGPROBS,
+    MIN_PRIORITY,
+    PRESUMED_TOKEN_CHARS,
+)
+from fenceline.frontend.request_types import GenerateInput, RequestError, not_unicode
+from fenceline.frontend.tokenizer import Tokenizer
+from fenceline.ipc.io_struct import SchedulerReady, TokenizedGenerateReq
+from fenceline.sampling.sampling_params import SamplingParams
+
+
+def check_untokenised(
+    inp: GenerateInput, tokenizer: Tokenizer | None, config: EngineConfig, limits: SchedulerReady
+) -> None:
+    """All that can be said of a request before tokenising, but for its sampling parameters and its ids.
+
+    Raises RequestError with the remedy for the first thing that is wrong."""
+    vocab_size = config.model.vocab_size
+    if (inp.text is None) == (inp.input_ids is None):
+        raise RequestError(400, "give either text or input_ids, not both and not neither", param="text")
+    if inp.text is not None and tokenizer is None:
+        raise RequestError(
+            400, "this server runs with --skip-tokenizer-init: send input_ids, not text", param="text"
+        )
+    check_rid(inp.rid)
+    if len(_utf8("extra_key", inp.extra_key)) > MAX_EXTRA_KEY_BYTES:
+        raise RequestError(400, f"extra_key may have at most {MAX_EXTRA_KEY_BYTES} bytes", param="extra_key")
+    if inp.priority:
+        _check_priority(inp.priority, config.priority is not None)
+    if not 0 <= inp.top_logprobs_num <= min(MAX_TOP_LOGPROBS, vocab_size):
+        raise RequestError(
+            400,
+            f"top_logprobs_num must be between 0 and {min(MAX_TOP_LOGPROBS, vocab_size)}, "
+            f"got {inp.top_logprobs_num}",
+            param="top_logprobs_num",
+        )
+    _check_token_ids_logprob(inp, vocab_size)
+    if inp.text is not None and tokenizer is not None:
+        check_length(len(inp.text), tokenizer, config, limits)
+    longest = limits.max_req_input_len if inp.input_ids is None else len(inp.input_ids)
+    _check_logprob_start(inp, longest)
+
+
+def check_length(num_chars: int, tokenizer: Tokenizer, config: EngineConfig, limits: SchedulerReady) -> None:
+    """Raise RequestError if a text of so many characters has too many tokens, whatever they are. Under
+    --allow-auto-truncate only where the tokenizer takes no pieces, and so would tokenise what is cut afterwards."""
+    if config.allow_auto_truncate and tokenizer.takes_pieces:
+        return
+    least = -(-num_chars // (tokenizer.max_token_chars or PRESUMED_TOKEN_CHARS))
+    if least > limits.max_req_input_len:
+        raise RequestError(
+            400,
+            f"the prompt has {num_chars} characters and so at least {least} tokens, this server takes at most "
+            f"{limits.max_req_input_len} (context length {limits.context_length}); shorten the prompt",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+
+def check_rid(rid: str) -> None:
+    """Raise RequestError for an id that is too long, or no text."""
+    if len(rid) > MAX_RID_BYTES or len(_utf8("rid", rid)) > MAX_RID_BYTES:
+        raise RequestError(400, f"rid may have at most {MAX_RID_BYTES} bytes", param="rid")
+
+
+def _check_priority(priority: int, has_priorities: bool) -> None:
+    if not has_priorities:
+        raise RequestError(
+            400,
+            "this server does not schedule by priority: start it with --enable-priority-scheduling, or leave priority "
+            "out",
+            param="priority",
+        )
+    if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+        raise RequestError(400, "priority must fit in 64 bits", param="priority")
+
+
+def check_params(inputs: Sequence[GenerateInput], vocab_size: int, has_tokenizer: bool) -> None:
+    """Raise RequestError for the first sampling parameter that is wrong.
+
+    Prompts of a body share their parameters, and samples differ in the seed alone: what they share is checked once.
+    """
+    numbers: set[int] = set()
+    tokens: set[tuple[int, int, int]] = set()
+    try:
+        for inp in inputs:
+            params = inp.sampling_params
+            if id(params) in numbers:
+                continue
+            numbers.add(id(params))
+            params.verify_numbers()
+            identity = (id(params.stop), id(params.stop_token_ids), id(params.logit_bias))
+            if identity not in tokens:
+                tokens.add(identity)
+                params.verify_tokens(vocab_size)
+                _check_stop(params, has_tokenizer)
+    except ValueError as error:
+        raise RequestError(400, str(error), param=str(error).split(" ", 1)[0].rstrip(":")) from error
+
+
+def _check_stop(params: SamplingParams, has_tokenizer: bool) -> None:
+    if params.stop and not has_tokenizer:
+        raise RequestError(
+            400, "this server runs with --skip-tokenizer-init: stop strings are impossible, use stop_token_ids",
+            param="stop",
+        )  # fmt: skip
+    for stop in params.stop:
+        _utf8("stop", stop)
+
+
+def _utf8(name: str, text: str) -> bytes:
+    """``text`` as UTF-8. JSON over HTTP can always be written so, a Python string need not."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise not_unicode(name) from error
+
+
+def _check_token_ids_logprob(inp: GenerateInput, vocab_size: int) -> None:
+    ids = inp.token_ids_logprob if inp.return_logprob else ()
+    if len(ids) > MAX_TOKEN_IDS_LOGPROB:
+        raise RequestError(
+            400,
+            f"token_ids_logprob may name at most {MAX_TOKEN_IDS_LOGPROB} tokens, got {len(ids)}",
+            param="token_ids_logprob",
+        )
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                400,
+                f"token_ids_logprob: {token} is outside the vocabulary of {vocab_size}",
+                param="token_ids_logprob",
+            )
+
+
+def _check_logprob_start(inp: GenerateInput, longest: int) -> None:
+    if not -1 <= inp.logprob_start_len <= longest:
+        raise RequestError(
+            400,
+            f"logprob_start_len must be between -1 and the prompt's length {longest}, got {inp.logprob_start_len}",
+            param="logprob_start_len",
+        )
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, limits: SchedulerReady) -> None:
+    """Raise RequestError for an empty or oversized prompt and for ids outside the vocabulary."""
+    if not ids:
+        raise RequestError(400, "the prompt is empty", param="prompt")
+    if len(ids) > limits.max_req_input_len:
+        raise RequestError(
+            400,
+            f"the prompt has {len(ids)} tokens, this server takes at most {limits.max_req_input_len} "
+            f"(context length {limits.context_length}); shorten the prompt",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    check_vocabulary(ids, vocab_size, "input_ids")
+
+
+def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raise RequestError for ids outside the vocabulary."""
+    low, high = min(ids, default=0), max(ids, default=0)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise RequestError(400, f"token id {bad} is outside the vocabulary of {vocab_size}", param=param)
+
+
+def fit_params(
+    params: SamplingParams, prompt_len: int, vocab_size: int, limits: SchedulerReady
+) -> SamplingParams:
+    """``params`` with ``max_new_tokens`` clipped to what context and memory can hold, and without stop tokens outside
+    the vocabulary, which nothing ever matches."""
+    stops = params.stop_token_ids
+    if stops and not (min(stops) >= 0 and max(stops) < vocab_size):
+        known = tuple(token for token in params.stop_token_ids if 0 <= token < vocab_size)
+        params = msgspec.structs.replace(params, stop_token_ids=known)
+    room = min(limits.context_length, limits.max_total_num_tokens) - prompt_len
+    if params.max_new_tokens <= room:
+        return params
+    return msgspec.structs.replace(
+        params, max_new_tokens=max(room, 0), min_new_tokens=min(params.min_new_tokens, max(room, 0))
+    )
+
+
+def build_message(
+    inp: GenerateInput,
+    wire_rid: str,
+    ids: list[int],
+    vocab_size: int,
+    limits: SchedulerReady,
+    default_priority: int = 0,
+) -> TokenizedGenerateReq:
+    """The message of a request that was checked, and whose ids were. Raises RequestError for what only both show."""
+    if inp.input_ids is None:
+        _check_logprob_start(inp, len(ids))
+    return TokenizedGenerateReq(
+        rid=wire_rid,
+        input_ids=ids,
+        sampling_params=fit_params(inp.sampling_params, len(ids), vocab_size, limits),
+        stream=inp.stream,
+        return_logprob=inp.return_logprob,
+        logprob_start_len=inp.logprob_start_len,
+        top_logprobs_num=inp.top_logprobs_num,
+        token_ids_logprob=list(inp.token_ids_logprob) if inp.return_logprob else [],
+        extra_key=inp.extra_key,
+        priority=default_priority if inp.priority is None else inp.priority,
+    )

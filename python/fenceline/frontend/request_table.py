@@ -1,0 +1,225 @@
+"""The requests in flight, as the main process knows them, and the limit on waiting ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from operator import attrgetter, itemgetter
+
+from fenceline.config.engine_config import PriorityConfig
+from fenceline.frontend.request_stream import RequestStream
+from fenceline.frontend.request_types import GenerateChunk, RequestError, RequestTimes
+from fenceline.ipc.io_struct import SchedulerReady, TokenizedGenerateReq, TokenOut
+
+_MAX_PAST_IDS = 65536  # news of a request is never this late
+
+
+class RequestEntry:
+    """One request in flight. Times are ``time.perf_counter()`` seconds, 0 where not yet known."""
+
+    __slots__ = (
+        "cached_tokens", "completion_tokens", "created", "displaced", "family", "first_token", "last_token",
+        "num_prompt_tokens", "num_retractions", "queue_time_s", "rank", "rid", "started", "stream", "wire_rid",
+    )  # fmt: skip
+
+    def __init__(
+        self, message: TokenizedGenerateReq, stream: RequestStream, family: str, rank: int = 0
+    ) -> None:
+        self.rid = stream.rid
+        self.family = family
+        self.wire_rid = message.rid
+        self.stream = stream
+        self.num_prompt_tokens = len(message.input_ids)
+        self.rank = rank  # see PriorityConfig.rank
+        self.displaced = False  # told to make room in the queue
+        self.created = time.perf_counter()
+        self.started = False
+        self.first_token = 0.0
+        self.last_token = 0.0
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self.num_retractions = 0
+        self.queue_time_s: float | None = None
+
+    @property
+    def num_held_tokens(self) -> int:
+        """KV slots the request is presumed to hold alone."""
+        return self.num_prompt_tokens - self.cached_tokens + self.completion_tokens
+
+    def chunk(self, token: TokenOut, text: str, now: float) -> GenerateChunk:
+        """``token`` as the consumer sees it."""
+        return GenerateChunk(
+            rid=self.rid,
+            text=text,
+            output_ids=token.output_ids,
+            prompt_tokens=token.prompt_tokens,
+            completion_tokens=token.completion_tokens,
+            cached_tokens=token.cached_tokens,
+            e2e_latency=now - self.created,
+            output_logprobs=token.output_logprobs,
+            input_logprobs=token.input_logprobs,
+            finish_reason=token.finish_reason,
+            num_retractions=token.num_retractions,
+            cached_tokens_details=token.cached_tokens_details,
+            times=None if token.finish_reason is None else self.times(now),
+        )
+
+    def times(self, now: float) -> RequestTimes:
+        """How long it took, at its end."""
+        first = self.first_token
+        num_later = self.completion_tokens - 1
+        return RequestTimes(
+            queue_time_s=self.queue_time_s,
+            first_token_latency_s=first - self.created if first else None,
+            decode_throughput=num_later / (now - first) if first and num_later > 0 and now > first else None,
+        )
+
+
+class RequestTable:
+    """Requests by id.
+
+    A caller may use an id again as soon as the request has ended for him, while news of it may still be on
+    its way and the scheduler may not have heard of its end. So a reused id travels under another name, the
+    *wire id*; only news of the wire id counts.
+    """
+
+    def __init__(self, max_queued: int | None, priority: PriorityConfig | None = None) -> None:
+        self._max_queued = max_queued
+        self._priority = priority
+        self._active: dict[str, RequestEntry] = {}  # by id
+        self._by_wire: dict[str, RequestEntry] = {}
+        self._waiting: dict[str, RequestEntry] = {}  # by id, in order of arrival, nothing heard yet
+        self._past: dict[str, int] = {}  # ids used before (the latest of them) and how often
+        self._held_tokens = 0  # of started requests
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def __contains__(self, rid: str) -> bool:
+        return rid in self._active
+
+    def wire_rid(self, rid: str) -> str:
+        """The name under which a new request ``rid`` travels, or an active one does."""
+        if rid in self._active:
+            return self._active[rid].wire_rid
+        times = self._past.get(rid, 0)
+        # An id that holds a tilde of its own always gets a number, so that no two names can be the same.
+        return f"{rid}~{times}" if times or "~" in rid else rid
+
+    def named(self, rid: str) -> list[RequestEntry]:
+        """The requests in flight that a client means by ``rid``: as in SGLang those whose id begins so, and all of a
+        family whose id does."""
+        entries = self._active.values()
+        return [entry for entry in entries if entry.rid.startswith(rid) or entry.family.startswith(rid)]
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests of which nothing has been heard yet."""
+        return len(self._waiting)
+
+    def admit(
+        self,
+        rids: Sequence[str],
+        prompt_lens: Sequence[int],
+        priorities: Sequence[int],
+        limits: SchedulerReady,
+    ) -> list[RequestEntry]:
+        """The waiting requests that must go before all these may be added: none, but where the queue is full and they
+        come before others by priority. No await lies between this and :meth:`add`.
+
+        Raises RequestError if these may not be added: 400 for a duplicate id, 503 beyond --max-queued-requests.
+        """
+        seen: set[str] = set()
+        for rid in rids:
+            if rid in self._active or rid in seen:
+                raise RequestError(400, f"a request with id {rid!r} is already in flight", param="rid")
+            seen.add(rid)
+        if self._max_queued is None:
+            return []
+        ranks = list(map(self._rank, priorities))
+        excess = self._num_queued(prompt_lens, ranks, limits) - self._max_queued
+        if excess <= 0:
+            return []
+        # Of the worst the latest go, as they came to the queue last.
+        worse = [entry for entry in self._waiting.values() if entry.rank > max(ranks) and not entry.displaced]
+        if len(worse) < excess:
+            raise RequestError(
+                503,
+                f"the queue is full (--max-queued-requests {self._max_queued}); try again later",
+                code="queue_full",
+            )
+        return sorted(worse, key=attrgetter("rank"))[-excess:]
+
+    def _rank(self, priority: int) -> int:
+        return 0 if self._priority is None else self._priority.rank(priority)
+
+    def _num_queued(self, prompt_lens: Sequence[int], ranks: Sequence[int], limits: SchedulerReady) -> int:
+        """How many requests would wait if these came too: those that fit neither the free places nor the
+        free memory, in order of priority and arrival."""
+        waiting = [
+            (entry.rank, entry.num_prompt_tokens) for entry in self._waiting.values() if not entry.displaced
+        ]
+        waiting += zip(ranks, prompt_lens, strict=True)
+        prompts = [length for _, length in sorted(waiting, key=itemgetter(0))]
+        places = limits.max_running_requests - (len(self._active) - len(self._waiting))
+        tokens = limits.max_total_num_tokens - self._held_tokens
+        admitted = 0
+        for length in prompts:
+            tokens -= length
+            if admitted >= places or tokens < 0:
+                break
+            admitted += 1
+        return len(prompts) - admitted
+
+    def add(self, message: TokenizedGenerateReq, stream: RequestStream, family: str = "") -> RequestEntry:
+        """Start keeping track of a request that :meth:`admit` allowed."""
+        assert stream.rid not in self._active
+        assert message.rid not in self._by_wire
+        entry = RequestEntry(message, stream, family, self._rank(message.priority))
+        self._active[entry.rid] = self._waiting[entry.rid] = self._by_wire[entry.wire_rid] = entry
+        return entry
+
+    def advance(self, token: TokenOut) -> RequestEntry | None:
+        """Account for news; None if nobody waits for it any more. The last news removes the entry."""
+        entry = self._by_wire.get(token.rid)
+        if entry is None:
+            return None
+        held = entry.num_held_tokens
+        if not entry.started:
+            entry.started = True
+            entry.queue_time_s = token.queue_time_s
+            del self._waiting[entry.rid]
+            held = 0
+        entry.completion_tokens = token.completion_tokens
+        entry.cached_tokens = token.cached_tokens
+        entry.num_retractions = token.num_retractions
+        self._held_tokens += entry.num_held_tokens - held
+        if token.finish_reason is not None:
+            self._forget(entry)
+        return entry
+
+    def abandon(self, rid: str) -> RequestEntry | None:
+        """The consumer left. None if the request had ended."""
+        entry = self._active.get(rid)
+        if entry is not None:
+            self._forget(entry)
+        return entry
+
+    def clear(self) -> list[RequestEntry]:
+        """Forget everything; the entries, for their streams to be failed."""
+        entries = list(self._active.values())
+        self._active.clear()
+        self._waiting.clear()
+        self._by_wire.clear()
+        self._held_tokens = 0
+        return entries
+
+    def _forget(self, entry: RequestEntry) -> None:
+        del self._active[entry.rid]
+        del self._by_wire[entry.wire_rid]
+        self._waiting.pop(entry.rid, None)
+        if entry.started:
+            self._held_tokens -= entry.num_held_tokens
+        self._past[entry.rid] = self._past.pop(entry.rid, 0) + 1
+        if len(self._past) > _MAX_PAST_IDS:
+            del self._past[next(iter(self._past))]

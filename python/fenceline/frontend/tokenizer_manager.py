@@ -1,0 +1,465 @@
+"""TokenizerManager: requests in, chunks out; the main process's end of the pipeline.
+
+::
+
+    manager = TokenizerManager(config, tokenizer, link)
+    async with await manager.submit(inp) as stream:             # RequestError before anything is sent
+        async for chunk in stream: ...                          # GenerateChunk; leaving early aborts
+    async with await manager.submit_many([inp, ...]) as group:  # all are accepted or none
+        async for index, chunk in group: ...
+        answers = await group.collect()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.config.request_limits import MAX_BODY_TOKENS, MAX_TOKENIZE_TOKENS
+from fenceline.frontend.control import MAX_FLUSH_WAIT_S, ControlDesk
+from fenceline.frontend.metrics import Metrics
+from fenceline.frontend.request_log import RequestLog
+from fenceline.frontend.request_prepare import (
+    build_message,
+    check_ids,
+    check_length,
+    check_params,
+    check_untokenised,
+    check_vocabulary,
+)
+from fenceline.frontend.request_stream import RequestStream, StreamGroup
+from fenceline.frontend.request_table import RequestEntry, RequestTable
+from fenceline.frontend.request_types import (
+    TURN_REQUESTS,
+    GenerateChunk,
+    GenerateInput,
+    RequestError,
+    check_num_requests,
+)
+from fenceline.frontend.tokenize_pool import TokenizePool
+from fenceline.frontend.tokenizer import Tokenizer
+from fenceline.ipc.io_struct import (
+    AbortReq,
+    BatchStrOut,
+    BatchTokenOut,
+    ControlReply,
+    FatalError,
+    InternalState,
+    Message,
+    SchedulerReady,
+    ShutdownReq,
+    StatsReport,
+    TickReq,
+    TokenizedGenerateReq,
+    TokenOut,
+)
+from fenceline.ipc.sockets import SchedulerLink
+
+_MIN_TICK_S, _MAX_TICK_S = 0.01, 1.0
+
+_TURN_IDS = 1 << 17  # of prompts that are looked through in one turn of the event loop: some milliseconds
+
+
+class TokenizerManager:
+    """Tokenises and validates requests, sends them to the scheduler and routes the news back.
+
+    Lives on one event loop; every method belongs to that loop's thread.
+    ``tokenizer`` is None under --skip-tokenizer-init. ``limits`` is None until the scheduler is ready.
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, link: SchedulerLink) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.vocab_size = config.model.vocab_size
+        self.limits: SchedulerReady | None = None
+        self.state: InternalState | None = None  # the scheduler's latest report
+        self.fatal: str | None = None
+        self.metrics = Metrics(config.served_model_name, config.hicache is not None, config.metrics_prefix)
+        self.control = ControlDesk(link.send)
+        self._link = link
+        self._table = RequestTable(config.max_queued_requests, config.priority)
+        self._log = RequestLog(config)
+        self._preparing: set[str] = set()  # ids of requests between submit_many and the table
+        self._pool = None if tokenizer is None else TokenizePool(tokenizer)
+        self._ready = asyncio.Event()
+        self._dead = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._draining = False
+        timeouts = [s for s in (config.req_waiting_timeout_s, config.req_running_timeout_s) if s is not None]
+        self._tick_s = min(max(min(timeouts) / 10, _MIN_TICK_S), _MAX_TICK_S) if timeouts else None
+        self._ticker: asyncio.TimerHandle | None = None
+        self.last_news = 0.0  # time.perf_counter() of the latest news of any request
+
+    # --- requests
+
+    async def submit(self, inp: GenerateInput) -> RequestStream:
+        """Validate and send one request. Raises RequestError; then nothing was sent."""
+        return (await self.submit_many([inp])).streams[0]
+
+    async def submit_many(self, inputs: Sequence[GenerateInput]) -> StreamGroup:
+        """Validate all requests, then send all. Raises RequestError; then none was sent."""
+        rids = [inp.rid for inp in inputs]
+        ours = set(rids) - self._preparing  # an id that is given twice is the first one's to take back
+        self._preparing |= ours
+        try:
+            return await self._submit_many(inputs, rids)
+        finally:
+            self._preparing -= ours
+
+    async def _submit_many(self, inputs: Sequence[GenerateInput], rids: Sequence[str]) -> StreamGroup:
+        limits, priority = self._require_serving(), self.config.priority
+        if self.config.allow_auto_truncate:
+            inputs = [_truncated(inp, limits.max_req_input_len) for inp in inputs]
+        default_priority = 0 if priority is None else priority.default_value
+        priorities = [default_priority if inp.priority is None else inp.priority for inp in inputs]
+        await self._check_untokenised(inputs, limits)
+        # What is refused whatever the prompts' lengths: they have one token at least.
+        self._table.admit(rids, [len(inp.input_ids or "?") for inp in inputs], priorities, limits)
+        prompts = await self._prompt_ids(inputs, limits)
+        limits = self._require_serving()  # tokenising may have taken a while
+        messages = await self._messages(inputs, prompts, limits, default_priority)
+        for entry in self._table.admit(rids, [len(ids) for ids in prompts], priorities, limits):
+            self._displace(entry)
+        streams = [self._start(inp, message) for inp, message in zip(inputs, messages, strict=True)]
+        return StreamGroup(streams)
+
+    # Of a body with thousands of prompts others' turns come in between. Samples share their prompt's ids, which are
+    # checked once.
+
+    async def _check_untokenised(self, inputs: Sequence[GenerateInput], limits: SchedulerReady) -> None:
+        for start in range(0, len(inputs), TURN_REQUESTS):
+            check_params(inputs[start : start + TURN_REQUESTS], self.vocab_size, self.tokenizer is not None)
+            if start:
+                await asyncio.sleep(0)
+        num_ids = 0
+        checked: Sequence[int] | None = None
+        for index, inp in enumerate(inputs):
+            check_untokenised(inp, self.tokenizer, self.config, limits)
+            ids = inp.input_ids
+            if ids is not None and ids is not checked:
+                check_ids(ids, self.vocab_size, limits)
+                checked = ids
+                num_ids += len(ids)
+            if (index + 1) % TURN_REQUESTS == 0 or num_ids > _TURN_IDS:
+                num_ids = 0
+                await asyncio.sleep(0)
+
+    async def _messages(
+        self,
+        inputs: Sequence[GenerateInput],
+        prompts: Sequence[list[int]],
+        limits: SchedulerReady,
+        default_priority: int,
+    ) -> list[TokenizedGenerateReq]:
+        messages: list[TokenizedGenerateReq] = []
+        num_ids = 0
+        checked: Sequence[int] | None = None
+        for inp, ids in zip(inputs, prompts, strict=True):
+            if inp.text is not None and ids is not checked:
+                check_ids(ids, self.vocab_size, limits)
+                checked = ids
+                num_ids += len(ids)
+            messages.append(build_message(inp, inp.rid, ids, self.vocab_size, limits, default_priority))
+            if len(messages) % TURN_REQUESTS == 0 or num_ids > _TURN_IDS:
+                num_ids = 0
+                await asyncio.sleep(0)
+        # At the end: ids that are in use, or were, may change as long as others run.
+        return [self._under_wire_rid(message) for message in messages]
+
+    def _under_wire_rid(self, message: TokenizedGenerateReq) -> TokenizedGenerateReq:
+        wire_rid = self._table.wire_rid(message.rid)
+        return message if wire_rid == message.rid else msgspec.structs.replace(message, rid=wire_rid)
+
+    async def generate(self, inp: GenerateInput) -> AsyncIterator[GenerateChunk]:
+        """:meth:`submit` and iterate. Validation happens at the first ``anext``."""
+        async with await self.submit(inp) as stream:
+            async for chunk in stream:
+                yield chunk
+
+    def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
+        """Abort the requests whose id, or whose body's id, begins with ``rid``, or all requests; unknown and empty
+        ids are ignored. Readers get a last chunk of type ``abort``."""
+        if abort_all:
+            self._link.send(AbortReq(rid="", abort_all=True))
+            return
+        for entry in self._table.named(rid) if rid else ():
+            self._link.send(AbortReq(rid=entry.wire_rid))
+
+    def is_active(self, rid: str) -> bool:
+        """Whether a request of this id is in flight, or being prepared."""
+        return rid in self._table or rid in self._preparing
+
+    @property
+    def num_active(self) -> int:
+        """Requests in flight, waiting ones included."""
+        return len(self._table)
+
+    async def tokenize(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text, off the event loop where that pays. Raises RequestError without a tokenizer, and for
+        too many texts or tokens."""
+        check_num_requests(len(texts), 1)
+        most = max(MAX_TOKENIZE_TOKENS, self.config.context_length)
+        return await self._texts().encode(texts, add_special_tokens, most, most)
+
+    async def detokenize(self, lists: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+        """The text of each list of ids, off the event loop. Raises RequestError without a tokenizer, for too many lists
+        or ids, and for ids outside the vocabulary."""
+        check_num_requests(len(lists), 1)
+        pool = self._texts()
+        most = max(MAX_TOKENIZE_TOKENS, self.config.context_length)
+        if sum(map(len, lists)) > most:
+            raise RequestError(
+                400, f"tokens may have at most {most} ids; send several requests", param="tokens"
+            )
+        for ids in lists:
+            for start in range(0, len(ids), _TURN_IDS):
+                check_vocabulary(ids[start : start + _TURN_IDS], self.vocab_size, "tokens")
+                if start:
+                    await asyncio.sleep(0)
+        return await pool.decode(lists, skip_special_tokens)
+
+    def check_text_length(self, num_chars: int) -> None:
+        """Raise RequestError if a prompt of so many characters has too many tokens, whatever they are."""
+        if self.tokenizer is not None:
+            check_length(num_chars, self.tokenizer, self.config, self._require_serving())
+
+    def _texts(self) -> TokenizePool:
+        if self._pool is None:
+            raise RequestError(
+                400, "this server runs with --skip-tokenizer-init and can neither tokenise nor detokenise"
+            )
+        return self._pool
+
+    async def _prompt_ids(self, inputs: Sequence[GenerateInput], limits: SchedulerReady) -> list[list[int]]:
+        """The token ids of all prompts; those of one prompt's samples are tokenised once."""
+        most = max(MAX_BODY_TOKENS, limits.context_length)
+        tokenised: dict[int, list[int]] = {}
+        for special in (True, False):
+            texts = {
+                id(i.text): i.text for i in inputs if i.text is not None and i.add_special_tokens is special
+            }
+            if texts:
+                encode = self._texts().encode
+                longest, truncate = limits.max_req_input_len, self.config.allow_auto_truncate
+                ids = await encode(list(texts.values()), special, longest, most, truncate)
+                tokenised.update(zip(texts, ids, strict=True))
+        prompts = [
+            _id_list(inp.input_ids or ()) if inp.text is None else tokenised[id(inp.text)] for inp in inputs
+        ]
+        total = sum(map(len, prompts))
+        if total > most:
+            raise RequestError(
+                400,
+                f"the prompts have {total} tokens together, each sample counted, at most {most} are taken in one body;"
+                " send several",
+                param="prompt",
+            )
+        return prompts
+
+    def _start(self, inp: GenerateInput, message: TokenizedGenerateReq) -> RequestStream:
+        stream = RequestStream(inp.rid, message.input_ids, self._abandon)
+        self._table.add(message, stream, inp.family)
+        self._link.send(message)
+        self._tell_time()
+        self._log.received(inp, message)
+        return stream
+
+    def _displace(self, entry: RequestEntry) -> None:
+        """The queue is full, and requests of a better priority have come."""
+        entry.displaced = True
+        message = (
+            f"the queue is full (--max-queued-requests {self.config.max_queued_requests}) and a request of higher "
+            "priority took this one's place; try again later"
+        )
+        self._link.send(AbortReq(rid=entry.wire_rid, message=message, status_code=503))
+
+    def _tell_time(self) -> None:
+        """While requests are in flight, tell the scheduler the time so often that it can end those that are overdue."""
+        if self._ticker is None and self._tick_s is not None:
+            self._tick()
+
+    def _tick(self) -> None:
+        self._ticker = None
+        if self._tick_s is not None and len(self._table):
+            self._link.send(TickReq(now=time.perf_counter()))
+            self._ticker = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
+
+    def _abandon(self, rid: str) -> None:
+        """The consumer went away: forget the request and let the scheduler release it at once."""
+        entry = self._table.abandon(rid)
+        if entry is None:
+            return
+        self._link.send(AbortReq(rid=entry.wire_rid))
+        self.metrics.abandoned(entry)
+        self._log.abandoned(entry)
+        self._note_idle()
+
+    def _require_serving(self) -> SchedulerReady:
+        if self.fatal is not None:
+            raise RequestError(503, f"the engine has stopped: {self.fatal}", code="engine_dead")
+        if self._draining:
+            raise RequestError(503, "the server is shutting down", code="shutting_down")
+        if self.limits is None:
+            raise RequestError(503, "the server is starting: the model is being loaded", code="starting")
+        return self.limits
+
+    # --- news
+
+    async def run(self) -> None:
+        """Route news until cancelled. Start it as a task before waiting for readiness."""
+        while True:
+            for message in await self._link.receive():
+                self.handle(message)
+            await asyncio.sleep(0)  # in a flood the readers must run too, else all they do is fall behind
+
+    def handle(self, message: Message) -> None:
+        """Apply one message from the scheduler or the detokenizer."""
+        match message:
+            case BatchStrOut():
+                for out in message.outs:
+                    self._deliver(out.token, out.text)
+            case BatchTokenOut():
+                for token in message.outs:
+                    self._deliver(token, "")
+            case ControlReply():
+                self.control.resolve(message)
+            case StatsReport():
+                self.state = message.state
+                self.metrics.report(message.state)
+            case SchedulerReady():
+                self.limits = message
+                self._ready.set()
+            case FatalError():
+                self.fail(f"{message.source}: {message.message}")
+            case _:
+                raise AssertionError(f"unexpected message {type(message).__name__}")
+
+    def _deliver(self, token: TokenOut, text: str) -> None:
+        now = self.last_news = time.perf_counter()
+        entry = self._table.advance(token)
+        if entry is None:
+            return  # abandoned while its news was on the way
+        self.metrics.observe(entry, token, now)
+        if token.finish_reason is not None:
+            self._log.finished(entry, token)
+            self._note_idle()
+        entry.stream.push(entry.chunk(token, text, now))
+
+    # --- control
+
+    async def flush_cache(self, storage: bool = False, wait_s: float = 0.0) -> ControlReply:
+        """Empty the prefix cache on device and host, with ``storage`` the storage tier too; ``success`` False if
+        requests are in flight after ``wait_s`` seconds. Raises RequestError (400) if there is no storage tier."""
+        if not 0 <= wait_s <= MAX_FLUSH_WAIT_S:
+            raise RequestError(
+                400,
+                f"timeout must be between 0 and {MAX_FLUSH_WAIT_S:g} seconds, got {wait_s:g}",
+                param="timeout",
+            )
+        hicache = self.config.hicache
+        if storage and (hicache is None or hicache.storage is None):
+            raise RequestError(
+                400,
+                "this server has no storage tier: start it with --enable-hierarchical-cache"
+                " --hicache-storage-backend file, or leave storage out",
+                param="storage",
+            )
+        return await self.control.flush_cache(storage, wait_s)
+
+    async def pause_generation(self, mode: str = "abort") -> ControlReply:
+        """Stop scheduling; ``mode`` is abort, retract or in_place."""
+        return await self.control.pause(mode)
+
+    async def continue_generation(self) -> ControlReply:
+        """Resume scheduling."""
+        return await self.control.resume()
+
+    async def profile(
+        self, action: str, output_dir: str | None = None, num_steps: int | None = None
+    ) -> ControlReply:
+        """``start`` or ``stop`` the scheduler's profiler."""
+        return await self.control.profile(action, output_dir, num_steps)
+
+    async def flight_recorder(self, write: bool) -> ControlReply:
+        """The scheduler's last steps: with ``write`` the reply's message is a file's path, else payload is JSON."""
+        return await self.control.flight_recorder(write)
+
+    async def internal_state(self) -> InternalState:
+        """The scheduler's state now. Raises RequestError 503 if it does not answer."""
+        state = (await self.control.internal_state()).state
+        assert state is not None, "a reply to GetInternalStateReq carries the state"
+        self.state = state
+        return state
+
+    # --- life cycle
+
+    async def wait_ready(self) -> SchedulerReady:
+        """Wait until the scheduler serves. Raises RequestError if it dies first."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._ready, self._dead)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
+        return self._require_serving()
+
+    async def wait_dead(self) -> str:
+        """Wait until the engine has died; the reason."""
+        await self._dead.wait()
+        assert self.fatal is not None
+        return self.fatal
+
+    def fail(self, reason: str) -> None:
+        """The engine died: end every stream and refuse everything from now on."""
+        if self.fatal is not None:
+            return
+        self.fatal = reason
+        error = RequestError(503, f"the engine has stopped: {reason}", code="engine_dead")
+        for entry in self._table.clear():
+            entry.stream.fail(error)
+        self.control.fail(error)
+        self._dead.set()
+        self._note_idle()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for those in flight; False if some remained after ``timeout_s``."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                while len(self._table):
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    @property
+    def serving(self) -> bool:
+        """Whether requests are accepted now."""
+        return self.fatal is None and not self._draining and self.limits is not None
+
+    def shutdown(self, *, drain: bool = False) -> None:
+        """Tell the scheduler to stop and release threads. The link stays the caller's to close."""
+        self._link.send(ShutdownReq(drain=drain))
+        if self._pool is not None:
+            self._pool.close()
+
+    def _note_idle(self) -> None:
+        if not len(self._table):
+            self._idle.set()
+
+
+def _truncated(inp: GenerateInput, max_tokens: int) -> GenerateInput:
+    """--allow-auto-truncate for a prompt of ids; a text is cut where it is tokenised."""
+    if inp.input_ids is None or len(inp.input_ids) <= max_tokens:
+        return inp
+    return replace(inp, input_ids=inp.input_ids[:max_tokens])
+
+
+def _id_list(ids: Sequence[int]) -> list[int]:
+    return ids if isinstance(ids, list) else list(ids)

@@ -1,0 +1,363 @@
+"""Messages between the processes: TokenizerManager → Scheduler → DetokenizerManager → TokenizerManager.
+
+Every message is a tagged msgspec struct; :func:`encode` and :func:`decode` are the only wire format.
+Three zmq PULL sockets exist, each bound by its reader: ``scheduler`` (requests and control messages, and
+the detokenizer's stop-string aborts), ``detokenizer`` (:class:`BatchTokenOut`) and ``tokenizer``
+(:class:`BatchStrOut` from the detokenizer, control replies from the scheduler). Under
+``--skip-tokenizer-init`` the scheduler sends its :class:`BatchTokenOut` straight to ``tokenizer``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from fenceline.sampling.sampling_params import SamplingParams
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all messages; the tag is the class name."""
+
+
+# --- TokenizerManager (and DetokenizerManager) -> Scheduler ------------------------------------------
+
+
+class TokenizedGenerateReq(Message):
+    """One request with its prompt as token ids. ``n`` > 1 is already expanded into ``n`` of these.
+
+    ``logprob_start_len``: the first prompt position that is reported, without a logprob as in SGLang; those
+    after it have theirs (of token i given tokens < i). -1 means none of the prompt's. ``top_logprobs_num``: how
+    many alternatives each position reports; ``token_ids_logprob``: tokens whose logprobs each position reports,
+    in this order, empty for none.
+    ``extra_key``: the namespace in which its KV is cached, "" for the common one: requests of different
+    namespaces never share a page, on any tier. ``priority``: with --enable-priority-scheduling, which waiting
+    request goes first.
+    """
+
+    rid: str
+    input_ids: list[int]
+    sampling_params: SamplingParams
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    token_ids_logprob: list[int] = []
+    extra_key: str = ""
+    priority: int = 0
+
+
+class AbortReq(Message):
+    """Abort one request (or all). ``silent`` True when the detokenizer ends it at a stop string: the
+    request is then released silently, its last output is already on its way to the client. With ``message`` and
+    ``status_code`` the client is told an error, else that the request was aborted."""
+
+    rid: str = ""
+    abort_all: bool = False
+    silent: bool = False
+    message: str = ""
+    status_code: int | None = None
+
+
+class TickReq(Message):
+    """What time it is, for --req-waiting-timeout and --req-running-timeout: seconds of the sender's clock. The only
+    clock by which the scheduler decides about requests, so that its decisions remain a function of its inbox."""
+
+    now: float
+
+
+class FlushCacheReq(Message):
+    """Empty the prefix cache on device and host, with ``storage`` the storage tier too; refused unless idle, or with
+    ``wait`` done as soon as no request is left. Answered by :class:`ControlReply`."""
+
+    id: str
+    storage: bool = False
+    wait: bool = False
+
+
+class CancelFlushReq(Message):
+    """A :class:`FlushCacheReq` that still waits is answered now, by its ``id``: it is refused if requests are left. Not
+    answered itself."""
+
+    id: str
+
+
+class PauseGenerationReq(Message):
+    """Stop scheduling. ``mode``: ``abort`` ends all requests, ``retract`` returns them to the queue and
+    frees their memory, ``in_place`` keeps them where they are. Answered by :class:`ControlReply`."""
+
+    id: str
+    mode: str = "abort"
+
+
+class ContinueGenerationReq(Message):
+    """Resume scheduling after a pause. Answered by :class:`ControlReply`."""
+
+    id: str
+
+
+class ProfileReq(Message):
+    """Start or stop the torch profiler in the scheduler process. Answered by :class:`ControlReply`."""
+
+    id: str
+    action: str  # "start" | "stop"
+    output_dir: str | None = None
+    num_steps: int | None = None
+
+
+class FlightRecorderReq(Message):
+    """Ask for what the flight recorder holds: with ``write`` as a file, whose path is the reply's ``message``, else
+    as JSON in the reply's ``payload``. Answered by :class:`ControlReply`."""
+
+    id: str
+    write: bool = True
+
+
+class GetInternalStateReq(Message):
+    """Ask for :class:`InternalState`; answered by :class:`ControlReply` with ``state`` set."""
+
+    id: str
+
+
+class ShutdownReq(Message):
+    """Stop the scheduler loop. ``drain`` True lets running requests finish first."""
+
+    drain: bool = True
+
+
+# --- Scheduler -> DetokenizerManager -----------------------------------------------------------------
+
+
+class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request ended. ``type``: ``stop`` | ``length`` | ``abort``. ``matched``: the stop token id or
+    stop string. ``message`` and ``status_code`` describe an abort that is an error."""
+
+    type: str
+    matched: int | str | None = None
+    length: int | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Logprobs of consecutive positions: the chosen tokens' and each position's best alternatives.
+
+    ``logprobs[i]`` is None for the first position of a prompt that was asked for. ``top_logprobs[i]`` holds
+    (logprob, token id) pairs in descending order, empty when none were asked for. ``token_ids_logprobs``
+    holds for each position the pairs of the tokens in ``token_ids_logprob``, in that order, and none for a
+    position without a logprob; it is empty as a whole when the request named no tokens.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float | None]
+    top_logprobs: list[list[tuple[float, int]]]
+    token_ids_logprobs: list[list[tuple[float, int]]] = []
+
+
+class CachedTokensDetails(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A request's ``cached_tokens`` by the tier in which they were found; the sum is ``cached_tokens``."""
+
+    device: int
+    host: int
+    storage: int
+
+
+class TokenOut(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """News of one request: the tokens since the last :class:`TokenOut` of the same request.
+
+    The first one (``decode`` not None) carries what decoding needs. ``output_ids`` of a request over all
+    its messages are its whole output, once each, in order. ``finish_reason`` not None: the last message.
+    ``cached_tokens_details`` is None without HiCache. ``queue_time_s`` comes with the first one: seconds from the
+    request's arrival at the scheduler to the step that began it, None if it never began.
+    """
+
+    rid: str
+    output_ids: list[int]
+    prompt_tokens: int
+    completion_tokens: int  # total so far, including output_ids
+    cached_tokens: int
+    finish_reason: FinishReason | None = None
+    decode: DecodeInfo | None = None
+    input_logprobs: TokenLogprobs | None = None
+    output_logprobs: TokenLogprobs | None = None
+    num_retractions: int = 0
+    cached_tokens_details: CachedTokensDetails | None = None
+    queue_time_s: float | None = None
+
+
+class DecodeInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What the detokenizer must know of a request before its first token."""
+
+    prompt_tail_ids: list[int]  # last prompt tokens: context for incremental decoding
+    sampling_params: SamplingParams
+    stream: bool
+
+
+class BatchTokenOut(Message):
+    """All news of one scheduler step."""
+
+    outs: list[TokenOut]
+
+
+# --- DetokenizerManager -> TokenizerManager ----------------------------------------------------------
+
+
+class StrOut(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """:class:`TokenOut` with text: ``text`` is the *new* text since the last message (never part of a
+    character, never the beginning of a stop string that may still complete)."""
+
+    token: TokenOut
+    text: str
+
+
+class BatchStrOut(Message):
+    """All news of one :class:`BatchTokenOut`, decoded."""
+
+    outs: list[StrOut]
+
+
+# --- Scheduler -> TokenizerManager -------------------------------------------------------------------
+
+
+class CudaGraphState(msgspec.Struct, frozen=True, kw_only=True):
+    """Decode steps, or prefill steps small enough for graphs, since start. The aims are ``replays == eligible_steps``
+    and no ``repairs``."""
+
+    eligible_steps: int
+    replays: int
+    replays_by_size: dict[str, int]
+    fallbacks: dict[str, int]  # steps that ran without a graph, by reason
+    repairs: dict[str, int]  # steps before which something wrong had to be put right, by reason
+    capture_s: float
+    capture_bytes: int
+
+
+class TransferState(msgspec.Struct, frozen=True, kw_only=True):
+    """Finished transfers in one direction since start. ``seconds`` is the sum of their times, which may overlap."""
+
+    num_transfers: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+class HiCacheState(msgspec.Struct, frozen=True, kw_only=True):
+    """The tiers under the prefix cache. Counts are since start, pages and nodes are as of now."""
+
+    cached_tokens: dict[str, int]  # prompt tokens found, by tier: "device", "host", "storage"
+    num_host_tokens: int  # size of the host tier
+    num_used_host_tokens: int
+    # The tree's pages by where their bytes are: "device" only, "host" only, "both"; "in_transit" are being copied, and
+    # are counted in one of the others too.
+    pages: dict[str, int]
+    num_locked_nodes: int  # by requests, transfers or storage workers; 0 when all is quiet
+    evicted_tokens: dict[str, int]  # that left a tier, by tier: "device", "host"
+    load: TransferState  # host to device
+    store: TransferState  # device to host
+    storage_read: TransferState  # storage to host
+    storage_write: TransferState  # host to storage
+    prefetches: dict[str, int]  # reads from the storage, by how they ended
+    recomputes: dict[str, int]  # what was derived from pages that had moved and was made anew, by reason
+    num_storage_misses: int  # pages that were looked for and not there, or could not be read
+    storage_errors: dict[str, int]  # pages that could not be read or written, by reason
+
+
+class InternalState(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler knows of itself; fields of /get_server_info and the gauges of /metrics."""
+
+    num_running_reqs: int
+    num_queue_reqs: int
+    num_used_tokens: int  # held by requests, the tree's unlocked pages excluded
+    max_total_num_tokens: int
+    token_usage: float
+    cache_hit_rate: float  # of prompt tokens since start
+    gen_throughput: float  # tokens/s over the last log interval, 0 while nothing runs
+    num_retractions: int
+    num_aborts: int
+    num_generated_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    new_token_ratio: float
+    paused: bool
+    memory_bytes: dict[str, int]  # "weights", "kv_cache", ...
+    last_gen_throughput: float = 0.0  # tokens/s over the last log interval in which something ran
+    cuda_graphs: CudaGraphState | None = None  # None without graphs
+    piecewise_cuda_graphs: CudaGraphState | None = None  # prefill's; None without
+    hicache: HiCacheState | None = None  # None without HiCache
+
+
+class ControlReply(Message):
+    """Answer to the control message with the same ``id``."""
+
+    id: str
+    success: bool
+    message: str = ""
+    state: InternalState | None = None
+    payload: bytes = b""
+
+
+class StatsReport(Message):
+    """Sent about once a second while there is something to tell, for /metrics and /health."""
+
+    state: InternalState
+
+
+class SchedulerReady(Message):
+    """The scheduler serves: model loaded, memory sized. Sent once to ``detokenizer``, which passes it on to
+    ``tokenizer`` when it serves too: who receives it there knows that both do."""
+
+    max_total_num_tokens: int
+    max_running_requests: int
+    max_req_input_len: int  # longest admissible prompt in tokens
+    context_length: int
+    memory_bytes: dict[str, int]
+
+
+class FatalError(Message):
+    """The sender is about to exit with a non-zero status, for this reason."""
+
+    source: str
+    message: str
+
+
+SchedulerInput = (
+    TokenizedGenerateReq
+    | AbortReq
+    | TickReq
+    | FlushCacheReq
+    | CancelFlushReq
+    | PauseGenerationReq
+    | ContinueGenerationReq
+    | ProfileReq
+    | FlightRecorderReq
+    | GetInternalStateReq
+    | ShutdownReq
+)
+DetokenizerInput = BatchTokenOut | SchedulerReady | ShutdownReq
+TokenizerInput = BatchStrOut | BatchTokenOut | ControlReply | StatsReport | SchedulerReady | FatalError
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(
+    SchedulerInput | BatchTokenOut | BatchStrOut | ControlReply | StatsReport | SchedulerReady | FatalError
+)
+# What each of the three inboxes takes.
+SCHEDULER_DECODER = msgspec.msgpack.Decoder(SchedulerInput)
+DETOKENIZER_DECODER = msgspec.msgpack.Decoder(DetokenizerInput)
+TOKENIZER_DECODER = msgspec.msgpack.Decoder(TokenizerInput)
+
+
+def encode(message: Message) -> bytes:
+    """One message as msgpack."""
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes | memoryview) -> Message:
+    """The inverse of :func:`encode`. Raises ``msgspec.ValidationError`` on anything else."""
+    message: Message = _DECODER.decode(data)
+    return message
+
+
+class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """zmq endpoints (``ipc://`` paths in a private folder) of one server."""
+
+    scheduler: str
+    detokenizer: str
+    tokenizer: str

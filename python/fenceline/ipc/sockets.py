@@ -1,0 +1,215 @@
+"""The zmq ends of the pipeline: PULL sockets bound by their readers, PUSH sockets of the writers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from collections import deque
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from fenceline.ipc.io_struct import TOKENIZER_DECODER, Message, PortArgs, encode
+
+logger = logging.getLogger(__name__)
+
+MAX_DRAINED = 16  # messages handled in one go: bounds the time until those who wait for them run
+MAX_HELD_BYTES = 32 << 10  # of requests: about 8,192 tokens, as many as a prefill step takes
+MAX_TURN_BYTES = 512 << 10  # of requests, in one turn of the event loop: a few milliseconds
+# What the scheduler takes in before a step. Requests beyond that are in no hurry: they fill many steps.
+MAX_STEP_MESSAGES, MAX_STEP_BYTES = 512, 1 << 20
+_MAX_TMPDIR_CHARS = 64
+
+
+class SchedulerLink(Protocol):
+    """How the TokenizerManager reaches the other two managers. In-process runners bring their own."""
+
+    def send(self, message: Message) -> None:
+        """Hand one message to the scheduler; never blocks."""
+        ...
+
+    async def receive(self) -> list[Message]:
+        """Wait for news; at least one message, and no more than it takes a moment to handle."""
+        ...
+
+    def close(self) -> None:
+        """Release sockets. Harmless to repeat."""
+        ...
+
+
+def make_ports() -> PortArgs:
+    """Endpoints in a fresh private folder; :func:`remove_ports` deletes it."""
+    # A socket's path may have about 100 characters, so a long TMPDIR is passed over.
+    root = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _MAX_TMPDIR_CHARS else "/tmp"
+    folder = tempfile.mkdtemp(prefix="fenceline-", dir=root)
+    return PortArgs(
+        scheduler=f"ipc://{folder}/scheduler",
+        detokenizer=f"ipc://{folder}/detokenizer",
+        tokenizer=f"ipc://{folder}/tokenizer",
+    )
+
+
+def remove_ports(ports: PortArgs) -> None:
+    """Delete the sockets' folder; not an error if it is gone."""
+    shutil.rmtree(Path(ports.scheduler.removeprefix("ipc://")).parent, ignore_errors=True)
+
+
+def bind_pull(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    """A PULL socket without a limit on queued messages: a slow reader never blocks the scheduler."""
+    socket = context.socket(zmq.PULL)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.bind(endpoint)
+    return socket
+
+
+def connect_push(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    """A PUSH socket; sending never blocks, on close pending messages get a second."""
+    socket = context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.connect(endpoint)
+    return socket
+
+
+class Inbox:
+    """What one process receives, from a PULL socket bound to ``endpoint``.
+
+    What ``decoder`` does not take is logged and dropped: garbage, and well-formed messages for somebody else. Whoever
+    can write to the socket cannot end its reader with that.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        decoder: msgspec.msgpack.Decoder[Any],
+    ) -> None:
+        self.socket = bind_pull(context, endpoint)
+        self._decoder = decoder
+        self._name = endpoint.rpartition("/")[2]
+        self.num_dropped = 0
+
+    def wait(self, timeout_ms: int | None = None) -> None:
+        """Until something may have arrived, or the time is over."""
+        self.socket.poll(timeout_ms)
+
+    def drain(self, limit: int | None = None, max_bytes: int | None = None) -> list[Message]:
+        """The messages that have arrived, without waiting: at most ``limit``, and none after ``max_bytes``."""
+        messages: list[Message] = []
+        num_bytes = 0
+        while (limit is None or len(messages) < limit) and (max_bytes is None or num_bytes < max_bytes):
+            try:
+                data = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            num_bytes += len(data)
+            try:
+                messages.append(self._decoder.decode(data))
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                self._drop(len(data), error)
+        return messages
+
+    def _drop(self, num_bytes: int, error: Exception) -> None:
+        self.num_dropped += 1
+        # The 1st, 2nd, 4th, 8th: a flood does not fill the log.
+        if self.num_dropped & (self.num_dropped - 1) == 0:
+            logger.warning(
+                "The %s's socket brought %d bytes that are no message for it (%s); dropped, %d so far",
+                self._name, num_bytes, str(error)[:200], self.num_dropped,
+            )  # fmt: skip
+
+
+async def _news(socket: zmq.Socket[bytes]) -> None:
+    """Wait until ``socket`` may have received something, after a receive in vain. zmq.asyncio's own poll costs a third
+    more, and first tokens wait for it."""
+    loop = asyncio.get_running_loop()
+    fd = socket.getsockopt(zmq.FD)
+    assert isinstance(fd, int)
+    news = asyncio.Event()
+    loop.add_reader(fd, news.set)
+    try:
+        await news.wait()
+    finally:
+        loop.remove_reader(fd)
+
+
+class ZmqLink:
+    """The TokenizerManager's sockets: binds ``ports.tokenizer``, connects to ``ports.scheduler``.
+
+    What one turn of the event loop sends arrives together: requests that come at the same time are one prefill step,
+    not the first of them alone and then the others. But what fills a step leaves at once: the device computes it while
+    the turn goes on, which for hundreds of requests takes a tenth of a second. (Parts of a zmq message are delivered
+    all or none; readers take each as a message.) More than :data:`MAX_TURN_BYTES` wait for the next turns, in order, so
+    that thousands of prompts do not keep the loop.
+    """
+
+    def __init__(self, ports: PortArgs) -> None:
+        self._context = zmq.Context()
+        self._inbox = Inbox(self._context, ports.tokenizer, TOKENIZER_DECODER)
+        self._outbox = connect_push(self._context, ports.scheduler)
+        self._unsent: list[bytes] = []
+        self._num_held = 0  # bytes of them
+        self._num_turn_bytes = 0  # sent in this turn of the event loop
+        self._backlog: deque[Message] = deque()  # what is left to the next turns
+        self._turn: asyncio.Handle | None = None  # the end of this turn
+
+    def send(self, message: Message) -> None:
+        """See :class:`SchedulerLink`."""
+        if self._turn is None:
+            try:
+                self._turn = asyncio.get_running_loop().call_soon(self._end_turn)
+            except RuntimeError:  # nobody runs a loop (any more)
+                self._write(message)
+                self._flush()
+                return
+        if self._backlog or self._num_turn_bytes > MAX_TURN_BYTES:
+            self._backlog.append(message)
+        else:
+            self._write(message)
+
+    def _write(self, message: Message) -> None:
+        data = encode(message)
+        self._unsent.append(data)
+        self._num_held += len(data)
+        self._num_turn_bytes += len(data)
+        if self._num_held > MAX_HELD_BYTES:
+            self._flush()
+
+    def _end_turn(self) -> None:
+        """Send what this turn gathered, and as much of the backlog as one more may."""
+        self._num_turn_bytes = 0
+        while self._backlog and self._num_turn_bytes <= MAX_TURN_BYTES:
+            self._write(self._backlog.popleft())
+        self._flush()
+        self._turn = None
+        if self._backlog:
+            self._turn = asyncio.get_running_loop().call_soon(self._end_turn)
+
+    def _flush(self) -> None:
+        if self._unsent:
+            parts, self._unsent, self._num_held = self._unsent, [], 0
+            self._outbox.send_multipart(parts, zmq.NOBLOCK)
+
+    async def receive(self) -> list[Message]:
+        """See :class:`SchedulerLink`."""
+        messages = self._inbox.drain(MAX_DRAINED)
+        while not messages:
+            await _news(self._inbox.socket)
+            messages = self._inbox.drain(MAX_DRAINED)
+        return messages
+
+    def close(self) -> None:
+        """See :class:`SchedulerLink`. On the event loop's thread; nobody may be receiving."""
+        if self._context.closed:
+            return
+        while self._backlog:
+            self._write(self._backlog.popleft())
+        self._flush()
+        self._inbox.socket.close()
+        self._outbox.close()
+        self._context.term()

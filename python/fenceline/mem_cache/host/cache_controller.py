@@ -1,0 +1,210 @@
+"""CacheController: moves KV pages between device and host, one batched transfer after the other.
+
+It owns LOAD and STORE: nobody else submits to them. Before a transfer touches its pages the stream waits for whoever
+used them last, by the edge of each pair of streams (store_after_forward, load_after_forward, load_after_store,
+store_after_load); afterwards the ticket's Points are what others wait for. Nothing here blocks the host.
+
+A load goes layer by layer, so that a step runs its first layers while the last ones are on their way
+(forward_after_load); a store goes in one piece, since nobody waits for part of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fenceline.mem_cache.host.host_pool import HostPool
+from fenceline.mem_cache.host.page_copy import PageCopier
+from fenceline.mem_cache.host.transfer import Ticket, TransferKind
+from fenceline.mem_cache.host.transfer_order import TransferOrder
+from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.memory_order import Device, LeasePool, Point, Points, Stream
+from fenceline.memory_order.edges import FORWARD_AFTER_LOAD, SM_EXCLUSIVE
+from fenceline.memory_order.stream import wait_for_pages
+
+I32 = npt.NDArray[np.int32]
+
+# Each group of layers costs the CPU a launch, an event and a wait, some 10 us, and the GPU a kernel's start. A larger
+# group saves that and makes the step's last layers wait for the group's end: one layer of 8,192 tokens of an 8B is
+# 0.5 ms on the link.
+LAYERS_PER_POINT = 1
+
+
+@dataclass(slots=True)
+class TransferCounts:
+    """What has been moved in one direction: transfers that were submitted, and ``seconds`` of those that have ended.
+
+    ``seconds`` is the stream's own time, copying only, where the device has a clock (cuda); elsewhere the host's time
+    in the submitting call, which on a synchronous device is when the bytes move.
+    """
+
+    num_transfers: int = 0
+    num_pages: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    ticket: Ticket
+    device_pages: I32
+    begin: Point
+    end: Point
+    submit_s: float
+
+
+class CacheController:
+    """LOAD and STORE of one device. One thread, the scheduler's, calls it."""
+
+    def __init__(
+        self,
+        device: Device,
+        kv_pool: KVPool,
+        host_pool: HostPool,
+        copier: PageCopier,
+        order: TransferOrder | None = None,
+    ) -> None:
+        """``order``: what declares the transfers to the checker (``--memory-check order``)."""
+        self.host_pool = host_pool
+        self.host_pages: LeasePool = host_pool.pages
+        self.counts: dict[TransferKind, TransferCounts] = {kind: TransferCounts() for kind in TransferKind}
+        self._device = device
+        self._copier = copier
+        self._order = order
+        self._num_layers = kv_pool.num_layers
+        self._in_flight: dict[TransferKind, deque[_InFlight]] = {kind: deque() for kind in TransferKind}
+        self._last_store: Point | None = None
+        self._last_persistent: Point | None = None  # the latest step on FORWARD with persistent attention
+
+    @property
+    def num_in_flight(self) -> int:
+        """Transfers that no :meth:`drain_acks` has returned yet."""
+        return sum(len(queue) for queue in self._in_flight.values())
+
+    # --- transfers -----------------------------------------------------------------------------------
+
+    def store(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
+        """Copy device page ``device_pages[i]`` to host page ``host_pages[i]``, all layers, on STORE after ``after``.
+
+        Both int32 [n]. ``after`` joins the Points of all these pages, on either side. Submits ``ticket``. Without
+        pages nothing is submitted: the ticket has no Points and no ack.
+        """
+        if _is_empty(ticket, device_pages, host_pages):
+            return
+        stream, begin_s = self._device.store, time.perf_counter()
+        wait_for_pages(stream, after)
+        if self._copier.uses_sm and self._last_persistent is not None:
+            stream.wait(self._last_persistent, SM_EXCLUSIVE)  # exclusive: persistent attention holds the SMs
+        if self._order is not None:
+            self._order.store(device_pages, host_pages, self._copier.uses_sm)
+        begin = stream.record()
+        self._copier.to_host(stream, device_pages, host_pages)
+        end = self._last_store = stream.record()
+        ticket.submit(Points.of(end))
+        self._submitted(ticket, device_pages, begin, end, time.perf_counter() - begin_s)
+
+    def load(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
+        """Copy host page ``host_pages[i]`` to device page ``device_pages[i]``, layer by layer, on LOAD after ``after``.
+
+        As :meth:`store`. The ticket gets a Point for each layer: whoever reads the pages waits for them by
+        :meth:`layer_ready`.
+        """
+        if _is_empty(ticket, device_pages, host_pages):
+            return
+        stream, begin_s = self._device.load, time.perf_counter()
+        wait_for_pages(stream, after)
+        begin = stream.record()
+        layer_points: list[Point] = []
+        for first in range(0, self._num_layers, LAYERS_PER_POINT):
+            layers = range(first, min(first + LAYERS_PER_POINT, self._num_layers))
+            if self._order is not None:
+                self._order.load(layers, device_pages, host_pages)
+            self._copier.to_device(stream, host_pages, device_pages, layers)
+            layer_points += [stream.record()] * len(layers)
+        ticket.submit(Points.of(layer_points[-1]), tuple(layer_points))
+        self._submitted(ticket, device_pages, begin, layer_points[-1], time.perf_counter() - begin_s)
+
+    def drain_acks(self) -> list[Ticket]:
+        """Transfers that have ended since the last call: loads, then stores, each in the order of their submission.
+
+        Asks the device once or twice. To be called every step, whatever the step is (F6).
+        """
+        ended: list[Ticket] = []
+        for kind, queue in self._in_flight.items():
+            stream = self._stream(kind)
+            while queue and stream.poll(queue[0].end):
+                ended.append(self._ended(kind, queue.popleft()))
+        return ended
+
+    # --- FORWARD -------------------------------------------------------------------------------------
+
+    def layer_ready(self, loads: Sequence[Ticket]) -> Callable[[int], None]:
+        """What a step that reads the pages of ``loads`` calls before each layer first touches the pool: FORWARD then
+        waits until that layer has arrived. Every other step runs undisturbed (F4)."""
+        forward = self._device.forward
+        loads = [ticket for ticket in loads if ticket.layer_points]
+        pages = self._pages_of(loads) if self._order is not None else None
+
+        def ready(layer: int) -> None:
+            for ticket in loads:
+                forward.wait(ticket.layer_points[layer], FORWARD_AFTER_LOAD)  # RAW: the layer's pages
+            if self._order is not None and pages is not None:
+                self._order.read_layer(layer, pages)
+
+        return ready
+
+    def before_persistent_forward(self) -> None:
+        """A step with persistent attention is about to be submitted: it starts when no backup runs on SMs (F2).
+
+        Loads may run beside it: they neither wait for it nor it for them. A test on a GPU has the evidence.
+        """
+        if not self._copier.uses_sm:
+            return
+        if self._last_store is not None:
+            self._device.forward.wait(self._last_store, SM_EXCLUSIVE)  # exclusive: a backup holds SMs
+        if self._order is not None:
+            self._order.persistent_forward()
+
+    def after_persistent_forward(self, done: Point) -> None:
+        """That step has been submitted; it ends with ``done``, on FORWARD. Backups on SMs start after it."""
+        if self._copier.uses_sm:
+            self._last_persistent = done
+
+    # --- within --------------------------------------------------------------------------------------
+
+    def _stream(self, kind: TransferKind) -> Stream:
+        return self._device.load if kind is TransferKind.LOAD else self._device.store
+
+    def _pages_of(self, loads: Sequence[Ticket]) -> I32:
+        """Device pages that ``loads`` fill, of those that are still in flight."""
+        queue = self._in_flight[TransferKind.LOAD]
+        pages = [flight.device_pages for flight in queue if flight.ticket in loads]
+        return np.concatenate(pages) if pages else np.zeros(0, dtype=np.int32)
+
+    def _submitted(
+        self, ticket: Ticket, device_pages: I32, begin: Point, end: Point, submit_s: float
+    ) -> None:
+        self._in_flight[ticket.kind].append(_InFlight(ticket, device_pages, begin, end, submit_s))
+        counts = self.counts[ticket.kind]
+        counts.num_transfers += 1
+        counts.num_pages += len(device_pages)
+        counts.num_bytes += len(device_pages) * self.host_pool.page_nbytes
+
+    def _ended(self, kind: TransferKind, flight: _InFlight) -> Ticket:
+        measured = self._stream(kind).seconds_between(flight.begin, flight.end)
+        self.counts[kind].seconds += flight.submit_s if measured is None else measured
+        return flight.ticket
+
+
+def _is_empty(ticket: Ticket, device_pages: I32, host_pages: I32) -> bool:
+    """Whether there is nothing to copy; the ticket then has no Points."""
+    assert len(device_pages) == len(host_pages), "device and host pages go in pairs"
+    if len(device_pages) == 0:
+        ticket.submit(Points.none())
+        return True
+    return False

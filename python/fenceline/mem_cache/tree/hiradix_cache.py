@@ -1,0 +1,399 @@
+"""HiRadixCache: the radix tree over two tiers, device pages and host pages.
+
+A node's pages are on the device, on the host, or on both; where they lie changes node by node.
+
+* On the device the tree is closed upwards: above a node with device pages are only such nodes, so the device part
+  of a match comes first. Eviction from the device takes nodes with nothing on the device below them.
+* A node with a host copy leaves the device without loss; one without leaves the tree, and takes with it what is
+  below (on the host alone, and of no use without its prefix).
+* Eviction from the host takes nodes with nothing on the host below them; what is then on no tier leaves the tree.
+* A lock pins both tiers of its path; a hold pins host pages alone, for workers outside the scheduler's thread.
+
+Nothing is copied here. ``begin_load`` and ``begin_backup`` decide which page goes where, bind the pages to the nodes
+at once and put the transfer's ticket on them; the caller submits the transfer. From then on the pages can be
+matched, split and evicted like any others: pages retire with the Points of all tickets on their node.
+
+    m = cache.match_prefix(prompt)                      # m.num_host_tokens of it only on the host
+    cache.lock(m.host_node)
+    pages, after = pool.alloc(m.num_host_tokens // page_size)   # after evicting, where needed
+    load = cache.begin_load(m.host_node, pages, ticket)
+    controller.load(ticket, load.device_pages, load.host_pages, load.after.join(after))
+    ...                                                 # FORWARD waits for ticket.layer_points before it reads
+    ...
+    nodes = cache.backup_candidates(inserted.node)
+    backup = cache.begin_backup(nodes, ticket)
+    controller.store(ticket, backup.device_pages, backup.host_pages, backup.after)
+    ...
+    cache.finish(ticket)                                # every step, for each transfer that is done
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from fenceline.mem_cache.host.transfer import PageMove, Ticket, TransferKind
+from fenceline.mem_cache.storage.page_hash import PageKey
+from fenceline.mem_cache.tree.host_tier import HostHold, HostTier, host_pages_of
+from fenceline.mem_cache.tree.in_transit import InTransit, loads_of, transfer_points
+from fenceline.mem_cache.tree.node_keys import keys_of
+from fenceline.mem_cache.tree.radix_cache import RadixCache, as_tokens
+from fenceline.mem_cache.tree.radix_node import Int32Array, IntArray, MatchResult, TreeNode
+from fenceline.memory_order.lease import LeasePool
+from fenceline.memory_order.stream import Points
+
+# Hits after which a node is copied to the host while it is on the device; write_back waits for eviction.
+_BACKUP_HITS = {"write_through": 1, "write_through_selective": 2, "write_back": None}
+
+
+class HiRadixCache(RadixCache):
+    """A radix tree whose nodes can be on the device, on the host, or on both. One thread uses it."""
+
+    def __init__(
+        self,
+        pages: LeasePool,
+        page_size: int,
+        host_pages: LeasePool,
+        write_policy: str,
+        spill: Callable[[Sequence[TreeNode]], None] | None = None,
+        root_key: Callable[[str], PageKey] | None = None,
+    ) -> None:
+        """``pages``, ``host_pages``: the pools of the two tiers. ``write_policy``: write_through,
+        write_through_selective or write_back. ``root_key`` (with storage): ``PageFingerprint.root_key``.
+
+        ``spill(nodes)`` (write_back) is called inside :meth:`evict` with all nodes that are about to lose their
+        only copy; it calls :meth:`begin_backup` for them and submits the transfer before it returns. What it does
+        not back up is lost.
+        """
+        if write_policy not in _BACKUP_HITS:
+            raise ValueError(f"write policy {write_policy!r} is none of {', '.join(_BACKUP_HITS)}")
+        assert spill or write_policy != "write_back", "write_back needs somebody to spill to the host"
+        self._host = HostTier(host_pages, self._drop)
+        self._transit = InTransit()
+        super().__init__(pages, page_size)
+        self.write_policy = write_policy
+        self._spill = spill if write_policy == "write_back" else None
+        self._root_key = root_key
+        self._leaving: frozenset[TreeNode] = frozenset()  # what evict() is about to take off the device
+
+    # --- lookup --------------------------------------------------------------------------------------
+
+    def match_prefix(self, token_ids: IntArray, extra_key: str = "") -> MatchResult:
+        """As in :class:`RadixCache`; the result says how much follows that is only on the host, and which loads of
+        the path FORWARD has not waited for."""
+        tokens = as_tokens(token_ids)
+        path = self._walk(tokens[: len(tokens) // self.page_size * self.page_size], extra_key)
+        device = [node for node in path if node.on_device]
+        pages = self._pages_of(device)
+        num_host_pages = sum(node.num_pages for node in path[len(device) :])
+        return MatchResult(
+            pages=pages,
+            num_tokens=len(pages) * self.page_size,
+            node=device[-1],
+            host_node=path[-1],
+            num_host_tokens=num_host_pages * self.page_size,
+            loading=self._loading(device),
+            version=device[-1].version,
+        )
+
+    def is_current(self, match: MatchResult) -> bool:
+        """As in :class:`RadixCache`, the part on the host included: also False when some of it has been loaded
+        for another request, or has gone."""
+        if match.node.version != match.version or not self._is_attached(match.host_node):
+            return False
+        if match.host_node is match.node:
+            return True
+        host_only = self._host_only(match.host_node)
+        return sum(node.num_pages for node in host_only) * self.page_size == match.num_host_tokens
+
+    # --- device <- host ------------------------------------------------------------------------------
+
+    def begin_load(self, host_node: TreeNode, device_pages: IntArray, ticket: Ticket) -> PageMove:
+        """Bind ``device_pages`` [n] to the nodes of ``host_node``'s path that are only on the host, n pages in all
+        (``MatchResult.num_host_tokens`` of a current match), in token order, and make them part of ``ticket``.
+
+        The tree owns the pages from here on. The caller submits the load, after the Points of the result and those
+        of ``device_pages``, before it makes another call that may evict.
+        """
+        assert ticket.kind is TransferKind.LOAD, f"{ticket!r} does not load"
+        assert self._is_attached(host_node), f"node {host_node.id} has left: match again before loading"
+        pages = np.array(device_pages, dtype=np.int32)
+        nodes = self._host_only(host_node)
+        assert pages.size == sum(n.num_pages for n in nodes), "one device page for each page to load"
+        after, pos = Points.none(), 0
+        for node in nodes:
+            after = after.join(node.host_after)
+            self._bind(node, pages[pos : pos + node.num_pages].copy(), Points.none())
+            self._transit.add(node, ticket)
+            pos += node.num_pages
+        ticket.add_pages(pos)
+        return PageMove(pages, host_pages_of(nodes), after)
+
+    def finish(self, ticket: Ticket) -> None:
+        """``ticket``'s Points are known to have passed: its pages, wherever they are now, are not in transit."""
+        self._transit.finish(ticket)
+
+    # --- device -> host ------------------------------------------------------------------------------
+
+    def backup_candidates(self, *nodes: TreeNode, force: bool = False) -> list[TreeNode]:
+        """The nodes on the paths of ``nodes`` that the write policy wants on the host now and that are not there,
+        parents before children, each once. ``force``: whatever the policy. Nodes that have left the tree have none.
+        """
+        threshold = 0 if force else _BACKUP_HITS[self.write_policy]
+        if threshold is None:
+            return []
+        on_paths = dict.fromkeys(part for node in nodes for part in node.path())
+        return [part for part in on_paths if part.host_pages is None and part.hit_count >= threshold]
+
+    def begin_backup(self, nodes: Sequence[TreeNode], ticket: Ticket) -> PageMove:
+        """Give ``nodes`` (parents before children) host pages, as part of ``ticket``; those that have some already
+        or are not on the device are skipped.
+
+        Makes room on the host by evicting there, but nothing locked or held, and nothing on the paths of ``nodes``.
+        Nodes that still do not fit are left out, and those below them. The caller submits the store (unless
+        there is nothing to copy) before it makes another call that may evict.
+        """
+        assert ticket.kind is TransferKind.STORE, f"{ticket!r} does not store"
+        protected = self._leaving.union(*(node.path() for node in nodes))
+        backed_up: list[TreeNode] = []
+        refused: set[TreeNode] = set()
+        after = Points.none()
+        for node in nodes:
+            if node.host_pages is not None or not node.on_device or not self._is_attached(node):
+                continue
+            leased = None if node.parent in refused else self._host.alloc(node.num_pages, protected)
+            if leased is None:
+                refused.add(node)
+                continue
+            after = after.join(leased[1]).join(node.after).join(transfer_points(node))
+            self._host.add(node, leased[0], Points.none())
+            self._transit.add(node, ticket)
+            ticket.add_pages(node.num_pages)
+            backed_up.append(node)
+        return PageMove(self._pages_of([self._root, *backed_up]), host_pages_of(backed_up), after)
+
+    # --- shrinking -----------------------------------------------------------------------------------
+
+    def evict(self, num_pages: int) -> int:
+        """Retire at least ``num_pages`` device pages, least recently used nodes first, whole nodes at a time.
+
+        Nodes with a host copy stay in the tree. Under write_back the others are spilled first, all in one batch.
+        Returns the number of device pages retired, see :meth:`RadixCache.evict`.
+        """
+        assert num_pages >= 0, "cannot evict a negative number of pages"
+        victims: list[TreeNode] = []
+        num_evicted = 0
+        while num_evicted < num_pages:
+            node = self._lru.pop()
+            if node is None:
+                break
+            assert node.parent is not None, "the root is never evicted"
+            victims.append(node)
+            num_evicted += node.num_device_pages
+            node.parent.num_device_children -= 1  # so that the parent may be next; the pages go below
+            self._lru.push_if_evictable(node.parent)
+        self._spill_all(victims)
+        for node in victims:  # children before parents
+            self._leave_device(node)
+        return num_evicted
+
+    def evict_host(self, num_pages: int) -> int:
+        """Retire at least ``num_pages`` host pages, least recently used nodes first, whole nodes at a time.
+
+        Nodes that are locked, held, or needed by a node below stay. Returns the number of pages retired.
+        """
+        assert num_pages >= 0, "cannot evict a negative number of pages"
+        return self._host.evict(num_pages)
+
+    def reset(self) -> int:
+        """Retire every page of both tiers. Nothing may be locked; transfers may be running and holds open: their
+        pages retire after the transfers' Points, or at the release. Returns the number of device pages retired."""
+        assert self._num_locked_nodes == 0, f"reset with {self._num_locked_nodes} nodes locked"
+        num_retired = self._num_evictable_pages
+        for node in list(self._nodes()):
+            self._pool.retire(node.pages, node.after.join(transfer_points(node)))
+            if node.host_pages is not None:
+                self._host.remove(node)
+            self._transit.remove(node)
+            self._detach(node)
+        self._host.lru.clear()
+        self._clear()
+        return num_retired
+
+    # --- host pages that come and go by other ways -----------------------------------------------------
+
+    def alloc_host(self, num_pages: int) -> tuple[Int32Array, Points] | None:
+        """Lease host pages for the caller, evicting from the host where needed; None if that does not suffice."""
+        return self._host.alloc(num_pages, ())
+
+    def insert_host(
+        self, token_ids: IntArray, host_pages: IntArray, after: Points = Points.none(), extra_key: str = ""
+    ) -> Int32Array:
+        """Offer ``host_pages`` [n] with the KV of the *last* n pages of ``token_ids`` (whole pages).
+
+        The tree takes those that it has on no tier, none if the prefix before them is not there any more. Returns
+        the pages not taken, int32: they remain the caller's. ``after``: who wrote them. The arrays are copied.
+        """
+        tokens, offered = as_tokens(token_ids), np.array(host_pages, dtype=np.int32)
+        assert tokens.size % self.page_size == 0, "the tree holds whole pages only"
+        first = tokens.size // self.page_size - offered.size
+        assert first >= 0, "more pages than tokens"
+        path = self._walk(tokens, extra_key)
+        num_cached = sum(node.num_pages for node in path)
+        num_known = num_cached - first
+        if num_known < 0 or num_known == offered.size:
+            return offered
+        own_tokens = tokens[num_cached * self.page_size :].copy()
+        self._add_host_leaf(path[-1], own_tokens, offered[num_known:].copy(), after, extra_key)
+        return offered[:num_known].copy()
+
+    def hold_host(self, node: TreeNode) -> HostHold:
+        """Pin the host pages of ``node``, which has some, until :meth:`release_hold`, whatever becomes of it."""
+        return self._host.hold(node, self.keys(node) if self._root_key is not None else [])
+
+    def release_hold(self, hold_id: int, after: Points = Points.none()) -> None:
+        """Give back a hold. ``after``: its user's last accesses, where they are work on a stream."""
+        self._host.release(hold_id, after)
+
+    def keys(self, node: TreeNode) -> list[PageKey]:
+        """The storage keys of ``node``'s pages (none for the root), computed when first asked for."""
+        assert self._root_key is not None, "the tree was made without storage"
+        return keys_of(node, self._root_key, self.page_size)
+
+    # --- books ---------------------------------------------------------------------------------------
+
+    @property
+    def num_host_pages(self) -> int:
+        """Host pages that the tree owns."""
+        return self._host.num_pages
+
+    @property
+    def num_both_pages(self) -> int:
+        """Pages that are on the device and on the host."""
+        return self._host.num_both_pages
+
+    @property
+    def num_in_transit_pages(self) -> int:
+        """Pages of nodes in a transfer that has not been acknowledged."""
+        return self._transit.num_pages
+
+    @property
+    def num_evicted_host_pages(self) -> int:
+        """Host pages that had to make room since the start."""
+        return self._host.num_evicted_pages
+
+    @property
+    def num_host_holds(self) -> int:
+        """Holds that have not been released."""
+        return self._host.num_holds
+
+    @property
+    def num_orphan_host_pages(self) -> int:
+        """Host pages that have left the tree and stay leased until they are released."""
+        return self._host.num_orphan_pages
+
+    def all_host_pages(self) -> Int32Array:
+        """Every host page that the tree owns, ascending, int32. Walks the tree: for audits."""
+        return np.sort(host_pages_of(node for node in self._nodes() if node.host_pages is not None))
+
+    def check(self) -> None:
+        """As in :class:`RadixCache`, both tiers, holds and transfers."""
+        super().check()
+        nodes = list(self._nodes())
+        self._host.check(nodes)
+        self._transit.check(nodes)
+        assert not self._leaving, "nodes are left over from an eviction"
+
+    # --- inner parts ---------------------------------------------------------------------------------
+
+    def _bind(self, node: TreeNode, pages: Int32Array, after: Points) -> None:
+        """``node``, only on the host so far, gets device ``pages``; the nodes above are on the device."""
+        assert node.parent is not None and node.parent.on_device, "the device holds whole prefixes"
+        node.pages, node.after, node.on_device = pages, after, True
+        node.parent.num_device_children += 1
+        if node.lock_ref:
+            self._num_locked_pages += len(pages)
+        else:
+            self._num_evictable_pages += len(pages)
+        self._host.num_both_pages += len(pages)
+        self._note_move(node)
+        self._lru.push_if_evictable(node)
+
+    def _adopt(self, path: list[TreeNode], pages: Int32Array, after: Points) -> int:
+        """Computed again before they were loaded: the caller's pages serve as well as a load."""
+        pos = 0
+        for node in path:
+            if not node.on_device:
+                self._bind(node, pages[pos : pos + node.num_pages].copy(), after)
+                pos += node.num_pages
+        return pos
+
+    def _loading(self, path: list[TreeNode]) -> tuple[Ticket, ...]:
+        return loads_of(path)
+
+    def _spill_all(self, victims: list[TreeNode]) -> None:
+        """Under write_back, let the owner back up the victims without a host copy: the parents and the most
+        recently used first, who matter most where the host is full."""
+        nodes = [node for node in reversed(victims) if node.host_pages is None]
+        if self._spill is None or not nodes:
+            return
+        self._leaving = frozenset(victims)
+        self._spill(nodes)
+        self._leaving = frozenset()
+
+    def _leave_device(self, node: TreeNode) -> None:
+        """Retire the device pages of ``node``, whose parent does not count it any more; it stays or leaves."""
+        in_flight = transfer_points(node)
+        self._pool.retire(node.pages, node.after.join(in_flight))
+        self._num_evictable_pages -= len(node.pages)
+        self._transit.remove(node)
+        if node.host_pages is None:
+            self._drop(node)
+            return
+        # A transfer that still runs uses the host pages too. Who takes them next no longer finds its ticket here.
+        node.host_after = node.host_after.join(in_flight)
+        self._host.num_both_pages -= len(node.pages)
+        node.pages, node.after, node.on_device = np.empty(0, dtype=np.int32), Points.none(), False
+        self._note_move(node)
+        self._host.lru.push_if_evictable(node)
+
+    def _drop(self, node: TreeNode) -> None:
+        """``node`` leaves the tree with all that is below it, which is on the host alone."""
+        parent = node.parent
+        assert parent is not None, "the root never leaves"
+        for below in reversed(list(self._nodes(node))):
+            self._host.remove(below)
+            self._detach(below)
+            self._num_nodes -= 1
+        del parent.children[node.edge]
+        self._detach(node)
+        self._num_nodes -= 1
+
+    def _add_host_leaf(
+        self, parent: TreeNode, tokens: Int32Array, pages: Int32Array, after: Points, extra_key: str
+    ) -> TreeNode:
+        edge = self._edge(parent, tokens, extra_key)
+        leaf = self._new_node(tokens, np.empty(0, dtype=np.int32), edge, parent, Points.none())
+        leaf.on_device = False
+        parent.children[edge] = leaf
+        self._num_nodes += 1
+        self._host.add(leaf, pages, after)
+        return leaf
+
+    def _split(self, node: TreeNode, num_pages: int) -> TreeNode:
+        """As in :class:`RadixCache`; what belongs to the whole node (tickets, holds, Points) belongs to both."""
+        upper = super()._split(node, num_pages)
+        self._host.split(upper, node, num_pages)
+        self._transit.split(upper, node)
+        if node.keys is not None:
+            upper.keys, node.keys = node.keys[:num_pages], node.keys[num_pages:]
+        return upper
+
+    def _offer(self, node: TreeNode) -> None:
+        super()._offer(node)
+        self._host.lru.push_if_evictable(node)
+
+    def _host_only(self, node: TreeNode) -> list[TreeNode]:
+        """The nodes from the top down to ``node`` that are not on the device."""
+        return [part for part in node.path() if not part.on_device]

@@ -1,0 +1,395 @@
+"""RadixCache: which pages already hold the KV of which token prefix.
+
+The tree maps token sequences to KV pages, a page at a time: an edge carries a run of whole pages, two
+children of a node differ in their first page, so a lookup hashes one page per node and compares the rest with
+numpy. It is policy and bookkeeping only (numpy, no torch, no device): it never touches the bytes of a page.
+
+Ownership. Every page is owned by exactly one of the free list, the tree, or a request. ``insert`` hands pages
+to the tree; requests that use them hold a *lock* on the deepest node they use, which pins the path up to the
+root; ``evict`` and ``reset`` retire pages to their :class:`LeasePool`, after the Points of all their users.
+The life of a request in terms of this class::
+
+    m = cache.match_prefix(prompt)              # m.pages are readable as long as m.node is locked
+    cache.lock(m.node)
+    ...                                         # own pages hold prompt[m.num_tokens:], written by forwards
+    r = cache.insert(tokens, pages)             # whole pages of published steps; own pages [taken] move in
+    cache.lock(r.node)                          # remap the request onto r.pages, retire own duplicates
+    cache.unlock(m.node, after=last_flight)     # the pages outlive the reads of that flight
+
+A node handle stays valid while it is locked. Splitting keeps the handle on the *lower* half, so that a lock
+taken before the split still covers both halves. An unlocked handle may be evicted at any time; locking it then
+fails an assertion instead of reading somebody else's page.
+
+One thread (the scheduler's) uses a cache; nothing here depends on wall-clock time or unordered iteration, so
+ranks that make the same calls own the same trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter
+
+import numpy as np
+
+from fenceline.mem_cache.host.transfer import Ticket
+from fenceline.mem_cache.tree.radix_audit import check_node, check_owned
+from fenceline.mem_cache.tree.radix_node import (
+    InsertResult,
+    Int32Array,
+    IntArray,
+    LruQueue,
+    MatchResult,
+    TreeNode,
+)
+from fenceline.memory_order.lease import LeasePool
+from fenceline.memory_order.stream import Points
+
+__all__ = ["InsertResult", "MatchResult", "RadixCache", "TreeNode"]
+
+
+class RadixCache:
+    """A radix tree over pages with LRU eviction.
+
+    ``disabled`` makes a cache that never matches and never takes a page: ``match_prefix`` returns no pages and
+    the root, ``insert`` returns the caller's pages, ``num_taken_pages == 0`` and the root. Locking the root
+    costs nothing, so callers need no second code path.
+    """
+
+    def __init__(self, pages: LeasePool, page_size: int, disabled: bool = False) -> None:
+        """``pages``: the pool that evicted pages are retired to. ``page_size``: tokens per page."""
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1, got {page_size}")
+        self.page_size = page_size
+        self.disabled = disabled
+        self._pool = pages
+        self._clock = 0
+        self._num_created = 0
+        self._num_nodes = 0  # without the root
+        self._num_evictable_pages = 0
+        self._num_locked_pages = 0
+        self._num_locked_nodes = 0
+        self._num_moves = 0
+        self._lru = LruQueue(attrgetter("is_evictable"))
+        nothing: Int32Array = np.empty(0, dtype=np.int32)
+        self._root = self._new_node(nothing, nothing, b"", None, Points.none())
+
+    # --- lookup and growth ---------------------------------------------------------------------------
+
+    def match_prefix(self, token_ids: IntArray, extra_key: str = "") -> MatchResult:
+        """The longest prefix of ``token_ids`` [n] in the tree, whole pages only; the tail is ignored.
+
+        Splits the last node where the match ends inside it, and makes the matched path the most recently used.
+        ``extra_key`` names an isolated namespace: prefixes of different namespaces never match.
+        """
+        tokens = as_tokens(token_ids)
+        path = self._walk(tokens[: len(tokens) // self.page_size * self.page_size], extra_key)
+        pages = self._pages_of(path)
+        node = path[-1]
+        return MatchResult(pages, len(pages) * self.page_size, node, node, version=node.version)
+
+    def is_current(self, match: MatchResult) -> bool:
+        """Whether ``match`` still says where its prefix is. False once any of its pages has moved or gone (F5):
+        match again before using it. True does not promise that it is still the longest. Constant time.
+
+        One node's version stands for the whole path: pages go from the leaves up, so the deepest goes first.
+        """
+        return match.node.version == match.version
+
+    def insert(
+        self, token_ids: IntArray, pages: IntArray, after: Points = Points.none(), extra_key: str = ""
+    ) -> InsertResult:
+        """Offer ``pages`` [n] holding the KV of ``token_ids`` [n * page_size]; the tree takes what it lacks.
+
+        ``after``: the caller's own writes and reads of the taken pages so far; whoever reuses them waits for
+        it. See :class:`InsertResult` for who owns what afterwards. Makes the inserted path the most recently
+        used. The arrays are copied.
+        """
+        tokens = as_tokens(token_ids)
+        offered = np.array(pages, dtype=np.int32)
+        assert tokens.size == offered.size * self.page_size, "the tree holds whole pages only"
+        if self.disabled:
+            return InsertResult(0, 0, offered, self._root)
+        path = self._walk(tokens, extra_key)
+        existing = self._pages_of(path)
+        num_existing = len(existing) * self.page_size
+        taken = offered[len(existing) :].copy()
+        num_adopted = self._adopt(path, taken, after)
+        if taken.size > num_adopted:
+            own_tokens = tokens[num_existing + num_adopted * self.page_size :].copy()
+            own_pages = taken[num_adopted:].copy() if num_adopted else taken
+            path.append(self._add_leaf(path[-1], own_tokens, own_pages, after, extra_key))
+        loading = self._loading(path)
+        return InsertResult(num_existing, taken.size, np.concatenate([existing, taken]), path[-1], loading)
+
+    # --- locks ---------------------------------------------------------------------------------------
+
+    def lock(self, node: TreeNode) -> None:
+        """Pin the pages of ``node`` and of all its ancestors until the matching :meth:`unlock`."""
+        assert self._is_attached(node), f"node {node.id} has been evicted: match again before locking"
+        while node.parent is not None:
+            if node.lock_ref == 0:
+                self._num_evictable_pages -= len(node.pages)
+                self._num_locked_pages += len(node.pages)
+                self._num_locked_nodes += 1
+            node.lock_ref += 1
+            node = node.parent
+
+    def unlock(self, node: TreeNode, after: Points = Points.none()) -> None:
+        """Give back one :meth:`lock` on ``node``. ``after``: the last reads of the path by this user; whoever
+        reuses a page of the path waits for them."""
+        assert self._is_attached(node), f"node {node.id} left the tree while it was locked"
+        while node.parent is not None:
+            assert node.lock_ref > 0, f"node {node.id} is unlocked more often than it was locked"
+            node.lock_ref -= 1
+            node.after = node.after.join(after)
+            if node.lock_ref == 0:
+                self._num_locked_pages -= len(node.pages)
+                self._num_evictable_pages += len(node.pages)
+                self._num_locked_nodes -= 1
+                self._offer(node)
+            node = node.parent
+
+    # --- shrinking -----------------------------------------------------------------------------------
+
+    def evict(self, num_pages: int) -> int:
+        """Retire at least ``num_pages`` pages, least recently used leaves first, whole nodes at a time.
+
+        Returns the number of pages retired: more than asked for if the last node was larger, fewer if only
+        locked nodes are left. Amortised O(log nodes) for each node that leaves.
+        """
+        assert num_pages >= 0, "cannot evict a negative number of pages"
+        num_evicted = 0
+        while num_evicted < num_pages:
+            node = self._lru.pop()
+            if node is None:
+                break
+            num_evicted += self._evict_leaf(node)
+        return num_evicted
+
+    def reset(self) -> int:
+        """Retire every page. Nothing may be locked. Returns the number of pages retired."""
+        assert self._num_locked_nodes == 0, f"reset with {self._num_locked_pages} pages locked"
+        num_retired = self._num_evictable_pages
+        for node in list(self._nodes()):
+            self._pool.retire(node.pages, node.after)
+            self._detach(node)
+        self._clear()
+        return num_retired
+
+    def _clear(self) -> None:
+        """All nodes have been detached."""
+        self._root.children = {}
+        self._root.num_device_children = self._root.num_host_children = 0
+        self._lru.clear()
+        self._num_nodes = 0
+        self._num_evictable_pages = 0
+
+    # --- books ---------------------------------------------------------------------------------------
+
+    @property
+    def root(self) -> TreeNode:
+        """The node of the empty prefix: owns no pages, may be locked at no cost, is never evicted."""
+        return self._root
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes in the tree, the root not counted."""
+        return self._num_nodes
+
+    @property
+    def num_evictable_pages(self) -> int:
+        """Pages on unlocked nodes: what ``evict`` can retire in all."""
+        return self._num_evictable_pages
+
+    @property
+    def num_locked_pages(self) -> int:
+        """Pages on locked nodes."""
+        return self._num_locked_pages
+
+    @property
+    def num_locked_nodes(self) -> int:
+        """Nodes that somebody has locked, themselves or through a node below. Zero when nobody uses the tree."""
+        return self._num_locked_nodes
+
+    @property
+    def num_created(self) -> int:
+        """Nodes made so far, by growth and by splits: while it stands still, no match has become longer."""
+        return self._num_created
+
+    @property
+    def num_moves(self) -> int:
+        """How often the pages of a node moved or left: while it stands still, every match is current."""
+        return self._num_moves
+
+    @property
+    def num_pages(self) -> int:
+        """Device pages that the tree owns."""
+        return self._num_evictable_pages + self._num_locked_pages
+
+    def all_pages(self) -> Int32Array:
+        """Every page that the tree owns, ascending, int32. Walks the tree: for audits."""
+        return np.sort(np.concatenate([self._root.pages, *(node.pages for node in self._nodes())]))
+
+    def check(self) -> None:
+        """Recompute every counter and structural invariant the slow way; AssertionError names what is wrong."""
+        self._lru.check()
+        assert self._root.parent is None and self._root.num_pages == 0, "the root holds pages or has a parent"
+        assert self._root.lock_ref == 0, "the root is locked"
+        nodes = list(self._nodes())
+        for node in nodes:
+            check_node(node, self._root, self.page_size)
+            assert node.last_access <= self._clock, f"node {node.id}: accessed in the future"
+            assert node in self._lru or not node.is_evictable, f"node {node.id}: evictable but not queued"
+        num_evictable = sum(node.num_device_pages for node in nodes if node.lock_ref == 0)
+        num_locked = sum(node.num_device_pages for node in nodes if node.lock_ref)
+        num_queued = sum(node in self._lru for node in nodes)
+        for counted, number, what in (
+            (len(self._lru), num_queued, "queued nodes"),
+            (self._num_nodes, len(nodes), "nodes"),
+            (self._num_evictable_pages, num_evictable, "evictable pages"),
+            (self._num_locked_pages, num_locked, "locked pages"),
+            (self._num_locked_nodes, sum(node.lock_ref > 0 for node in nodes), "locked nodes"),
+        ):
+            assert counted == number, f"{number} {what}, counted {counted}"
+        check_owned(self.all_pages(), self._pool)
+
+    # --- inner parts ---------------------------------------------------------------------------------
+
+    def _walk(self, tokens: Int32Array, extra_key: str) -> list[TreeNode]:
+        """The nodes whose pages are a prefix of ``tokens`` (whole pages), root first; splits the last one where
+        it matches in part, and touches all."""
+        self._clock += 1
+        path = [self._root]
+        pos = 0
+        while pos < tokens.size:
+            child = path[-1].children.get(self._edge(path[-1], tokens[pos:], extra_key))
+            if child is None:
+                break
+            num_matched = self._num_common_pages(child, tokens[pos:])
+            whole = num_matched == child.num_pages
+            path.append(child if whole else self._split(child, num_matched))
+            path[-1].last_access = self._clock
+            path[-1].hit_count += 1
+            pos += num_matched * self.page_size
+            if not whole:
+                break
+        return path
+
+    def _edge(self, parent: TreeNode, tokens: Int32Array, extra_key: str) -> bytes:
+        """Key of the child that continues with ``tokens``. The namespace is part of the first level only; a
+        page's bytes have a fixed length, so the concatenation is unambiguous."""
+        page = tokens[: self.page_size].tobytes()
+        if parent is self._root and extra_key:
+            return extra_key.encode("utf-8", "surrogatepass") + page
+        return page
+
+    def _num_common_pages(self, node: TreeNode, tokens: Int32Array) -> int:
+        """Leading pages that ``node`` shares with ``tokens``; the first one is known to be shared."""
+        if node.num_pages == 1:
+            return 1
+        length = min(node.tokens.size, tokens.size)
+        differs = node.tokens[:length] != tokens[:length]
+        first = int(differs.argmax())
+        return (first if differs[first] else length) // self.page_size
+
+    def _split(self, node: TreeNode, num_pages: int) -> TreeNode:
+        """Cut ``node`` after ``num_pages`` pages; returns the new upper half. ``node`` stays the lower half, so
+        locks held on it keep covering both; both halves have its Points, for both were read by its users."""
+        assert 0 < num_pages < node.num_pages, "a split leaves pages on both sides"
+        cut = num_pages * self.page_size
+        # Copies: a view would keep the whole array alive after the other half is evicted.
+        upper = self._new_node(
+            node.tokens[:cut].copy(), node.pages[:num_pages].copy(), node.edge, node.parent, node.after
+        )
+        upper.lock_ref = node.lock_ref
+        self._num_locked_nodes += upper.lock_ref > 0
+        upper.last_access = node.last_access
+        upper.hit_count = node.hit_count
+        upper.on_device = node.on_device
+        upper.num_device_children = int(node.on_device)
+        assert node.parent is not None, "the root has nothing to split"
+        node.parent.children[node.edge] = upper
+        node.tokens = node.tokens[cut:].copy()
+        node.pages = node.pages[num_pages:].copy()
+        node.edge = self._edge(upper, node.tokens, "")
+        node.parent = upper
+        upper.children[node.edge] = node
+        self._num_nodes += 1
+        return upper
+
+    def _add_leaf(
+        self, parent: TreeNode, tokens: Int32Array, pages: Int32Array, after: Points, extra_key: str
+    ) -> TreeNode:
+        leaf = self._new_node(tokens, pages, self._edge(parent, tokens, extra_key), parent, after)
+        leaf.hit_count = 1
+        parent.children[leaf.edge] = leaf
+        parent.num_device_children += 1
+        self._num_nodes += 1
+        self._num_evictable_pages += len(pages)
+        self._lru.push_if_evictable(leaf)
+        return leaf
+
+    def _adopt(self, path: list[TreeNode], pages: Int32Array, after: Points) -> int:
+        """Use the first of the caller's ``pages`` for nodes of ``path`` that lack device pages; how many."""
+        return 0
+
+    def _loading(self, path: list[TreeNode]) -> tuple[Ticket, ...]:
+        """Loads of ``path``'s pages that FORWARD has not waited for."""
+        return ()
+
+    def _offer(self, node: TreeNode) -> None:
+        """``node`` has no lock any more: it may be given up."""
+        self._lru.push_if_evictable(node)
+
+    def _evict_leaf(self, node: TreeNode) -> int:
+        """Retire the pages of an unlocked leaf and drop it; its parent may be the next candidate."""
+        parent = node.parent
+        assert parent is not None, "the root is never evicted"
+        self._pool.retire(node.pages, node.after)
+        del parent.children[node.edge]
+        parent.num_device_children -= 1
+        self._detach(node)
+        self._num_nodes -= 1
+        self._num_evictable_pages -= len(node.pages)
+        self._lru.push_if_evictable(parent)
+        return len(node.pages)
+
+    def _detach(self, node: TreeNode) -> None:
+        """``node`` has left the tree: whoever still knows it must notice."""
+        node.parent = None
+        node.children = {}
+        node.num_device_children = node.num_host_children = 0
+        self._note_move(node)
+
+    def _note_move(self, node: TreeNode) -> None:
+        """The place of ``node``'s pages has changed."""
+        node.version += 1
+        self._num_moves += 1
+
+    def _is_attached(self, node: TreeNode) -> bool:
+        return node.parent is not None or node is self._root
+
+    def _new_node(
+        self, tokens: Int32Array, pages: Int32Array, edge: bytes, parent: TreeNode | None, after: Points
+    ) -> TreeNode:
+        self._num_created += 1
+        return TreeNode(self._num_created, tokens, pages, edge, parent, self._clock, after)
+
+    def _nodes(self, below: TreeNode | None = None) -> Iterator[TreeNode]:
+        """All nodes below ``below`` (the root), parents first, siblings in the order of insertion."""
+        stack = list(reversed((below or self._root).children.values()))
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(reversed(node.children.values()))
+
+    @staticmethod
+    def _pages_of(path: list[TreeNode]) -> Int32Array:
+        return np.concatenate([node.pages for node in path])
+
+
+def as_tokens(token_ids: IntArray) -> Int32Array:
+    """Token ids as contiguous int32 [n]. The vocabulary fits, and half the bytes are compared."""
+    tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
+    assert tokens.ndim == 1, "token ids are one-dimensional"
+    return tokens

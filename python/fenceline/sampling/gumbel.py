@@ -1,0 +1,119 @@
+"""The random draw: Gumbel-max with noise that is a pure function of (seed, position, token id).
+
+``argmax_i(s_i + g_i)`` with independent standard Gumbel ``g_i`` is a draw from ``softmax(s)`` (Gumbel 1954). There is
+no generator state: the noise is a counter-based hash, so a request draws the same tokens in any batch, on any row,
+and again after it was retracted. All integer arithmetic wraps as two's complement does, with equal bits on CPU and
+CUDA.
+
+The hash, per element, is the 32-bit finaliser ``lowbias32`` (C. Wellons, hash-prospector, public domain) over
+``token_id * odd + key_a`` with ``key_b`` mixed in between its two rounds; both keys come from splitmix64's finaliser
+(Steele, Lea, Flood 2014) of the mixed seed and the position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fenceline.sampling.row_chunks import row_chunks
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
+_MIX_A = 0xBF58476D1CE4E5B9
+_MIX_B = 0x94D049BB133111EB
+_TOKEN_STRIDE = 0x9E3779B1  # odd, so distinct ids stay distinct
+_ROUND_A = 0x7FEB352D
+_ROUND_B = 0x846CA68B
+_MASK_64 = 2**64 - 1
+
+
+def _signed(value: int, bits: int) -> int:
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+_GOLDEN_I64, _MIX_A_I64, _MIX_B_I64 = (_signed(c, 64) for c in (_GOLDEN, _MIX_A, _MIX_B))
+_TOKEN_STRIDE_I32, _ROUND_A_I32, _ROUND_B_I32 = (_signed(c, 32) for c in (_TOKEN_STRIDE, _ROUND_A, _ROUND_B))
+
+
+def mix_seeds(seeds: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Hash 64-bit seeds on the host, so that near seeds (0, 1, 2, ...) start far apart. Returns [B] int64."""
+    z = np.array([seed & _MASK_64 for seed in seeds], np.uint64)
+    z += np.uint64(_GOLDEN)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_A)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_B)
+    return (z ^ (z >> np.uint64(31))).view(np.int64)
+
+
+class GumbelSampler:
+    """Draws tokens. Owns one constant [V] int32 tensor, written at construction; holds no other state."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
+        self._token_terms = ids.mul_(_TOKEN_STRIDE_I32)  # on the device: a graph's capture may make one too
+        # CUDA evaluates log the same way for every element. CPU libraries do not (vector body, scalar tail), so
+        # there the last bit could depend on where a row lies in the batch: float64, rounded, hides that.
+        self._dtype = torch.float32 if device.type == "cuda" else torch.float64
+
+    def draw(
+        self,
+        scaled: torch.Tensor,
+        seed_keys: torch.Tensor,
+        positions: torch.Tensor,
+        noise_scales: torch.Tensor | None = None,
+        thresholds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One token of each row of ``softmax(scaled)``.
+
+        ``scaled`` [B, V] float32: logits over temperature (not changed). ``seed_keys`` [B] int64 from
+        :func:`mix_seeds`. ``positions`` [B] int64. ``noise_scales`` [B] float32: 0 makes a row's draw its arg-max
+        (ties: lowest id). ``thresholds`` [B] float32: tokens with a lower score are never drawn while any other is
+        left. Returns [B] int64, always within the vocabulary, NaN or not.
+        """
+        key_a, key_b = _row_keys(seed_keys, positions)
+        pieces = []
+        for rows in row_chunks(*scaled.shape):
+            scores = scaled[rows]
+            noise = self._noise(key_a[rows], key_b[rows])
+            if noise_scales is not None:
+                noise.mul_(noise_scales[rows, None])
+            noise.add_(scores)
+            if thresholds is not None:
+                noise.masked_fill_(scores < thresholds[rows, None], -torch.inf)
+            pieces.append(noise.argmax(dim=-1))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _noise(self, key_a: torch.Tensor, key_b: torch.Tensor) -> torch.Tensor:
+        """Standard Gumbel noise [rows, V] float32, finite."""
+        bits = self._hash(key_a, key_b).bitwise_and_(0x7FFFFFFF)
+        # The noise's upper tail decides whether rare tokens can win, so the fine end of the uniform is put there:
+        # v in (0, 1) with full precision near 0, E = -log(1 - v) exponential, g = -log(E) at most 22.2.
+        v = bits.to(self._dtype).add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
+        return v.neg_().log1p_().neg_().log_().neg_().to(torch.float32)
+
+    def _hash(self, key_a: torch.Tensor, key_b: torch.Tensor) -> torch.Tensor:
+        """[rows, V] int32 of uniform bits."""
+        x = self._token_terms + key_a[:, None]
+        shifted = torch.empty_like(x)
+        _xor_shift_(x, shifted, 16, 32).mul_(_ROUND_A_I32).bitwise_xor_(key_b[:, None])
+        _xor_shift_(x, shifted, 15, 32).mul_(_ROUND_B_I32)
+        return _xor_shift_(x, shifted, 16, 32)
+
+
+def _row_keys(seed_keys: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two [B] int32 keys of each (seed, position)."""
+    z = torch.add(seed_keys, positions, alpha=_GOLDEN_I64)
+    shifted = torch.empty_like(z)
+    _xor_shift_(z, shifted, 30, 64).mul_(_MIX_A_I64)
+    _xor_shift_(z, shifted, 27, 64).mul_(_MIX_B_I64)
+    _xor_shift_(z, shifted, 31, 64)
+    high = z >> 32  # arithmetic: the upper half as a signed 32-bit number
+    low = (z << 32) >> 32
+    return high.to(torch.int32), low.to(torch.int32)
+
+
+def _xor_shift_(x: torch.Tensor, scratch: torch.Tensor, shift: int, bits: int) -> torch.Tensor:
+    """``x ^= x >> shift`` in place with a logical shift: the mask drops the sign bits torch shifts in."""
+    torch.bitwise_right_shift(x, shift, out=scratch)
+    return x.bitwise_xor_(scratch.bitwise_and_((1 << (bits - shift)) - 1))

@@ -1,0 +1,83 @@
+"""Logprobs of sampled tokens and of prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fenceline.sampling.row_chunks import row_chunks, take_rows
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLogprobs:
+    """Logprobs of N tokens and of the K most likely alternatives of each, most likely first; with ``named`` those of W
+    tokens that each row names (``named_ids``), in its order.
+
+    Finite always: what has probability 0 (a masked token, a row of NaN) reads as float32's lowest number, so that
+    the values survive JSON. Alternatives with equal logprobs come in no particular order.
+    """
+
+    chosen: torch.Tensor  # [N] float32
+    top_logprobs: torch.Tensor  # [N, K] float32
+    top_ids: torch.Tensor  # [N, K] int64
+    named: torch.Tensor | None = None  # [N, W] float32; None where no tokens are named
+
+
+def token_logprobs(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    top_k: int,
+    index: torch.Tensor | None = None,
+    named_ids: torch.Tensor | None = None,
+) -> OutputLogprobs:
+    """Log-softmax of ``logits`` [M, V] (any float dtype; computed in float32; not changed) at ``token_ids`` [M] int64
+    and at its ``min(top_k, V)`` largest entries, for the N rows ``index`` [N] int64; None: for all, N = M.
+    ``named_ids`` [N, W] int64: at these entries too. A row's values do not depend on the other rows."""
+    num_rows = logits.shape[0] if index is None else index.shape[0]
+    num_top = min(top_k, logits.shape[1])
+    chosen, values, ids, named = [], [], [], []
+    for rows in row_chunks(num_rows, logits.shape[1]):
+        logprobs = torch.log_softmax(take_rows(logits, index, rows), dim=-1, dtype=torch.float32)
+        chosen.append(logprobs.gather(1, take_rows(token_ids, index, rows)[:, None]).squeeze(1))
+        if num_top:
+            top = logprobs.topk(num_top, dim=-1)
+            values.append(top.values)
+            ids.append(top.indices)
+        if named_ids is not None:
+            named.append(logprobs.gather(1, named_ids[rows]))
+    if not chosen:
+        chosen.append(logits.new_empty(0, dtype=torch.float32))
+    if not values:
+        values.append(logits.new_empty((num_rows, num_top), dtype=torch.float32))
+        ids.append(logits.new_empty((num_rows, num_top), dtype=torch.int64))
+    return OutputLogprobs(
+        _finite(torch.cat(chosen)),
+        _finite(torch.cat(values)),
+        torch.cat(ids),
+        _finite(torch.cat(named)) if named else None,
+    )
+
+
+def prompt_logprobs(
+    logits: torch.Tensor, target_ids: torch.Tensor, top_k: int, named_ids: torch.Tensor | None = None
+) -> OutputLogprobs:
+    """Logprobs of prompt tokens. ``logits`` [N, V]: raw rows of N prompt positions; ``target_ids`` [N] int64: the token
+    that follows each. No bias, penalty or temperature: they shape what is sampled, and the prompt is given. Works
+    through N in pieces; beside the result it needs a few float32 [V]-rows per piece, not [N, V]."""
+    return token_logprobs(logits, target_ids, top_k, named_ids=named_ids)
+
+
+def spread(part: OutputLogprobs, index: torch.Tensor, num_reqs: int) -> OutputLogprobs:
+    """Place the rows of ``part`` at batch positions ``index``; the other requests, which asked for none, get 0."""
+
+    def place(values: torch.Tensor) -> torch.Tensor:
+        return values.new_zeros((num_reqs, *values.shape[1:])).index_copy_(0, index, values)
+
+    named = None if part.named is None else place(part.named)
+    return OutputLogprobs(place(part.chosen), place(part.top_logprobs), place(part.top_ids), named)
+
+
+def _finite(logprobs: torch.Tensor) -> torch.Tensor:
+    lowest = torch.finfo(torch.float32).min
+    return logprobs.nan_to_num_(nan=lowest, posinf=0.0, neginf=lowest)

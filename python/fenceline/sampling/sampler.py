@@ -1,0 +1,173 @@
+"""The sampler: logits in, tokens out, everything on the device and in program order on FORWARD.
+
+Order of operations, as in vLLM and SGLang: logit_bias; repetition, frequency, presence penalty; the min_new_tokens
+mask; here the arg-max of greedy requests is taken; temperature; here logprobs are taken; top_k, top_p, min_p
+(jointly); the draw.
+
+Logprobs of outputs are, as SGLang's by default, those of the distribution after bias, penalties, mask and temperature
+and before top_k, top_p and min_p: a token's logprob is its chance in the unfiltered draw. A greedy request has
+temperature 1 there. With neutral parameters that is the model's own log-softmax.
+
+A request's token depends on its own logits, parameters, seed and position, bit by bit: not on its place in the batch
+nor on what else is in it. There is no host synchronisation and no shape that depends on data, so a step can be
+captured. On CUDA the draw is the kernel that captured decode steps draw with, so that a request gets the same tokens
+whether its batch replays a graph or needs something of this sampler. Scratch memory is at most two copies of the logits
+and a few pieces of ``CHUNK_ELEMENTS``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fenceline.sampling.filters import keep_thresholds
+from fenceline.sampling.gumbel import GumbelSampler
+from fenceline.sampling.kernels.sample import sample_tokens
+from fenceline.sampling.logprobs import OutputLogprobs, prompt_logprobs, spread, token_logprobs
+from fenceline.sampling.row_chunks import row_chunks, take_rows
+from fenceline.sampling.sampling_batch import SamplingBatch
+from fenceline.sampling.token_counts import TokenCounts
+
+__all__ = ["OutputLogprobs", "SampleOutput", "Sampler", "prompt_logprobs"]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    """One token for each of B requests; tensors are fresh, the caller owns them."""
+
+    next_tokens: torch.Tensor  # [B] int64
+    logprobs: OutputLogprobs | None  # None: no request asked
+
+
+class Sampler:
+    """Samples for request rows ``0 .. num_rows - 1`` over ``vocab_size`` tokens on ``device``.
+
+    Penalty counts (``2 * num_rows * vocab_size`` bytes) are allocated when the first penalised request begins. All
+    methods must be called on the same stream.
+    """
+
+    def __init__(self, vocab_size: int, num_rows: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._num_rows = num_rows
+        self._device = device
+        self._gumbel = GumbelSampler(vocab_size, device)
+        self._counts: TokenCounts | None = None
+
+    def begin_request(self, row: int, prompt_ids: torch.Tensor, output_ids: torch.Tensor) -> None:
+        """(Re)initialise the counts of ``row``: before the first token of a request with ``needs_penalties``, and
+        again, with the tokens so far, when it resumes after retraction. Both 1-D int64 on the device."""
+        if self._counts is None:
+            self._counts = TokenCounts(self._num_rows, self._vocab_size, self._device)
+        self._counts.begin(row, prompt_ids, output_ids)
+
+    def forward(self, logits: torch.Tensor, positions: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
+        """Sample one token per request and count it.
+
+        ``logits`` [B, V] float32, not changed. ``positions`` [B] int64: the position the sampled token will have
+        in its sequence, prompt length plus outputs so far. Every sampled token is counted, so requests whose token
+        will be thrown away (an unfinished prompt chunk) and have penalties must not be in the batch. NaN logits
+        give some token of the vocabulary, never an id outside it.
+        """
+        assert logits.shape == (batch.num_reqs, self._vocab_size), (logits.shape, batch.num_reqs)
+        assert logits.dtype == torch.float32
+        logits = self._adjust(logits, positions, batch)
+        scaled = _scale(logits, batch) if self._needs_scaled(batch) else None
+        next_tokens = self._choose(logits, scaled, positions, batch)
+        if batch.penalty_rows is not None:
+            assert self._counts is not None
+            index = batch.penalty_index
+            sampled = next_tokens if index is None else next_tokens.index_select(0, index)
+            self._counts.add(batch.penalty_rows, sampled)
+        if scaled is None or not batch.return_logprob:
+            return SampleOutput(next_tokens, None)
+        return SampleOutput(next_tokens, _logprobs(scaled, next_tokens, batch))
+
+    def _needs_scaled(self, batch: SamplingBatch) -> bool:
+        """On CUDA the draw scales the logits itself, and only logprobs and filters look at scaled ones."""
+        if batch.return_logprob or batch.all_greedy:
+            return batch.return_logprob
+        return self._device.type != "cuda" or batch.top_ks is not None or batch.min_p_logs is not None
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        scaled: torch.Tensor | None,
+        positions: torch.Tensor,
+        batch: SamplingBatch,
+    ) -> torch.Tensor:
+        if self._device.type == "cuda":
+            return _choose_fused(logits, scaled, positions, batch)
+        if scaled is None or batch.seed_keys is None:
+            return logits.argmax(dim=-1)
+        thresholds = keep_thresholds(scaled, batch)
+        return self._gumbel.draw(scaled, batch.seed_keys, positions, batch.noise_scales, thresholds)
+
+    def _adjust(self, logits: torch.Tensor, positions: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """Bias, penalties, mask. Returns ``logits`` itself where nothing is to be done, else a copy."""
+        if batch.bias_index is None and batch.penalty_rows is None and batch.stop_index is None:
+            return logits
+        logits = logits.clone()
+        if batch.bias_index is not None:
+            assert batch.bias_ids is not None and batch.bias_values is not None
+            biased = logits[batch.bias_index, batch.bias_ids] + batch.bias_values
+            logits[batch.bias_index, batch.bias_ids] = biased
+        if batch.penalty_rows is not None:
+            self._penalize_(logits, batch)
+        if batch.stop_index is not None:
+            assert batch.stop_ids is not None and batch.stop_until is not None
+            too_early = positions[batch.stop_index] < batch.stop_until
+            old = logits[batch.stop_index, batch.stop_ids]
+            logits[batch.stop_index, batch.stop_ids] = old.masked_fill(too_early, -torch.inf)
+        return logits
+
+    def _penalize_(self, logits: torch.Tensor, batch: SamplingBatch) -> None:
+        assert self._counts is not None, "begin_request comes before the first step of a penalised request"
+        assert batch.penalty_rows is not None and batch.repetition_penalties is not None
+        assert batch.frequency_penalties is not None and batch.presence_penalties is not None
+        for rows in row_chunks(batch.penalty_rows.shape[0], self._vocab_size):
+            penalized = self._counts.apply(
+                take_rows(logits, batch.penalty_index, rows),
+                batch.penalty_rows[rows],
+                batch.repetition_penalties[rows],
+                batch.frequency_penalties[rows],
+                batch.presence_penalties[rows],
+            )
+            if batch.penalty_index is None:
+                logits[rows] = penalized
+            else:
+                logits.index_copy_(0, batch.penalty_index[rows], penalized)
+
+
+def _choose_fused(
+    logits: torch.Tensor, scaled: torch.Tensor | None, positions: torch.Tensor, batch: SamplingBatch
+) -> torch.Tensor:
+    thresholds = None if scaled is None or batch.all_greedy else keep_thresholds(scaled, batch)
+    next_tokens = torch.empty_like(positions)
+    sample_tokens(
+        logits,
+        batch.temperatures,
+        batch.noise_scales,
+        batch.seed_keys,
+        positions,
+        thresholds,
+        rows=None,
+        last_tokens=None,
+        next_tokens=next_tokens,
+        maxima=None if thresholds is None else logits.amax(dim=-1),
+    )
+    return next_tokens
+
+
+def _scale(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """(logits - row maximum) / temperature, new. The maximum goes first, so that no temperature overflows it."""
+    scaled = logits - logits.amax(dim=-1, keepdim=True)
+    return scaled if batch.temperatures is None else scaled.div_(batch.temperatures[:, None])
+
+
+def _logprobs(scaled: torch.Tensor, next_tokens: torch.Tensor, batch: SamplingBatch) -> OutputLogprobs:
+    index, named_ids = batch.logprob_index, batch.logprob_named_ids
+    if named_ids is not None:
+        named_ids = named_ids.view(batch.num_reqs if index is None else index.shape[0], -1)
+    part = token_logprobs(scaled, next_tokens, batch.max_top_logprobs, index, named_ids)
+    return part if index is None else spread(part, index, batch.num_reqs)

@@ -1,0 +1,227 @@
+"""SamplingBatch: what the sampler reads for one batch composition. Nothing in it depends on the step.
+
+Host side: :func:`sampling_arrays` turns the requests into a few small arrays, which travel with the step's other
+inputs in one upload. Device side: :class:`SamplingBatch` names the views of that upload. An array that no request
+of the batch needs is absent, and its absence is the flag: nothing on the device is ever asked what to do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fenceline.sampling.gumbel import mix_seeds
+from fenceline.sampling.sampling_params import TOP_K_ALL, SamplingParams
+
+Array = npt.NDArray[np.generic]
+
+# Temperatures outside are as good as their bound: the smallest is an arg-max with random ties, the largest is
+# uniform in float32; and -inf / temperature stays -inf.
+MIN_TEMPERATURE = 1e-6
+MAX_TEMPERATURE = 1e6
+UNLIMITED_K = 2**31 - 1
+NO_TOP_P = 2.0  # more than all the mass: keeps every token
+
+
+@dataclass(frozen=True, slots=True)
+class ReqSampling:
+    """Host facts of one request. ``seed`` is resolved (64 bits, signed or not). ``row`` indexes per-row device
+    tables. ``stop_ids`` are masked until ``params.min_new_tokens`` outputs exist."""
+
+    params: SamplingParams
+    seed: int
+    row: int
+    prompt_len: int
+    stop_ids: tuple[int, ...] = ()
+    return_logprob: bool = False
+    top_logprobs_num: int = 0
+    token_ids_logprob: tuple[int, ...] = ()
+
+
+def padded_ids(lists: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
+    """Lists of token ids as one table, row after row: [len(lists) * longest], short rows filled up with token 0."""
+    width = max(map(len, lists))
+    return np.array([[*ids, *[0] * (width - len(ids))] for ids in lists], np.int64).ravel()
+
+
+def sampling_arrays(reqs: Sequence[ReqSampling]) -> dict[str, Array]:
+    """The arrays the device needs for ``reqs``, in batch order; dtypes int64, float32 and float64, all 1-D.
+
+    A key is the name of a :class:`SamplingBatch` field. A greedy request without penalties, bias, min_new_tokens
+    and logprobs adds nothing.
+    """
+    arrays: dict[str, Array] = {}
+    _add_draw(arrays, reqs)
+    _add_filters(arrays, reqs)
+    _add_penalties(arrays, reqs)
+    _add_bias(arrays, reqs)
+    _add_min_tokens(arrays, reqs)
+    wanted = [i for i, r in enumerate(reqs) if r.return_logprob]
+    if wanted and len(wanted) < len(reqs):
+        arrays["logprob_index"] = np.array(wanted, np.int64)
+    if any(reqs[i].token_ids_logprob for i in wanted):
+        arrays["logprob_named_ids"] = padded_ids([reqs[i].token_ids_logprob for i in wanted])
+    return arrays
+
+
+def _add_draw(arrays: dict[str, Array], reqs: Sequence[ReqSampling]) -> None:
+    greedy = [r.params.is_greedy for r in reqs]
+    if all(greedy):
+        return
+    arrays["seed_keys"] = mix_seeds([r.seed for r in reqs])
+    arrays["temperatures"] = np.array(
+        [
+            1.0 if g else min(max(r.params.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
+            for r, g in zip(reqs, greedy, strict=True)
+        ],
+        np.float32,
+    )
+    if any(greedy):
+        arrays["noise_scales"] = np.array([0.0 if g else 1.0 for g in greedy], np.float32)
+
+
+def _add_filters(arrays: dict[str, Array], reqs: Sequence[ReqSampling]) -> None:
+    params = [r.params for r in reqs]
+    index = [i for i, p in enumerate(params) if not p.is_greedy and (_has_top_k(p) or _has_top_p(p))]
+    if index:
+        chosen = [params[i] for i in index]
+        if len(index) < len(reqs):
+            arrays["filter_index"] = np.array(index, np.int64)
+        arrays["top_ks"] = np.array([p.top_k if _has_top_k(p) else UNLIMITED_K for p in chosen], np.int64)
+        if any(_has_top_p(p) for p in chosen):
+            arrays["top_ps"] = np.array([p.top_p if _has_top_p(p) else NO_TOP_P for p in chosen], np.float64)
+    if any(_has_min_p(p) for p in params):
+        arrays["min_p_logs"] = np.array(
+            [math.log(p.min_p) if _has_min_p(p) else -math.inf for p in params], np.float32
+        )
+
+
+def _has_top_k(params: SamplingParams) -> bool:
+    return params.top_k != TOP_K_ALL
+
+
+def _has_top_p(params: SamplingParams) -> bool:
+    return params.top_p < 1.0
+
+
+def _has_min_p(params: SamplingParams) -> bool:
+    return params.min_p > 0.0 and not params.is_greedy
+
+
+def _add_penalties(arrays: dict[str, Array], reqs: Sequence[ReqSampling]) -> None:
+    index = [i for i, r in enumerate(reqs) if r.params.needs_penalties]
+    if not index:
+        return
+    chosen = [reqs[i] for i in index]
+    if len(index) < len(reqs):
+        arrays["penalty_index"] = np.array(index, np.int64)
+    arrays["penalty_rows"] = np.array([r.row for r in chosen], np.int64)
+    arrays["repetition_penalties"] = np.array([r.params.repetition_penalty for r in chosen], np.float32)
+    arrays["frequency_penalties"] = np.array([r.params.frequency_penalty for r in chosen], np.float32)
+    arrays["presence_penalties"] = np.array([r.params.presence_penalty for r in chosen], np.float32)
+
+
+def _add_bias(arrays: dict[str, Array], reqs: Sequence[ReqSampling]) -> None:
+    triples = [(i, t, b) for i, r in enumerate(reqs) for t, b in (r.params.logit_bias or {}).items()]
+    if not triples:
+        return
+    index, ids, values = zip(*triples, strict=True)
+    arrays["bias_index"] = np.array(index, np.int64)
+    arrays["bias_ids"] = np.array(ids, np.int64)
+    arrays["bias_values"] = np.array(values, np.float32)
+
+
+def _add_min_tokens(arrays: dict[str, Array], reqs: Sequence[ReqSampling]) -> None:
+    triples = [
+        (i, t, r.prompt_len + r.params.min_new_tokens)
+        for i, r in enumerate(reqs)
+        if r.params.min_new_tokens > 0
+        for t in dict.fromkeys(r.stop_ids)
+    ]
+    if not triples:
+        return
+    index, ids, until = zip(*triples, strict=True)
+    arrays["stop_index"] = np.array(index, np.int64)
+    arrays["stop_ids"] = np.array(ids, np.int64)
+    arrays["stop_until"] = np.array(until, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """Device views and host flags of B requests. ``None`` means: no request of the batch needs it.
+
+    F filtered, P penalised, M biased (request, token) pairs, S masked (request, token) pairs. Index tensors hold
+    positions in the batch; an index of ``None`` beside present values means all B requests, in order. The views
+    belong to the step's upload; they must stay valid as long as this batch is used.
+    """
+
+    num_reqs: int  # B
+    return_logprob: bool
+    max_top_logprobs: int
+    max_top_k: int  # of the filtered requests; UNLIMITED_K if one of them has top_p only
+    seed_keys: torch.Tensor | None = None  # [B] int64; None: every request is greedy
+    temperatures: torch.Tensor | None = None  # [B] float32, 1 for greedy requests
+    noise_scales: torch.Tensor | None = None  # [B] float32, 0 for greedy requests and 1 for others
+    filter_index: torch.Tensor | None = None  # [F] int64
+    top_ks: torch.Tensor | None = None  # [F] int64
+    top_ps: torch.Tensor | None = None  # [F] float64, above 1: keep all
+    min_p_logs: torch.Tensor | None = None  # [B] float32, log(min_p), -inf: keep all
+    penalty_index: torch.Tensor | None = None  # [P] int64
+    penalty_rows: torch.Tensor | None = None  # [P] int64, request rows
+    repetition_penalties: torch.Tensor | None = None  # [P] float32
+    frequency_penalties: torch.Tensor | None = None  # [P] float32
+    presence_penalties: torch.Tensor | None = None  # [P] float32
+    bias_index: torch.Tensor | None = None  # [M] int64
+    bias_ids: torch.Tensor | None = None  # [M] int64
+    bias_values: torch.Tensor | None = None  # [M] float32
+    stop_index: torch.Tensor | None = None  # [S] int64
+    stop_ids: torch.Tensor | None = None  # [S] int64
+    stop_until: torch.Tensor | None = None  # [S] int64, first position at which the token is allowed
+    logprob_index: torch.Tensor | None = None  # [L] int64; None with return_logprob: all requests
+    logprob_named_ids: torch.Tensor | None = None  # [L * W] int64: the W tokens that each of these names
+
+    @staticmethod
+    def from_views(reqs: Sequence[ReqSampling], views: Mapping[str, torch.Tensor]) -> SamplingBatch:
+        """``views`` hold the arrays of ``sampling_arrays(reqs)`` on the device, under the same names; other inputs
+        of the step may lie beside them."""
+        filtered = [r.params for r in reqs if not r.params.is_greedy]
+        filtered = [p for p in filtered if _has_top_k(p) or _has_top_p(p)]
+        return SamplingBatch(
+            num_reqs=len(reqs),
+            return_logprob=any(r.return_logprob for r in reqs),
+            max_top_logprobs=max((r.top_logprobs_num for r in reqs if r.return_logprob), default=0),
+            max_top_k=max((p.top_k if _has_top_k(p) else UNLIMITED_K for p in filtered), default=0),
+            **{name: views[name] for name in _ARRAY_NAMES if name in views},
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Every request needs a temperature and a draw at most: what a decode step can do by itself."""
+        beyond = (
+            self.filter_index,
+            self.top_ks,
+            self.min_p_logs,
+            self.penalty_rows,
+            self.bias_index,
+            self.stop_index,
+        )
+        return not self.return_logprob and all(part is None for part in beyond)
+
+    @property
+    def all_greedy(self) -> bool:
+        """No request draws: the arg-max is all there is to do."""
+        return self.seed_keys is None
+
+    @property
+    def needs_penalties(self) -> bool:
+        """Some request has token counts."""
+        return self.penalty_rows is not None
+
+
+_HOST_FACTS = ("num_reqs", "return_logprob", "max_top_logprobs", "max_top_k")
+_ARRAY_NAMES = tuple(f.name for f in fields(SamplingBatch) if f.name not in _HOST_FACTS)

@@ -1,0 +1,223 @@
+"""What a FlightRecorder holds, as one JSON object in a file. Format and version are ``FORMAT`` and ``VERSION``.
+
+``python -m fenceline.vgpu.replay FILE`` reads it; ``docs/flight_recorder.md`` describes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+
+from fenceline.ipc.child_process import DUMP_SIGNAL
+from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendSeq, PageWrites
+from fenceline.sampling.sampling_batch import ReqSampling
+from fenceline.scheduler.flight_recorder import (
+    WITHHELD,
+    Departure,
+    Event,
+    FlightRecorder,
+    Serials,
+    StepRecord,
+)
+from fenceline.scheduler.req import Req
+from fenceline.version import __version__
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "fenceline-flight-recorder"
+VERSION = 1
+OFF = "the flight recorder is off: start the server with --flight-recorder-steps 512"
+
+_NUMBERS = itertools.count()  # files of one process and second
+# What the sampler reads of a request. Stop strings are words, and the sampler does not see them.
+_PARAMS = (
+    "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
+    "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
+
+
+def dump_json(recorder: FlightRecorder, reason: str) -> bytes:
+    """The recorder's steps, the configuration they ran under and the requests alive, as JSON. Any thread may ask."""
+    steps, events = recorder.snapshot()
+    table = _Tables()
+    memory = recorder.memory
+    record = {
+        "format": FORMAT,
+        "version": VERSION,
+        "reason": reason,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "pid": os.getpid(),
+        "server_version": __version__,
+        "config": recorder.config.public_dict(),
+        "num_pages": memory.pages.size,
+        "num_rows": memory.rows.size,
+        "prompts_recorded": recorder.config.flight_recorder_prompts,
+        "wrapped": recorder.wrapped,
+        "steps": [_step(step, table) for step in steps],
+        "events": [_event(event) for event in events],
+        "reqs": [_req(req) for req in list(recorder.reqs.values())],
+        "compositions": table.compositions,
+        "samplings": table.samplings,
+    }
+    return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+
+
+def write_dump(recorder: FlightRecorder, reason: str) -> Path:
+    """Write a dump into the configured folder, readable by its owner alone; its path. Raises OSError."""
+    folder = Path(recorder.config.flight_recorder_dir)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid not in (os.getuid(), 0):
+        raise PermissionError(
+            f"{folder} is another user's: name a folder of your own with --flight-recorder-dir"
+        )
+    stamp = f"{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}-{next(_NUMBERS)}"
+    path = folder / f"flight-{stamp}.json"
+    data = dump_json(recorder, reason)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+    return path
+
+
+def dump_and_log(recorder: FlightRecorder | None, reason: str) -> None:
+    """The same for a moment at which nothing may go wrong any more: whatever does is logged and swallowed."""
+    if recorder is None or not recorder.enabled:
+        return
+    try:
+        path = write_dump(recorder, reason)
+    except Exception as error:  # the reason for the dump must not be hidden by the dump's own failure
+        logger.error("flight recorder: nothing written (%s: %s)", type(error).__name__, error)
+    else:
+        logger.error("flight recorder: %s; the last steps are in %s", reason, path)
+
+
+def dump_on_signal(recorder: FlightRecorder) -> None:
+    """From now on ``DUMP_SIGNAL`` makes a dump, even while the scheduler's own thread hangs in a call.
+
+    The signal must be blocked in every thread of the process (see ``prepare_child``); a daemon thread waits for it.
+    """
+
+    def watch() -> None:
+        while True:
+            signal.sigwait((DUMP_SIGNAL,))
+            if recorder.enabled:
+                dump_and_log(recorder, DUMP_SIGNAL.name)
+            else:
+                logger.warning("%s", OFF)
+
+    threading.Thread(target=watch, name="flight-recorder", daemon=True).start()
+
+
+class _Tables:
+    """What many steps share, told once: decode batches' requests, and how requests sample."""
+
+    def __init__(self) -> None:
+        self.compositions: dict[int, dict[str, object]] = {}
+        self.samplings: list[dict[str, object]] = []
+        self._numbers: dict[int, int] = {}  # of objects that the steps keep alive
+
+    def composition(self, batch: DecodeBatch, rids: Sequence[str]) -> int:
+        """The name of a decode batch's requests, rows and sampling."""
+        if batch.composition not in self.compositions:
+            self.compositions[batch.composition] = {
+                "rids": rids,
+                "rows": batch.rows,
+                "sampling": [self.sampling(sampling) for sampling in batch.sampling],
+            }
+        return batch.composition
+
+    def sampling(self, sampling: ReqSampling) -> int:
+        """The index of a request's sampling facts."""
+        number = self._numbers.get(id(sampling))
+        if number is None:
+            number = self._numbers[id(sampling)] = len(self.samplings)
+            facts = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
+            params = {name: getattr(sampling.params, name) for name in _PARAMS}
+            bias = [list(pair) for pair in (sampling.params.logit_bias or {}).items()]
+            self.samplings.append({**facts, "params": {**params, "logit_bias": bias}})
+        return number
+
+
+def _step(step: StepRecord, tables: _Tables) -> dict[str, object]:
+    batch = step.batch
+    record: dict[str, object] = {
+        "done": step.done,
+        "passed": step.passed,
+        "in_flight": step.in_flight,
+        "after": _after(step.after),
+        "events": [_event(event) for event in step.events],
+        "page_writes": _page_writes(batch.page_writes),
+        "tokens": step.tokens[0] if step.tokens else None,
+    }
+    if isinstance(batch, DecodeBatch):
+        composition = tables.composition(batch, step.rids)
+        return {**record, "mode": "decode", "composition": composition, "seq_lens": batch.seq_lens}
+    seqs = [_seq(seq, rid, tables) for seq, rid in zip(batch.seqs, step.rids, strict=True)]
+    return {**record, "mode": "extend", "seqs": seqs}
+
+
+def _seq(seq: ExtendSeq, rid: str, tables: _Tables) -> dict[str, object]:
+    known = len(seq.token_ids) == 0 or int(seq.token_ids[0]) != WITHHELD
+    history = None
+    if seq.history is not None:
+        prompt, output = seq.history
+        history = [prompt if known else len(prompt), output]
+    return {
+        "rid": rid,
+        "row": seq.row,
+        "prefix_len": seq.prefix_len,
+        "num_tokens": len(seq.token_ids),
+        "token_ids": seq.token_ids if known else None,
+        "out_slots": seq.out_slots,
+        "sampling": None if seq.sampling is None else tables.sampling(seq.sampling),
+        "prompt_logprobs_from": seq.prompt_logprobs_from,
+        "prompt_top_logprobs": seq.prompt_top_logprobs,
+        "prompt_token_ids_logprob": seq.prompt_token_ids_logprob,
+        "next_token": seq.next_token,
+        "history": history,
+    }
+
+
+def _page_writes(writes: PageWrites) -> dict[str, object] | None:
+    if not len(writes):
+        return None
+    return {"rows": writes.rows, "columns": writes.columns, "pages": writes.pages}
+
+
+def _event(event: Event) -> dict[str, object]:
+    if isinstance(event, Departure):
+        return {
+            "event": "depart",
+            "rid": event.rid,
+            "row": event.row,
+            "why": event.why,
+            "pages": list(event.pages),
+            "published_len": event.published_len,
+            "after": _after(event.last_flight),
+        }
+    return {"event": "retire_pages", "pages": event.pages, "after": _after(event.after)}
+
+
+def _after(serials: Serials) -> dict[str, int]:
+    return dict(serials)
+
+
+def _req(req: Req) -> dict[str, object]:
+    return {
+        "rid": req.rid,
+        "row": req.row,
+        "pages": list(req.pages),
+        "num_prompt_tokens": len(req.prompt_ids),
+        "num_output_tokens": len(req.output_ids),
+        "computed_len": req.computed_len,
+        "published_len": req.published_len,
+        "num_retractions": req.num_retractions,
+    }

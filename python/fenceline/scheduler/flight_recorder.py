@@ -1,0 +1,212 @@
+"""FlightRecorder: the last steps of a scheduler as it decided them, kept for the moment when something goes wrong.
+
+Recording keeps references to what is frozen anyway (batches, sampled tokens) and copies nothing in a decode step;
+:mod:`fenceline.scheduler.flight_dump` makes JSON of it when somebody asks. It holds no Points, whose events would live
+on, no requests, and no prompt unless told to: prompts are somebody's words, and long. The size is bounded: about
+8 bytes for each request and step, and what page-table writes and departures add.
+
+``python -m fenceline.vgpu.replay FILE`` runs a dump's decisions again under the race detector.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.memory_order import Points
+from fenceline.model_executor.forward_result import ForwardResult, StepOutput
+from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendSeq, PageWrites, ScheduleBatch
+from fenceline.scheduler.req import Req
+from fenceline.scheduler.request_memory import RequestMemory
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+
+WITHHELD = -1  # stands for each token id of a prompt that is not recorded
+_WITHHELD = np.broadcast_to(
+    np.int64(WITHHELD), (1 << 20,)
+)  # one number, strides of 0; slicing is cheap, this is not
+
+Serials = tuple[tuple[str, int], ...]  # stream and serial of each Point
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A request left: it was admitted to ``row`` and held ``pages``. ``why``: stop, length, abort, retract."""
+
+    rid: str
+    row: int
+    why: str
+    pages: Sequence[int]
+    published_len: int
+    last_flight: Serials
+
+
+@dataclass(frozen=True, slots=True)
+class Retirement:
+    """KV pages went back to the pool, to be touched by others after ``after``."""
+
+    pages: I32
+    after: Serials
+
+
+Event = Departure | Retirement
+
+
+class StepRecord(NamedTuple):
+    """One launched step. ``events`` happened since the launch before it; ``tokens`` is empty until they are published.
+
+    ``batch`` is the step's own without its Points, which ``after`` names. ``done`` and ``passed`` are serials of the
+    stream that computes: of the Point that ends the step, and of the last one the host knew to have passed.
+    ``in_flight``: steps launched before and not published yet.
+    """
+
+    batch: ScheduleBatch
+    rids: Sequence[str]
+    after: Serials
+    done: int
+    passed: int
+    in_flight: int
+    events: Sequence[Event]
+    tokens: list[I64]
+
+
+class _Run(NamedTuple):
+    """A step with something new in it. Decode steps that follow, if they only advance every request, refer to it."""
+
+    batch: ScheduleBatch
+    rids: Sequence[str]
+    after: Serials
+    events: Sequence[Event]
+
+
+# A step as the hot path notes it: its run, its number in the run, done, passed, in_flight, tokens. What is kept for
+# each step has left the caches when the ring drops it, so it is little.
+_Raw = tuple[_Run | None, int, int, int, int, list[I64]]
+
+
+class FlightRecorder:
+    """The last ``config.flight_recorder_steps`` steps of one scheduler; 0 records nothing.
+
+    ``reqs`` are the scheduler's requests by id, ``memory`` is theirs: both are only looked at.
+    """
+
+    def __init__(self, config: EngineConfig, memory: RequestMemory, reqs: Mapping[str, Req]) -> None:
+        self.config = config
+        self.memory = memory
+        self.reqs = reqs
+        self._steps: deque[_Raw] = deque(maxlen=config.flight_recorder_steps)
+        self._events: list[Event] = []  # since the last launch
+        self._awaited: deque[list[I64]] = deque()  # where the tokens of the steps in flight go
+        self._composition = -1
+        self._rids: Sequence[str] = ()
+        self._run: _Run | None = None
+        self._num_advanced = 0
+        if self.enabled:
+            memory.pages.observer = self._retired
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is recorded."""
+        return self.config.flight_recorder_steps > 0
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether earlier steps may have been forgotten."""
+        return len(self._steps) == self.config.flight_recorder_steps
+
+    def snapshot(self) -> tuple[list[StepRecord], list[Event]]:
+        """The steps, oldest first, and what has happened since the last launch. May be called from any thread."""
+        steps, events = list(self._steps), list(self._events)  # each in one turn of the interpreter
+        return [_record(*step) for step in steps], events
+
+    def launched(self, batch: ScheduleBatch, reqs: Sequence[Req], result: ForwardResult) -> None:
+        """A step was handed to the worker; ``reqs`` in batch order. Of what it refers to nothing may change later."""
+        if (
+            type(batch) is not DecodeBatch
+            or batch.composition != self._composition
+            or len(batch.page_writes.rows)
+            or self._events
+            or batch.after.points
+        ):
+            if not self.enabled:
+                return
+            self._begin_run(batch, reqs)
+        advanced = self._num_advanced
+        self._num_advanced = advanced + 1
+        done, awaited = result.done, self._awaited
+        tokens: list[I64] = []
+        self._steps.append(
+            (self._run, advanced, done.serial, done.stream.passed_serial, len(awaited), tokens)
+        )
+        awaited.append(tokens)
+
+    def published(self, out: StepOutput) -> None:
+        """The oldest step in flight has brought its tokens."""
+        if self._awaited:
+            self._awaited.popleft().append(out.next_tokens)
+
+    def departed(self, req: Req, why: str) -> None:
+        """``req`` leaves and still holds its memory. Those that never had any are not recorded."""
+        if req.row and self.enabled:
+            pages, flight = req.pages, _serials(req.last_flight)
+            self._events.append(Departure(req.rid, req.row, why, pages, req.published_len, flight))
+
+    def _retired(self, pages: I32, after: Points) -> None:
+        self._events.append(Retirement(pages.copy(), _serials(after)))
+
+    def _begin_run(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
+        events, self._events = self._events, []
+        after = _serials(batch.after)
+        if not isinstance(batch, DecodeBatch):
+            self._composition = -1
+            self._rids = tuple([req.rid for req in reqs])
+            batch = replace(batch, seqs=tuple([self._seq(seq) for seq in batch.seqs]))
+        elif batch.composition != self._composition:
+            self._composition = batch.composition
+            self._rids = tuple([req.rid for req in reqs])
+        if after:
+            batch = replace(batch, after=Points.none())
+        self._run = _Run(batch, self._rids, after, events)
+        self._num_advanced = 0
+
+    def _seq(self, seq: ExtendSeq) -> ExtendSeq:
+        """``seq`` without a view into the whole prompt, and without words unless they were asked for."""
+        history = seq.history
+        if self.config.flight_recorder_prompts:
+            if history is not None:
+                history = (history[0].copy(), history[1])
+            return replace(seq, token_ids=seq.token_ids.copy(), history=history)
+        if history is not None:
+            history = (withheld(len(history[0])), history[1])
+        next_token = None if seq.next_token is None else WITHHELD
+        return replace(seq, token_ids=withheld(len(seq.token_ids)), next_token=next_token, history=history)
+
+
+def withheld(num_tokens: int) -> I64:
+    """So many token ids that are not told; takes no memory."""
+    if num_tokens <= len(_WITHHELD):
+        return _WITHHELD[:num_tokens]
+    return np.broadcast_to(np.int64(WITHHELD), (num_tokens,))
+
+
+def _record(
+    run: _Run | None, advanced: int, done: int, passed: int, in_flight: int, tokens: list[I64]
+) -> StepRecord:
+    """A step in full: while nothing else changes, a decode step adds one to every length."""
+    assert run is not None, "the first step begins a run"
+    if advanced == 0:
+        return StepRecord(run.batch, run.rids, run.after, done, passed, in_flight, run.events, tokens)
+    assert isinstance(run.batch, DecodeBatch), "a run goes on with decode steps"
+    batch = replace(run.batch, seq_lens=run.batch.seq_lens + advanced, page_writes=PageWrites())
+    return StepRecord(batch, run.rids, (), done, passed, in_flight, (), tokens)
+
+
+def _serials(points: Points) -> Serials:
+    return tuple([(point.stream.name.value, point.serial) for point in points])

@@ -1,0 +1,106 @@
+"""OutputSender: what the scheduler tells the detokenizer about each request, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fenceline.ipc.io_struct import (
+    BatchTokenOut,
+    FinishReason,
+    TokenizedGenerateReq,
+    TokenLogprobs,
+    TokenOut,
+)
+from fenceline.model_executor.forward_result import LogprobValues
+from fenceline.scheduler.req import LogprobLog, Req
+
+
+class OutputSender:
+    """Collects the news of one step and sends them as one message."""
+
+    def __init__(self, send: Callable[[BatchTokenOut], None]) -> None:
+        self._send = send
+        self._outs: list[TokenOut] = []
+
+    def token(self, req: Req) -> None:
+        """``req`` goes on and has a new token; it is told to the detokenizer when its interval is full."""
+        emitted = req.num_emitted
+        if emitted == 0 or len(req.output_ids) - emitted >= req.emit_interval:
+            self._add(req, None)
+
+    def finish(self, req: Req, reason: FinishReason) -> None:
+        """The last news of ``req``."""
+        self._add(req, reason)
+
+    def flush(self) -> None:
+        """Send what has been collected."""
+        if self._outs:
+            outs, self._outs = self._outs, []
+            self._send(BatchTokenOut(outs=outs))
+
+    def _add(self, req: Req, reason: FinishReason | None) -> None:
+        num_outputs = len(req.output_ids)
+        decode = queue_time_s = None
+        if not req.announced:
+            req.announced = True
+            decode, queue_time_s = req.decode_info(), req.queue_time_s
+        output_logprobs = input_logprobs = None
+        if req.output_log is not None:
+            output_logprobs, req.output_log = _taken(req.output_log), LogprobLog()
+        if req.prompt_log is not None and (req.output_ids or reason is not None):
+            input_logprobs, req.prompt_log = _taken(req.prompt_log), None
+        self._outs.append(
+            TokenOut(
+                rid=req.rid,
+                output_ids=req.output_ids[req.num_emitted :],
+                prompt_tokens=len(req.prompt_ids),
+                completion_tokens=num_outputs,
+                cached_tokens=req.cached_tokens,
+                finish_reason=reason,
+                decode=decode,
+                input_logprobs=input_logprobs,
+                output_logprobs=output_logprobs,
+                num_retractions=req.num_retractions,
+                cached_tokens_details=req.cached_details,
+                queue_time_s=queue_time_s,
+            )
+        )
+        req.num_emitted = num_outputs
+
+
+def log_output(req: Req, token: int, values: LogprobValues, index: int) -> None:
+    """Note the logprob of a sampled token."""
+    if req.output_log is not None:
+        _append(req.output_log, token, values, index, req.source)
+
+
+def log_prompt(req: Req, first_position: int, tokens: list[int], values: LogprobValues, start: int) -> None:
+    """Note the logprobs of consecutive prompt ``tokens`` from ``first_position`` on.
+
+    Their values begin at ``start`` in the step's.
+    """
+    log = req.prompt_log
+    if log is None:
+        return
+    for offset, token in enumerate(tokens):
+        _append(log, token, values, start + offset, req.source)
+
+
+def _append(
+    log: LogprobLog, token: int, values: LogprobValues, index: int, source: TokenizedGenerateReq
+) -> None:
+    num_top, named = source.top_logprobs_num, source.token_ids_logprob
+    log.token_ids.append(token)
+    log.logprobs.append(float(values.chosen[index]))
+    top = values.top[index, :num_top].tolist() if num_top else []
+    ids = values.top_ids[index, :num_top].tolist() if num_top else []
+    log.top.append(list(zip(top, ids, strict=True)))
+    if named:
+        assert values.named is not None, "a step computes what its requests name"
+        log.named.append(list(zip(values.named[index, : len(named)].tolist(), named, strict=True)))
+
+
+def _taken(log: LogprobLog) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_ids=log.token_ids, logprobs=log.logprobs, top_logprobs=log.top, token_ids_logprobs=log.named
+    )

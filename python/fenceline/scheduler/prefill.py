@@ -1,0 +1,345 @@
+"""PrefillPlanner: which prompts, and how much of them, the next extend step computes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from fenceline.mem_cache.tree.radix_cache import TreeNode
+from fenceline.memory_order import Points
+from fenceline.model_executor.schedule_batch import ExtendBatch, ExtendSeq, PageWrites
+from fenceline.scheduler.req import Req
+from fenceline.scheduler.request_memory import Prefix, Remap, RequestMemory
+from fenceline.scheduler.schedule_policy import StepSharing, loses_least
+
+I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+
+# A request is not expected to use more new tokens than this when it is admitted, whatever it may.
+CLIP_NEW_TOKENS = 4096
+# Logits of prompt positions are a vocabulary wide: a step computes at most this many, of all prompts together.
+_MAX_SCORED_TOKENS = 1024
+
+
+@dataclass(slots=True)
+class _Budget:
+    """What is left of a step's tokens, of memory (in tokens), and of the tokens whose prompt logprobs it computes."""
+
+    step_tokens: int
+    memory_tokens: int
+    scored_tokens: int = _MAX_SCORED_TOKENS
+
+
+@dataclass(slots=True)
+class _Plan:
+    reqs: list[Req] = field(default_factory=list)
+    seqs: list[ExtendSeq] = field(default_factory=list)
+    page_rows: list[I64] = field(default_factory=list)
+    page_columns: list[I64] = field(default_factory=list)
+    page_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    after: Points = field(default_factory=Points.none)
+    num_cached_tokens: int = 0
+    num_step_tokens: int = 0
+    # Of the prompts that were admitted, prefixes included and without: what those that wait are taken to be like.
+    num_prompt_tokens: int = 0
+    num_uncached_tokens: int = 0
+
+    def page_writes(self) -> PageWrites:
+        """Those of all requests that were admitted."""
+        if not self.page_rows:
+            return PageWrites()
+        return PageWrites(
+            rows=np.concatenate(self.page_rows),
+            columns=np.concatenate(self.page_columns),
+            pages=np.concatenate(self.page_ids),
+        )
+
+
+class _Outlook:
+    """What memory would be like if some running requests were retracted and some waiting ones admitted."""
+
+    def __init__(self, memory: RequestMemory, num_running: int, reserved_tokens: float) -> None:
+        self._page_size = memory.page_size
+        self._num_pages = memory.num_available_pages
+        self._num_rows = memory.rows.num_free
+        self._num_running = num_running
+        self._reserved_tokens = reserved_tokens
+        self._num_released: Counter[TreeNode] = Counter()  # locks that retracted requests would give back
+        self._pinned: set[TreeNode] = set()  # nodes that admitted ones would lock
+
+    def pin(self, node: TreeNode) -> None:
+        """The path of ``node`` may not be evicted: it is a prefix of a request to be admitted."""
+        for part in node.path():
+            if part not in self._pinned:
+                self._pinned.add(part)
+                if part.lock_ref == self._num_released[part]:
+                    self._num_pages -= part.num_device_pages
+
+    def release(self, req: Req, expected_tokens: float) -> None:
+        """``req``, which is running, gives back its row, its own pages and the locks on its prefix."""
+        assert req.node is not None, f"{req.rid} does not run"
+        self._num_pages += len(req.pages) - req.shared_len // self._page_size
+        for part in req.node.path():
+            self._num_released[part] += 1
+            if part.lock_ref == self._num_released[part] and part not in self._pinned:
+                self._num_pages += part.num_device_pages
+        self._num_rows += 1
+        self._num_running -= 1
+        self._reserved_tokens -= expected_tokens
+
+    def has_room(self, num_pages: int, expected_tokens: int) -> bool:
+        """Whether a request that gets ``num_pages`` would be admitted."""
+        if self._num_rows == 0 or num_pages > self._num_pages:
+            return False
+        needed = num_pages * self._page_size + expected_tokens
+        return needed <= self._num_pages * self._page_size - self._reserved_tokens or self._num_running == 0
+
+    def admit(self, num_pages: int, expected_tokens: int) -> None:
+        """A request that fits gets its memory."""
+        self._num_pages -= num_pages
+        self._num_rows -= 1
+        self._num_running += 1
+        self._reserved_tokens += expected_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """An extend step: its batch, its requests in the same order, and the request left half-way, if any."""
+
+    batch: ExtendBatch
+    reqs: tuple[Req, ...]
+    chunked: Req | None
+    num_cached_tokens: int
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens the step computes."""
+        return sum(len(seq.token_ids) for seq in self.batch.seqs)
+
+
+class PrefillPlanner:
+    """Admits waiting requests in order, as long as step and memory have room for them.
+
+    ``chunk_size``: tokens of one step that prompts may take when split, None to never split;
+    ``max_prefill_tokens``: tokens of one step whatever the split (one whole prompt always goes); ``sharing``: how long
+    a step is beyond which no further prompt joins it.
+    """
+
+    def __init__(
+        self, memory: RequestMemory, chunk_size: int | None, max_prefill_tokens: int, sharing: StepSharing
+    ) -> None:
+        self._memory = memory
+        self._page_size = memory.page_size
+        self._chunk_size = chunk_size
+        self._max_prefill_tokens = max_prefill_tokens
+        self.sharing = sharing
+
+    def plan(
+        self,
+        waiting: Iterable[Req],
+        chunked: Req | None,
+        num_running: int,
+        reserved_tokens: int,
+        num_waiting: Callable[[], int],
+    ) -> PrefillPlan | None:
+        """The next extend step, or None if nothing fits. Those of ``waiting`` that are admitted get a row; no more of
+        it is looked at than up to the first that does not fit.
+
+        ``chunked`` is the request whose prompt an earlier step left half-way; it goes first.
+        ``reserved_tokens`` is the memory that running requests are expected to need, ``num_waiting`` counts the tokens
+        of all prompts that wait, and is asked when a second one might join the step.
+        """
+        plan = _Plan()
+        available = self._memory.num_available_pages * self._page_size
+        budget = _Budget(self._step_tokens(), available - reserved_tokens)
+        if chunked is not None:
+            self._add_chunk(plan, chunked, budget)
+        # A half-way prompt has used up its step; there is at most one such prompt.
+        if chunked is None or chunked.computed_len == chunked.num_tokens:
+            self._admit_waiting(plan, waiting, num_running, budget, num_waiting)
+        if not plan.reqs:
+            return None
+        last = plan.reqs[-1]
+        loads = self._memory.start_loads()
+        return PrefillPlan(
+            batch=ExtendBatch(tuple(plan.seqs), plan.page_writes(), plan.after, loads),
+            reqs=tuple(plan.reqs),
+            chunked=last if last.computed_len < last.num_tokens else None,
+            num_cached_tokens=plan.num_cached_tokens,
+        )
+
+    def preempted(
+        self, waiting: Iterable[Req], running: Sequence[Req], expected: F64, threshold: int
+    ) -> list[Req]:
+        """Those of ``running``, which are ``expected`` to ask for so many tokens yet, that have to be retracted for the
+        next step to admit those of ``waiting`` whose rank is better by more than ``threshold``: as few as suffice, in
+        the order of :func:`loses_least`. Nobody is retracted for a request that does not fit even so.
+
+        ``waiting`` is in the order of its ranks; no more of it is looked at than fits a step.
+        """
+        waiting = iter(waiting)
+        req = next(waiting, None)
+        if req is None or max((r.rank for r in running), default=req.rank) - req.rank <= threshold:
+            return []
+        step_tokens = self._step_tokens()
+        outlook = _Outlook(self._memory, len(running), int(expected.sum()))
+        victims = iter(sorted(zip(running, expected.tolist(), strict=True), key=lambda v: loses_least(v[0])))
+        taken: list[Req] = []
+        num_taken = 0
+        while req is not None and step_tokens > 0:
+            prefix = self._memory.match(req)
+            outlook.pin(prefix.match.host_node)
+            num_pages, num_expected = self._new_memory(req, prefix)
+            while not outlook.has_room(num_pages, num_expected):
+                victim, victim_expected = next(victims, (None, 0.0))
+                if victim is None or victim.rank - req.rank <= threshold:
+                    return taken[:num_taken]
+                outlook.release(victim, victim_expected)
+                taken.append(victim)
+            outlook.admit(num_pages, num_expected)
+            num_taken = len(taken)
+            step_tokens -= req.num_tokens - prefix.num_tokens
+            req = next(waiting, None)
+        return taken[:num_taken]
+
+    def _step_tokens(self) -> int:
+        """Most tokens of a step."""
+        if self._chunk_size is None:
+            return self._max_prefill_tokens
+        return min(self._max_prefill_tokens, self._chunk_size)
+
+    def _new_memory(self, req: Req, prefix: Prefix) -> tuple[int, int]:
+        """Pages that ``req`` gets when it is admitted, and tokens that it is expected to ask for afterwards."""
+        num_pages = self._memory.num_pages_for(req.num_tokens) - len(prefix.match.pages)
+        return num_pages, min(req.final_len - req.num_tokens + 1, CLIP_NEW_TOKENS)
+
+    def _admit_waiting(
+        self,
+        plan: _Plan,
+        waiting: Iterable[Req],
+        num_running: int,
+        budget: _Budget,
+        num_waiting: Callable[[], int],
+    ) -> None:
+        num_waiting_tokens: int | None = None
+        for req in waiting:
+            if budget.step_tokens <= 0 or not self._memory.rows.num_free:
+                return
+            if plan.reqs:
+                if num_waiting_tokens is None:
+                    num_waiting_tokens = num_waiting()
+                if plan.num_step_tokens >= self._shared_tokens(plan, num_waiting_tokens):
+                    return
+            alone = num_running == 0 and not plan.reqs
+            if _wants_prompt_logprobs(req) and budget.scored_tokens <= 0:
+                return
+            if not self._admit(plan, req, budget, alone):
+                return
+            self._add_chunk(plan, req, budget)
+            if req.computed_len < req.num_tokens:
+                return
+
+    def _shared_tokens(self, plan: _Plan, num_waiting: int) -> int:
+        """With so many tokens no further prompt joins the step. Prefixes that are cached are not computed: those of the
+        prompts that wait are not known yet and taken to be as long as those of the prompts that were admitted."""
+        if plan.num_prompt_tokens:
+            num_waiting = num_waiting * plan.num_uncached_tokens // plan.num_prompt_tokens
+        return self.sharing.tokens(num_waiting)
+
+    def _admit(self, plan: _Plan, req: Req, budget: _Budget, alone: bool) -> bool:
+        """Give ``req`` its memory if step and memory have room. ``alone``: it may use whatever there is."""
+        memory = self._memory
+        prefix = memory.match(req)
+        node = prefix.match.host_node
+        num_new = req.num_tokens - prefix.num_tokens
+        splits = self._chunk_size is not None
+        if not splits and plan.reqs and num_new > budget.step_tokens:
+            return False
+        free_before = memory.num_available_pages
+        memory.tree.lock(node)
+        pinned = (free_before - memory.num_available_pages) * self._page_size
+        num_pages, expected = self._new_memory(req, prefix)
+        needed = num_pages * self._page_size + expected + pinned
+        if num_pages > memory.num_available_pages or (needed > budget.memory_tokens and not alone):
+            memory.tree.unlock(node, Points.none())
+            return False
+        budget.memory_tokens -= needed
+        plan.num_prompt_tokens += req.num_tokens
+        plan.num_uncached_tokens += num_new
+        is_new = not req.was_admitted
+        plan.after = plan.after.join(memory.admit(req, prefix))
+        if is_new:
+            plan.num_cached_tokens += prefix.num_tokens
+        plan.page_rows.append(np.full(len(req.pages), req.row, dtype=np.int64))
+        plan.page_columns.append(np.arange(len(req.pages), dtype=np.int64))
+        plan.page_ids.append(np.array(req.pages, dtype=np.int32))
+        return True
+
+    def _add_chunk(self, plan: _Plan, req: Req, budget: _Budget) -> None:
+        """Schedule as much of the request's prompt as the step has room for."""
+        tokens = req.token_ids()
+        remaining = len(tokens) - req.computed_len
+        size = remaining
+        if self._chunk_size is not None:
+            size = min(size, budget.step_tokens)
+        if _wants_prompt_logprobs(req):
+            unscored = max(req.source.logprob_start_len - req.computed_len, 0)
+            size = min(size, unscored + budget.scored_tokens)
+            budget.scored_tokens -= max(size - unscored, 0)
+        start, end = req.computed_len, req.computed_len + size
+        done = end == len(tokens)
+        plan.reqs.append(req)
+        plan.seqs.append(self._seq(req, tokens, start, end, done))
+        req.computed_len = end
+        budget.step_tokens -= size
+        plan.num_step_tokens += size
+
+    def _seq(self, req: Req, tokens: I64, start: int, end: int, done: bool) -> ExtendSeq:
+        params = req.source.sampling_params
+        wants_prompt = _wants_prompt_logprobs(req)
+        first_scored = max(req.source.logprob_start_len, start) + 1 if wants_prompt else None
+        history = None
+        if done and params.needs_penalties:
+            history = (req.prompt_ids, np.array(req.output_ids, dtype=np.int64))
+        return ExtendSeq(
+            row=req.row,
+            token_ids=tokens[start:end],
+            prefix_len=start,
+            out_slots=self._slots(req, start, end),
+            sampling=req.sampling() if done else None,
+            prompt_logprobs_from=first_scored,
+            prompt_top_logprobs=req.source.top_logprobs_num if wants_prompt else 0,
+            prompt_token_ids_logprob=tuple(req.source.token_ids_logprob) if wants_prompt else (),
+            next_token=None if done else int(tokens[end]),
+            history=history,
+        )
+
+    def _slots(self, req: Req, start: int, end: int) -> I64:
+        """Where the KV of tokens ``start`` .. ``end - 1`` goes."""
+        size = self._page_size
+        first = start // size
+        pages = np.array(req.pages[first : -(-end // size)], dtype=np.int64)
+        if size == 1:
+            return pages
+        positions = np.arange(start, end, dtype=np.int64)
+        return pages[positions // size - first] * size + positions % size
+
+
+def _wants_prompt_logprobs(req: Req) -> bool:
+    """Whether prompt tokens are scored: asked for, and not already done before a retraction."""
+    return req.source.return_logprob and req.source.logprob_start_len >= 0 and not req.output_ids
+
+
+def remap_writes(remaps: list[Remap]) -> PageWrites:
+    """Page-table writes that move requests onto the tree's pages."""
+    return PageWrites(
+        rows=np.concatenate([np.full(len(r.pages), r.req.row, dtype=np.int64) for r in remaps]),
+        columns=np.concatenate(
+            [np.arange(r.first_column, r.first_column + len(r.pages), dtype=np.int64) for r in remaps]
+        ),
+        pages=np.concatenate([r.pages for r in remaps]),
+    )

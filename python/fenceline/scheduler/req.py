@@ -1,0 +1,188 @@
+"""Req: one request as the scheduler knows it. Owned and mutated by the scheduler alone."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from fenceline.ipc.io_struct import CachedTokensDetails, DecodeInfo, FinishReason, TokenizedGenerateReq
+from fenceline.mem_cache.hierarchical_cache import OffloadedTail
+from fenceline.mem_cache.storage.prefetch import Prefetch
+from fenceline.mem_cache.tree.radix_cache import TreeNode
+from fenceline.memory_order import Points
+from fenceline.sampling.sampling_batch import ReqSampling
+
+if TYPE_CHECKING:
+    from fenceline.scheduler.request_memory import QueuedMatch
+
+I64 = npt.NDArray[np.int64]
+
+# Prompt tokens the detokenizer gets as context for decoding the first output tokens.
+_DECODE_CONTEXT = 8
+# Tokens between messages for a request that nobody watches.
+_QUIET_INTERVAL = 64
+
+
+def no_pages() -> array[int]:
+    """An empty list of KV pages: int32, which numpy copies a hundred times as fast as a list of as many ints."""
+    return array("i")
+
+
+def emit_interval(message: TokenizedGenerateReq, stream_interval: int) -> int:
+    """Tokens between two messages to the detokenizer: few where somebody looks at each of them, or where a
+    stop string may end the request."""
+    watched = message.stream or message.sampling_params.stop
+    return stream_interval if watched else _QUIET_INTERVAL
+
+
+@dataclass(slots=True)
+class LogprobLog:
+    """Logprobs gathered since the last message: tokens, their logprobs, the alternatives, and the logprobs of the
+    tokens that the request names."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    top: list[list[tuple[float, int]]] = field(default_factory=list)
+    named: list[list[tuple[float, int]]] = field(default_factory=list)
+
+    @staticmethod
+    def of_prompt(source: TokenizedGenerateReq) -> LogprobLog | None:
+        """The log of a prompt of which nothing is scored yet; None if nothing will be. As in SGLang, the first
+        position asked for has no logprob, wherever it is."""
+        if not source.return_logprob or source.logprob_start_len < 0:
+            return None
+        first = source.input_ids[source.logprob_start_len : source.logprob_start_len + 1]
+        if not first:
+            return LogprobLog()
+        return LogprobLog([*first], [None], [[]], [[]] if source.token_ids_logprob else [])
+
+
+@dataclass(slots=True, eq=False)
+class Req:
+    """One request between its arrival and its departure.
+
+    Two lengths matter and differ while a step is in flight: ``computed_len`` counts tokens whose KV has
+    been *submitted* (while a request decodes, the RunningBatch's ``seq_lens`` say so instead),
+    ``published_len`` those whose step the host has seen finish. ``output_ids`` are published tokens only.
+    ``left`` is set once, when the request finishes, is aborted or retracted; a retracted one goes on as a
+    new Req (:meth:`resumed`), so tokens in flight for the old one fall away.
+    """
+
+    source: TokenizedGenerateReq
+    prompt_ids: I64
+    stop_ids: frozenset[int]
+    seed: int
+    max_new_tokens: int
+    emit_interval: int  # tokens between two messages to the detokenizer
+    rank: int = 0  # of its priority: the smallest goes first
+    output_ids: list[int] = field(default_factory=list)
+    num_retractions: int = 0
+    cached_tokens: int = 0  # of the prompt, as reported; set at first admission
+    cached_details: CachedTokensDetails | None = None  # the same by tier, set with it; None without HiCache
+    was_admitted: bool = False
+    num_emitted: int = 0
+    announced: bool = False  # the detokenizer knows this request
+    prompt_log: LogprobLog | None = None
+    output_log: LogprobLog | None = None
+    arrived_at: float = 0.0  # seconds of the statistics' clock, as the next one; nothing is decided by them
+    queue_time_s: float | None = None  # from its arrival to the first step that it was part of
+
+    # Memory, while admitted
+    row: int = 0
+    pages: array[int] = field(default_factory=no_pages)
+    node: TreeNode | None = None
+    shared_len: int = 0  # leading tokens whose pages belong to the tree
+    computed_len: int = 0
+    published_len: int = 0
+    last_flight: Points = field(default_factory=Points.none)
+    queued_match: QueuedMatch | None = None  # while it waits
+    prefetch: Prefetch | None = None  # of what storage may have of its prompt, until it is admitted
+    tail: OffloadedTail | None = (
+        None  # what it left on the host when it was retracted, until it is admitted again
+    )
+    tail_after: Points = field(default_factory=Points.none)  # of the backup of its last page
+    left: bool = False
+    # Whether the last tick found it running, None before the first; and since which tick that has been so
+    clocked_running: bool | None = None
+    clocked_since: float = 0.0
+    _sampling: ReqSampling | None = None  # as of the row it has
+
+    @property
+    def rid(self) -> str:
+        return self.source.rid
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and published output."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def final_len(self) -> int:
+        """``computed_len`` after the last step: the last sampled token needs no KV of its own."""
+        return len(self.prompt_ids) + max(self.max_new_tokens, 1) - 1
+
+    def token_ids(self) -> I64:
+        """Prompt and published output as one array."""
+        if not self.output_ids:
+            return self.prompt_ids
+        return np.concatenate([self.prompt_ids, np.array(self.output_ids, dtype=np.int64)])
+
+    def sampling(self) -> ReqSampling:
+        """What the sampler needs to know; the row must be assigned."""
+        if self._sampling is None or self._sampling.row != self.row:
+            self._sampling = ReqSampling(
+                params=self.source.sampling_params,
+                seed=self.seed,
+                row=self.row,
+                prompt_len=len(self.prompt_ids),
+                stop_ids=tuple(sorted(self.stop_ids)),
+                return_logprob=self.source.return_logprob,
+                top_logprobs_num=self.source.top_logprobs_num,
+                token_ids_logprob=tuple(self.source.token_ids_logprob),
+            )
+        return self._sampling
+
+    def decode_info(self) -> DecodeInfo:
+        """What the detokenizer needs to know before the first token."""
+        return DecodeInfo(
+            prompt_tail_ids=self.prompt_ids[-_DECODE_CONTEXT:].tolist(),
+            sampling_params=self.source.sampling_params,
+            stream=self.source.stream,
+        )
+
+    def finish_reason_after(self, token: int) -> FinishReason | None:
+        """Why the request ends with ``token`` as its newest output, or None if it goes on."""
+        num_outputs = len(self.output_ids)
+        if token in self.stop_ids and num_outputs >= self.source.sampling_params.min_new_tokens:
+            return FinishReason(type="stop", matched=token)
+        if num_outputs >= self.max_new_tokens:
+            return FinishReason(type="length", length=num_outputs)
+        return None
+
+    def resumed(self) -> Req:
+        """The request as it waits for memory again: all its published tokens, none of its memory."""
+        return Req(
+            source=self.source,
+            prompt_ids=self.prompt_ids,
+            stop_ids=self.stop_ids,
+            seed=self.seed,
+            max_new_tokens=self.max_new_tokens,
+            emit_interval=self.emit_interval,
+            rank=self.rank,
+            output_ids=self.output_ids,
+            num_retractions=self.num_retractions + 1,
+            cached_tokens=self.cached_tokens,
+            cached_details=self.cached_details,
+            was_admitted=True,
+            num_emitted=self.num_emitted,
+            announced=self.announced,
+            # A prompt that was left half-way is scored anew.
+            prompt_log=self.prompt_log if self.output_ids else LogprobLog.of_prompt(self.source),
+            output_log=self.output_log,
+            arrived_at=self.arrived_at,
+            queue_time_s=self.queue_time_s,
+        )

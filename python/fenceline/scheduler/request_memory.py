@@ -1,0 +1,374 @@
+"""RequestMemory: which pages and rows each request holds, and how they come and go.
+
+All of a request's memory is retired after the request's own last flight, never freed: an in-flight step
+may still read the pages and write the row. The tree receives whole pages of published steps only.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.ipc.io_struct import CachedTokensDetails
+from fenceline.mem_cache.hierarchical_cache import HierarchicalCache, OffloadedTail
+from fenceline.mem_cache.host.transfer import Ticket
+from fenceline.mem_cache.storage.tier import StorageTier
+from fenceline.mem_cache.tree.radix_cache import InsertResult, MatchResult, RadixCache
+from fenceline.memory_order import LeasePool, Points
+from fenceline.scheduler.page_tables import PageTables
+from fenceline.scheduler.req import Req, no_pages
+
+if TYPE_CHECKING:
+    from fenceline.scheduler.interfaces import Worker
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Remap:
+    """Page-table columns of a request that now name the tree's pages instead of its own copies; with ``version`` its
+    row is up to date."""
+
+    req: Req
+    first_column: int
+    pages: I32
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What of a request's tokens is cached: ``match``, and the ``num_tail_tokens`` after it that a retracted request
+    left on the host in a page of its own."""
+
+    match: MatchResult
+    num_tail_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that need not be computed."""
+        return self.match.num_tokens + self.match.num_host_tokens + self.num_tail_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedMatch:
+    """A waiting request's prefix, with the tree's counts of nodes made and of moves when it was found."""
+
+    prefix: Prefix
+    num_created: int
+    num_moves: int
+
+
+class RequestMemory:
+    """Hands out and takes back KV pages and request rows, with the prefix tree between.
+
+    ``tiers``: the tree's lower tiers, None where the device is the only one.
+    """
+
+    def __init__(
+        self,
+        pages: LeasePool,
+        rows: LeasePool,
+        tree: RadixCache,
+        page_size: int,
+        tiers: HierarchicalCache | None = None,
+    ) -> None:
+        self.pages = pages
+        self.rows = rows
+        self.tree = tree
+        self.page_size = page_size
+        self.tiers = tiers
+        self.cached_tokens: Counter[str] = Counter()  # of prompts, by the tier they were found in
+        self.num_evicted_pages = 0  # from the device, since the start
+        self.tables = PageTables(rows.size)
+        self._num_stale_matches = 0
+        self.compares_matches = True  # guard queued_match, which only a test does without
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that requests and tree can hold together."""
+        return self.pages.size - self.pages.reserved
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that could be handed out now: free ones and those the tree would give up."""
+        return self.pages.num_free + self.tree.num_evictable_pages
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        """Pages that ``num_tokens`` tokens take."""
+        return -(-num_tokens // self.page_size)
+
+    def prefetch(self, req: Req) -> None:
+        """Have storage look for the prefix of a request that has arrived."""
+        if self._storage is not None:
+            usable = req.prompt_ids[: _most_cached(req) + 1]
+            req.prefetch = self._storage.prefetch(usable, self.match(req).match, req.source.extra_key)
+
+    def may_schedule(self, req: Req) -> bool:
+        """Whether ``req`` need not wait for storage any more."""
+        return req.prefetch is None or self._storage is None or self._storage.may_schedule(req.prefetch)
+
+    def _end_prefetch(self, req: Req) -> int:
+        """The request goes on with what has come; returns how many tokens that is."""
+        op, req.prefetch = req.prefetch, None
+        if op is None or self._storage is None:
+            return 0
+        self._storage.cancel(op)
+        return op.num_fetched * self.page_size
+
+    @property
+    def _storage(self) -> StorageTier | None:
+        return None if self.tiers is None else self.tiers.storage
+
+    @property
+    def recomputes(self) -> dict[str, int]:
+        """What was derived from pages that had moved by the time of its use, and made anew, by what it was (F5)."""
+        return {"queued_match": self._num_stale_matches, "page_table": self.tables.num_rewritten}
+
+    def match(self, req: Req) -> Prefix:
+        """The cached prefix this request can use; at least one token is left to compute.
+
+        What was found for it earlier is good as long as the tree has grown no more and the pages are where they were.
+        """
+        tree, queued = self.tree, req.queued_match
+        if queued is not None and queued.num_created == tree.num_created:
+            if queued.num_moves == tree.num_moves or tree.is_current(queued.prefix.match):
+                return queued.prefix
+            if not self.compares_matches:
+                return queued.prefix
+            self._num_stale_matches += 1
+        prefix = self._match(req)
+        req.queued_match = QueuedMatch(prefix, tree.num_created, tree.num_moves)
+        return prefix
+
+    def _match(self, req: Req) -> Prefix:
+        tokens = req.token_ids()
+        limit = _most_cached(req)
+        match = self.tree.match_prefix(tokens[:limit], req.source.extra_key)
+        if self.tiers is None:
+            return Prefix(match)
+        match = self.tiers.usable(match)
+        tail, num_whole = req.tail, match.num_tokens + match.num_host_tokens
+        if tail is None or num_whole != tail.num_tokens // self.page_size * self.page_size:
+            return Prefix(match)
+        return Prefix(match, min(tail.num_tokens, limit) - num_whole)
+
+    def admit(self, req: Req, prefix: Prefix) -> Points:
+        """Give ``req`` a row, its cached prefix and pages for all its tokens; it must fit.
+
+        The prefix's ``host_node`` is already locked for the request. Returns the Points of the memory; what lies on
+        the host is on its way once :meth:`start_loads` has been called.
+        """
+        match = prefix.match
+        loaded = self._begin_load(match)
+        num_new = self.num_pages_for(req.num_tokens) - len(match.pages) - len(loaded)
+        pages, after = self._alloc(num_new)
+        if req.tail is not None:
+            self._take_tail(req, prefix, pages, after)
+        num_fetched = self._end_prefetch(req)
+        if not req.was_admitted:
+            req.was_admitted = True
+            req.cached_tokens = prefix.num_tokens
+            if self.tiers is not None:
+                num_stored = min(num_fetched, match.num_host_tokens)
+                by_tier = {
+                    "device": match.num_tokens,
+                    "host": match.num_host_tokens - num_stored,
+                    "storage": num_stored,
+                }
+                req.cached_details = CachedTokensDetails(**by_tier)
+                self.cached_tokens.update(by_tier)
+        leased = self.rows.alloc(1)
+        assert leased is not None, "the caller has checked for a free row"
+        row, row_after = leased
+        req.row = int(row[0])
+        self.tables.written(req.row, self.tables.moved(req.row))  # by the step that admits it, whole
+        req.pages = no_pages()
+        req.pages.frombytes(match.pages.tobytes() + loaded.tobytes() + pages.tobytes())
+        req.node, req.queued_match = match.host_node, None
+        req.shared_len = match.num_tokens + match.num_host_tokens
+        req.computed_len = req.published_len = prefix.num_tokens
+        return after.join(row_after)
+
+    def start_loads(self) -> tuple[Ticket, ...]:
+        """Submit what the requests admitted since the last call need from the host; their batch waits for it."""
+        return () if self.tiers is None else self.tiers.start_loads()
+
+    def grow(self, req: Req, num_pages: int) -> tuple[I32, Points]:
+        """``num_pages`` more pages for a running request; they must be available."""
+        pages, after = self._alloc(num_pages)
+        req.pages.frombytes(pages.tobytes())
+        return pages, after
+
+    def cache_prompt(self, req: Req) -> Remap | None:
+        """Put the request's published whole pages into the tree while it runs on.
+
+        Where another request brought the same tokens first, this one moves onto the tree's pages and its
+        own copies are retired after its last flight; the returned Remap must then reach the page table
+        before its next step.
+        """
+        result = self._insert(req)
+        old_shared, shared = (
+            req.shared_len,
+            result.num_existing_tokens + result.num_taken_pages * self.page_size,
+        )
+        if self.tiers is not None:
+            self.tiers.inserted(result.node)
+        if shared <= old_shared:
+            return None
+        assert req.node is not None
+        self.tree.lock(result.node)
+        self.tree.unlock(req.node, Points.none())
+        req.node, req.shared_len = result.node, shared
+        first, last = old_shared // self.page_size, result.num_existing_tokens // self.page_size
+        if last <= first:
+            return None
+        duplicates = np.array(req.pages[first:last], dtype=np.int32)
+        self.pages.retire(duplicates, after=req.last_flight)
+        pages = result.pages[first:last]
+        req.pages[first:last] = array("i", pages.tobytes())
+        return Remap(req, first, pages, self.tables.moved(req.row))
+
+    def release(self, req: Req) -> None:
+        """The one door out: finished, aborted and retracted requests give everything back here."""
+        assert req.left, "only requests that have left are released"
+        self._end_prefetch(req)
+        if req.row == 0:  # not admitted, or not again
+            if req.tail is not None and self.tiers is not None:
+                self.tiers.drop_tail(req.tail)
+            return
+        result = self._insert(req)
+        if self.tiers is not None:
+            self.tiers.inserted(result.node)
+        shared = req.shared_len // self.page_size
+        existing = result.num_existing_tokens // self.page_size
+        taken_end = existing + result.num_taken_pages
+        own = req.pages[shared : max(existing, shared)] + req.pages[max(taken_end, shared) :]
+        self.pages.retire(np.array(own, dtype=np.int32), after=req.last_flight.join(req.tail_after))
+        assert req.node is not None
+        self.tree.unlock(req.node, req.last_flight)
+        self.rows.retire(np.array([req.row], dtype=np.int32), after=req.last_flight)
+        self.tables.given_back(req.row)
+        req.row, req.pages, req.node = 0, no_pages(), None
+
+    def flush(self, storage: bool = False) -> int:
+        """Empty the tree, with ``storage`` the storage tier too. No request holds anything. Returns how many device
+        pages are free again. Raises ValueError where there is no storage tier."""
+        below = self._storage
+        if storage and below is None:
+            raise ValueError("there is no storage tier")
+        num_pages = self.tree.reset()
+        if storage and below is not None:
+            below.clear()
+        return num_pages
+
+    def offload(self, req: Req) -> OffloadedTail | None:
+        """Bring what ``req``, about to be retracted, has computed to the host: whole pages through the tree, the last
+        one as a page that the resumed request is given. The request is released as any other afterwards."""
+        assert self.tiers is not None, "offloading needs a host tier"
+        assert req.row != 0, f"{req.rid} has nothing to offload"
+        self.cache_prompt(req)  # nobody reads its page table any more
+        assert req.node is not None
+        num_whole = req.published_len // self.page_size
+        tail_page = req.pages[num_whole] if req.published_len % self.page_size else None
+        tail = self.tiers.offload(req.node, tail_page, req.published_len, req.last_flight)
+        if tail is not None:
+            req.tail_after = tail.ticket.points
+        return tail
+
+    def drain_acks(self) -> None:
+        """Take in which transfers between the tiers have ended (F6)."""
+        if self.tiers is not None:
+            self.tiers.drain_acks()
+
+    def write_backups(self) -> None:
+        """Back up what the tree has got in this step, as the write policy wants it."""
+        if self.tiers is not None:
+            self.tiers.write_backups()
+
+    @property
+    def num_outstanding(self) -> int:
+        """Transfers and storage jobs whose end nobody has noticed yet."""
+        return 0 if self.tiers is None else self.tiers.num_outstanding
+
+    def check_books(self, every_page: bool = False) -> None:
+        """When no request holds anything: every page is free or in the tree, every row is free.
+
+        Compares counts, and page by page where they differ or with ``every_page``: half a million cached
+        pages take 50 ms, for which the next request would wait. Raises ``RuntimeError`` naming what is lost.
+        """
+        if every_page or self.pages.num_leased != self.tree.num_pages:
+            self._check_pages()
+        if self.rows.num_leased:
+            raise RuntimeError(f"request rows leased to nobody while idle: {self.rows.owned().tolist()[:8]}")
+        if self.tree.num_locked_nodes:
+            raise RuntimeError(f"{self.tree.num_locked_nodes} nodes of the tree are locked while idle")
+        if self.tiers is not None:
+            self.tiers.check_books()
+
+    def _check_pages(self) -> None:
+        held, cached = self.pages.owned(), self.tree.all_pages()
+        if not np.array_equal(held, cached):
+            lost = np.setdiff1d(held, cached).tolist()
+            foreign = np.setdiff1d(cached, held).tolist()
+            raise RuntimeError(
+                f"KV pages do not add up while idle: {len(lost)} leased to nobody {lost[:8]}, "
+                f"{len(foreign)} in the tree but not leased {foreign[:8]}"
+            )
+
+    def _begin_load(self, match: MatchResult) -> I32:
+        """Device pages for the part of ``match`` that is on the host only; they are the tree's."""
+        if match.num_host_tokens == 0:
+            return np.empty(0, dtype=np.int32)
+        assert self.tiers is not None, "only a host tier has host tokens"
+        pages, after = self._alloc(match.num_host_tokens // self.page_size)
+        self.tiers.begin_load(match, pages, after)
+        return pages
+
+    def _take_tail(self, req: Req, prefix: Prefix, pages: I32, after: Points) -> None:
+        """Load the last page that a retracted request left, into its first own page, or give it up."""
+        assert req.tail is not None and self.tiers is not None
+        if prefix.num_tail_tokens > 0:
+            self.tiers.begin_load_tail(req.tail, int(pages[0]), after)
+        else:
+            self.tiers.drop_tail(req.tail)
+        req.tail = None
+
+    def _alloc(self, num_pages: int) -> tuple[I32, Points]:
+        missing = num_pages - self.pages.num_free
+        if missing > 0:
+            self.num_evicted_pages += self.tree.evict(missing)
+        leased = self.pages.alloc(num_pages)
+        assert leased is not None, f"{num_pages} pages were promised, {self.pages.num_free} are free"
+        return leased
+
+    def _insert(self, req: Req) -> InsertResult:
+        num_pages = req.published_len // self.page_size
+        tokens = req.token_ids()[: num_pages * self.page_size]
+        pages = np.array(req.pages[:num_pages], dtype=np.int32)
+        return self.tree.insert(tokens, pages, req.last_flight, req.source.extra_key)
+
+
+def _most_cached(req: Req) -> int:
+    """How many leading tokens of ``req`` need not be computed if they are cached; at least one is."""
+    limit = req.num_tokens - 1
+    if req.source.return_logprob and req.source.logprob_start_len >= 0 and not req.output_ids:
+        # The first token asked for has no logprob, that of the next one comes from computing it.
+        return min(limit, req.source.logprob_start_len)
+    return limit
+
+
+def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
+    """The books over a worker's memory, with the lower tiers that it has."""
+    pages, rows = worker.pages, worker.req_pool.rows
+    if config.hicache is None or worker.hicache is None:
+        tree = RadixCache(pages, config.page_size, disabled=config.disable_radix_cache)
+        return RequestMemory(pages, rows, tree, config.page_size)
+    tiers = HierarchicalCache(pages, config.page_size, worker.hicache, config.hicache, worker.storage)
+    return RequestMemory(pages, rows, tiers.tree, config.page_size, tiers)

@@ -1,0 +1,452 @@
+"""Scheduler: decides, step by step, what the device computes, and publishes what it has computed.
+
+Decisions are a function of the inbox's messages alone: no wall-clock, no unordered iteration, so that
+ranks (and replays) that see the same messages decide the same. ``step`` is the only place that sequences
+a step; in-flight state is its argument and its return value::
+
+    step k-1:  launch k-1 | publish k-2 ...            the CPU
+    step k  :               launch k    | publish k-1
+    GPU     :      [ step k-1      ][ step k       ]   never waits for the CPU
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from random import Random
+
+import numpy as np
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.ipc.io_struct import AbortReq, FinishReason, Message, TickReq, TokenizedGenerateReq
+from fenceline.memory_order import Points
+from fenceline.model_executor.forward_result import StepOutput
+from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, PageWrites, ScheduleBatch
+from fenceline.scheduler.control import SchedulerControl
+from fenceline.scheduler.flight_recorder import FlightRecorder
+from fenceline.scheduler.interfaces import Inbox, InFlight, Outbox, Worker
+from fenceline.scheduler.output import OutputSender, log_output, log_prompt
+from fenceline.scheduler.prefill import CLIP_NEW_TOKENS, PrefillPlan, PrefillPlanner, remap_writes
+from fenceline.scheduler.req import LogprobLog, Req, emit_interval
+from fenceline.scheduler.request_memory import Remap, make_request_memory
+from fenceline.scheduler.running_batch import RunningBatch
+from fenceline.scheduler.schedule_policy import (
+    NewTokenRatio,
+    StepSharing,
+    loses_least,
+    num_waiting_tokens,
+    order_waiting,
+)
+from fenceline.scheduler.stats import SchedulerStats
+
+logger = logging.getLogger(__name__)
+
+# How long a loop without anything to compute waits for messages while transfers of the cache or jobs of its storage
+# have not ended: briefly where a request waits for them.
+_ACK_INTERVAL_MS = 1
+_QUIET_ACK_INTERVAL_MS = 50
+
+
+class Scheduler:
+    """The requests of one engine and the loop that serves them."""
+
+    def __init__(self, config: EngineConfig, worker: Worker, inbox: Inbox, outbox: Outbox) -> None:
+        self.config = config
+        self.worker = worker
+        self.inbox = inbox
+        self.memory = make_request_memory(config, worker)
+        self.planner = PrefillPlanner(
+            self.memory,
+            config.chunked_prefill_size,
+            config.max_prefill_tokens,
+            StepSharing.of(config.model),
+        )
+        self.output = OutputSender(outbox.to_detokenizer)
+        self.stats = SchedulerStats(self.memory, worker, config.decode_log_interval, outbox)
+        self.control = SchedulerControl(self, outbox)
+        self.ratio = NewTokenRatio(config.schedule_conservativeness)
+        self.seeds = Random(config.random_seed)
+        self.shuffler = Random(config.random_seed)  # its own: how often the queue is shuffled moves no seed
+        self.reqs: dict[str, Req] = {}  # all that have not left, by rid
+        self.recorder = FlightRecorder(config, self.memory, self.reqs)
+        self.waiting: list[Req] = []
+        self.chunked: Req | None = None
+        self.running = RunningBatch(config.page_size)
+        self.joining: list[Req] = []  # prompts just submitted whole; they decode from the next step on
+        self.departed: list[Req] = []
+        self.remaps: list[Remap] = []
+        self.paused = False
+        self.draining = False
+        self.books_checked = True
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing can be scheduled until a message comes."""
+        if self.paused:
+            return True
+        if self.chunked or self.joining or len(self.running):
+            return False
+        return not any(self.memory.may_schedule(req) for req in self.waiting)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the loop should end: told so, and no request is left."""
+        return self.draining and not self.reqs
+
+    def step(self, prev: InFlight | None) -> InFlight | None:
+        """One turn of the loop. ``prev`` is the step in flight; returns the step now in flight."""
+        block = prev is None and self.idle and not self.stopped
+        timeout_ms = None
+        if block and self.memory.num_outstanding:
+            timeout_ms = _ACK_INTERVAL_MS if self.reqs else _QUIET_ACK_INTERVAL_MS
+        self.ingest(self.inbox.drain(block, timeout_ms))
+        self.memory.drain_acks()  # every step, decode included (F6)
+        self.retire_departed()  # what aborts free is there for the next step
+        if prev is not None and isinstance(prev.batch, ExtendBatch) and prev.result.arrived():
+            self.publish(prev)  # the device has nothing to do, and first tokens would wait for the launch
+            prev = None
+        flight = self.launch_next()
+        if prev is not None:
+            self.publish(prev)
+        if flight is not None and self.config.disable_overlap_schedule:
+            self.publish(flight)
+            flight = None
+        self.retire_departed()
+        self.memory.write_backups()
+        if flight is None and not self.reqs:
+            self.control.when_idle()
+            self.check_books()
+        return flight
+
+    def close(self) -> None:
+        """The loop has ended: end what works beside it."""
+        if self.memory.tiers is not None:
+            self.memory.tiers.close()
+
+    # --- in ------------------------------------------------------------------------------------------
+
+    def ingest(self, messages: Sequence[Message]) -> None:
+        """Take in everything that has arrived."""
+        now: float | None = None
+        for message in messages:
+            match message:
+                case TokenizedGenerateReq():
+                    self.accept(message)
+                case AbortReq():
+                    self.abort(message)
+                case TickReq():
+                    now = message.now
+                case _:
+                    self.control.handle(message)
+        if now is not None:  # the last tick alone: who came with it has had no chance to be scheduled yet
+            self.end_overdue(now)
+
+    def accept(self, message: TokenizedGenerateReq) -> None:
+        """Queue a request. The front end has checked its values; sizes are limited here once more."""
+        params = message.sampling_params
+        eos = () if params.ignore_eos else self.config.model.eos_token_ids
+        capacity = min(self.config.context_length, self.memory.num_pages * self.config.page_size)
+        req = Req(
+            source=message,
+            prompt_ids=np.frombuffer(
+                array("q", message.input_ids), dtype=np.int64
+            ),  # thrice as fast as np.array
+            stop_ids=frozenset((*eos, *params.stop_token_ids)),
+            seed=self.seeds.getrandbits(63) if params.seed is None else params.seed,
+            max_new_tokens=min(params.max_new_tokens, capacity - len(message.input_ids)),
+            emit_interval=emit_interval(message, self.config.stream_interval),
+            rank=0 if self.config.priority is None else self.config.priority.rank(message.priority),
+        )
+        if message.rid in self.reqs:
+            self.output.finish(req, _error(f"request id {message.rid!r} is already in use"))
+        elif req.max_new_tokens < min(params.max_new_tokens, 1) or len(req.prompt_ids) == 0:
+            self.output.finish(req, _error(f"a prompt must have 1 to {capacity - 1} tokens"))
+        else:
+            req.prompt_log = LogprobLog.of_prompt(message)
+            req.output_log = LogprobLog() if message.return_logprob else None
+            self.reqs[req.rid] = req
+            self.waiting.append(req)
+            self.memory.prefetch(req)
+            self.stats.arrived(req)
+            return
+        self.output.flush()
+
+    def abort(self, message: AbortReq) -> None:
+        """End one request, or all. ``silent`` means the detokenizer has already told the client."""
+        rids = list(self.reqs) if message.abort_all else [message.rid]
+        for rid in rids:
+            req = self.reqs.get(rid)
+            if req is None:
+                continue
+            if message.silent:
+                self.depart(req, "abort")
+            else:
+                self.end(req, message.message or "aborted", message.status_code)
+        self.output.flush()
+
+    def end(self, req: Req, message: str, status_code: int | None) -> None:
+        """Abort ``req`` and tell its client why."""
+        self.stats.num_aborts += 1
+        self.finish(req, FinishReason(type="abort", message=message, status_code=status_code))
+
+    def end_overdue(self, now: float) -> None:
+        """End requests that have waited or run for too long. Each one's time begins with the first tick that finds it
+        waiting, or running: nobody is ended early. It begins anew after a pause, and after a retraction."""
+        for req in list(self.reqs.values()):
+            running = req.row != 0
+            limit = self.config.req_running_timeout_s if running else self.config.req_waiting_timeout_s
+            if req.clocked_running is not running or self.paused:
+                req.clocked_running, req.clocked_since = running, now
+            elif limit is not None and now - req.clocked_since > limit:
+                what, flag = ("running", "running") if running else ("waiting in the queue", "waiting")
+                self.end(req, f"still {what} after {limit:g} s (--req-{flag}-timeout)", 503)
+        self.output.flush()
+
+    # --- launch --------------------------------------------------------------------------------------
+
+    def launch_next(self) -> InFlight | None:
+        """Submit the next step: prompts first, else one token for every running request."""
+        self.running.drop_departed()
+        self.running.add([req for req in self.joining if not req.left])
+        self.joining = []
+        if self.paused:
+            return None
+        plan = self.plan_prefill()
+        if plan is not None:
+            return self.launch_prefill(plan)
+        if len(self.running):
+            return self.launch_decode()
+        return None
+
+    def plan_prefill(self) -> PrefillPlan | None:
+        """Choose among chunked and waiting requests."""
+        priority = self.config.priority
+        threshold = None if priority is None else priority.preemption_threshold
+        has_place = threshold is not None or self.memory.rows.num_free > 0
+        if self.chunked is None and not (self.waiting and has_place):
+            return None
+        self.order_waiting()
+        if threshold is not None and self.chunked is None:
+            self.preempt(threshold)
+        reserved = self.running.reserved_tokens(self.ratio.value, CLIP_NEW_TOKENS)
+        ready = (req for req in self.waiting if self.memory.may_schedule(req))  # a long queue costs nothing
+        queue = partial(num_waiting_tokens, self.waiting)
+        plan = self.planner.plan(ready, self.chunked, len(self.running), reserved, queue)
+        if plan is not None:
+            self.chunked = plan.chunked
+            self.waiting = [req for req in self.waiting if req.row == 0]
+        return plan
+
+    def order_waiting(self) -> None:
+        """Put the queue into the order of its policy."""
+        config = self.config
+        self.waiting = order_waiting(
+            self.waiting,
+            config.schedule_policy,
+            self.memory.match,
+            self.shuffler,
+            config.priority is not None,
+        )
+
+    def preempt(self, threshold: int) -> None:
+        """Retract running requests for waiting ones whose priority is better by more than ``threshold``."""
+        ready = (req for req in self.waiting if self.memory.may_schedule(req))
+        expected = self.running.expected_tokens(self.ratio.value, CLIP_NEW_TOKENS)
+        victims = self.planner.preempted(ready, self.running.reqs, expected, threshold)
+        if victims:
+            for victim in victims:
+                self.retract(victim)
+            self.stats.preempted(len(victims))
+            self.order_waiting()
+
+    def launch_prefill(self, plan: PrefillPlan) -> InFlight:
+        """Submit prompts; those that are complete decode from the next step on."""
+        batch = replace(plan.batch, page_writes=self.with_remaps(plan.batch.page_writes))
+        self.joining = [
+            req for req in plan.reqs if req is not plan.chunked and req.computed_len < req.final_len
+        ]
+        flight = self.launch(batch, plan.reqs)
+        self.stats.prefill(
+            plan, len(self.running), len(self.waiting)
+        )  # its log line must not delay the device
+        return flight
+
+    def launch_decode(self) -> InFlight | None:
+        """Submit one token for every running request; None while requests that are ending hold what it takes."""
+        if not self.make_room():
+            return None
+        available = self.memory.num_available_pages
+        batch = self.running.schedule_step(available, self.memory.grow)
+        writes = self.with_remaps(batch.page_writes)
+        if writes is not batch.page_writes:
+            batch = replace(batch, page_writes=writes)
+        self.ratio.decay()
+        self.stats.decode(self.running.num_tokens, len(self.running), len(self.waiting))
+        return self.launch(batch, list(self.running.reqs))
+
+    def launch(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> InFlight:
+        """Hand a batch to the worker and note it as its requests' last flight."""
+        batch = self.memory.tables.up_to_date(batch, reqs)
+        result = self.worker.launch(batch)
+        done = Points.of(result.done)
+        for req in reqs:
+            req.last_flight = done
+        self.books_checked = False
+        self.recorder.launched(batch, reqs, result)
+        self.control.after_step()
+        return InFlight(batch, reqs, result)
+
+    def make_room(self) -> bool:
+        """Retract running requests until the next token of the others fits. False: memory is about to be
+        free without that, with the step in flight."""
+        retracted = 0
+        while self.running.num_pages_needed() > self.memory.num_available_pages:
+            if len(self.reqs) > len(self.waiting) + len(self.running):
+                return False
+            assert len(self.running) > 1, "one request alone always fits: its length was limited on arrival"
+            self.retract(min(self.running.reqs, key=loses_least))
+            retracted += 1
+        if retracted:
+            reqs = self.running.reqs
+            decoded = sum(len(req.output_ids) for req in reqs)
+            self.ratio.after_retraction(decoded, len(reqs), sum(req.max_new_tokens for req in reqs))
+            self.stats.retracted(retracted, self.ratio.value)
+        return True
+
+    def retract(self, req: Req) -> None:
+        """Take all memory from ``req``; it waits at the head of the queue and computes its tokens again, or with
+        ``--retract-policy offload`` brings them back from the host."""
+        if req in self.running.reqs:
+            self.running.remove(req)
+        hicache = self.config.hicache
+        offloads = hicache is not None and hicache.retract_policy == "offload"
+        tail = self.memory.offload(req) if offloads else None
+        self.depart(req, "retract")
+        self.retire_departed()
+        resumed = req.resumed()
+        resumed.tail = tail
+        self.reqs[resumed.rid] = resumed
+        self.waiting.insert(0, resumed)
+
+    def with_remaps(self, writes: PageWrites) -> PageWrites:
+        """``writes`` and those that move requests onto the tree's pages, before anybody reads their rows."""
+        live = [remap for remap in self.remaps if not remap.req.left]
+        self.remaps = []
+        if not live:
+            return writes
+        for remap in live:
+            self.memory.tables.written(remap.req.row, remap.version)
+        moved = remap_writes(live)
+        return PageWrites(
+            np.concatenate([writes.rows, moved.rows]),
+            np.concatenate([writes.columns, moved.columns]),
+            np.concatenate([writes.pages, moved.pages]),
+        )
+
+    # --- publish -------------------------------------------------------------------------------------
+
+    def publish(self, flight: InFlight) -> None:
+        """Take a step's results: append tokens, end requests, tell the detokenizer."""
+        out = flight.result.wait()
+        self.recorder.published(out)
+        if isinstance(flight.batch, DecodeBatch):
+            self.publish_decode(flight.reqs, out)
+        else:
+            self.publish_extend(flight.batch, flight.reqs, out)
+        self.output.flush()
+        self.stats.report(self)
+
+    def publish_decode(self, reqs: Sequence[Req], out: StepOutput) -> None:
+        """One token for each request that has not left since. The hot loop: what is rare is elsewhere."""
+        tokens = out.next_tokens.tolist()
+        num_dropped = 0
+        for index, req in enumerate(reqs):
+            if req.left:
+                num_dropped += 1
+                continue
+            req.published_len += 1
+            token = tokens[index]
+            if out.logprobs is not None or token in req.stop_ids:
+                self.publish_token(req, token, out, index)
+                continue
+            req.output_ids.append(token)
+            if len(req.output_ids) < req.max_new_tokens:
+                self.output.token(req)
+            else:
+                self.finish(req, req.finish_reason_after(token))
+        self.stats.num_generated_tokens += len(tokens) - num_dropped
+
+    def publish_extend(self, batch: ExtendBatch, reqs: Sequence[Req], out: StepOutput) -> None:
+        """First tokens of completed prompts, prompt logprobs, and whole prompts into the tree."""
+        tokens = out.next_tokens.tolist()
+        num_sampled = num_scored = 0
+        for seq, req in zip(batch.seqs, reqs, strict=True):
+            first, last = seq.prompt_logprob_offsets()
+            scored, num_scored = num_scored, num_scored + max(last - first, 0)
+            sampled, num_sampled = num_sampled, num_sampled + (seq.sampling is not None)
+            if req.left:
+                continue
+            req.published_len = seq.seq_len
+            if first < last and out.prompt_logprobs is not None:
+                position = seq.prefix_len + first + 1
+                targets = req.prompt_ids[position : position + last - first].tolist()
+                log_prompt(req, position, targets, out.prompt_logprobs, scored)
+            if seq.sampling is not None:
+                remap = self.memory.cache_prompt(req)
+                if remap is not None:
+                    self.remaps.append(remap)
+                self.stats.num_generated_tokens += req.max_new_tokens > 0
+                self.publish_token(req, tokens[sampled], out, sampled)
+
+    def publish_token(self, req: Req, token: int, out: StepOutput, index: int) -> None:
+        """Append one token and end the request if it was the last."""
+        if req.max_new_tokens == 0:  # only the prompt was wanted
+            self.finish(req, FinishReason(type="length", length=0))
+            return
+        req.output_ids.append(token)
+        if out.logprobs is not None:
+            log_output(req, token, out.logprobs, index)
+        reason = req.finish_reason_after(token)
+        if reason is None:
+            self.output.token(req)
+        else:
+            self.finish(req, reason)
+
+    def finish(self, req: Req, reason: FinishReason | None) -> None:
+        """End a request with its last news."""
+        assert reason is not None, f"{req.rid} has no reason to end"
+        self.output.finish(req, reason)
+        self.depart(req, reason.type)
+
+    # --- out -----------------------------------------------------------------------------------------
+
+    def depart(self, req: Req, why: str) -> None:
+        """The request leaves; its memory follows in :meth:`retire_departed`, after its last flight."""
+        req.left = True
+        self.recorder.departed(req, why)
+        del self.reqs[req.rid]
+        if req.row == 0:
+            self.waiting.remove(req)
+        if self.chunked is req:
+            self.chunked = None
+        self.departed.append(req)
+
+    def retire_departed(self) -> None:
+        """Give back what departed requests held, each after its own last flight (F13)."""
+        for req in self.departed:
+            self.memory.release(req)
+        self.departed.clear()
+
+    def check_books(self) -> None:
+        """Once each time the engine falls idle: every page and row is accounted for."""
+        if not self.books_checked:
+            self.memory.check_books()
+            self.books_checked = True
+            self.stats.report(self, force=True)
+
+
+def _error(message: str) -> FinishReason:
+    return FinishReason(type="abort", message=message, status_code=400)

@@ -1,0 +1,165 @@
+"""SchedulerStats: counters, batch log lines in SGLang's style, and the state other processes are told."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from fenceline.ipc.io_struct import CudaGraphState, InternalState, StatsReport
+from fenceline.model_executor.graph_runner import GraphStats
+from fenceline.scheduler.hicache_stats import hicache_state
+from fenceline.scheduler.prefill import PrefillPlan
+from fenceline.scheduler.req import Req
+from fenceline.scheduler.request_memory import RequestMemory
+
+if TYPE_CHECKING:
+    from fenceline.scheduler.interfaces import Outbox, Worker
+    from fenceline.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+_REPORT_INTERVAL_S = 1.0
+
+
+class SchedulerStats:
+    """Counts what happens. Wall-clock is read here and only here, and nothing is decided by it."""
+
+    def __init__(
+        self, memory: RequestMemory, worker: Worker, decode_log_interval: int, outbox: Outbox
+    ) -> None:
+        self._memory = memory
+        self._memory_bytes = worker.memory_bytes
+        self._graphs = worker.graph_stats
+        self._prefill_graphs = worker.prefill_graph_stats
+        self._decode_log_interval = decode_log_interval
+        self._outbox = outbox
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_generated_tokens = 0
+        self.num_retractions = 0
+        self.num_aborts = 0
+        self.num_computed_prompt_tokens = 0
+        self._num_decode_steps = 0
+        self._throughput = 0.0
+        self._last_log = self._last_report = time.perf_counter()
+        self._last_generated = 0
+        self._last_fallbacks = 0
+
+    @property
+    def token_usage(self) -> float:
+        """Share of the KV pool that requests hold; the tree's unlocked pages do not count."""
+        return self._num_used_pages / self._memory.num_pages
+
+    @property
+    def _num_used_pages(self) -> int:
+        return self._memory.pages.num_leased - self._memory.tree.num_evictable_pages
+
+    def arrived(self, req: Req) -> None:
+        """A request was queued."""
+        self.num_prompt_tokens += len(req.prompt_ids)
+        req.arrived_at = time.perf_counter()
+
+    def prefill(self, plan: PrefillPlan, num_running: int, num_queued: int) -> None:
+        """A prefill step was planned."""
+        self.num_cached_tokens += plan.num_cached_tokens
+        self.num_computed_prompt_tokens += plan.num_new_tokens
+        now = time.perf_counter()
+        for req in plan.reqs:
+            if req.queue_time_s is None:
+                req.queue_time_s = now - req.arrived_at
+        if self._decode_log_interval and logger.isEnabledFor(logging.INFO):
+            logger.info(
+                "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
+                "#running-req: %d, #queue-req: %d",
+                len(plan.reqs),
+                plan.num_new_tokens,
+                plan.num_cached_tokens,
+                self.token_usage,
+                num_running,
+                num_queued,
+            )
+
+    def decode(self, num_tokens: int, num_running: int, num_queued: int) -> None:
+        """A decode step was planned; every so many of them a line is logged."""
+        self._num_decode_steps += 1
+        if not self._decode_log_interval or self._num_decode_steps % self._decode_log_interval:
+            return
+        now = time.perf_counter()
+        generated = self.num_generated_tokens - self._last_generated
+        self._throughput = generated / max(now - self._last_log, 1e-9)
+        self._last_log, self._last_generated = now, self.num_generated_tokens
+        logger.info(
+            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, cuda graph: %s, "
+            "gen throughput (token/s): %.2f, #queue-req: %d",
+            num_running,
+            num_tokens,
+            self.token_usage,
+            self._all_replayed(),
+            self._throughput,
+            num_queued,
+        )
+
+    def _all_replayed(self) -> bool:
+        """Whether every decode step since the last line was replayed."""
+        if self._graphs is None:
+            return False
+        before, self._last_fallbacks = self._last_fallbacks, sum(self._graphs.fallbacks.values())
+        return self._last_fallbacks == before
+
+    def retracted(self, count: int, ratio: float) -> None:
+        """Memory ran short and ``count`` requests were retracted."""
+        self.num_retractions += count
+        logger.warning("KV cache full: retracted %d requests, #new-token-ratio: %.3f", count, ratio)
+
+    def preempted(self, count: int) -> None:
+        """``count`` requests were retracted for others of a higher priority."""
+        self.num_retractions += count
+        logger.info("retracted %d requests for waiting ones of a higher priority", count)
+
+    def report(self, scheduler: Scheduler, force: bool = False) -> None:
+        """Tell the front end how things stand, about once a second and when the engine falls idle."""
+        now = time.perf_counter()
+        if force or now - self._last_report >= _REPORT_INTERVAL_S:
+            self._last_report = now
+            self._outbox.to_tokenizer(StatsReport(state=self.state(scheduler)))
+
+    def state(self, scheduler: Scheduler) -> InternalState:
+        """How things stand."""
+        num_running = sum(1 for req in scheduler.reqs.values() if req.row)
+        prompt = self.num_cached_tokens + self.num_computed_prompt_tokens
+        return InternalState(
+            num_running_reqs=num_running,
+            num_queue_reqs=len(scheduler.waiting),
+            num_used_tokens=self._num_used_pages * self._memory.page_size,
+            max_total_num_tokens=self._memory.num_pages * self._memory.page_size,
+            token_usage=self.token_usage,
+            cache_hit_rate=self.num_cached_tokens / prompt if prompt else 0.0,
+            gen_throughput=self._throughput if num_running else 0.0,
+            last_gen_throughput=self._throughput,
+            num_retractions=self.num_retractions,
+            num_aborts=self.num_aborts,
+            num_generated_tokens=self.num_generated_tokens,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            new_token_ratio=scheduler.ratio.value,
+            paused=scheduler.paused,
+            memory_bytes=self._memory_bytes,
+            cuda_graphs=_graph_state(self._graphs),
+            piecewise_cuda_graphs=_graph_state(self._prefill_graphs),
+            hicache=hicache_state(self._memory),
+        )
+
+
+def _graph_state(stats: GraphStats | None) -> CudaGraphState | None:
+    if stats is None:
+        return None
+    return CudaGraphState(
+        eligible_steps=stats.eligible_steps,
+        replays=stats.replays,
+        replays_by_size=dict(stats.replays_by_size),
+        fallbacks=dict(stats.fallbacks),
+        repairs=dict(stats.repairs),
+        capture_s=stats.capture_s,
+        capture_bytes=stats.capture_bytes,
+    )
