@@ -6,12 +6,17 @@ import gc
 import os
 import sys
 from collections import Counter
+from pathlib import Path
 
 # Read when torch (OpenMP) and huggingface_hub are imported, by this process and the servers that tests start: two
 # cores run several test processes at once, and no test may reach the network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Scripts that tests run find the modules of test/support, as the tests do (pythonpath in pyproject.toml).
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 import hypothesis
 import pytest

@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 
-SCRIPT = Path(__file__).with_name("sanitizer_run.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "sanitizer_run.py"
 PACKAGE = Path(__file__).parents[2] / "python"
 
 

@@ -33,8 +33,7 @@ CHECKS = (
 def results() -> dict[str, str]:
     """What each check raised, the empty text where nothing."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(Path(__file__))], env=env, capture_output=True, text=True, timeout=200
     )

@@ -10,8 +10,6 @@ from pathlib import Path
 from random import Random
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-
 from storage_faults import FaultyBackend
 from storage_tier import KEYS, Gate, file_backend, make_tier
 

@@ -1,6 +1,6 @@
 """A short life of a model runner, to be watched by compute-sanitizer:
 
-    compute-sanitizer --tool memcheck --error-exitcode 9 python test/gpu/sanitizer_run.py
+    compute-sanitizer --tool memcheck --error-exitcode 9 python test/support/sanitizer_run.py
 
 Requests join and leave, decode steps replay graphs, every sampling feature is used. ``--eager`` runs the same steps
 without captures; with PYTORCH_NO_CUDA_MEMORY_CACHING=1 every tensor is then an allocation of its own, whose bounds the
@@ -13,16 +13,13 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path[:0] = [
-    str(Path(__file__).parents[1] / "unit"),
-    str(Path(__file__).parents[2] / "sgl-kernel" / "python"),
-]
+sys.path.insert(0, str(Path(__file__).parents[2] / "sgl-kernel" / "python"))
 
-from guarded_runs import EagerCudaDevice, trace_shape  # noqa: E402
-from step_traces import FULL, PLAIN, VOCAB_SIZE, random_trace  # noqa: E402
-from trace_runner import make_runner, play  # noqa: E402
+from guarded_runs import EagerCudaDevice, trace_shape
+from step_traces import FULL, PLAIN, VOCAB_SIZE, random_trace
+from trace_runner import make_runner, play
 
-from fenceline.memory_order import open_device  # noqa: E402
+from fenceline.memory_order import open_device
 
 
 def main() -> None:

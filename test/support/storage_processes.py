@@ -14,8 +14,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-
 from storage_cases import (
     books_of,
     check_books,

@@ -1,4 +1,4 @@
-"""The real server with a planted fault: python test/gpu/planted_fault.py [launch_server flags].
+"""The real server with a planted fault: python test/support/planted_fault.py [launch_server flags].
 
 After some decode steps one request's page table names a page that does not exist, as a stale index would: the attention
 kernel of the next step, in a graph or not, reads what is not there. It is how the way of docs/debugging.md was walked.
