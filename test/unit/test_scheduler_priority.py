@@ -12,7 +12,8 @@ from scheduler_driver import Driver, expected_output, make_driver, make_tiered_d
 
 from fenceline.ipc.io_struct import AbortReq, TokenizedGenerateReq
 from fenceline.mem_cache.tree.radix_cache import TreeNode
-from fenceline.scheduler.prefill import PrefillPlan
+from fenceline.scheduler.prefill import PrefillPlan, _Outlook
+from fenceline.scheduler.req import Req
 from fenceline.scheduler.schedule_policy import order_waiting
 
 
@@ -118,6 +119,33 @@ def test_nobody_is_retracted_for_a_request_that_does_not_fit_even_so() -> None:
     assert driver.scheduler.reqs["low"].row and not driver.scheduler.reqs["high"].row
     driver.run()
     assert_right(driver, same, low, high)
+
+
+def test_a_request_that_cannot_fit_costs_a_step_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked about in every step, and there may be hundreds of running requests to look at."""
+    driver = driver_with_priorities(num_pages=64, page_size=4, num_rows=16, schedule_conservativeness=0.01)
+    same = request("same", [8] * 90, priority=50, max_new_tokens=90, ignore_eos=True)
+    lows = [request(f"low{i}", [i + 1] * 9, priority=0, max_new_tokens=20, ignore_eos=True) for i in range(6)]
+    driver.send(same, *lows)
+    for _ in range(4):
+        driver.step()
+    assert len(driver.scheduler.running) == 7
+    high = request("high", [9] * 200, priority=50, max_new_tokens=20, ignore_eos=True)
+    driver.send(high)
+    released: list[str] = []
+    release = _Outlook.release
+
+    def counting(self: _Outlook, req: Req, expected_tokens: float) -> None:
+        released.append(req.rid)
+        release(self, req, expected_tokens)
+
+    monkeypatch.setattr(_Outlook, "release", counting)
+    for _ in range(8):
+        driver.step()
+    assert not driver.scheduler.reqs["high"].row
+    assert not released
+    driver.run()
+    assert_right(driver, same, high, *lows)
 
 
 def test_a_burst_of_better_requests_goes_in_one_step() -> None:

@@ -245,6 +245,10 @@ def test_without_a_folder_for_profiles_a_private_one_is_made(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     driver = make_driver()
+    driver.send(ProfileReq(id="refused", action="start", output_dir="../x"))
+    driver.step()
+    assert not reply(driver, "refused").success
+    assert not list(tmp_path.glob("fenceline-profile-*")), "a refused request leaves a folder behind"
     for id in "pq":
         driver.send(ProfileReq(id=id, action="start"), ProfileReq(id=f"{id}s", action="stop"))
     driver.step()

@@ -162,16 +162,17 @@ class SchedulerControl:
         self._outbox.to_tokenizer(ControlReply(id=id, success=success, message=message))
 
 
-def trace_folder(root: str, output_dir: str) -> Path:
-    """The folder ``output_dir`` below ``root``. Raises ValueError, one line, if it is not simply one below it."""
-    below = "" if output_dir == root else output_dir.removeprefix(f"{root}/")  # as who knows it may write it
+def trace_folder(root: str | None, output_dir: str) -> list[str]:
+    """``output_dir`` as the names of folders below ``root``, the folder for traces (None: not made yet). It may also
+    be written as a path that begins with ``root``. Raises ValueError, one line, if it is anything else."""
+    below = "" if output_dir == root else output_dir.removeprefix(f"{root}/")
     names = below.split("/") if below else []
     if len(names) > _MAX_FOLDER_DEPTH or not all(map(_FOLDER_NAME.fullmatch, names)):
         raise ValueError(
             f"output_dir must be up to {_MAX_FOLDER_DEPTH} plain names (letters, digits, '.', '_', '-') joined by '/', "
-            f"below the server's {root} (--torch-profiler-dir)"
+            f"below the server's {root or 'folder for traces'} (--torch-profiler-dir)"
         )
-    return Path(root, *names)
+    return names
 
 
 class StepProfiler:
@@ -189,9 +190,10 @@ class StepProfiler:
         if self._profile is not None:
             return False, "a profile is already running: stop it first"
         try:
-            if self._root is None:
+            names = trace_folder(self._root, output_dir)
+            if self._root is None:  # after the check: a refused request leaves no folder behind
                 self._root = tempfile.mkdtemp(prefix="fenceline-profile-")
-            folder = trace_folder(self._root, output_dir)
+            folder = Path(self._root, *names)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except ValueError as error:
             return False, str(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,6 +59,10 @@ class _Plan:
         )
 
 
+# A running request that may be retracted, and the tokens that it is expected to ask for yet.
+_Victim = tuple[Req, float]
+
+
 class _Outlook:
     """What memory would be like if some running requests were retracted and some waiting ones admitted."""
 
@@ -90,6 +94,17 @@ class _Outlook:
         self._num_rows += 1
         self._num_running -= 1
         self._reserved_tokens -= expected_tokens
+
+    def might_have_room(self, num_pages: int, expected_tokens: int, victims: Sequence[_Victim]) -> bool:
+        """False if a request that gets ``num_pages`` would not be admitted even with all ``victims`` retracted.
+
+        This is an upper bound that does not walk the tree, so it may say True where the exact answer is no."""
+        most_pages = self._num_pages + sum(len(req.pages) for req, _ in victims)
+        reserved_tokens = self._reserved_tokens - sum(expected for _, expected in victims)
+        needed = num_pages * self._page_size + expected_tokens
+        # One token of slack, as sums of floats depend on their order.
+        has_tokens = needed <= most_pages * self._page_size - reserved_tokens + 1
+        return num_pages <= most_pages and (has_tokens or self._num_running == len(victims))
 
     def has_room(self, num_pages: int, expected_tokens: int) -> bool:
         """Whether a request that gets ``num_pages`` would be admitted."""
@@ -183,17 +198,26 @@ class PrefillPlanner:
         """
         waiting = iter(waiting)
         req = next(waiting, None)
-        if req is None or max((r.rank for r in running), default=req.rank) - req.rank <= threshold:
+        if req is None:
+            return []
+        worst_rank = req.rank + threshold
+        candidates = [v for v in zip(running, expected.tolist(), strict=True) if v[0].rank > worst_rank]
+        if not candidates:
             return []
         step_tokens = self._step_tokens()
         outlook = _Outlook(self._memory, len(running), int(expected.sum()))
-        victims = iter(sorted(zip(running, expected.tolist(), strict=True), key=lambda v: loses_least(v[0])))
+        victims: Iterator[_Victim] | None = None
         taken: list[Req] = []
         num_taken = 0
         while req is not None and step_tokens > 0:
             prefix = self._memory.match(req)
             outlook.pin(prefix.match.host_node)
             num_pages, num_expected = self._new_memory(req, prefix)
+            if victims is None:
+                # A request that waits for memory is asked about in every step: most such questions end here.
+                if not outlook.might_have_room(num_pages, num_expected, candidates):
+                    return []
+                victims = iter(sorted(candidates, key=lambda v: loses_least(v[0])))
             while not outlook.has_room(num_pages, num_expected):
                 victim, victim_expected = next(victims, (None, 0.0))
                 if victim is None or victim.rank - req.rank <= threshold:
