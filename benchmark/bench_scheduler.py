@@ -56,6 +56,7 @@ class NullWorker:
     """Answers every step with the same token and touches no memory."""
 
     def __init__(self, num_pages: int, num_rows: int) -> None:
+        self.device = open_device("cpu")
         self.pages = LeasePool("KV pages", num_pages + 1)
         self.req_pool = ReqPool(num_rows + 1, 1, torch.device("cpu"))
         self.memory_bytes = {"weights": 0, "kv_cache": 0}
@@ -63,7 +64,7 @@ class NullWorker:
         self.prefill_graph_stats = None
         self.hicache = None
         self.storage = None
-        self._forward = open_device("cpu").forward
+        self._forward = self.device.forward
 
     def launch(self, batch: ScheduleBatch) -> NullResult:
         if isinstance(batch, DecodeBatch):

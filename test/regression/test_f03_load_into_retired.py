@@ -15,14 +15,12 @@ from transfer_rounds import (
     layouts,
 )
 
-from fenceline.memory_order import LeasePool, Points
-from fenceline.memory_order.guards import RETIRED_AFTER
+from fenceline.memory_order import Points, page_leases
 
 
 def into_a_retired_page(rounds: Rounds, number: int) -> bool:
     """One page: a step reads it, late; its request leaves at once, and a prefix is loaded into it."""
-    keeps = rounds.device.keeps(RETIRED_AFTER)
-    pages = LeasePool("KV pages", 2, reserved=1, keep_points=keeps)
+    pages = page_leases(rounds.device, 2)
     host, old, new = number % SHAPE.num_host_pages, number % NUM_PATTERNS, (number + 1) % NUM_PATTERNS
     rounds.fill_host(host, new)
     rounds.late_loads = False

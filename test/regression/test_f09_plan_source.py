@@ -40,7 +40,7 @@ def play_watched(runner: ModelRunner, batches: Sequence[ScheduleBatch]) -> int:
             values = plan_arrays(batch, sampling_arrays(batch.sampling))
             for field in arena.fields.values():
                 if field.role is Role.PLAN:
-                    whole = torch.full((arena.num_rows,), field.pad, dtype=field.dtype)
+                    whole = torch.full((arena.num_rows,), arena.pads[field.name], dtype=field.dtype)
                     whole[: len(batch.rows)] = torch.from_numpy(np.ascontiguousarray(values[field.name]))
                     expected[field.name] = whole
         with runner.device.forward.active():

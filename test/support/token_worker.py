@@ -20,7 +20,7 @@ import torch
 from fenceline.mem_cache.host.cache_controller import TransferCounts
 from fenceline.mem_cache.host.transfer import Ticket, TransferKind
 from fenceline.mem_cache.req_pool import ReqPool
-from fenceline.memory_order import LeasePool, Point, Points, Stream
+from fenceline.memory_order import LeasePool, Point, Points, Stream, open_device
 from fenceline.memory_order.edges import StreamName
 from fenceline.model_executor.forward_result import LogprobValues, StepOutput
 from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, PageWrites, ScheduleBatch
@@ -125,6 +125,7 @@ class TokenWorker:
     """Stands in for a ModelRunner (see the module's docstring)."""
 
     def __init__(self, num_pages: int, page_size: int, num_rows: int, context_length: int) -> None:
+        self.device = open_device("cpu")
         self.page_size = page_size
         self.pages = AuditedPool("KV pages", num_pages + 1)
         self.req_pool = ReqPool(num_rows + 1, -(-context_length // page_size) + 1, torch.device("cpu"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_memory_order import RecordingDevice, RecordingStream
 
-from fenceline.memory_order import LeasePool, Points, Stream, open_device, wait_for_pages
+from fenceline.memory_order import Points, Stream, open_device, page_leases, wait_for_pages
 from fenceline.memory_order.cpu import CpuDevice
 from fenceline.memory_order.edges import (
     EDGES,
@@ -148,13 +148,13 @@ def test_under_the_checker_the_cpu_lags_by_one_question() -> None:
     assert device.load.poll(third)
 
 
-@pytest.mark.parametrize("keep_points", [True, False])
-def test_retired_pages_come_with_their_points(keep_points: bool) -> None:
-    device = RecordingDevice()
-    pool = LeasePool("KV pages", 3, keep_points=keep_points)
+@pytest.mark.parametrize("severed", ["", "retired_after"])
+def test_retired_pages_come_with_their_points(severed: str) -> None:
+    device = RecordingDevice(frozenset({severed} - {""}))
+    pool = page_leases(device, 3)
     leased = pool.alloc(2)
     assert leased is not None
     point = device.store.record()
     pool.retire(leased[0], Points.of(point))
     again = pool.alloc(2)
-    assert again is not None and again[1] == (Points.of(point) if keep_points else Points.none())
+    assert again is not None and again[1] == (Points.none() if severed else Points.of(point))

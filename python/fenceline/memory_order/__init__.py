@@ -5,8 +5,8 @@ from fenceline.memory_order.checker import OrderChecker, OrderError
 from fenceline.memory_order.device import Device, open_device, register_device
 from fenceline.memory_order.graph import Graph, GraphError, GraphPool, GraphState
 from fenceline.memory_order.host_threads import HostChannel, HostWorker
-from fenceline.memory_order.lease import LeaseError, LeasePool
-from fenceline.memory_order.relocation import RelocationClock, Stamp
+from fenceline.memory_order.lease import LeaseError, LeasePool, page_leases
+from fenceline.memory_order.relocation import RelocationClock, Stamp, comparison
 from fenceline.memory_order.staging import InputRing, ResultLease, ResultRing
 from fenceline.memory_order.stream import Point, Points, Stream, wait_for_pages
 
@@ -34,7 +34,9 @@ __all__ = [
     "Role",
     "Stamp",
     "Stream",
+    "comparison",
     "open_device",
+    "page_leases",
     "register_device",
     "wait_for_pages",
 ]

@@ -7,15 +7,18 @@ until the next one (F8). ``fill`` always writes head and tail (F7): a padded row
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 
 from fenceline.memory_order.device import Device, FillField
-from fenceline.memory_order.guards import ARENA_PAD, PLAN_SOURCE, TOTAL_BUCKETS
+from fenceline.memory_order.guards import ARENA_PAD, PLAN_SOURCE, SINK, TOTAL_BUCKETS, Guard
 from fenceline.memory_order.lease import LeaseError
+
+_SINK_ID = 0  # of rows, pages and slots
 
 
 class Role(Enum):
@@ -28,12 +31,12 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ArenaField:
-    """``num_rows`` rows of ``shape``. ``pad`` is what a row without a request holds; index fields name the sink."""
+    """``num_rows`` rows of ``shape``. ``pad`` is what a row without a request holds: of an index field ``SINK``."""
 
     name: str
     dtype: torch.dtype
     role: Role
-    pad: int | float
+    pad: int | float | Guard
     shape: tuple[int, ...] = ()
 
 
@@ -47,11 +50,11 @@ class Arena:
         self.num_fills = 0
         self.generation = 0  # of the outputs: counts replays
         self._device = device
+        self.pads = {field.name: _pad(device, field.pad) for field in fields}
         self._tensors: dict[str, torch.Tensor] = {}
         for field in fields:
-            tensor = torch.full(
-                (num_rows, *field.shape), field.pad, dtype=field.dtype, device=device.torch_device
-            )
+            shape = (num_rows, *field.shape)
+            tensor = torch.full(shape, self.pads[field.name], dtype=field.dtype, device=device.torch_device)
             device.name_memory(tensor, f"{name}.{field.name}", tensor[0].nbytes)
             if field.role is Role.PLAN:
                 device.protect_from_graphs(tensor, PLAN_SOURCE)
@@ -60,6 +63,13 @@ class Arena:
     def __getitem__(self, name: str) -> torch.Tensor:
         """The whole field, [num_rows, *shape]."""
         return self._tensors[name]
+
+    def derived(self, name: str, source: str) -> torch.Tensor:
+        """INPUT field ``name``, which replays derive from PLAN field ``source``: memory of its own (F9).
+
+        Severed (``plan_source``), it is derived in place, over what the next step derives it from.
+        """
+        return self._tensors[name if self._device.keeps(PLAN_SOURCE) else source]
 
     def fill(self, sources: Mapping[str, torch.Tensor], num_live: int, num_rows: int | None = None) -> None:
         """Give the first ``num_live`` rows of every PLAN field the values of ``sources`` [num_live, *shape], its
@@ -75,15 +85,17 @@ class Arena:
         rows = self._tensors
         if num_rows is not None:
             rows = {name: tensor[:num_rows] for name, tensor in rows.items()}
-        work = [FillField(rows[name], sources[name], num_live, self.fields[name].pad) for name in plan]
+        work = [FillField(rows[name], sources[name], num_live, self.pads[name]) for name in plan]
         work += [
-            FillField(rows[field.name], None, 0, field.pad)
+            FillField(rows[field.name], None, 0, self.pads[field.name])
             for field in self.fields.values()
             if field.role is Role.INPUT
         ]
         self.num_fills += 1
         self._device.begin_fill([field.target for field in work], ARENA_PAD)
-        self._device.fill_rows(work, pad=self._device.keeps(ARENA_PAD))
+        if not self._device.keeps(ARENA_PAD):  # heads alone: tails keep what an earlier batch has left
+            work = [replace(f, target=f.target[:num_live]) if f.source is not None else f for f in work]
+        self._device.fill_rows(work)
 
     def begin_replay(self) -> ArenaOutputs:
         """The outputs of the replay that is about to be submitted. Those of earlier ones end."""
@@ -112,3 +124,38 @@ class ArenaOutputs:
         tensor = arena[name][:num_rows]
         arena._device.lease(tensor)
         return tensor
+
+
+def _pad(device: Device, pad: int | float | Guard) -> int | float:
+    """The number that ``pad`` stands for: the sink's for ``SINK``, whose rows are kept for padding (F18).
+
+    Severed, padding is named by -1, as upstream once did: the last row, which is somebody's.
+    """
+    if isinstance(pad, Guard):
+        assert pad is SINK, f"{pad.name} is no pad"
+        return _SINK_ID if device.keeps(SINK) else -1
+    return pad
+
+
+def size_lookup(device: Device, padding: bool) -> Callable[[Sequence[int], int], int | None]:
+    """How a batch finds its graph: from the captured sizes, ascending, and the batch's size to the smallest one that
+    holds it, exactly if not ``padding``; None if there is none, so that it runs without a graph (``total_buckets``).
+
+    Severed, a batch is cut to fit the next smaller graph.
+    """
+    if not device.keeps(TOTAL_BUCKETS):
+        return _cut_to_fit
+    return _padded if padding else _exact
+
+
+def _padded(sizes: Sequence[int], num: int) -> int | None:
+    index = bisect_left(sizes, num)
+    return sizes[index] if index < len(sizes) else None
+
+
+def _exact(sizes: Sequence[int], num: int) -> int | None:
+    return num if _padded(sizes, num) == num else None
+
+
+def _cut_to_fit(sizes: Sequence[int], num: int) -> int:
+    return sizes[max(bisect_right(sizes, num) - 1, 0)]

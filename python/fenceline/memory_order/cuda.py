@@ -104,10 +104,10 @@ class CudaDevice(Device):
             return pin_for_cuda(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def fill_rows(self, fields: Sequence[FillField], pad: bool = True) -> None:
+    def fill_rows(self, fields: Sequence[FillField]) -> None:
         """One launch where fenceline_kernel is installed, one or two a field elsewhere."""
-        if self._kernels is None or not pad:
-            super().fill_rows(fields, pad)
+        if self._kernels is None:
+            super().fill_rows(fields)
             return
         num_live = max(field.num_live for field in fields)
         assert all(field.num_live in (0, num_live) for field in fields), "one batch fills all fields"

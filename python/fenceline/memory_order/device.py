@@ -105,12 +105,12 @@ class Device(ABC):
         """
         return
 
-    def fill_rows(self, fields: Sequence[FillField], pad: bool = True) -> None:
-        """Write heads and tails on the current stream; without ``pad`` no tail of a field with a source (for tests)."""
+    def fill_rows(self, fields: Sequence[FillField]) -> None:
+        """Write heads and tails on the current stream."""
         for field in fields:
             if field.source is not None:
                 field.target[: field.num_live].copy_(field.source)
-            if (pad or field.source is None) and field.num_live < len(field.target):
+            if field.num_live < len(field.target):
                 field.target[field.num_live :].fill_(field.pad)
 
     @property
@@ -132,8 +132,13 @@ class Device(ABC):
         if self.checker is not None:
             self.checker.hear_all()
 
+    def full_stop(self, guard: Guard) -> None:
+        """:meth:`synchronize`, which is what ``guard`` is. Severed, nobody waits."""
+        if self.keeps(guard):
+            self.synchronize()
+
     def keeps(self, guard: Guard) -> bool:
-        """Whether ``guard`` is in force; only a test can have severed it."""
+        """Whether ``guard`` is in force; only a test can have severed it. For this package: others ask nothing."""
         return guard.name not in self.severed
 
     def name_memory(self, tensor: torch.Tensor, name: str, row_bytes: int | None = None) -> None:

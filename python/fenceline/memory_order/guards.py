@@ -1,9 +1,10 @@
 """Guards: what keeps memory right beside the edges, in one place each, so that a test can do without one.
 
 An edge orders two streams. A guard is anything else that the ordering relies on: a full stop, a copy of one's own, a
-rule about who gets memory next. ``Device(severed=...)`` takes their names too. A guard enters the table with the
-switch that the proof cuts, or as dormant: kept for a feature that is not there yet, without which nobody can show it
-to be necessary.
+rule about who gets memory next. ``Device(severed=...)`` takes their names too. What a guard does, and what happens in
+its place where a test has severed it, stands side by side in the file of this package that does it: whoever uses it
+elsewhere calls one thing and asks nothing. A guard is in the table with the workload that shows it to be necessary, or
+as dormant: kept for a feature that is not there yet.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from fenceline.memory_order.device import Device
+from fenceline.memory_order.guards import RETIRED_AFTER
 from fenceline.memory_order.stream import Points
 
 Ids = npt.NDArray[np.int32]
@@ -28,10 +30,9 @@ class LeasePool:
 
     Ids below ``reserved`` are never handed out: id 0 is the sink that padding writes to (F18). Allocation
     order is deterministic. Ids known to have passed their Points are preferred, then the longest retired.
-    Without ``keep_points`` they are handed out without their Points, as if guard ``retired_after`` were not there.
     """
 
-    def __init__(self, name: str, size: int, reserved: int = 1, keep_points: bool = True) -> None:
+    def __init__(self, name: str, size: int, reserved: int = 1) -> None:
         assert 0 <= reserved < size, f"{name}: {size} ids of which {reserved} reserved leave none"
         self.name = name
         self.size = size
@@ -44,7 +45,6 @@ class LeasePool:
         self._num_ready = size - reserved
         self._pending: deque[tuple[Ids, Points]] = deque()
         self._num_pending = 0
-        self._keep_points = keep_points
 
     @property
     def num_free(self) -> int:
@@ -79,7 +79,7 @@ class LeasePool:
             parts.append(taken)
         leased = parts[0] if len(parts) == 1 else np.concatenate(parts)
         self._leased[leased] = True
-        return leased, after if self._keep_points else Points.none()
+        return leased, after
 
     def retire(self, ids: Ids, after: Points) -> None:
         """Give ``ids`` back; they may be touched by others after ``after``.
@@ -157,3 +157,17 @@ class LeasePool:
     def _push_ready(self, ids: Ids) -> None:
         self._ready[self._num_ready : self._num_ready + len(ids)] = ids[::-1]
         self._num_ready += len(ids)
+
+
+class _WithoutPoints(LeasePool):
+    """Guard ``retired_after``, severed: ids are handed out again without the Points of those who still use them."""
+
+    def alloc(self, n: int) -> tuple[Ids, Points] | None:
+        leased = super().alloc(n)
+        return None if leased is None else (leased[0], Points.none())
+
+
+def page_leases(device: Device, size: int) -> LeasePool:
+    """The leases of ``device``'s KV pages, of which page 0 is the sink; they come with Points (``retired_after``)."""
+    kind = LeasePool if device.keeps(RETIRED_AFTER) else _WithoutPoints
+    return kind("KV pages", size, reserved=1)

@@ -77,8 +77,7 @@ class _Ring:
         self._next = (index + 1) % len(self._slots)
         if self._slots[index].host.numel() < nbytes:
             # The old slot goes back to the allocator, on no stream of ours.
-            if self._device.keeps(GROWTH_STOP):
-                self._device.synchronize()
+            self._device.full_stop(GROWTH_STOP)
             order = self._slots[index].order
             if order is not None:
                 order.give_up()

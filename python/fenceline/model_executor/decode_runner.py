@@ -12,7 +12,7 @@ import torch
 from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode
 from fenceline.mem_cache.req_pool import ReqPool
-from fenceline.memory_order import Device
+from fenceline.memory_order import Device, comparison
 from fenceline.memory_order.guards import SAME_COMPOSITION
 from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
 from fenceline.model_executor.decode_step import Arrays, DecodeStep, plan_arrays
@@ -57,6 +57,7 @@ class DecodeRunner:
         """``sample``: the Sampler with all its features; logits float32, positions, rows, parameters → results."""
         self.graphs = graphs
         self._device = device
+        self._same = comparison(device, SAME_COMPOSITION)
         self._step = step
         self._attention = attention
         self._req_pool = req_pool
@@ -66,9 +67,7 @@ class DecodeRunner:
     def arrays(self, batch: DecodeBatch) -> Arrays:
         """What has to be uploaded before :meth:`run`: nothing if the requests are those of the step before."""
         filled = self._filled
-        if filled is not None and not self._device.keeps(SAME_COMPOSITION):
-            return {}
-        if filled is not None and filled.composition == batch.composition:
+        if filled is not None and self._same(filled.composition, batch.composition):
             if filled.holds(batch):
                 return {}
             self._count_repair(batch, filled)

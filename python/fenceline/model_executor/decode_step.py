@@ -18,14 +18,13 @@ from fenceline.layers.forward_batch import ForwardBatch, ForwardMode
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.memory_order import Arena, ArenaField, Device, Role
-from fenceline.memory_order.guards import PLAN_SOURCE, SINK
+from fenceline.memory_order.guards import SINK
 from fenceline.model_executor.kernels.decode_prologue import decode_prologue
 from fenceline.model_executor.schedule_batch import DecodeBatch
 from fenceline.models.decoder import CausalLM
 from fenceline.sampling.kernels.sample import sample_tokens
 
 Arrays = dict[str, npt.NDArray[np.generic]]
-_SINK_ROW = 0
 _PLAN = ("plan_rows", "plan_seq_lens", "temperatures", "noise_scales", "seed_keys")
 
 
@@ -58,15 +57,13 @@ class DecodeStep:
         self.model = model
         self._kv_pool = kv_pool
         self._req_pool = req_pool
-        # Severed, padding is named by -1, as upstream once did: the last row, which is somebody's (F18).
-        sink = _SINK_ROW if device.keeps(SINK) else -1
         i64, f32 = torch.int64, torch.float32
         self.arena = Arena(
             device,
             "decode",
             max_batch,
             (
-                ArenaField("plan_rows", i64, Role.PLAN, pad=sink),
+                ArenaField("plan_rows", i64, Role.PLAN, pad=SINK),
                 ArenaField("plan_seq_lens", i64, Role.PLAN, pad=1),  # as of the first step after the fill
                 ArenaField("temperatures", f32, Role.PLAN, pad=1.0),
                 ArenaField("noise_scales", f32, Role.PLAN, pad=0.0),
@@ -79,8 +76,7 @@ class DecodeStep:
                 ArenaField("next_tokens", i64, Role.OUTPUT, pad=0),
             ),
         )
-        # Severed, lengths are derived in place, over what the next step derives them from (F9).
-        self.seq_lens = self.arena["seq_lens" if device.keeps(PLAN_SOURCE) else "plan_seq_lens"]
+        self.seq_lens = self.arena.derived("seq_lens", "plan_seq_lens")
 
     @property
     def rows(self) -> torch.Tensor:

@@ -6,7 +6,6 @@ share a pool and overwrite each other's temporaries there, and nothing that outl
 
 from __future__ import annotations
 
-import bisect
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from tqdm import tqdm
 
 from fenceline.memory_order import Device, Graph, GraphPool
-from fenceline.memory_order.guards import TOTAL_BUCKETS
+from fenceline.memory_order.arena import size_lookup
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ class GraphRunner(ABC):
         self._name = name
         self._unit = unit
         self._sizes = list(sizes)
-        self._padding = padding
+        self._lookup = size_lookup(device, padding)
         self._captured_addresses: Sequence[int] = ()
 
     @abstractmethod
@@ -82,13 +81,11 @@ class GraphRunner(ABC):
 
     def size_for(self, num: int) -> int | None:
         """The size that a step of ``num`` is replayed in, None if it runs without a graph; total (F11)."""
-        index = bisect.bisect_left(self._sizes, num)
-        if index < len(self._sizes) and (self._padding or self._sizes[index] == num):
-            return self._sizes[index]
-        if not self._device.keeps(TOTAL_BUCKETS):
-            return self._sizes[-1]
-        self.stats.count_fallback("size" if index == len(self._sizes) else "padding")
-        return None
+        size = self._lookup(self._sizes, num)
+        if size is None:
+            fits = bool(self._sizes) and num <= self._sizes[-1]
+            self.stats.count_fallback("padding" if fits else "size")
+        return size
 
     def fits(self) -> bool:
         """Whether captured graphs still name the memory that is in use; counted as a fallback if not."""

@@ -26,8 +26,8 @@ from fenceline.mem_cache.host.cache_controller import CacheController
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.mem_cache.storage.make import Storage, make_storage
-from fenceline.memory_order import Device, InputRing, LeasePool, ResultRing, wait_for_pages
-from fenceline.memory_order.guards import RETIRED_AFTER, STARTUP_STOP
+from fenceline.memory_order import Device, InputRing, ResultRing, page_leases, wait_for_pages
+from fenceline.memory_order.guards import STARTUP_STOP
 from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
 from fenceline.model_executor.decode_runner import DecodeRunner
 from fenceline.model_executor.decode_step import DecodeStep
@@ -84,7 +84,7 @@ class ModelRunner:
         for layer in range(model.num_layers):
             for part, tensor in (("k", self.kv_pool.k(layer)), ("v", self.kv_pool.v(layer))):
                 device.name_memory(tensor, f"kv_pool.layer{layer}.{part}", tensor[0].nbytes)
-        self.pages = LeasePool("KV pages", num_pages, reserved=1, keep_points=device.keeps(RETIRED_AFTER))
+        self.pages = page_leases(device, num_pages)
         page_table, last_tokens = self.req_pool.page_table, self.req_pool.last_tokens
         device.name_memory(page_table, "req_pool.page_table", page_table[0].nbytes)
         device.name_memory(last_tokens, "req_pool.last_tokens", last_tokens.itemsize)
@@ -114,8 +114,7 @@ class ModelRunner:
             if config.hicache.storage is not None:
                 with _phase("Opened the storage"):
                     self.storage = make_storage(device, self.hicache.host_pool, config)
-        if device.keeps(STARTUP_STOP):  # weights and pools were written on the default stream
-            device.synchronize()
+        device.full_stop(STARTUP_STOP)  # weights and pools were written on the default stream
         self._capture(config, show_progress)
         if device.kind == "cuda":
             with _room_for("the largest prefill step", "lower --chunked-prefill-size"):

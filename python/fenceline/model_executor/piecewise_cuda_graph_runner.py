@@ -15,7 +15,6 @@ them out, would have written. Final norm and head run on the few rows that are a
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,11 +25,9 @@ from fenceline.layers.attention.base import AttentionPlan
 from fenceline.layers.forward_batch import ForwardBatch, ForwardMode, PieceBuffers
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Arena, ArenaField, Device, Graph, GraphPool, Role
-from fenceline.memory_order.guards import SINK, TOTAL_BUCKETS
+from fenceline.memory_order.guards import SINK
 from fenceline.model_executor.graph_runner import GraphMismatch, GraphRunner
 from fenceline.models.decoder import CausalLM
-
-_SINK_SLOT = 0
 
 Piece = Callable[[], None]
 
@@ -66,12 +63,10 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         self._inputs = [f.name for f in self.arena.fields.values() if f.role is Role.INPUT]
 
     def _plan_fields(self) -> Sequence[ArenaField]:
-        # Severed, padding is named by -1, as upstream once did: the last slot, which is somebody's (F18).
-        sink = _SINK_SLOT if self._device.keeps(SINK) else -1
         return (
             ArenaField("input_ids", torch.int64, Role.PLAN, pad=0),
             ArenaField("positions", torch.int64, Role.PLAN, pad=0),
-            ArenaField("out_slots", torch.int64, Role.PLAN, pad=sink),
+            ArenaField("out_slots", torch.int64, Role.PLAN, pad=SINK),
         )
 
     def addresses(self) -> Sequence[int]:
@@ -94,12 +89,9 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         """The size that a step of ``num`` tokens is replayed in, None if it runs without graphs; total (F11).
 
         Steps beyond the largest are not meant for graphs, so they count neither as eligible nor as a fallback."""
-        sizes = self._sizes
-        if num > sizes[-1]:
+        if num > self._sizes[-1]:
             return None
         self.stats.eligible_steps += 1
-        if not self._device.keeps(TOTAL_BUCKETS):
-            return sizes[max(bisect_right(sizes, num) - 1, 0)]
         return super().size_for(num)
 
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:

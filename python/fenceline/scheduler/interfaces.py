@@ -10,7 +10,7 @@ from fenceline.ipc.io_struct import BatchTokenOut, Message
 from fenceline.mem_cache.hierarchical_cache import Transfers
 from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.mem_cache.storage.make import Storage
-from fenceline.memory_order import LeasePool
+from fenceline.memory_order import Device, LeasePool
 from fenceline.model_executor.forward_result import ForwardResult
 from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.schedule_batch import ScheduleBatch
@@ -40,6 +40,7 @@ class Outbox(Protocol):
 class Worker(Protocol):
     """What computes steps: a ModelRunner, or a stand-in that benchmarks measure the scheduler with."""
 
+    device: Device
     pages: LeasePool
     req_pool: ReqPool
 

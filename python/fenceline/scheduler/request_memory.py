@@ -6,8 +6,10 @@ may still read the pages and write the row. The tree receives whole pages of pub
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +22,8 @@ from fenceline.mem_cache.hierarchical_cache import HierarchicalCache, OffloadedT
 from fenceline.mem_cache.host.transfer import Ticket
 from fenceline.mem_cache.storage.tier import StorageTier
 from fenceline.mem_cache.tree.radix_cache import InsertResult, MatchResult, RadixCache
-from fenceline.memory_order import LeasePool, Points
+from fenceline.memory_order import LeasePool, Points, comparison
+from fenceline.memory_order.guards import QUEUED_MATCH
 from fenceline.scheduler.page_tables import PageTables
 from fenceline.scheduler.req import Req, no_pages
 
@@ -78,7 +81,9 @@ class RequestMemory:
         tree: RadixCache,
         page_size: int,
         tiers: HierarchicalCache | None = None,
+        same_version: Callable[[int, int], bool] = operator.eq,
     ) -> None:
+        """``same_version`` compares the tree's count of moves with an earlier one (``memory_order.comparison``)."""
         self.pages = pages
         self.rows = rows
         self.tree = tree
@@ -88,7 +93,7 @@ class RequestMemory:
         self.num_evicted_pages = 0  # from the device, since the start
         self.tables = PageTables(rows.size)
         self._num_stale_matches = 0
-        self.compares_matches = True  # guard queued_match, which only a test does without
+        self._same_version = same_version
 
     @property
     def num_pages(self) -> int:
@@ -138,9 +143,7 @@ class RequestMemory:
         """
         tree, queued = self.tree, req.queued_match
         if queued is not None and queued.num_created == tree.num_created:
-            if queued.num_moves == tree.num_moves or tree.is_current(queued.prefix.match):
-                return queued.prefix
-            if not self.compares_matches:
+            if self._same_version(queued.num_moves, tree.num_moves) or tree.is_current(queued.prefix.match):
                 return queued.prefix
             self._num_stale_matches += 1
         prefix = self._match(req)
@@ -367,8 +370,9 @@ def _most_cached(req: Req) -> int:
 def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
     """The books over a worker's memory, with the lower tiers that it has."""
     pages, rows = worker.pages, worker.req_pool.rows
+    same_version = comparison(worker.device, QUEUED_MATCH)
     if config.hicache is None or worker.hicache is None:
         tree = RadixCache(pages, config.page_size, disabled=config.disable_radix_cache)
-        return RequestMemory(pages, rows, tree, config.page_size)
+        return RequestMemory(pages, rows, tree, config.page_size, same_version=same_version)
     tiers = HierarchicalCache(pages, config.page_size, worker.hicache, config.hicache, worker.storage)
-    return RequestMemory(pages, rows, tiers.tree, config.page_size, tiers)
+    return RequestMemory(pages, rows, tiers.tree, config.page_size, tiers, same_version)

@@ -16,7 +16,6 @@ from fenceline.frontend.detokenizer_manager import Detokenizer
 from fenceline.ipc.io_struct import AbortReq, BatchTokenOut, Message, TokenizedGenerateReq
 from fenceline.mem_cache.hierarchical_cache import HierarchicalCache
 from fenceline.memory_order import Device
-from fenceline.memory_order.guards import QUEUED_MATCH
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.scheduler.interfaces import InFlight
 from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
@@ -88,7 +87,6 @@ class Loop:
             self.runner.storage.controller._clock = self._clock
         self.scheduler = WatchedScheduler(config, Witness(self.runner, self.decisions), self, self)
         self.watch.watch(self.scheduler)
-        self.scheduler.memory.compares_matches = device.keeps(QUEUED_MATCH)
         longest = min(config.context_length, self.scheduler.memory.num_pages * config.page_size)
         timeouts_s = {"waiting": config.req_waiting_timeout_s, "running": config.req_running_timeout_s}
         eos_ids = frozenset(config.model.eos_token_ids)
