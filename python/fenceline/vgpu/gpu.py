@@ -18,9 +18,9 @@ from fenceline.vgpu.findings import Findings
 from fenceline.vgpu.graph import Capture, Graph
 from fenceline.vgpu.layout import Form, layout_at
 from fenceline.vgpu.memory import ALIGN, Allocation, PinnedMemory, Pool, Region, Tag, whole
-from fenceline.vgpu.operation import NO_ACCESS, NO_BOUNDS, Accesses, Bounds, Operation, Place, here
+from fenceline.vgpu.operation import NO_ACCESS, NO_BOUNDS, RELEASE, Accesses, Bounds, Operation, Place, here
 from fenceline.vgpu.policy import Policy, Turn, make_policy
-from fenceline.vgpu.streams import HostThread, VirtualStream
+from fenceline.vgpu.streams import DEFAULT_STREAM, HostThread, VirtualStream
 from fenceline.vgpu.threads import Rotation, Worker
 
 _DEFAULT_BYTES = 1 << 30
@@ -60,7 +60,7 @@ class VirtualGpu:
         self._released: list[tuple[Tag, VirtualStream]] = []
         self.capturing: Capture | None = None
         self._num_graphs = 0
-        self.default_stream = self.stream("default")
+        self.default_stream = self.stream(DEFAULT_STREAM)
         self.rotation = Rotation(self._thread("host"), seed, self.policy.switch_odds)
         self.num_calls = 0
         self.trace: list[Turn] = []
@@ -132,7 +132,7 @@ class VirtualGpu:
             tag, stream = self._released.pop(0)
             region = tag.region
             tag.ended = True
-            op = Operation("return to the allocator", tag.place, region.poison, writes=(whole(tag),))
+            op = Operation(RELEASE, tag.place, region.poison, writes=(whole(tag),))
             if not tag.pool.startswith("graph "):
                 self._queue(stream, op)
             elif stream.capture is not None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from fenceline.vgpu.memory import Tag
     from fenceline.vgpu.streams import VirtualStream
 
+RELEASE = "return to the allocator"  # the label of the operation that ends a tensor's memory
+
 _ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _outside: dict[str, bool] = {}  # by file; strings keep their hash, code objects compute it every time
 

@@ -11,7 +11,8 @@ from fenceline.memory_order.edges import Edge, Hazard, StreamName
 from fenceline.memory_order.order_report import fitting_edges, hazard_of, missing_edge, row_numbers
 from fenceline.vgpu.errors import RaceError
 from fenceline.vgpu.memory import Tag
-from fenceline.vgpu.operation import Operation
+from fenceline.vgpu.operation import RELEASE, Operation
+from fenceline.vgpu.streams import DEFAULT_STREAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,12 @@ def race_error(conflict: Conflict) -> RaceError:
     """The report of a conflict."""
     (first, first_writes), (second, second_writes) = conflict.in_program_order
     edges = conflict.edges
-    lines = [
+    lines = _wrong_stream(conflict) or [
         f"race: {conflict.hazard.value} on {conflict.memory}",
         f"  1. {_describe(conflict, first, first_writes)}",
         f"  2. {_describe(conflict, second, second_writes)}",
         f"  {missing_edge(edges, first.where, second.where)}",
+        *_not_the_engines(first, second),
     ]
     return RaceError(
         "\n".join(lines),
@@ -80,6 +82,35 @@ def race_error(conflict: Conflict) -> RaceError:
         places=(str(first.place), str(second.place)),
         order=(second.seq, first.seq),
     )
+
+
+def _wrong_stream(conflict: Conflict) -> list[str]:
+    """The report where the second is the end of a tensor: it was used on a stream that its memory does not belong to,
+    which is the mistake, and not that its memory is handed out again."""
+    (use, writes), (release, _) = conflict.in_program_order
+    if release.label != RELEASE:
+        return []
+    return [
+        f"wrong stream: {conflict.memory} belongs to {release.where}, and is used on {use.where}",
+        f"  1. {_describe(conflict, use, writes)}",
+        f"  2. its last tensor is dropped, so it goes back to {release.where} ({release.where}#{release.index}); "
+        f"allocated there at {release.place}",
+        f"  nothing orders them: do 1 on {release.where}, or let {release.where} wait for it before 2",
+    ]
+
+
+def _not_the_engines(first: Operation, second: Operation) -> list[str]:
+    """A hint where one of the two runs on the default stream, which the engine leaves when it has started."""
+    for number, op, other in ((1, first, second), (2, second, first)):
+        if op.where == DEFAULT_STREAM and other.where in _ENGINE_STREAMS:
+            return [
+                f"  wrong stream? No edge joins {DEFAULT_STREAM}: {number} belongs on a stream of the engine "
+                f"(where the other one runs: {other.where}), or a full stop after it"
+            ]
+    return []
+
+
+_ENGINE_STREAMS = frozenset(name.value for name in StreamName if name is not StreamName.HOST)
 
 
 def _describe(conflict: Conflict, op: Operation, writes: bool) -> str:

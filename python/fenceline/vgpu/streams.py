@@ -11,6 +11,7 @@ from fenceline.vgpu.operation import Access, Operation
 if TYPE_CHECKING:
     from fenceline.vgpu.graph import Capture
 
+DEFAULT_STREAM = "default"  # the name of the one that there is from the start
 _PATIENCE = 32  # questions in vain about a stream's work, after which it runs
 _REMEMBERED = 1 << 17  # actions of an agent that reports can name
 

@@ -107,7 +107,9 @@ def _by_effect(outcome: Outcome) -> bool:
 
 _GUARD_ARMS = (
     Arm("startup_stop", "guard", "mixed", _by_report(r"it on default ")),
-    Arm("growth_stop", "guard", "growth", _by_report(r"return to the allocator writes it on default")),
+    Arm(
+        "growth_stop", "guard", "growth", _by_report(r"^wrong stream: .* belongs to default, and is used on ")
+    ),
     Arm("own_copy", "guard", "staging", _by_report(r"on input_ring\.device(.|\n)*copy to device writes it")),
     Arm("same_composition", "guard", "bursts", _by_effect),
     Arm(
