@@ -1,6 +1,7 @@
-"""The walls of the house: imports point down, and raw ordering primitives stay inside memory_order.
+"""The walls of the house: imports point down, raw ordering stays inside memory_order, and no test imports a test.
 
-Usage: tidy.py [SOURCE_DIR], python/ unless given. Prints one line per violation and exits with 1 if there is one.
+Usage: tidy.py [SOURCE_DIR [TEST_DIR]], python/ and test/ unless given. Prints one line per violation; exits with 1 if
+there is one.
 """
 
 from __future__ import annotations
@@ -196,14 +197,31 @@ def _raw_name(node: ast.AST) -> str | None:
     return None
 
 
-def main(source: Path) -> int:
-    """Print the violations below ``source``; 1 if there are any."""
-    found = violations(source)
+def test_violations(tests: Path) -> list[Violation]:
+    """Every import of a test module: what several tests use belongs into ``tests``/support, one flat folder."""
+    paths = sorted(tests.rglob("*.py"))
+    shared = {path.stem for path in paths if path.parent == tests / "support"}
+    modules = {path.stem for path in paths} - shared
+    found: list[Violation] = []
+    for path in paths:
+        for item in _imports(ast.parse(path.read_text(encoding="utf-8"), str(path)), ""):
+            name = item.module.split(".")[0]
+            if name in modules:
+                found.append(
+                    Violation(path, item.line, f"imports {name}: what tests share is in test/support")
+                )
+    return found
+
+
+def main(source: Path, tests: Path) -> int:
+    """Print the violations below ``source`` and ``tests``; 1 if there are any."""
+    found = violations(source) + test_violations(tests)
     for violation in found:
         print(violation)
     return 1 if found else 0
 
 
 if __name__ == "__main__":
-    default = Path(__file__).resolve().parent.parent / "python"
-    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else default))
+    root = Path(__file__).resolve().parent.parent
+    given = [Path(argument) for argument in sys.argv[1:]]
+    sys.exit(main(*given, *(root / "python", root / "test")[len(given) :]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_attention_torch import Case
+from attention_cases import Case
 
 from fenceline.layers.forward_batch import ForwardMode
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
-from test_attention_torch import SCALE, Case
+from attention_cases import SCALE, Case
 
 from fenceline.layers.attention.base import AttentionBackend, AttentionPlan
 from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import test_model_runner as cpu
-from scheduler_driver import make_model_driver
+from demo_requests import greedy_requests, sampled_requests
+from scheduler_driver import answers, make_model_driver
 
 pytestmark = pytest.mark.gpu
 
 
 def test_greedy_equals_the_cpu() -> None:
-    assert cpu.run(make_model_driver(device="cuda"), cpu.greedy_requests()) == cpu.run(
-        make_model_driver(device="cpu"), cpu.greedy_requests()
+    assert answers(make_model_driver(device="cuda"), greedy_requests()) == answers(
+        make_model_driver(device="cpu"), greedy_requests()
     )
 
 
@@ -22,11 +22,11 @@ def test_greedy_equals_the_cpu() -> None:
 )
 def test_seeded_sampling_does_not_depend_on_how_it_is_computed(flags: dict[str, object]) -> None:
     alone = make_model_driver(device="cuda", disable_overlap_schedule=True, disable_radix_cache=True)
-    reference = [cpu.run(alone, [req])[0] for req in cpu.sampled_requests()]
+    reference = [answers(alone, [req])[0] for req in sampled_requests()]
     driver = make_model_driver(device="cuda", **flags)
     for _ in range(5):
         driver.answers.clear()
-        assert cpu.run(driver, cpu.sampled_requests()) == reference
+        assert answers(driver, sampled_requests()) == reference
 
 
 def test_retraction_keeps_every_token() -> None:
@@ -38,5 +38,5 @@ def test_retraction_keeps_every_token() -> None:
         chunked_prefill_size=64,
     )
     roomy = make_model_driver(device="cuda")
-    assert cpu.run(driver, cpu.sampled_requests()) == cpu.run(roomy, cpu.sampled_requests())
+    assert answers(driver, sampled_requests()) == answers(roomy, sampled_requests())
     assert driver.scheduler.stats.num_retractions > 0

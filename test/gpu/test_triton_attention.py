@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from test_attention_torch import SCALE, Case
+from attention_cases import SCALE, Case
 
 from fenceline.layers.attention.base import AttentionPlan
 from fenceline.layers.attention.triton_backend import TritonAttentionBackend

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from test_model_runner_hicache import HICACHE, PAGE, Tiers, prompt
+from model_tiers import HICACHE, PAGE, Tiers, prompt
 from trace_runner import random_model_path
 
 from fenceline.config.resolve import resolve

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from guarded_runs import SPIN_CYCLES
 from late_loads import differences, late_loads
-from test_model_runner_hicache import PAGE, Tiers, hicache_runner, prompt
+from model_tiers import PAGE, Tiers, hicache_runner, prompt
 from transfer_rounds import (
     NUM_PATTERNS,
     SHAPE,

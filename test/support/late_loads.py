@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from test_model_runner_hicache import PAGE, PREFIX_PAGES, Tiers, hicache_runner, prompt
+from model_tiers import PAGE, PREFIX_PAGES, Tiers, hicache_runner, prompt
 from trace_runner import first_difference
 
 from fenceline.memory_order import Points, Stream, open_device

@@ -178,3 +178,23 @@ def make_tiered_driver(
     worker = TokenWorker(num_pages, page_size, num_rows, driver.config.context_length)
     TokenTransfers(worker, num_host_pages, Random(seed))
     return Driver(driver.config, worker)
+
+
+def capacity(driver: Driver) -> int:
+    """The most tokens that a request may have."""
+    return min(driver.config.context_length, driver.scheduler.memory.num_pages * driver.config.page_size)
+
+
+def assert_right(driver: Driver, *reqs: TokenizedGenerateReq) -> None:
+    """Each request was answered to its end, and with the reference's tokens."""
+    for req in reqs:
+        answer = driver.answers[req.rid]
+        assert answer.output_ids == expected_output(req, capacity(driver)), req.rid
+        assert answer.finish is not None and answer.finish.type in ("stop", "length")
+
+
+def answers(driver: Driver, reqs: list[TokenizedGenerateReq]) -> list[list[int]]:
+    """The tokens of each request, all sent at once, until all are answered."""
+    driver.send(*reqs)
+    driver.run()
+    return [driver.answers[req.rid].output_ids for req in reqs]

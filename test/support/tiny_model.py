@@ -32,10 +32,3 @@ def tiny_requests(num_tokens: int = 6) -> list[TokenizedGenerateReq]:
         )
         for i, ids in enumerate(prompts)
     ]
-
-
-def answers(driver: Driver, reqs: list[TokenizedGenerateReq]) -> list[list[int]]:
-    """The tokens of each request, all sent at once."""
-    driver.send(*reqs)
-    driver.run()
-    return [driver.answers[req.rid].output_ids for req in reqs]

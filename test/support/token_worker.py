@@ -11,11 +11,11 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from random import Random
 
 import numpy as np
 import torch
+from recording_device import LaggingStream
 
 from fenceline.mem_cache.host.cache_controller import TransferCounts
 from fenceline.mem_cache.host.transfer import Ticket, TransferKind
@@ -32,25 +32,6 @@ VOCAB_SIZE = 211
 def next_token(history: list[int], seed: int) -> int:
     """The reference: the token after ``history``, a function of nothing else (and of a sampling seed)."""
     return zlib.crc32(np.array([seed, *history], dtype=np.int64).tobytes()) % VOCAB_SIZE
-
-
-class LaggingStream(Stream):
-    """A stream whose Points pass only when the host waits for them."""
-
-    def active(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        raise AssertionError("this stream copies nothing")
-
-    def _record_event(self) -> object:
-        return None
-
-    def _wait_event(self, point: Point) -> None:
-        raise AssertionError("waits are noted with the step that waits")
-
-    def _block(self, point: Point) -> None:
-        raise AssertionError("results are waited for through their ForwardResult")
 
 
 class TokenResult:

@@ -7,9 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduler_driver import Driver, make_model_driver, request
-from test_memory_order import RecordingDevice
-from tiny_model import answers as tiny_answers
+from recording_device import RecordingDevice
+from scheduler_driver import Driver, answers, make_model_driver, request
 from tiny_model import tiny_driver, tiny_requests
 
 from fenceline.config.errors import ConfigError
@@ -122,13 +121,6 @@ def workload() -> list:  # type: ignore[type-arg]
     ]
 
 
-def answers(driver: Driver) -> list[list[int]]:
-    reqs = workload()
-    driver.send(*reqs)
-    driver.run()
-    return [driver.answers[req.rid].output_ids for req in reqs]
-
-
 FLAGS = {"max_total_tokens": 256, "page_size": 16, "chunked_prefill_size": 32}
 
 
@@ -144,7 +136,7 @@ def severed_driver(edge: str) -> Driver:
 
 def test_the_engine_is_silent_and_its_tokens_are_the_same() -> None:
     driver = make_model_driver(4, memory_check="order", **FLAGS)
-    assert answers(driver) == answers(make_model_driver(4, **FLAGS))
+    assert answers(driver, workload()) == answers(make_model_driver(4, **FLAGS), workload())
     assert isinstance(driver.worker, ModelRunner)
     checker, order = driver.worker.device.checker, driver.worker._order
     assert checker is not None and order is not None
@@ -157,20 +149,20 @@ def test_the_engine_is_silent_and_its_tokens_are_the_same() -> None:
 @pytest.mark.parametrize("edge", RINGS)
 def test_the_engine_without_an_edge_is_refused(edge: str) -> None:
     with pytest.raises(OrderError) as caught:
-        answers(severed_driver(edge))
+        answers(severed_driver(edge), workload())
     assert caught.value.edge == edge
 
 
 def test_the_engine_on_vgpu() -> None:
     """Under vgpu's own detector: both are silent on the whole engine; without an edge the checker speaks first."""
-    expected = tiny_answers(tiny_driver("cpu"), tiny_requests())
+    expected = answers(tiny_driver("cpu"), tiny_requests())
     device = VgpuDevice(gpu=VirtualGpu(seed=5))
-    assert tiny_answers(tiny_driver(device, memory_check="order"), tiny_requests()) == expected
+    assert answers(tiny_driver(device, memory_check="order"), tiny_requests()) == expected
     for edge in RINGS:
         device = VgpuDevice(frozenset({edge}), VirtualGpu(seed=5, policy="laziest", collect=True))
         flags = TIER if edge == HOST_AFTER_FORWARD.name else {}
         with pytest.raises(OrderError) as caught:
-            tiny_answers(tiny_driver(device, memory_check="order", **flags), tiny_requests())
+            answers(tiny_driver(device, memory_check="order", **flags), tiny_requests())
         assert caught.value.edge == edge
 
 

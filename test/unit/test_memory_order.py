@@ -9,10 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from token_worker import LaggingStream
+from recording_device import RecordingDevice
 
-from fenceline.memory_order import InputRing, LeaseError, Point, Points, ResultRing, open_device
-from fenceline.memory_order.cpu import CpuDevice
+from fenceline.memory_order import InputRing, LeaseError, Points, ResultRing, open_device
 from fenceline.memory_order.edges import (
     COPY_AFTER_FORWARD,
     RING_EDGES,
@@ -21,39 +20,8 @@ from fenceline.memory_order.edges import (
     StreamName,
     edges_markdown,
 )
-from fenceline.memory_order.stream import Stream
 
 ROOT = Path(__file__).parents[2]
-
-
-class RecordingStream(LaggingStream):
-    """Runs copies at once, and notes every wait that really had to be made."""
-
-    def __init__(self, name: StreamName, severed: frozenset[str]) -> None:
-        super().__init__(name, severed)
-        self.waits: list[Point] = []
-        self.blocked: list[Point] = []
-
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        dst.copy_(src)
-
-    def _wait_event(self, point: Point) -> None:
-        self.waits.append(point)
-
-    def _block(self, point: Point) -> None:
-        self.blocked.append(point)
-
-
-class RecordingDevice(CpuDevice):
-    """A device whose Points pass only when the host waits for them."""
-
-    kind = "recording"
-
-    def host_buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.full((nbytes,), 255, dtype=torch.uint8)
-
-    def _make_stream(self, name: StreamName) -> Stream:
-        return RecordingStream(name, self.severed)
 
 
 def test_points_keep_the_latest_of_each_stream() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_memory_order import RecordingDevice, RecordingStream
+from recording_device import RecordingDevice, RecordingStream
 
 from fenceline.memory_order import Points, Stream, open_device, page_leases, wait_for_pages
 from fenceline.memory_order.cpu import CpuDevice

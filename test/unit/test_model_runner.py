@@ -2,79 +2,24 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import pytest
 import torch
-from scheduler_driver import Driver, make_model_driver, request
+from demo_requests import (
+    check_logprobs_equal_transformers,
+    greedy_requests,
+    prompts,
+    sampled_reference,
+    sampled_requests,
+)
+from scheduler_driver import answers, make_model_driver, request
 from step_traces import TraceShape, random_trace
 from trace_runner import make_runner, play
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import fenceline
-from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.memory_order import open_device
 from fenceline.model_executor import model_runner
 from fenceline.sampling.sampler import OutputLogprobs, prompt_logprobs
-
-TEXTS = [
-    "Q: 12 + 7 = ?\nA:",
-    "Hello, who are you?",
-    "Copy: apple pear plum fig. " * 9,
-    "1 2 3 4 5 6",
-    "Once upon a time there was a girl named Mia. " * 5,
-]
-
-
-@lru_cache
-def prompts() -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(fenceline.demo_model_path())
-    return [tokenizer(text)["input_ids"] for text in TEXTS]
-
-
-def run(driver: Driver, reqs: list[TokenizedGenerateReq]) -> list[list[int]]:
-    driver.send(*reqs)
-    driver.run()
-    return [driver.answers[req.rid].output_ids for req in reqs]
-
-
-def greedy_requests(num_tokens: int = 24) -> list[TokenizedGenerateReq]:
-    return [
-        request(f"r{i}", ids, temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True)
-        for i, ids in enumerate(prompts())
-    ]
-
-
-def sampled_requests(num_tokens: int = 40) -> list[TokenizedGenerateReq]:
-    """Every sampling feature at once, so that a resumed request has all its state to rebuild."""
-    return [
-        request(
-            f"r{i}",
-            ids,
-            seed=100 + i,
-            temperature=0.7 + 0.1 * i,
-            top_p=0.95,
-            top_k=50,
-            min_p=0.01,
-            max_new_tokens=num_tokens,
-            min_new_tokens=5,
-            repetition_penalty=1.1,
-            presence_penalty=0.2,
-            frequency_penalty=0.1,
-            logit_bias={7: 2.0},
-            ignore_eos=True,
-        )
-        for i, ids in enumerate(prompts())
-    ]
-
-
-@lru_cache
-def sampled_reference() -> list[list[int]]:
-    """Each request alone, one step at a time, whole prompts, nothing cached."""
-    driver = make_model_driver(
-        disable_overlap_schedule=True, disable_radix_cache=True, chunked_prefill_size=-1
-    )
-    return [run(driver, [req])[0] for req in sampled_requests()]
 
 
 def test_greedy_equals_transformers() -> None:
@@ -85,7 +30,7 @@ def test_greedy_equals_transformers() -> None:
         )[0, len(ids) :].tolist()
         for ids in prompts()
     ]
-    assert run(make_model_driver(), greedy_requests()) == expected
+    assert answers(make_model_driver(), greedy_requests()) == expected
 
 
 @pytest.mark.parametrize(
@@ -102,49 +47,22 @@ def test_greedy_equals_transformers() -> None:
 )
 def test_seeded_sampling_does_not_depend_on_how_it_is_computed(flags: dict[str, object]) -> None:
     driver = make_model_driver(**flags)
-    assert run(driver, sampled_requests()) == sampled_reference()
+    assert answers(driver, sampled_requests()) == sampled_reference()
     if not flags.get("disable_radix_cache"):
         driver.answers.clear()
-        assert run(driver, sampled_requests()) == sampled_reference(), "the same with cached prefixes"
+        assert answers(driver, sampled_requests()) == sampled_reference(), "the same with cached prefixes"
 
 
 def test_retraction_keeps_every_token() -> None:
     driver = make_model_driver(
         page_size=1, max_total_tokens=300, schedule_conservativeness=0.01, chunked_prefill_size=64
     )
-    assert run(driver, sampled_requests()) == sampled_reference()
+    assert answers(driver, sampled_requests()) == sampled_reference()
     assert driver.scheduler.stats.num_retractions > 0
 
 
 def test_logprobs_of_prompt_and_output_equal_transformers() -> None:
-    model = AutoModelForCausalLM.from_pretrained(fenceline.demo_model_path(), dtype=torch.float32)
-    ids = prompts()[2]
-    req = request(
-        "a",
-        ids,
-        temperature=0.0,
-        max_new_tokens=6,
-        ignore_eos=True,
-        stream=False,
-        return_logprob=True,
-        logprob_start_len=0,
-        top_logprobs_num=3,
-    )
-    driver = make_model_driver(chunked_prefill_size=32)
-    output = run(driver, [req])[0]
-    last = driver.answers["a"].last
-    assert last is not None
-    with torch.no_grad():
-        logprobs = model(torch.tensor([ids + output])).logits[0].log_softmax(-1)
-    chosen = [float(logprobs[p - 1, t]) for p, t in enumerate(ids + output) if p > 0]
-    first, second = driver.first_logprobs["a"], driver.output_logprobs["a"]
-    assert first.token_ids == ids and first.logprobs[0] is None
-    torch.testing.assert_close(
-        torch.tensor(first.logprobs[1:] + second), torch.tensor(chosen), rtol=1e-4, atol=1e-4
-    )
-    for position in (1, len(ids) - 1):
-        best = logprobs[position - 1].topk(3)
-        assert [token for _, token in first.top_logprobs[position]] == best.indices.tolist()
+    check_logprobs_equal_transformers()
 
 
 def test_named_tokens_are_reported_for_prompt_and_output() -> None:
@@ -152,7 +70,7 @@ def test_named_tokens_are_reported_for_prompt_and_output() -> None:
     model = AutoModelForCausalLM.from_pretrained(fenceline.demo_model_path(), dtype=torch.float32)
     ids = prompts()[2]
     driver = make_model_driver(chunked_prefill_size=32)
-    run(driver, [request("first", ids, temperature=0.0, max_new_tokens=1)])
+    answers(driver, [request("first", ids, temperature=0.0, max_new_tokens=1)])
     names = {"a": [5, 900, 5], "b": [], "c": [7]}
     start = len(ids) - 20
     reqs = [
@@ -162,7 +80,7 @@ def test_named_tokens_are_reported_for_prompt_and_output() -> None:
         )
         for rid, named in names.items()
     ]  # fmt: skip
-    outputs = run(driver, reqs)
+    outputs = answers(driver, reqs)
     with torch.no_grad():
         logprobs = model(torch.tensor([ids + outputs[0]])).logits[0].log_softmax(-1)
     for rid, named in names.items():

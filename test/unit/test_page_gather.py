@@ -5,18 +5,10 @@ The interpreter is chosen when triton is imported, so the cases run in a process
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import traceback
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from triton_interpreter import patch_once_a_launch
+from triton_interpreter import print_outcomes, run_script, set_up_interpreter
 
 CHECKS = (
     "indices",
@@ -32,13 +24,7 @@ CHECKS = (
 @pytest.fixture(scope="module")
 def results() -> dict[str, str]:
     """What each check raised, the empty text where nothing."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__))], env=env, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    loaded: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    loaded: dict[str, str] = run_script(__file__)
     return loaded
 
 
@@ -143,7 +129,7 @@ def flash_attention(
 
 
 def fa3_plan(seq_lens: list[int], query_lens: list[int], page_size: int, kind: str) -> None:
-    from test_attention_torch import SCALE, Case
+    from attention_cases import SCALE, Case
 
     from fenceline.layers.attention.fa3_backend import Fa3AttentionBackend
     from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
@@ -193,20 +179,6 @@ def fa3_graph() -> None:
     fa3_plan([1, 16, 17, 33], [1] * 4, 16, "graph")
 
 
-def main() -> None:
-    """Run every check; the last line of the output says what each raised."""
-    torch.set_num_threads(1)
-    patch_once_a_launch()
-    raised = {}
-    for name in CHECKS:
-        check: Callable[[], None] = globals()[name]
-        try:
-            check()
-            raised[name] = ""
-        except Exception:
-            raised[name] = traceback.format_exc()
-    print(json.dumps(raised))
-
-
 if __name__ == "__main__":
-    main()
+    set_up_interpreter()
+    print_outcomes({name: globals()[name] for name in CHECKS})

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import test_model_runner as model
 import torch
-from scheduler_driver import make_model_driver
+from demo_requests import check_logprobs_equal_transformers, sampled_reference, sampled_requests
+from model_tiers import Tiers, hicache_runner, through_the_host
+from scheduler_driver import answers, make_model_driver
 from step_traces import FULL, PLAIN, TraceShape, random_trace
-from test_model_runner_hicache import Tiers, hicache_runner, through_the_host
 from trace_runner import make_runner, play, same_tokens
 
 from fenceline.memory_order import open_device
@@ -69,7 +69,7 @@ def test_the_demo_model_says_the_same(flags: dict[str, object]) -> None:
     sizes = (4, 16) if "chunked_prefill_size" in flags else (4, 32, 128, 512)
     driver = make_model_driver(piecewise_cuda_graph_tokens=sizes, **flags)
     for _ in range(2):
-        assert model.run(driver, model.sampled_requests()) == model.sampled_reference()
+        assert answers(driver, sampled_requests()) == sampled_reference()
         driver.answers.clear()
     runner = driver.scheduler.worker
     assert isinstance(runner, ModelRunner)
@@ -77,10 +77,8 @@ def test_the_demo_model_says_the_same(flags: dict[str, object]) -> None:
     assert stats.replays == stats.eligible_steps > 1 and not stats.fallbacks
 
 
-def test_logprobs_of_the_demo_model_equal_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"piecewise_cuda_graph_tokens": (8, 32)}
-    monkeypatch.setattr(model, "make_model_driver", lambda **flags: make_model_driver(**(flags | sizes)))
-    model.test_logprobs_of_prompt_and_output_equal_transformers()
+def test_logprobs_of_the_demo_model_equal_transformers() -> None:
+    check_logprobs_equal_transformers(piecewise_cuda_graph_tokens=(8, 32))
 
 
 def test_counting_begins_after_the_warm_up() -> None:

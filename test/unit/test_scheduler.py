@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_driver import Answer, Driver, expected_output, make_driver, request
+from scheduler_driver import Answer, Driver, assert_right, capacity, expected_output, make_driver, request
 from token_worker import TokenResult, TokenWorker
 
 from fenceline.ipc.io_struct import (
@@ -29,23 +29,12 @@ from fenceline.model_executor.schedule_batch import ExtendBatch, ScheduleBatch
 from fenceline.scheduler.schedule_policy import order_waiting
 
 
-def capacity(driver: Driver) -> int:
-    return min(driver.config.context_length, driver.scheduler.memory.num_pages * driver.config.page_size)
-
-
-def assert_right(driver: Driver, reqs: list[TokenizedGenerateReq]) -> None:
-    for req in reqs:
-        answer = driver.answers[req.rid]
-        assert answer.output_ids == expected_output(req, capacity(driver)), req.rid
-        assert answer.finish is not None and answer.finish.type in ("stop", "length")
-
-
 def test_one_request() -> None:
     driver = make_driver()
     req = request("a", [5, 6, 7], max_new_tokens=9, ignore_eos=True)
     driver.send(req)
     driver.run()
-    assert_right(driver, [req])
+    assert_right(driver, req)
     assert driver.answers["a"].finish.length == 9
 
 
@@ -72,7 +61,7 @@ def test_second_request_reuses_the_prefix() -> None:
     driver.run()
     assert driver.answers["a"].last.cached_tokens == 0
     assert driver.answers["b"].last.cached_tokens == 40
-    assert_right(driver, [request("b", [*prompt, 1, 2], max_new_tokens=5)])
+    assert_right(driver, request("b", [*prompt, 1, 2], max_new_tokens=5))
 
 
 def test_whole_prompt_cached_still_computes_one_token() -> None:
@@ -92,7 +81,7 @@ def test_disabled_radix_cache_reuses_nothing() -> None:
         driver.send(req)
         driver.run()
     assert driver.answers["b"].last.cached_tokens == 0
-    assert_right(driver, reqs)
+    assert_right(driver, *reqs)
     assert driver.worker.pages.num_leased == 0
 
 
@@ -109,7 +98,7 @@ def test_same_prompt_at_once_shares_pages_afterwards() -> None:
     # 10 shared pages once, and at most 7 pages of its own for each request's tail and output.
     assert pages.num_leased <= 10 + 6 * 7
     driver.run()
-    assert_right(driver, reqs)
+    assert_right(driver, *reqs)
 
 
 def test_namespaces_share_no_page_and_find_their_own() -> None:
@@ -122,7 +111,7 @@ def test_namespaces_share_no_page_and_find_their_own() -> None:
         driver.send(req)
         driver.run()
         assert driver.answers[req.rid].last.cached_tokens == cached, (index, key)
-        assert_right(driver, [req])
+        assert_right(driver, req)
 
 
 def test_twins_of_different_namespaces_stay_on_their_own_pages() -> None:
@@ -142,7 +131,7 @@ def test_twins_of_different_namespaces_stay_on_their_own_pages() -> None:
         assert pages[f"{key}0"] == pages[f"{key}1"]
     assert len({page for columns in pages.values() for page in columns}) == 30
     driver.run()
-    assert_right(driver, reqs)
+    assert_right(driver, *reqs)
 
 
 def test_longest_prefix_first_waits_for_no_prefix_of_another_namespace() -> None:
@@ -195,7 +184,7 @@ def test_chunked_prefill_interleaves_with_nothing_lost(disable_overlap_schedule:
     reqs = [request(f"r{i}", [i + 1] * (13 + 17 * i), max_new_tokens=6, ignore_eos=True) for i in range(4)]
     driver.send(*reqs)
     driver.run()
-    assert_right(driver, reqs)
+    assert_right(driver, *reqs)
 
 
 def test_retraction_changes_no_token() -> None:
@@ -204,7 +193,7 @@ def test_retraction_changes_no_token() -> None:
     reqs = [request(f"r{i}", [i + 1, i + 2, i + 3], max_new_tokens=50, ignore_eos=True) for i in range(8)]
     driver.send(*reqs)
     driver.run()
-    assert_right(driver, reqs)
+    assert_right(driver, *reqs)
     assert driver.scheduler.stats.num_retractions > 0
     assert any(driver.answers[req.rid].last.num_retractions for req in reqs)
 
@@ -222,7 +211,7 @@ def test_abort_waiting_running_and_half_way() -> None:
     driver.send(AbortReq(rid="r1"))
     driver.run()
     assert {driver.answers[r].finish.type for r in ("r0", "r1", "r3")} == {"abort"}
-    assert_right(driver, [reqs[2]])
+    assert_right(driver, reqs[2])
 
 
 def test_detokenizer_stop_is_silent() -> None:
@@ -245,7 +234,7 @@ def test_row_is_reused_while_its_last_step_is_in_flight() -> None:
     ]
     driver.send(*reqs)
     driver.run()
-    assert_right(driver, reqs)
+    assert_right(driver, *reqs)
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
@@ -270,7 +259,7 @@ def test_pause_and_continue(mode: str) -> None:
     if mode == "abort":
         assert all(driver.answers[req.rid].finish.type == "abort" for req in reqs)
     else:
-        assert_right(driver, reqs)
+        assert_right(driver, *reqs)
 
 
 def test_flush_only_when_idle() -> None:
@@ -361,7 +350,7 @@ def test_requests_that_wait_or_run_too_long_are_ended() -> None:
     late = request("late", [5, 6], max_new_tokens=3, ignore_eos=True)
     driver.send(late, TickReq(now=9999.0))
     driver.run()
-    assert_right(driver, [late])
+    assert_right(driver, late)
 
 
 def test_who_comes_with_many_ticks_has_a_chance_to_be_scheduled_first() -> None:
@@ -369,7 +358,7 @@ def test_who_comes_with_many_ticks_has_a_chance_to_be_scheduled_first() -> None:
     req = request("a", [5, 6], max_new_tokens=3, ignore_eos=True)
     driver.send(req, TickReq(now=1.0), TickReq(now=99.0))
     driver.run()
-    assert_right(driver, [req])
+    assert_right(driver, req)
 
 
 def test_an_abort_may_say_why() -> None:
@@ -435,7 +424,7 @@ def test_shutdown_drains() -> None:
     driver.send(ShutdownReq(drain=True))
     driver.run()
     assert driver.scheduler.stopped
-    assert_right(driver, [req])
+    assert_right(driver, req)
 
 
 def test_messages_of_unwatched_requests_are_few() -> None:
@@ -551,7 +540,7 @@ def test_first_tokens_that_are_there_do_not_wait_for_the_next_launch(quick: bool
     driver.send(*reqs)
     driver.run()
     assert told[:2] == ([(0, 1), (2, 1)] if quick else [(0, 1), (0, 2)])
-    assert_right(driver, reqs)
+    assert_right(driver, *reqs)
 
 
 def assert_answer(driver: Driver, req: TokenizedGenerateReq, aborted: bool, silent: bool) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_driver import Driver, expected_output, make_tiered_driver, request
+from scheduler_driver import Driver, assert_right, expected_output, make_tiered_driver, request
 from token_worker import TokenTransfers
 
 from fenceline.ipc.io_struct import AbortReq, FlushCacheReq, TokenizedGenerateReq
@@ -26,9 +26,7 @@ def serve(driver: Driver, *reqs: TokenizedGenerateReq) -> None:
     """Answer ``reqs``, which arrive together, and check what they were told."""
     driver.send(*reqs)
     driver.run()
-    capacity = min(driver.config.context_length, driver.scheduler.memory.num_pages * driver.config.page_size)
-    for req in reqs:
-        assert driver.answers[req.rid].output_ids == expected_output(req, capacity), req.rid
+    assert_right(driver, *reqs)
 
 
 def drain(driver: Driver) -> None:

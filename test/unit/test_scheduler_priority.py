@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_driver import Driver, expected_output, make_driver, make_tiered_driver, request
+from scheduler_driver import Driver, assert_right, make_driver, make_tiered_driver, request
 
 from fenceline.ipc.io_struct import AbortReq, TokenizedGenerateReq
 from fenceline.mem_cache.tree.radix_cache import TreeNode
@@ -20,12 +20,6 @@ from fenceline.scheduler.schedule_policy import order_waiting
 def driver_with_priorities(**flags: object) -> Driver:
     flags.setdefault("enable_priority_scheduling", True)
     return make_driver(**flags)  # type: ignore[arg-type]
-
-
-def assert_right(driver: Driver, *reqs: TokenizedGenerateReq) -> None:
-    capacity = min(driver.config.context_length, driver.scheduler.memory.num_pages * driver.config.page_size)
-    for req in reqs:
-        assert driver.answers[req.rid].output_ids == expected_output(req, capacity), req.rid
 
 
 def waiting_order(driver: Driver) -> list[str]:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from scheduler_driver import Driver, expected_output, make_driver, request
-from test_scheduler import assert_right
+from scheduler_driver import Driver, assert_right, expected_output, make_driver, request
 
 from fenceline.config.resolve import resolve
 from fenceline.config.server_args import ServerArgs
@@ -68,7 +67,7 @@ def test_memory_of_a_request_whose_last_token_is_in_flight_is_waited_for(num_pag
     short = request("short", [1] * 5, max_new_tokens=6, ignore_eos=True)
     driver = two_running(num_pages, long, short)
     driver.run()
-    assert_right(driver, [short, long])
+    assert_right(driver, short, long)
     if num_pages == 23:
         assert driver.scheduler.stats.num_retractions == 0, "what is about to be free retracts nobody"
 
@@ -83,7 +82,7 @@ def test_memory_of_an_aborted_request_is_back_before_the_next_step(silent: bool)
     assert driver.scheduler.stats.num_retractions == 0, "the pool is just full"
     driver.send(AbortReq(rid="gone", silent=silent))
     driver.run()
-    assert_right(driver, [stays])
+    assert_right(driver, stays)
     assert driver.scheduler.stats.num_retractions == 0, "the abort freed all that was needed"
 
 
@@ -101,7 +100,7 @@ def test_pages_of_a_prefix_wait_for_its_last_reader() -> None:
     driver.step()
     assert not driver.scheduler.waiting, "evicted while the reader's last step is in flight"
     driver.run()
-    assert_right(driver, [waits])
+    assert_right(driver, waits)
 
 
 def test_pages_that_a_request_leaves_to_the_tree_wait_for_its_last_step() -> None:
@@ -117,7 +116,7 @@ def test_pages_that_a_request_leaves_to_the_tree_wait_for_its_last_step() -> Non
     driver.step()
     assert driver.scheduler.reqs["next"].row, "admitted while the writer's last step is in flight"
     driver.run()
-    assert_right(driver, [next_one])
+    assert_right(driver, next_one)
 
 
 def test_a_request_moves_onto_the_pages_of_the_tree_once() -> None:
@@ -144,7 +143,7 @@ def test_pages_ahead_end_with_the_page_table() -> None:
         driver.step()
         most = max(most, driver.worker.pages.num_leased)
     driver.run()
-    assert_right(driver, [req])
+    assert_right(driver, req)
     assert most == 63, "the last token needs no KV"
 
 
@@ -159,7 +158,7 @@ def test_a_prompt_aborted_half_way_leaves_what_was_computed(num_steps: int) -> N
     whole = request("whole", prompt, max_new_tokens=4, ignore_eos=True)
     driver.send(AbortReq(rid="half"), whole)
     driver.run()
-    assert_right(driver, [whole])
+    assert_right(driver, whole)
     assert driver.answers["whole"].last.cached_tokens == 8 * (num_steps - 1)
 
 
@@ -279,7 +278,7 @@ def test_profile_that_cannot_be_written_does_not_end_the_server(tmp_path: Path) 
     driver.step()
     folder.rmdir()
     driver.run()
-    assert_right(driver, [req])
+    assert_right(driver, req)
     driver.send(ProfileReq(id="q", action="stop"))
     driver.step()
     assert reply(driver, "q").message == "no profile is running: start one first"
@@ -320,7 +319,7 @@ def test_no_failure_of_what_only_observes_ends_the_scheduler(
     req = request("a", [1, 2], max_new_tokens=5)
     driver.send(req)
     driver.run()
-    assert_right(driver, [req])
+    assert_right(driver, req)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +357,7 @@ def test_a_profile_that_ends_by_itself_and_fails_does_not_end_the_scheduler(
     req = request("a", [1, 2], max_new_tokens=5, ignore_eos=True)
     driver.send(req)
     driver.run()
-    assert_right(driver, [req])
+    assert_right(driver, req)
 
 
 def test_a_server_that_drains_cannot_be_paused() -> None:
@@ -368,7 +367,7 @@ def test_a_server_that_drains_cannot_be_paused() -> None:
     driver.run()
     assert driver.scheduler.stopped
     assert not reply(driver, "p").success
-    assert_right(driver, [req])
+    assert_right(driver, req)
 
 
 # --- prompt logprobs --------------------------------------------------------------------------------

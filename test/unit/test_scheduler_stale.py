@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from scheduler_driver import Driver, expected_output, make_tiered_driver, request
+from scheduler_driver import Driver, assert_right, make_tiered_driver, request
 
-from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.memory_order import Points
 from fenceline.model_executor.schedule_batch import DecodeBatch, PageWrites
 from fenceline.scheduler.req import Req
@@ -17,12 +16,6 @@ def recomputes(driver: Driver) -> dict[str, int]:
     state = driver.scheduler.stats.state(driver.scheduler).hicache
     assert state is not None
     return state.recomputes
-
-
-def assert_right(driver: Driver, *reqs: TokenizedGenerateReq) -> None:
-    capacity = min(driver.config.context_length, driver.scheduler.memory.num_pages * driver.config.page_size)
-    for req in reqs:
-        assert driver.answers[req.rid].output_ids == expected_output(req, capacity), req.rid
 
 
 def warm(driver: Driver, *prompts: list[int]) -> None:

@@ -21,6 +21,25 @@ def test_the_package_is_tidy() -> None:
     assert [str(violation) for violation in tidy.violations(setup_env.ROOT / "python")] == []
 
 
+def test_no_test_imports_a_test(tmp_path: Path) -> None:
+    assert [str(violation) for violation in tidy.test_violations(setup_env.ROOT / "test")] == []
+    for path, code in (
+        ("support/fake_clock.py", "import time"),
+        ("support/world.py", "from fake_clock import Clock"),
+        ("unit/test_a.py", "import json\nfrom world import World"),
+        ("vgpu/test_b.py", "import world\n\n\ndef test_it():\n    from test_a import Case"),
+        ("vgpu/helpers.py", "X = 1"),
+        ("support/late.py", "import helpers"),
+    ):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(code)
+    found = [str(violation).removeprefix(str(tmp_path)) for violation in tidy.test_violations(tmp_path)]
+    assert found == [
+        "/support/late.py:1: imports helpers: what tests share is in test/support",
+        "/vgpu/test_b.py:5: imports test_a: what tests share is in test/support",
+    ]
+
+
 @pytest.mark.parametrize(
     ("module", "line"),
     [
@@ -150,7 +169,7 @@ def test_what_is_allowed_passes(tmp_path: Path, module: str, code: str) -> None:
 
 
 def test_command_line_prints_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tidy.main(tmp_path) == 0
+    assert tidy.main(tmp_path, tmp_path / "no tests") == 0
     complaints(tmp_path, "layers.x", "\nimport fenceline.entrypoints")
-    assert tidy.main(tmp_path) == 1
+    assert tidy.main(tmp_path, tmp_path / "no tests") == 1
     assert "fenceline/layers/x.py:2: imports fenceline.entrypoints: " in capsys.readouterr().out

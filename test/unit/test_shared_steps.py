@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_driver import Driver, make_driver, request
-from test_scheduler import assert_right
+from scheduler_driver import Driver, assert_right, make_driver, request
 
 import fenceline
 from fenceline.config.resolve import resolve
@@ -51,7 +50,7 @@ def test_a_step_takes_prompts_until_it_is_long_enough(lens: list[int], expected:
     driver.send(*reqs)
     driver.run()
     assert steps == expected
-    assert_right(driver, reqs)
+    assert_right(driver, *reqs)
 
 
 def test_without_chunks_too() -> None:
@@ -60,7 +59,7 @@ def test_without_chunks_too() -> None:
     driver.send(*reqs)
     driver.run()
     assert steps == [[90], [16, 16], [16]]
-    assert_right(driver, reqs)
+    assert_right(driver, *reqs)
 
 
 def test_a_burst_begins_with_long_steps_and_ends_with_short_ones() -> None:
@@ -70,7 +69,7 @@ def test_a_burst_begins_with_long_steps_and_ends_with_short_ones() -> None:
     driver.run()
     # 150 tokens wait: 38 in a step; 110: 33; 70: 26; 40: 20; 20: 14.
     assert [len(step) for step in steps] == [4, 4, 3, 2, 2]
-    assert_right(driver, reqs)
+    assert_right(driver, *reqs)
 
 
 def mean_wait(num_prompts: int, prompt_len: int, cost: int, size: Callable[[int], int]) -> float:
@@ -105,7 +104,7 @@ def test_a_cached_prefix_is_no_work_that_waits() -> None:
     driver.run()
     assert [len(step) for step in steps] == [4, 4, 3, 2, 2]
     assert all(sum(step) == 10 * len(step) for step in steps), "the prefix was cached"
-    assert_right(driver, reqs)
+    assert_right(driver, *reqs)
 
 
 @pytest.mark.parametrize("num", [0, 1, 256, 257, 1000])

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from triton_interpreter import patch_once_a_launch
+from triton_interpreter import run_script, set_up_interpreter
 
 ROWS = (1, 5, 17)  # each a kernel, or a padding, of its own
 SHAPES = ((48, 64), (50, 72), (7, 40))  # N and K: whole blocks, ragged blocks, less than a block
@@ -47,11 +44,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def errors() -> dict[str, list[float]]:
     """By a case's name: relative error, change of the last row when the others change."""
-    pytest.importorskip("triton")
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    measured: dict[str, list[float]] = json.loads(done.stdout)
+    measured: dict[str, list[float]] = run_script(__file__)
     return measured
 
 
@@ -112,6 +105,5 @@ def _reference(
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    torch.set_num_threads(1)
-    patch_once_a_launch()
+    set_up_interpreter()
     print(json.dumps({case.name: _measure(case) for case in CASES}))

@@ -7,17 +7,16 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import msgspec
 import pytest
+from frontend_bench import READY, STOP, Bench, MemoryLink, demo_config
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_level
 
-from fenceline.config.engine_config import EngineConfig, PriorityConfig
-from fenceline.config.server_args import ServerArgs, resolve
+from fenceline.config.engine_config import PriorityConfig
 from fenceline.frontend import tokenizer_manager
 from fenceline.frontend.request_types import (
     TURN_REQUESTS,
@@ -33,70 +32,19 @@ from fenceline.frontend.tokenizer import PIECE_CHARS, Tokenizer, load_tokenizer
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.ipc.io_struct import (
     AbortReq,
-    BatchStrOut,
     BatchTokenOut,
     CancelFlushReq,
     ControlReply,
     FatalError,
     FinishReason,
     FlushCacheReq,
-    Message,
-    SchedulerReady,
     ShutdownReq,
-    StrOut,
     TickReq,
     TokenizedGenerateReq,
     TokenLogprobs,
     TokenOut,
 )
 from fenceline.sampling.sampling_params import SamplingParams
-
-READY = SchedulerReady(
-    max_total_num_tokens=100, max_running_requests=2, max_req_input_len=63, context_length=64, memory_bytes={}
-)
-STOP = FinishReason(type="stop", matched=2)
-
-
-@cache
-def demo_config() -> EngineConfig:
-    return resolve(ServerArgs(model_path="demo", device="cpu"))
-
-
-class MemoryLink:
-    """Keeps what the manager sends."""
-
-    def __init__(self) -> None:
-        self.sent: list[Message] = []
-
-    def send(self, message: Message) -> None:
-        self.sent.append(message)
-
-    async def receive(self) -> list[Message]:
-        raise AssertionError("tests hand messages to the manager themselves")
-
-    def close(self) -> None:
-        pass
-
-    def requests(self) -> list[TokenizedGenerateReq]:
-        return [message for message in self.sent if isinstance(message, TokenizedGenerateReq)]
-
-
-class Bench:
-    """A ready manager and its link."""
-
-    def __init__(self, **config: object) -> None:
-        self.link = MemoryLink()
-        self.manager = TokenizerManager(replace(demo_config(), **config), byte_level(), self.link)
-        self.manager.handle(READY)
-
-    def news(
-        self, rid: str, ids: list[int], total: int, end: FinishReason | None = None, text: str = ""
-    ) -> None:
-        token = TokenOut(
-            rid=rid, output_ids=ids, prompt_tokens=3, completion_tokens=total, cached_tokens=1, finish_reason=end,
-            output_logprobs=TokenLogprobs(token_ids=ids, logprobs=[-1.0] * len(ids), top_logprobs=[[]] * len(ids)),
-        )  # fmt: skip
-        self.manager.handle(BatchStrOut(outs=[StrOut(token=token, text=text)]))
 
 
 def ids_input(*ids: int, rid: str = "r", **params: object) -> GenerateInput:

@@ -7,17 +7,14 @@ not leak into other tests. Under pytest it starts that script and reports each c
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-import traceback
-from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from triton_interpreter import let_numpy_index, patch_once_a_launch
+from attention_cases import SCALE, case, decode, requests_of, spoil
+from triton_interpreter import compile_kernel, print_outcomes, run_script, set_up_interpreter
 
 INTERPRETED = (
     "decode_at_page_boundaries",
@@ -40,30 +37,18 @@ INTERPRETED = (
     "impossible_batches_are_refused",
 )
 COMPILED = ("sm_80", "sm_90", "sm_100")
-SCALE = 0.3
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter multiplies no bfloat16 matrices
-
-
-def run_script(mode: str, interpret: str, script: str = __file__) -> dict[str, str]:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    env = os.environ | {"TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, script, mode], env=env, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    loaded: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return loaded
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
     """What each check raised, the empty text where nothing."""
-    return run_script("interpret", "1")
+    return run_script(__file__)
 
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, str]:
-    return run_script("compile", "0")
+    return run_script(__file__, "compile")
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
@@ -78,32 +63,6 @@ def test_compiles_without_a_gpu(arch: str, compiled: dict[str, str]) -> None:
 
 
 # --- the checks, run in the script -------------------------------------------------------------------------------
-
-
-def case(seq_lens: list[int], query_lens: list[int], page_size: int, heads: tuple[int, int], **options):  # type: ignore[no-untyped-def]
-    """A ``Case``, which knows the textbook's result; every slot that is nobody's holds NaN."""
-    from test_attention_torch import Case
-
-    return Case(seq_lens, query_lens, page_size, heads, **({"seed": 1, "head_dim": 16} | options))
-
-
-def requests_of(step):  # type: ignore[no-untyped-def]
-    from fenceline.layers.kernels.decode_attention import PagedRequests
-
-    return PagedRequests(step.page_table, step.rows, torch.tensor(step.seq_lens), step.pool.page_size)
-
-
-def decode(step, num_workers: int = 3, workspace=None, queries=None, launch_pdl=False) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    """One launch with blocks of 16 tokens; the workspace must be as it was before."""
-    from fenceline.layers.kernels.decode_attention import DecodeConfig, DecodeWorkspace, decode_attention
-
-    keys, values = step.pool.k(1), step.pool.v(1)
-    workspace = workspace or DecodeWorkspace(keys.shape[1], keys.shape[2], 8, keys.device)
-    config = DecodeConfig(16, num_workers, 4, 2, launch_pdl)
-    queries = torch.cat(step.queries) if queries is None else queries
-    output = decode_attention(queries, keys, values, requests_of(step), SCALE, workspace, config)
-    assert not workspace.num_done.any()
-    return output
 
 
 def extend(step, block_m: int = 16, block_n: int = 16, num_splits: int = 1) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -170,11 +129,6 @@ def check_decode_reads_no_column_past_the_end() -> None:
         step = case([1, 65, 64], [1, 1, 1], page_size, (2, 1))
         spoil(step)
         agree(decode(step), step)
-
-
-def spoil(step) -> None:  # type: ignore[no-untyped-def]
-    for row, length in zip(step.rows, step.seq_lens, strict=True):
-        step.page_table[row, -(-length // step.pool.page_size) :] = 1 << 30
 
 
 def check_decode_of_padded_requests() -> None:
@@ -339,52 +293,9 @@ def compile_for(arch: str) -> None:
     compile_kernel(extend, common | {"BLOCK_M": 16, "SPLIT": True}, arch, 4, 5, False)
 
 
-def compile_kernel(
-    kernel, constants: dict[str, int], arch: str, num_warps: int, num_stages: int, pdl: bool
-) -> str:  # type: ignore[no-untyped-def]
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
-    types |= dict.fromkeys(("page_table_ptr", "num_done_ptr", "query_starts_ptr"), "*i32")
-    types |= dict.fromkeys(("rows_ptr", "seq_lens_ptr", "positions", "out_slots"), "*i64")
-    types |= dict.fromkeys(("qkv", "q_weight", "k_weight", "k_cache", "v_cache"), "*bf16")
-    types |= {"table": "*fp32", "eps": "fp32"}
-    types |= dict.fromkeys(("partial_ptr", "stats_ptr"), "*fp32") | {"scale_log2": "fp32"}
-    types |= dict.fromkeys(constants, "constexpr")
-    names = kernel.arg_names
-    source = ASTSource(
-        fn=kernel,
-        signature={name: types.get(name, "i32") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (i,): [["tt.divisibility", 16]]
-            for i, name in enumerate(names)
-            if types.get(name, "i32").startswith("*") or name.endswith("_stride")
-        },
-    )
-    options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": pdl}
-    binary = triton.compile(source, target=GPUTarget("cuda", int(arch[3:]), 32), options=options)
-    shared_limit = 163 << 10 if arch == "sm_80" else 227 << 10
-    assert binary.asm["cubin"] and binary.metadata.shared <= shared_limit
-    return str(binary.asm["ptx"])
-
-
-def outcome(check: Callable[[], None]) -> str:
-    try:
-        check()
-    except Exception:
-        return traceback.format_exc()
-    return ""
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     if sys.argv[1] == "compile":
-        outcomes = {arch: outcome(lambda arch=arch: compile_for(arch)) for arch in COMPILED}  # type: ignore[misc]
+        print_outcomes({arch: partial(compile_for, arch) for arch in COMPILED})
     else:
-        let_numpy_index()
-        patch_once_a_launch()
-        outcomes = {name: outcome(globals()[f"check_{name}"]) for name in INTERPRETED}
-    print(json.dumps(outcomes))
+        set_up_interpreter()
+        print_outcomes({name: globals()[f"check_{name}"] for name in INTERPRETED})

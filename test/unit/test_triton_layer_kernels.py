@@ -7,18 +7,13 @@ not leak into other tests. Under pytest it starts that script once and reports e
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from triton_interpreter import patch_once_a_launch
+from triton_interpreter import print_outcomes, run_script, set_up_interpreter
 
 CHECKS = (
     "rms_norm",
@@ -36,17 +31,7 @@ CHECKS = (
 @pytest.fixture(scope="module")
 def results() -> dict[str, str]:
     """What each check raised, the empty text where nothing."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::RuntimeWarning", __file__],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    loaded: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    loaded: dict[str, str] = run_script(__file__)
     return loaded
 
 
@@ -350,20 +335,6 @@ def check_sample_bad_logits() -> None:
     assert tokens[1] != 7 and tokens[4] == 1029
 
 
-def main() -> None:
-    """Run every check; the last line of the output is what each raised."""
-    torch.set_num_threads(1)
-    patch_once_a_launch()
-    results = {}
-    for name in CHECKS:
-        torch.manual_seed(0)
-        try:
-            globals()[f"check_{name}"]()
-            results[name] = ""
-        except Exception:
-            results[name] = traceback.format_exc()
-    print(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
+    set_up_interpreter()
+    print_outcomes({name: globals()[f"check_{name}"] for name in CHECKS})

@@ -7,7 +7,6 @@ A script under pytest, as ``test_triton_attention.py`` is, for the same reason.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -16,8 +15,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_triton_attention import case, compile_kernel, decode, outcome, run_script, spoil
-from triton_interpreter import let_numpy_index, patch_once_a_launch
+from attention_cases import case, decode, spoil
+from triton_interpreter import compile_kernel, print_outcomes, run_script, set_up_interpreter
 
 INTERPRETED = (
     "nothing_of_the_kernel_in_front_is_read_before_the_wait",
@@ -30,12 +29,12 @@ COMPILED = ("decode_attention", "kernel_in_front")
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
     """What each check raised, the empty text where nothing."""
-    return run_script("interpret", "1", __file__)
+    return run_script(__file__)
 
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, str]:
-    return run_script("compile", "0", __file__)
+    return run_script(__file__, "compile")
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
@@ -177,9 +176,7 @@ def check_kernel_in_front() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     if sys.argv[1] == "interpret":
-        let_numpy_index()
-        patch_once_a_launch()
+        set_up_interpreter()
     names = INTERPRETED if sys.argv[1] == "interpret" else COMPILED
-    print(json.dumps({name: outcome(globals()[f"check_{name}"]) for name in names}))
+    print_outcomes({name: globals()[f"check_{name}"] for name in names})

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scheduler_driver import Driver, make_model_driver, request
+from scheduler_driver import answers, make_model_driver, request
 
+from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.schedule_batch import ExtendBatch
 from fenceline.model_executor.warm_up import warm_up
@@ -13,17 +14,14 @@ from fenceline.model_executor.warm_up import warm_up
 torch.set_num_threads(1)
 
 
-def answers(driver: Driver) -> list[list[int]]:
-    reqs = [request(f"r{i}", [5, 9 + i, 7], temperature=0.7 * i, seed=3, max_new_tokens=6) for i in range(3)]
-    driver.send(*reqs)
-    driver.run()
-    return [driver.answers[req.rid].output_ids for req in reqs]
+def greetings() -> list[TokenizedGenerateReq]:
+    return [request(f"r{i}", [5, 9 + i, 7], temperature=0.7 * i, seed=3, max_new_tokens=6) for i in range(3)]
 
 
 @pytest.mark.parametrize("flags", [{}, {"chunked_prefill_size": 48, "num_rows": 3}])
 def test_only_the_sink_is_touched(flags: dict[str, int]) -> None:
     driver = make_model_driver(memory_check="order", max_total_tokens=4096, **flags)
-    expected = answers(make_model_driver(max_total_tokens=4096, **flags))
+    expected = answers(make_model_driver(max_total_tokens=4096, **flags), greetings())
     runner, config = driver.worker, driver.config
     assert isinstance(runner, ModelRunner)
     batches: list[ExtendBatch] = []
@@ -50,4 +48,4 @@ def test_only_the_sink_is_touched(flags: dict[str, int]) -> None:
         assert bool(runner.kv_pool.k(layer).isfinite().all())
     assert bool((runner.req_pool.last_tokens[1:] == -3).all())
     assert torch.equal(runner.req_pool.page_table, page_table)
-    assert answers(driver) == expected
+    assert answers(driver, greetings()) == expected

@@ -6,8 +6,8 @@ import asyncio
 import threading
 
 import pytest
+from frontend_bench import Bench, demo_config
 from starlette.requests import ClientDisconnect, Request
-from test_tokenizer_manager import Bench, demo_config
 
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.fields import UnknownFields

@@ -7,7 +7,8 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from tiny_model import answers, tiny_driver, tiny_requests
+from scheduler_driver import answers
+from tiny_model import tiny_driver, tiny_requests
 
 from fenceline.memory_order import InputRing, ResultRing
 from fenceline.memory_order.edges import RING_EDGES

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_model import answers, tiny_driver, tiny_requests
+from scheduler_driver import answers
+from tiny_model import tiny_driver, tiny_requests
 
 from fenceline.vgpu import AuditError, RaceError, Rows, VgpuDevice, VirtualGpu, declare_rows, launch, use
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-from tiny_model import answers, tiny_driver, tiny_requests
+from scheduler_driver import answers
+from tiny_model import tiny_driver, tiny_requests
 
 from fenceline.mem_cache.host.transfer import TransferKind
 from fenceline.memory_order import Device, open_device
