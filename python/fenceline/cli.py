@@ -1,4 +1,4 @@
-"""The console script ``fenceline``: ``fenceline serve`` and ``fenceline bench``."""
+"""The console script ``fenceline``: ``serve``, ``bench`` and ``trace``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ usage: fenceline COMMAND [flags]
 commands:
   serve   start the server; the same as python -m fenceline.launch_server
   bench   measure a running server; the same as python -m fenceline.bench_serving
+  trace   make a trace for Perfetto of a flight recorder's file
 
 fenceline COMMAND --help lists a command's flags; fenceline --version prints the version.
 """
@@ -31,7 +32,13 @@ def _bench(argv: Sequence[str]) -> None:
     sys.exit(bench(list(argv)))
 
 
-_COMMANDS: Mapping[str, Callable[[Sequence[str]], None]] = {"serve": _serve, "bench": _bench}
+def _trace(argv: Sequence[str]) -> None:
+    from fenceline.scheduler.flight_trace import main as trace
+
+    sys.exit(trace(argv))
+
+
+_COMMANDS: Mapping[str, Callable[[Sequence[str]], None]] = {"serve": _serve, "bench": _bench, "trace": _trace}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

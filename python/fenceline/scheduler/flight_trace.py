@@ -1,0 +1,235 @@
+"""A flight recorder's dump as a trace that Perfetto and chrome://tracing open: ``fenceline trace FILE``.
+
+The recorder keeps what was decided and in which order, and no times. The trace's time is therefore counted in steps:
+a step is a millisecond long, however long it took. What comes before what is true; how long anything took is not known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from fenceline.memory_order.edges import StreamName, pages_edge
+from fenceline.scheduler.flight_dump import FORMAT, VERSION
+
+Json = Mapping[str, Any]
+
+STREAMS, REQUESTS = 1, 2  # the trace's processes; their threads are the rows
+_ROWS = {name.value: row for row, name in enumerate(StreamName, 1)}
+_HOST, _FORWARD = StreamName.HOST.value, StreamName.FORWARD.value
+# Microseconds of the trace: from launch to launch, a launch, a step whose results the next launch waits for, and what
+# else the host does. Where the host did a great deal between two launches, they lie further apart.
+_STEP, _LAUNCH, _WAITED, _BRIEF = 1000, 100, 500, 20
+
+
+def read_dump(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``. Raises ValueError, one line, for anything that is not a dump of this version."""
+    try:
+        dump = orjson.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from error
+    if not isinstance(dump, dict) or dump.get("format") != FORMAT:
+        raise ValueError(f"{path}: not a flight recorder's dump")
+    if dump.get("version") != VERSION:
+        raise ValueError(f"{path}: version {dump.get('version')} of the format; this program reads {VERSION}")
+    return dump
+
+
+def trace_of(dump: Json) -> dict[str, Any]:
+    """The dump in the Trace Event Format's JSON object form.
+
+    Rows of the first process are the streams. Each step is a slice on FORWARD, and its end is a Point. A slice on HOST
+    is a launch, a publishing of results, a departure or a retirement of pages. Arrows say what waited for what: a step
+    for the Points of the memory that it took over, by the edge's name; the host for results. The second process has a
+    row for each request, by its id.
+    """
+    return {
+        "traceEvents": _Trace(dump).events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "reason": dump["reason"],
+            "created": dump["created"],
+            "server_version": dump["server_version"],
+            "earlier steps are unknown": dump["wrapped"],
+            "time": "1 ms is one step: a flight recorder keeps the order of events, not when they were",
+        },
+    }
+
+
+class _Trace:
+    """``events``: the trace of ``dump``."""
+
+    def __init__(self, dump: Json) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._dump, self._steps = dump, dump["steps"]
+        self._request_rows: dict[str, int] = {}
+        self._point_ends: dict[tuple[str, int], int] = {}  # (stream, serial) -> when its slice ends
+        self._num_arrows = 0
+        self._launch_time = 0  # of the last step
+        self._host_time = 0  # until when HOST's row is taken
+        self._num_published = 0
+        self._name_process(STREAMS, "streams")
+        self._name_process(REQUESTS, "requests")
+        for name, row in _ROWS.items():
+            self._name_row(STREAMS, row, name.upper())
+        for number, step in enumerate(self._steps):
+            self._between_launches(step["events"], number - step["in_flight"])
+            if number:
+                self._launch_time = max(self._launch_time + _STEP, self._host_time + _BRIEF)
+            self._step(number, step)
+        num_done = sum(step["tokens"] is not None for step in self._steps)
+        self._between_launches(dump["events"], num_done)
+
+    def _between_launches(self, events: Sequence[Json], num_published: int) -> None:
+        """What the host did after the last launch."""
+        while self._num_published < num_published:
+            self._publish(self._num_published)
+            self._num_published += 1
+        for event in events:
+            if event["event"] == "depart":
+                start = self._host(f"{event['rid']} departs: {event['why']}", event)
+                self._instant(REQUESTS, self._request_row(event["rid"]), start, event["why"], event)
+            elif event["event"] == "retire_pages":
+                self._host(f"retire {len(event['pages'])} pages", event)
+            else:
+                self._completions(event)
+
+    def _publish(self, number: int) -> None:
+        done = self._steps[number]["done"]
+        self._host_time = max(self._host_time, self._point_ends[_FORWARD, done])
+        start = self._host(f"publish step {number}", {"tokens": self._steps[number]["tokens"]})
+        self._arrow("results", (_FORWARD, done), _HOST, start)
+
+    def _completions(self, event: Json) -> None:
+        """Transfers and storage jobs that the host learned to have ended."""
+        for kind, number, num_pages in event.get("transfers", ()):
+            start = self._host(f"{kind} {number} has ended", {"pages": num_pages})
+            self._slice(
+                STREAMS, _ROWS[kind], start - _BRIEF, _BRIEF, f"{kind} {number}", {"pages": num_pages}
+            )
+        if event.get("storage"):
+            self._host("storage jobs have ended", {"jobs": event["storage"]})
+
+    def _step(self, number: int, step: Json) -> None:
+        facts = list(self._facts(step))
+        tokens = sum(num for _, num, _ in facts)
+        what = f"{step['mode']} {len(facts)} requests, {tokens} tokens"
+        told = {key: step[key] for key in ("after", "done", "passed", "in_flight", "page_writes")}
+        launch, start = self._launch_time, self._launch_time + _LAUNCH
+        self._host_time = start
+        self._slice(STREAMS, _ROWS[_HOST], launch, _LAUNCH, f"launch step {number}", told)
+        for stream, serial in step["after"].items():
+            self._take_over(number, stream, serial)
+        args = {"step": number, "requests": [rid for rid, _, _ in facts], **told}
+        # It runs while the next launch is prepared if that does not wait for its results.
+        overlaps = number + 1 < len(self._steps) and self._steps[number + 1]["in_flight"] > 0
+        end = start + (_STEP - _BRIEF if overlaps else _WAITED)
+        self._slice(STREAMS, _ROWS[_FORWARD], start, end - start, what, args)
+        self._mark_point(_FORWARD, step["done"], end)
+        for rid, num, args in facts:
+            name = f"{step['mode']} {num} tokens" if step["mode"] == "extend" else step["mode"]
+            self._slice(REQUESTS, self._request_row(rid), start, end - start, name, {"step": number, **args})
+
+    def _facts(self, step: Json) -> Iterator[tuple[str, int, dict[str, Any]]]:
+        """Of each request in the step: its id, how many tokens are computed, and more about it."""
+        sampled = iter(step["tokens"] or ())
+        if step["mode"] == "extend":
+            for seq in step["seqs"]:
+                token = next(sampled, None) if seq["sampling"] is not None else None
+                facts = {"row": seq["row"], "prefix_len": seq["prefix_len"], "token": token}
+                yield seq["rid"], seq["num_tokens"], facts
+            return
+        batch = self._dump["compositions"][str(step["composition"])]
+        for rid, row, seq_len in zip(batch["rids"], batch["rows"], step["seq_lens"], strict=True):
+            yield rid, 1, {"row": row, "seq_len": seq_len, "token": next(sampled, None)}
+
+    def _take_over(self, number: int, stream: str, serial: int) -> None:
+        """The step takes over memory that ``stream`` has touched before its Point ``serial``."""
+        start = self._launch_time + _LAUNCH
+        if stream == _FORWARD:
+            # Not every Point of FORWARD ends a step: the arrow comes from the last step in front of it.
+            ends = [step["done"] for step in self._steps[:number] if step["done"] <= serial]
+            if ends:
+                self._arrow(f"reuses memory after forward {serial}", (_FORWARD, ends[-1]), _FORWARD, start)
+            return
+        if (
+            stream,
+            serial,
+        ) not in self._point_ends:  # its operations are not recorded: a short slice stands for them
+            end = self._launch_time
+            self._slice(STREAMS, _ROWS[stream], end - _BRIEF, _BRIEF, f"until {serial}", {})
+            self._mark_point(stream, serial, end)
+        edge = pages_edge(StreamName.FORWARD, StreamName(stream))
+        self._arrow(edge.name, (stream, serial), _FORWARD, start)
+
+    def _mark_point(self, stream: str, serial: int, end: int) -> None:
+        self._point_ends[stream, serial] = end
+        self._instant(STREAMS, _ROWS[stream], end, f"Point {stream} {serial}", {"serial": serial})
+
+    def _host(self, name: str, args: Json) -> int:
+        """A short slice on HOST's row, behind what is there; when it starts."""
+        start, self._host_time = self._host_time, self._host_time + _BRIEF
+        self._slice(STREAMS, _ROWS[_HOST], start, _BRIEF, name, args)
+        return start
+
+    def _request_row(self, rid: str) -> int:
+        row = self._request_rows.get(rid)
+        if row is None:
+            row = self._request_rows[rid] = len(self._request_rows) + 1
+            self._name_row(REQUESTS, row, rid)
+        return row
+
+    # --- the format's events
+
+    def _slice(self, pid: int, tid: int, start: int, length: int, name: str, args: Json) -> None:
+        event = {"ph": "X", "pid": pid, "tid": tid, "ts": start, "dur": length, "name": name}
+        self.events.append({**event, "args": dict(args)})
+
+    def _instant(self, pid: int, tid: int, when: int, name: str, args: Json) -> None:
+        event = {"ph": "i", "pid": pid, "tid": tid, "ts": when, "s": "t", "name": name}
+        self.events.append({**event, "args": dict(args)})
+
+    def _arrow(self, name: str, source: tuple[str, int], stream: str, start: int) -> None:
+        """From the slice that a Point ends to the slice of ``stream`` that starts then."""
+        stream_of, _ = source
+        self._num_arrows += 1
+        common = {"cat": "edge", "id": self._num_arrows, "name": name, "pid": STREAMS}
+        end = self._point_ends[source]
+        self.events.append({"ph": "s", "tid": _ROWS[stream_of], "ts": end - 1, **common})
+        self.events.append({"ph": "f", "bp": "e", "tid": _ROWS[stream], "ts": start, **common})
+
+    def _name_process(self, pid: int, name: str) -> None:
+        for kind, value in (("process_name", {"name": name}), ("process_sort_index", {"sort_index": pid})):
+            self.events.append({"ph": "M", "pid": pid, "tid": 0, "name": kind, "args": value})
+
+    def _name_row(self, pid: int, row: int, name: str) -> None:
+        for kind, value in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": row})):
+            self.events.append({"ph": "M", "pid": pid, "tid": row, "name": kind, "args": value})
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``fenceline trace``; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="fenceline trace",
+        description="Makes a trace of a flight recorder's file, to be opened in https://ui.perfetto.dev or in "
+        "chrome://tracing: streams and requests as rows, Points, and edges as arrows. Its time counts steps.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="the flight recorder's file")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="instead of FILE.trace.json")
+    args = parser.parse_args(argv)
+    output = args.output or args.file.with_suffix(".trace.json")
+    try:
+        trace = trace_of(read_dump(args.file))
+        output.write_bytes(orjson.dumps(trace))
+    except (ValueError, OSError) as error:
+        print(f"fenceline trace: {error}", file=sys.stderr)
+        return 2
+    print(f"{output}: open it in https://ui.perfetto.dev or chrome://tracing")
+    return 0
