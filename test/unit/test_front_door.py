@@ -9,9 +9,9 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
-from fenceline.entrypoints import front_door
 from fenceline.entrypoints.errors import install_error_handlers
 from fenceline.entrypoints.front_door import FrontDoor
+from fenceline.frontend import tokenize_pool
 
 SCOPE: Scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
 
@@ -85,8 +85,9 @@ async def test_memory_of_large_bodies_is_given_back_once_for_many_of_them(
         trims.append(door.num_body_bytes)
         loop.call_soon_threadsafe(given_back.set)
 
-    monkeypatch.setattr(front_door, "_TRIM_DELAY_S", 0.0)
-    monkeypatch.setattr(front_door, "trim_memory", trim)
+    monkeypatch.setattr(tokenize_pool, "_TRIM_SOON_S", 0.0)
+    monkeypatch.setattr(tokenize_pool, "_TRIM_LATER_S", 3600.0)
+    monkeypatch.setattr(tokenize_pool, "trim_memory", trim)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
@@ -102,11 +103,18 @@ async def test_memory_of_large_bodies_is_given_back_once_for_many_of_them(
     door = FrontDoor(app, None)
     for _ in range(100):
         await ask(60_000)  # small ones give nothing back
-    await ask(1 << 20)
+    await ask(1 << 20)  # little waits for more to come with it
     await asyncio.sleep(0)
-    assert not trims and not door._trims
+    assert not trims
     for _ in range(20):
         await ask(1 << 20)
     await given_back.wait()
     assert trims == [0]
-    assert not door._trims
+
+
+async def test_what_little_was_freed_last_is_given_back_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, given_back = asyncio.get_running_loop(), asyncio.Event()
+    monkeypatch.setattr(tokenize_pool, "_TRIM_LATER_S", 0.0)
+    monkeypatch.setattr(tokenize_pool, "trim_memory", lambda: loop.call_soon_threadsafe(given_back.set))
+    tokenize_pool.FreedMemory().freed(1 << 17)
+    await asyncio.wait_for(given_back.wait(), 30)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+import tracemalloc
 from collections.abc import Callable
 from functools import cache
 
@@ -94,7 +96,7 @@ def encode(tokens: Tokenizer, texts: list[str], special: bool, limit: int = 10**
     async def run() -> list[list[int]]:
         pool = TokenizePool(tokens)
         try:
-            return await pool.encode(texts, special, limit, 10**9)
+            return [list(ids) for ids in await pool.encode(texts, special, limit, 10**9)]
         finally:
             pool.close()
 
@@ -186,6 +188,32 @@ async def test_many_texts_leave_the_loop_and_the_requests_take_turns(monkeypatch
     await large
     assert threading.get_ident() not in calls.threads
     pool.close()
+
+
+async def test_ids_of_a_long_text_take_four_bytes_each() -> None:
+    """As Python numbers in a list they would take forty, which hundreds of requests do not give back at once."""
+    pool = TokenizePool(demo())
+    text = "the fox and the ledger, 12; " * 10_000
+    expected = demo().encode(text)
+    tracemalloc.start()
+    [ids] = await pool.encode([text], True, 10**9, 10**9)
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    pool.close()
+    assert list(ids) == expected
+    assert num_bytes < 6 * len(expected)
+
+
+async def test_threads_leave_a_core_of_those_that_the_process_may_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many the machine has: the scheduler works on one of them."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    calls, pool = Calls(monkeypatch), TokenizePool(demo())
+    await asyncio.gather(*(pool.encode(["the fox"] * 500, True, 10**9, 10**9) for _ in range(16)))
+    pool.close()
+    assert len(calls.threads) == 1
 
 
 async def test_nothing_more_is_tokenised_for_a_caller_who_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -386,7 +386,8 @@ def test_other_threads_run_while_a_long_text_is_tokenised() -> None:
 async def test_long_text_is_tokenised_off_the_loop_and_equally() -> None:
     bench = Bench()
     text = "the quick " * INLINE_CHARS
-    assert await bench.manager.tokenize([text]) == [byte_level().encode(text)]
+    [ids] = await bench.manager.tokenize([text])
+    assert list(ids) == byte_level().encode(text)
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.booleans(), st.booleans()), max_size=14), st.integers(0, 3))

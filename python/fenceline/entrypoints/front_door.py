@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fenceline.entrypoints.errors import error_response, internal_error
 from fenceline.entrypoints.json_body import MAX_BODY_BYTES
 from fenceline.frontend.request_types import RequestError, new_rid
-from fenceline.frontend.tokenize_pool import trim_memory
+from fenceline.frontend.tokenize_pool import FreedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,6 @@ _ID_PATTERN = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _MAX_LENGTH_DIGITS = 20  # of a Content-Length
 # Bodies larger than this share MAX_BODIES_BYTES while their requests are worked on; there is always room for others.
 _SMALL_BODY_BYTES = 64 << 10
-_TRIM_BYTES, _TRIM_DELAY_S = 8 << 20, 1.0
 MAX_BODIES_BYTES = 4 * MAX_BODY_BYTES
 OPEN_PATHS = frozenset(("/health", "/metrics"))  # reachable without a key, as probes and scrapers carry none
 # What acts on the whole server or on other clients' requests: with --admin-api-key that key alone opens it.
@@ -47,8 +46,7 @@ class FrontDoor:
         self._key = None if api_key is None else api_key.encode()
         self._admin_key = self._key if admin_api_key is None else admin_api_key.encode()
         self.num_body_bytes = 0  # of large bodies whose requests have not ended
-        self._num_freed = 0  # of large bodies, since memory was last given back to the system
-        self._trims = False  # it soon will be
+        self._memory = FreedMemory()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -85,21 +83,8 @@ class FrontDoor:
                 await error_response(internal_error(defect))(scope, receive, send_with_id)
         finally:
             if body.num_shared:
-                self._give_back(body.num_shared)
-
-    def _give_back(self, num_bytes: int) -> None:
-        """A large body's request has ended. The C library keeps what such bodies took, unless it is asked: at most once
-        a second, and not for little."""
-        self.num_body_bytes -= num_bytes
-        self._num_freed += num_bytes
-        if self._num_freed >= _TRIM_BYTES and not self._trims:
-            self._trims = True
-            asyncio.get_running_loop().call_later(_TRIM_DELAY_S, self._trim)
-
-    def _trim(self) -> None:
-        self._num_freed = 0
-        self._trims = False
-        asyncio.get_running_loop().run_in_executor(None, trim_memory)
+                self.num_body_bytes -= body.num_shared
+                self._memory.freed(body.num_shared)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> RequestError | None:
         length = headers.get(b"content-length", b"0")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -89,7 +92,12 @@ _RULES: dict[type[msgspec.Struct], FieldRules] = {
 
 def json_response(value: object, status: int = 200) -> Response:
     """``value`` as JSON."""
-    return Response(orjson.dumps(value), status_code=status, media_type="application/json")
+    content = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(content, status_code=status, media_type="application/json")
+
+
+def _for_json(ids: Sequence[int]) -> Sequence[int] | npt.NDArray[np.intc]:
+    return np.frombuffer(ids, dtype=np.intc) if isinstance(ids, array) else ids
 
 
 def _parse_struct(kind: type[Body], data: bytes, unknown: UnknownFields) -> Body:
@@ -295,7 +303,7 @@ class NativeApi:
         single = isinstance(body.prompt, str)
         return json_response(
             {
-                "tokens": tokens[0] if single else tokens,
+                "tokens": _for_json(tokens[0]) if single else [_for_json(ids) for ids in tokens],
                 "count": counts[0] if single else counts,
                 "max_model_len": self._config.context_length,
             }
@@ -307,7 +315,7 @@ class NativeApi:
         work = self._manager.tokenize([text], bool(body.add_special_tokens))
         [tokens] = await while_connected(request, work)
         return json_response(
-            {"tokens": tokens, "count": len(tokens), "max_model_len": self._config.context_length}
+            {"tokens": _for_json(tokens), "count": len(tokens), "max_model_len": self._config.context_length}
         )
 
     async def detokenize(self, request: Request) -> Response:

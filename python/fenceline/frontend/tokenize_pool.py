@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import os
 import sys
+from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, NamedTuple, TypeVar
@@ -24,7 +25,8 @@ INLINE_CHARS = 2048  # so much is tokenised at once, on the loop: about half a m
 _INLINE_TEXTS, _INLINE_IDS = 16, 512
 _PIECE_TEXTS = 256  # short texts in one piece
 _PIECE_IDS = 1 << 14
-_TRIM_CHARS = 1 << 20  # after so much, memory that the tokenizer has given back goes back to the system
+_FEW_CHARS = 1 << 16  # texts of no more leave nothing behind that is worth a trim
+_TRIM_BYTES, _TRIM_SOON_S, _TRIM_LATER_S = 8 << 20, 1.0, 4.0
 
 
 class TokenizePool:
@@ -32,9 +34,11 @@ class TokenizePool:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # Half of the cores, so that there is one for the scheduler where there are two.
-        num_threads = min(4, max(1, (os.cpu_count() or 1) // 2))
+        # Half of the cores that this process may use: where there are two, one is left to the scheduler.
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_threads = min(4, max(1, num_cores // 2))
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+        self._memory = FreedMemory()
         self._closed = False
 
     async def encode(
@@ -44,15 +48,19 @@ class TokenizePool:
         max_tokens: int,
         max_total: int,
         truncate: bool = False,
-    ) -> list[list[int]]:
-        """The token ids of each text. Raises RequestError as soon as one that goes in pieces has more than
-        ``max_tokens``, or all together more than ``max_total``, and for what is no Unicode text.
+    ) -> list[Sequence[int]]:
+        """The token ids of each text: a list or, of long texts, an array with 4 bytes for each id (a list takes 40).
+
+        Raises RequestError as soon as a text that goes in pieces has more than ``max_tokens``, or all together more
+        than ``max_total``, and for what is no Unicode text.
 
         ``truncate``: the first ``max_tokens`` of each text instead; what is behind them is not tokenised.
         """
         num_chars = sum(map(len, texts))
         inline = num_chars <= INLINE_CHARS and len(texts) <= _INLINE_TEXTS
-        encoded: list[list[int]] = [[] for _ in texts]
+        compact = num_chars > PIECE_CHARS
+        encoded: list[list[int] | array[int]] = [array("i") if compact else [] for _ in texts]
+        before, after = self._tokenizer.special_ids_around if add_special_tokens else ([], [])
         cut: set[int] = set()
         full: set[int] = set()  # texts of which no more is wanted
         total = 0
@@ -60,24 +68,24 @@ class TokenizePool:
             for group in _grouped(self._pieces(texts, add_special_tokens, full), PIECE_CHARS, _PIECE_TEXTS):
                 found = self._encode(group) if inline else await self._run(self._encode, group)
                 for piece, ids in zip(group, found, strict=True):
-                    encoded[piece.source] += ids
-                    total += len(ids)
-                    if len(piece.content) < len(texts[piece.source]):
+                    is_part = len(piece.content) < len(texts[piece.source])
+                    if is_part and piece.source not in cut:
                         cut.add(piece.source)
-                        if len(encoded[piece.source]) > max_tokens:
-                            if not truncate:
-                                raise _too_many("the text has", max_tokens)
-                            full.add(piece.source)
+                        encoded[piece.source].extend(before)
+                    encoded[piece.source].extend(ids)
+                    total += len(ids)
+                    if is_part and len(encoded[piece.source]) > max_tokens:
+                        if not truncate:
+                            raise _too_many("the text has", max_tokens)
+                        full.add(piece.source)
                 if total > max_total:
                     raise _too_many("the texts together have", max_total)
-            for index in cut if add_special_tokens else ():
-                encoded[index] = self._tokenizer.with_special_ids(encoded[index])
-            if truncate:
-                encoded = [ids[:max_tokens] for ids in encoded]
+            for index in cut:
+                encoded[index].extend(after)
+            return [ids[:max_tokens] for ids in encoded] if truncate else list(encoded)
         finally:
-            if num_chars > _TRIM_CHARS:
-                self._trim()
-        return encoded
+            if num_chars > _FEW_CHARS:
+                self._memory.freed(num_chars)
 
     async def decode(self, lists: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         """The text of each list of ids."""
@@ -89,8 +97,8 @@ class TokenizePool:
             if num_ids <= _INLINE_IDS and len(lists) <= _INLINE_TEXTS:
                 return self._tokenizer.decode_batch(ids, skip_special_tokens)
             texts += await self._run(self._tokenizer.decode_batch, ids, skip_special_tokens)
-        if num_ids > _TRIM_CHARS // 4:
-            self._trim()
+        if num_ids > _PIECE_IDS:
+            self._memory.freed(8 * num_ids)
         return texts
 
     def close(self) -> None:
@@ -108,10 +116,6 @@ class TokenizePool:
             if self._closed and task is not None and not task.cancelling():
                 raise _closing() from None  # the piece was cancelled, not its caller
             raise
-
-    def _trim(self) -> None:
-        if not self._closed:
-            self._threads.submit(trim_memory)
 
     def _encode(self, group: Sequence[_Piece[str]]) -> list[list[int]]:
         try:
@@ -174,3 +178,27 @@ def trim_memory() -> None:
     """Give free memory of the C library back to the system. It keeps that otherwise, gigabytes of it in each thread."""
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+class FreedMemory:
+    """Decides when :func:`trim_memory` is worth its milliseconds: a second after 8 MiB have been freed, four seconds
+    after less, and not more often. Lives on one event loop."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0  # freed since the last trim
+        self._timer: asyncio.TimerHandle | None = None
+
+    def freed(self, num_bytes: int) -> None:
+        """So much has been freed, or is about to be."""
+        self._num_bytes += num_bytes
+        loop = asyncio.get_running_loop()
+        when = loop.time() + (_TRIM_SOON_S if self._num_bytes >= _TRIM_BYTES else _TRIM_LATER_S)
+        if self._timer is not None:
+            if self._timer.when() <= when:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(when, self._trim)
+
+    def _trim(self) -> None:
+        self._num_bytes, self._timer = 0, None
+        asyncio.get_running_loop().run_in_executor(None, trim_memory)

@@ -39,7 +39,8 @@ class Tokenizer:
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.max_token_chars = most_chars_per_token(backend)
         self._cut = cut_pattern(backend)
-        self._around = self._special_ids_around()
+        #: The special tokens that ``add_special_tokens`` puts before and after a text.
+        self.special_ids_around = self._find_special_ids_around()
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -75,12 +76,7 @@ class Tokenizer:
                 break
         yield text[start:]
 
-    def with_special_ids(self, ids: list[int]) -> list[int]:
-        """The ids of a text with the special tokens that ``add_special_tokens`` puts around it."""
-        before, after = self._around
-        return [*before, *ids, *after] if before or after else ids
-
-    def _special_ids_around(self) -> tuple[list[int], list[int]]:
+    def _find_special_ids_around(self) -> tuple[list[int], list[int]]:
         inner = self.backend.encode("a", add_special_tokens=False).ids
         outer = self.backend.encode("a", add_special_tokens=True).ids
         for start in range(len(outer) - len(inner) + 1 if inner else 0):

@@ -199,9 +199,10 @@ class TokenizerManager:
         """Requests in flight, waiting ones included."""
         return len(self._table)
 
-    async def tokenize(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text, off the event loop where that pays. Raises RequestError without a tokenizer, and for
-        too many texts or tokens."""
+    async def tokenize(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Sequence[int]]:
+        """Token ids of each text as a list or, of long texts, an array; off the event loop where that pays.
+
+        Raises RequestError without a tokenizer, and for too many texts or tokens."""
         check_num_requests(len(texts), 1)
         most = max(MAX_TOKENIZE_TOKENS, self.config.context_length)
         return await self._texts().encode(texts, add_special_tokens, most, most)
@@ -238,7 +239,7 @@ class TokenizerManager:
     async def _prompt_ids(self, inputs: Sequence[GenerateInput], limits: SchedulerReady) -> list[list[int]]:
         """The token ids of all prompts; those of one prompt's samples are tokenised once."""
         most = max(MAX_BODY_TOKENS, limits.context_length)
-        tokenised: dict[int, list[int]] = {}
+        tokenised: dict[int, Sequence[int]] = {}
         for special in (True, False):
             texts = {
                 id(i.text): i.text for i in inputs if i.text is not None and i.add_special_tokens is special
@@ -246,10 +247,10 @@ class TokenizerManager:
             if texts:
                 encode = self._texts().encode
                 longest, truncate = limits.max_req_input_len, self.config.allow_auto_truncate
-                ids = await encode(list(texts.values()), special, longest, most, truncate)
-                tokenised.update(zip(texts, ids, strict=True))
+                encoded = await encode(list(texts.values()), special, longest, most, truncate)
+                tokenised.update(zip(texts, map(_id_list, encoded), strict=True))
         prompts = [
-            _id_list(inp.input_ids or ()) if inp.text is None else tokenised[id(inp.text)] for inp in inputs
+            _id_list((inp.input_ids or ()) if inp.text is None else tokenised[id(inp.text)]) for inp in inputs
         ]
         total = sum(map(len, prompts))
         if total > most:
