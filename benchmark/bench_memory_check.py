@@ -32,8 +32,7 @@ from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step_order import StepOrder
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.scheduler.flight_recorder import FlightRecorder
-from fenceline.scheduler.interfaces import InFlight
-from fenceline.scheduler.scheduler import Scheduler
+from fenceline.scheduler.scheduler import InFlight, Scheduler
 
 
 class NullModel:

@@ -27,11 +27,15 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import BatchTokenOut, Message, TokenizedGenerateReq, encode
 from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.memory_order import LeasePool, Point, open_device
-from fenceline.model_executor.forward_result import StepOutput
-from fenceline.model_executor.schedule_batch import DecodeBatch, ScheduleBatch
+from fenceline.model_executor.step import (
+    Completions,
+    DecodeBatch,
+    ScheduleBatch,
+    StepOutput,
+    drain_completions,
+)
 from fenceline.sampling.sampling_params import SamplingParams
-from fenceline.scheduler.interfaces import InFlight
-from fenceline.scheduler.scheduler import Scheduler
+from fenceline.scheduler.scheduler import InFlight, Scheduler
 
 _TOKEN = 42
 _BLOCK = 16  # steps of one scheduler before it is the other's turn: noise of the machine lasts longer
@@ -65,6 +69,9 @@ class NullWorker:
         self.hicache = None
         self.storage = None
         self._forward = self.device.forward
+
+    def completions(self, awaited: NullResult | None) -> Completions:
+        return drain_completions(None, None, awaited)
 
     def launch(self, batch: ScheduleBatch) -> NullResult:
         if isinstance(batch, DecodeBatch):

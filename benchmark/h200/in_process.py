@@ -24,9 +24,8 @@ from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
 from fenceline.model_executor.decode_runner import DecodeRunner
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.sampling.sampling_params import SamplingParams
-from fenceline.scheduler.interfaces import InFlight
 from fenceline.scheduler.process import ZmqOutbox
-from fenceline.scheduler.scheduler import Scheduler
+from fenceline.scheduler.scheduler import InFlight, Scheduler
 
 _VOCAB = 151643
 

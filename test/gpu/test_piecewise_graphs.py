@@ -14,10 +14,9 @@ from step_traces import FULL, PLAIN, TraceShape, random_trace
 from trace_runner import check_same, clear, first_difference, make_runner, play
 
 from fenceline.memory_order import Device, open_device
-from fenceline.model_executor.forward_result import StepOutput
 from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.schedule_batch import ExtendBatch, ScheduleBatch
+from fenceline.model_executor.step import ExtendBatch, ScheduleBatch, StepOutput
 
 pytestmark = pytest.mark.gpu
 

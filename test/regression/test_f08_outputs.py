@@ -18,7 +18,7 @@ from step_traces import random_trace, steady_trace
 from trace_runner import first_difference, make_runner, play
 
 from fenceline.memory_order import LeaseError, open_device
-from fenceline.model_executor.schedule_batch import DecodeBatch
+from fenceline.model_executor.step import DecodeBatch
 
 
 @kinds

@@ -14,7 +14,7 @@ from trace_runner import play
 from fenceline.memory_order import Role
 from fenceline.model_executor.decode_step import plan_arrays
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.schedule_batch import DecodeBatch, ScheduleBatch
+from fenceline.model_executor.step import DecodeBatch, ScheduleBatch
 from fenceline.sampling.sampling_batch import sampling_arrays
 
 NUM_STEPS = {"cpu": 200, "cuda": 4000}

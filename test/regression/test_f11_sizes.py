@@ -18,7 +18,7 @@ from guarded_runs import (
 from step_traces import PLAIN, TraceMaker, TraceReq
 from trace_runner import play
 
-from fenceline.model_executor.schedule_batch import ScheduleBatch
+from fenceline.model_executor.step import ScheduleBatch
 
 NUM_ROWS = 40
 BATCHES = (1, 2, 3, 4, 5, 7, 8, 9, 17, 40)  # graphs are captured for 1, 2, 4 and 8

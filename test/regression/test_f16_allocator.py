@@ -17,7 +17,7 @@ from step_traces import random_trace
 from trace_runner import first_difference, make_runner, play
 
 from fenceline.memory_order import InputRing, open_device
-from fenceline.model_executor.schedule_batch import ScheduleBatch
+from fenceline.model_executor.step import ScheduleBatch
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from trace_runner import first_difference, make_runner, play
 
 from fenceline.memory_order import Device, Graph, GraphPool, open_device
 from fenceline.memory_order.cuda import CudaGraph
-from fenceline.model_executor.forward_result import ForwardResult, StepOutput
+from fenceline.model_executor.step import ForwardResult, StepOutput
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ from trace_runner import live_memory, make_runner, play
 
 from fenceline.memory_order import arena, open_device
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.schedule_batch import ScheduleBatch
+from fenceline.model_executor.step import ScheduleBatch
 
 NUM_ROWS = 12
 

@@ -18,9 +18,8 @@ from trace_runner import check_same, first_difference, make_runner, play, same_t
 
 from fenceline.memory_order import Device, Graph, GraphPool, Point, open_device
 from fenceline.memory_order.cuda import CudaDevice, CudaStream
-from fenceline.model_executor.forward_result import StepOutput
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.schedule_batch import ScheduleBatch
+from fenceline.model_executor.step import ScheduleBatch, StepOutput
 
 SPIN_CYCLES = (
     20_000_000  # of the device's clock, about 10 ms: longer than the host takes to launch the next step

@@ -10,9 +10,15 @@ from trace_runner import make_runner
 
 from fenceline.mem_cache.host.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, Points
-from fenceline.model_executor.forward_result import ForwardResult, StepOutput
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, ExtendSeq, PageWrites
+from fenceline.model_executor.step import (
+    DecodeBatch,
+    ExtendBatch,
+    ExtendSeq,
+    ForwardResult,
+    PageWrites,
+    StepOutput,
+)
 from fenceline.sampling.sampling_batch import ReqSampling
 
 PAGE = 16

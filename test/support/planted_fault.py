@@ -20,7 +20,7 @@ NO_SUCH_PAGE = (1 << 31) - 1
 def run_planted_scheduler(config: EngineConfig, ports: PortArgs) -> None:
     """The scheduler process' entry."""
     from fenceline.model_executor.model_runner import ModelRunner
-    from fenceline.model_executor.schedule_batch import DecodeBatch
+    from fenceline.model_executor.step import DecodeBatch
     from fenceline.scheduler.process import run_scheduler_process
 
     launch_decode = ModelRunner._launch_decode

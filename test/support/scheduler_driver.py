@@ -25,9 +25,9 @@ from fenceline.ipc.io_struct import (
 )
 from fenceline.memory_order import open_device
 from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.model_executor.step import Worker
 from fenceline.sampling.sampling_params import SamplingParams
-from fenceline.scheduler.interfaces import InFlight, Worker
-from fenceline.scheduler.scheduler import Scheduler
+from fenceline.scheduler.scheduler import InFlight, Scheduler
 
 
 @dataclass

@@ -12,7 +12,7 @@ from random import Random
 import numpy as np
 
 from fenceline.memory_order import Points
-from fenceline.model_executor.schedule_batch import (
+from fenceline.model_executor.step import (
     DecodeBatch,
     ExtendBatch,
     ExtendSeq,

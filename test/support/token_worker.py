@@ -22,8 +22,16 @@ from fenceline.mem_cache.host.transfer import Ticket, TransferKind
 from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.memory_order import LeasePool, Point, Points, Stream, open_device
 from fenceline.memory_order.edges import StreamName
-from fenceline.model_executor.forward_result import LogprobValues, StepOutput
-from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, PageWrites, ScheduleBatch
+from fenceline.model_executor.step import (
+    Completions,
+    DecodeBatch,
+    ExtendBatch,
+    LogprobValues,
+    PageWrites,
+    ScheduleBatch,
+    StepOutput,
+    drain_completions,
+)
 from fenceline.sampling.sampling_batch import ReqSampling
 
 VOCAB_SIZE = 211
@@ -123,6 +131,9 @@ class TokenWorker:
         self.slots = np.full((num_pages + 1) * page_size, -1, dtype=np.int64)
         self._queue: deque[TokenResult] = deque()
         self._composition: tuple[int, np.ndarray, np.ndarray] | None = None
+
+    def completions(self, awaited: TokenResult | None) -> Completions:
+        return drain_completions(self.hicache, self.storage, awaited)
 
     def launch(self, batch: ScheduleBatch) -> TokenResult:
         self.num_steps += 1

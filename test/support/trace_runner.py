@@ -22,9 +22,8 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.layers.context import torch_context
 from fenceline.layers.shard import Shard
 from fenceline.memory_order import Device
-from fenceline.model_executor.forward_result import ForwardResult, LogprobValues, StepOutput
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.schedule_batch import DecodeBatch, ScheduleBatch
+from fenceline.model_executor.step import DecodeBatch, ForwardResult, LogprobValues, ScheduleBatch, StepOutput
 from fenceline.models.registry import make_model
 
 MODEL = {

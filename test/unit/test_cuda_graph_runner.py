@@ -26,7 +26,7 @@ from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
 from fenceline.model_executor.decode_runner import RepairError
 from fenceline.model_executor.graph_runner import GraphMismatch
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.schedule_batch import DecodeBatch
+from fenceline.model_executor.step import DecodeBatch
 from fenceline.vgpu.proving.steps import Loop, make_config
 from fenceline.vgpu.proving.workloads import WORKLOADS
 

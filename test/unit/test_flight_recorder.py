@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scheduler_driver import Driver, make_driver, request
+from scheduler_driver import Driver, make_driver, make_tiered_driver, request
+from token_worker import TokenWorker
 
 from fenceline.config.errors import ConfigError
 from fenceline.config.resolve import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import AbortReq, ControlReply, FlightRecorderReq
-from fenceline.model_executor.schedule_batch import DecodeBatch
+from fenceline.model_executor.step import DecodeBatch
 from fenceline.scheduler.flight_dump import OFF, dump_and_log, dump_json, write_dump
 
 PROMPT = [171, 172, 173, 174, 175, 176, 177, 178, 179]
@@ -138,6 +139,36 @@ def test_departures_say_why_and_what_was_held() -> None:
     assert why["stops"] == ["stop"] and why["leaves"] == ["abort"] and "never" not in why
     leased = sum(len(step["page_writes"]["pages"]) for step in record["steps"] if step["page_writes"])
     assert leased == sum(len(event["pages"]) for event in events(record, "retire_pages")), "nothing is cached"
+
+
+def test_what_a_turn_learns_is_one_value_that_is_recorded() -> None:
+    """Results of a prompt that had arrived, and transfers that had ended, are told with the step that came after; a
+    turn that learns nothing records nothing."""
+    driver = make_tiered_driver(num_pages=40, hicache_write_policy="write_through")
+    assert isinstance(driver.worker, TokenWorker)
+    asked: list[bool] = []
+    driver.worker.is_quick = lambda: bool(asked.append(True)) or len(asked) == 2
+    drains: list[int] = []
+    completions = driver.worker.completions
+    driver.worker.completions = lambda awaited: drains.append(len(asked)) or completions(awaited)
+    for index in range(2):  # the first prompt's results are late, the second one's have arrived
+        driver.send(request(f"r{index}", [index + 1] * 9, max_new_tokens=6, ignore_eos=True))
+        num_turns = len(drains)
+        while driver.pending or driver.scheduler.reqs or driver.flight is not None:
+            driver.step()
+            num_turns += 1
+            assert len(drains) == num_turns, "once a turn"
+    assert len(asked) == 2, "a prompt's results are asked for once, a decode step's not at all"
+    record = dump(driver)
+    told = events(record, "completions")
+    assert [event["results_arrived"] for event in told].count(True) == 1
+    ended = [transfer for event in told for transfer in event["transfers"]]
+    assert sorted(id for _, id, _ in ended) == list(range(1, len(ended) + 1)) and ended, "each once"
+    assert {kind for kind, _, _ in ended} == {"store"}
+    assert all(event["results_arrived"] or event["transfers"] for event in told)
+    arrived = [s for s in record["steps"] for e in s["events"] if e["event"] == "completions"]
+    late = [s["in_flight"] for s in arrived if any(e.get("results_arrived") for e in s["events"])]
+    assert late == [0], "published before the next launch"
 
 
 def test_live_requests_are_told_with_their_pages() -> None:

@@ -18,7 +18,7 @@ from fenceline.memory_order.cpu import CpuGraph
 from fenceline.model_executor.graph_runner import GraphMismatch
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
-from fenceline.model_executor.schedule_batch import ExtendBatch, ScheduleBatch
+from fenceline.model_executor.step import ExtendBatch, ScheduleBatch
 
 SIZES = (4, 16, 40)
 SHAPE = TraceShape(

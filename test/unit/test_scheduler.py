@@ -25,7 +25,7 @@ from fenceline.ipc.io_struct import (
     TickReq,
     TokenizedGenerateReq,
 )
-from fenceline.model_executor.schedule_batch import ExtendBatch, ScheduleBatch
+from fenceline.model_executor.step import ExtendBatch, ScheduleBatch
 from fenceline.scheduler.schedule_policy import order_waiting
 
 

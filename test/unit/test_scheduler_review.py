@@ -29,7 +29,7 @@ from fenceline.ipc.io_struct import (
 from fenceline.memory_order.checker import OrderError
 from fenceline.memory_order.edges import Hazard
 from fenceline.memory_order.lease import LeaseError
-from fenceline.model_executor.schedule_batch import DecodeBatch
+from fenceline.model_executor.step import DecodeBatch
 from fenceline.scheduler import control as scheduler_control
 from fenceline.scheduler.control import StepProfiler
 from fenceline.scheduler.request_memory import RequestMemory
@@ -351,7 +351,7 @@ def test_a_profile_that_ends_by_itself_and_fails_does_not_end_the_scheduler(
     driver = make_driver()
     driver.send(ProfileReq(id="p", action="start", num_steps=2))
     driver.step()
-    profile = driver.scheduler.control._profiler._profile
+    profile = driver.scheduler.control.profiler._profile
     assert profile is not None
     monkeypatch.setattr(profile, "export_chrome_trace", raiser(MemoryError()))
     req = request("a", [1, 2], max_new_tokens=5, ignore_eos=True)

@@ -8,12 +8,12 @@ import numpy as np
 from scheduler_driver import Driver, assert_right, make_tiered_driver, request
 
 from fenceline.memory_order import Points
-from fenceline.model_executor.schedule_batch import DecodeBatch, PageWrites
+from fenceline.model_executor.step import DecodeBatch, PageWrites
 from fenceline.scheduler.req import Req
 
 
 def recomputes(driver: Driver) -> dict[str, int]:
-    state = driver.scheduler.stats.state(driver.scheduler).hicache
+    state = driver.scheduler.state().hicache
     assert state is not None
     return state.recomputes
 

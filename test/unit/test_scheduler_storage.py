@@ -63,7 +63,7 @@ def settle(driver: Driver) -> None:
 
 
 def state(driver: Driver) -> HiCacheState:
-    found = driver.scheduler.stats.state(driver.scheduler).hicache
+    found = driver.scheduler.state().hicache
     assert found is not None
     return found
 

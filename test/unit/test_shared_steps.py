@@ -14,8 +14,7 @@ from scheduler_driver import Driver, assert_right, make_driver, request
 import fenceline
 from fenceline.config.resolve import resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.model_executor.forward_result import ForwardResult
-from fenceline.model_executor.schedule_batch import ExtendBatch, ScheduleBatch
+from fenceline.model_executor.step import ExtendBatch, ForwardResult, ScheduleBatch
 from fenceline.scheduler.schedule_policy import StepSharing, num_waiting_tokens
 
 

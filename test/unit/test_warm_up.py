@@ -8,7 +8,7 @@ from scheduler_driver import answers, make_model_driver, request
 
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.schedule_batch import ExtendBatch
+from fenceline.model_executor.step import ExtendBatch
 from fenceline.model_executor.warm_up import warm_up
 
 torch.set_num_threads(1)

@@ -16,9 +16,8 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.mem_cache.host.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, Points, open_device
 from fenceline.memory_order.edges import HOST_PAGE_REUSE, PAGE_EDGES
-from fenceline.model_executor.forward_result import ForwardResult
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, ExtendSeq, PageWrites
+from fenceline.model_executor.step import DecodeBatch, ExtendBatch, ExtendSeq, ForwardResult, PageWrites
 from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.vgpu import VgpuDevice, VirtualGpu

@@ -13,7 +13,7 @@ import torch
 
 from fenceline.memory_order import Points, open_device
 from fenceline.memory_order.edges import HOST_AFTER_FORWARD, RING_EDGES
-from fenceline.model_executor.schedule_batch import DecodeBatch
+from fenceline.model_executor.step import DecodeBatch
 from fenceline.scheduler.flight_dump import dump_json
 from fenceline.vgpu.proving.decisions import Decision, Transfer, execute, num_steps
 from fenceline.vgpu.proving.everything import EVERYTHING
@@ -136,7 +136,8 @@ def test_a_huge_pool_is_replayed_with_the_pages_in_use(tmp_path: Path) -> None:
         for seq in step.get("seqs", ()):
             seq["out_slots"] = [slot + far * size for slot in seq["out_slots"]]
         for event in step["events"]:
-            event["pages"] = [page + far for page in event["pages"]]
+            if "pages" in event:
+                event["pages"] = [page + far for page in event["pages"]]
     recording = read_recording(edited(path, steps=record["steps"], num_pages=2 * far))
     assert recording.num_pages < 100 and recording.recorded_pages == 2 * far
     assert replay(recording, seed=0).verdict is None
@@ -151,6 +152,21 @@ def test_a_page_used_after_it_was_retired_is_told(tmp_path: Path, capsys: pytest
     assert main([str(edited(path, steps=steps)), "--seeds", "1"]) == 1
     out = capsys.readouterr().out
     assert f"in the recording itself: step {at}: " in out and "which are retired" in out
+
+
+def test_a_launch_before_results_that_had_arrived_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """First tokens are published before the next launch: a recording in which they were not says so."""
+    path = dump(run("mixed"), tmp_path)
+    steps = json.loads(path.read_text())["steps"]
+    found = [i for i, s in enumerate(steps) for e in s["events"] if e["event"] == "completions"]
+    late = [i for i in found if steps[i]["in_flight"]]
+    assert found and not late and read_recording(path).problems == ()
+    steps[found[0]]["in_flight"] = 1
+    assert main([str(edited(path, steps=steps)), "--seeds", "1"]) == 1
+    told = f"in the recording itself: step {found[0]}: launched before the results that had arrived"
+    assert told in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["conversations", "offload"])

@@ -18,6 +18,7 @@ from fenceline.config.hicache import HiCacheConfig
 from fenceline.mem_cache.host.cache_controller import TransferCounts
 from fenceline.mem_cache.host.transfer import PageMove, Ticket, TransferKind
 from fenceline.mem_cache.storage.make import Storage
+from fenceline.mem_cache.storage.prefetch import Ack
 from fenceline.mem_cache.storage.tier import StorageTier
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import MatchResult, TreeNode
@@ -230,12 +231,12 @@ class HierarchicalCache:
         num_jobs = 0 if self.storage is None else self.storage.num_outstanding
         return self._transfers.num_in_flight + num_jobs
 
-    def drain_acks(self) -> None:
-        """Take in which transfers have ended. Every step, whatever the step is (F6)."""
-        for ticket in self._transfers.drain_acks():
+    def complete(self, transfers: Sequence[Ticket], storage: Sequence[Ack]) -> None:
+        """Take in which transfers have ended and what storage's workers have done. Every step, whatever it is (F6)."""
+        for ticket in transfers:
             self.tree.finish(ticket)
         if self.storage is not None:
-            self.storage.drain()
+            self.storage.complete(storage)
 
     def close(self) -> None:
         """End the storage's workers."""

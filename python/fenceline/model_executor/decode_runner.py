@@ -16,7 +16,7 @@ from fenceline.memory_order import Device, comparison
 from fenceline.memory_order.guards import SAME_COMPOSITION
 from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
 from fenceline.model_executor.decode_step import Arrays, DecodeStep, plan_arrays
-from fenceline.model_executor.schedule_batch import DecodeBatch
+from fenceline.model_executor.step import DecodeBatch
 from fenceline.sampling.sampling_batch import SamplingBatch, sampling_arrays
 
 Views = Mapping[str, torch.Tensor]

@@ -20,7 +20,7 @@ from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.memory_order import Arena, ArenaField, Device, Role
 from fenceline.memory_order.guards import SINK
 from fenceline.model_executor.kernels.decode_prologue import decode_prologue
-from fenceline.model_executor.schedule_batch import DecodeBatch
+from fenceline.model_executor.step import DecodeBatch
 from fenceline.models.decoder import CausalLM
 from fenceline.sampling.kernels.sample import sample_tokens
 

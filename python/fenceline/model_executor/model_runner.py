@@ -31,12 +31,19 @@ from fenceline.memory_order.guards import STARTUP_STOP
 from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
 from fenceline.model_executor.decode_runner import DecodeRunner
 from fenceline.model_executor.decode_step import DecodeStep
-from fenceline.model_executor.forward_result import ForwardResult
 from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.hicache import make_cache_controller
 from fenceline.model_executor.memory import check_row_bytes, num_kv_pages
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
-from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, ExtendSeq, ScheduleBatch
+from fenceline.model_executor.step import (
+    Completions,
+    DecodeBatch,
+    ExtendBatch,
+    ExtendSeq,
+    ForwardResult,
+    ScheduleBatch,
+    drain_completions,
+)
 from fenceline.model_executor.step_order import StepOrder
 from fenceline.model_executor.warm_up import warm_up
 from fenceline.models.loader import load_model
@@ -173,6 +180,10 @@ class ModelRunner:
     def prefill_graph_stats(self) -> GraphStats | None:
         """Counts of prefill steps replayed in pieces, None without such graphs."""
         return None if self.prefill_graphs is None else self.prefill_graphs.stats
+
+    def completions(self, awaited: ForwardResult | None) -> Completions:
+        """What has ended since the last call; see ``Worker``. Asks the device, once a step."""
+        return drain_completions(self.hicache, self.storage, awaited)
 
     @torch.inference_mode()
     def launch(self, batch: ScheduleBatch) -> ForwardResult:

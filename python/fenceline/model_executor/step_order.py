@@ -9,7 +9,7 @@ from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.memory_order import OrderChecker
 from fenceline.memory_order.checker import Operation
 from fenceline.memory_order.edges import StreamName
-from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, PageWrites
+from fenceline.model_executor.step import DecodeBatch, ExtendBatch, PageWrites
 
 
 class StepOrder:

@@ -15,8 +15,7 @@ import torch
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.memory_order import Device, Points
-from fenceline.model_executor.forward_result import ForwardResult
-from fenceline.model_executor.schedule_batch import ExtendBatch, ExtendSeq, PageWrites
+from fenceline.model_executor.step import ExtendBatch, ExtendSeq, ForwardResult, PageWrites
 from fenceline.sampling.sampler import Sampler
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams

@@ -1,4 +1,4 @@
-"""SchedulerControl: what the scheduler does on request beside serving: flush, pause, profile, tell its state."""
+"""SchedulerControl: how control messages are answered, and what of them only observes: profiles, dumps, the state."""
 
 from __future__ import annotations
 
@@ -7,159 +7,101 @@ import os
 import re
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from fenceline.ipc.io_struct import (
-    AbortReq,
-    CancelFlushReq,
-    ContinueGenerationReq,
     ControlReply,
     FlightRecorderReq,
-    FlushCacheReq,
     GetInternalStateReq,
+    InternalState,
     Message,
-    PauseGenerationReq,
     ProfileReq,
-    ShutdownReq,
 )
 from fenceline.scheduler.flight_dump import OFF, dump_json, write_dump
-
-if TYPE_CHECKING:
-    from fenceline.scheduler.interfaces import Outbox
-    from fenceline.scheduler.scheduler import Scheduler
+from fenceline.scheduler.flight_recorder import FlightRecorder
 
 logger = logging.getLogger(__name__)
 
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _MAX_FOLDER_DEPTH = 4
 _MAX_REPLY_CHARS = 1000
-# What these go wrong about says nothing of requests and memory, which they do not touch.
-_OBSERVERS = (ProfileReq, FlightRecorderReq, GetInternalStateReq)
 
 
 class SchedulerControl:
-    """Answers control messages; each is handled between two steps."""
+    """Answers control messages. Those that only observe are carried out here; those that change requests or memory are
+    the scheduler's, which has them answered by :meth:`answer`."""
 
-    def __init__(self, scheduler: Scheduler, outbox: Outbox) -> None:
-        self._scheduler = scheduler
-        self._outbox = outbox
-        self._profiler = StepProfiler(scheduler.config.torch_profiler_dir)
-        self._flushes: list[FlushCacheReq] = []  # that wait for the last request to leave
+    def __init__(
+        self, recorder: FlightRecorder, torch_profiler_dir: str | None, send: Callable[[Message], None]
+    ) -> None:
+        """``send``: to the front end."""
+        self.profiler = StepProfiler(torch_profiler_dir)
+        self._recorder = recorder
+        self._send = send
 
-    def handle(self, message: Message) -> None:
-        """Carry out one control message and answer it, with ``success`` False if that fails.
+    def answer(self, id: str, carry_out: Callable[[], tuple[bool, str]]) -> None:
+        """Carry out something that changes requests or memory, and tell whether it succeeded, with a text.
 
-        Whatever goes wrong with a message that only observes is its sender's affair. A message that changes requests or
-        memory may fail for want of files and for wrong values; any other exception there (an assertion, a lease given
-        up twice, an OrderError) means that the books can no longer be trusted, and ends the scheduler.
+        It may fail for want of files and for wrong values. Any other exception (an assertion, a lease given up twice,
+        an OrderError) means that the books can no longer be trusted, and ends the scheduler.
         """
         try:
-            self._carry_out(message)
-        except Exception as error:
-            if not isinstance(message, _OBSERVERS) and not isinstance(error, (OSError, ValueError)):
-                raise
-            logger.exception("%s failed", type(message).__name__)
-            id = getattr(message, "id", None)
-            if id is not None:
-                self._reply(id, False, f"failed: {type(error).__name__}: {error}"[:_MAX_REPLY_CHARS])
+            success, text = carry_out()
+        except (OSError, ValueError) as error:
+            self._failed(id, error)
+        else:
+            self._send(ControlReply(id=id, success=success, message=text))
 
-    def _carry_out(self, message: Message) -> None:
-        match message:
-            case FlushCacheReq():
-                if message.wait and self._scheduler.reqs:
-                    self._flushes.append(message)
-                else:
-                    self._reply(message.id, *self._flush(message.storage))
-            case CancelFlushReq():
-                for flush in [flush for flush in self._flushes if flush.id == message.id]:
-                    self._flushes.remove(flush)
-                    self._reply(flush.id, *self._flush(flush.storage))
-            case PauseGenerationReq():
-                self._reply(message.id, *self._pause(message.mode))
-            case ContinueGenerationReq():
-                self._scheduler.paused = False
-                self._reply(message.id, True, "generation continues")
-            case ProfileReq():
-                self._reply(message.id, *self._profile(message))
-            case FlightRecorderReq():
-                self._outbox.to_tokenizer(self._flight_recorder(message))
-            case GetInternalStateReq():
-                state = self._scheduler.stats.state(self._scheduler)
-                self._outbox.to_tokenizer(ControlReply(id=message.id, success=True, state=state))
-            case ShutdownReq():
-                self._shutdown(message.drain)
-            case _:
-                raise AssertionError(f"the scheduler does not take a {type(message).__name__}")
+    def observe(
+        self,
+        message: ProfileReq | FlightRecorderReq | GetInternalStateReq,
+        state: Callable[[], InternalState],
+    ) -> None:
+        """Carry out a message that only observes; whatever goes wrong with it is its sender's affair.
 
-    def after_step(self) -> None:
-        """Count a step for a profile that was asked for by number of steps."""
-        self._profiler.step()
-
-    def when_idle(self) -> None:
-        """No request is left: flush where somebody has waited for that."""
-        flushes, self._flushes = self._flushes, []
-        for flush in flushes:
-            self.handle(msgspec.structs.replace(flush, wait=False))
-
-    def _flush(self, storage: bool) -> tuple[bool, str]:
-        scheduler = self._scheduler
-        scheduler.retire_departed()  # requests aborted by the messages just before still lock their prefixes
-        if scheduler.reqs:
-            return False, f"cache not flushed: {len(scheduler.reqs)} requests are pending"
+        ``state``: how things stand, asked for if the message wants to know.
+        """
         try:
-            num_pages = scheduler.memory.flush(storage)
-        except ValueError as error:
-            return False, f"cache not flushed: {error}"
-        return True, f"cache flushed: {num_pages} pages are free again"
+            match message:
+                case ProfileReq():
+                    success, text = self._profile(message)
+                    reply = ControlReply(id=message.id, success=success, message=text)
+                case FlightRecorderReq():
+                    reply = self._flight_recorder(message)
+                case GetInternalStateReq():
+                    reply = ControlReply(id=message.id, success=True, state=state())
+        except Exception as error:
+            self._failed(message.id, error)
+        else:
+            self._send(reply)
 
-    def _pause(self, mode: str) -> tuple[bool, str]:
-        scheduler = self._scheduler
-        if mode not in ("abort", "retract", "in_place"):
-            return False, f"unknown mode {mode!r}: use abort, retract or in_place"
-        if scheduler.draining:
-            return False, "the server is shutting down: its last requests must be allowed to end"
-        scheduler.paused = True
-        if mode == "abort":
-            scheduler.abort(AbortReq(abort_all=True))
-        elif mode == "retract":
-            # Newest first: each goes to the head of the queue, so they resume in their old order.
-            for req in [r for r in reversed(list(scheduler.reqs.values())) if r.row]:
-                scheduler.retract(req)
-        return True, f"paused ({mode}); /continue_generation resumes"
+    def _failed(self, id: str, error: Exception) -> None:
+        logger.exception("a control message failed")
+        text = f"failed: {type(error).__name__}: {error}"[:_MAX_REPLY_CHARS]
+        self._send(ControlReply(id=id, success=False, message=text))
 
     def _profile(self, message: ProfileReq) -> tuple[bool, str]:
         if message.action == "start":
-            return self._profiler.start(message.output_dir or "", message.num_steps)
+            return self.profiler.start(message.output_dir or "", message.num_steps)
         if message.action == "stop":
-            return self._profiler.stop()
+            return self.profiler.stop()
         return False, f"unknown action {message.action!r}: use start or stop"
 
     def _flight_recorder(self, message: FlightRecorderReq) -> ControlReply:
-        recorder = self._scheduler.recorder
-        if not recorder.enabled:
+        if not self._recorder.enabled:
             return ControlReply(id=message.id, success=False, message=OFF)
         if not message.write:
-            return ControlReply(id=message.id, success=True, payload=dump_json(recorder, "request"))
+            return ControlReply(id=message.id, success=True, payload=dump_json(self._recorder, "request"))
         try:
-            path = write_dump(recorder, "request")
+            path = write_dump(self._recorder, "request")
         except OSError as error:
             return ControlReply(
                 id=message.id, success=False, message=f"the dump could not be written: {error}"
             )
         return ControlReply(id=message.id, success=True, message=str(path))
-
-    def _shutdown(self, drain: bool) -> None:
-        self._scheduler.draining = True
-        self._scheduler.paused = False
-        if not drain:
-            self._scheduler.abort(AbortReq(abort_all=True))
-
-    def _reply(self, id: str, success: bool, message: str) -> None:
-        self._outbox.to_tokenizer(ControlReply(id=id, success=success, message=message))
 
 
 def trace_folder(root: str | None, output_dir: str) -> list[str]:
@@ -183,7 +125,7 @@ class StepProfiler:
         self._root = root
         self._profile: torch.profiler.profile | None = None
         self._path = ""
-        self._steps_left: int | None = None
+        self.steps_left: int | None = None  # until the trace ends by itself, None if it does not
 
     def start(self, output_dir: str, num_steps: int | None) -> tuple[bool, str]:
         """Begin a trace below the folder for traces; with ``num_steps`` it ends by itself."""
@@ -205,15 +147,14 @@ class StepProfiler:
         profile = torch.profiler.profile(activities=activities)
         profile.start()
         self._path = str(folder / f"fenceline-{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}.trace.json")
-        self._profile, self._steps_left = profile, num_steps
+        self._profile, self.steps_left = profile, num_steps
         return True, f"profiling into {self._path}"
 
     def step(self) -> None:
-        """One step has been launched."""
-        if self._profile is None or self._steps_left is None:
-            return
-        self._steps_left -= 1
-        if self._steps_left <= 0:
+        """One of ``steps_left`` steps has been launched."""
+        assert self.steps_left is not None, "only a trace of so many steps counts them"
+        self.steps_left -= 1
+        if self.steps_left <= 0:
             _, message = self.stop()
             logger.info("%s", message)
 
@@ -221,7 +162,7 @@ class StepProfiler:
         """End the trace and write it."""
         if self._profile is None:
             return False, "no profile is running: start one first"
-        profile, self._profile = self._profile, None
+        profile, self._profile, self.steps_left = self._profile, None, None
         try:
             profile.stop()
             profile.export_chrome_trace(self._path)

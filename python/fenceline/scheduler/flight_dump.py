@@ -18,11 +18,12 @@ from pathlib import Path
 import orjson
 
 from fenceline.ipc.child_process import DUMP_SIGNAL
-from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendSeq, PageWrites
+from fenceline.model_executor.step import DecodeBatch, ExtendSeq, PageWrites
 from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.scheduler.flight_recorder import (
     WITHHELD,
     Departure,
+    Ended,
     Event,
     FlightRecorder,
     Serials,
@@ -202,6 +203,13 @@ def _event(event: Event) -> dict[str, object]:
             "pages": list(event.pages),
             "published_len": event.published_len,
             "after": _after(event.last_flight),
+        }
+    if isinstance(event, Ended):
+        return {
+            "event": "completions",
+            "transfers": event.transfers,
+            "storage": event.storage,
+            "results_arrived": event.results_arrived,
         }
     return {"event": "retire_pages", "pages": event.pages, "after": _after(event.after)}
 

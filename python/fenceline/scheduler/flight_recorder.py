@@ -19,9 +19,17 @@ import numpy as np
 import numpy.typing as npt
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.mem_cache.storage.prefetch import Ack, Fetched, Found, Written
 from fenceline.memory_order import Points
-from fenceline.model_executor.forward_result import ForwardResult, StepOutput
-from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendSeq, PageWrites, ScheduleBatch
+from fenceline.model_executor.step import (
+    Completions,
+    DecodeBatch,
+    ExtendSeq,
+    ForwardResult,
+    PageWrites,
+    ScheduleBatch,
+    StepOutput,
+)
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.request_memory import RequestMemory
 
@@ -56,7 +64,18 @@ class Retirement:
     after: Serials
 
 
-Event = Departure | Retirement
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Completions that a turn of the loop began with: ``transfers`` between the tiers that had ended (kind, id, pages);
+    ``storage``: what its workers had done (kind, handle, pages); and whether the step in flight had brought its
+    results, which were then published before the next launch."""
+
+    transfers: tuple[tuple[str, int, int], ...]
+    storage: tuple[tuple[str, int, int], ...]
+    results_arrived: bool
+
+
+Event = Departure | Retirement | Ended
 
 
 class StepRecord(NamedTuple):
@@ -152,6 +171,15 @@ class FlightRecorder:
         if self._awaited:
             self._awaited.popleft().append(out.next_tokens)
 
+    def completed(self, ended: Completions) -> None:
+        """A turn of the loop begins, and something had ended. Of tickets and prefetches only the numbers are kept."""
+        if self.enabled:
+            transfers = tuple(
+                [(ticket.kind.value, ticket.id, ticket.num_pages) for ticket in ended.transfers]
+            )
+            storage = tuple([_storage_ack(ack) for ack in ended.storage])
+            self._events.append(Ended(transfers, storage, ended.results_arrived))
+
     def departed(self, req: Req, why: str) -> None:
         """``req`` leaves and still holds its memory. Those that never had any are not recorded."""
         if req.row and self.enabled:
@@ -206,6 +234,17 @@ def _record(
     assert isinstance(run.batch, DecodeBatch), "a run goes on with decode steps"
     batch = replace(run.batch, seq_lens=run.batch.seq_lens + advanced, page_writes=PageWrites())
     return StepRecord(batch, run.rids, (), done, passed, in_flight, (), tokens)
+
+
+def _storage_ack(ack: Ack) -> tuple[str, int, int]:
+    kind = type(ack).__name__.lower()
+    match ack:
+        case Written():
+            return kind, ack.handle, ack.num_written
+        case Found() | Fetched():
+            return kind, ack.op.handle, ack.num_pages
+        case _:
+            return kind, ack.op.handle, 0
 
 
 def _serials(points: Points) -> Serials:

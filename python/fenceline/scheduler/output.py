@@ -11,7 +11,7 @@ from fenceline.ipc.io_struct import (
     TokenLogprobs,
     TokenOut,
 )
-from fenceline.model_executor.forward_result import LogprobValues
+from fenceline.model_executor.step import LogprobValues
 from fenceline.scheduler.req import LogprobLog, Req
 
 

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from fenceline.mem_cache.tree.radix_cache import TreeNode
 from fenceline.memory_order import Points
-from fenceline.model_executor.schedule_batch import ExtendBatch, ExtendSeq, PageWrites
-from fenceline.scheduler.req import Req
-from fenceline.scheduler.request_memory import Prefix, Remap, RequestMemory
+from fenceline.model_executor.step import ExtendBatch, ExtendSeq, PageWrites
+from fenceline.scheduler.req import Prefix, Req
+from fenceline.scheduler.request_memory import Remap, RequestMemory
 from fenceline.scheduler.schedule_policy import StepSharing, loses_least
 
 I64 = npt.NDArray[np.int64]

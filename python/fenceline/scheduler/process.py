@@ -29,8 +29,7 @@ from fenceline.memory_order import Device, open_device
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.scheduler.flight_dump import dump_and_log, dump_on_signal
 from fenceline.scheduler.flight_recorder import FlightRecorder
-from fenceline.scheduler.interfaces import InFlight
-from fenceline.scheduler.scheduler import Scheduler
+from fenceline.scheduler.scheduler import InFlight, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +109,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs) -> None:
         scheduler = Scheduler(config, worker, ZmqInbox(inbox, watchdog), outbox)
         recorder = scheduler.recorder
         dump_on_signal(recorder)
-        scheduler.stats.report(scheduler, force=True)  # an idle server's gauges are 0, not absent
+        scheduler.report()  # an idle server's gauges are 0, not absent
         outbox.to_detokenizer(ready_message(config, scheduler))
         freeze_garbage_collector()
         run_loop(scheduler)

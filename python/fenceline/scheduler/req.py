@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -12,12 +11,9 @@ import numpy.typing as npt
 from fenceline.ipc.io_struct import CachedTokensDetails, DecodeInfo, FinishReason, TokenizedGenerateReq
 from fenceline.mem_cache.hierarchical_cache import OffloadedTail
 from fenceline.mem_cache.storage.prefetch import Prefetch
-from fenceline.mem_cache.tree.radix_cache import TreeNode
+from fenceline.mem_cache.tree.radix_cache import MatchResult, TreeNode
 from fenceline.memory_order import Points
 from fenceline.sampling.sampling_batch import ReqSampling
-
-if TYPE_CHECKING:
-    from fenceline.scheduler.request_memory import QueuedMatch
 
 I64 = npt.NDArray[np.int64]
 
@@ -59,6 +55,29 @@ class LogprobLog:
         if not first:
             return LogprobLog()
         return LogprobLog([*first], [None], [[]], [[]] if source.token_ids_logprob else [])
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What of a request's tokens is cached: ``match``, and the ``num_tail_tokens`` after it that a retracted request
+    left on the host in a page of its own."""
+
+    match: MatchResult
+    num_tail_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that need not be computed."""
+        return self.match.num_tokens + self.match.num_host_tokens + self.num_tail_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedMatch:
+    """A waiting request's prefix, with the tree's counts of nodes made and of moves when it was found."""
+
+    prefix: Prefix
+    num_created: int
+    num_moves: int
 
 
 @dataclass(slots=True, eq=False)

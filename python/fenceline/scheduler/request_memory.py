@@ -9,9 +9,8 @@ from __future__ import annotations
 import operator
 from array import array
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +23,9 @@ from fenceline.mem_cache.storage.tier import StorageTier
 from fenceline.mem_cache.tree.radix_cache import InsertResult, MatchResult, RadixCache
 from fenceline.memory_order import LeasePool, Points, comparison
 from fenceline.memory_order.guards import QUEUED_MATCH
-from fenceline.scheduler.page_tables import PageTables
-from fenceline.scheduler.req import Req, no_pages
-
-if TYPE_CHECKING:
-    from fenceline.scheduler.interfaces import Worker
+from fenceline.memory_order.relocation import RelocationClock
+from fenceline.model_executor.step import Completions, PageWrites, ScheduleBatch, Worker
+from fenceline.scheduler.req import Prefix, QueuedMatch, Req, no_pages
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -45,27 +42,62 @@ class Remap:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """What of a request's tokens is cached: ``match``, and the ``num_tail_tokens`` after it that a retracted request
-    left on the host in a page of its own."""
+class PageTables:
+    """Which rows of the device's page table say where their requests' pages are now (F5).
 
-    match: MatchResult
-    num_tail_tokens: int = 0
+    A row's version moves with the decision that its request's pages are others: when the row is given to a request,
+    when a prompt moves onto the tree's pages, when the row is given back. The writes that follow carry the version that
+    they bring the row to. A step that is about to read a row behind its version has it written anew, and counted.
+    """
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that need not be computed."""
-        return self.match.num_tokens + self.match.num_host_tokens + self.num_tail_tokens
+    def __init__(self, num_rows: int) -> None:
+        self._clock = RelocationClock(num_rows)
+        self._behind: set[int] = set()  # rows whose last move has not been written; mostly empty
+        self.num_rewritten = 0
+
+    def moved(self, row: int) -> int:
+        """``row``'s pages are others from now on. Returns the version that writes bring it to."""
+        self._clock.move(row)
+        self._behind.add(row)
+        return self._clock.version(row)
+
+    def given_back(self, row: int) -> None:
+        """``row`` has no request: nobody reads it before it is written."""
+        self._clock.move(row)
+        self._behind.discard(row)
+
+    def written(self, row: int, version: int) -> None:
+        """The next step writes ``row`` as it was decided with ``version``."""
+        if version == self._clock.version(row):
+            self._behind.discard(row)
+
+    def up_to_date(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> ScheduleBatch:
+        """``batch``, with the tables of those of ``reqs`` whose rows are behind written anew."""
+        if not self._behind:
+            return batch
+        stale = [req for req in reqs if req.row in self._behind]
+        if not stale:
+            return batch
+        self.num_rewritten += len(stale)
+        for req in stale:
+            self._behind.discard(req.row)
+        return replace(batch, page_writes=_whole_tables(batch.page_writes, stale))
 
 
-@dataclass(frozen=True, slots=True)
-class QueuedMatch:
-    """A waiting request's prefix, with the tree's counts of nodes made and of moves when it was found."""
+def _whole_tables(writes: PageWrites, reqs: Sequence[Req]) -> PageWrites:
+    """``writes`` of other rows, and all of ``reqs``' tables."""
+    others = ~np.isin(writes.rows, [req.row for req in reqs])
+    return PageWrites(
+        rows=np.concatenate([writes.rows[others], *(_row(req) for req in reqs)]),
+        columns=np.concatenate(
+            [writes.columns[others], *(np.arange(len(req.pages), dtype=np.int64) for req in reqs)]
+        ),
+        pages=np.concatenate([writes.pages[others], *(np.array(req.pages, dtype=np.int32) for req in reqs)]),
+    )
 
-    prefix: Prefix
-    num_created: int
-    num_moves: int
+
+def _row(req: Req) -> I64:
+    return np.full(len(req.pages), req.row, dtype=np.int64)
 
 
 class RequestMemory:
@@ -285,10 +317,10 @@ class RequestMemory:
             req.tail_after = tail.ticket.points
         return tail
 
-    def drain_acks(self) -> None:
-        """Take in which transfers between the tiers have ended (F6)."""
+    def complete(self, completions: Completions) -> None:
+        """Take in which transfers between the tiers have ended, and what storage has done (F6)."""
         if self.tiers is not None:
-            self.tiers.drain_acks()
+            self.tiers.complete(completions.transfers, completions.storage)
 
     def write_backups(self) -> None:
         """Back up what the tree has got in this step, as the write policy wants it."""

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fenceline.memory_order import Points
-from fenceline.model_executor.schedule_batch import DecodeBatch, PageWrites
+from fenceline.model_executor.step import DecodeBatch, PageWrites
 from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.scheduler.req import Req
 

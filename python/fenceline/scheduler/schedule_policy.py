@@ -11,8 +11,7 @@ from random import Random
 
 from fenceline.config.model_config import ModelConfig
 from fenceline.mem_cache.tree.radix_cache import TreeNode
-from fenceline.scheduler.req import Req
-from fenceline.scheduler.request_memory import Prefix
+from fenceline.scheduler.req import Prefix, Req
 
 # As in SGLang: looking up the prefixes of a longer queue costs more than it wins, fcfs takes over.
 _LPM_MAX_QUEUE = 128

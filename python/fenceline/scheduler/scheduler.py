@@ -1,8 +1,9 @@
 """Scheduler: decides, step by step, what the device computes, and publishes what it has computed.
 
-Decisions are a function of the inbox's messages alone: no wall-clock, no unordered iteration, so that
-ranks (and replays) that see the same messages decide the same. ``step`` is the only place that sequences
-a step; in-flight state is its argument and its return value::
+Decisions are a function of the inbox's messages and of Completions (what has ended on device and disk), each drained
+once a step. There is no wall clock and no unordered iteration in them, so that ranks and replays that see the same
+decide the same. ``step`` is the only place that sequences a step; in-flight state is its argument and its return
+value::
 
     step k-1:  launch k-1 | publish k-2 ...            the CPU
     step k  :               launch k    | publish k-1
@@ -14,20 +15,44 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
+from typing import Protocol
 
 import numpy as np
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.ipc.io_struct import AbortReq, FinishReason, Message, TickReq, TokenizedGenerateReq
+from fenceline.ipc.io_struct import (
+    AbortReq,
+    BatchTokenOut,
+    CancelFlushReq,
+    ContinueGenerationReq,
+    FinishReason,
+    FlightRecorderReq,
+    FlushCacheReq,
+    GetInternalStateReq,
+    InternalState,
+    Message,
+    PauseGenerationReq,
+    ProfileReq,
+    ShutdownReq,
+    StatsReport,
+    TickReq,
+    TokenizedGenerateReq,
+)
 from fenceline.memory_order import Points
-from fenceline.model_executor.forward_result import StepOutput
-from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, PageWrites, ScheduleBatch
+from fenceline.model_executor.step import (
+    DecodeBatch,
+    ExtendBatch,
+    ForwardResult,
+    PageWrites,
+    ScheduleBatch,
+    StepOutput,
+    Worker,
+)
 from fenceline.scheduler.control import SchedulerControl
 from fenceline.scheduler.flight_recorder import FlightRecorder
-from fenceline.scheduler.interfaces import Inbox, InFlight, Outbox, Worker
 from fenceline.scheduler.output import OutputSender, log_output, log_prompt
 from fenceline.scheduler.prefill import CLIP_NEW_TOKENS, PrefillPlan, PrefillPlanner, remap_writes
 from fenceline.scheduler.req import LogprobLog, Req, emit_interval
@@ -50,6 +75,35 @@ _ACK_INTERVAL_MS = 1
 _QUIET_ACK_INTERVAL_MS = 50
 
 
+class Inbox(Protocol):
+    """Where requests and control messages come from."""
+
+    def drain(self, block: bool, timeout_ms: int | None = None) -> Sequence[Message]:
+        """All messages that have arrived; with ``block`` wait until there is one, ``timeout_ms`` at most."""
+        ...
+
+
+class Outbox(Protocol):
+    """Where news go."""
+
+    def to_detokenizer(self, message: BatchTokenOut) -> None:
+        """Tokens."""
+        ...
+
+    def to_tokenizer(self, message: Message) -> None:
+        """Replies to control messages, statistics."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A launched step: its batch, its requests in batch order, and its result to come."""
+
+    batch: ScheduleBatch
+    reqs: Sequence[Req]
+    result: ForwardResult
+
+
 class Scheduler:
     """The requests of one engine and the loop that serves them."""
 
@@ -65,13 +119,15 @@ class Scheduler:
             StepSharing.of(config.model),
         )
         self.output = OutputSender(outbox.to_detokenizer)
-        self.stats = SchedulerStats(self.memory, worker, config.decode_log_interval, outbox)
-        self.control = SchedulerControl(self, outbox)
+        self.stats = SchedulerStats(self.memory, worker, config.decode_log_interval)
+        self.tell_frontend = outbox.to_tokenizer
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self.seeds = Random(config.random_seed)
         self.shuffler = Random(config.random_seed)  # its own: how often the queue is shuffled moves no seed
         self.reqs: dict[str, Req] = {}  # all that have not left, by rid
         self.recorder = FlightRecorder(config, self.memory, self.reqs)
+        self.control = SchedulerControl(self.recorder, config.torch_profiler_dir, outbox.to_tokenizer)
+        self.flushes: list[FlushCacheReq] = []  # that wait for the last request to leave
         self.waiting: list[Req] = []
         self.chunked: Req | None = None
         self.running = RunningBatch(config.page_size)
@@ -103,9 +159,13 @@ class Scheduler:
         if block and self.memory.num_outstanding:
             timeout_ms = _ACK_INTERVAL_MS if self.reqs else _QUIET_ACK_INTERVAL_MS
         self.ingest(self.inbox.drain(block, timeout_ms))
-        self.memory.drain_acks()  # every step, decode included (F6)
+        prefill = prev is not None and isinstance(prev.batch, ExtendBatch)
+        ended = self.worker.completions(prev.result if prev is not None and prefill else None)
+        if ended:
+            self.recorder.completed(ended)
+            self.memory.complete(ended)  # every step, decode included (F6)
         self.retire_departed()  # what aborts free is there for the next step
-        if prev is not None and isinstance(prev.batch, ExtendBatch) and prev.result.arrived():
+        if prev is not None and ended.results_arrived:
             self.publish(prev)  # the device has nothing to do, and first tokens would wait for the launch
             prev = None
         flight = self.launch_next()
@@ -117,7 +177,7 @@ class Scheduler:
         self.retire_departed()
         self.memory.write_backups()
         if flight is None and not self.reqs:
-            self.control.when_idle()
+            self.flush_when_idle()
             self.check_books()
         return flight
 
@@ -140,7 +200,7 @@ class Scheduler:
                 case TickReq():
                     now = message.now
                 case _:
-                    self.control.handle(message)
+                    self.carry_out(message)
         if now is not None:  # the last tick alone: who came with it has had no chance to be scheduled yet
             self.end_overdue(now)
 
@@ -296,7 +356,8 @@ class Scheduler:
             req.last_flight = done
         self.books_checked = False
         self.recorder.launched(batch, reqs, result)
-        self.control.after_step()
+        if self.control.profiler.steps_left is not None:
+            self.control.profiler.step()
         return InFlight(batch, reqs, result)
 
     def make_room(self) -> bool:
@@ -357,7 +418,8 @@ class Scheduler:
         else:
             self.publish_extend(flight.batch, flight.reqs, out)
         self.output.flush()
-        self.stats.report(self)
+        if self.stats.report_is_due():
+            self.report()
 
     def publish_decode(self, reqs: Sequence[Req], out: StepOutput) -> None:
         """One token for each request that has not left since. The hot loop: what is rare is elsewhere."""
@@ -421,6 +483,76 @@ class Scheduler:
         self.output.finish(req, reason)
         self.depart(req, reason.type)
 
+    # --- control -------------------------------------------------------------------------------------
+
+    def carry_out(self, message: Message) -> None:
+        """Carry out and answer one control message."""
+        answer = self.control.answer
+        match message:
+            case FlushCacheReq():
+                if message.wait and self.reqs:
+                    self.flushes.append(message)
+                else:
+                    answer(message.id, partial(self.flush, message.storage))
+            case CancelFlushReq():
+                for flush in [flush for flush in self.flushes if flush.id == message.id]:
+                    self.flushes.remove(flush)
+                    answer(flush.id, partial(self.flush, flush.storage))
+            case PauseGenerationReq():
+                answer(message.id, partial(self.pause, message.mode))
+            case ContinueGenerationReq():
+                self.paused = False
+                answer(message.id, lambda: (True, "generation continues"))
+            case ShutdownReq():
+                self.draining, self.paused = True, False
+                if not message.drain:
+                    self.abort(AbortReq(abort_all=True))
+            case ProfileReq() | FlightRecorderReq() | GetInternalStateReq():
+                self.control.observe(message, self.state)
+            case _:
+                raise AssertionError(f"the scheduler does not take a {type(message).__name__}")
+
+    def flush(self, storage: bool) -> tuple[bool, str]:
+        """Empty the prefix cache, with ``storage`` the storage tier too, if no request is there."""
+        self.retire_departed()  # requests aborted by the messages just before still lock their prefixes
+        if self.reqs:
+            return False, f"cache not flushed: {len(self.reqs)} requests are pending"
+        try:
+            num_pages = self.memory.flush(storage)
+        except ValueError as error:
+            return False, f"cache not flushed: {error}"
+        return True, f"cache flushed: {num_pages} pages are free again"
+
+    def flush_when_idle(self) -> None:
+        """No request is left: flush where somebody has waited for that."""
+        flushes, self.flushes = self.flushes, []
+        for flush in flushes:
+            self.control.answer(flush.id, partial(self.flush, flush.storage))
+
+    def pause(self, mode: str) -> tuple[bool, str]:
+        """Compute nothing until told to continue; ``mode``: what happens to the requests that run."""
+        if mode not in ("abort", "retract", "in_place"):
+            return False, f"unknown mode {mode!r}: use abort, retract or in_place"
+        if self.draining:
+            return False, "the server is shutting down: its last requests must be allowed to end"
+        self.paused = True
+        if mode == "abort":
+            self.abort(AbortReq(abort_all=True))
+        elif mode == "retract":
+            # Newest first: each goes to the head of the queue, so they resume in their old order.
+            for req in [req for req in reversed(list(self.reqs.values())) if req.row]:
+                self.retract(req)
+        return True, f"paused ({mode}); /continue_generation resumes"
+
+    def state(self) -> InternalState:
+        """How things stand, for the front end."""
+        num_running = sum(1 for req in self.reqs.values() if req.row)
+        return self.stats.state(num_running, len(self.waiting), self.ratio.value, self.paused)
+
+    def report(self) -> None:
+        """Tell the front end how things stand."""
+        self.tell_frontend(StatsReport(state=self.state()))
+
     # --- out -----------------------------------------------------------------------------------------
 
     def depart(self, req: Req, why: str) -> None:
@@ -445,7 +577,7 @@ class Scheduler:
         if not self.books_checked:
             self.memory.check_books()
             self.books_checked = True
-            self.stats.report(self, force=True)
+            self.report()
 
 
 def _error(message: str) -> FinishReason:

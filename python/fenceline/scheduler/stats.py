@@ -4,36 +4,33 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
 
-from fenceline.ipc.io_struct import CudaGraphState, InternalState, StatsReport
+from fenceline.ipc.io_struct import CudaGraphState, HiCacheState, InternalState, TransferState
+from fenceline.mem_cache.host.cache_controller import TransferCounts
+from fenceline.mem_cache.host.transfer import TransferKind
+from fenceline.mem_cache.storage.base import StorageStats
+from fenceline.mem_cache.storage.tier_stats import StorageTierStats
 from fenceline.model_executor.graph_runner import GraphStats
-from fenceline.scheduler.hicache_stats import hicache_state
+from fenceline.model_executor.step import Worker
 from fenceline.scheduler.prefill import PrefillPlan
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.request_memory import RequestMemory
 
-if TYPE_CHECKING:
-    from fenceline.scheduler.interfaces import Outbox, Worker
-    from fenceline.scheduler.scheduler import Scheduler
-
 logger = logging.getLogger(__name__)
 
 _REPORT_INTERVAL_S = 1.0
+_NO_STORAGE = StorageTierStats(backend=StorageStats())
 
 
 class SchedulerStats:
     """Counts what happens. Wall-clock is read here and only here, and nothing is decided by it."""
 
-    def __init__(
-        self, memory: RequestMemory, worker: Worker, decode_log_interval: int, outbox: Outbox
-    ) -> None:
+    def __init__(self, memory: RequestMemory, worker: Worker, decode_log_interval: int) -> None:
         self._memory = memory
         self._memory_bytes = worker.memory_bytes
         self._graphs = worker.graph_stats
         self._prefill_graphs = worker.prefill_graph_stats
         self._decode_log_interval = decode_log_interval
-        self._outbox = outbox
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
@@ -117,20 +114,22 @@ class SchedulerStats:
         self.num_retractions += count
         logger.info("retracted %d requests for waiting ones of a higher priority", count)
 
-    def report(self, scheduler: Scheduler, force: bool = False) -> None:
-        """Tell the front end how things stand, about once a second and when the engine falls idle."""
+    def report_is_due(self) -> bool:
+        """Whether the front end should be told how things stand: about once a second."""
         now = time.perf_counter()
-        if force or now - self._last_report >= _REPORT_INTERVAL_S:
-            self._last_report = now
-            self._outbox.to_tokenizer(StatsReport(state=self.state(scheduler)))
+        if now - self._last_report < _REPORT_INTERVAL_S:
+            return False
+        self._last_report = now
+        return True
 
-    def state(self, scheduler: Scheduler) -> InternalState:
-        """How things stand."""
-        num_running = sum(1 for req in scheduler.reqs.values() if req.row)
+    def state(
+        self, num_running: int, num_waiting: int, new_token_ratio: float, paused: bool
+    ) -> InternalState:
+        """How things stand; the arguments are what the scheduler alone knows."""
         prompt = self.num_cached_tokens + self.num_computed_prompt_tokens
         return InternalState(
             num_running_reqs=num_running,
-            num_queue_reqs=len(scheduler.waiting),
+            num_queue_reqs=num_waiting,
             num_used_tokens=self._num_used_pages * self._memory.page_size,
             max_total_num_tokens=self._memory.num_pages * self._memory.page_size,
             token_usage=self.token_usage,
@@ -142,12 +141,12 @@ class SchedulerStats:
             num_generated_tokens=self.num_generated_tokens,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
-            new_token_ratio=scheduler.ratio.value,
-            paused=scheduler.paused,
+            new_token_ratio=new_token_ratio,
+            paused=paused,
             memory_bytes=self._memory_bytes,
             cuda_graphs=_graph_state(self._graphs),
             piecewise_cuda_graphs=_graph_state(self._prefill_graphs),
-            hicache=hicache_state(self._memory),
+            hicache=_hicache_state(self._memory),
         )
 
 
@@ -162,4 +161,57 @@ def _graph_state(stats: GraphStats | None) -> CudaGraphState | None:
         repairs=dict(stats.repairs),
         capture_s=stats.capture_s,
         capture_bytes=stats.capture_bytes,
+    )
+
+
+def _hicache_state(memory: RequestMemory) -> HiCacheState | None:
+    """How the tiers under the prefix cache stand, None where the device is the only tier."""
+    tiers, size = memory.tiers, memory.page_size
+    if tiers is None:
+        return None
+    tree, host_pages = tiers.tree, tiers.host_pages
+    storage = _NO_STORAGE if tiers.storage is None else tiers.storage.stats()
+    return HiCacheState(
+        cached_tokens={tier: memory.cached_tokens[tier] for tier in ("device", "host", "storage")},
+        num_host_tokens=(host_pages.size - host_pages.reserved) * size,
+        num_used_host_tokens=host_pages.num_leased * size,
+        pages={
+            "device": tree.num_pages - tree.num_both_pages,
+            "host": tree.num_host_pages - tree.num_both_pages,
+            "both": tree.num_both_pages,
+            "in_transit": tree.num_in_transit_pages,
+        },
+        num_locked_nodes=tree.num_locked_nodes + tree.num_host_holds,
+        evicted_tokens={
+            "device": memory.num_evicted_pages * size,
+            "host": tree.num_evicted_host_pages * size,
+        },
+        load=_transfers(tiers.counts[TransferKind.LOAD], size),
+        store=_transfers(tiers.counts[TransferKind.STORE], size),
+        storage_read=TransferState(
+            num_transfers=sum(storage.prefetches.values()),
+            num_tokens=storage.fetched * size,
+            num_bytes=storage.backend.read_bytes,
+            seconds=storage.read_seconds,
+        ),
+        storage_write=TransferState(
+            num_transfers=storage.num_writes,
+            num_tokens=storage.written * size,
+            num_bytes=storage.backend.written_bytes,
+            seconds=storage.write_seconds,
+        ),
+        prefetches={str(outcome): count for outcome, count in storage.prefetches.items()},
+        recomputes=dict(memory.recomputes),
+        num_storage_misses=storage.missed,
+        storage_errors={str(reason): count for reason, count in storage.backend.errors.items()}
+        | {"dropped": storage.dropped, "stalled": storage.stalls, "crashed": storage.crashes},
+    )
+
+
+def _transfers(counts: TransferCounts, page_size: int) -> TransferState:
+    return TransferState(
+        num_transfers=counts.num_transfers,
+        num_tokens=counts.num_pages * page_size,
+        num_bytes=counts.num_bytes,
+        seconds=counts.seconds,
     )

@@ -19,8 +19,8 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.memory_order import Point, Points
 from fenceline.memory_order.edges import EDGES
 from fenceline.memory_order.guards import GUARDS
-from fenceline.model_executor.forward_result import ForwardResult
 from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.model_executor.step import ForwardResult
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.policy import POLICIES, make_policy

@@ -15,7 +15,16 @@ import numpy.typing as npt
 
 from fenceline.mem_cache.storage.make import Storage
 from fenceline.mem_cache.storage.page_hash import page_keys
-from fenceline.mem_cache.storage.prefetch import Done, Failed, Fetched, Found, Prefetch, TimedOut, Written
+from fenceline.mem_cache.storage.prefetch import (
+    Ack,
+    Done,
+    Failed,
+    Fetched,
+    Found,
+    Prefetch,
+    TimedOut,
+    Written,
+)
 from fenceline.mem_cache.storage.tier_stats import StorageTierStats
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_node import IntArray, MatchResult, TreeNode
@@ -103,9 +112,9 @@ class StorageTier:
         """Host pages leased for prefetches, which are not the tree's."""
         return sum(len(w.op.host_pages) - w.num_settled for w in self._wanted.values())
 
-    def drain(self) -> None:
+    def complete(self, acks: Sequence[Ack]) -> None:
         """Take in what the workers have done. Every step."""
-        for ack in self._controller.drain():
+        for ack in acks:
             match ack:
                 case Written():
                     self._tree.release_hold(ack.handle)

@@ -19,9 +19,8 @@ from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.host.transfer import Ticket, TransferKind
 from fenceline.mem_cache.storage.page_hash import PageKey
 from fenceline.memory_order import Points, open_device
-from fenceline.model_executor.forward_result import LogprobValues, StepOutput
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.schedule_batch import ExtendBatch, ScheduleBatch
+from fenceline.model_executor.step import ExtendBatch, LogprobValues, ScheduleBatch, StepOutput
 
 I32 = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]

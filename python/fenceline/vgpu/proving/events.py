@@ -19,12 +19,10 @@ from fenceline.mem_cache.storage.prefetch import Ack, Done, Failed, Fetched, Out
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_node import TreeNode
 from fenceline.memory_order import Device, Points
-from fenceline.model_executor.schedule_batch import DecodeBatch, ExtendBatch, PageWrites, ScheduleBatch
+from fenceline.model_executor.step import DecodeBatch, ExtendBatch, PageWrites, ScheduleBatch
 from fenceline.sampling.sampling_batch import ReqSampling
-from fenceline.scheduler.interfaces import InFlight
-from fenceline.scheduler.req import Req
-from fenceline.scheduler.request_memory import Prefix
-from fenceline.scheduler.scheduler import Scheduler
+from fenceline.scheduler.req import Prefix, Req
+from fenceline.scheduler.scheduler import InFlight, Scheduler
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.graph import Graph
 
@@ -159,10 +157,10 @@ class Watch:
         around(scheduler, "abort", before=self._aborts)
         around(scheduler, "retract", before=self._retracts)
         around(scheduler, "with_remaps", before=self._remaps)
-        around(scheduler.control, "_flush", after=self._flushed)
-        around(scheduler.control, "_pause", before=self._pauses)
+        around(scheduler, "flush", after=self._flushed)
+        around(scheduler, "pause", before=self._pauses)
         around(scheduler.stats, "preempted", before=self._preempts)
-        around(scheduler.control, "when_idle", before=self._falls_idle)
+        around(scheduler, "flush_when_idle", before=self._falls_idle)
         around(memory, "admit", before=self._admits, after=self._admitted)
         around(memory, "_match", before=self._matches)
         around(memory.pages, "alloc", after=partial(self._handed_on, "pages handed on in use"))
@@ -254,7 +252,7 @@ class Watch:
         self.note("preemption of several", num_victims > 1)
 
     def _falls_idle(self) -> None:
-        self.note("flush that waited", self._scheduler.control._flushes)
+        self.note("flush that waited", self._scheduler.flushes)
 
     def _pauses(self, mode: str) -> None:
         self.note(f"pause by {mode}", len(self._scheduler.running))

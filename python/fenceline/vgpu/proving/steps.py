@@ -17,7 +17,7 @@ from fenceline.ipc.io_struct import AbortReq, BatchTokenOut, Message, TokenizedG
 from fenceline.mem_cache.hierarchical_cache import HierarchicalCache
 from fenceline.memory_order import Device
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.scheduler.interfaces import InFlight
+from fenceline.scheduler.scheduler import InFlight
 from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
 from fenceline.vgpu.proving.decisions import Event, Owned, device_bytes, host_bytes
 from fenceline.vgpu.proving.events import Watch, state_of

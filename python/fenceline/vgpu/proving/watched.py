@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.model_executor.schedule_batch import ExtendBatch, ScheduleBatch
-from fenceline.scheduler.interfaces import Inbox, InFlight, Outbox, Worker
+from fenceline.model_executor.step import ExtendBatch, ScheduleBatch, Worker
 from fenceline.scheduler.req import Req
-from fenceline.scheduler.scheduler import Scheduler
+from fenceline.scheduler.scheduler import Inbox, InFlight, Outbox, Scheduler
 from fenceline.vgpu.proving.answers import Sharing
 from fenceline.vgpu.proving.events import around
 

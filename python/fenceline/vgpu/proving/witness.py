@@ -17,10 +17,15 @@ from fenceline.mem_cache.storage.prefetch import Ack, Prefetch
 from fenceline.mem_cache.storage.prefetch import Fetched as FetchedAck
 from fenceline.mem_cache.storage.tier_stats import StorageTierStats
 from fenceline.memory_order import LeasePool, Points
-from fenceline.model_executor.forward_result import ForwardResult, StepOutput
 from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.schedule_batch import ScheduleBatch
+from fenceline.model_executor.step import (
+    Completions,
+    ForwardResult,
+    ScheduleBatch,
+    StepOutput,
+    drain_completions,
+)
 from fenceline.vgpu.proving.decisions import Decision, Event, Fetched, Kept, Transfer, host_bytes
 
 I32 = npt.NDArray[np.int32]
@@ -53,6 +58,10 @@ class Witness:
     def prefill_graph_stats(self) -> GraphStats | None:
         """See ModelRunner."""
         return self._runner.prefill_graph_stats
+
+    def completions(self, awaited: ForwardResult | None) -> Completions:
+        """See ModelRunner."""
+        return drain_completions(self.hicache, self.storage, awaited)
 
     def launch(self, batch: ScheduleBatch) -> ForwardResult:
         """See ModelRunner."""

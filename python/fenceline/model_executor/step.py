@@ -1,0 +1,230 @@
+"""A step as scheduler and worker see it: what is to be computed, what has come of it, what has ended meanwhile.
+
+All of them are host values and frozen once built. The scheduler builds a ScheduleBatch. The worker launches it and
+gives back a ForwardResult, which brings a StepOutput. Completions are what a turn of the loop learns of device and
+disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fenceline.mem_cache.hierarchical_cache import Transfers
+from fenceline.mem_cache.host.transfer import Ticket
+from fenceline.mem_cache.req_pool import ReqPool
+from fenceline.mem_cache.storage.make import Storage
+from fenceline.mem_cache.storage.prefetch import Ack
+from fenceline.memory_order import Device, LeasePool, Point, Points, ResultLease
+from fenceline.model_executor.graph_runner import GraphStats
+from fenceline.sampling.sampling_batch import ReqSampling
+
+F32 = npt.NDArray[np.float32]
+I64 = npt.NDArray[np.int64]
+I32 = npt.NDArray[np.int32]
+
+_NO_IDS: I64 = np.zeros(0, dtype=np.int64)
+_NO_PAGES: I32 = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class PageWrites:
+    """Page-table entries to write before the step: ``page_table[rows, columns] = pages``, all [N]."""
+
+    rows: I64 = field(default_factory=lambda: _NO_IDS)
+    columns: I64 = field(default_factory=lambda: _NO_IDS)
+    pages: I32 = field(default_factory=lambda: _NO_PAGES)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendSeq:
+    """A request's part of an extend step: the tokens after its first ``prefix_len``, which are cached.
+
+    ``sampling`` is None while the prompt goes on in a later chunk. ``prompt_logprobs_from`` is the first
+    position (not before ``prefix_len + 1``) whose token's logprob is wanted, None for none; the targets
+    are this chunk's own tokens and ``next_token``, the prompt's token after the chunk, if any.
+    ``history`` (prompt ids, output ids) goes with requests whose penalties start here.
+    """
+
+    row: int
+    token_ids: I64
+    prefix_len: int
+    out_slots: I64
+    sampling: ReqSampling | None
+    prompt_logprobs_from: int | None = None
+    prompt_top_logprobs: int = 0
+    prompt_token_ids_logprob: tuple[int, ...] = ()
+    next_token: int | None = None
+    history: tuple[I64, I64] | None = None
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of the request once this step has run."""
+        return self.prefix_len + len(self.token_ids)
+
+    def prompt_logprob_offsets(self) -> tuple[int, int]:
+        """Range of chunk offsets whose logits score a prompt token; empty where none is wanted."""
+        if self.prompt_logprobs_from is None:
+            return 0, 0
+        num_targets = len(self.token_ids) if self.next_token is not None else len(self.token_ids) - 1
+        return max(self.prompt_logprobs_from - 1 - self.prefix_len, 0), max(num_targets, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendBatch:
+    """A prefill step. ``after``: Points of the memory it touches for the first time; ``loads``: transfers that bring
+    pages that it reads, submitted but not waited for by any earlier step."""
+
+    seqs: tuple[ExtendSeq, ...]
+    page_writes: PageWrites
+    after: Points
+    loads: tuple[Ticket, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """A decode step: one token for each request.
+
+    ``composition`` names the set and order of requests: while it stays the same the device's own rows,
+    lengths and sampling parameters advance there and nothing is uploaded. ``seq_lens`` [B] include the
+    token this step computes.
+    """
+
+    composition: int
+    rows: I64
+    seq_lens: I64
+    sampling: tuple[ReqSampling, ...]
+    page_writes: PageWrites
+    after: Points
+
+
+ScheduleBatch = ExtendBatch | DecodeBatch
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobValues:
+    """Logprobs of N tokens: the tokens' own [N] and the best alternatives' [N, K] with their ids; ``named`` [N, W] are
+    those of the tokens that each request names, where one does."""
+
+    chosen: F32
+    top: F32
+    top_ids: I64
+    named: F32 | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Host values of a step. ``next_tokens`` [S]: one for each request that sampled, in batch order.
+
+    ``prompt_logprobs`` cover all wanted prompt positions of all requests, in batch order.
+    """
+
+    next_tokens: I64
+    logprobs: LogprobValues | None
+    prompt_logprobs: LogprobValues | None
+
+
+class ForwardResult:
+    """``done`` is the Point on FORWARD after which the step no longer touches any memory it was given."""
+
+    def __init__(self, lease: ResultLease) -> None:
+        self._lease = lease
+        self.done: Point = lease.produced
+
+    def arrived(self) -> bool:
+        """Whether :meth:`wait` would not block; to be asked once a step."""
+        return self._lease.arrived()
+
+    def wait(self) -> StepOutput:
+        """Block the host until the outputs are there. Raises LeaseError on a second call."""
+        values = self._lease.wait()
+        return StepOutput(
+            next_tokens=np.asarray(values["next_tokens"], dtype=np.int64),
+            logprobs=_logprobs(values, "out"),
+            prompt_logprobs=_logprobs(values, "prompt"),
+        )
+
+
+def _logprobs(values: dict[str, npt.NDArray[np.generic]], prefix: str) -> LogprobValues | None:
+    if f"{prefix}_chosen" not in values:
+        return None
+    named = values.get(f"{prefix}_named")
+    return LogprobValues(
+        chosen=np.asarray(values[f"{prefix}_chosen"], dtype=np.float32),
+        top=np.asarray(values[f"{prefix}_top"], dtype=np.float32),
+        top_ids=np.asarray(values[f"{prefix}_top_ids"], dtype=np.int64),
+        named=None if named is None else np.asarray(named, dtype=np.float32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Completions:
+    """All that a turn of the scheduler's loop learns of device and disk, drained once at its beginning. Between two of
+    them nobody asks, so that decisions are a function of messages and of these values alone.
+
+    ``transfers`` between device and host that have ended; ``storage``: what its workers have done; ``results_arrived``:
+    whether the results that were asked for are there, so that taking them does not block.
+    """
+
+    transfers: Sequence[Ticket] = ()
+    storage: Sequence[Ack] = ()
+    results_arrived: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.transfers or self.storage or self.results_arrived)
+
+
+_NOTHING_ENDED = Completions()
+
+
+def drain_completions(
+    transfers: Transfers | None, storage: Storage | None, awaited: ForwardResult | None
+) -> Completions:
+    """What has ended since the last call; ``awaited``: the results to ask for, None to ask for none."""
+    if transfers is None and awaited is None:
+        return _NOTHING_ENDED
+    return Completions(
+        transfers=() if transfers is None else transfers.drain_acks(),
+        storage=() if storage is None else storage.controller.drain(),
+        results_arrived=awaited is not None and awaited.arrived(),
+    )
+
+
+class Worker(Protocol):
+    """What computes steps: a ModelRunner, or a stand-in that benchmarks measure the scheduler with."""
+
+    device: Device
+    pages: LeasePool
+    req_pool: ReqPool
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        """Long-lived allocations by name."""
+        ...
+
+    @property
+    def hicache(self) -> Transfers | None: ...  # what moves pages to the host tier and back, None without one
+
+    @property
+    def storage(self) -> Storage | None: ...  # the tier below the host, None without one
+
+    @property
+    def graph_stats(self) -> GraphStats | None: ...  # None without graphs
+
+    @property
+    def prefill_graph_stats(self) -> GraphStats | None: ...  # None without graphs of prefill's pieces
+
+    def completions(self, awaited: ForwardResult | None) -> Completions:
+        """What has ended since the last call; ``awaited``: the results to ask for, None to ask for none."""
+        ...
+
+    def launch(self, batch: ScheduleBatch) -> ForwardResult:
+        """Submit one step without waiting for it."""
+        ...
