@@ -1,0 +1,403 @@
+"""``python -m fenceline.vgpu.mutate``: would the proof notice? Faults made by rule, one at a time, until a run fails.
+
+Each mutant (``proving/mutants.py``) runs in a process of its own, in which the changed file is what is imported: the
+workloads whose intact runs came to that line, seed after seed, until a checker objects or the mutant has had its CPU
+time. One that is still alive then is a survivor, and so is one whose line no run came to: a person reviews it
+(``docs/mutation_review.json``), as equivalent (no run can tell it from the original), benign (it costs work, and no
+answer) or a hole in the proof. Results are added to a file as they come, so a campaign can be stopped, gone on with,
+and shared out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import multiprocessing
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from random import Random
+from types import CodeType, ModuleType
+from typing import IO
+
+# What takes long to load and is no mutant's: every mutant's process is forked with it loaded.
+import numpy  # noqa: F401
+import torch
+from tqdm import tqdm
+
+from fenceline.vgpu.proving.mutants import PACKAGE, ROOMS, Mutant, all_mutants
+
+KILLED, SURVIVED, UNREACHED, CRASHED = "killed", "survived", "unreached", "crashed"
+_BY_CHANCE = (
+    "tokens",
+    "answers",
+    "invariants",
+    "deadlock",
+    "kernels",
+)  # who says that something is wrong, not what
+_REVIEW = PACKAGE.parent.parent / "docs" / "mutation_review.json"
+_PAGE = PACKAGE.parent.parent / "docs" / "mutation.md"
+_TABLE = "<!-- written by python -m fenceline.vgpu.mutate --report --write-docs -->"
+_GRACE_S = 30.0  # of CPU beyond the time for a mutant: a run that hangs is one that failed
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of a mutant. ``killed_by``: the checker; ``named``: the edges and guards that it names."""
+
+    id: str
+    path: str
+    line: int
+    rule: str
+    ordering: bool
+    old: str
+    text: str
+    state: str
+    killed_by: str = ""
+    named: tuple[str, ...] = ()
+    by_name: bool = False
+    workload: str = ""
+    seed: int = 0
+    num_runs: int = 0
+    cpu_s: float = 0.0
+    report: str = ""
+
+    @property
+    def killed(self) -> bool:
+        """Whether something objected."""
+        return self.state in (KILLED, CRASHED)
+
+    @property
+    def place(self) -> str:
+        """Where, and what was changed."""
+        old, new = (" ".join(text.split()) for text in (self.old, self.text))
+        return f"{self.path}:{self.line} [{self.rule}] {old}  ->  {new}"
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads a module from changed source, and no compiled file of it."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        path = PACKAGE / mutant.path
+        super().__init__(mutant.module, str(path))
+        self._source = mutant.apply(path.read_text(encoding="utf-8"))
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(self._source, self.path, "exec", dont_inherit=True)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the mutant's module, and leaves all others to Python."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._loader = _Loader(mutant)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._loader.name:
+            return None
+        file = Path(self._loader.path)
+        below = [str(file.parent)] if file.name == "__init__.py" else None
+        return importlib.util.spec_from_file_location(
+            fullname, file, loader=self._loader, submodule_search_locations=below
+        )
+
+
+Reached = dict[
+    str, dict[int, list[str]]
+]  # by path and line: the workloads that came there, the quickest first
+
+
+def reached_lines(seeds: int) -> Reached:
+    """Which workloads execute which lines of the rooms, in ``seeds`` runs of each (five times as many of
+    ``everything``). Needs ``coverage``; a minute or two."""
+    import coverage
+
+    tracer = coverage.Coverage(
+        data_file=None, config_file=False, include=[f"{PACKAGE}/{room}/*" for room in ROOMS]
+    )
+    tracer.start()
+    from fenceline.vgpu.proving.campaign import prepare
+    from fenceline.vgpu.proving.runs import Trial, run
+    from fenceline.vgpu.proving.workloads import WORKLOADS
+
+    prepare()
+    seconds: dict[str, float] = {}
+    for name in WORKLOADS:
+        tracer.switch_context(name)
+        began = time.process_time()
+        for seed in range(5 * seeds if name == "everything" else seeds):
+            run(Trial(name, seed))
+        seconds[name] = (time.process_time() - began) / seeds
+    tracer.stop()
+    data = tracer.get_data()
+    return {
+        Path(file).relative_to(PACKAGE).as_posix(): {
+            line: sorted({name for name in names if name in seconds}, key=seconds.__getitem__)
+            for line, names in data.contexts_by_lineno(file).items()
+        }
+        for file in data.measured_files()
+    }
+
+
+def _try_mutant(mutant: Mutant, workloads: Sequence[str], cpu_limit_s: float, out: IO[str]) -> None:
+    """In the mutant's own process: make runs until one fails or the time is over, and write what came of it."""
+    began = time.process_time()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fenceline"]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, _Finder(mutant))
+
+    def tell(state: str, **more: object) -> None:
+        out.write(_line(mutant, state, cpu_s=round(time.process_time() - began, 2), **more))
+        out.flush()
+
+    num_runs = 0
+    try:
+        from fenceline.vgpu.proving.campaign import prepare
+        from fenceline.vgpu.proving.runs import Trial, run
+
+        prepare()
+        for trial in (Trial(name, seed) for seed in range(100_000) for name in workloads):
+            outcome = run(trial)
+            num_runs += 1
+            if not outcome.clean:
+                by_name = _by_name(mutant, outcome.checker, outcome.edges)
+                tell(
+                    KILLED, killed_by=outcome.checker, named=outcome.edges, by_name=by_name,
+                    workload=trial.workload, seed=trial.seed, num_runs=num_runs, report=outcome.report[:2000],
+                )  # fmt: skip
+                return
+            if time.process_time() - began > cpu_limit_s:
+                break
+        tell(SURVIVED, num_runs=num_runs)
+    except Exception as error:  # it could not even be imported, or a run could not begin
+        tell(CRASHED, killed_by="start", num_runs=num_runs, report=f"{type(error).__name__}: {error}"[:2000])
+
+
+def _by_name(mutant: Mutant, checker: str, named: tuple[str, ...]) -> bool:
+    """Whether the objection says what was lost: where the changed line itself names edges or guards, one of them; else
+    any, or a checker that says which memory was used how."""
+    from fenceline.memory_order.edges import EDGES
+    from fenceline.memory_order.guards import GUARDS
+
+    words = {
+        word.lower() for word in "".join(c if c.isalnum() or c == "_" else " " for c in mutant.old).split()
+    }
+    meant = words & {name.lower() for name in (*EDGES, *GUARDS)}
+    if meant:
+        return bool(meant & {name.partition(":")[0] for name in named})
+    return bool(named) or checker not in _BY_CHANCE
+
+
+def in_child(function: Callable[[int], Reached], argument: int) -> Reached:
+    """``function``'s result, computed in a process of its own: this one must not have loaded the engine."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, argument).result()
+
+
+def _campaign(
+    mutants: Sequence[Mutant], reached: Reached, jobs: int, cpu_limit_s: float, results: Path
+) -> None:
+    """Fork a process for each mutant whose line is reached, ``jobs`` at a time."""
+    torch.set_num_threads(1)
+    waiting = [mutant for mutant in reversed(mutants) if _workloads(mutant, reached)]
+    running: dict[int, tuple[int, Mutant]] = {}  # by the pipe's end
+    with (
+        results.open("a", encoding="utf-8") as file,
+        tqdm(total=len(mutants), unit="mutant", disable=None) as bar,
+    ):
+        for mutant in mutants:
+            if not _workloads(mutant, reached):
+                file.write(_line(mutant, UNREACHED))
+                bar.update()
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                mutant = waiting.pop()
+                read_end, write_end = os.pipe()
+                sys.stdout.flush()
+                child = os.fork()
+                if child == 0:
+                    os.close(read_end)
+                    _in_child(mutant, _workloads(mutant, reached), cpu_limit_s, write_end)
+                os.close(write_end)
+                running[read_end] = (child, mutant)
+            for read_end in select.select(list(running), [], [])[0]:
+                child, mutant = running.pop(read_end)
+                with open(read_end, encoding="utf-8") as pipe:
+                    line = pipe.read()
+                os.waitpid(child, 0)
+                ended = "a run did not end, or ended the process"
+                file.write(line or _line(mutant, KILLED, killed_by="hang", report=ended))
+                file.flush()
+                bar.update()
+
+
+def _in_child(mutant: Mutant, workloads: Sequence[str], cpu_limit_s: float, write_end: int) -> None:
+    """Never returns: a mutant may break anything, so nothing of the parent's is cleaned up here."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    limit = int(cpu_limit_s + _GRACE_S)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+    signal.setitimer(signal.ITIMER_REAL, 10 * limit)  # one that waits for ever uses no CPU time
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    with open(write_end, "w", encoding="utf-8") as out:
+        _try_mutant(mutant, workloads, cpu_limit_s, out)
+        out.flush()
+        os._exit(0)
+
+
+def _workloads(mutant: Mutant, reached: Reached) -> list[str]:
+    return reached.get(mutant.path, {}).get(mutant.statement, [])
+
+
+def _line(mutant: Mutant, state: str, **more: object) -> str:
+    """A result as a line of the results' file."""
+    fields = {
+        name: getattr(mutant, name) for name in ("id", "path", "line", "rule", "ordering", "old", "text")
+    }
+    return json.dumps(asdict(Result(**fields, state=state, **more))) + "\n"  # type: ignore[arg-type]
+
+
+def read_results(path: Path) -> dict[str, Result]:
+    """The latest result of each mutant in the file."""
+    if not path.exists():
+        return {}
+    lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    return {line["id"]: Result(**{**line, "named": tuple(line["named"])}) for line in lines}
+
+
+def report(results: dict[str, Result], reviews: dict[str, dict[str, str]]) -> str:
+    """The table by room, and each survivor with its review: Markdown."""
+    by_room: dict[str, list[Result]] = defaultdict(list)
+    for result in results.values():
+        by_room[result.path.partition("/")[0]].append(result)
+    by_room = {**dict(sorted(by_room.items())), "**all**": list(results.values())}
+    heads = (
+        "room",
+        "mutants",
+        "killed",
+        "equivalent",
+        "killed of the others",
+        "killed in ordering",
+        "of these by name",
+    )
+    lines = ["".join(f"| {head} " for head in heads) + "|", "|---" * len(heads) + "|"]
+    lines += [_row(room, mine, reviews) for room, mine in by_room.items()]
+    checkers = Counter(result.killed_by for result in results.values() if result.killed)
+    lines += ["", "Killed by: " + ", ".join(f"{name} {num}" for name, num in checkers.most_common()) + "."]
+    lines += ["", "## Survivors", ""]
+    for result in sorted(results.values(), key=lambda one: (one.path, one.line)):
+        if not result.killed:
+            review = reviews.get(result.id, {"verdict": f"not reviewed ({result.state})", "why": ""})
+            lines.append(f"* `{result.id}` `{result.place}`: {review['verdict']}. {review['why']}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, results: list[Result], reviews: dict[str, dict[str, str]]) -> str:
+    survivors = [result for result in results if not result.killed]
+    equivalent = sum(reviews.get(one.id, {}).get("verdict") == "equivalent" for one in survivors)
+    num_killed = len(results) - len(survivors)
+    ordering = [result for result in results if result.ordering and result.killed]
+    named = sum(result.by_name for result in ordering)
+    shares = (num_killed / max(len(results) - equivalent, 1), named / max(len(ordering), 1))
+    cells = (
+        name,
+        len(results),
+        num_killed,
+        equivalent,
+        f"{shares[0]:.1%}",
+        len(ordering),
+        f"{shares[1]:.0%}",
+    )
+    return "".join(f"| {cell} " for cell in cells) + "|"
+
+
+def _chosen(args: argparse.Namespace) -> list[Mutant]:
+    def wanted(mutant: Mutant) -> bool:
+        return (
+            (args.only is None or fnmatchcase(mutant.path, args.only))
+            and (args.rule is None or mutant.rule == args.rule)
+            and (args.id is None or mutant.id in args.id)
+            and (mutant.ordering or not args.ordering)
+        )
+
+    mutants = [mutant for mutant in all_mutants() if wanted(mutant)]
+    if args.sample is not None:
+        mutants = Random(args.seed).sample(mutants, min(args.sample, len(mutants)))
+    number, _, shards = args.shard.partition("/")
+    return mutants[int(number) - 1 :: int(shards)]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fenceline.vgpu.mutate",
+        description="Makes faults in the engine's source by rule, one at a time: do the proof's runs fail?"
+        " Exits with 1 if a mutant that nothing noticed has no review in docs/mutation_review.json.",
+    )
+    add = parser.add_argument
+    add("--list", action="store_true", help="print the mutants and do nothing")
+    add("--only", metavar="PATTERN", help="files below the package, say 'mem_cache/*'")
+    add("--rule", metavar="NAME", help="mutants of this rule alone")
+    add("--id", nargs="+", metavar="ID", help="these mutants")
+    add("--ordering", action="store_true", help="only those at waits, records, leases and the like")
+    add("--sample", type=int, metavar="N", help="so many of them, chosen by --seed")
+    add("--seed", type=int, default=0, help="which sample")
+    add("--shard", default="1/1", metavar="I/N", help="every N-th of them, from the I-th on")
+    add("--cpu-limit", type=float, default=60.0, metavar="SECONDS", help="CPU time for a mutant")
+    add(
+        "--reach-seeds", type=int, default=2, metavar="N",
+        help="intact runs of each workload that tell which lines it comes to",
+    )  # fmt: skip
+    add("--workload", nargs="+", metavar="NAME", help="these workloads, whether they come to the line or not")
+    add("--jobs", type=int, default=1, metavar="N", help="mutants at a time")
+    add(
+        "--results", type=Path, default=Path("mutation.jsonl"), metavar="FILE",
+        help="results are added to it; mutants that it has are not tried again",
+    )  # fmt: skip
+    add("--report", action="store_true", help="make no runs: print what --results says")
+    add("--write-docs", action="store_true", help="put the table and the survivors into docs/mutation.md")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. The exit status is 1 if a survivor has no review."""
+    args = _parser().parse_args(argv)
+    if args.list:
+        print(*_chosen(args), sep="\n")
+        return 0
+    if not args.report:
+        known = read_results(args.results)
+        mutants = [mutant for mutant in _chosen(args) if mutant.id not in known]
+        if args.workload:
+            reached: Reached = {mutant.path: {} for mutant in mutants}
+            for mutant in mutants:
+                reached[mutant.path][mutant.statement] = args.workload
+        else:
+            reached = in_child(reached_lines, args.reach_seeds) if mutants else {}
+        _campaign(mutants, reached, args.jobs, args.cpu_limit, args.results)
+    reviews = json.loads(_REVIEW.read_text(encoding="utf-8")) if _REVIEW.exists() else {}
+    results = read_results(args.results)
+    table = report(results, reviews)
+    print(table)
+    if args.write_docs:
+        head = _PAGE.read_text(encoding="utf-8").partition(_TABLE)[0]
+        _PAGE.write_text(f"{head}{_TABLE}\n\n{table}", encoding="utf-8")
+    return int(any(not result.killed and result.id not in reviews for result in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

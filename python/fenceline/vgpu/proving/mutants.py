@@ -1,0 +1,424 @@
+"""Mutants of the engine: every place in the source where a rule can make a fault, one edit each.
+
+Nobody chooses the faults. A rule looks at the syntax tree of each file of the rooms that the proof is about, and says
+how the text at a node is replaced. What a mutant is called does not depend on line numbers, so that a campaign can be
+resumed after other lines have moved.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase as fnmatch
+from pathlib import Path
+
+import fenceline
+
+PACKAGE = Path(fenceline.__file__).parent
+ROOMS = ("memory_order", "mem_cache", "scheduler", "model_executor", "sampling", "layers")
+
+# What the workloads cannot reach, or what has no memory to get wrong. By pattern of the path below the package.
+LEFT_OUT = (
+    (
+        "memory_order/cuda*",
+        "CUDA's own calls: test/unit/test_cuda_device.py runs them against a fake torch.cuda",
+    ),
+    ("memory_order/__main__.py", "a command line"),
+    ("*kernels/*", "kernels: the interpreter and GPU runs hold them against torch's operators"),
+    ("layers/attention/f*", "FlashInfer and FA3 need a GPU"),
+    ("layers/attention/triton*", "needs a GPU or the interpreter"),
+    ("layers/attention/choice*", "which backend a GPU gets"),
+    ("layers/attention/registry*", "which backend a GPU gets"),
+    ("layers/shard.py", "one rank: nothing is summed"),
+    ("*stats*", "figures for people"),
+    ("memory_order/order_report.py", "texts for people"),
+    ("sampling/sampling_params.py", "checks of a request's fields: unit tests"),
+    ("*flight_*", "a record for people"),
+    ("scheduler/process.py", "the process around the scheduler: test/server runs it"),
+    ("mem_cache/storage/cleaner*", "a thread that looks at the clock"),
+    ("model_executor/warm_up*", "start-up"),
+)
+
+_ORDERING = frozenset(
+    """
+    wait wait_for wait_for_pages synchronize synchronize_from_worker record join retire release release_hold lock unlock
+    hold hold_host lease fill fill_rows begin_fill begin_replay before_replay replay give_up upload download move
+    move_all stamp protect_from_graphs register allow_replay retire_departed note_passed host_access read_by_host
+    """.split()  # noqa: SIM905
+)
+_MOVING = re.compile(r"copy|copy_|gather|scatter|load|store|backup|write|index_(copy|put|select|fill)_?")
+_WORDS = re.compile(
+    r"len|page|slot|num|pos|start|end|row|offset|index|size|count|token|seq|block|prefix|first|last|layer|position|cached"
+    r"|matched|committed|allocated|extend"
+)
+_KEYS = re.compile(r"key|hash|digest|namespace")
+_NO_POINTS = "__import__('fenceline.memory_order', fromlist=['Points']).Points.none()"
+_CONTEXTS = re.compile(r"active|lock|fill|plan|replay|capture|hold|lease|stream")
+_SILENT = re.compile(r"^(logger|log|warnings)\.|^super\(\)|__init__|^object\.__setattr__")
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One edit: in ``path`` (below the package) the characters ``[start, end)`` become ``text``.
+
+    ``statement``: the line in which its statement begins. ``ordering``: the edit is at a wait, a record, a lease or the
+    like, and the proof must name what was lost.
+    """
+
+    path: str
+    line: int
+    statement: int
+    rule: str
+    start: int
+    end: int
+    old: str
+    text: str
+    ordering: bool
+    occurrence: int
+
+    @property
+    def id(self) -> str:
+        """Stays what it is while the lines around it move."""
+        parts = (self.path, self.rule, self.old, self.text, str(self.occurrence))
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+
+    @property
+    def module(self) -> str:
+        """The full dotted name of its module."""
+        return ".".join(("fenceline", *Path(self.path).with_suffix("").parts)).removesuffix(".__init__")
+
+    def apply(self, source: str) -> str:
+        """The file's text with the edit; the lines after it keep their numbers."""
+        lost = self.old.count("\n") - self.text.count("\n")
+        return (
+            source[: self.start] + self.text + source[self.end :]
+            if lost <= 0
+            else self._keep_lines(source, lost)
+        )
+
+    def _keep_lines(self, source: str, lost: int) -> str:
+        after = source.find("\n", self.end)
+        after = len(source) if after < 0 else after
+        return source[: self.start] + self.text + source[self.end : after] + "\n" * lost + source[after:]
+
+    def __str__(self) -> str:
+        old, new = (" ".join(text.split()) for text in (self.old, self.text))
+        return f"{self.path}:{self.line} [{self.rule}] {old}  ->  {new}"
+
+
+@dataclass(slots=True)
+class _File:
+    """One file being read. Offsets are in characters; the tree's columns are in bytes of UTF-8."""
+
+    path: str
+    source: str
+    line_starts: list[int] = field(default_factory=list)
+    statement: int = 0
+    found: list[Mutant] = field(default_factory=list)
+    seen: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.line_starts = [0]
+        for line in self.source.splitlines(keepends=True):
+            self.line_starts.append(self.line_starts[-1] + len(line))
+
+    def offset(self, line: int, column: int) -> int:
+        begin = self.line_starts[line - 1]
+        text = self.source[begin : self.line_starts[line]]
+        return begin + len(text.encode()[:column].decode())
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        return (
+            self.offset(node.lineno, node.col_offset),  # type: ignore[attr-defined]
+            self.offset(node.end_lineno, node.end_col_offset),  # type: ignore[attr-defined]
+        )
+
+    def text(self, node: ast.AST) -> str:
+        start, end = self.span(node)
+        return self.source[start:end]
+
+    def add(self, rule: str, node: ast.AST, text: str, ordering: bool = False) -> None:
+        start, end = self.span(node)
+        self.add_span(rule, node.lineno, start, end, text, ordering)  # type: ignore[attr-defined]
+
+    def add_span(self, rule: str, line: int, start: int, end: int, text: str, ordering: bool = False) -> None:
+        old = self.source[start:end]
+        if old == text:
+            return
+        occurrence = self.seen[rule, old, text]
+        self.seen[rule, old, text] += 1
+        self.found.append(
+            Mutant(self.path, line, self.statement, rule, start, end, old, text, ordering, occurrence)
+        )
+
+
+# --- rules. Each looks at one node.
+
+
+def _dropped_call(file: _File, node: ast.AST) -> None:
+    """A call for its effect alone is not made."""
+    call = node.value if isinstance(node, ast.Expr) else None
+    if isinstance(call, ast.Call) and not _SILENT.search(ast.unparse(call.func)):
+        file.add("drop", node, "pass", _callee(call) in _ORDERING)
+
+
+def _shifted_call(file: _File, node: ast.AST) -> None:
+    """A wait, record, lease or the like changes places with the statement after it."""
+    for block in ("body", "orelse", "finalbody"):
+        statements = getattr(node, block, None)
+        if not isinstance(statements, list):
+            continue
+        for first, second in zip(statements, statements[1:], strict=False):
+            pair = (first, second)
+            if not any(_is_ordering(one) for one in pair) or not all(map(_is_simple, pair)):
+                continue
+            if _assigned(first) & _names(second) or _assigned(second) & _names(first):
+                continue  # it would not even run
+            (start, first_end), (second_start, end) = file.span(first), file.span(second)
+            between = file.source[first_end:second_start]
+            file.add_span(
+                "shift",
+                first.lineno,
+                start,
+                end,
+                file.text(second) + between + file.text(first),
+                ordering=True,
+            )
+
+
+def _lost_points(file: _File, node: ast.AST) -> None:
+    """Points to wait for are forgotten: one side of a join, the second argument of retire, ``after=``."""
+    if not isinstance(node, ast.Call):
+        return
+    callee, arguments = _callee(node), node.args
+    if callee == "join" and isinstance(node.func, ast.Attribute) and len(arguments) == 1:
+        if isinstance(node.func.value, ast.Constant):
+            return  # text
+        file.add("join", node, file.text(node.func.value), ordering=True)
+        file.add("join", node, file.text(arguments[0]), ordering=True)
+    if callee == "retire" and len(arguments) == 2:
+        file.add("points", arguments[1], _NO_POINTS, ordering=True)
+    for keyword in node.keywords:
+        if keyword.arg in ("after", "points", "until", "retired_after"):
+            file.add("points", keyword.value, _NO_POINTS, ordering=True)
+        elif keyword.arg == "pad":
+            file.add("pad", keyword.value, f"({file.text(keyword.value)}) + 1")
+
+
+def _plain_block(file: _File, node: ast.AST) -> None:
+    """What is done inside a context (a stream, a lock, a fill) is done outside it."""
+    if not isinstance(node, ast.With) or any(item.optional_vars is not None for item in node.items):
+        return
+    if _CONTEXTS.search(ast.unparse(node.items[0].context_expr)):
+        start = file.offset(node.lineno, node.col_offset)
+        colon = file.source.index(":", file.span(node.items[-1].context_expr)[1])
+        file.add_span("context", node.lineno, start, colon, "if True", ordering=True)
+
+
+def _lost_field(file: _File, node: ast.AST) -> None:
+    """An entry of a table that goes to a fill, an upload or a download is left out."""
+    if isinstance(node, ast.Call) and _callee(node) in ("fill", "upload", "download"):
+        for table in (one for one in node.args if isinstance(one, ast.Dict)):
+            for key, value in zip(table.keys, table.values, strict=True):
+                start = file.span(key)[0] if key is not None else file.span(value)[0]
+                end = file.span(value)[1]
+                tail = re.match(r"\s*,", file.source[end:])
+                file.add_span("field", value.lineno, start, end + (tail.end() if tail else 0), "")
+
+
+def _arithmetic(file: _File, node: ast.AST) -> None:
+    """Lengths, pages and slots: plus for minus, rounding the other way, one more and one less."""
+    if not isinstance(node, ast.BinOp) or not _about_memory(node):
+        return
+    left, right = file.text(node.left), file.text(node.right)
+    match node.op:
+        case ast.Add():
+            file.add("arithmetic", node, f"({left} - {right})")
+        case ast.Sub():
+            file.add("arithmetic", node, f"({left} + {right})")
+        case ast.FloorDiv():
+            file.add("arithmetic", node, f"(-(-({left}) // ({right})))")
+        case ast.Mod():
+            file.add("arithmetic", node, f"(({left}) // ({right}))")
+        case ast.Mult():
+            file.add("arithmetic", node, f"(({left}) * ({right}) + 1)")
+
+
+def _running_sum(file: _File, node: ast.AST) -> None:
+    """What is added to a length or a position is taken from it, and the other way round; or forgotten."""
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, (ast.Add, ast.Sub)) and _about_memory(node):
+        sign = "-=" if isinstance(node.op, ast.Add) else "+="
+        file.add("arithmetic", node, f"{file.text(node.target)} {sign} {file.text(node.value)}")
+        file.add("drop", node, "pass")
+
+
+def _constant(file: _File, node: ast.AST) -> None:
+    """A number in a sum, a comparison, an index or a slice about memory is one larger, or one smaller."""
+    if isinstance(node, (ast.BinOp, ast.Compare, ast.Subscript)) and _about_memory(node):
+        for child, value in _direct_constants(node):
+            file.add("number", child, str(value + 1))
+            if value > 0:
+                file.add("number", child, str(value - 1))
+
+
+def _comparison(file: _File, node: ast.AST) -> None:
+    """An order that includes its bound excludes it, and the other way round; equal for not equal."""
+    if not isinstance(node, ast.Compare) or len(node.ops) != 1 or not _about_memory(node):
+        return
+    other = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
+    sign = other.get(type(node.ops[0]))
+    if sign is not None:
+        file.add("comparison", node, f"(({file.text(node.left)}) {sign} ({file.text(node.comparators[0])}))")
+
+
+def _slice(file: _File, node: ast.AST) -> None:
+    """A slice begins one later, or ends one earlier; or has no bound."""
+    if not isinstance(node, ast.Slice):
+        return
+    for bound, sign in ((node.lower, "+"), (node.upper, "-")):
+        if bound is not None and not isinstance(bound, ast.Constant):
+            file.add("slice", bound, f"({file.text(bound)}) {sign} 1")
+            file.add("slice", bound, "None")
+
+
+def _wrong_layer(file: _File, node: ast.AST) -> None:
+    """Another layer's memory; keys for values."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name) and "layer" in node.slice.id:
+        file.add("layer", node.slice, f"{node.slice.id} - 1")
+    if isinstance(node, ast.Attribute) and node.attr in ("k", "v") and isinstance(node.ctx, ast.Load):
+        file.add("half", node, f"{file.text(node.value)}.{'v' if node.attr == 'k' else 'k'}")
+
+
+def _turned_copy(file: _File, node: ast.AST) -> None:
+    """A copy, load or store with its first two arguments exchanged."""
+    if isinstance(node, ast.Call) and _MOVING.fullmatch(_callee(node)) and len(node.args) >= 2:
+        first, second = node.args[:2]
+        (start, first_end), (second_start, end) = file.span(first), file.span(second)
+        between = file.source[first_end:second_start]
+        file.add_span("turn", node.lineno, start, end, file.text(second) + between + file.text(first))
+
+
+def _shorter_key(file: _File, node: ast.AST) -> None:
+    """Of what makes a key, a part is left out."""
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or not _KEYS.search(node.name):
+        return
+    for inner in ast.walk(node):
+        parts = inner.elts if isinstance(inner, ast.Tuple) and isinstance(inner.ctx, ast.Load) else []
+        if len(parts) >= 2:
+            for part in parts:
+                file.add("key", part, "None")
+        if isinstance(inner, ast.Call) and _callee(inner) in ("update", "sha256", "blake2b", "pack"):
+            for part in inner.args[_callee(inner) == "pack" :]:
+                file.add("key", part, "0" if _callee(inner) == "pack" else "b''")
+
+
+def _turned_condition(file: _File, node: ast.AST) -> None:
+    """What orders or moves memory happens where it should not, and does not where it should."""
+    if not isinstance(node, (ast.If, ast.IfExp)) or "TYPE_CHECKING" in ast.unparse(node.test):
+        return
+    body = node.body if isinstance(node.body, list) else [node.body]
+    calls = [one for statement in body for one in ast.walk(statement) if isinstance(one, ast.Call)]
+    if any(_callee(call) in _ORDERING or _MOVING.fullmatch(_callee(call)) for call in calls):
+        file.add("condition", node.test, f"not ({file.text(node.test)})", ordering=True)
+
+
+RULES: tuple[Callable[[_File, ast.AST], None], ...] = (
+    _dropped_call,
+    _shifted_call,
+    _lost_points,
+    _plain_block,
+    _lost_field,
+    _arithmetic,
+    _running_sum,
+    _constant,
+    _comparison,
+    _slice,
+    _wrong_layer,
+    _turned_copy,
+    _shorter_key,
+    _turned_condition,
+)
+
+
+def _callee(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _is_ordering(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Call)
+        and _callee(statement.value) in _ORDERING
+    )
+
+
+def _is_simple(statement: ast.stmt) -> bool:
+    return isinstance(statement, (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign)) and not (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    )
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+
+
+def _assigned(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+
+
+def _about_memory(node: ast.AST) -> bool:
+    nodes = list(ast.walk(node))
+    words = [one.id for one in nodes if isinstance(one, ast.Name)]
+    words += [one.attr for one in nodes if isinstance(one, ast.Attribute)]
+    return any(_WORDS.search(word) for word in words)
+
+
+def _direct_constants(node: ast.BinOp | ast.Compare | ast.Subscript) -> Iterator[tuple[ast.AST, int]]:
+    within = node.slice if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice) else node
+    for child in ast.iter_child_nodes(within):
+        if isinstance(child, ast.Constant) and type(child.value) is int:
+            yield child, child.value
+
+
+def mutants_of(path: str, source: str) -> list[Mutant]:
+    """All mutants of one file, in order of its text: of what functions do, without errors, assertions, texts and Triton
+    kernels."""
+    file = _File(path, source)
+
+    def visit(node: ast.AST, inside: bool) -> None:
+        if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr, ast.arguments)):
+            return
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if node.name in ("__repr__", "__str__") or any(
+                "jit" in ast.unparse(one) for one in node.decorator_list
+            ):
+                return
+            inside = True
+        if isinstance(node, ast.stmt):
+            file.statement = node.lineno
+        if inside:
+            for rule in RULES:
+                rule(file, node)
+        for name, value in ast.iter_fields(node):
+            if name in ("annotation", "returns", "decorator_list"):
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    visit(child, inside)
+
+    visit(ast.parse(source, path), False)
+    return sorted(file.found, key=lambda mutant: (mutant.start, mutant.rule, mutant.text))
+
+
+def all_mutants() -> list[Mutant]:
+    """Of every file of the rooms that is not left out."""
+    found: list[Mutant] = []
+    for file in sorted(path for room in ROOMS for path in (PACKAGE / room).rglob("*.py")):
+        path = file.relative_to(PACKAGE).as_posix()
+        if not any(fnmatch(path, pattern) for pattern, _ in LEFT_OUT):
+            found += mutants_of(path, file.read_text(encoding="utf-8"))
+    return found
