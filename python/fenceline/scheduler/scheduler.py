@@ -73,6 +73,9 @@ logger = logging.getLogger(__name__)
 # have not ended: briefly where a request waits for them.
 _ACK_INTERVAL_MS = 1
 _QUIET_ACK_INTERVAL_MS = 50
+# Prompts go before decoding. Where they keep arriving one after the other, so many of their steps are followed by a
+# decode step, or clients that come and go would stop everybody else's tokens. A backlog of prompts is worked off first.
+MAX_PREFILLS_IN_ROW = 4
 
 
 class Inbox(Protocol):
@@ -134,6 +137,7 @@ class Scheduler:
         self.joining: list[Req] = []  # prompts just submitted whole; they decode from the next step on
         self.departed: list[Req] = []
         self.remaps: list[Remap] = []
+        self.num_prefills_in_row = 0  # since the last decode step, of prompts that left none waiting
         self.paused = False
         self.draining = False
         self.books_checked = True
@@ -288,6 +292,8 @@ class Scheduler:
         has_place = threshold is not None or self.memory.rows.num_free > 0
         if self.chunked is None and not (self.waiting and has_place):
             return None
+        if self.num_prefills_in_row >= MAX_PREFILLS_IN_ROW and self.chunked is None and len(self.running):
+            return None
         self.order_waiting()
         if threshold is not None and self.chunked is None:
             self.preempt(threshold)
@@ -298,6 +304,7 @@ class Scheduler:
         if plan is not None:
             self.chunked = plan.chunked
             self.waiting = [req for req in self.waiting if req.row == 0]
+            self.num_prefills_in_row += not self.waiting and self.chunked is None
         return plan
 
     def order_waiting(self) -> None:
@@ -336,6 +343,7 @@ class Scheduler:
 
     def launch_decode(self) -> InFlight | None:
         """Submit one token for every running request; None while requests that are ending hold what it takes."""
+        self.num_prefills_in_row = 0
         if not self.make_room():
             return None
         available = self.memory.num_available_pages
