@@ -28,8 +28,8 @@ from typing import cast
 import psutil
 import zmq
 
-from fenceline.config.engine_config import EngineConfig
-from fenceline.config.server_args import parse_args, resolve
+from fenceline.config.engine_config import EngineConfig, resolve
+from fenceline.config.server_args import parse_args
 from fenceline.entrypoints.supervisor import serve_until_stopped
 from fenceline.ipc.child_process import prepare_child
 from fenceline.ipc.io_struct import (
@@ -78,7 +78,7 @@ class NullRequest:
 
 def run_null_scheduler(config: EngineConfig, ports: PortArgs, rate: float, streams: int) -> None:
     """A scheduler process' entry. Waits for ``streams`` requests, then serves all at ``rate`` tokens/s."""
-    prepare_child("scheduler", config.log_level, ports)
+    prepare_child("scheduler", config.server_args.log_level, ports)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox = Inbox(context, ports.scheduler, SCHEDULER_DECODER)
     tokenizer = connect_push(context, ports.tokenizer)

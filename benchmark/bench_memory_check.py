@@ -21,7 +21,7 @@ import torch
 
 import fenceline
 from bench_scheduler import NullBox
-from fenceline.config.resolve import resolve
+from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.layers.forward_batch import ForwardBatch
@@ -66,8 +66,10 @@ def make_scheduler(
         max_total_tokens=num_tokens, memory_check=check,
     )  # fmt: skip
     config = resolve(args)
-    tiny = dataclasses.replace(config.model, vocab_size=16, num_layers=1, num_kv_heads=1, head_dim=8)
-    config = dataclasses.replace(config, max_running_requests=num_running, context_length=context, model=tiny)
+    tiny = dataclasses.replace(
+        config.model, context_length=context, vocab_size=16, num_layers=1, num_kv_heads=1, head_dim=8
+    )
+    config = dataclasses.replace(config, max_running_requests=num_running, model=tiny)
     with mock.patch.object(model_runner, "load_model", lambda *_, **__: NullModel(16, num_running)):
         runner = ModelRunner(config, open_device("cpu"), show_progress=False)
     params = SamplingParams(max_new_tokens=context - prompt_len, ignore_eos=True, temperature=0.0)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 import fenceline
-from fenceline.config.resolve import resolve
+from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import BatchTokenOut, Message, TokenizedGenerateReq, encode
 from fenceline.mem_cache.req_pool import ReqPool
@@ -111,7 +111,9 @@ class Bench:
             decode_log_interval=10**9,
             flight_recorder_steps=recorder_steps,
         )
-        config = dataclasses.replace(resolve(args), max_running_requests=num_running, context_length=context)
+        config = resolve(args)
+        model = dataclasses.replace(config.model, context_length=context)
+        config = dataclasses.replace(config, max_running_requests=num_running, model=model)
         params = SamplingParams(max_new_tokens=context, ignore_eos=True, temperature=0.0)
         box = NullBox(
             [

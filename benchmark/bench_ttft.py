@@ -37,8 +37,8 @@ from bench_scheduler import NullWorker
 from fenceline.benchmarking.client import Client, open_session
 from fenceline.benchmarking.endpoints import Endpoint
 from fenceline.benchmarking.records import Call
-from fenceline.config.engine_config import EngineConfig
-from fenceline.config.server_args import parse_args, resolve
+from fenceline.config.engine_config import EngineConfig, resolve
+from fenceline.config.server_args import parse_args
 from fenceline.entrypoints.supervisor import serve_until_stopped
 from fenceline.ipc.child_process import Watchdog, freeze_garbage_collector, prepare_child
 from fenceline.ipc.io_struct import SCHEDULER_DECODER, PortArgs
@@ -54,10 +54,10 @@ Send = Callable[[list[int]], Awaitable[float]]  # one prompt; seconds until its 
 
 def run_scheduler(config: EngineConfig, ports: PortArgs) -> None:
     """The scheduler process' entry."""
-    prepare_child("scheduler", config.log_level, ports)
+    prepare_child("scheduler", config.server_args.log_level, ports)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox = ZmqInbox(Inbox(context, ports.scheduler, SCHEDULER_DECODER), Watchdog(0.0, lambda reason: None))
-    outbox = ZmqOutbox(context, ports, config.skip_tokenizer_init)
+    outbox = ZmqOutbox(context, ports, config.server_args.skip_tokenizer_init)
     scheduler = Scheduler(config, NullWorker(NUM_PAGES, config.max_running_requests), inbox, outbox)
     outbox.to_tokenizer(ready_message(config, scheduler))
     freeze_garbage_collector()

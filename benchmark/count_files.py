@@ -24,7 +24,7 @@ _WARM_STEPS = 40  # the prompts are computed, and pages have been allocated ahea
 def steady_step(num_running: int) -> Callable[[], None]:
     """A turn of the loop in which every one of ``num_running`` requests gets a token and nothing else happens."""
     import fenceline
-    from fenceline.config.resolve import resolve
+    from fenceline.config.engine_config import resolve
     from fenceline.config.server_args import ServerArgs
     from fenceline.ipc.io_struct import Message, TokenizedGenerateReq
     from fenceline.memory_order import open_device

@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fenceline.config.engine_config import EngineConfig
-from fenceline.config.server_args import parse_args, resolve
+from fenceline.config.engine_config import EngineConfig, resolve
+from fenceline.config.server_args import parse_args
 from fenceline.entrypoints.supervisor import serve_until_stopped
 from fenceline.ipc.io_struct import PortArgs
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import zmq
 
-from fenceline.config.resolve import resolve
+from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import parse_args
 from fenceline.ipc.io_struct import AbortReq, FlushCacheReq, Message, PortArgs, TokenizedGenerateReq
 from fenceline.ipc.sockets import bind_pull, make_ports, remove_ports

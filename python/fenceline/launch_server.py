@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from fenceline.config.server_args import ConfigError, exit_with, parse_args, resolve
+from fenceline.config import ConfigError
+from fenceline.config.engine_config import resolve
+from fenceline.config.server_args import exit_with, parse_args
 
 PROG = "python -m fenceline.launch_server"
 

@@ -8,7 +8,7 @@ import pytest
 from model_tiers import HICACHE, PAGE, Tiers, prompt
 from trace_runner import random_model_path
 
-from fenceline.config.resolve import resolve
+from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.memory_order import Point, Points, Stream, open_device
 from fenceline.memory_order.edges import Edge

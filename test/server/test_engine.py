@@ -15,8 +15,8 @@ import pytest
 from fake_scheduler import Seed, run_fake_scheduler, run_stillborn_scheduler
 
 import fenceline
+from fenceline.config import ConfigError
 from fenceline.config.engine_config import EngineConfig
-from fenceline.config.errors import ConfigError
 from fenceline.entrypoints.launch import EngineProcesses, launch_processes
 
 FAKE = partial(launch_processes, scheduler_entry=run_fake_scheduler)

@@ -107,7 +107,7 @@ def test_usage_carries_the_tiers(tiers: httpx.Client) -> None:
 
 def test_server_info_shows_configuration_and_state(tiers: httpx.Client, client: httpx.Client) -> None:
     info = tiers.get("/get_server_info").json()
-    assert info["hicache"]["storage"]["backend"] == "file"
+    assert info["hicache_storage_backend"] == "file"
     assert info["hicache"]["storage"]["max_bytes"] == 1_000_000
     assert info["internal_states"][0]["hicache"] == msgspec.to_builtins(HICACHE_STATE)
     plain = client.get("/get_server_info").json()

@@ -10,7 +10,8 @@ import pytest
 from fake_scheduler import CONTEXT_LENGTH, Seed
 from live_server import LiveServer
 
-from fenceline.config.server_args import ServerArgs, resolve
+from fenceline.config.engine_config import resolve
+from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints.generate_api import AnswerWriter
 from fenceline.frontend.metrics import Metrics
 from fenceline.frontend.request_types import GenerateChunk, GenerateInput

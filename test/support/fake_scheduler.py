@@ -357,10 +357,10 @@ class FakeProcess:
 
 def run_fake_scheduler(config: EngineConfig, ports: PortArgs) -> None:
     """A scheduler process' entry."""
-    prepare_child("scheduler", config.log_level, ports)
+    prepare_child("scheduler", config.server_args.log_level, ports)
     eos_ids = config.model.eos_token_ids
     scheduler = FakeScheduler(eos_ids, has_tiers=config.hicache is not None)
-    process = FakeProcess(scheduler, ports, to_tokenizer=config.skip_tokenizer_init)
+    process = FakeProcess(scheduler, ports, to_tokenizer=config.server_args.skip_tokenizer_init)
     try:
         process.run()
     except FakeFailure as error:
@@ -370,11 +370,11 @@ def run_fake_scheduler(config: EngineConfig, ports: PortArgs) -> None:
 
 def run_stillborn_scheduler(config: EngineConfig, ports: PortArgs) -> None:
     """A scheduler process that fails while it loads its model."""
-    prepare_child("scheduler", config.log_level, ports)
+    prepare_child("scheduler", config.server_args.log_level, ports)
     raise SystemExit(3)
 
 
 def run_never_ready_scheduler(config: EngineConfig, ports: PortArgs) -> None:
     """A scheduler process that loads its model for ever."""
-    prepare_child("scheduler", config.log_level, ports)
+    prepare_child("scheduler", config.server_args.log_level, ports)
     threading.Event().wait()

@@ -9,7 +9,8 @@ if __name__ == "__main__":
     import broken_scheduler
     import fake_scheduler
 
-    from fenceline.config.server_args import parse_args, resolve
+    from fenceline.config.engine_config import resolve
+    from fenceline.config.server_args import parse_args
     from fenceline.entrypoints.supervisor import serve_until_stopped
 
     module = fake_scheduler if hasattr(fake_scheduler, sys.argv[1]) else broken_scheduler

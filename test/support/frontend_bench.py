@@ -7,8 +7,8 @@ from functools import cache
 
 from tiny_tokenizers import byte_level
 
-from fenceline.config.engine_config import EngineConfig
-from fenceline.config.server_args import ServerArgs, resolve
+from fenceline.config.engine_config import EngineConfig, PriorityConfig, resolve
+from fenceline.config.server_args import ServerArgs
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.ipc.io_struct import (
     BatchStrOut,
@@ -52,11 +52,13 @@ class MemoryLink:
 
 
 class Bench:
-    """A ready manager and its link."""
+    """A ready manager and its link; ``flags`` are ServerArgs fields."""
 
-    def __init__(self, **config: object) -> None:
+    def __init__(self, priority: PriorityConfig | None = None, **flags: object) -> None:
+        config = demo_config()
+        config = replace(config, server_args=replace(config.server_args, **flags), priority=priority)
         self.link = MemoryLink()
-        self.manager = TokenizerManager(replace(demo_config(), **config), byte_level(), self.link)
+        self.manager = TokenizerManager(config, byte_level(), self.link)
         self.manager.handle(READY)
 
     def news(

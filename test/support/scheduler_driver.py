@@ -12,8 +12,7 @@ from random import Random
 from token_worker import VOCAB_SIZE, TokenTransfers, TokenWorker, next_token
 
 import fenceline
-from fenceline.config.engine_config import EngineConfig
-from fenceline.config.resolve import resolve
+from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import (
     BatchTokenOut,
@@ -112,15 +111,15 @@ def make_driver(
     """A scheduler over a TokenWorker; ``flags`` are ServerArgs fields."""
     flags.setdefault("chunked_prefill_size", 16 * page_size)
     args = ServerArgs(
-        model_path=fenceline.demo_model_path(), device="cpu", random_seed=7, page_size=1, **flags
+        model_path=fenceline.demo_model_path(), device="cpu", random_seed=7, page_size=page_size, **flags
     )  # type: ignore[arg-type]
     config = resolve(args)
     config = dataclasses.replace(
         config,
-        page_size=page_size,
         max_running_requests=num_rows,
-        context_length=context_length,
-        model=dataclasses.replace(config.model, vocab_size=VOCAB_SIZE, eos_token_ids=(0,)),
+        model=dataclasses.replace(
+            config.model, context_length=context_length, vocab_size=VOCAB_SIZE, eos_token_ids=(0,)
+        ),
     )
     return Driver(config, TokenWorker(num_pages, page_size, num_rows, context_length))
 
@@ -175,14 +174,15 @@ def make_tiered_driver(
 ) -> Driver:
     """As :func:`make_driver`, with a host tier under the tree. ``seed``: what runs when; see TokenTransfers."""
     driver = make_driver(num_pages, page_size, num_rows, enable_hierarchical_cache=True, **flags)
-    worker = TokenWorker(num_pages, page_size, num_rows, driver.config.context_length)
+    worker = TokenWorker(num_pages, page_size, num_rows, driver.config.model.context_length)
     TokenTransfers(worker, num_host_pages, Random(seed))
     return Driver(driver.config, worker)
 
 
 def capacity(driver: Driver) -> int:
     """The most tokens that a request may have."""
-    return min(driver.config.context_length, driver.scheduler.memory.num_pages * driver.config.page_size)
+    num_tokens = driver.scheduler.memory.num_pages * driver.config.server_args.page_size
+    return min(driver.config.model.context_length, num_tokens)
 
 
 def assert_right(driver: Driver, *reqs: TokenizedGenerateReq) -> None:

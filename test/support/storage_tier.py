@@ -12,7 +12,7 @@ import numpy as np
 from page_pools import Shape, make_pools
 from storage_cases import content, key
 
-from fenceline.config.hicache import PrefetchPolicy
+from fenceline.config.server_args import PrefetchPolicy
 from fenceline.mem_cache.host.host_pool import HostLayout, HostPool
 from fenceline.mem_cache.storage.base import PageParts, StorageBackend, StorageStats
 from fenceline.mem_cache.storage.controller import StorageController, StorageLimits

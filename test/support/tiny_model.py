@@ -6,7 +6,7 @@ import dataclasses
 
 from scheduler_driver import Driver, request
 
-from fenceline.config.resolve import resolve
+from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.memory_order import Device, open_device

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from step_traces import VOCAB_SIZE, TraceShape
 
-from fenceline.config.resolve import resolve
+from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.layers.context import torch_context
 from fenceline.layers.shard import Shard

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fenceline.config.server_args import ServerArgs, resolve
+from fenceline.config.engine_config import resolve
+from fenceline.config.server_args import ServerArgs
 from fenceline.frontend.tokenizer import load_tokenizer
 
 FOLDER = Path(__file__).parents[2] / "benchmark" / "h200"

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import ASGIApp, Message, Scope
 
-from fenceline.config.server_args import ServerArgs, resolve
+from fenceline.config.engine_config import resolve
+from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints.http_server import create_app
 from fenceline.frontend.tokenizer import load_tokenizer
 from fenceline.frontend.tokenizer_manager import TokenizerManager

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 from tiny_tokenizers import byte_level
 
-from fenceline.config.server_args import ServerArgs, resolve
+from fenceline.config.engine_config import resolve
+from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints import body_parser
 from fenceline.entrypoints.body_parser import BodyParser, count_values
 from fenceline.entrypoints.fields import UnknownFields

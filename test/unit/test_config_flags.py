@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fenceline.config import docs
-from fenceline.config.errors import ConfigError
+from fenceline.config import ConfigError, docs
 from fenceline.config.flags import flags_of
 from fenceline.config.refused import ANY, ELSEWHERE, REFUSED
 from fenceline.config.server_args import ServerArgs, parse_args
@@ -325,7 +324,7 @@ def test_console_script(argv: list[str], status: int, text: str) -> None:
 
 def test_configuration_imports_no_torch() -> None:
     code = (
-        "import sys, fenceline, fenceline.config.server_args, fenceline.config.docs, fenceline.config.hub;"
+        "import sys, fenceline, fenceline.config.server_args, fenceline.config.docs, fenceline.config.model_files;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'huggingface_hub')))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

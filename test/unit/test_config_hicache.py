@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from fenceline.config import private_files
-from fenceline.config.engine_config import EngineConfig
-from fenceline.config.errors import ConfigError
+from fenceline.config import ConfigError, private_files
+from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.hicache import GB, HiCacheConfig, HiCacheStorageConfig, hicache_config, storage_key
-from fenceline.config.server_args import ServerArgs, parse_args, resolve
+from fenceline.config.server_args import ServerArgs, parse_args
 
 CONFIG_JSON = {
     "architectures": ["LlamaForCausalLM"],
@@ -70,14 +69,7 @@ def test_without_the_switch_there_is_none(model_dir: Path) -> None:
 
 def test_defaults(model_dir: Path) -> None:
     assert resolved(model_dir, "--enable-hierarchical-cache").hicache == HiCacheConfig(
-        ratio=2.0,
-        host_bytes=None,
-        write_policy="write_through",
-        io_backend="direct",
-        mem_layout="layer_first",
-        retract_policy="recompute",
-        load_back_threshold=10,
-        storage=None,
+        host_bytes=None, io_backend="direct", storage=None, load_back_threshold=10
     )
 
 
@@ -91,23 +83,16 @@ def test_given_values_are_kept_and_travel_between_processes(model_dir: Path, tmp
         " --hicache-storage-prefetch-policy timeout --hicache-storage-prefetch-timeout 2.5",
     )
     assert config.hicache == HiCacheConfig(
-        ratio=0.5,
         host_bytes=GB // 4,
-        write_policy="write_back",
         io_backend="kernel",
-        mem_layout="page_first",
-        retract_policy="offload",
-        load_back_threshold=10,
         storage=HiCacheStorageConfig(
-            backend="file",
-            directory=str(where),
-            max_bytes=GB // 2,
-            key_source=None,
-            prefetch_policy="timeout",
-            prefetch_timeout_s=2.5,
-            prefetch_threshold=256,
+            directory=str(where), max_bytes=GB // 2, prefetch_timeout_s=2.5, prefetch_threshold=256
         ),
     )
+    args = config.server_args
+    assert (args.hicache_ratio, args.hicache_write_policy) == (0.5, "write_back")
+    assert (args.hicache_mem_layout, args.retract_policy) == ("page_first", "offload")
+    assert args.hicache_storage_prefetch_policy == "timeout"
     assert where.stat().st_mode & 0o777 == 0o700
     assert list(where.iterdir()) == []
     assert pickle.loads(pickle.dumps(config)) == config
@@ -125,7 +110,10 @@ def test_storage_defaults(model_dir: Path, tmp_path: Path, monkeypatch: pytest.M
     assert storage is not None
     assert storage.directory == str(tmp_path / f"fenceline-hicache-{os.getuid()}")
     assert storage.max_bytes == min(64 * GB, shutil.disk_usage(tmp_path).total // 2)
-    assert (storage.prefetch_policy, storage.prefetch_timeout_s) == ("best_effort", None)
+    assert (config.server_args.hicache_storage_prefetch_policy, storage.prefetch_timeout_s) == (
+        "best_effort",
+        None,
+    )
     waiting = resolved(model_dir, flags + " --hicache-storage-prefetch-policy timeout").hicache
     assert waiting is not None
     assert waiting.storage is not None
@@ -332,7 +320,7 @@ def test_the_storage_key_is_read_from_where_the_flag_says(
             model_dir, FILE + f" --hicache-storage-dir {tmp_path}/s --hicache-storage-key {source}"
         )
         assert config.hicache is not None and config.hicache.storage is not None
-        assert config.hicache.storage.key_source == source
+        assert config.server_args.hicache_storage_key == source
         assert secret not in json.dumps(config.public_dict(), default=str) + repr(config)
         keys.add(storage_key(source))
     assert len(keys) == 1 and len(keys.pop()) == 32

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 from huggingface_hub import errors
 
-from fenceline.config import hub
+from fenceline.config import ConfigError
 from fenceline.config.chat_templates import CHAT_TEMPLATES
-from fenceline.config.device import choose_device
-from fenceline.config.engine_config import EngineConfig, PriorityConfig
-from fenceline.config.errors import ConfigError
-from fenceline.config.server_args import ServerArgs, parse_args, resolve
+from fenceline.config.engine_config import EngineConfig, PriorityConfig, choose_device, resolve
+from fenceline.config.model_files import model_directory
+from fenceline.config.server_args import ServerArgs, parse_args
 
 CONFIG_JSON = {
     "architectures": ["LlamaForCausalLM"],
@@ -67,23 +66,25 @@ def test_the_flight_recorders_own_folder_is_nobody_elses(
 
 def test_defaults_on_a_cpu(model_dir: Path) -> None:
     config = resolved(model_dir)
-    assert (config.device, config.dtype, config.model.dtype) == ("cpu", "float32", "float32")
-    assert config.model_path == config.tokenizer_path == str(model_dir.resolve())
+    assert (config.device, config.model.dtype) == ("cpu", "float32")
+    assert config.model.model_path == config.tokenizer_path == str(model_dir.resolve())
     assert config.served_model_name == str(model_dir)
-    assert (config.host, config.port) == ("127.0.0.1", 30000)
-    assert (config.page_size, config.chunked_prefill_size, config.max_prefill_tokens) == (1, 2048, 16384)
+    assert (config.server_args.host, config.server_args.port) == ("127.0.0.1", 30000)
+    assert config.server_args.page_size == 1
+    assert (config.chunked_prefill_size, config.max_prefill_tokens) == (2048, 16384)
     assert (config.max_running_requests, config.max_total_tokens) == (256, None)
-    assert (config.context_length, config.model.vocab_size) == (4096, 128)
+    assert (config.model.context_length, config.model.vocab_size) == (4096, 128)
     assert (config.prefill_attention_backend, config.decode_attention_backend) == ("torch", "torch")
-    assert config.sampling_backend == "torch"
-    assert (config.cuda_graph_bs, config.debug_cuda_graph, config.cuda_coredump_dir) == ((), False, None)
-    assert (config.schedule_policy, config.stream_interval, config.watchdog_timeout_s) == ("fcfs", 1, 300.0)
-    assert config.log_level_http == config.log_level == "info"
+    assert config.public_dict()["sampling_backend"] == "torch"
+    assert (config.cuda_graph_bs, config.cuda_coredump_dir) == ((), None)
+    args = config.server_args
+    assert (args.schedule_policy, args.stream_interval, args.watchdog_timeout) == ("fcfs", 1, 300.0)
+    assert config.log_level_http == config.server_args.log_level == "info"
 
 
 def test_defaults_on_a_gpu(model_dir: Path) -> None:
     config = resolved(model_dir, gpu=True)
-    assert (config.device, config.dtype) == ("cuda", "bfloat16")
+    assert (config.device, config.model.dtype) == ("cuda", "bfloat16")
     assert (config.mem_fraction_static, config.chunked_prefill_size) == (0.85, 8192)
     assert config.max_running_requests == 1024
     assert (config.prefill_attention_backend, config.decode_attention_backend) == ("auto", "auto")
@@ -209,7 +210,7 @@ def test_attention_backends_on_a_gpu(
 def test_dtype(model_dir: Path, stored: str, wanted: str, gpu: bool, dtype: str) -> None:
     (model_dir / "config.json").write_text(json.dumps({**CONFIG_JSON, "torch_dtype": stored}))
     config = resolved(model_dir, gpu, dtype=wanted)
-    assert config.dtype == config.model.dtype == dtype
+    assert config.model.dtype == dtype
 
 
 def test_given_values_are_kept(model_dir: Path) -> None:
@@ -227,11 +228,13 @@ def test_given_values_are_kept(model_dir: Path) -> None:
         log_level_http="warning",
         max_queued_requests=3,
     )
-    assert (config.page_size, config.chunked_prefill_size, config.max_prefill_tokens) == (16, 64, 128)
-    assert (config.max_running_requests, config.context_length, config.mem_fraction_static) == (7, 512, 0.5)
+    assert config.server_args.page_size == 16
+    assert (config.chunked_prefill_size, config.max_prefill_tokens) == (64, 128)
+    assert (config.max_running_requests, config.mem_fraction_static) == (7, 0.5)
+    assert config.model.context_length == 512
     assert config.max_total_tokens == 992  # whole pages
     assert (config.random_seed, config.served_model_name) == (0, "name")
-    assert (config.log_level_http, config.max_queued_requests) == ("warning", 3)
+    assert (config.log_level_http, config.server_args.max_queued_requests) == ("warning", 3)
 
 
 def test_chunking_off_and_its_bounds(model_dir: Path) -> None:
@@ -245,7 +248,7 @@ def test_running_requests_follow_memory(model_dir: Path) -> None:
     assert resolved(model_dir, max_total_tokens=160, page_size=16).max_running_requests == 10
     overrides = json.dumps({"max_position_embeddings": 1 << 20})
     long = resolved(model_dir, json_model_override_args=overrides)
-    assert long.context_length == 1 << 20
+    assert long.model.context_length == 1 << 20
     assert long.max_running_requests == 64  # 256 MiB of page table at 4 MiB a row
 
 
@@ -259,7 +262,7 @@ def test_configuration_is_frozen_and_travels_between_processes(model_dir: Path) 
     config = resolved(model_dir, api_key="secret")
     assert pickle.loads(pickle.dumps(config)) == config
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.port = 1  # type: ignore[misc]
+        config.device = "cuda"  # type: ignore[misc]
 
 
 def test_api_key_is_never_shown(model_dir: Path) -> None:
@@ -292,17 +295,17 @@ def test_chat_template_by_name_and_from_json(model_dir: Path, tmp_path: Path) ->
 def test_the_api_key_may_come_from_the_environment(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever lists the machine's processes reads what stands on a command line."""
     monkeypatch.setenv("FENCELINE_API_KEY", "from outside")
-    assert resolved(model_dir).api_key == "from outside"
-    assert resolved(model_dir, api_key="given").api_key == "given"
+    assert resolved(model_dir).server_args.api_key == "from outside"
+    assert resolved(model_dir, api_key="given").server_args.api_key == "given"
     monkeypatch.setenv("FENCELINE_API_KEY", "")  # as a compose file passes on what is not set
-    assert resolved(model_dir).api_key is None
+    assert resolved(model_dir).server_args.api_key is None
     monkeypatch.setenv("FENCELINE_API_KEY", "ключ")
     with pytest.raises(ConfigError, match="--api-key: use ASCII"):
         resolved(model_dir)
     monkeypatch.setenv("FENCELINE_API_KEY", "")
     monkeypatch.setenv("FENCELINE_ADMIN_API_KEY", "from outside too")
-    assert resolved(model_dir).admin_api_key == "from outside too"
-    assert resolved(model_dir).api_key is None
+    assert resolved(model_dir).server_args.admin_api_key == "from outside too"
+    assert resolved(model_dir).server_args.api_key is None
 
 
 def test_chat_template_is_read(model_dir: Path, tmp_path: Path) -> None:
@@ -441,7 +444,7 @@ def test_chat_template_is_read(model_dir: Path, tmp_path: Path) -> None:
 def test_impossible_values_are_refused_with_the_remedy(
     model_dir: Path, flags: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fenceline.config.resolve.machine_bytes", lambda: 10**9)
+    monkeypatch.setattr("fenceline.config.engine_config.machine_bytes", lambda: 10**9)
     args = parse_args(["--model-path", str(model_dir), *flags.split()])
     with pytest.raises(ConfigError) as caught:
         resolve(args, cuda_probe=lambda: False)
@@ -498,7 +501,7 @@ def test_a_thousand_graphs_are_refused(model_dir: Path, values: dict[str, Any], 
 
 
 def test_the_least_that_serves_a_request_is_taken(model_dir: Path) -> None:
-    assert resolved(model_dir, context_length=2).context_length == 2
+    assert resolved(model_dir, context_length=2).model.context_length == 2
     assert resolved(model_dir, max_total_tokens=64, page_size=32).max_total_tokens == 64
 
 
@@ -559,7 +562,7 @@ def test_missing_weights_are_noticed_before_anything_starts(model_dir: Path) -> 
         ConfigError, match=r"no \*\.safetensors files; download the weights, or use --load-format dummy"
     ):
         resolved(model_dir)
-    assert resolved(model_dir, load_format="dummy").load_format == "dummy"
+    assert resolved(model_dir, load_format="dummy").server_args.load_format == "dummy"
     (model_dir / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     with pytest.raises(ConfigError, match=r"1 of 1 weight files are missing, first model-1\.safetensors"):
         resolved(model_dir)
@@ -618,7 +621,7 @@ def test_a_checkpoint_that_modelopt_has_quantised_is_refused(model_dir: Path, te
 
 
 def test_trust_remote_code_does_not_help_an_architecture_that_is_not_built_in(model_dir: Path) -> None:
-    assert resolved(model_dir, trust_remote_code=True).trust_remote_code
+    assert resolved(model_dir, trust_remote_code=True).server_args.trust_remote_code
     remote = {
         "architectures": ["NewForCausalLM"],
         "auto_map": {"AutoModelForCausalLM": "modeling_new.NewForCausalLM"},
@@ -641,17 +644,17 @@ def test_trust_remote_code_does_not_help_an_architecture_that_is_not_built_in(mo
 )
 def test_names_that_are_neither_directory_nor_hub_id(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        hub.model_directory(name, "--model-path", None, None, weights=True)
+        model_directory(name, "--model-path", None, None, weights=True)
 
 
 def test_file_is_not_a_model(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="is a file; give the directory that holds it"):
-        hub.model_directory(str(model_dir / "config.json"), "--model-path", None, None, weights=True)
+        model_directory(str(model_dir / "config.json"), "--model-path", None, None, weights=True)
 
 
 def test_offline_hub_id_that_is_not_cached(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        hub.model_directory("some-owner/some-model", "--model-path", None, str(tmp_path), weights=True)
+        model_directory("some-owner/some-model", "--model-path", None, str(tmp_path), weights=True)
     assert str(caught.value).startswith(
         "--model-path some-owner/some-model: neither a directory here nor in the"
     )
@@ -683,7 +686,7 @@ def test_hub_failures_become_one_line(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     with pytest.raises(ConfigError) as caught:
-        hub.model_directory("some-owner/some-model", "--model-path", "v2", None, weights=True)
+        model_directory("some-owner/some-model", "--model-path", "v2", None, weights=True)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -694,14 +697,14 @@ def test_a_download_says_so_in_a_log_and_draws_no_bars_there(
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: "/there")
-    hub.model_directory("owner/model", "--model-path", None, None, weights=True)
+    model_directory("owner/model", "--model-path", None, None, weights=True)
     assert (
         capsys.readouterr().err == "Fetching owner/model from the hub, unless it is in the download cache\n"
     )
     assert are_progress_bars_disabled()
     enable_progress_bars()
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    hub.model_directory("owner/model", "--model-path", None, None, weights=True)
+    model_directory("owner/model", "--model-path", None, None, weights=True)
     assert capsys.readouterr().err == ""
     assert not are_progress_bars_disabled()
 
@@ -746,7 +749,7 @@ def test_device_is_probed_only_when_it_matters() -> None:
 def test_timeouts_come_from_the_flag_or_from_sglangs_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     def timeouts(**flags: object) -> tuple[float | None, float | None]:
         config = resolve(ServerArgs(model_path="demo", device="cpu", **flags))  # type: ignore[arg-type]
-        return config.req_waiting_timeout_s, config.req_running_timeout_s
+        return config.server_args.req_waiting_timeout, config.server_args.req_running_timeout
 
     assert timeouts() == (None, None)
     monkeypatch.setenv("SGLANG_REQ_WAITING_TIMEOUT", "1.5")

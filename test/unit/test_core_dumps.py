@@ -14,20 +14,19 @@ from typing import cast
 import pytest
 import zmq
 
-from fenceline.config.core_dumps import (
-    PATIENCE_S,
-    CoreDumps,
-    core_dump_dir,
-    core_dump_environment,
-    is_complete,
-)
-from fenceline.config.engine_config import EngineConfig
-from fenceline.config.errors import ConfigError
-from fenceline.config.server_args import ServerArgs, resolve
+from fenceline.config import ConfigError
+from fenceline.config.engine_config import EngineConfig, core_dump_dir, resolve
+from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import FatalError, PortArgs, decode
 from fenceline.ipc.sockets import bind_pull, make_ports, remove_ports
 from fenceline.memory_order import Device, open_device
 from fenceline.scheduler import process as scheduler_process
+from fenceline.scheduler.core_dumps import (
+    PATIENCE_S,
+    CoreDumps,
+    core_dump_environment,
+    is_complete,
+)
 from fenceline.scheduler.process import (
     Watchdog,
     enable_core_dumps,

@@ -16,7 +16,7 @@ import yaml
 
 import pick_torch
 import setup_env
-from fenceline.config.resolve import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
+from fenceline.config.engine_config import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from fenceline.config.server_args import parse_args
 from fenceline.entrypoints.supervisor import DRAIN_TIMEOUT_S, STOP_TIMEOUT_S
 

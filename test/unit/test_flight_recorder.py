@@ -14,8 +14,8 @@ import pytest
 from scheduler_driver import Driver, make_driver, make_tiered_driver, request
 from token_worker import TokenWorker
 
-from fenceline.config.errors import ConfigError
-from fenceline.config.resolve import resolve
+from fenceline.config import ConfigError
+from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import AbortReq, ControlReply, FlightRecorderReq
 from fenceline.model_executor.step import DecodeBatch
@@ -245,7 +245,9 @@ def test_flags() -> None:
     def config(**flags: Any) -> Any:
         return resolve(ServerArgs(model_path="demo", device="cpu", **flags))
 
-    assert config().flight_recorder_steps == 512 and not config().flight_recorder_prompts
+    assert (
+        config().server_args.flight_recorder_steps == 512 and not config().server_args.flight_recorder_prompts
+    )
     assert "fenceline-flight-recorder" in config().flight_recorder_dir
     with pytest.raises(ConfigError, match="--flight-recorder-steps -1"):
         config(flight_recorder_steps=-1)

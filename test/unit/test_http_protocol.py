@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from fenceline.config.server_args import ServerArgs, resolve
+from fenceline.config.engine_config import resolve
+from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints import http_protocol as limits
 from fenceline.entrypoints.front_door import MAX_BODIES_BYTES, FrontDoor
 from fenceline.entrypoints.http_protocol import ConnectionLimit, JoiningHttpProtocol

@@ -16,8 +16,8 @@ import torch
 from model_parity import save_checkpoint
 from safetensors.torch import load_file, save_file
 
-from fenceline.config.hf_files import weight_files
 from fenceline.config.model_config import ModelConfig
+from fenceline.config.model_files import weight_files
 from fenceline.layers.context import LayerContext, torch_context
 from fenceline.layers.shard import Shard
 from fenceline.models import loader

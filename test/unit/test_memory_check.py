@@ -11,7 +11,7 @@ from recording_device import RecordingDevice
 from scheduler_driver import Driver, answers, make_model_driver, request
 from tiny_model import tiny_driver, tiny_requests
 
-from fenceline.config.errors import ConfigError
+from fenceline.config import ConfigError
 from fenceline.config.server_args import ServerArgs
 from fenceline.memory_order import Device, InputRing, OrderChecker, OrderError, ResultRing, open_device
 from fenceline.memory_order.edges import HOST_AFTER_FORWARD, RING_EDGES, Hazard, StreamName

@@ -17,8 +17,7 @@ from model_parity import PagedModel, save_checkpoint
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from fenceline.config.model_config import ModelConfig
-from fenceline.config.rope_scaling import parse_rope
+from fenceline.config.model_config import ModelConfig, parse_rope
 from fenceline.layers.attention.base import AttentionPlan
 from fenceline.layers.context import LayerContext, torch_context
 from fenceline.layers.embedding import VocabParallelEmbedding

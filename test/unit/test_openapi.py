@@ -11,8 +11,9 @@ import orjson
 import pytest
 from starlette.types import ASGIApp, Message
 
-from fenceline.config.errors import ConfigError
-from fenceline.config.server_args import ServerArgs, resolve
+from fenceline.config import ConfigError
+from fenceline.config.engine_config import resolve
+from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints.front_door import ADMIN_PATHS, OPEN_PATHS
 from fenceline.entrypoints.http_server import create_app
 from fenceline.frontend.tokenizer import load_tokenizer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_driver import Driver, assert_right, expected_output, make_tiered_driver, request
+from scheduler_driver import Driver, assert_right, capacity, expected_output, make_tiered_driver, request
 from token_worker import TokenTransfers
 
 from fenceline.ipc.io_struct import AbortReq, FlushCacheReq, TokenizedGenerateReq
@@ -208,15 +208,14 @@ def test_anything_goes(data: st.DataObject) -> None:
             driver.send(FlushCacheReq(id=f"f{number}"))
     driver.run()
     drain(driver)
-    capacity = min(driver.config.context_length, driver.scheduler.memory.num_pages * driver.config.page_size)
     for rid, req in sent.items():
         answer = driver.answers[rid]
         if answer.finish.type != "abort":
-            assert answer.output_ids == expected_output(req, capacity), rid
+            assert answer.output_ids == expected_output(req, capacity(driver)), rid
             others = [
                 other for other in sent.values() if other is not req and other.extra_key == req.extra_key
             ]
-            brought = [[*other.input_ids, *expected_output(other, capacity)] for other in others]
+            brought = [[*other.input_ids, *expected_output(other, capacity(driver))] for other in others]
             shared = max((num_shared(req.input_ids, tokens) for tokens in brought), default=0)
             assert answer.last.cached_tokens <= shared, rid
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from scheduler_driver import Driver, assert_right, expected_output, make_driver, request
 
-from fenceline.config.resolve import resolve
+from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import (
     AbortReq,

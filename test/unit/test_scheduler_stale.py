@@ -63,7 +63,7 @@ def test_a_retracted_request_finds_its_pages_where_they_are_when_it_comes_back()
     before = recomputes(driver)["queued_match"]
     on_device = scheduler.memory.match(waiting)
     assert on_device.match.num_tokens > 0
-    scheduler.memory.tree.evict(on_device.match.num_tokens // driver.config.page_size)
+    scheduler.memory.tree.evict(on_device.match.num_tokens // driver.config.server_args.page_size)
     moved = scheduler.memory.match(waiting)
     assert moved.match.num_host_tokens > 0 and moved.num_tokens == on_device.num_tokens
     assert recomputes(driver)["queued_match"] == before + 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scheduler_driver import Driver, assert_right, make_driver, request
 
 import fenceline
-from fenceline.config.resolve import resolve
+from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.model_executor.step import ExtendBatch, ForwardResult, ScheduleBatch
 from fenceline.scheduler.schedule_policy import StepSharing, num_waiting_tokens

@@ -16,7 +16,7 @@ from storage_cases import flip, path_of
 from storage_faults import FaultyBackend
 from storage_tier import KEYS, PAGE, PATIENCE_S, Gate, Tier, file_backend, make_tier, tier_fingerprint
 
-from fenceline.config.hicache import PrefetchPolicy
+from fenceline.config.server_args import PrefetchPolicy
 from fenceline.mem_cache.storage.base import Reason
 from fenceline.mem_cache.storage.controller import StorageLimits
 from fenceline.mem_cache.storage.page_hash import PageKey

@@ -10,7 +10,7 @@ from storage_cases import page_files
 from storage_faults import FaultyBackend
 from storage_tier import KEYS, NUM_PAGES, PAGE, Gate, Tier, file_backend, make_tier
 
-from fenceline.config.hicache import PrefetchPolicy
+from fenceline.config.server_args import PrefetchPolicy
 from fenceline.mem_cache.host.host_pool import HostLayout
 from fenceline.mem_cache.storage.controller import StorageLimits
 from fenceline.mem_cache.storage.prefetch import (

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from page_pools import Shape, make_pools
 
-from fenceline.config.engine_config import EngineConfig
-from fenceline.config.server_args import parse_args, resolve
+from fenceline.config.engine_config import EngineConfig, resolve
+from fenceline.config.server_args import parse_args
 from fenceline.mem_cache.host.host_pool import HostLayout, HostPool
 from fenceline.mem_cache.storage.make import make_storage, model_id, page_fingerprint
 from fenceline.memory_order import open_device

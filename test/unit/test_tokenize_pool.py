@@ -16,7 +16,8 @@ from tiny_tokenizers import CORPUS, byte_fallback, byte_level, word_piece
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
-from fenceline.config.server_args import ServerArgs, resolve
+from fenceline.config.engine_config import resolve
+from fenceline.config.server_args import ServerArgs
 from fenceline.frontend import tokenize_pool, tokenizer
 from fenceline.frontend.request_types import RequestError
 from fenceline.frontend.tokenize_pool import TokenizePool

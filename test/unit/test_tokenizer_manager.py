@@ -239,7 +239,7 @@ async def test_tokenize_and_detokenize_have_limits(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RequestError, match="at most 4096"):
         await bench.manager.detokenize([[1]] * 4097)
     assert tokenised.num_chars == 0
-    most = max(2000, bench.manager.config.context_length)
+    most = max(2000, bench.manager.config.model.context_length)
     with pytest.raises(RequestError, match=f"at most {most} ids"):
         await bench.manager.detokenize([[1] * most, [1]])
     with pytest.raises(RequestError, match="the texts together have more than"):
@@ -483,7 +483,7 @@ async def test_a_priority_needs_the_flag() -> None:
 
 
 async def test_time_is_told_while_requests_are_in_flight() -> None:
-    bench = Bench(req_waiting_timeout_s=0.05)
+    bench = Bench(req_waiting_timeout=0.05)
     await bench.manager.submit(ids_input(5, rid="a"))
     await bench.manager.submit(ids_input(5, rid="b"))
 

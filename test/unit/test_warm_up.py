@@ -30,7 +30,7 @@ def test_only_the_sink_is_touched(flags: dict[str, int]) -> None:
         batches.append(batch)
         return runner.launch(batch)
 
-    page_size = config.page_size
+    page_size = config.server_args.page_size
     for layer in range(config.model.num_layers):
         runner.kv_pool.k(layer)[page_size:].fill_(7)
         runner.kv_pool.v(layer)[page_size:].fill_(7)

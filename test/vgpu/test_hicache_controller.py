@@ -11,7 +11,7 @@ import pytest
 import torch
 from transfer_rounds import POLICIES, RandomTransfers, Rounds, layouts
 
-from fenceline.config.resolve import resolve
+from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.mem_cache.host.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, Points, open_device

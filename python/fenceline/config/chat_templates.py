@@ -1,4 +1,4 @@
-"""Chat templates by name (--chat-template NAME), for models that come without one, with SGLang's names.
+"""What --chat-template names: a file, or one of these templates, for models that come without one, with SGLang's names.
 
 Each is Jinja, rendered as a model's own (entrypoints/openai/chat_template.py). Contents are texts or null; calls of
 tools in a history are written as JSON, since these formats have no words of their own for them.
@@ -6,7 +6,11 @@ tools in a history are written as JSON, since these formats have no words of the
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
+
+from fenceline.config import ConfigError
 
 # The content of a message: null is empty, and calls follow as JSON, one a line.
 _CONTENT = """
@@ -92,3 +96,36 @@ CHAT_TEMPLATES: Mapping[str, str] = {
     "mistral": _CONTENT + _SYSTEM_FIRST + _MISTRAL,
     "vicuna_v1.1": _CONTENT + _SYSTEM_FIRST + _VICUNA,
 }
+
+
+def read_chat_template(name: str | None) -> str | None:
+    if name is None:
+        return None
+    if name in CHAT_TEMPLATES:
+        return CHAT_TEMPLATES[name]
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"--chat-template {name}: no such file; give a file with a Jinja template, or one of "
+            f"the names {', '.join(CHAT_TEMPLATES)}"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {name}: cannot be read as UTF-8 text ({error})") from error
+    return _template_of_json(name, text) if path.suffix == ".json" else text
+
+
+def _template_of_json(name: str, text: str) -> str:
+    """The template in a chat_template.json or tokenizer_config.json."""
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"--chat-template {name}: not valid JSON ({error})") from error
+    template = value.get("chat_template") if isinstance(value, dict) else None
+    if not isinstance(template, str):
+        raise ConfigError(
+            f"--chat-template {name}: expected an object with the template as the text of chat_template; for the "
+            "template alone give the file the ending .jinja"
+        )
+    return template

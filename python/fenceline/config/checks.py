@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from fenceline.config.errors import ConfigError
+from fenceline.config import ConfigError
 from fenceline.config.flags import flags_of
 from fenceline.config.hicache import check_hicache
 from fenceline.config.request_limits import MAX_PRIORITY, MIN_PRIORITY
-
-if TYPE_CHECKING:
-    from fenceline.config.server_args import ServerArgs
+from fenceline.config.server_args import ServerArgs
 
 _MAX_SEED = 2**63 - 1
 _CHUNKING_OFF = -1

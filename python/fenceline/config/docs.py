@@ -19,8 +19,7 @@ meanings are SGLang's wherever SGLang has the flag. The same names, with undersc
 `fenceline.Engine` and keys of a YAML file given with `--config FILE`; the command line wins over the file, and
 `--no-FLAG` takes back a switch that the file sets.
 
-This page is generated: change `python/fenceline/config/server_args.py` (`hicache_flags.py` for HiCache) and run
-`python -m fenceline.config.docs`.
+This page is generated: change `python/fenceline/config/server_args.py` and run `python -m fenceline.config.docs`.
 """
 _REFUSED_HEADER = """\
 ## Flags that are refused

@@ -1,14 +1,54 @@
-"""EngineConfig: the resolved configuration, the only one the engine reads."""
+"""EngineConfig: the flags, and what follows from them on this machine; the only configuration the engine reads."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from fenceline.config.hicache import HiCacheConfig
-    from fenceline.config.model_config import ModelConfig
+from fenceline.config import ConfigError
+from fenceline.config.chat_templates import read_chat_template
+from fenceline.config.checks import check
+from fenceline.config.flags import flags_of
+from fenceline.config.hicache import HiCacheConfig, hicache_config, machine_bytes
+from fenceline.config.model_config import ModelConfig
+from fenceline.config.model_files import model_directory, weight_files
+from fenceline.config.private_files import make_private_folder, why_unusable
+from fenceline.config.request_limits import MAX_PRIORITY, MIN_PRIORITY
+from fenceline.config.server_args import ServerArgs, is_registered
+
+# A key on the command line can be read by every user of the machine.
+API_KEY_VARIABLE = "FENCELINE_API_KEY"
+ADMIN_API_KEY_VARIABLE = "FENCELINE_ADMIN_API_KEY"
+# The one sampler there is; --sampling-backend has no other value that is accepted.
+_SAMPLING_BACKEND = "torch"
+# Where Linux shows an NVIDIA driver: bare metal and containers, WSL, Tegra.
+_DRIVER_MARKS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
+_MEM_FRACTION = {"cpu": 0.3, "cuda": 0.85}
+_CHUNKED_PREFILL_SIZE = {"cpu": 2048, "cuda": 8192}
+_MAX_PREFILL_TOKENS = 16384
+_NUM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_MAX_RUNNING_REQUESTS = {"cpu": 256, "cuda": 1024}
+# Memory that the table (request rows x pages of the longest context, int32) may take by default.
+_ROW_TABLE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
+_ON_ANY_DEVICE = "torch"
+_MAX_BS = 256
+_MOST_GRAPHS = 512
+# (up to this size, one every so many), and beyond: small batches are where a padded row costs most.
+_BUCKET_STEPS = ((64, 8), (256, 16), (512, 32))
+_STEP_BEYOND = 64
+_GRAPH_TOKENS_STEPS = ((64, 16), (256, 32), (512, 64), (1024, 128), (2048, 256))
+_GRAPH_TOKENS_STEP_BEYOND = 512
+_SMALLEST_PREFILL = 16
+_MAX_GRAPH_TOKENS = 2048
+# Launching a layer takes the CPU about 0.2 ms; a token takes the GPU two operations a weight, at 6e14 a second (H200).
+# From twice as many tokens on as are computed meanwhile, padding costs more than launching.
+_WORTHWHILE_WEIGHT_TOKENS = 2 * 0.2e-3 * 6e14 / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,96 +66,403 @@ class PriorityConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything that was chosen or defaulted, resolved once by ``fenceline.config.resolve``.
+    """The flags as they were given (``server_args``), and what was chosen, found or computed from them.
 
-    Plain values only, so that it travels to the scheduler and detokenizer processes as it is. Lengths and sizes are
-    in tokens, times in seconds. ``chunked_prefill_size`` None means that prompts are never split;
-    ``max_total_tokens`` None that the model runner sizes the KV pool from ``mem_fraction_static``;
-    ``max_queued_requests`` None that the queue is unbounded. ``chat_template`` is the template's text.
-    Attention backends are names or ``auto``, which the model runner decides by measuring. ``cuda_graph_bs`` are the
-    decode batch sizes to capture and ``piecewise_cuda_graph_tokens`` prefill's sizes in tokens, ascending; empty means
-    no graphs. ``hicache`` None: pages live on the device alone. ``torch_profiler_dir`` None: a fresh folder
-    of the scheduler's own.
+    Plain values only, so that it travels to the scheduler and detokenizer processes as it is. Where a flag and a field
+    have one name, the field is what holds: the flag may be None or ``auto``. The context length and the dtype are the
+    model's, ``config.model``. Lengths and sizes are in tokens, times in seconds.
     """
+
+    server_args: ServerArgs  # with the keys and timeouts that the environment gives
 
     # Model and tokenizer
     model: ModelConfig
-    model_path: str
-    tokenizer_path: str
-    tokenizer_mode: str
-    skip_tokenizer_init: bool
-    load_format: str
-    dtype: str
-    context_length: int
-    chat_template: str | None
+    tokenizer_path: str  # a directory, as model.model_path is
+    chat_template: str | None  # the template's text; None: the tokenizer's own
     served_model_name: str
-    weight_version: str
-
-    # HTTP server
-    host: str
-    port: int
-    api_key: str | None = dataclasses.field(repr=False)
-    admin_api_key: str | None = dataclasses.field(repr=False)
-    max_queued_requests: int | None
-    req_waiting_timeout_s: float | None
-    req_running_timeout_s: float | None
-    allow_auto_truncate: bool
-    watchdog_timeout_s: float
 
     # Memory and scheduling
     mem_fraction_static: float
-    max_total_tokens: int | None
+    max_total_tokens: int | None  # whole pages; None: the model runner takes what mem_fraction_static leaves
     max_running_requests: int
-    page_size: int
-    chunked_prefill_size: int | None
+    chunked_prefill_size: int | None  # None: prompts are never split
     max_prefill_tokens: int
-    schedule_policy: str
     priority: PriorityConfig | None  # None: priorities are refused
-    schedule_conservativeness: float
-    disable_radix_cache: bool
-    disable_overlap_schedule: bool
-    hicache: HiCacheConfig | None
+    hicache: HiCacheConfig | None  # None: pages live on the device alone
 
     # Device and kernels
-    device: str
-    prefill_attention_backend: str
+    device: str  # cpu, cuda or a registered kind
+    prefill_attention_backend: str  # auto: the model runner measures
     decode_attention_backend: str
-    sampling_backend: str
-    cuda_graph_bs: tuple[int, ...]
-    piecewise_cuda_graph_tokens: tuple[int, ...]
-    disable_cuda_graph_padding: bool
-    debug_cuda_graph: bool
-    cuda_coredump_dir: str | None
+    cuda_graph_bs: tuple[int, ...]  # batch sizes to capture for decode, ascending; empty: none
+    piecewise_cuda_graph_tokens: tuple[int, ...]  # the same for prefill, in tokens
     random_seed: int
-    memory_check: str
 
-    # API behaviour
-    sampling_defaults: str
-    trust_remote_code: bool
-    enable_deterministic_inference: bool
-    strict_model_name: bool
-    strict_fields: bool
-    reasoning_parser: str | None
-    enable_cache_report: bool
-    stream_interval: int
-    incremental_streaming_output: bool
-
-    # Logging and metrics
-    log_level: str
+    # Logging, and folders as absolute paths
     log_level_http: str
-    log_requests: bool
-    log_requests_level: int
-    decode_log_interval: int
-    enable_metrics: bool
-    metrics_prefix: str
-    flight_recorder_steps: int
     flight_recorder_dir: str
-    flight_recorder_prompts: bool
-    torch_profiler_dir: str | None
+    torch_profiler_dir: str | None  # None: a fresh folder of the scheduler's own
+    cuda_coredump_dir: str | None
 
     def public_dict(self) -> dict[str, object]:
         """The configuration for logs and /get_server_info: JSON values, keys replaced by whether they are set."""
         values = dataclasses.asdict(self)
-        values["api_key"] = self.api_key is not None
-        values["admin_api_key"] = self.admin_api_key is not None
-        return values
+        flags: dict[str, object] = values.pop("server_args")
+        for flag in flags_of(ServerArgs).values():
+            if flag.spec.secret:
+                flags[flag.name] = flags[flag.name] is not None
+        model = {name: values["model"][name] for name in ("model_path", "dtype", "context_length")}
+        return flags | values | model | {"sampling_backend": _SAMPLING_BACKEND}
+
+
+def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> EngineConfig:
+    """The configuration that ``args`` ask for on this machine. May download the model. ``cuda_probe`` says whether
+    there is a GPU to use.
+
+    Raises ConfigError, one line with the remedy, for values and combinations that cannot work.
+    """
+    args = _with_keys_of_environment(args)
+    check(args)
+    overrides = _model_overrides(args)
+    chat_template = read_chat_template(args.chat_template)
+    device = choose_device(args.device, cuda_probe or cuda_is_available)
+    weights = args.load_format != "dummy"
+    path = model_directory(args.model_path, "--model-path", args.revision, args.download_dir, weights)
+    tokenizer_path = _tokenizer_path(args, path)
+    model = _read_model(args, path, tokenizer_path, overrides, device)
+    chunk = _chunked_prefill_size(args, device)
+    max_prefill_tokens = args.max_prefill_tokens or max(_MAX_PREFILL_TOKENS, chunk or 0)
+    max_running_requests = _max_running_requests(args, device, model.context_length)
+    if device == "cpu":
+        _check_memory(args, model, max_running_requests)
+    attention = attention_backends(args, device)
+    return EngineConfig(
+        server_args=_with_timeouts_of_environment(args),
+        model=model,
+        tokenizer_path=tokenizer_path,
+        chat_template=chat_template,
+        served_model_name=args.served_model_name or args.model_path,
+        mem_fraction_static=args.mem_fraction_static or _MEM_FRACTION[_limits_of(device)],
+        max_total_tokens=_whole_pages(args),
+        max_running_requests=max_running_requests,
+        chunked_prefill_size=chunk,
+        max_prefill_tokens=max_prefill_tokens,
+        priority=_priority(args),
+        hicache=hicache_config(args, device, attention),
+        device=device,
+        prefill_attention_backend=attention[0],
+        decode_attention_backend=attention[1],
+        cuda_graph_bs=cuda_graph_bs(args, device, max_running_requests),
+        piecewise_cuda_graph_tokens=piecewise_cuda_graph_tokens(
+            args, device, model, chunk or max_prefill_tokens
+        ),
+        random_seed=args.random_seed if args.random_seed is not None else secrets.randbelow(2**31),
+        log_level_http=args.log_level_http or args.log_level,
+        flight_recorder_dir=args.flight_recorder_dir or _flight_recorder_dir(args.flight_recorder_steps),
+        torch_profiler_dir=_torch_profiler_dir(args),
+        cuda_coredump_dir=core_dump_dir(args.cuda_coredump_dir),
+    )
+
+
+def _with_keys_of_environment(args: ServerArgs) -> ServerArgs:
+    api_key = args.api_key if args.api_key is not None else os.environ.get(API_KEY_VARIABLE) or None
+    admin_key = args.admin_api_key
+    if admin_key is None:
+        admin_key = os.environ.get(ADMIN_API_KEY_VARIABLE) or None
+    return dataclasses.replace(args, api_key=api_key, admin_api_key=admin_key)
+
+
+def _with_timeouts_of_environment(args: ServerArgs) -> ServerArgs:
+    return dataclasses.replace(
+        args,
+        req_waiting_timeout=_timeout(args.req_waiting_timeout, "SGLANG_REQ_WAITING_TIMEOUT"),
+        req_running_timeout=_timeout(args.req_running_timeout, "SGLANG_REQ_RUNNING_TIMEOUT"),
+    )
+
+
+def _timeout(given: float | None, variable: str) -> float | None:
+    """Seconds, from the flag or as SGLang from the environment, where 0 or less means never."""
+    if given is not None:
+        return given
+    text = os.environ.get(variable, "")
+    try:
+        seconds = float(text or -1)
+    except ValueError:
+        raise ConfigError(f"{variable}={text}: give a number of seconds, or unset it") from None
+    return seconds if 0 < seconds < float("inf") else None
+
+
+def _priority(args: ServerArgs) -> PriorityConfig | None:
+    if not args.enable_priority_scheduling:
+        return None
+    low_first, default = args.schedule_low_priority_values_first, args.default_priority_value
+    if default is None:  # as in SGLang: whoever names a priority goes before those that do not
+        default = MAX_PRIORITY if low_first else MIN_PRIORITY
+    threshold = None if args.disable_priority_preemption else args.priority_scheduling_preemption_threshold
+    return PriorityConfig(low_first, default, threshold)
+
+
+def _torch_profiler_dir(args: ServerArgs) -> str | None:
+    folder = args.torch_profiler_dir or os.environ.get("SGLANG_TORCH_PROFILER_DIR")
+    return os.path.abspath(folder) if folder else None
+
+
+def _flight_recorder_dir(num_steps: int) -> str:
+    """One for each user: in a shared temporary folder the other's could not be written to. Where somebody else has
+    taken the name, one that nobody can guess: a dump must not fail for that."""
+    path = str(Path(tempfile.gettempdir()) / f"fenceline-flight-recorder-{os.getuid()}")
+    try:
+        if num_steps > 0:
+            os.close(make_private_folder(path))
+    except OSError:
+        return f"{path}-{secrets.token_hex(8)}"
+    return path
+
+
+def core_dump_dir(wanted: str | None) -> str | None:
+    """The folder of --cuda-coredump-dir as an absolute path, made if need be. Raises ConfigError, one line, if nothing
+    can be written there, and if others could put links there: the driver's names can be guessed."""
+    if wanted is None:
+        return None
+    path = Path(wanted).expanduser().absolute()
+    try:
+        os.close(make_private_folder(str(path)))
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--cuda-coredump-dir {wanted}: {why_unusable(str(path), error)}") from error
+    return str(path)
+
+
+def choose_device(wanted: str, probe: Callable[[], bool]) -> str:
+    """``cpu`` or ``cuda`` for the value of ``--device``, or a registered kind.
+
+    Raises ConfigError if there is no GPU to use.
+    """
+    if wanted == "cpu" or is_registered(wanted):
+        return wanted
+    available = probe()
+    if wanted == "cuda" and not available:
+        raise ConfigError(
+            "--device cuda: torch sees no CUDA GPU; use --device cpu, or install a torch build for your driver"
+        )
+    return "cuda" if available else "cpu"
+
+
+def cuda_is_available() -> bool:
+    """Whether torch can use a CUDA GPU. Imports torch only where there is a driver."""
+    if not any(Path(mark).exists() for mark in _DRIVER_MARKS):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _limits_of(device: str) -> str:
+    return "cuda" if device == "cuda" else "cpu"
+
+
+def _model_overrides(args: ServerArgs) -> dict[str, object]:
+    text = args.json_model_override_args
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--json-model-override-args: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ConfigError(
+            """--json-model-override-args: expected an object, for example '{"rope_theta": 1e6}'"""
+        )
+    return value
+
+
+def _read_model(
+    args: ServerArgs, path: str, tokenizer_path: str, overrides: dict[str, object], device: str
+) -> ModelConfig:
+    try:
+        model = ModelConfig.from_dir(path, overrides, args.context_length, args.dtype, tokenizer_path)
+        if args.load_format != "dummy":
+            weight_files(Path(path))  # read by the scheduler; said now where there are none
+    except ValueError as error:
+        text = str(error).removeprefix(f"{path}: ")  # the flag names it already
+        raise ConfigError(
+            text if text.startswith("--") else f"--model-path {args.model_path}: {text}"
+        ) from error
+    if args.dtype == "auto":
+        return dataclasses.replace(model, dtype=_auto_dtype(device, model.dtype))
+    return model
+
+
+def _tokenizer_path(args: ServerArgs, model_path: str) -> str:
+    if args.tokenizer_path is None:
+        return model_path
+    return model_directory(args.tokenizer_path, "--tokenizer-path", None, args.download_dir, weights=False)
+
+
+def _auto_dtype(device: str, checkpoint: str) -> str:
+    if device != "cuda":
+        return "float32"  # few CPUs compute fast in 16 bits
+    return "bfloat16" if checkpoint == "float32" else checkpoint
+
+
+def _chunked_prefill_size(args: ServerArgs, device: str) -> int | None:
+    if args.chunked_prefill_size == -1:
+        return None
+    default = _CHUNKED_PREFILL_SIZE[_limits_of(device)]
+    if args.max_prefill_tokens is not None:  # chosen alone, it bounds the default chunk too
+        default = max(
+            min(default, args.max_prefill_tokens // args.page_size * args.page_size), args.page_size
+        )
+    return args.chunked_prefill_size or default
+
+
+def _whole_pages(args: ServerArgs) -> int | None:
+    if args.max_total_tokens is None:
+        return None
+    return args.max_total_tokens // args.page_size * args.page_size
+
+
+def _max_running_requests(args: ServerArgs, device: str, context_length: int) -> int:
+    if args.max_running_requests is not None:
+        return args.max_running_requests
+    row_bytes = 4 * -(-context_length // args.page_size)
+    limit = min(_MAX_RUNNING_REQUESTS[_limits_of(device)], _ROW_TABLE_BYTES[_limits_of(device)] // row_bytes)
+    if args.max_total_tokens is not None:
+        limit = min(limit, args.max_total_tokens // args.page_size)
+    return max(limit, 1)
+
+
+def _check_memory(args: ServerArgs, model: ModelConfig, max_running_requests: int) -> None:
+    """Refuse what a machine with no device of its own cannot hold, before anything is started for it. What is free at
+    that moment, and on a GPU, the scheduler judges before it allocates."""
+    machine, page_size = machine_bytes(), args.page_size
+    rows = max_running_requests * 4 * (-(-model.context_length // page_size) + 1)
+    if rows > machine:
+        raise ConfigError(
+            f"--max-running-requests {max_running_requests}: with --context-length {model.context_length} their page"
+            f" tables take {rows / 1e9:.1f} GB, and this machine has {machine / 1e9:.1f} GB of memory in all; lower"
+            " one of the two"
+        )
+    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * _NUM_BYTES[model.dtype]
+    if args.max_total_tokens is not None and args.max_total_tokens * bytes_per_token > machine:
+        raise ConfigError(
+            f"--max-total-tokens {args.max_total_tokens}: the KV cache takes {bytes_per_token} bytes a token, and this"
+            f" machine has {machine / 1e9:.1f} GB of memory in all; give at most {machine // bytes_per_token}, or leave"
+            " it out"
+        )
+
+
+def attention_backends(args: ServerArgs, device: str) -> tuple[str, str]:
+    """The backends of prefill and decode: a name, or ``auto`` for what measures best on this GPU.
+
+    Raises ConfigError for kernels that ``device`` cannot run.
+    """
+    both = args.attention_backend or "auto"
+    if device == "cuda":
+        return args.prefill_attention_backend or both, args.decode_attention_backend or both
+    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        wanted = getattr(args, name)
+        if wanted not in (None, "auto", _ON_ANY_DEVICE):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {wanted}: needs a CUDA GPU and this is {device}; leave it out"
+            )
+    return _ON_ANY_DEVICE, _ON_ANY_DEVICE
+
+
+def cuda_graph_bs(args: ServerArgs, device: str, max_running_requests: int) -> tuple[int, ...]:
+    """The decode batch sizes to capture, ascending; empty for no graphs.
+
+    Raises ConfigError for sizes that no batch reaches, and where --debug-cuda-graph would have nothing to compare.
+    """
+    buckets = _buckets(args, device, max_running_requests)
+    _check_number(buckets, "--cuda-graph-max-bs or name fewer sizes with --cuda-graph-bs")
+    if args.debug_cuda_graph and not buckets:
+        raise ConfigError(
+            f"--debug-cuda-graph: no graphs are captured on {device} by default; add --cuda-graph-bs 1 2 4 8"
+        )
+    return buckets
+
+
+def _check_number(sizes: tuple[int, ...], remedy: str) -> None:
+    if len(sizes) > _MOST_GRAPHS:
+        raise ConfigError(
+            f"{len(sizes)} graphs, up to size {sizes[-1]}, would take minutes to capture, and much memory; lower"
+            f" {remedy}"
+        )
+
+
+def _buckets(args: ServerArgs, device: str, max_running_requests: int) -> tuple[int, ...]:
+    if args.disable_cuda_graph:
+        return ()
+    if args.cuda_graph_bs is not None:
+        if max(args.cuda_graph_bs) > max_running_requests:
+            raise ConfigError(
+                f"--cuda-graph-bs {max(args.cuda_graph_bs)}: no batch has more than {max_running_requests} requests; "
+                "drop it or raise --max-running-requests"
+            )
+        return tuple(sorted(set(args.cuda_graph_bs)))
+    if device != "cuda":
+        return ()
+    largest = min(args.cuda_graph_max_bs or _MAX_BS, max_running_requests)
+    if args.disable_cuda_graph_padding:
+        _check_number(
+            tuple(range(1, largest + 1)), "--cuda-graph-max-bs or drop --disable-cuda-graph-padding"
+        )
+        return tuple(range(1, largest + 1))
+    return default_buckets(largest)
+
+
+def default_buckets(largest: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, then every 8th to 64, every 16th to 256, every 32nd to 512, every 64th; ``largest`` last."""
+    return (
+        *(size for size in (1, 2, 4) if size < largest),
+        *_spread(8, _BUCKET_STEPS, _STEP_BEYOND, largest),
+    )
+
+
+def piecewise_cuda_graph_tokens(
+    args: ServerArgs, device: str, model: ModelConfig, max_step_tokens: int
+) -> tuple[int, ...]:
+    """The prefill sizes to capture in pieces, in tokens, ascending; empty for none. No step of prefill has more than
+    ``max_step_tokens``.
+
+    Raises ConfigError for sizes that no step reaches.
+    """
+    if args.disable_cuda_graph or args.disable_piecewise_cuda_graph:
+        return ()
+    if args.piecewise_cuda_graph_tokens is not None:
+        largest = max(args.piecewise_cuda_graph_tokens)
+        if largest > max_step_tokens:
+            raise ConfigError(
+                f"--piecewise-cuda-graph-tokens {largest}: no prefill step has more than {max_step_tokens} tokens; "
+                "drop it or raise --chunked-prefill-size"
+            )
+        return tuple(sorted(set(args.piecewise_cuda_graph_tokens)))
+    if device != "cuda":
+        return ()
+    if args.piecewise_cuda_graph_max_tokens is not None:
+        sizes = _prefill_sizes(min(args.piecewise_cuda_graph_max_tokens, max_step_tokens))
+        _check_number(sizes, "--piecewise-cuda-graph-max-tokens")
+        return sizes
+    worthwhile = int(_WORTHWHILE_WEIGHT_TOKENS / _layer_weights(model))
+    sizes = _prefill_sizes(min(_MAX_GRAPH_TOKENS, max_step_tokens))
+    return tuple(size for size in sizes if size <= max(worthwhile, sizes[0]))
+
+
+def _layer_weights(model: ModelConfig) -> int:
+    """Of the products of one layer."""
+    attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    return model.hidden_size * (attention + 3 * model.intermediate_size)
+
+
+def _prefill_sizes(largest: int) -> tuple[int, ...]:
+    return _spread(_SMALLEST_PREFILL, _GRAPH_TOKENS_STEPS, _GRAPH_TOKENS_STEP_BEYOND, largest)
+
+
+def _spread(
+    smallest: int, steps: Sequence[tuple[int, int]], step_beyond: int, largest: int
+) -> tuple[int, ...]:
+    sizes, size = [], smallest
+    while size < largest:
+        sizes.append(size)
+        size += next((step for end, step in steps if size < end), step_beyond)
+    return (*sizes, largest)

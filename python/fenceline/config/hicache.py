@@ -13,30 +13,20 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal
 
-from fenceline.config.device import machine_bytes
-from fenceline.config.errors import ConfigError
+from fenceline.config import ConfigError
 from fenceline.config.flags import flags_of
 from fenceline.config.private_files import make_private_folder, why_unusable
+from fenceline.config.server_args import ServerArgs
 
-if TYPE_CHECKING:
-    from fenceline.config.server_args import ServerArgs
-
-WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 IoBackend = Literal["kernel", "direct"]
-MemLayout = Literal["layer_first", "page_first"]
-PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
-RetractPolicy = Literal["recompute", "offload"]
 
 GB = 10**9
 _DEFAULT_STORAGE_BYTES = 64 * GB
 _DEFAULT_PREFETCH_TIMEOUT_S = 1.0
 _MOST_RATIO = 1e6
 _MIN_SECRET_BYTES, _MAX_SECRET_BYTES = 16, 4096
-# SGLang's numbers: for fewer tokens a step that computes them costs less than bringing them.
-_LOAD_BACK_THRESHOLD = 10
-_PREFETCH_THRESHOLD = 256
 # Attention backends that may run a persistent kernel in the mode; ``auto`` may become any of them.
 _MAYBE_PERSISTENT_PREFILL = frozenset(("auto", "flashinfer", "fa3"))
 _MAYBE_PERSISTENT_DECODE = frozenset(("auto", "fa3"))
@@ -48,42 +38,35 @@ DIRECT_PAGE_SIZE = 16
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiCacheStorageConfig:
     """The storage tier. ``directory`` is absolute, exists and was writable at start. ``prefetch_timeout_s`` is None
-    unless ``prefetch_policy`` is ``timeout``. Prefixes with fewer than ``prefetch_threshold`` tokens beyond what the
-    host has are not looked for. ``key_source`` says where the storage key is read from (see :func:`storage_key`): no
-    configuration holds the key itself, as configurations are logged and served."""
+    unless --hicache-storage-prefetch-policy is ``timeout``. Prefixes with fewer than ``prefetch_threshold`` tokens
+    beyond what the host has are not looked for (SGLang's number; the proof, whose prompts are short, has its own).
+    No configuration holds the storage key itself, as configurations are logged and served: see :func:`storage_key`."""
 
-    backend: Literal["file"]
     directory: str
     max_bytes: int
-    key_source: str | None
-    prefetch_policy: PrefetchPolicy
     prefetch_timeout_s: float | None
-    prefetch_threshold: int
+    prefetch_threshold: int = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiCacheConfig:
-    """The host tier under the prefix cache, and what lies below it.
+    """What HiCache's flags come to: the host tier under the prefix cache, and what lies below it.
 
-    ``host_bytes`` is the host tier's size; None: ``ratio`` times the device's KV cache. A prefix with fewer than
-    ``load_back_threshold`` tokens on the host is computed rather than loaded. ``storage`` None: no third tier.
+    ``host_bytes`` is the host tier's size; None: --hicache-ratio times the device's KV cache. A prefix with fewer than
+    ``load_back_threshold`` tokens on the host is computed rather than loaded, which costs less (SGLang's number; the
+    proof has its own). ``storage`` None: no third tier.
     """
 
-    ratio: float
     host_bytes: int | None
-    write_policy: WritePolicy
     io_backend: IoBackend
-    mem_layout: MemLayout
-    retract_policy: RetractPolicy
-    load_back_threshold: int
     storage: HiCacheStorageConfig | None
+    load_back_threshold: int = 10
 
 
 def check_hicache(args: ServerArgs) -> None:
     """Raise ConfigError for the first value or combination of HiCache's flags that cannot work."""
-    _check_key_source(
-        args.hicache_storage_key
-    )  # first: nothing else may repeat a key that was given by mistake
+    # First: nothing else may repeat a key that was given by mistake.
+    _check_key_source(args.hicache_storage_key)
     _check_switches(args)
     _check_sizes(args)
     _require(
@@ -204,13 +187,8 @@ def hicache_config(
     if not args.enable_hierarchical_cache:
         return None
     return HiCacheConfig(
-        ratio=args.hicache_ratio,
         host_bytes=_host_bytes(args.hicache_size),
-        write_policy=cast(WritePolicy, args.hicache_write_policy),
         io_backend=_io_backend(args, device, attention, has_kernels or has_kernel_package),
-        mem_layout=cast(MemLayout, args.hicache_mem_layout),
-        retract_policy=cast(RetractPolicy, args.retract_policy),
-        load_back_threshold=_LOAD_BACK_THRESHOLD,
         storage=_storage(args),
     )
 
@@ -218,6 +196,11 @@ def hicache_config(
 def has_kernel_package() -> bool:
     """Whether fenceline_kernel is installed."""
     return importlib.util.find_spec("fenceline_kernel") is not None
+
+
+def machine_bytes() -> int:
+    """All memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _host_bytes(size_gb: float) -> int | None:
@@ -258,17 +241,11 @@ def _storage(args: ServerArgs) -> HiCacheStorageConfig | None:
     if args.hicache_storage_key is not None:
         storage_key(args.hicache_storage_key)  # read again where it is used
     directory = _storage_directory(args.hicache_storage_dir)
-    policy = cast(PrefetchPolicy, args.hicache_storage_prefetch_policy)
-    timeout = args.hicache_storage_prefetch_timeout or _DEFAULT_PREFETCH_TIMEOUT_S
-    return HiCacheStorageConfig(
-        backend="file",
-        directory=str(directory),
-        max_bytes=_storage_bytes(args.hicache_storage_size, directory),
-        key_source=args.hicache_storage_key,
-        prefetch_policy=policy,
-        prefetch_timeout_s=timeout if policy == "timeout" else None,
-        prefetch_threshold=_PREFETCH_THRESHOLD,
-    )
+    timeout_s = None
+    if args.hicache_storage_prefetch_policy == "timeout":
+        timeout_s = args.hicache_storage_prefetch_timeout or _DEFAULT_PREFETCH_TIMEOUT_S
+    max_bytes = _storage_bytes(args.hicache_storage_size, directory)
+    return HiCacheStorageConfig(directory=str(directory), max_bytes=max_bytes, prefetch_timeout_s=timeout_s)
 
 
 def _storage_directory(wanted: str | None) -> Path:

@@ -1,8 +1,8 @@
 """ServerArgs: every flag of the server, with SGLang's names wherever SGLang has the flag.
 
-The classes' fields are the single place where a flag is declared: the command line, YAML files, keyword arguments
-of ``fenceline.Engine`` and ``docs/server_arguments.md`` all come from here. Values are as the user gave them;
-``resolve`` turns them into an ``EngineConfig``.
+The class's fields are the single place where a flag is declared: the command line, YAML files, keyword arguments
+of ``fenceline.Engine`` and ``docs/server_arguments.md`` all come from here. Values are as the user gave them; what
+follows from them on this machine is in ``EngineConfig``.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Literal, NoReturn
 
-from fenceline.config import hicache_flags as hicache
-from fenceline.config.arg_parser import build_parser, from_mapping, parse_values
-from fenceline.config.device import is_registered
-from fenceline.config.errors import ConfigError
-from fenceline.config.flags import flag
+from fenceline.config import ConfigError
+from fenceline.config.flags import build_parser, flag, from_mapping, parse_values
 from fenceline.config.refused import REFUSED
-from fenceline.config.resolve import resolve
 
-__all__ = ["ConfigError", "ServerArgs", "exit_with", "parse_args", "resolve"]
+WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
+MemLayout = Literal["layer_first", "page_first"]
+PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
+RetractPolicy = Literal["recompute", "offload"]
 
 _MODEL = "Model and tokenizer"
 _HTTP = "HTTP server"
 _MEMORY = "Memory and scheduling"
+_HICACHE = "HiCache"
 _RUNTIME = "Device and kernels"
 _API = "API behaviour"
 _LOGGING = "Logging and metrics"
@@ -38,11 +38,23 @@ _REFUSED_BACKENDS = {
     ),
     "torch_native": "use torch",
 }
+# Kinds of device beside cpu and cuda that somebody has registered; see memory_order.register_device.
+_registered_kinds: set[str] = set()
+
+
+def register_kind(kind: str) -> None:
+    """Let the configuration name ``kind`` as a device. Limits that depend on the device are the CPU's."""
+    _registered_kinds.add(kind)
+
+
+def is_registered(kind: object) -> bool:
+    """Whether ``kind`` is a device that :func:`register_kind` was told about."""
+    return kind in _registered_kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerArgs:
-    """What the user asked for, unresolved: None means that ``resolve`` chooses."""
+    """What the user asked for. None means that ``EngineConfig`` says what is chosen."""
 
     # Model and tokenizer
     model_path: str = flag(
@@ -124,6 +136,7 @@ class ServerArgs:
         "stay open, /health_generate, which makes the model work, does not. Other users of the machine can read a "
         "command line: the environment's FENCELINE_API_KEY holds unless given.",
         group=_HTTP,
+        secret=True,
     )
     admin_api_key: str | None = flag(
         None,
@@ -131,6 +144,7 @@ class ServerArgs:
         "carry this key, and --api-key does not open them; all others are as without this flag. The environment's "
         "FENCELINE_ADMIN_API_KEY holds unless given.",
         group=_HTTP,
+        secret=True,
     )
     max_queued_requests: int | None = flag(
         None,
@@ -233,20 +247,95 @@ class ServerArgs:
         False, "Finish each step's results before the next step is launched.", group=_MEMORY
     )
 
-    # HiCache (hicache_flags.py)
-    enable_hierarchical_cache: bool = hicache.ENABLE
-    hicache_ratio: float = hicache.RATIO
-    hicache_size: float = hicache.SIZE
-    hicache_write_policy: str = hicache.WRITE_POLICY
-    hicache_io_backend: str | None = hicache.IO_BACKEND
-    hicache_mem_layout: str = hicache.MEM_LAYOUT
-    retract_policy: str = hicache.RETRACT_POLICY
-    hicache_storage_backend: str = hicache.STORAGE_BACKEND
-    hicache_storage_dir: str | None = hicache.STORAGE_DIR
-    hicache_storage_size: float | None = hicache.STORAGE_SIZE
-    hicache_storage_key: str | None = hicache.STORAGE_KEY
-    hicache_storage_prefetch_policy: str = hicache.PREFETCH_POLICY
-    hicache_storage_prefetch_timeout: float | None = hicache.PREFETCH_TIMEOUT
+    # HiCache
+    enable_hierarchical_cache: bool = flag(
+        False,
+        "Keep KV pages in host memory too, under the prefix cache: what the device has no room for comes back by a "
+        "copy instead of being computed again.",
+        group=_HICACHE,
+    )
+    hicache_ratio: float = flag(
+        2.0,
+        "Size of the host tier in multiples of the device's KV cache; --hicache-size wins.",
+        group=_HICACHE,
+    )
+    hicache_size: float = flag(
+        0.0, "Size of the host tier in GB (10^9 bytes); 0 goes by --hicache-ratio.", group=_HICACHE
+    )
+    hicache_write_policy: WritePolicy = flag(
+        "write_through",
+        "When pages are copied to the host: write_through at once, write_through_selective when their prefix is used a "
+        "second time, write_back when the device needs their room.",
+        group=_HICACHE,
+    )
+    hicache_io_backend: str | None = flag(
+        None,
+        "How pages travel between device and host: direct by the copy engine, kernel by a copy kernel, which slows "
+        "down whatever runs beside it. Unless given, direct; kernel with pages of one token, unless attention may be "
+        "persistent (prefill by flashinfer, fa3, auto; decode by fa3, auto), as copy kernels and those have to take "
+        "turns.",
+        group=_HICACHE,
+        choices=("kernel", "direct"),
+        refused={"kernel_ascend": "use --hicache-io-backend kernel or direct"},
+    )
+    hicache_mem_layout: MemLayout = flag(
+        "layer_first",
+        "The order of bytes in the host tier: layer_first as on the device, page_first with a page's layers side by "
+        "side, which a storage writes and reads in one piece.",
+        group=_HICACHE,
+        refused=dict.fromkeys(
+            ("page_first_direct", "page_first_kv_split", "page_head"), "use --hicache-mem-layout page_first"
+        ),
+    )
+    retract_policy: RetractPolicy = flag(
+        "recompute",
+        "What becomes of the KV of a request that is retracted for lack of memory: recompute drops what the prefix "
+        "cache cannot keep, offload copies it to the host and back.",
+        group=_HICACHE,
+    )
+    hicache_storage_backend: str = flag(
+        "none",
+        "A third tier that outlives the server: file keeps pages in a directory that servers of one machine may share.",
+        group=_HICACHE,
+        choices=("none", "file"),
+        refused=dict.fromkeys(
+            ("mooncake", "hf3fs", "nixl", "aibrix", "dynamic", "eic", "lmcache", "simm"),
+            "use --hicache-storage-backend file",
+        ),
+    )
+    hicache_storage_dir: str | None = flag(
+        None,
+        "The directory of --hicache-storage-backend file; it must belong to the user who runs the server and be "
+        "writable by nobody else. fenceline-hicache-UID in the system's temporary folder unless given.",
+        group=_HICACHE,
+        metavar="DIR",
+    )
+    hicache_storage_size: float | None = flag(
+        None,
+        "Most GB (10^9 bytes) of pages in that directory, over all servers that share it; 64, or half the file system "
+        "if that is less, unless given.",
+        group=_HICACHE,
+    )
+    hicache_storage_key: str | None = flag(
+        None,
+        "Authenticate each page in that directory with a secret key: a page that was changed or planted by somebody "
+        "without the key is removed and computed again. file:PATH reads the key from a file, env:NAME from an "
+        "environment variable; the key itself would show in the list of processes. Servers share pages only where "
+        "they have the same key.",
+        group=_HICACHE,
+        metavar="file:PATH|env:NAME",
+    )
+    hicache_storage_prefetch_policy: PrefetchPolicy = flag(
+        "best_effort",
+        "How long a request that could run waits for pages that are being read from the storage: best_effort not at "
+        "all, wait_complete until all are there, timeout for --hicache-storage-prefetch-timeout.",
+        group=_HICACHE,
+    )
+    hicache_storage_prefetch_timeout: float | None = flag(
+        None,
+        "Seconds that a request waits under --hicache-storage-prefetch-policy timeout; 1 unless given.",
+        group=_HICACHE,
+    )
 
     # Device and kernels
     device: str = flag(

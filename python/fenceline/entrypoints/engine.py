@@ -13,8 +13,8 @@ from typing import Any, Self, TypeVar
 import orjson
 import uvloop
 
-from fenceline.config.engine_config import EngineConfig
-from fenceline.config.server_args import ServerArgs, resolve
+from fenceline.config.engine_config import EngineConfig, resolve
+from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.generate_api import (
     AnswerWriter,
@@ -128,7 +128,7 @@ class Engine:
 
     def _iterate(self, body: GenerateBody) -> Iterator[Answer]:
         group, writers, _ = self._run(self._submit(body))
-        answers = stream_answers(group, writers, self.config.incremental_streaming_output)
+        answers = stream_answers(group, writers, self.config.server_args.incremental_streaming_output)
         try:
             while (answer := self._run(_next(answers))) is not None:
                 yield orjson.loads(answer)
@@ -137,7 +137,7 @@ class Engine:
 
     async def _aiterate(self, body: GenerateBody) -> AsyncIterator[Answer]:
         group, writers, _ = await self._await(self._submit(body))
-        answers = stream_answers(group, writers, self.config.incremental_streaming_output)
+        answers = stream_answers(group, writers, self.config.server_args.incremental_streaming_output)
         try:
             while (answer := await self._await(_next(answers))) is not None:
                 yield orjson.loads(answer)

@@ -57,7 +57,9 @@ async def generate(
         raise
     writers = make_writers(expanded, group, body, config, manager.tokenizer, thinking_end)
     if body.stream:
-        return EventStream(_events(group, writers, config.incremental_streaming_output), group.close)
+        return EventStream(
+            _events(group, writers, config.server_args.incremental_streaming_output), group.close
+        )
     answers = await answers_of(await collect_or_abort(request, group), writers)
     content = answers[0] if expanded.single else b"[" + b",".join(answers) + b"]"
     return Response(content, media_type="application/json")
@@ -140,13 +142,13 @@ class AnswerWriter:
         """``tokenizer`` writes the texts of logprobs, ``prompt_ids`` come with the first answer, and tokens up to
         ``thinking_end`` are counted as reasoning, each unless None."""
         self._head = b'"meta_info":{"id":' + orjson.dumps(inp.rid)
-        self._tail = b',"weight_version":' + orjson.dumps(config.weight_version) + b"}"
+        self._tail = b',"weight_version":' + orjson.dumps(config.server_args.weight_version) + b"}"
         self._tail += b"}" if index is None else b',"index":%d}' % index
-        self._has_text = not config.skip_tokenizer_init
+        self._has_text = not config.server_args.skip_tokenizer_init
         self._return_logprob = inp.return_logprob
         self._with_top = inp.top_logprobs_num > 0
         self._with_named = bool(inp.token_ids_logprob)
-        self._with_times = config.enable_metrics
+        self._with_times = config.server_args.enable_metrics
         self._tokenizer = tokenizer
         self._text = bytearray()
         self._ids = bytearray()
@@ -279,13 +281,13 @@ def thinking_end_id(body: GenerateBody, config: EngineConfig, tokenizer: Tokeniz
     """The token that ends the thinking, None unless it is to be counted. Raises RequestError 400 if there is none."""
     if not body.require_reasoning:
         return None
-    if config.reasoning_parser is None or tokenizer is None:
+    if config.server_args.reasoning_parser is None or tokenizer is None:
         raise RequestError(
             400,
             "require_reasoning needs a server that knows where the thinking ends: start it with --reasoning-parser",
             param="require_reasoning",
         )
-    tag = REASONING_FORMATS[config.reasoning_parser].end
+    tag = REASONING_FORMATS[config.server_args.reasoning_parser].end
     token: int | None = tokenizer.backend.token_to_id(tag)
     if token is None:
         raise RequestError(

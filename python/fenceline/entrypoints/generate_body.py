@@ -308,14 +308,14 @@ def _num_samples(sampling: Sequence[NativeSampling]) -> int:
 
 def _to_params(native: NativeSampling, config: EngineConfig) -> SamplingParams:
     values: dict[str, object] = {}
-    if config.sampling_defaults == "model":
+    if config.server_args.sampling_defaults == "model":
         values.update(config.model.sampling_defaults.as_dict())
     for name in SamplingParams.__struct_fields__:
         value = getattr(native, name)
         if value is not None and value is not msgspec.UNSET:
             values[name] = value
     if native.max_new_tokens is None:
-        values["max_new_tokens"] = config.context_length  # clipped to what the prompt leaves
+        values["max_new_tokens"] = config.model.context_length  # clipped to what the prompt leaves
     if native.sampling_seed is not None:
         values["seed"] = native.sampling_seed
     stop = native.stop

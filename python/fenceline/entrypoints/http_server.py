@@ -39,13 +39,15 @@ def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
     """All endpoints over ``manager``, behind the front door."""
     app = FastAPI(title="Fenceline", version=__version__, docs_url=None, redoc_url=None)
     install_error_handlers(app)
-    parser = BodyParser(config.context_length, UnknownFields(config.strict_fields))
+    parser = BodyParser(config.model.context_length, UnknownFields(config.server_args.strict_fields))
     routers = (NativeApi(manager, config, parser).router(), create_router(manager, config, parser))
     for router in routers:
         app.include_router(router)
     install_docs(app)
     short = ShortWay(app, handlers_of(route for router in routers for route in router.routes))
-    return FrontDoor(short, api_key=config.api_key, admin_api_key=config.admin_api_key)
+    return FrontDoor(
+        short, api_key=config.server_args.api_key, admin_api_key=config.server_args.admin_api_key
+    )
 
 
 def raise_descriptor_limit() -> None:

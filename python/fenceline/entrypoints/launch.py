@@ -162,21 +162,21 @@ def _how(exitcode: int | None) -> str:
 
 def _explain_flags(config: EngineConfig) -> None:
     """Say what flags mean here that ask for something else elsewhere."""
-    if config.trust_remote_code:
+    if config.server_args.trust_remote_code:
         logger.warning(
             "--trust-remote-code has no effect: %s is built in, and code from a model's directory is never run",
             config.model.architecture,
         )
-    if not config.enable_deterministic_inference:
+    if not config.server_args.enable_deterministic_inference:
         return
-    if config.dtype == "float32":
+    if config.model.dtype == "float32":
         logger.info(
             "--enable-deterministic-inference: in float32 answers never depend on the rest of a batch"
         )
     else:
         logger.warning(
             "--enable-deterministic-inference: in %s answers may depend on the rest of a batch; use --dtype float32",
-            config.dtype,
+            config.model.dtype,
         )
 
 
@@ -191,10 +191,10 @@ def launch_processes(
     ports = make_ports()
     link = ZmqLink(ports)
     entries = {"scheduler": scheduler_entry}
-    if not config.skip_tokenizer_init:
+    if not config.server_args.skip_tokenizer_init:
         entries["detokenizer"] = detokenizer_entry
     processes: list[BaseProcess] = []
-    backend = EngineProcesses(processes, ports, link, config.watchdog_timeout_s)
+    backend = EngineProcesses(processes, ports, link, config.server_args.watchdog_timeout)
     try:
         for name, entry in entries.items():
             process = context.Process(target=entry, args=(config, ports), name=name, daemon=True)
@@ -211,7 +211,7 @@ def launch_processes(
 def make_manager(config: EngineConfig, link: SchedulerLink) -> TokenizerManager:
     """The TokenizerManager with its tokenizer. Raises ValueError if there is none to load."""
     begin, tokenizer = time.perf_counter(), None
-    if not config.skip_tokenizer_init:
+    if not config.server_args.skip_tokenizer_init:
         tokenizer = load_tokenizer(config.tokenizer_path)
         seconds = time.perf_counter() - begin
         logger.info("Loaded the tokenizer (%d tokens) in %.1f s", tokenizer.vocab_size, seconds)

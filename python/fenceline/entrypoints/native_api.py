@@ -200,21 +200,21 @@ class NativeApi:
         config = self._config
         return json_response(
             {
-                "model_path": config.model_path,
+                "model_path": config.model.model_path,
                 "tokenizer_path": config.tokenizer_path,
                 "served_model_name": config.served_model_name,
                 "is_generation": True,
                 "preferred_sampling_params": None,
-                "weight_version": config.weight_version,
+                "weight_version": config.server_args.weight_version,
                 "architecture": config.model.architecture,
                 "architectures": [config.model.architecture],
                 "model_type": config.model.model_type,
-                "load_format": config.load_format,
+                "load_format": config.server_args.load_format,
                 "has_image_understanding": False,
                 "has_audio_understanding": False,
                 "vocab_size": config.model.vocab_size,
-                "context_length": config.context_length,
-                "dtype": config.dtype,
+                "context_length": config.model.context_length,
+                "dtype": config.model.dtype,
             }
         )
 
@@ -224,7 +224,7 @@ class NativeApi:
 
     async def metrics(self) -> Response:
         """Prometheus' text format; 404 without --enable-metrics."""
-        if not self._config.enable_metrics:
+        if not self._config.server_args.enable_metrics:
             raise RequestError(404, "start the server with --enable-metrics to have /metrics")
         return Response(
             self._manager.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8"
@@ -305,7 +305,7 @@ class NativeApi:
             {
                 "tokens": _for_json(tokens[0]) if single else [_for_json(ids) for ids in tokens],
                 "count": counts[0] if single else counts,
-                "max_model_len": self._config.context_length,
+                "max_model_len": self._config.model.context_length,
             }
         )
 
@@ -315,7 +315,11 @@ class NativeApi:
         work = self._manager.tokenize([text], bool(body.add_special_tokens))
         [tokens] = await while_connected(request, work)
         return json_response(
-            {"tokens": _for_json(tokens), "count": len(tokens), "max_model_len": self._config.context_length}
+            {
+                "tokens": _for_json(tokens),
+                "count": len(tokens),
+                "max_model_len": self._config.model.context_length,
+            }
         )
 
     async def detokenize(self, request: Request) -> Response:

@@ -58,10 +58,10 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 def serve_until_stopped(config: EngineConfig, scheduler_entry: ProcessEntry = run_scheduler) -> int:
     """Run the whole server. Returns the exit status: 0 if it was asked to stop, else the reason was logged."""
-    setup_logging(config.log_level)
+    setup_logging(config.server_args.log_level)
     raise_descriptor_limit()
     try:
-        sock = bind_socket(config.host, config.port)
+        sock = bind_socket(config.server_args.host, config.server_args.port)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -148,7 +148,7 @@ class Supervisor:
             "max_total_num_tokens=%d, max_running_requests=%d, context_length=%d",
             limits.max_total_num_tokens, limits.max_running_requests, limits.context_length,
         )  # fmt: skip
-        key = "" if self._config.api_key is None else " -H 'Authorization: Bearer YOUR_KEY'"
+        key = "" if self._config.server_args.api_key is None else " -H 'Authorization: Bearer YOUR_KEY'"
         logger.info("The server is fired up and ready to roll!")
         print(
             f"\nFenceline serves {self._config.served_model_name} at http://{shown}:{port}\n"

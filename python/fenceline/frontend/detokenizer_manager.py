@@ -193,8 +193,8 @@ class DetokenizerManager:
 
 def run_detokenizer_process(config: EngineConfig, ports: PortArgs) -> None:
     """The detokenizer process' main function; ends with the parent or on :class:`ShutdownReq`."""
-    prepare_child("detokenizer", config.log_level, ports)
-    watchdog = Watchdog(config.watchdog_timeout_s, lambda reason: _die_of_hang(ports, reason))
+    prepare_child("detokenizer", config.server_args.log_level, ports)
+    watchdog = Watchdog(config.server_args.watchdog_timeout, lambda reason: _die_of_hang(ports, reason))
     manager = DetokenizerManager(Detokenizer(load_tokenizer(config.tokenizer_path)), ports)
     freeze_garbage_collector()
     try:

@@ -21,7 +21,7 @@ class RequestLog:
     of prompts, 3 all of them."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._level = config.log_requests_level if config.log_requests else -1
+        self._level = config.server_args.log_requests_level if config.server_args.log_requests else -1
 
     def received(self, inp: GenerateInput, message: TokenizedGenerateReq) -> None:
         """A request was accepted."""

@@ -57,7 +57,7 @@ def check_untokenised(
 def check_length(num_chars: int, tokenizer: Tokenizer, config: EngineConfig, limits: SchedulerReady) -> None:
     """Raise RequestError if a text of so many characters has too many tokens, whatever they are. Under
     --allow-auto-truncate only where the tokenizer takes no pieces, and so would tokenise what is cut afterwards."""
-    if config.allow_auto_truncate and tokenizer.takes_pieces:
+    if config.server_args.allow_auto_truncate and tokenizer.takes_pieces:
         return
     least = -(-num_chars // (tokenizer.max_token_chars or PRESUMED_TOKEN_CHARS))
     if least > limits.max_req_input_len:

@@ -79,10 +79,12 @@ class TokenizerManager:
         self.limits: SchedulerReady | None = None
         self.state: InternalState | None = None  # the scheduler's latest report
         self.fatal: str | None = None
-        self.metrics = Metrics(config.served_model_name, config.hicache is not None, config.metrics_prefix)
+        self.metrics = Metrics(
+            config.served_model_name, config.hicache is not None, config.server_args.metrics_prefix
+        )
         self.control = ControlDesk(link.send)
         self._link = link
-        self._table = RequestTable(config.max_queued_requests, config.priority)
+        self._table = RequestTable(config.server_args.max_queued_requests, config.priority)
         self._log = RequestLog(config)
         self._preparing: set[str] = set()  # ids of requests between submit_many and the table
         self._pool = None if tokenizer is None else TokenizePool(tokenizer)
@@ -90,7 +92,8 @@ class TokenizerManager:
         self._dead = asyncio.Event()
         self._idle = asyncio.Event()
         self._draining = False
-        timeouts = [s for s in (config.req_waiting_timeout_s, config.req_running_timeout_s) if s is not None]
+        limits_s = (config.server_args.req_waiting_timeout, config.server_args.req_running_timeout)
+        timeouts = [limit_s for limit_s in limits_s if limit_s is not None]
         self._tick_s = min(max(min(timeouts) / 10, _MIN_TICK_S), _MAX_TICK_S) if timeouts else None
         self._ticker: asyncio.TimerHandle | None = None
         self.last_news = 0.0  # time.perf_counter() of the latest news of any request
@@ -113,7 +116,7 @@ class TokenizerManager:
 
     async def _submit_many(self, inputs: Sequence[GenerateInput], rids: Sequence[str]) -> StreamGroup:
         limits, priority = self._require_serving(), self.config.priority
-        if self.config.allow_auto_truncate:
+        if self.config.server_args.allow_auto_truncate:
             inputs = [_truncated(inp, limits.max_req_input_len) for inp in inputs]
         default_priority = 0 if priority is None else priority.default_value
         priorities = [default_priority if inp.priority is None else inp.priority for inp in inputs]
@@ -204,7 +207,7 @@ class TokenizerManager:
 
         Raises RequestError without a tokenizer, and for too many texts or tokens."""
         check_num_requests(len(texts), 1)
-        most = max(MAX_TOKENIZE_TOKENS, self.config.context_length)
+        most = max(MAX_TOKENIZE_TOKENS, self.config.model.context_length)
         return await self._texts().encode(texts, add_special_tokens, most, most)
 
     async def detokenize(self, lists: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
@@ -212,7 +215,7 @@ class TokenizerManager:
         or ids, and for ids outside the vocabulary."""
         check_num_requests(len(lists), 1)
         pool = self._texts()
-        most = max(MAX_TOKENIZE_TOKENS, self.config.context_length)
+        most = max(MAX_TOKENIZE_TOKENS, self.config.model.context_length)
         if sum(map(len, lists)) > most:
             raise RequestError(
                 400, f"tokens may have at most {most} ids; send several requests", param="tokens"
@@ -246,7 +249,7 @@ class TokenizerManager:
             }
             if texts:
                 encode = self._texts().encode
-                longest, truncate = limits.max_req_input_len, self.config.allow_auto_truncate
+                longest, truncate = limits.max_req_input_len, self.config.server_args.allow_auto_truncate
                 encoded = await encode(list(texts.values()), special, longest, most, truncate)
                 tokenised.update(zip(texts, map(_id_list, encoded), strict=True))
         prompts = [
@@ -274,8 +277,8 @@ class TokenizerManager:
         """The queue is full, and requests of a better priority have come."""
         entry.displaced = True
         message = (
-            f"the queue is full (--max-queued-requests {self.config.max_queued_requests}) and a request of higher "
-            "priority took this one's place; try again later"
+            f"the queue is full (--max-queued-requests {self.config.server_args.max_queued_requests}) and a request of"
+            " higher priority took this one's place; try again later"
         )
         self._link.send(AbortReq(rid=entry.wire_rid, message=message, status_code=503))
 

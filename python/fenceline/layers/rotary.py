@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from fenceline.config.rope_scaling import RopeScaling
+from fenceline.config.model_config import RopeScaling
 
 
 class RotaryEmbedding:

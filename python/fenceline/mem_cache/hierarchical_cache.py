@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fenceline.config.hicache import HiCacheConfig
+from fenceline.config.engine_config import EngineConfig
 from fenceline.mem_cache.host.cache_controller import TransferCounts
 from fenceline.mem_cache.host.transfer import PageMove, Ticket, TransferKind
 from fenceline.mem_cache.storage.make import Storage
@@ -94,27 +94,28 @@ class HierarchicalCache:
     def __init__(
         self,
         pages: LeasePool,
-        page_size: int,
         transfers: Transfers,
-        config: HiCacheConfig,
+        config: EngineConfig,
         storage: Storage | None = None,
     ) -> None:
+        hicache, page_size = config.hicache, config.server_args.page_size
+        assert hicache is not None
         self.host_pages = transfers.host_pages
         self.tree = HiRadixCache(
             pages,
             page_size,
             transfers.host_pages,
-            config.write_policy,
+            config.server_args.hicache_write_policy,
             self._spill,
             None if storage is None else storage.root_key,
         )
         self.storage: StorageTier | None = None
-        if storage is not None and config.storage is not None:
-            threshold = config.storage.prefetch_threshold
+        if storage is not None and hicache.storage is not None:
+            threshold = hicache.storage.prefetch_threshold
             self.storage = StorageTier(self.tree, self.host_pages, storage, page_size, threshold)
         self._transfers = transfers
         self._page_size = page_size
-        self._load_back_threshold = config.load_back_threshold
+        self._load_back_threshold = hicache.load_back_threshold
         self._num_tickets = 0
         self._load: _Moves | None = None
         self._inserted: list[TreeNode] = []

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from fenceline.config.device import register_kind
+from fenceline.config.server_args import register_kind
 from fenceline.memory_order.checker import OrderChecker
 from fenceline.memory_order.edges import EDGE_PARTS, EDGES, StreamName
 from fenceline.memory_order.graph import Graph, GraphPool

@@ -6,7 +6,8 @@ import logging
 
 import numpy as np
 
-from fenceline.config.hicache import DIRECT_PAGE_SIZE, HiCacheConfig
+from fenceline.config.engine_config import EngineConfig
+from fenceline.config.hicache import DIRECT_PAGE_SIZE
 from fenceline.mem_cache.host.cache_controller import CacheController
 from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.host.page_copy import PageCopier, make_page_copier
@@ -19,20 +20,24 @@ logger = logging.getLogger(__name__)
 
 
 def make_cache_controller(
-    config: HiCacheConfig, device: Device, kv_pool: KVPool, order: StepOrder | None
+    config: EngineConfig, device: Device, kv_pool: KVPool, order: StepOrder | None
 ) -> CacheController:
     """A host tier for ``kv_pool``. ``order``: with ``--memory-check order``, where steps declare their pages.
 
     Copies the sink page there and back on a GPU, so that nothing is compiled or loaded while a request waits. Waits for
     the device. Raises ``ValueError`` with the remedy where the host has no room for it.
     """
-    if device.kind == "cuda" and config.io_backend == "direct" and kv_pool.page_size < DIRECT_PAGE_SIZE:
+    assert config.hicache is not None
+    io_backend = config.hicache.io_backend
+    if device.kind == "cuda" and io_backend == "direct" and kv_pool.page_size < DIRECT_PAGE_SIZE:
         logger.warning(
             "HiCache moves pages of %d token(s) by the copy engine, at a few percent of its rate: give --page-size 64",
             kv_pool.page_size,
         )
-    host_pool = HostPool(device, num_host_pages(config, kv_pool), kv_pool, config.mem_layout)
-    copier = make_page_copier(device, kv_pool, host_pool, config.io_backend)
+    host_pool = HostPool(
+        device, num_host_pages(config, kv_pool), kv_pool, config.server_args.hicache_mem_layout
+    )
+    copier = make_page_copier(device, kv_pool, host_pool, io_backend)
     transfer_order = None
     if order is not None:
         transfer_order = TransferOrder(order.checker, order.pages, kv_pool.num_layers, host_pool.num_pages)
@@ -41,11 +46,13 @@ def make_cache_controller(
     return CacheController(device, kv_pool, host_pool, copier, transfer_order)
 
 
-def num_host_pages(config: HiCacheConfig, kv_pool: KVPool) -> int:
-    """Pages of the host tier: as many as fit ``host_bytes`` if that is given, else by ``ratio`` to the device's."""
-    if config.host_bytes is None:
-        return int((kv_pool.num_pages - 1) * config.ratio)
-    return config.host_bytes // (kv_pool.nbytes // kv_pool.num_pages)
+def num_host_pages(config: EngineConfig, kv_pool: KVPool) -> int:
+    """Pages of the host tier: as many as fit ``host_bytes`` if that is given, else --hicache-ratio times as many as
+    the device has."""
+    assert config.hicache is not None
+    if config.hicache.host_bytes is None:
+        return int((kv_pool.num_pages - 1) * config.server_args.hicache_ratio)
+    return config.hicache.host_bytes // (kv_pool.nbytes // kv_pool.num_pages)
 
 
 def _warm_up(device: Device, copier: PageCopier, num_layers: int) -> None:

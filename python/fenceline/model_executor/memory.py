@@ -22,9 +22,9 @@ def check_row_bytes(config: EngineConfig, device: Device, nbytes: int) -> None:
     free, _ = device.memory_info()
     if nbytes > free:
         raise ValueError(
-            f"--max-running-requests {config.max_running_requests}: with --context-length {config.context_length} their"
-            f" page tables take {nbytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free beside the weights; lower"
-            " one of the two"
+            f"--max-running-requests {config.max_running_requests}: with --context-length"
+            f" {config.model.context_length} their page tables take {nbytes / 1e9:.1f} GB, and"
+            f" {free / 1e9:.1f} GB are free beside the weights; lower one of the two"
         )
 
 
@@ -35,7 +35,7 @@ def num_kv_pages(config: EngineConfig, device: Device, dtype: torch.dtype) -> in
     are loaded by now), but no more than all running requests can use. Raises ``ValueError`` with the
     remedy when that is less than one request of two pages.
     """
-    model, page_size = config.model, config.page_size
+    model, page_size = config.model, config.server_args.page_size
     page_bytes = KVPool.bytes_per_page(page_size, model.num_layers, model.num_kv_heads, model.head_dim, dtype)
     free, total = device.memory_info()
     if config.max_total_tokens is not None:
@@ -51,7 +51,7 @@ def num_kv_pages(config: EngineConfig, device: Device, dtype: torch.dtype) -> in
             budget = min(int(free * config.mem_fraction_static), _CPU_KV_BYTES)
         else:
             budget = free - int(total * (1 - config.mem_fraction_static))
-        useful = config.max_running_requests * -(-config.context_length // page_size)
+        useful = config.max_running_requests * -(-config.model.context_length // page_size)
         num_pages = min(budget // page_bytes, useful)
     if num_pages < 2:
         raise ValueError(

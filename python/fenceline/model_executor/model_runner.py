@@ -61,19 +61,24 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, device: Device, show_progress: bool = True) -> None:
         self.device = device
-        if config.memory_check == "order":
+        if config.server_args.memory_check == "order":
             device.check_order()
-        self.page_size = config.page_size
+        self.page_size = config.server_args.page_size
         model = config.model
         dtype = getattr(torch, model.dtype)
         with _phase("Prepared kernels"):
             context = make_layer_context(device.torch_device, Shard(), dtype)
         self.model = load_model(
-            model, config.load_format, device.torch_device, context, config.random_seed, show_progress
+            model,
+            config.server_args.load_format,
+            device.torch_device,
+            context,
+            config.random_seed,
+            show_progress,
         )
         num_rows = config.max_running_requests + 1  # with the sink
         self.sampler = Sampler(model.vocab_size, num_rows, device.torch_device)
-        max_pages_per_req = -(-config.context_length // config.page_size) + 1
+        max_pages_per_req = -(-config.model.context_length // config.server_args.page_size) + 1
         # As much as 1 GiB by default.
         check_row_bytes(config, device, num_rows * (4 * max_pages_per_req + 8))
         self.req_pool = ReqPool(num_rows, max_pages_per_req, device.torch_device)
@@ -81,7 +86,7 @@ class ModelRunner:
         with _phase("Allocated the KV pool"):
             self.kv_pool = KVPool(
                 num_pages,
-                config.page_size,
+                config.server_args.page_size,
                 model.num_layers,
                 model.num_kv_heads,
                 model.head_dim,
@@ -108,7 +113,7 @@ class ModelRunner:
         if config.piecewise_cuda_graph_tokens:
             sizes = config.piecewise_cuda_graph_tokens
             self.prefill_graphs = PiecewiseCudaGraphRunner(
-                device, self.model, self.kv_pool, sizes, config.debug_cuda_graph
+                device, self.model, self.kv_pool, sizes, config.server_args.debug_cuda_graph
             )
         self._order: StepOrder | None = None
         if device.checker is not None:
@@ -117,7 +122,7 @@ class ModelRunner:
         self.storage: Storage | None = None
         if config.hicache is not None:
             with _phase("Allocated the host tier"):
-                self.hicache = make_cache_controller(config.hicache, device, self.kv_pool, self._order)
+                self.hicache = make_cache_controller(config, device, self.kv_pool, self._order)
             if config.hicache.storage is not None:
                 with _phase("Opened the storage"):
                     self.storage = make_storage(device, self.hicache.host_pool, config)
@@ -132,7 +137,9 @@ class ModelRunner:
             self.prefill_graphs.begin_serving()
 
     def _make_attention(self, config: EngineConfig) -> AttentionBackends:
-        setting = AttentionSetting(self.kv_pool, self.device, config.model.num_heads, config.context_length)
+        setting = AttentionSetting(
+            self.kv_pool, self.device, config.model.num_heads, config.model.context_length
+        )
         return make_attention_backends(
             config.prefill_attention_backend, config.decode_attention_backend, setting
         )
@@ -148,8 +155,8 @@ class ModelRunner:
                 attention,
                 req_pool,
                 config.cuda_graph_bs,
-                padding=not config.disable_cuda_graph_padding,
-                debug=config.debug_cuda_graph,
+                padding=not config.server_args.disable_cuda_graph_padding,
+                debug=config.server_args.debug_cuda_graph,
             )
         return DecodeRunner(device, step, attention, req_pool, graphs, self._sample)
 
@@ -157,7 +164,7 @@ class ModelRunner:
     def _capture(self, config: EngineConfig, show_progress: bool) -> None:
         if self.decode.graphs is not None:
             with _room_for("decode graphs", "lower --cuda-graph-max-bs, or give --disable-cuda-graph"):
-                self.decode.graphs.capture(config.context_length, show_progress)
+                self.decode.graphs.capture(config.model.context_length, show_progress)
         if self.prefill_graphs is not None:
             remedy = "lower --piecewise-cuda-graph-max-tokens, or give --disable-piecewise-cuda-graph"
             with _room_for("prefill graphs", remedy):

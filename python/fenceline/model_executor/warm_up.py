@@ -58,7 +58,7 @@ def warm_up(device: Device, config: EngineConfig, launch: Callable[[ExtendBatch]
 
 def _extend_batches(config: EngineConfig) -> Iterator[ExtendBatch]:
     """Of the sizes that this configuration can meet."""
-    longest = config.context_length - 1
+    longest = config.model.context_length - 1
     most = config.chunked_prefill_size or config.max_prefill_tokens
     sizes = [size for size in _TOKENS if size < most] + [most]
     batches = [

@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from fenceline.config.hf_files import weight_files
 from fenceline.config.model_config import ModelConfig
+from fenceline.config.model_files import weight_files
 from fenceline.layers.context import LayerContext
 from fenceline.models.decoder import CausalLM
 from fenceline.models.registry import make_model

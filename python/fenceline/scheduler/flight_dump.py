@@ -61,7 +61,7 @@ def dump_json(recorder: FlightRecorder, reason: str) -> bytes:
         "config": recorder.config.public_dict(),
         "num_pages": memory.pages.size,
         "num_rows": memory.rows.size,
-        "prompts_recorded": recorder.config.flight_recorder_prompts,
+        "prompts_recorded": recorder.config.server_args.flight_recorder_prompts,
         "wrapped": recorder.wrapped,
         "steps": [_step(step, table) for step in steps],
         "events": [_event(event) for event in events],

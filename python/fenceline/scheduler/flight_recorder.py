@@ -111,7 +111,7 @@ _Raw = tuple[_Run | None, int, int, int, int, list[I64]]
 
 
 class FlightRecorder:
-    """The last ``config.flight_recorder_steps`` steps of one scheduler; 0 records nothing.
+    """The last ``config.server_args.flight_recorder_steps`` steps of one scheduler; 0 records nothing.
 
     ``reqs`` are the scheduler's requests by id, ``memory`` is theirs: both are only looked at.
     """
@@ -120,7 +120,7 @@ class FlightRecorder:
         self.config = config
         self.memory = memory
         self.reqs = reqs
-        self._steps: deque[_Raw] = deque(maxlen=config.flight_recorder_steps)
+        self._steps: deque[_Raw] = deque(maxlen=config.server_args.flight_recorder_steps)
         self._events: list[Event] = []  # since the last launch
         self._awaited: deque[list[I64]] = deque()  # where the tokens of the steps in flight go
         self._composition = -1
@@ -133,12 +133,12 @@ class FlightRecorder:
     @property
     def enabled(self) -> bool:
         """Whether anything is recorded."""
-        return self.config.flight_recorder_steps > 0
+        return self.config.server_args.flight_recorder_steps > 0
 
     @property
     def wrapped(self) -> bool:
         """Whether earlier steps may have been forgotten."""
-        return len(self._steps) == self.config.flight_recorder_steps
+        return len(self._steps) == self.config.server_args.flight_recorder_steps
 
     def snapshot(self) -> tuple[list[StepRecord], list[Event]]:
         """The steps, oldest first, and what has happened since the last launch. May be called from any thread."""
@@ -207,7 +207,7 @@ class FlightRecorder:
     def _seq(self, seq: ExtendSeq) -> ExtendSeq:
         """``seq`` without a view into the whole prompt, and without words unless they were asked for."""
         history = seq.history
-        if self.config.flight_recorder_prompts:
+        if self.config.server_args.flight_recorder_prompts:
             if history is not None:
                 history = (history[0].copy(), history[1])
             return replace(seq, token_ids=seq.token_ids.copy(), history=history)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from fenceline.config.core_dumps import CoreDumps, core_dump_environment, is_complete
 from fenceline.config.engine_config import EngineConfig
 from fenceline.ipc.child_process import Watchdog, freeze_garbage_collector, prepare_child
 from fenceline.ipc.io_struct import (
@@ -27,6 +26,7 @@ from fenceline.ipc.io_struct import (
 from fenceline.ipc.sockets import MAX_STEP_BYTES, MAX_STEP_MESSAGES, Inbox, connect_push
 from fenceline.memory_order import Device, open_device
 from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.scheduler.core_dumps import CoreDumps, core_dump_environment, is_complete
 from fenceline.scheduler.flight_dump import dump_and_log, dump_on_signal
 from fenceline.scheduler.flight_recorder import FlightRecorder
 from fenceline.scheduler.scheduler import InFlight, Scheduler
@@ -70,12 +70,12 @@ class ZmqOutbox:
 
 def ready_message(config: EngineConfig, scheduler: Scheduler) -> SchedulerReady:
     """What the front end must know of the scheduler's limits."""
-    num_tokens = scheduler.memory.num_pages * config.page_size
+    num_tokens = scheduler.memory.num_pages * config.server_args.page_size
     return SchedulerReady(
         max_total_num_tokens=num_tokens,
         max_running_requests=config.max_running_requests,
-        max_req_input_len=min(config.context_length, num_tokens) - 1,
-        context_length=config.context_length,
+        max_req_input_len=min(config.model.context_length, num_tokens) - 1,
+        context_length=config.model.context_length,
         memory_bytes=scheduler.worker.memory_bytes,
     )
 
@@ -92,16 +92,18 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs) -> None:
 
     Whatever goes wrong is told to the front end as :class:`FatalError` and ends the process with status 1.
     """
-    prepare_child("scheduler", config.log_level, ports)
+    prepare_child("scheduler", config.server_args.log_level, ports)
     faulthandler.enable()
     dumps = enable_core_dumps(config)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     recorder: FlightRecorder | None = None
     device: Device | None = None
-    watchdog = Watchdog(config.watchdog_timeout_s, lambda reason: _die_of_hang(ports, recorder, reason))
+    watchdog = Watchdog(
+        config.server_args.watchdog_timeout, lambda reason: _die_of_hang(ports, recorder, reason)
+    )
     try:
         inbox = Inbox(context, ports.scheduler, SCHEDULER_DECODER)
-        outbox = ZmqOutbox(context, ports, config.skip_tokenizer_init)
+        outbox = ZmqOutbox(context, ports, config.server_args.skip_tokenizer_init)
         begin = time.perf_counter()
         device = open_device(config.device)
         logger.info("Opened the device (%s) in %.1f s", config.device, time.perf_counter() - begin)

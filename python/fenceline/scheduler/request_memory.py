@@ -401,10 +401,10 @@ def _most_cached(req: Req) -> int:
 
 def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
     """The books over a worker's memory, with the lower tiers that it has."""
-    pages, rows = worker.pages, worker.req_pool.rows
+    pages, rows, page_size = worker.pages, worker.req_pool.rows, config.server_args.page_size
     same_version = comparison(worker.device, QUEUED_MATCH)
     if config.hicache is None or worker.hicache is None:
-        tree = RadixCache(pages, config.page_size, disabled=config.disable_radix_cache)
-        return RequestMemory(pages, rows, tree, config.page_size, same_version=same_version)
-    tiers = HierarchicalCache(pages, config.page_size, worker.hicache, config.hicache, worker.storage)
-    return RequestMemory(pages, rows, tiers.tree, config.page_size, tiers, same_version)
+        tree = RadixCache(pages, page_size, disabled=config.server_args.disable_radix_cache)
+        return RequestMemory(pages, rows, tree, page_size, same_version=same_version)
+    tiers = HierarchicalCache(pages, worker.hicache, config, worker.storage)
+    return RequestMemory(pages, rows, tiers.tree, page_size, tiers, same_version)

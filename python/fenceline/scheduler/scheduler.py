@@ -122,9 +122,9 @@ class Scheduler:
             StepSharing.of(config.model),
         )
         self.output = OutputSender(outbox.to_detokenizer)
-        self.stats = SchedulerStats(self.memory, worker, config.decode_log_interval)
+        self.stats = SchedulerStats(self.memory, worker, config.server_args.decode_log_interval)
         self.tell_frontend = outbox.to_tokenizer
-        self.ratio = NewTokenRatio(config.schedule_conservativeness)
+        self.ratio = NewTokenRatio(config.server_args.schedule_conservativeness)
         self.seeds = Random(config.random_seed)
         self.shuffler = Random(config.random_seed)  # its own: how often the queue is shuffled moves no seed
         self.reqs: dict[str, Req] = {}  # all that have not left, by rid
@@ -133,7 +133,7 @@ class Scheduler:
         self.flushes: list[FlushCacheReq] = []  # that wait for the last request to leave
         self.waiting: list[Req] = []
         self.chunked: Req | None = None
-        self.running = RunningBatch(config.page_size)
+        self.running = RunningBatch(config.server_args.page_size)
         self.joining: list[Req] = []  # prompts just submitted whole; they decode from the next step on
         self.departed: list[Req] = []
         self.remaps: list[Remap] = []
@@ -175,7 +175,7 @@ class Scheduler:
         flight = self.launch_next()
         if prev is not None:
             self.publish(prev)
-        if flight is not None and self.config.disable_overlap_schedule:
+        if flight is not None and self.config.server_args.disable_overlap_schedule:
             self.publish(flight)
             flight = None
         self.retire_departed()
@@ -212,7 +212,9 @@ class Scheduler:
         """Queue a request. The front end has checked its values; sizes are limited here once more."""
         params = message.sampling_params
         eos = () if params.ignore_eos else self.config.model.eos_token_ids
-        capacity = min(self.config.context_length, self.memory.num_pages * self.config.page_size)
+        capacity = min(
+            self.config.model.context_length, self.memory.num_pages * self.config.server_args.page_size
+        )
         req = Req(
             source=message,
             prompt_ids=np.frombuffer(
@@ -221,7 +223,7 @@ class Scheduler:
             stop_ids=frozenset((*eos, *params.stop_token_ids)),
             seed=self.seeds.getrandbits(63) if params.seed is None else params.seed,
             max_new_tokens=min(params.max_new_tokens, capacity - len(message.input_ids)),
-            emit_interval=emit_interval(message, self.config.stream_interval),
+            emit_interval=emit_interval(message, self.config.server_args.stream_interval),
             rank=0 if self.config.priority is None else self.config.priority.rank(message.priority),
         )
         if message.rid in self.reqs:
@@ -261,7 +263,8 @@ class Scheduler:
         waiting, or running: nobody is ended early. It begins anew after a pause, and after a retraction."""
         for req in list(self.reqs.values()):
             running = req.row != 0
-            limit = self.config.req_running_timeout_s if running else self.config.req_waiting_timeout_s
+            args = self.config.server_args
+            limit = args.req_running_timeout if running else args.req_waiting_timeout
             if req.clocked_running is not running or self.paused:
                 req.clocked_running, req.clocked_since = running, now
             elif limit is not None and now - req.clocked_since > limit:
@@ -312,7 +315,7 @@ class Scheduler:
         config = self.config
         self.waiting = order_waiting(
             self.waiting,
-            config.schedule_policy,
+            config.server_args.schedule_policy,
             self.memory.match,
             self.shuffler,
             config.priority is not None,
@@ -390,8 +393,7 @@ class Scheduler:
         ``--retract-policy offload`` brings them back from the host."""
         if req in self.running.reqs:
             self.running.remove(req)
-        hicache = self.config.hicache
-        offloads = hicache is not None and hicache.retract_policy == "offload"
+        offloads = self.config.hicache is not None and self.config.server_args.retract_policy == "offload"
         tail = self.memory.offload(req) if offloads else None
         self.depart(req, "retract")
         self.retire_departed()

@@ -16,8 +16,8 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
-from fenceline.config.engine_config import EngineConfig
-from fenceline.config.server_args import ServerArgs, resolve
+from fenceline.config.engine_config import EngineConfig, resolve
+from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.errors import install_error_handlers
 from fenceline.entrypoints.fields import UnknownFields
@@ -204,7 +204,9 @@ def serve(model_dir: Path) -> Callable[..., object]:
         config = resolve(ServerArgs.from_kwargs(args))
         tokenizer = tokenizer or load_tokenizer(model_dir)
         link = ScriptedLink(tokenizer)
-        manager = TokenizerManager(config, None if config.skip_tokenizer_init else tokenizer, link)
+        manager = TokenizerManager(
+            config, None if config.server_args.skip_tokenizer_init else tokenizer, link
+        )
         link.manager = manager
         manager.handle(
             SchedulerReady(
@@ -214,11 +216,12 @@ def serve(model_dir: Path) -> Callable[..., object]:
         )  # fmt: skip
         app = FastAPI()
         install_error_handlers(app)
-        parser = BodyParser(config.context_length, UnknownFields(config.strict_fields))
+        parser = BodyParser(config.model.context_length, UnknownFields(config.server_args.strict_fields))
         app.include_router(create_router(manager, config, parser))
-        app.add_middleware(FrontDoor, api_key=config.api_key)
+        app.add_middleware(FrontDoor, api_key=config.server_args.api_key)
         async with _running(app) as url:
-            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=config.api_key or "none", max_retries=0)
+            key = config.server_args.api_key or "none"
+            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
             async with client:
                 yield Server(url, config, manager, link, tokenizer, client)
             link.close()

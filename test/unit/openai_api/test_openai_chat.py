@@ -25,7 +25,9 @@ async def test_message(serve):
         message = server.link.sent[0]
         assert message.input_ids == server.tokenizer.encode(prompt, add_special_tokens=False)
         # Nothing asked for: the answer may take what the prompt leaves of the context.
-        assert message.sampling_params.max_new_tokens == server.config.context_length - len(message.input_ids)
+        assert message.sampling_params.max_new_tokens == server.config.model.context_length - len(
+            message.input_ids
+        )
         assert answer.usage.prompt_tokens == len(message.input_ids)
 
 

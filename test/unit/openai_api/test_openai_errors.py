@@ -207,7 +207,7 @@ async def test_models(serve):
     async with serve(served_model_name="org/name") as server:
         models = await server.client.models.list()
         assert [model.id for model in models.data] == ["org/name"]
-        assert models.data[0].max_model_len == server.config.context_length
+        assert models.data[0].max_model_len == server.config.model.context_length
         assert (await server.client.models.retrieve("org/name")).id == "org/name"
 
 

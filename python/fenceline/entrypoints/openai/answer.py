@@ -49,13 +49,17 @@ class ServedModel:
     @classmethod
     def from_config(cls, config: EngineConfig) -> ServedModel:
         """The model of ``config``, created now."""
-        defaults = config.model.sampling_defaults.as_dict() if config.sampling_defaults == "model" else {}
+        defaults = (
+            config.model.sampling_defaults.as_dict()
+            if config.server_args.sampling_defaults == "model"
+            else {}
+        )
         return cls(
             config.served_model_name,
-            config.context_length,
+            config.model.context_length,
             defaults,
-            config.enable_cache_report,
-            config.strict_model_name,
+            config.server_args.enable_cache_report,
+            config.server_args.strict_model_name,
             int(time.time()),
         )
 

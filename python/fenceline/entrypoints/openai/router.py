@@ -34,7 +34,8 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
     """
     model = ServedModel.from_config(config)
     texts = TokenTexts(manager.tokenizer) if manager.tokenizer is not None else None
-    reasoning = REASONING_FORMATS[config.reasoning_parser] if config.reasoning_parser is not None else None
+    parser_name = config.server_args.reasoning_parser
+    reasoning = REASONING_FORMATS[parser_name] if parser_name is not None else None
     completions = CompletionServing(manager, model, texts)
     chat = ChatServing(manager, model, texts, chat_template_of(manager.tokenizer, config), reasoning)
     router = APIRouter()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fenceline.config.hicache import PrefetchPolicy
+from fenceline.config.server_args import PrefetchPolicy
 from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.storage.base import StorageBackend
 from fenceline.mem_cache.storage.lane import Lane

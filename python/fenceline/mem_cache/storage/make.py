@@ -48,16 +48,16 @@ def make_storage(
     controller = StorageController(
         device,
         host_pool,
-        _backend(storage, fingerprint),
-        storage.prefetch_policy,
+        _backend(storage, config.server_args.hicache_storage_key, fingerprint),
+        config.server_args.hicache_storage_prefetch_policy,
         storage.prefetch_timeout_s,
         clock=clock,
     )
     return Storage(controller, fingerprint.root_key)
 
 
-def _backend(storage: HiCacheStorageConfig, fingerprint: PageFingerprint) -> FileBackend:
-    secret = None if storage.key_source is None else storage_key(storage.key_source)
+def _backend(storage: HiCacheStorageConfig, key: str | None, fingerprint: PageFingerprint) -> FileBackend:
+    secret = None if key is None else storage_key(key)
     file_nbytes = header_nbytes(secret) + fingerprint.page_nbytes
     if storage.max_bytes < file_nbytes:
         raise ValueError(
@@ -89,13 +89,19 @@ def model_id(config: EngineConfig) -> str:
     The files are not read: that would take as long as a start. So a copy of a model elsewhere, or one that was merely
     touched, finds none of the old pages; a file overwritten in place with its size and time kept is not noticed.
     """
-    directory = Path(config.model_path).resolve()
+    directory = Path(config.model.model_path).resolve()
     weights: object = config.random_seed
-    if config.load_format != "dummy":
+    if config.server_args.load_format != "dummy":
         files = sorted(directory.glob("*.safetensors"))
         weights = [(file.name, (status := file.stat()).st_size, status.st_mtime_ns) for file in files]
     model = dataclasses.asdict(config.model)
     del model["model_path"]
-    facts = [model, config.dtype, config.load_format, config.weight_version, weights]
+    facts = [
+        model,
+        config.model.dtype,
+        config.server_args.load_format,
+        config.server_args.weight_version,
+        weights,
+    ]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     return f"{directory} {digest[:32]}"

@@ -241,8 +241,8 @@ class Watch:
         self.note("time-out while running", "--req-running-timeout" in (reason.message or ""))
 
     def _retracts(self, req: Req) -> None:
-        hicache = self._scheduler.config.hicache
-        offloads = hicache is not None and hicache.retract_policy == "offload"
+        config = self._scheduler.config
+        offloads = config.hicache is not None and config.server_args.retract_policy == "offload"
         self.note("retraction by pause" if self._scheduler.paused else "retraction for memory")
         self.note("retraction by offload" if offloads else "retraction by recompute")
         self.note("retracted twice", req.num_retractions == 1)

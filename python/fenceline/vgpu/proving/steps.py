@@ -9,8 +9,7 @@ from functools import lru_cache
 import msgspec
 import numpy as np
 
-from fenceline.config.engine_config import EngineConfig
-from fenceline.config.resolve import resolve
+from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.frontend.detokenizer_manager import Detokenizer
 from fenceline.ipc.io_struct import AbortReq, BatchTokenOut, Message, TokenizedGenerateReq
@@ -87,8 +86,9 @@ class Loop:
             self.runner.storage.controller._clock = self._clock
         self.scheduler = WatchedScheduler(config, Witness(self.runner, self.decisions), self, self)
         self.watch.watch(self.scheduler)
-        longest = min(config.context_length, self.scheduler.memory.num_pages * config.page_size)
-        timeouts_s = {"waiting": config.req_waiting_timeout_s, "running": config.req_running_timeout_s}
+        args = config.server_args
+        longest = min(config.model.context_length, self.scheduler.memory.num_pages * args.page_size)
+        timeouts_s = {"waiting": args.req_waiting_timeout, "running": args.req_running_timeout}
         eos_ids = frozenset(config.model.eos_token_ids)
         self.transcript = Transcript(
             Setting(config.random_seed, eos_ids, longest, timeouts_s, decodes=self._decode_lag is not None)

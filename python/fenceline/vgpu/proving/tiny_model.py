@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as RustTokenizer
 
-from fenceline.config.resolve import resolve
+from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.frontend.tokenizer import Tokenizer
 from fenceline.layers.context import torch_context

@@ -18,7 +18,7 @@ class WatchedScheduler(Scheduler):
     def __init__(self, config: EngineConfig, worker: Worker, inbox: Inbox, outbox: Outbox) -> None:
         super().__init__(config, worker, inbox, outbox)
         storage = config.hicache is not None and config.hicache.storage is not None
-        self.sharing = Sharing(config.page_size, config.disable_radix_cache, storage)
+        self.sharing = Sharing(config.server_args.page_size, config.server_args.disable_radix_cache, storage)
         tree = self.memory.tree
         around(tree, "_detach", after=lambda result, node: self.sharing.lost())
         around(tree, "evict", after=lambda num, num_pages: self.sharing.moved() if num else None)

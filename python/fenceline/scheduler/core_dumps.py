@@ -9,14 +9,10 @@ from __future__ import annotations
 import os
 import re
 import struct
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-
-from fenceline.config.errors import ConfigError
-from fenceline.config.private_files import make_private_folder, why_unusable
 
 # Registers, program counters and stacks of every thread, and the kernels' arguments, take seconds and megabytes; global
 # memory is the whole KV pool. Driver 580 stops for ever in the middle of the constant banks of a server (not of a small
@@ -35,21 +31,6 @@ PATIENCE_S = 10.0  # for the driver to begin a dump, and to go on with it
 LIMIT_S = 60.0  # for all of it: clients wait for the end
 _HEADER = struct.Struct("<40x Q 10x H H 2x")  # of an ELF file: e_shoff, e_shentsize, e_shnum
 _SECTION_SIZE_AT = 32  # sh_size in a section header
-
-
-def core_dump_dir(wanted: str | None) -> str | None:
-    """The folder of --cuda-coredump-dir as an absolute path, made if need be. Raises ConfigError, one line, if nothing
-    can be written there, and if others could put links there: the driver's names can be guessed."""
-    if wanted is None:
-        return None
-    path = Path(wanted).expanduser().absolute()
-    try:
-        os.close(make_private_folder(str(path)))
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise ConfigError(f"--cuda-coredump-dir {wanted}: {why_unusable(str(path), error)}") from error
-    return str(path)
 
 
 def core_dump_environment(directory: str) -> dict[str, str]:
