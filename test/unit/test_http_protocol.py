@@ -4,9 +4,13 @@ are too many connections the idle ones give way."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import resource
+import select
+import socket
 
+import httptools
 import orjson
 import pytest
 import uvicorn
@@ -19,7 +23,12 @@ from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints import http_protocol as limits
 from fenceline.entrypoints.front_door import MAX_BODIES_BYTES, FrontDoor
-from fenceline.entrypoints.http_protocol import ConnectionLimit, JoiningHttpProtocol
+from fenceline.entrypoints.http_protocol import (
+    ConnectionLimits,
+    JoiningHttpProtocol,
+    Listener,
+    check_paces,
+)
 from fenceline.entrypoints.http_server import (
     MAX_CONNECTIONS,
     HttpServer,
@@ -41,6 +50,7 @@ class Wire(asyncio.Transport):
         self.untaken = 0
         self.closing = False
         self.aborted = False
+        self.reading = True
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.sent += bytes(data)
@@ -61,10 +71,10 @@ class Wire(asyncio.Transport):
         return self.closing
 
     def pause_reading(self) -> None:
-        pass
+        self.reading = False
 
     def resume_reading(self) -> None:
-        pass
+        self.reading = True
 
 
 class Server:
@@ -74,14 +84,14 @@ class Server:
         self.config = uvicorn.Config(app, lifespan="off", log_config=None)  # type: ignore[arg-type]
         self.config.load()
         self.state = ServerState()
-        self.limit = ConnectionLimit(max_connections)
+        self.limits = ConnectionLimits(max_connections)
         self.loop_time = 1000.0
-        self.limit.advance(self.loop_time)
+        self.limits.advance(self.loop_time)
 
     def connect(self) -> tuple[JoiningHttpProtocol, Wire]:
         wire = Wire()
         connection = JoiningHttpProtocol(
-            config=self.config, server_state=self.state, app_state={}, limit=self.limit
+            config=self.config, server_state=self.state, app_state={}, limits=self.limits
         )
         connection.connection_made(wire)
         return connection, wire
@@ -93,7 +103,7 @@ class Server:
             self.look()
 
     def look(self) -> None:
-        self.limit.advance(self.loop_time)
+        self.limits.advance(self.loop_time)
         for connection in list(self.state.connections):
             connection.check_pace()  # type: ignore[union-attr]
 
@@ -156,10 +166,12 @@ async def send(data: list[bytes], app: App | None = None) -> tuple[Wire, int, Ap
 
     connection.parser = Counting()  # type: ignore[assignment]
     for part in data:
+        await settle()
+        while not (wire.reading or wire.closing):
+            await asyncio.sleep(0)
         if wire.closing:
             break
         connection.data_received(part)
-        await settle()
     await settle()
     return wire, num_fed, app
 
@@ -269,6 +281,8 @@ def test_any_bytes_are_answered_or_refused(data: list[bytes], key: str | None) -
         for part in data:
             if wire.closing:
                 break
+            if not wire.reading:
+                break
             connection.data_received(part)
             assert connection._num_head_bytes <= limits.MAX_HEAD_BYTES
             assert len(connection.pipeline) <= limits.MAX_PIPELINED
@@ -300,7 +314,7 @@ async def test_what_surrounds_the_chunks_of_a_body_is_limited(parts: list[bytes]
     assert num_fed < 3 * limits.MAX_FRAMING_BYTES
     assert status_of(wire) == 400
     assert wire.closing
-    assert app.gone == 1, "the application does not wait for the rest"
+    assert not app.bodies
 
 
 async def test_small_chunks_and_short_extensions_are_a_body() -> None:
@@ -360,6 +374,8 @@ async def test_a_wrong_key_is_refused_before_the_body() -> None:
     while not wire.closing and num_sent < 60_000_000:  # whoever sends it all the same fills nothing
         connection.data_received(b"a" * 250_000)
         num_sent += 250_000
+        while not (wire.reading or wire.closing):
+            await asyncio.sleep(0)
     assert len(connection.cycle.body) == 0
 
 
@@ -371,6 +387,8 @@ async def test_what_follows_a_refusal_is_not_read_for_ever() -> None:
     while not wire.closing:
         connection.data_received(chunk)
         num_sent += MIB
+        while not (wire.reading or wire.closing):
+            await asyncio.sleep(0)
     assert num_sent <= 2 * MAX_BODY_BYTES + MIB
 
 
@@ -426,7 +444,171 @@ async def test_all_large_bodies_together_are_limited() -> None:
     assert door.num_body_bytes == 0
 
 
+# --- turns
+
+
+async def test_a_turn_parses_a_share_and_every_connection_gets_on() -> None:
+    """200 clients send 256 KiB at the same moment; one asks for /health behind them."""
+    app, parsed, turn = App(), [0], 0
+    server = Server(app)
+
+    class Counting(httptools.HttpRequestParser):  # type: ignore[misc]
+        def feed_data(self, piece: bytes) -> None:
+            parsed[-1] += len(piece)
+            super().feed_data(piece)
+
+    wires = []
+    for number in range(201):
+        connection, wire = server.connect()
+        connection.parser = Counting(connection)
+        head = b"POST /%d HTTP/1.1\r\nContent-Length: 262144\r\n\r\n" % number
+        connection.data_received(head + bytes(262144) if number < 200 else b"GET /health HTTP/1.1\r\n\r\n")
+        wires.append(wire)
+    parsed.append(0)
+    health_turn = None
+    while not all(wire.sent for wire in wires):
+        await asyncio.sleep(0)
+        parsed.append(0)
+        turn += 1
+        if wires[-1].sent and health_turn is None:
+            health_turn = turn
+        assert turn < 200
+    assert max(parsed) <= limits.TURN_BYTES + limits._PIECE_BYTES
+    assert health_turn is not None and health_turn < 8
+    assert app.bodies.count(262144) == 200
+    assert all(wire.reading for wire in wires)
+
+
+async def test_a_turn_parses_a_share_of_a_body_of_tiny_chunks() -> None:
+    num_calls, most = 0, 0
+    connection, wire = Server(App()).connect()
+    on_body = connection.on_body
+
+    def counted(body: bytes) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        on_body(body)
+
+    connection.on_body = counted  # type: ignore[method-assign]
+    connection.parser = httptools.HttpRequestParser(connection)
+    connection.data_received(
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n[\r\n" * 40_000
+    )
+    connection.data_received(b"0\r\n\r\n")
+    while not wire.sent:
+        most, num_calls = max(most, num_calls), 0
+        await asyncio.sleep(0)
+    assert status_of(wire) == 200
+    assert most <= (limits.TURN_BYTES + limits._PIECE_BYTES * limits._CALL_BYTES // 6) // limits._CALL_BYTES
+
+
+async def test_the_application_gets_a_small_body_as_a_whole_and_no_half_one() -> None:
+    num_messages = 0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal num_messages
+        message: Message = {"more_body": True}
+        while message.get("more_body"):
+            message = await receive()
+            num_messages += 1
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    server = Server(app)
+    connection, wire = server.connect()
+    connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 60000\r\n\r\n")
+    for _ in range(60_000):
+        connection.data_received(b"a")
+    await settle()
+    assert status_of(wire) == 200
+    assert num_messages == 1
+    half, _ = server.connect()
+    half.data_received(b"POST / HTTP/1.1\r\nContent-Length: 60000\r\n\r\na")
+    await settle()
+    half.connection_lost(None)
+    assert not server.state.tasks
+    assert num_messages == 1
+
+
+async def test_a_turn_accepts_a_few_connections_and_none_is_refused_for_want_of_descriptors() -> None:
+    accepted: list[asyncio.Protocol] = []
+    room = 40
+
+    class Protocol(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            accepted.append(self)
+            self.transport = transport
+
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as sock, contextlib.ExitStack() as stack:
+        listener = Listener(sock, Protocol, lambda: len(accepted) < room)
+        clients = [
+            stack.enter_context(socket.create_connection(sock.getsockname(), timeout=30)) for _ in range(60)
+        ]
+        before, most = 0, 0
+        async with asyncio.timeout(30):
+            while len(accepted) < room:
+                await asyncio.sleep(0)
+                most, before = max(most, len(accepted) - before), len(accepted)
+            assert most <= limits.MAX_ACCEPTED
+            room = 60
+            while len(accepted) < room:
+                await asyncio.sleep(0)
+        for connection in accepted:
+            connection.transport.write(b"x")  # type: ignore[attr-defined]
+        for client in clients:
+            client.setblocking(False)
+            assert await asyncio.get_running_loop().sock_recv(client, 1) == b"x"
+        listener.close()
+        for connection in accepted:
+            connection.transport.abort()  # type: ignore[attr-defined]
+
+
 # --- pace
+
+
+async def test_a_pipelined_client_that_has_left_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read while a second request waits, so nothing is read of the end either."""
+    if not hasattr(select, "POLLRDHUP"):
+        pytest.skip("only Linux tells that the other side has closed without reading")
+    app = App()
+    app.gate = asyncio.Event()
+    server = Server(app)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        client = socket.create_connection(listening.getsockname(), timeout=30)
+        ours, _ = listening.accept()
+    with ours, client:
+        connection, wire = server.connect()
+        monkeypatch.setattr(
+            wire, "get_extra_info", lambda name, default=None: ours if name == "socket" else default
+        )
+        for path in (b"/1", b"/2"):
+            connection.data_received(b"GET %s HTTP/1.1\r\n\r\n" % path)
+            await settle()
+        assert not wire.reading
+        server.pass_time(1)
+        assert not wire.closing
+        client.close()
+        poll = select.poll()
+        poll.register(ours.fileno(), select.POLLRDHUP)
+        assert poll.poll(30_000)
+        server.pass_time(1)
+        assert wire.aborted
+        connection.connection_lost(None)
+
+
+async def test_a_turn_closes_a_few_of_those_that_have_not_kept_pace() -> None:
+    server = Server(App())
+    wires = [server.connect()[1] for _ in range(1000)]
+    server.limits.now += 100
+    closed = 0
+    for _ in range(20):
+        done = check_paces(list(server.state.connections))  # type: ignore[arg-type]
+        before, closed = closed, sum(wire.closing for wire in wires)
+        assert closed - before <= 64
+        for connection in list(server.state.connections):
+            if connection.transport.is_closing():
+                connection.connection_lost(None)  # type: ignore[union-attr]
+    assert done and closed == 1000
 
 
 async def test_a_connection_that_says_nothing_is_closed() -> None:
@@ -484,7 +666,7 @@ async def test_a_body_that_drips_is_closed_and_one_that_keeps_pace_is_not() -> N
         server.pass_time(1)
     assert slow_wire.closing
     assert status_of(slow_wire) == 408
-    assert app.gone == 1
+    assert app.paths == ["/"], "the steady one's: it has come to more than 64 KiB"
     assert not steady_wire.closing
 
 
@@ -528,6 +710,8 @@ async def test_the_server_looks_once_a_second() -> None:
     looks = []
 
     class Connection:
+        transport = Wire()
+
         def check_pace(self) -> None:
             looks.append(counter)
 

@@ -8,19 +8,27 @@ server does for a request.
 uvicorn and httptools keep a request's head without limit and join its parts at quadratic cost, before anybody looks at
 the API key; and they wait for the rest of a request for ever. Here sizes are limited while bytes arrive, and a client
 that does not keep pace is disconnected.
+
+One turn of the event loop accepts, reads and parses a bounded amount for all connections together. libuv would accept
+all connections that wait, and read megabytes from each connection that has them, before anybody else gets a turn. What
+exceeds the turn's share is kept, and reading stops, until a later turn comes to it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
+import select
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NoReturn, cast
 
 import httptools
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from fenceline.entrypoints.errors import error_bytes, error_response
@@ -49,12 +57,24 @@ WRITE_PERIOD_S = (
 )
 WRITE_PERIOD_BYTES = 16 << 10
 _MAX_LOOK_INTERVAL_S = 2.0
+_MAX_CLOSED_AT_ONCE = 64  # of the connections that have not kept pace, in one turn
 _WARNING_INTERVAL_S = 60.0
 _EVICTED_SHARE = 16  # of idle connections, how many are closed where a new one has no room: 1 in 16
 # Of a body that was refused before it had come: what is read all the same, so that the client comes to the answer.
 _MAX_DISCARDED_BYTES = 2 * MAX_BODY_BYTES
 _REFUSAL_HEAD = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
 _PIECE_BYTES = 16 << 10  # of a request that is parsed in one go
+# Of all connections together in one turn of the event loop, some milliseconds: bytes that are read and parsed, and what
+# counts as so many bytes.
+TURN_BYTES = 1 << 20
+_HEAD_BYTES = 16 << 10  # a request: the application's work for it
+_CALL_BYTES = 1 << 9  # a part of a body, however short: one byte if it is sent in chunks of one
+_READ_BYTES = 64 << 10  # reading on where reading had stopped: what it will bring is not known yet
+_NEW_SHARE = 4  # of a turn, 1 in 4 is for what has just come, not for what has waited
+_SMALL_BYTES = 2 << 10  # what has waited with less goes first
+MAX_ACCEPTED = 16  # connections that are accepted in one turn
+_ACCEPT_PAUSE_S = 0.05  # while there is no room for another one
+_NO_ROOM_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
 Data = bytes | bytearray | memoryview
 
@@ -69,6 +89,7 @@ class JoiningTransport(asyncio.Transport):
         self._held: list[Data] = []
         self._num_held = 0
         self._num_written = 0  # bytes handed to the transport since the connection began
+        self._num_pauses = 0  # who has paused reading: uvicorn for its reasons, the turn for its own
 
     def write(self, data: Data) -> None:
         """Write ``data`` soon; in order, and before the connection is closed."""
@@ -133,16 +154,20 @@ class JoiningTransport(asyncio.Transport):
         return self._transport.is_closing()
 
     def pause_reading(self) -> None:
-        """As the transport."""
-        self._transport.pause_reading()
+        """Read nothing until :meth:`resume_reading` has been called as often."""
+        self._num_pauses += 1
+        if self._num_pauses == 1:
+            self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """As the transport."""
-        self._transport.resume_reading()
+        """See :meth:`pause_reading`."""
+        self._num_pauses -= 1
+        if not self._num_pauses:
+            self._transport.resume_reading()
 
     def is_reading(self) -> bool:
-        """As the transport."""
-        return self._transport.is_reading()
+        """Whether nobody has paused reading."""
+        return not self._num_pauses
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         """As the transport."""
@@ -166,48 +191,123 @@ class LateLogger:
             self._loop.call_later(LOG_DELAY_S, self._logger.info, text, *values)
 
 
-@dataclass(slots=True)
-class ConnectionLimit:
-    """What the connections of one server share: how many there may be, and the clock of their pace.
+class ConnectionLimits:
+    """What the connections of one server share: how many there may be, what one turn of the event loop reads and parses
+    for all of them, and the clock of their pace.
 
     ``now`` is in seconds, of which those do not count in which the server was itself away (stopped, or busy): meanwhile
     it has not read what its clients sent.
     """
 
-    max_connections: int
-    now: float = 0.0
-    looked_at: float = float("inf")
-    warned_at: float = float("-inf")
+    def __init__(self, max_connections: int) -> None:
+        self.max_connections = max_connections
+        self.now = 0.0
+        self.left = TURN_BYTES  # of this turn
+        self._looked_at = float("inf")
+        self._warned_at = float("-inf")
+        self._turn_planned = False
+        self._waiting: tuple[deque[Callable[[], None]], deque[Callable[[], None]]] = deque(), deque()
 
     def advance(self, loop_time: float) -> None:
         """The server is about to look at all connections, as it does about once a second."""
-        self.now += min(max(loop_time - self.looked_at, 0.0), _MAX_LOOK_INTERVAL_S)
-        self.looked_at = loop_time
+        self.now += min(max(loop_time - self._looked_at, 0.0), _MAX_LOOK_INTERVAL_S)
+        self._looked_at = loop_time
 
-    def warn(self, num_idle: int) -> None:
+    def warn(self, num_connections: int, num_idle: int) -> None:
         """Say in the log that all connections are taken, once a minute at most."""
-        if self.now - self.warned_at < _WARNING_INTERVAL_S:
+        if self.now - self._warned_at < _WARNING_INTERVAL_S:
             return
-        self.warned_at = self.now
+        self._warned_at = self.now
         logger.warning(
             "All %d connections are taken, %d of them idle: idle ones are closed for new ones. A connection takes a "
             "file descriptor: raise the limit (ulimit -n) if these are your clients.",
-            self.max_connections, num_idle,
+            num_connections, num_idle,
         )  # fmt: skip
+
+    def spend(self, num_bytes: int) -> None:
+        """Count ``num_bytes`` as read and parsed in this turn."""
+        self.left -= num_bytes
+        if not self._turn_planned:
+            self._turn_planned = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def wait(self, go_on: Callable[[], None], small: bool) -> None:
+        """Call ``go_on`` in a later turn, in order; those that are ``small`` go first."""
+        self._waiting[not small].append(go_on)
+        self.spend(0)
+
+    def _turn(self) -> None:
+        self._turn_planned = False
+        self.left = TURN_BYTES
+        for waiting in self._waiting:
+            while waiting and self.left > TURN_BYTES // _NEW_SHARE:
+                waiting.popleft()()
+        if any(self._waiting):
+            self.spend(0)
+
+
+class Listener:
+    """Accepts connections on ``sock``, some in each turn of the event loop. Those for which there is no descriptor wait
+    in the system's queue; libuv would close them all."""
+
+    def __init__(
+        self, sock: socket.socket, make_protocol: Callable[[], asyncio.Protocol], has_room: Callable[[], bool]
+    ) -> None:
+        self._sock = sock
+        self._make_protocol = make_protocol
+        self._has_room = has_room
+        self._loop = asyncio.get_running_loop()
+        self._accepting: set[asyncio.Task[object]] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        sock.setblocking(False)
+        self._loop.add_reader(sock, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(MAX_ACCEPTED):
+            try:
+                if not self._has_room():
+                    raise OSError(errno.EMFILE, "no room")
+                accepted, _ = self._sock.accept()
+            except OSError as error:
+                if error.errno in _NO_ROOM_ERRORS:
+                    self._loop.remove_reader(self._sock)
+                    self._pause = self._loop.call_later(
+                        _ACCEPT_PAUSE_S, self._loop.add_reader, self._sock, self._accept
+                    )
+                return  # others: there is none, or it has been given up already
+            task = self._loop.create_task(self._connect(accepted))
+            self._accepting.add(task)
+            task.add_done_callback(self._accepting.discard)
+
+    async def _connect(self, accepted: socket.socket) -> None:
+        try:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await self._loop.connect_accepted_socket(self._make_protocol, accepted)
+        except OSError:  # the client has gone
+            accepted.close()
+
+    def close(self) -> None:
+        """Accept no more."""
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._sock)
+
+    async def wait_closed(self) -> None:
+        """As a server of asyncio's; connections are waited for by uvicorn."""
 
 
 class JoiningHttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 on a :class:`JoiningTransport`, with limits.
 
     A request that is malformed or too large is answered with a 4xx in the server's own form, and the connection is
-    closed. Where ``limit`` is reached, connections on which no request is being answered give way to new ones, the
+    closed. Where there are too many, connections on which no request is being answered give way to new ones, the
     longest waiting first. If there are none, a new connection gets 503, but for /health: who watches the server must
     learn that it is busy, not dead.
     """
 
-    def __init__(self, *args: Any, limit: ConnectionLimit, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, limits: ConnectionLimits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._limit = limit
+        self._limits = limits
         self._refusal: RequestError | None = None  # set by the parser's callbacks, which can only raise
         self._in_head = True
         self._num_head_bytes = 0  # of the request that is being received
@@ -219,6 +319,11 @@ class JoiningHttpProtocol(HttpToolsProtocol):
         self._num_heads = 0  # complete ones since the connection began
         self._pace: Pace = (0, "head", 0)  # how far the client had come when it was last seen to go on
         self._pace_at = 0.0
+        self._cost = 0  # of what has been parsed, beside its bytes
+        self._unparsed: bytes | memoryview = b""  # has come, and waits for a later turn
+        self._waits_for_turn = False
+        self._unstarted: Any = None  # the application, where it waits for the request's body
+        self._crowded = False  # there is room for /health alone
         self._periods_taken = 0  # how much of the answers the kernel had taken when it last took enough
         self._taken_at = 0.0
 
@@ -226,8 +331,9 @@ class JoiningHttpProtocol(HttpToolsProtocol):
         """A client has connected."""
         self.access_logger = cast(logging.Logger, LateLogger(self.access_logger, self.loop))
         super().connection_made(JoiningTransport(transport, self.loop))
-        self._pace_at = self._taken_at = self._limit.now
-        if len(self.connections) > self._limit.max_connections and not self._make_room():
+        self._pace_at = self._taken_at = self._limits.now
+        if len(self.connections) > self._limits.max_connections and not self._make_room():
+            self._crowded = True
             self.app = partial(_only_health, self.app)  # type: ignore[assignment]  # uvicorn's types and starlette's
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -235,24 +341,49 @@ class JoiningHttpProtocol(HttpToolsProtocol):
         for cycle in self._earlier:
             cycle.disconnected = True
             cycle.message_event.set()
+        self._unparsed, self._unstarted = b"", None
         super().connection_lost(exc)
 
     # --- sizes
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come, in pieces, so that limits are noticed before much is kept."""
+        """Parse what has come, as far as this turn allows."""
         self._unset_keepalive_if_required()
-        if len(data) <= self._piece_limit():
-            self._feed(data)
-            return
-        rest = memoryview(data)
-        while rest and not self.transport.is_closing():
-            limit = self._piece_limit()
-            piece, rest = rest[:limit], rest[limit:]
-            self._feed(piece)
+        self._unparsed = bytes(self._unparsed) + data if self._unparsed else data
+        if not self._waits_for_turn:
+            self._parse()
 
-    def _piece_limit(self) -> int:
-        return MAX_HEAD_BYTES - self._num_head_bytes if self._in_head else _PIECE_BYTES
+    def _parse(self) -> None:
+        """Parse in pieces, so that limits are noticed before much is kept."""
+        rest, limits = self._unparsed, self._limits
+        while rest and limits.left > 0 and not self.transport.is_closing():
+            limit = (
+                min(MAX_HEAD_BYTES - self._num_head_bytes, _PIECE_BYTES) if self._in_head else _PIECE_BYTES
+            )
+            if len(rest) <= limit:
+                piece, rest = rest, b""
+            else:
+                view = memoryview(rest)
+                piece, rest = view[:limit], view[limit:]
+            self._feed(piece)
+            limits.spend(len(piece) + self._cost)
+            self._cost = 0
+        self._unparsed = b"" if self.transport.is_closing() else rest
+        if self._unparsed or (limits.left <= 0 and not self._in_head):
+            self._waits_for_turn = True
+            self.transport.pause_reading()
+            limits.wait(self._go_on, len(self._unparsed) <= _SMALL_BYTES and self._in_head)
+
+    def _go_on(self) -> None:
+        """A turn has come to this connection."""
+        self._waits_for_turn = False
+        if self.parser is None:  # the client has gone
+            return
+        if self._unparsed:
+            self._parse()
+        else:
+            self._limits.spend(_READ_BYTES)
+        self.transport.resume_reading()
 
     def _feed(self, piece: bytes | memoryview) -> None:
         num_body_bytes = self._num_body_bytes
@@ -269,6 +400,8 @@ class JoiningHttpProtocol(HttpToolsProtocol):
             if self._num_head_bytes >= MAX_HEAD_BYTES:
                 self._refuse(_too_large_head(f"{MAX_HEAD_BYTES >> 10} KiB"))
             return
+        if self._unstarted is not None and self._is_answered_before_its_body():
+            self._start()
         self._num_framing_bytes += len(piece)
         if self._num_body_bytes != num_body_bytes:
             self._num_framing_bytes = 0
@@ -295,18 +428,50 @@ class JoiningHttpProtocol(HttpToolsProtocol):
             self._earlier = [one for one in (*self._earlier, before) if not one.response_complete]
         self._in_head, self._num_head_bytes, self._num_framing_bytes = False, 0, 0
         self._num_heads += 1
+        self._pace_at = self._limits.now
+        self._cost += _HEAD_BYTES
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Have ``cycle`` answered as soon as its body is complete, or so large that it has to be read as it comes."""
+        self._unstarted = app
+        if cycle is not self.cycle or not cycle.more_body or len(cycle.body) > HIGH_WATER_LIMIT:
+            self._start(cycle)
+        elif not self._in_head and self._is_answered_before_its_body():  # it has waited for others
+            self._start()
+
+    def _start(self, cycle: RequestResponseCycle | None = None) -> None:
+        app, self._unstarted = self._unstarted, None
+        super()._start_asgi_task(cycle or self.cycle, app)
+
+    def _is_answered_before_its_body(self) -> bool:
+        """Whether there is something to say to a request that has come without its body."""
+        if self.expect_100_continue or self._crowded:
+            return True
+        length = next((value for name, value in self.headers if name == b"content-length"), b"0")
+        return not length.isdigit() or len(length) > 20 or int(length) > MAX_BODY_BYTES
 
     def on_body(self, body: bytes) -> None:
         """A part of the request's body."""
         self._num_body_bytes += len(body)
-        super().on_body(body)
-        if self._num_body_bytes > _MAX_DISCARDED_BYTES:
-            self.transport.close()
+        self._cost += _CALL_BYTES
+        cycle = self.cycle
+        if cycle.response_complete:
+            if self._num_body_bytes > _MAX_DISCARDED_BYTES:
+                self.transport.close()
+            return
+        cycle.body += body
+        if len(cycle.body) > HIGH_WATER_LIMIT:
+            if self._unstarted is not None:
+                self._start()
+            self.flow.pause_reading()
+            cycle.message_event.set()
 
     def on_message_complete(self) -> None:
         """The request is complete."""
         super().on_message_complete()
         self._in_head, self._num_head_bytes, self._num_body_bytes = True, 0, 0
+        if self._unstarted is not None:
+            self._start()
 
     def _raise(self, error: RequestError) -> NoReturn:
         self._refusal = error
@@ -329,14 +494,17 @@ class JoiningHttpProtocol(HttpToolsProtocol):
     # --- pace
 
     def check_pace(self) -> None:
-        """Disconnect a client that does not go on with its request or does not take its answer. To be called about once
-        a second: that costs less than a timer for each request."""
-        now = self._limit.now
+        """Disconnect a client that does not go on with its request or does not take its answer, and notice one that has
+        left while nothing is read from it. To be called about once a second: that costs less than a timer for each
+        request."""
+        now = self._limits.now
         transport = cast(JoiningTransport, self.transport)
         periods_taken = transport.num_taken // WRITE_PERIOD_BYTES
         if not transport.get_write_buffer_size() or periods_taken != self._periods_taken:
             self._periods_taken, self._taken_at = periods_taken, now
         elif now - self._taken_at > WRITE_PERIOD_S:
+            transport.abort()
+        if not transport.is_reading() and _has_left(transport):
             transport.abort()
         if transport.is_closing():
             return
@@ -350,7 +518,7 @@ class JoiningHttpProtocol(HttpToolsProtocol):
         """Something that changes when the client goes on: the number of requests that have begun, what is expected of
         the client (its "head", its "body", or "" if nothing is), and how far that is."""
         if not self._in_head:
-            waits = not (self.flow.read_paused or self.pipeline)
+            waits = self.transport.is_reading() and not self.pipeline
             return self._num_heads, "body" if waits else "", self._num_body_bytes // BODY_PERIOD_BYTES
         # Before a later request's head has begun, uvicorn's keep-alive time-out holds.
         waits = self._is_answered() and (self._num_head_bytes > 0 or self._num_heads == 0)
@@ -380,14 +548,15 @@ class JoiningHttpProtocol(HttpToolsProtocol):
         none."""
         others = cast("set[JoiningHttpProtocol]", self.connections)
         idle = [other for other in others if other is not self and other._is_idle()]
-        self._limit.warn(len(idle))
+        self._limits.warn(self._limits.max_connections, len(idle))
         idle.sort(key=lambda other: other._pace_at)
         for other in idle[: len(idle) // _EVICTED_SHARE + 1]:
             other.transport.close()
         return bool(idle)
 
     def _is_idle(self) -> bool:
-        return self._in_head and self._is_answered() and not self.transport.is_closing()
+        waits = self._unstarted is not None or (self._in_head and self._is_answered())
+        return waits and not self.transport.is_closing()
 
 
 async def _only_health(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -399,6 +568,29 @@ async def _only_health(app: ASGIApp, scope: Scope, receive: Receive, send: Send)
     response = error_response(error)
     response.headers["connection"] = "close"
     await response(scope, receive, send)
+
+
+def check_paces(connections: Iterable[JoiningHttpProtocol]) -> bool:
+    """:meth:`JoiningHttpProtocol.check_pace` of each. False: so many had to be closed that the rest is left for another
+    turn."""
+    num_closed = 0
+    for connection in connections:
+        connection.check_pace()
+        num_closed += connection.transport.is_closing()
+        if num_closed == _MAX_CLOSED_AT_ONCE:
+            return False
+    return True
+
+
+def _has_left(transport: asyncio.Transport) -> bool:
+    """Whether the client has closed the connection, from which nothing is being read. Linux alone tells."""
+    sock = transport.get_extra_info("socket")
+    event = getattr(select, "POLLRDHUP", 0)
+    if sock is None or not event:
+        return False
+    poll = select.poll()
+    poll.register(sock.fileno(), event)
+    return bool(poll.poll(0))
 
 
 def _too_large_head(limit: str) -> RequestError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.errors import install_error_handlers
 from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.front_door import FrontDoor
-from fenceline.entrypoints.http_protocol import ConnectionLimit, JoiningHttpProtocol
+from fenceline.entrypoints.http_protocol import ConnectionLimits, JoiningHttpProtocol, Listener, check_paces
 from fenceline.entrypoints.native_api import NativeApi
 from fenceline.entrypoints.openai.router import create_router
 from fenceline.entrypoints.openapi import install_docs
@@ -74,11 +75,13 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, config: EngineConfig) -> None:
         num_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._limit = ConnectionLimit(max_connections(num_descriptors))
+        self._limits = ConnectionLimits(max_connections(num_descriptors))
+        # Beyond the limit there are those that will be told so, and /health.
+        self._max_accepted = self._limits.max_connections + _RESERVED_DESCRIPTORS // 2
         super().__init__(
             uvicorn.Config(
                 app,
-                http=cast("type[asyncio.Protocol]", partial(JoiningHttpProtocol, limit=self._limit)),
+                http="httptools",
                 log_level=config.log_level_http,
                 log_config=None,  # the process's own format
                 timeout_keep_alive=KEEP_ALIVE_S,
@@ -91,12 +94,30 @@ class HttpServer(uvicorn.Server):
         # Start and stop are the supervisor's to report.
         logging.getLogger("uvicorn.error").setLevel("WARNING")
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections on ``sockets``, which listen already."""
+        make_protocol = partial(
+            JoiningHttpProtocol,
+            config=self.config,
+            server_state=self.server_state,
+            app_state={},
+            limits=self._limits,
+        )
+        listeners = [Listener(sock, make_protocol, self._has_room) for sock in sockets or ()]
+        self.servers = cast("list[asyncio.Server]", listeners)  # which uvicorn closes and waits for
+        self.started = True
+
+    def _has_room(self) -> bool:
+        return len(self.server_state.connections) < self._max_accepted
+
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second; once a second clients that do not keep pace are disconnected."""
         if counter % 10 == 0:
-            self._limit.advance(asyncio.get_running_loop().time())
-            for connection in list(self.server_state.connections):
-                cast(JoiningHttpProtocol, connection).check_pace()
+            self._limits.advance(asyncio.get_running_loop().time())
+            self._looked = False
+        if not self._looked:
+            connections = cast("list[JoiningHttpProtocol]", list(self.server_state.connections))
+            self._looked = check_paces(connections)
         return await super().on_tick(counter)
 
     @contextmanager
