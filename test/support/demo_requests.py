@@ -92,6 +92,7 @@ def check_logprobs_equal_transformers(**flags: object) -> None:
     torch.testing.assert_close(
         torch.tensor(first.logprobs[1:] + second), torch.tensor(chosen), rtol=1e-4, atol=1e-4
     )
+    tops = list(first.top_logprobs)
     for position in (1, len(ids) - 1):
         best = logprobs[position - 1].topk(3)
-        assert [token for _, token in first.top_logprobs[position]] == best.indices.tolist()
+        assert [token for _, token in tops[position]] == best.indices.tolist()

@@ -44,6 +44,7 @@ from fenceline.ipc.io_struct import (
     TokenizedGenerateReq,
     TokenLogprobs,
     TokenOut,
+    TokenPairs,
     TransferState,
     encode,
 )
@@ -293,8 +294,8 @@ def logprobs_of(ids: list[int], start: int, req: TokenizedGenerateReq) -> TokenL
     return TokenLogprobs(
         token_ids=chosen,
         logprobs=logprobs,
-        top_logprobs=top,
-        token_ids_logprobs=named if req.token_ids_logprob else [],
+        top_logprobs=TokenPairs.of(top),
+        token_ids_logprobs=TokenPairs.of(named if req.token_ids_logprob else []),
     )
 
 

@@ -19,6 +19,7 @@ from fenceline.ipc.io_struct import (
     TokenizedGenerateReq,
     TokenLogprobs,
     TokenOut,
+    TokenPairs,
 )
 
 READY = SchedulerReady(
@@ -66,6 +67,8 @@ class Bench:
     ) -> None:
         token = TokenOut(
             rid=rid, output_ids=ids, prompt_tokens=3, completion_tokens=total, cached_tokens=1, finish_reason=end,
-            output_logprobs=TokenLogprobs(token_ids=ids, logprobs=[-1.0] * len(ids), top_logprobs=[[]] * len(ids)),
+            output_logprobs=TokenLogprobs(
+                token_ids=ids, logprobs=[-1.0] * len(ids), top_logprobs=TokenPairs.of([[]] * len(ids))
+            ),
         )  # fmt: skip
         self.manager.handle(BatchStrOut(outs=[StrOut(token=token, text=text)]))

@@ -49,7 +49,7 @@ class EchoLink:
             token = io.TokenOut(
                 rid=message.rid, output_ids=[], prompt_tokens=len(message.input_ids), completion_tokens=0,
                 cached_tokens=0, finish_reason=io.FinishReason(type="length", length=0),
-                output_logprobs=io.TokenLogprobs(token_ids=[], logprobs=[], top_logprobs=[]),
+                output_logprobs=io.TokenLogprobs(token_ids=[], logprobs=[], top_logprobs=io.TokenPairs()),
             )  # fmt: skip
             self.manager.handle(io.BatchStrOut(outs=[io.StrOut(token=token, text="")]))
         elif hasattr(message, "id"):

@@ -19,6 +19,7 @@ from fenceline.ipc.io_struct import (
     StrOut,
     TokenLogprobs,
     TokenOut,
+    TokenPairs,
 )
 from fenceline.sampling.sampling_params import SamplingParams
 
@@ -260,7 +261,9 @@ def test_match_before_min_new_tokens_is_text_and_a_later_one_counts() -> None:
 
 def test_stop_string_cuts_ids_counts_and_logprobs_at_its_token() -> None:
     ids = TOKENIZER.encode("the quick brown fox")
-    logprobs = TokenLogprobs(token_ids=ids, logprobs=[-1.0] * len(ids), top_logprobs=[[]] * len(ids))
+    logprobs = TokenLogprobs(
+        token_ids=ids, logprobs=[-1.0] * len(ids), top_logprobs=TokenPairs.of([[]] * len(ids))
+    )
     info = DecodeInfo(prompt_tail_ids=[], sampling_params=SamplingParams(stop=("quick",)), stream=False)
     batch, stopped = Detokenizer(TOKENIZER).process(
         BatchTokenOut(outs=[news(ids, len(ids), decode=info, output_logprobs=logprobs)])

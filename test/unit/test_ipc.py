@@ -1,18 +1,27 @@
-"""What a turn of the event loop sends, and what a step of the scheduler takes in, has limits; the order stays."""
+"""What a turn of the event loop sends, and what a step of the scheduler takes in, has limits; the order stays.
+Logprobs travel as bytes."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
 
 import pytest
 import zmq
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fenceline.ipc.io_struct import (
+    DETOKENIZER_DECODER,
     SCHEDULER_DECODER,
     AbortReq,
+    BatchTokenOut,
     PortArgs,
     TokenizedGenerateReq,
+    TokenLogprobs,
+    TokenOut,
+    TokenPairs,
     encode,
 )
 from fenceline.ipc.sockets import MAX_TURN_BYTES, Inbox, ZmqLink, make_ports, remove_ports
@@ -72,3 +81,42 @@ def test_an_inbox_gives_as_much_as_is_asked_for(ports: PortArgs) -> None:
     inbox.socket.close()
     sender.close()
     context.term()
+
+
+PAIRS = st.lists(
+    st.lists(st.tuples(st.floats(width=32, allow_nan=False), st.integers(0, 2**31 - 1)), max_size=4),
+    max_size=5,
+)
+
+
+@given(PAIRS, PAIRS, st.integers(0, 6))
+def test_pairs_are_what_they_were_made_of(
+    positions: list[list[tuple[float, int]]], more: list[list[tuple[float, int]]], num: int
+) -> None:
+    pairs = TokenPairs.of(positions)
+    assert list(pairs) == positions
+    assert list(pairs.first(num)) == positions[:num]
+    pairs.extend(TokenPairs.of(more))
+    assert list(pairs) == positions + more
+    assert pairs.num_pairs == sum(map(len, positions + more))
+
+
+def test_half_a_million_logprobs_pass_a_process_as_few_objects() -> None:
+    """Each would be three, which the detokenizer and the event loop make and free while others wait."""
+    ids = list(range(3900))
+    logprobs = TokenLogprobs(
+        token_ids=ids, logprobs=[-1.0] * 3900, top_logprobs=TokenPairs.of([[(-1.5, 7)] * 128] * 3900)
+    )
+    token = TokenOut(
+        rid="r",
+        output_ids=[],
+        prompt_tokens=3900,
+        completion_tokens=0,
+        cached_tokens=0,
+        input_logprobs=logprobs,
+    )
+    data = encode(BatchTokenOut(outs=[token]))
+    before = sys.getallocatedblocks()
+    message = DETOKENIZER_DECODER.decode(data)
+    assert sys.getallocatedblocks() - before < 5 * 3900
+    assert message == BatchTokenOut(outs=[token])

@@ -84,7 +84,7 @@ def test_named_tokens_are_reported_for_prompt_and_output() -> None:
     with torch.no_grad():
         logprobs = model(torch.tensor([ids + outputs[0]])).logits[0].log_softmax(-1)
     for rid, named in names.items():
-        prompt = driver.first_logprobs[rid].token_ids_logprobs
+        prompt = list(driver.first_logprobs[rid].token_ids_logprobs)
         if not named:
             assert prompt == driver.output_named[rid] == []
             continue

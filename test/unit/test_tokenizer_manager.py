@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tiny_tokenizers import byte_level
 
 from fenceline.config.engine_config import PriorityConfig
-from fenceline.frontend import tokenizer_manager
+from fenceline.frontend import request_prepare, tokenizer_manager
 from fenceline.frontend.request_types import (
     TURN_REQUESTS,
     GenerateChunk,
@@ -43,6 +43,7 @@ from fenceline.ipc.io_struct import (
     TokenizedGenerateReq,
     TokenLogprobs,
     TokenOut,
+    TokenPairs,
 )
 from fenceline.sampling.sampling_params import SamplingParams
 
@@ -229,6 +230,23 @@ async def test_prompts_of_a_body_have_a_limit_together(monkeypatch: pytest.Monke
     with pytest.raises(RequestError, match="120 tokens together, each sample counted, at most 100"):
         await bench.manager.submit_many(expand_samples(prompt, 3))
     await bench.manager.submit_many(expand_samples(prompt, 2))
+
+
+async def test_logprobs_of_a_body_have_a_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    monkeypatch.setattr(request_prepare, "MAX_BODY_LOGPROBS", 200)
+    prompt = GenerateInput(
+        input_ids=[5] * 20,
+        return_logprob=True,
+        logprob_start_len=0,
+        top_logprobs_num=3,
+        token_ids_logprob=[9],
+    )
+    await bench.manager.submit_many(expand_samples(prompt, 2))  # 2 samples of 20 positions with 5
+    with pytest.raises(RequestError, match="300 logprobs together") as caught:
+        await bench.manager.submit_many(expand_samples(replace(prompt, rid="again"), 3))
+    assert caught.value.status == 400
+    await bench.manager.submit_many(expand_samples(replace(prompt, rid="outputs", logprob_start_len=-1), 3))
 
 
 async def test_tokenize_and_detokenize_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -704,7 +722,7 @@ def chunk(text: str, ids: list[int], **fields: object) -> GenerateChunk:
 
 
 def test_merging_keeps_parts_and_takes_the_last_totals() -> None:
-    prompt = TokenLogprobs(token_ids=[1], logprobs=[None], top_logprobs=[[]])
+    prompt = TokenLogprobs(token_ids=[1], logprobs=[None], top_logprobs=TokenPairs.of([[]]))
     merged = merge_chunks([
         chunk("a", [1], input_logprobs=prompt), chunk("", [], e2e_latency=1.0),
         chunk("b", [2], completion_tokens=2, e2e_latency=2.0, finish_reason=STOP),

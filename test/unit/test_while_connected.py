@@ -14,7 +14,7 @@ from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.native_api import NativeApi
 from fenceline.entrypoints.sse import while_connected, written
 from fenceline.frontend.request_types import GenerateChunk
-from fenceline.ipc.io_struct import CancelFlushReq, FlushCacheReq, TokenLogprobs
+from fenceline.ipc.io_struct import CancelFlushReq, FlushCacheReq, TokenLogprobs, TokenPairs
 
 
 async def make_request(num_bytes: int) -> tuple[Request, asyncio.Event]:
@@ -94,10 +94,12 @@ async def test_many_logprobs_are_written_beside_the_loop(num_tokens: int, num_to
     logprobs = TokenLogprobs(
         token_ids=[1] * num_tokens,
         logprobs=[-1.0] * num_tokens,
-        top_logprobs=[[(-1.0, 1)] * num_top] * num_tokens,
+        top_logprobs=TokenPairs.of([[(-1.0, 1)] * num_top] * num_tokens),
     )
     chunk = GenerateChunk(
         rid="r", text="", output_ids=[], prompt_tokens=1, completion_tokens=0, cached_tokens=0, e2e_latency=0.0,
         input_logprobs=logprobs,
     )  # fmt: skip
-    assert (await written(chunk, threading.get_ident) != threading.get_ident()) == beside
+    threads = await asyncio.gather(*(written(chunk, threading.get_ident) for _ in range(20)))
+    assert len(set(threads)) == 1, "each thread that works in Python makes the loop wait for it"
+    assert (threads[0] != threading.get_ident()) == beside

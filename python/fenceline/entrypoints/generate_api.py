@@ -35,7 +35,7 @@ from fenceline.frontend.request_types import (
 )
 from fenceline.frontend.tokenizer import Tokenizer
 from fenceline.frontend.tokenizer_manager import TokenizerManager
-from fenceline.ipc.io_struct import FinishReason, TokenLogprobs
+from fenceline.ipc.io_struct import FinishReason, TokenLogprobs, TokenPairs
 
 
 async def generate(
@@ -238,18 +238,9 @@ class _LogprobText:
             _entry(value, index, tokenizer)
             for value, index in zip(logprobs.logprobs, logprobs.token_ids, strict=True)
         ]
-        top = [
-            [_entry(value, index, tokenizer) for value, index in alternatives] or None
-            for alternatives in logprobs.top_logprobs
-        ]
         self._chosen += (b"," if self._chosen else b"") + orjson.dumps(chosen)[1:-1]
-        self._top += (b"," if self._top else b"") + orjson.dumps(top)[1:-1]
-        if logprobs.token_ids_logprobs:
-            named = [
-                [_entry(value, index, tokenizer) for value, index in entries] or None
-                for entries in logprobs.token_ids_logprobs
-            ]
-            self._named += (b"," if self._named else b"") + orjson.dumps(named)[1:-1]
+        _append_pairs(self._top, logprobs.top_logprobs, tokenizer)
+        _append_pairs(self._named, logprobs.token_ids_logprobs, tokenizer)
 
     def fields(self, side: bytes, with_top: bool, with_named: bool) -> list[bytes]:
         """The fields of meta_info."""
@@ -259,6 +250,14 @@ class _LogprobText:
         if with_named:
             parts += (b',"%b_token_ids_logprobs":[' % side, bytes(self._named), b"]")
         return parts
+
+
+def _append_pairs(text: bytearray, positions: TokenPairs, tokenizer: Tokenizer | None) -> None:
+    """Write a list for each position, position by position: others may run in between."""
+    for pairs in positions:
+        if text:
+            text += b","
+        text += orjson.dumps([_entry(value, index, tokenizer) for value, index in pairs] or None)
 
 
 def _entry(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -24,6 +25,7 @@ DONE = b"data: [DONE]\n\n"
 HEAD_PATIENCE_S = 1.0
 _SHORT_WORK_BYTES = 1 << 15
 _INLINE_LOGPROBS = 2048
+_LOGPROB_THREAD = ThreadPoolExecutor(1, thread_name_prefix="logprobs")
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -120,11 +122,21 @@ async def collect_or_abort(request: Request, group: StreamGroup) -> list[Generat
 
 
 async def written(chunk: GenerateChunk, write: Callable[[], T]) -> T:
-    """What ``write`` makes of ``chunk``: beside the event loop if it brings many logprobs, each some microseconds."""
-    parts = [part for part in (chunk.input_logprobs, chunk.output_logprobs) if part is not None]
-    if sum(len(part.token_ids) + sum(map(len, part.top_logprobs)) for part in parts) <= _INLINE_LOGPROBS:
+    """What ``write`` makes of ``chunk``: beside the event loop if it brings many logprobs, each some microseconds.
+
+    One chunk after the other is written there, since each thread that works in Python makes the loop wait for it."""
+    if num_logprobs(chunk) <= _INLINE_LOGPROBS:
         return write()
-    return await asyncio.to_thread(write)
+    return await asyncio.get_running_loop().run_in_executor(_LOGPROB_THREAD, write)
+
+
+def num_logprobs(chunk: GenerateChunk) -> int:
+    """How many logprobs ``chunk`` brings, alternatives included."""
+    parts = [part for part in (chunk.input_logprobs, chunk.output_logprobs) if part is not None]
+    return sum(
+        len(part.token_ids) + part.top_logprobs.num_pairs + part.token_ids_logprobs.num_pairs
+        for part in parts
+    )
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

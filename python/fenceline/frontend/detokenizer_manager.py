@@ -30,7 +30,7 @@ from fenceline.ipc.io_struct import (
     TokenOut,
     encode,
 )
-from fenceline.ipc.sockets import MAX_DRAINED, Inbox, connect_push
+from fenceline.ipc.sockets import MAX_DRAINED, MAX_DRAINED_BYTES, Inbox, connect_push
 
 logger = logging.getLogger(__name__)
 
@@ -134,8 +134,8 @@ def _cut(token: TokenOut, num_kept: int, match: StopMatch) -> TokenOut:
         logprobs = TokenLogprobs(
             token_ids=logprobs.token_ids[:num_kept],
             logprobs=logprobs.logprobs[:num_kept],
-            top_logprobs=logprobs.top_logprobs[:num_kept],
-            token_ids_logprobs=logprobs.token_ids_logprobs[:num_kept],
+            top_logprobs=logprobs.top_logprobs.first(num_kept),
+            token_ids_logprobs=logprobs.token_ids_logprobs.first(num_kept),
         )
     return msgspec.structs.replace(
         token,
@@ -162,7 +162,7 @@ class DetokenizerManager:
             watchdog.waiting()
             self._inbox.wait()
             watchdog.busy()
-            messages = self._inbox.drain(MAX_DRAINED)
+            messages = self._inbox.drain(MAX_DRAINED, MAX_DRAINED_BYTES)
             outs: list[StrOut] = []
             for message in messages:
                 if isinstance(message, ShutdownReq):

@@ -8,6 +8,7 @@ import msgspec
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.request_limits import (
+    MAX_BODY_LOGPROBS,
     MAX_EXTRA_KEY_BYTES,
     MAX_PRIORITY,
     MAX_RID_BYTES,
@@ -152,6 +153,23 @@ def _check_logprob_start(inp: GenerateInput, longest: int) -> None:
             400,
             f"logprob_start_len must be between -1 and the prompt's length {longest}, got {inp.logprob_start_len}",
             param="logprob_start_len",
+        )
+
+
+def check_num_logprobs(messages: Sequence[TokenizedGenerateReq]) -> None:
+    """Raise RequestError if the prompts of one body ask for more logprobs than are kept for one answer."""
+    total = sum(
+        (len(message.input_ids) - message.logprob_start_len)
+        * (1 + message.top_logprobs_num + len(message.token_ids_logprob))
+        for message in messages
+        if message.return_logprob and message.logprob_start_len >= 0
+    )
+    if total > MAX_BODY_LOGPROBS:
+        raise RequestError(
+            400,
+            f"the prompts have {total} logprobs together, alternatives and each sample counted, at most "
+            f"{MAX_BODY_LOGPROBS} are given for one body; send several",
+            param="top_logprobs_num",
         )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from fenceline.config.request_limits import MAX_REQUESTS, MAX_SAMPLES
-from fenceline.ipc.io_struct import CachedTokensDetails, FinishReason, TokenLogprobs
+from fenceline.ipc.io_struct import CachedTokensDetails, FinishReason, TokenLogprobs, TokenPairs
 from fenceline.sampling.sampling_params import SamplingParams, check_counts
 
 TURN_REQUESTS = 128  # of one body that are worked on in one turn of the event loop: some milliseconds
@@ -147,7 +147,9 @@ def _joined(parts: Sequence[TokenLogprobs | None]) -> TokenLogprobs | None:
     present = [part for part in parts if part is not None]
     if len(present) <= 1:
         return present[0] if present else None
-    joined = TokenLogprobs(token_ids=[], logprobs=[], top_logprobs=[], token_ids_logprobs=[])
+    joined = TokenLogprobs(
+        token_ids=[], logprobs=[], top_logprobs=TokenPairs(), token_ids_logprobs=TokenPairs()
+    )
     for part in present:
         joined.token_ids.extend(part.token_ids)
         joined.logprobs.extend(part.logprobs)

@@ -38,6 +38,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.max_token_chars = most_chars_per_token(backend)
+        self._token_texts: dict[int, str] = {}  # of tokens that were asked for; at most the vocabulary
         self._cut = cut_pattern(backend)
         #: The special tokens that ``add_special_tokens`` puts before and after a text.
         self.special_ids_around = self._find_special_ids_around()
@@ -97,7 +98,11 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """One token's own text, special tokens included."""
-        return self.backend.decode([token_id], skip_special_tokens=False)
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self.backend.decode([token_id], skip_special_tokens=False)
+            self._token_texts[token_id] = text
+        return text
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

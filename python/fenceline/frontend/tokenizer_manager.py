@@ -28,6 +28,7 @@ from fenceline.frontend.request_prepare import (
     build_message,
     check_ids,
     check_length,
+    check_num_logprobs,
     check_params,
     check_untokenised,
     check_vocabulary,
@@ -126,6 +127,7 @@ class TokenizerManager:
         prompts = await self._prompt_ids(inputs, limits)
         limits = self._require_serving()  # tokenising may have taken a while
         messages = await self._messages(inputs, prompts, limits, default_priority)
+        check_num_logprobs(messages)
         for entry in self._table.admit(rids, [len(ids) for ids in prompts], priorities, limits):
             self._displace(entry)
         streams = [self._start(inp, message) for inp, message in zip(inputs, messages, strict=True)]

@@ -9,6 +9,9 @@ the detokenizer's stop-string aborts), ``detokenizer`` (:class:`BatchTokenOut`) 
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+
 import msgspec
 
 from fenceline.sampling.sampling_params import SamplingParams
@@ -137,19 +140,75 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
     status_code: int | None = None
 
 
+class TokenPairs(msgspec.Struct, array_like=True):
+    """For each of consecutive positions its (logprob, token id) pairs, any number of them.
+
+    Iterating gives a list of pairs for each position. They travel as bytes, float32 and int32: half a million pairs
+    would be two million Python objects in each of three processes, and encoding and decoding them takes as many turns.
+    """
+
+    counts: list[int] = []  # of the pairs of each position
+    logprobs: bytearray = msgspec.field(default_factory=bytearray)
+    token_ids: bytearray = msgspec.field(default_factory=bytearray)
+
+    @classmethod
+    def of(cls, positions: Iterable[Sequence[tuple[float, int]]]) -> TokenPairs:
+        """Those of ``positions``."""
+        made = cls()
+        for pairs in positions:
+            logprobs, token_ids = array("f", [p[0] for p in pairs]), array("i", [p[1] for p in pairs])
+            made.append(logprobs.tobytes(), token_ids.tobytes())
+        return made
+
+    def append(self, logprobs: bytes, token_ids: bytes) -> None:
+        """One more position: the bytes of its float32 logprobs and of as many int32 ids."""
+        assert len(logprobs) == len(token_ids), "as many logprobs as ids"
+        self.counts.append(len(token_ids) // 4)
+        self.logprobs += logprobs
+        self.token_ids += token_ids
+
+    def extend(self, other: TokenPairs) -> None:
+        """All positions of ``other``."""
+        self.counts.extend(other.counts)
+        self.logprobs += other.logprobs
+        self.token_ids += other.token_ids
+
+    def first(self, num_positions: int) -> TokenPairs:
+        """The first positions alone."""
+        counts = self.counts[:num_positions]
+        end = 4 * sum(counts)
+        return TokenPairs(counts, self.logprobs[:end], self.token_ids[:end])
+
+    @property
+    def num_pairs(self) -> int:
+        """Of all positions together."""
+        return len(self.token_ids) // 4
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __iter__(self) -> Iterator[list[tuple[float, int]]]:
+        start = 0
+        for count in self.counts:
+            end = start + 4 * count
+            logprobs, token_ids = array("f", self.logprobs[start:end]), array("i", self.token_ids[start:end])
+            yield list(zip(logprobs, token_ids, strict=True))
+            start = end
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Logprobs of consecutive positions: the chosen tokens' and each position's best alternatives.
 
-    ``logprobs[i]`` is None for the first position of a prompt that was asked for. ``top_logprobs[i]`` holds
-    (logprob, token id) pairs in descending order, empty when none were asked for. ``token_ids_logprobs``
-    holds for each position the pairs of the tokens in ``token_ids_logprob``, in that order, and none for a
-    position without a logprob; it is empty as a whole when the request named no tokens.
+    ``logprobs[i]`` is None for the first position of a prompt that was asked for. ``top_logprobs`` holds each
+    position's pairs in descending order, none where none were asked for. ``token_ids_logprobs`` holds for each
+    position the pairs of the tokens in ``token_ids_logprob``, in that order, and none for a position without a
+    logprob; it is empty as a whole when the request named no tokens.
     """
 
     token_ids: list[int]
     logprobs: list[float | None]
-    top_logprobs: list[list[tuple[float, int]]]
-    token_ids_logprobs: list[list[tuple[float, int]]] = []
+    top_logprobs: TokenPairs
+    token_ids_logprobs: TokenPairs = msgspec.field(default_factory=TokenPairs)
 
 
 class CachedTokensDetails(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

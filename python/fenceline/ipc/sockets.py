@@ -18,6 +18,7 @@ from fenceline.ipc.io_struct import TOKENIZER_DECODER, Message, PortArgs, encode
 logger = logging.getLogger(__name__)
 
 MAX_DRAINED = 16  # messages handled in one go: bounds the time until those who wait for them run
+MAX_DRAINED_BYTES = 1 << 20  # and no more after so many bytes: logprobs of a long prompt are megabytes
 MAX_HELD_BYTES = 32 << 10  # of requests: about 8,192 tokens, as many as a prefill step takes
 MAX_TURN_BYTES = 512 << 10  # of requests, in one turn of the event loop: a few milliseconds
 # What the scheduler takes in before a step. Requests beyond that are in no hurry: they fill many steps.
@@ -197,10 +198,10 @@ class ZmqLink:
 
     async def receive(self) -> list[Message]:
         """See :class:`SchedulerLink`."""
-        messages = self._inbox.drain(MAX_DRAINED)
+        messages = self._inbox.drain(MAX_DRAINED, MAX_DRAINED_BYTES)
         while not messages:
             await _news(self._inbox.socket)
-            messages = self._inbox.drain(MAX_DRAINED)
+            messages = self._inbox.drain(MAX_DRAINED, MAX_DRAINED_BYTES)
         return messages
 
     def close(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from fenceline.ipc.io_struct import (
     BatchTokenOut,
     FinishReason,
@@ -92,12 +94,16 @@ def _append(
     num_top, named = source.top_logprobs_num, source.token_ids_logprob
     log.token_ids.append(token)
     log.logprobs.append(float(values.chosen[index]))
-    top = values.top[index, :num_top].tolist() if num_top else []
-    ids = values.top_ids[index, :num_top].tolist() if num_top else []
-    log.top.append(list(zip(top, ids, strict=True)))
+    if num_top:
+        ids = values.top_ids[index, :num_top].astype(np.int32)
+        log.top.append(values.top[index, :num_top].tobytes(), ids.tobytes())
+    else:
+        log.top.append(b"", b"")
     if named:
         assert values.named is not None, "a step computes what its requests name"
-        log.named.append(list(zip(values.named[index, : len(named)].tolist(), named, strict=True)))
+        log.named.append(
+            values.named[index, : len(named)].tobytes(), np.asarray(named, dtype=np.int32).tobytes()
+        )
 
 
 def _taken(log: LogprobLog) -> TokenLogprobs:

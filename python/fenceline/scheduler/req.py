@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from fenceline.ipc.io_struct import CachedTokensDetails, DecodeInfo, FinishReason, TokenizedGenerateReq
+from fenceline.ipc.io_struct import (
+    CachedTokensDetails,
+    DecodeInfo,
+    FinishReason,
+    TokenizedGenerateReq,
+    TokenPairs,
+)
 from fenceline.mem_cache.hierarchical_cache import OffloadedTail
 from fenceline.mem_cache.storage.prefetch import Prefetch
 from fenceline.mem_cache.tree.radix_cache import MatchResult, TreeNode
@@ -42,8 +48,8 @@ class LogprobLog:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
-    top: list[list[tuple[float, int]]] = field(default_factory=list)
-    named: list[list[tuple[float, int]]] = field(default_factory=list)
+    top: TokenPairs = field(default_factory=TokenPairs)
+    named: TokenPairs = field(default_factory=TokenPairs)
 
     @staticmethod
     def of_prompt(source: TokenizedGenerateReq) -> LogprobLog | None:
@@ -54,7 +60,8 @@ class LogprobLog:
         first = source.input_ids[source.logprob_start_len : source.logprob_start_len + 1]
         if not first:
             return LogprobLog()
-        return LogprobLog([*first], [None], [[]], [[]] if source.token_ids_logprob else [])
+        named = TokenPairs.of([[]]) if source.token_ids_logprob else TokenPairs()
+        return LogprobLog([*first], [None], TokenPairs.of([[]]), named)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ from fenceline.ipc.io_struct import (
     TokenizedGenerateReq,
     TokenLogprobs,
     TokenOut,
+    TokenPairs,
 )
 
 CHATML = (
@@ -147,7 +148,7 @@ def _logprobs(ids: list[int], num_top: int, of_prompt: bool = False) -> TokenLog
     values: list[float | None] = [-0.5] * len(ids)
     if of_prompt:
         values[0], tops[0] = None, []
-    return TokenLogprobs(token_ids=list(ids), logprobs=values, top_logprobs=tops)
+    return TokenLogprobs(token_ids=list(ids), logprobs=values, top_logprobs=TokenPairs.of(tops))
 
 
 @dataclass

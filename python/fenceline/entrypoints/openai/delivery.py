@@ -106,9 +106,9 @@ class Answer:
         chunks = await collect_or_abort(request, self.group)
         for index, chunk in enumerate(chunks):
             self.usage.note(index, chunk)
-        choices: list[dict[str, object]] = []
+        choices: list[object] = []
         for choice, chunk in zip(self.choices, chunks, strict=True):
-            choices.append(await written(chunk, partial(choice.whole, chunk)))
+            choices.append(await written(chunk, partial(_whole_choice, choice, chunk)))
             if len(choices) % TURN_REQUESTS == 0:
                 await asyncio.sleep(0)
         usage = self.usage.total()
@@ -132,6 +132,11 @@ class Answer:
             if chunk.finish_reason is None:
                 prepared[index] = choice.text_frame(shape)
         yield shape.extension_frame(self.usage.extension()) + shape.usage_frame(self.usage.total()) + DONE
+
+
+def _whole_choice(choice: ChoiceWriter, chunk: GenerateChunk) -> orjson.Fragment:
+    """The choice as JSON: what brings many logprobs is encoded where it is written, beside the event loop."""
+    return orjson.Fragment(orjson.dumps(choice.whole(chunk)))
 
 
 def event(value: object) -> bytes:
