@@ -31,7 +31,7 @@ def best_of(rounds: list[float]) -> float:
 
 def measure_pages(root: Path, page_nbytes: int, num_parts: int, total_bytes: int, fsync: bool) -> str:
     """One row: set, get, exists of ``total_bytes`` in batches of ``BATCH`` pages."""
-    fingerprint = PageFingerprint("bench", "bfloat16", 64, page_nbytes, f"{num_parts} parts")
+    fingerprint = PageFingerprint("bench", f"{num_parts} parts", page_nbytes)
     num_pages = max(BATCH, total_bytes // page_nbytes // BATCH * BATCH)
     backend = FileBackend(root, fingerprint, 2 * num_pages * page_nbytes + (1 << 20), fsync=fsync)
     host = np.random.default_rng(0).integers(0, 256, (BATCH, page_nbytes), dtype=np.uint8)
@@ -81,7 +81,7 @@ def measure_sums(nbytes: int = 8 << 20) -> str:
 
 def measure_keys(num_pages: int = 4096) -> str:
     """Microseconds a key, for pages of one and of 64 tokens."""
-    root = PageFingerprint("bench", "bfloat16", 64, 1, "").root_key()
+    root = PageFingerprint("bench", "", 1).root_key()
     found = []
     for page_size in (1, 64):
         tokens = np.arange(num_pages * page_size, dtype=np.int32)
@@ -95,7 +95,7 @@ def measure_keys(num_pages: int = 4096) -> str:
 
 def measure_clean(root: Path, num_files: int) -> str:
     """Microseconds a file that a scan costs: what a writer waits for when the directory is full."""
-    fingerprint = PageFingerprint("bench", "bfloat16", 64, 16, "clean")
+    fingerprint = PageFingerprint("bench", "clean", 16)
     keys = page_keys(fingerprint.root_key(), np.arange(64 * num_files), 64)
     page = [np.zeros(16, np.uint8)]
     backend = FileBackend(root, fingerprint, 1 << 30)

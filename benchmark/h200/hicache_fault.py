@@ -49,9 +49,8 @@ def run_planted_scheduler(faults: Sequence[str], log: Path, config: EngineConfig
         position = (num_loads * 7) % max(num_pages - 1, 1)
         num_loads += 1
         if kind == "zero":
-            for layer in range(config.model.num_layers):
-                for part in (0, 1):
-                    self.host_pool.part(int(host_pages[position]), layer, part).zero_()
+            for piece in self.host_pool.page(int(host_pages[position])):
+                piece[:] = 0
         elif kind == "stale" and num_pages > 1:
             host_pages = host_pages.copy()
             host_pages[position] = host_pages[position + 1]

@@ -23,7 +23,7 @@ from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBac
 from fenceline.layers.attention.registry import make_attention_backends
 from fenceline.layers.attention.triton_backend import TritonAttentionBackend
 from fenceline.layers.forward_batch import ForwardMode
-from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 from fenceline.memory_order import Device, open_device
 
 
@@ -80,15 +80,8 @@ def rate(heads: Heads, mode: ForwardMode, batch: MeasuredBatch, us: float) -> st
 
 def compare(name: str, heads: Heads, page_size: int, device: Device) -> None:
     """Print the model's two tables."""
-    pool = KVPool(
-        400_000 // page_size,
-        page_size,
-        NUM_LAYERS,
-        heads.kv,
-        heads.head_dim,
-        torch.bfloat16,
-        device.torch_device,
-    )
+    layout = KVLayout.uniform(page_size, NUM_LAYERS, heads.kv, heads.head_dim, torch.bfloat16)
+    pool = KVPool(400_000 // page_size, layout, device.torch_device)
     for layer in range(NUM_LAYERS):
         pool.k(layer).normal_()
         pool.v(layer).normal_()
@@ -115,7 +108,9 @@ def compare(name: str, heads: Heads, page_size: int, device: Device) -> None:
 def plan_cost(device: Device) -> None:
     """What planning a decode step costs the CPU, of which the kernels' times say nothing."""
     heads = MODELS["8B"]
-    pool = KVPool(4096, 16, 1, heads.kv, heads.head_dim, torch.bfloat16, device.torch_device)
+    pool = KVPool(
+        4096, KVLayout.uniform(16, 1, heads.kv, heads.head_dim, torch.bfloat16), device.torch_device
+    )
     backend = FlashInferAttentionBackend(pool, device, heads.queries)
     table = torch.zeros(257, 2048, dtype=torch.int32, device=device.torch_device)
     from fenceline.layers.forward_batch import GraphDecodeInputs
@@ -144,7 +139,8 @@ def main() -> None:
     plan_cost(device)
     for name in args.models:
         heads = MODELS[name]
-        pool = KVPool(80_000, 1, 8, heads.kv, heads.head_dim, torch.bfloat16, device.torch_device)
+        layout = KVLayout.uniform(1, 8, heads.kv, heads.head_dim, torch.bfloat16)
+        pool = KVPool(80_000, layout, device.torch_device)
         begin = time.perf_counter()
         chosen = make_attention_backends(
             "auto", "auto", AttentionSetting(pool, device, heads.queries, CONTEXT_LENGTH)

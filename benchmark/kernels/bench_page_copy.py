@@ -24,8 +24,8 @@ import torch
 from fenceline_kernel import PagePools
 
 from fenceline.mem_cache.host.host_pool import HostPool
-from fenceline.mem_cache.host.page_copy import Pages, make_page_copier
-from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.mem_cache.host.page_copy import Pages, make_page_copier, make_page_pools
+from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 from fenceline.memory_order.cuda import CudaDevice
 
 HEADS, HEAD_DIM = 8, 128
@@ -79,7 +79,7 @@ class Bench:
 
     def __init__(self, device: SharedHostDevice, num_layers: int, num_tokens: int) -> None:
         self.device, self.num_layers, self.num_tokens = device, num_layers, num_tokens
-        self.token_bytes = KVPool.bytes_per_page(1, num_layers, HEADS, HEAD_DIM, torch.bfloat16)
+        self.token_bytes = layout_of(1, num_layers).page_nbytes
         self.load, self.store = device.load.raw, device.store.raw  # type: ignore[attr-defined]
         flat = torch.empty(num_tokens * self.token_bytes, dtype=torch.uint8, device="cuda")
         host = device.memory[: flat.nbytes]
@@ -88,9 +88,8 @@ class Bench:
 
     def pools(self, layout: str, page_size: int) -> tuple[KVPool, HostPool]:
         num_pages = 2 * self.num_tokens // page_size
-        place = self.device.torch_device
-        kv_pool = KVPool(num_pages, page_size, self.num_layers, HEADS, HEAD_DIM, torch.bfloat16, place)
-        return kv_pool, HostPool(self.device, num_pages, kv_pool, layout)  # type: ignore[arg-type]
+        kv_pool = KVPool(num_pages, layout_of(page_size, self.num_layers), self.device.torch_device)
+        return kv_pool, HostPool(self.device, num_pages, kv_pool.layout, layout)  # type: ignore[arg-type]
 
     def lists(self, page_size: int, run: int | None = 1, tokens: int | None = None) -> tuple[Pages, Pages]:
         """Device and host pages of a copy: runs of ``run`` pages anywhere (None: one run)."""
@@ -204,8 +203,12 @@ class Bench:
 
 def page_pools(kv_pool: KVPool, host_pool: HostPool, io_backend: str) -> PagePools:
     """The two ends as fenceline_kernel takes them."""
-    k, v = zip(*((kv_pool.k(i), kv_pool.v(i)) for i in range(kv_pool.num_layers)), strict=True)
-    return PagePools(k, v, host_pool.view, host_pool.page_size, host_pool.layout, io_backend)  # type: ignore[arg-type]
+    return make_page_pools(kv_pool, host_pool, range(kv_pool.num_layers), io_backend)  # type: ignore[arg-type]
+
+
+def layout_of(page_size: int, num_layers: int) -> KVLayout:
+    """Of a page of a model with so many layers."""
+    return KVLayout.uniform(page_size, num_layers, HEADS, HEAD_DIM, torch.bfloat16)
 
 
 def tables(bench: Bench, sweeps: bool) -> None:
@@ -249,9 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     why = fenceline_kernel.why_unavailable()
     if why is not None:
         raise SystemExit(f"bench_page_copy: {why}")
-    most = max(
-        KVPool.bytes_per_page(1, NUM_LAYERS[model], HEADS, HEAD_DIM, torch.bfloat16) for model in models
-    )
+    most = max(layout_of(1, NUM_LAYERS[model]).page_nbytes for model in models)
     device = SharedHostDevice(2 * options.tokens * most)
     gigabytes = device.memory.nbytes / 1e9
     print(f"{torch.cuda.get_device_name()}; {gigabytes:.1f} GB pinned in {device.pin_seconds:.2f} s")

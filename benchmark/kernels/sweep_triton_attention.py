@@ -32,7 +32,7 @@ from fenceline.layers.kernels.decode_attention import (
 )
 from fenceline.layers.kernels.extend_attention import ExtendConfig, extend_attention, extend_grid
 from fenceline.layers.kernels.rotate_store import rotate_and_store
-from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,8 @@ def make_pool(heads: Heads, page_size: int, num_tokens: int, max_layers: int) ->
     layer_bytes = num_tokens * heads.kv * heads.head_dim * 4
     num_layers = min(max(_POOL_BYTES // layer_bytes, 4), max_layers)
     num_pages = -(-num_tokens // page_size) + 1
-    pool = KVPool(
-        num_pages, page_size, num_layers, heads.kv, heads.head_dim, torch.bfloat16, torch.device("cuda")
-    )
+    layout = KVLayout.uniform(page_size, num_layers, heads.kv, heads.head_dim, torch.bfloat16)
+    pool = KVPool(num_pages, layout, torch.device("cuda"))
     for layer in range(num_layers):
         pool.k(layer).normal_()
         pool.v(layer).normal_()

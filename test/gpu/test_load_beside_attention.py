@@ -18,7 +18,7 @@ from fenceline.mem_cache.host.cache_controller import CacheController
 from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.host.page_copy import make_page_copier
 from fenceline.mem_cache.host.transfer import Ticket, TransferKind
-from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 from fenceline.memory_order import Device, Points, open_device
 
 pytestmark = pytest.mark.gpu
@@ -36,9 +36,8 @@ class Attention:
     def __init__(self, device: Device) -> None:
         torch.manual_seed(1)
         self.device = device
-        self.pool = KVPool(
-            FIRST_MOVED + NUM_MOVED, PAGE, LAYERS, KV_HEADS, HEAD_DIM, torch.bfloat16, device.torch_device
-        )
+        layout = KVLayout.uniform(PAGE, LAYERS, KV_HEADS, HEAD_DIM, torch.bfloat16)
+        self.pool = KVPool(FIRST_MOVED + NUM_MOVED, layout, device.torch_device)
         for layer in range(LAYERS):
             self.pool.k(layer).normal_()
             self.pool.v(layer).normal_()
@@ -74,8 +73,8 @@ def rounds_beside(kind: TransferKind) -> tuple[int, int]:
     device = open_device("cuda")
     attention = Attention(device)
     assert attention.backend.persistent(ForwardMode.EXTEND)
-    host = HostPool(device, NUM_MOVED, attention.pool, "page_first")
-    host.view.normal_()
+    host = HostPool(device, NUM_MOVED, attention.pool.layout, "page_first")
+    host.buffer.view(torch.bfloat16).normal_()
     copier = make_page_copier(device, attention.pool, host, "kernel")
     assert copier.uses_sm
     controller = CacheController(device, attention.pool, host, copier)
@@ -101,10 +100,8 @@ def rounds_beside(kind: TransferKind) -> tuple[int, int]:
         device.synchronize()
         assert controller.drain_acks() == [ticket]
     for device_page, host_page in zip(device_pages.tolist(), host_pages.tolist(), strict=True):
-        slots = slice(device_page * PAGE, (device_page + 1) * PAGE)
-        for layer in range(LAYERS):
-            assert torch.equal(attention.pool.k(layer)[slots].cpu(), host.part(host_page, layer, 0))
-            assert torch.equal(attention.pool.v(layer)[slots].cpu(), host.part(host_page, layer, 1))
+        for on_device, on_host in zip(attention.pool.parts, host.parts, strict=True):
+            assert torch.equal(on_device[device_page].cpu(), on_host[host_page])
     return int(num_wrong), num_beside
 
 

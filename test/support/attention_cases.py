@@ -7,7 +7,7 @@ import torch
 
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode
-from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 
 SCALE = 0.3
 
@@ -32,7 +32,9 @@ class Case:
         generator = torch.Generator().manual_seed(seed)
         pages = [-(-n // page_size) for n in seq_lens]
         num_pages = sum(pages) + 3
-        self.pool = KVPool(num_pages, page_size, 2, num_kv_heads, head_dim, dtype, self.device)
+        self.pool = KVPool(
+            num_pages, KVLayout.uniform(page_size, 2, num_kv_heads, head_dim, dtype), self.device
+        )
         for tensor in (self.pool.k(1), self.pool.v(1)):
             tensor[page_size:] = float("nan")
         free = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()

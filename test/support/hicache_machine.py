@@ -23,7 +23,7 @@ from fenceline.memory_order.stream import Points
 NUM_DEVICE_PAGES = 18
 NUM_HOST_PAGES = 14
 HITS = {"write_through": 1, "write_through_selective": 2}
-FINGERPRINT = PageFingerprint("model", "float32", page_size=1, page_nbytes=4, layout="page_first")
+FINGERPRINT = PageFingerprint("model", "a layout", page_nbytes=4)
 
 
 @dataclass

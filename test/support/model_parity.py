@@ -14,7 +14,7 @@ from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.context import LayerContext, torch_context
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
 from fenceline.layers.shard import Shard
-from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 from fenceline.models.loader import load_model
 
 CONTEXT = 256
@@ -124,15 +124,7 @@ class PagedModel:
         pages_per_row = -(-CONTEXT // page_size)
         num_pages = num_rows * pages_per_row + 1
         config = self.config
-        self.pool = KVPool(
-            num_pages,
-            page_size,
-            config.num_layers,
-            self.model.layers[0].self_attn.heads.num_kv_heads,
-            config.head_dim,
-            torch.float32,
-            self.device,
-        )
+        self.pool = KVPool(num_pages, KVLayout(page_size, self.model.kv_rows), self.device)
         # Whatever nobody wrote must not matter: only the sink stays finite.
         for layer in range(config.num_layers):
             self.pool.k(layer)[page_size:] = float("nan")

@@ -7,14 +7,26 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fenceline.mem_cache.host.host_pool import HostLayout, HostPool
-from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.config.server_args import MemLayout
+from fenceline.mem_cache.host.host_pool import HostPool
+from fenceline.mem_cache.kv_pool import KVLayout, KVPool, KVRow, keys_and_values, latent
 from fenceline.memory_order import Device
+
+MIXED = (
+    keys_and_values(2, 8, torch.bfloat16),
+    keys_and_values(1, 8, torch.bfloat16),
+    keys_and_values(1, 8, torch.bfloat16),
+    latent(7, torch.float8_e4m3fn),
+    (KVRow("k", (2, 6), torch.float32), KVRow("v", (2, 4), torch.float32)),
+    latent(5, torch.bfloat16),
+    keys_and_values(3, 4, torch.uint8),  # a draft model's
+)
+"""Layers that differ in every way: heads, number of rows, width and dtype, odd offsets; two neighbours are alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of both pools."""
+    """Of both pools. ``layers``: instead of ``num_layers`` with keys and values of ``heads``, these."""
 
     num_device_pages: int = 12
     num_host_pages: int = 15
@@ -22,46 +34,59 @@ class Shape:
     num_layers: int = 3
     heads: tuple[int, int] = (2, 8)
     dtype: torch.dtype = torch.bfloat16
+    layers: tuple[tuple[KVRow, ...], ...] = ()
+
+    @property
+    def layout(self) -> KVLayout:
+        """What a page consists of."""
+        if self.layers:
+            return KVLayout(self.page_size, self.layers)
+        return KVLayout.uniform(self.page_size, self.num_layers, *self.heads, self.dtype)
 
 
-def make_pools(device: Device, layout: HostLayout, shape: Shape, seed: int = 0) -> tuple[KVPool, HostPool]:
-    """Pools full of noise; the device is idle."""
-    kv_pool = KVPool(
-        shape.num_device_pages,
-        shape.page_size,
-        shape.num_layers,
-        *shape.heads,
-        shape.dtype,
-        device.torch_device,
-    )
-    host_pool = HostPool(device, shape.num_host_pages, kv_pool, layout)
+def make_pools(device: Device, mem_layout: MemLayout, shape: Shape, seed: int = 0) -> tuple[KVPool, HostPool]:
+    """Pools full of noise, random bytes that are no NaN in any dtype; the device is idle."""
+    kv_pool = KVPool(shape.num_device_pages, shape.layout, device.torch_device)
+    host_pool = HostPool(device, shape.num_host_pages, kv_pool.layout, mem_layout)
     draw = np.random.default_rng(seed)
-    for tensor in device_tensors(kv_pool):
-        tensor.copy_(_noise(draw, tuple(tensor.shape), shape.dtype))
+    for part in kv_pool.parts:
+        part.copy_(_noise(draw, tuple(part.shape)))
     device.synchronize()
     for page in range(shape.num_host_pages):
         host_pool.host_access(page, True, "noise")
-    host_pool.view.copy_(_noise(draw, tuple(host_pool.view.shape), shape.dtype))
+    host_pool.buffer.copy_(_noise(draw, tuple(host_pool.buffer.shape)))
     return kv_pool, host_pool
 
 
-def device_tensors(kv_pool: KVPool) -> list[torch.Tensor]:
-    """k0, v0, k1, v1, ..."""
-    return [tensor for layer in range(kv_pool.num_layers) for tensor in (kv_pool.k(layer), kv_pool.v(layer))]
-
-
 def device_pages(kv_pool: KVPool) -> torch.Tensor:
-    """A copy of the device's bytes on the host: [num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]."""
-    tensors = device_tensors(kv_pool)
-    heads = tuple(tensors[0].shape[1:])
-    parts = [tensor.cpu().view(kv_pool.num_pages, kv_pool.page_size, *heads) for tensor in tensors]
-    return torch.stack(parts, dim=1).view(kv_pool.num_pages, kv_pool.num_layers, 2, kv_pool.page_size, *heads)
+    """A copy of the device's bytes on the host: uint8 [num_pages, page_nbytes]."""
+    return torch.cat([part.cpu() for part in kv_pool.parts], dim=1)
 
 
 def host_pages(host_pool: HostPool) -> torch.Tensor:
-    """A copy of the host's bytes in the same form, whatever the layout."""
-    return torch.stack([host_pool.page(page).clone() for page in range(host_pool.num_pages)])
+    """A copy of the host's bytes in the same form, whatever the memory layout."""
+    return torch.stack([host_page(host_pool, page) for page in range(host_pool.num_pages)])
 
 
-def _noise(draw: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.from_numpy(draw.integers(0, 120, shape, dtype=np.uint8)).to(dtype)
+def host_page(host_pool: HostPool, page: int) -> torch.Tensor:
+    """A copy of one page's bytes, as storage reads them: uint8 [page_nbytes]."""
+    return torch.from_numpy(np.concatenate(host_pool.page(page)))
+
+
+def fill_host_page(host_pool: HostPool, page: int, data: np.ndarray | torch.Tensor) -> None:
+    """Write a page's bytes past torch, as storage does."""
+    start, flat = 0, np.asarray(data).reshape(-1)
+    for piece in host_pool.page(page):
+        piece[:] = flat[start : start + piece.nbytes]
+        start += piece.nbytes
+    assert start == flat.nbytes
+
+
+def bytes_of(layout: KVLayout, layers: range) -> slice:
+    """Where in a page's bytes ``layers`` are."""
+    parts = [layout.parts[part] for part in layout.parts_of(layers)]
+    return slice(parts[0].offset, parts[-1].offset + parts[-1].nbytes) if parts else slice(0, 0)
+
+
+def _noise(draw: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(draw.integers(0, 120, shape, dtype=np.uint8))

@@ -19,8 +19,8 @@ Page = list[NDArray[np.uint8]]
 
 
 def fingerprint(page_nbytes: int, model_id: str = "tiny", tp_rank: int = 0) -> PageFingerprint:
-    """Of a model with pages of 4 tokens."""
-    return PageFingerprint(model_id, "bfloat16", 4, page_nbytes, "page_first", tp_rank=tp_rank, tp_size=2)
+    """Of a model whose pages have so many bytes."""
+    return PageFingerprint(model_id, "a layout", page_nbytes, tp_rank=tp_rank, tp_size=2)
 
 
 def key(number: int) -> PageKey:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from page_pools import Shape, make_pools
+from page_pools import Shape, fill_host_page, make_pools
 from storage_cases import content, key
 
-from fenceline.config.server_args import PrefetchPolicy
-from fenceline.mem_cache.host.host_pool import HostLayout, HostPool
+from fenceline.config.server_args import MemLayout, PrefetchPolicy
+from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.storage.base import PageParts, StorageBackend, StorageStats
 from fenceline.mem_cache.storage.controller import StorageController, StorageLimits
 from fenceline.mem_cache.storage.file_backend import FileBackend
@@ -177,20 +177,17 @@ class DictBackend:
 
 def put_bytes(pool: HostPool, page: int, data: np.ndarray) -> None:
     """Write a page past torch, as a worker does."""
-    start = 0
-    for part in pool.parts(page):
-        part[:] = data[start : start + part.nbytes]
-        start += part.nbytes
+    fill_host_page(pool, page, data)
 
 
 def get_bytes(pool: HostPool, page: int) -> np.ndarray:
     """The bytes of a page."""
-    return np.concatenate(pool.parts(page))
+    return np.concatenate(pool.page(page))
 
 
 def tier_fingerprint() -> PageFingerprint:
     """Of the pages of ``SHAPE``."""
-    return PageFingerprint("tiny", "bfloat16", SHAPE.page_size, PAGE, "layer, key or value, token, head")
+    return PageFingerprint("tiny", SHAPE.layout.describe(), PAGE)
 
 
 def file_backend(root: Path, max_bytes: int = 1 << 20) -> FileBackend:
@@ -203,7 +200,7 @@ def make_tier(
     policy: PrefetchPolicy = "best_effort",
     timeout_s: float | None = None,
     *,
-    layout: HostLayout = "page_first",
+    layout: MemLayout = "page_first",
     num_workers: int = 2,
     limits: StorageLimits | None = None,
     device: Device | None = None,

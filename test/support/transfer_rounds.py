@@ -15,11 +15,12 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from page_pools import Shape, make_pools
+from page_pools import Shape, device_pages, fill_host_page, host_page, make_pools
 
+from fenceline.config.hicache import IoBackend
+from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.host.cache_controller import CacheController
-from fenceline.mem_cache.host.host_pool import HostLayout
-from fenceline.mem_cache.host.page_copy import IoBackend, PageCopier, Pages, make_page_copier
+from fenceline.mem_cache.host.page_copy import PageCopier, Pages, make_page_copier
 from fenceline.mem_cache.host.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, Point, Points, Stream, open_device, wait_for_pages
 from fenceline.memory_order.edges import HOST_PAGE_REUSE
@@ -66,7 +67,7 @@ class Rounds:
     def __init__(
         self,
         device: Device,
-        layout: HostLayout = "layer_first",
+        layout: MemLayout = "layer_first",
         io_backend: IoBackend = "direct",
         spin_cycles: int = SPIN_CYCLES,
     ) -> None:
@@ -154,7 +155,7 @@ class Rounds:
         def run() -> None:
             self._worker_waits(after)
             self.host_pool.host_access(host, False, "write of a page to storage")
-            taken.append(self.host_pool.page(host).clone())
+            taken.append(host_page(self.host_pool, host))
 
         self.device.start_worker("storage", run).join()
         return taken[0]
@@ -168,7 +169,7 @@ class Rounds:
     def fill_host(self, host: int, pattern: int) -> None:
         """Now, past any stream."""
         self.host_pool.host_access(host, True, "read of a page from storage")
-        self.host_pool.page(host).copy_(self.patterns[pattern])
+        fill_host_page(self.host_pool, host, self.patterns[pattern].view(torch.uint8))
 
     def fill_device(self, page: int, pattern: int) -> None:
         """And wait for it."""
@@ -176,11 +177,10 @@ class Rounds:
         self.device.synchronize()
 
     def on_host(self, host: int) -> torch.Tensor:
-        return self.host_pool.page(host)
+        return host_page(self.host_pool, host)
 
     def on_device(self, page: int) -> torch.Tensor:
-        parts = [part.cpu() for layer in range(SHAPE.num_layers) for part in self._parts(layer, page)]
-        return torch.stack(parts).view(self.patterns[0].shape)
+        return device_pages(self.kv_pool)[page]
 
     def settle(self) -> None:
         """Wait for everything; all transfers are acknowledged."""
@@ -189,7 +189,12 @@ class Rounds:
             self.controller.drain_acks()
 
     def same(self, got: torch.Tensor, pattern: int) -> bool:
-        return torch.equal(got.cpu(), self.patterns[pattern])
+        return torch.equal(as_bytes(got.cpu()), as_bytes(self.patterns[pattern]))
+
+
+def as_bytes(pattern: torch.Tensor) -> torch.Tensor:
+    """The bytes of a page, whether it comes as such or as keys and values."""
+    return pattern.view(torch.uint8).flatten()
 
 
 def open_rounds(kind: str, severed: str = "", seed: int = 0, **fields: object) -> Rounds:

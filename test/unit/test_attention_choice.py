@@ -19,7 +19,7 @@ from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBac
 from fenceline.layers.attention.registry import make_attention_backends
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.forward_batch import ForwardMode
-from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 from fenceline.memory_order import Device, open_device
 from fenceline.memory_order.cpu import CpuDevice
 
@@ -33,7 +33,7 @@ class PretendCuda(CpuDevice):
 
 
 def pool(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> KVPool:
-    return KVPool(40, 16, 2, 2, head_dim, dtype, torch.device("cpu"))
+    return KVPool(40, KVLayout.uniform(16, 2, 2, head_dim, dtype), torch.device("cpu"))
 
 
 def setting(device: Device, kv_pool: KVPool | None = None) -> AttentionSetting:

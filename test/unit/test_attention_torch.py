@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend, decode_groups
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode
-from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 
 heads = st.sampled_from([(1, 1), (4, 4), (6, 2), (4, 1)])
 page_sizes = st.sampled_from([1, 16, 32, 64])
@@ -86,7 +86,7 @@ def test_a_few_long_requests_cost_only_themselves() -> None:
     ("seq_lens", "query_lens"), [([], []), ([4], [0]), ([4], [5])], ids=["empty", "no query", "query beyond"]
 )
 def test_impossible_batches_are_refused(seq_lens: list[int], query_lens: list[int]) -> None:
-    pool = KVPool(4, 16, 1, 1, 8, torch.float32, torch.device("cpu"))
+    pool = KVPool(4, KVLayout.uniform(16, 1, 1, 8, torch.float32), torch.device("cpu"))
     inputs = AttentionInputs(
         mode=ForwardMode.EXTEND,
         page_table=torch.ones(1, 2, dtype=torch.int32),

@@ -9,9 +9,10 @@ import pytest
 import torch
 from page_pools import Shape, device_pages, host_pages, make_pools
 
+from fenceline.config.hicache import IoBackend
+from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.host.cache_controller import CacheController
-from fenceline.mem_cache.host.host_pool import HostLayout
-from fenceline.mem_cache.host.page_copy import IoBackend, make_page_copier
+from fenceline.mem_cache.host.page_copy import make_page_copier
 from fenceline.mem_cache.host.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, Point, Points, Stream, open_device
 from fenceline.memory_order.edges import Edge
@@ -30,7 +31,7 @@ class Rig:
     def __init__(
         self,
         device: Device | None = None,
-        layout: HostLayout = "layer_first",
+        layout: MemLayout = "layer_first",
         io_backend: IoBackend = "direct",
     ) -> None:
         self.device = device or open_device("cpu")
@@ -71,7 +72,7 @@ class Waits:
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first"])
 @pytest.mark.parametrize("io_backend", ["kernel", "direct"])
-def test_pages_there_and_back(layout: HostLayout, io_backend: IoBackend) -> None:
+def test_pages_there_and_back(layout: MemLayout, io_backend: IoBackend) -> None:
     rig = Rig(layout=layout, io_backend=io_backend)
     device_before, host_before = device_pages(rig.kv_pool), host_pages(rig.host_pool)
     rig.store([3, 4, 5, 9], [14, 0, 1, 7])

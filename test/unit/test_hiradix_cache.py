@@ -12,7 +12,7 @@ from fenceline.mem_cache.host.transfer import Ticket
 from fenceline.mem_cache.storage.page_hash import PageFingerprint
 from fenceline.memory_order.stream import Points
 
-FINGERPRINT = PageFingerprint("model", "float32", PAGE, page_nbytes=4, layout="page_first")
+FINGERPRINT = PageFingerprint("model", "a layout", page_nbytes=4)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.memory_order.lease import LeasePool
 from fenceline.memory_order.stream import Points
 
-FINGERPRINT = PageFingerprint("model", "float32", PAGE, page_nbytes=4, layout="page_first")
+FINGERPRINT = PageFingerprint("model", "a layout", page_nbytes=4)
 
 
 @pytest.fixture

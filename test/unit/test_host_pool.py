@@ -9,14 +9,14 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from page_pools import Shape, host_pages, make_pools
+from page_pools import MIXED, Shape, host_page, host_pages, make_pools
 
+from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.host import host_pool as module
-from fenceline.mem_cache.host.host_pool import HostLayout, HostPool, available_host_bytes
-from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.mem_cache.host.host_pool import HostPool, available_host_bytes
 from fenceline.memory_order import Device, open_device, pinned
 
-LAYOUTS: tuple[HostLayout, ...] = ("layer_first", "page_first")
+LAYOUTS: tuple[MemLayout, ...] = ("layer_first", "page_first")
 SHAPE = Shape()
 
 
@@ -25,59 +25,57 @@ def device() -> Device:
     return open_device("cpu")
 
 
-@pytest.fixture
-def kv_pool() -> KVPool:
-    return KVPool(4, 4, 3, 2, 8, torch.bfloat16, torch.device("cpu"))
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sizes_and_shapes(device: Device, layout: HostLayout) -> None:
+def test_sizes_and_shapes(device: Device, layout: MemLayout) -> None:
     _, pool = make_pools(device, layout, SHAPE)
-    assert pool.page_nbytes == KVPool.bytes_per_page(4, 3, 2, 8, torch.bfloat16) == 2 * 3 * pool.part_nbytes
+    part_nbytes = 4 * 2 * 8 * 2
+    assert pool.page_nbytes == SHAPE.layout.page_nbytes == 2 * 3 * part_nbytes
     assert pool.nbytes == pool.buffer.nbytes == 15 * pool.page_nbytes
-    assert tuple(pool.view.shape) == ((3, 2, 60, 2, 8) if layout == "layer_first" else (15, 3, 2, 4, 2, 8))
-    assert pool.view.dtype == torch.bfloat16
-    assert pool.view.data_ptr() == pool.buffer.data_ptr()
+    strides = (part_nbytes, 1) if layout == "layer_first" else (6 * part_nbytes, 1)
+    assert [(tuple(part.shape), part.stride()) for part in pool.parts] == 6 * [((15, part_nbytes), strides)]
     assert (pool.pages.size, pool.pages.num_free) == (15, 15)  # page 0 is a page like any other
 
 
+@pytest.mark.parametrize("shape", [SHAPE, Shape(layers=MIXED)], ids=["alike", "mixed"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_parts_are_disjoint_contiguous_and_make_up_everything(device: Device, layout: HostLayout) -> None:
-    _, pool = make_pools(device, layout, SHAPE)
+def test_parts_are_disjoint_contiguous_and_make_up_everything(
+    device: Device, layout: MemLayout, shape: Shape
+) -> None:
+    _, pool = make_pools(device, layout, shape)
     pool.buffer.zero_()
     number = 0
     for page in range(15):
-        for layer in range(3):
-            for kv in (0, 1):
-                part = pool.part(page, layer, kv)
-                assert part.is_contiguous()
-                assert tuple(part.shape) == (4, 2, 8)
-                assert not part.any(), "no other part reaches here"
-                number += 1
-                part.fill_(number)
-                assert torch.equal(pool.page(page)[layer, kv], part)
-    assert pool.view.all()
+        for part, whole in zip(pool.layout.parts, pool.parts, strict=True):
+            mine = whole[page]
+            assert mine.is_contiguous()
+            assert mine.nbytes == part.nbytes
+            assert not mine.any(), "no other part reaches here"
+            number = number % 255 + 1
+            mine.fill_(number)
+            assert set(host_page(pool, page)[part.offset : part.offset + part.nbytes].tolist()) == {number}
+    assert pool.buffer.all()
 
 
-def test_storage_sees_the_same_bytes_in_both_layouts(device: Device) -> None:
+@pytest.mark.parametrize("shape", [SHAPE, Shape(layers=MIXED)], ids=["alike", "mixed"])
+def test_storage_sees_the_same_bytes_in_both_layouts(device: Device, shape: Shape) -> None:
     seen = {}
-    for layout, num_parts in (("layer_first", 6), ("page_first", 1)):
-        _, pool = make_pools(device, layout, SHAPE)  # type: ignore[arg-type]
-        for page in range(15):
-            pool.page(page).copy_(torch.arange(3 * 2 * 4 * 2 * 8).view(3, 2, 4, 2, 8) + page)
-        parts = [pool.parts(page) for page in range(15)]
-        assert {len(one) for one in parts} == {num_parts}
-        assert all(part.flags.c_contiguous and part.dtype == np.uint8 for one in parts for part in one)
-        seen[layout] = [b"".join(part.tobytes() for part in one) for one in parts]
-    assert seen["layer_first"] == seen["page_first"]
-    assert len(set(seen["page_first"])) == 15
+    for layout, num_pieces in (("layer_first", len(shape.layout.parts)), ("page_first", 1)):
+        _, pool = make_pools(device, layout, shape)  # type: ignore[arg-type]
+        values = torch.from_numpy(np.random.default_rng(2).integers(0, 256, (15, pool.page_nbytes), np.uint8))
+        for part, whole in zip(pool.layout.parts, pool.parts, strict=True):
+            whole.copy_(values[:, part.offset : part.offset + part.nbytes])
+        pieces = [pool.page(page) for page in range(15)]
+        assert {len(one) for one in pieces} == {num_pieces}
+        assert all(piece.flags.c_contiguous and piece.dtype == np.uint8 for one in pieces for piece in one)
+        seen[layout] = [b"".join(piece.tobytes() for piece in one) for one in pieces]
+        assert seen[layout] == [value.numpy().tobytes() for value in values]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_storage_writes_into_the_parts_is_in_the_pool(device: Device, layout: HostLayout) -> None:
+def test_what_storage_writes_into_the_parts_is_in_the_pool(device: Device, layout: MemLayout) -> None:
     _, pool = make_pools(device, layout, SHAPE)
     before = host_pages(pool)
-    for part in pool.parts(7):
+    for part in pool.page(7):
         part[:] = 0
     after = host_pages(pool)
     assert not after[7].any()
@@ -86,43 +84,41 @@ def test_what_storage_writes_into_the_parts_is_in_the_pool(device: Device, layou
 
 @pytest.mark.parametrize("page", [-1, 15])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_page_that_is_not_there_has_no_parts(device: Device, layout: HostLayout, page: int) -> None:
+def test_a_page_that_is_not_there_has_no_parts(device: Device, layout: MemLayout, page: int) -> None:
     with pytest.raises(AssertionError, match="there is no host page"):
-        make_pools(device, layout, SHAPE)[1].parts(page)
+        make_pools(device, layout, SHAPE)[1].page(page)
 
 
 # --- memory that is not there
 
 
 def test_a_pool_larger_than_the_machine_is_refused_before_anything_is_allocated(
-    device: Device, kv_pool: KVPool, monkeypatch: pytest.MonkeyPatch
+    device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(nbytes: int) -> torch.Tensor:
         raise AssertionError("it would have been allocated")
 
     monkeypatch.setattr(device, "host_buffer", never)
-    num_pages = 10**15 // KVPool.bytes_per_page(4, 3, 2, 8, torch.bfloat16)
+    num_pages = 10**15 // SHAPE.layout.page_nbytes
     with pytest.raises(
         ValueError, match=r"wants 1000000\.0 GB.* lower --hicache-size \(GB\) or --hicache-ratio"
     ):
-        HostPool(device, num_pages, kv_pool, "page_first")
+        HostPool(device, num_pages, SHAPE.layout, "page_first")
 
 
-def test_some_memory_is_left_to_others(
-    device: Device, kv_pool: KVPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = KVPool.bytes_per_page(4, 3, 2, 8, torch.bfloat16)
+def test_some_memory_is_left_to_others(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = SHAPE.layout.page_nbytes
     monkeypatch.setattr(module, "available_host_bytes", lambda: 100 * page)
-    assert HostPool(device, 95, kv_pool, "page_first").num_pages == 95
+    assert HostPool(device, 95, SHAPE.layout, "page_first").num_pages == 95
     with pytest.raises(ValueError, match="lower --hicache-size"):
-        HostPool(device, 96, kv_pool, "page_first")
+        HostPool(device, 96, SHAPE.layout, "page_first")
 
 
 @pytest.mark.parametrize(
     "error", [RuntimeError("CUDA error: out of memory\nlong advice"), MemoryError(), OSError("no")]
 )
 def test_memory_that_cannot_be_pinned_is_refused_with_the_remedy(
-    device: Device, kv_pool: KVPool, monkeypatch: pytest.MonkeyPatch, error: Exception
+    device: Device, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fails(nbytes: int) -> torch.Tensor:
         raise error
@@ -131,16 +127,16 @@ def test_memory_that_cannot_be_pinned_is_refused_with_the_remedy(
     with pytest.raises(
         ValueError, match="could not be allocated and pinned .*: lower --hicache-size"
     ) as raised:
-        HostPool(device, 10, kv_pool, "layer_first")
+        HostPool(device, 10, SHAPE.layout, "layer_first")
     assert "\n" not in str(raised.value)
     assert raised.value.__cause__ is error
 
 
-def test_wrong_layouts_and_no_pages_are_refused(device: Device, kv_pool: KVPool) -> None:
+def test_wrong_layouts_and_no_pages_are_refused(device: Device) -> None:
     with pytest.raises(ValueError, match="--hicache-mem-layout token_first: use layer_first or page_first"):
-        HostPool(device, 3, kv_pool, "token_first")  # type: ignore[arg-type]
+        HostPool(device, 3, SHAPE.layout, "token_first")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="room for no page: raise --hicache-size"):
-        HostPool(device, 0, kv_pool, "page_first")
+        HostPool(device, 0, SHAPE.layout, "page_first")
 
 
 def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,10 @@ from fenceline_kernel.cache import (
 from fenceline_kernel.fill import pad_pattern
 from fenceline_kernel.toolchain import WHEEL_ARCHS, Nvcc, arch_of, check_driver, find_nvcc, runs_on
 from kernel_package_cases import FillCase, PageCase, random_fill_case
+from page_pools import MIXED, Shape, bytes_of, device_pages, host_pages, make_pools
+
+from fenceline.mem_cache.host.page_copy import CudaCopier
+from fenceline.memory_order import open_device
 
 PACKAGE = Path(__file__).resolve().parents[2] / "sgl-kernel"
 UNITS = find_sources().units()
@@ -349,6 +353,56 @@ def test_target_and_draft_share_a_host_buffer(emulated: KernelLibrary, io_backen
     ]
 
 
+@pytest.mark.parametrize("io_backend", IO_BACKENDS)
+@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+def test_the_engines_copier_takes_layers_that_differ(
+    emulated: KernelLibrary, io_backend: str, layout: str
+) -> None:
+    """Ranges of layers that are alike by the kernels, what they do not take by torch: every byte, and no other."""
+    device = open_device("cpu")
+    kv_pool, host_pool = make_pools(device, layout, Shape(layers=MIXED))  # type: ignore[arg-type]
+    copier = CudaCopier(device, kv_pool, host_pool, io_backend, emulated)  # type: ignore[arg-type]
+    before, expected = device_pages(kv_pool), host_pages(host_pool)
+    taken, there = page_list(3, 4, 5, 9), page_list(7, 8, 14, 0)
+    expected[there] = before[taken]
+    copier.to_host(device.store, taken, there)
+    assert torch.equal(host_pages(host_pool), expected)
+    for layers in (range(1), range(1, 5), range(5, 7)):
+        copier.to_device(device.load, there, page_list(1, 2, 11, 10), layers)
+        moved = bytes_of(kv_pool.layout, layers)
+        before[[1, 2, 11, 10], moved] = expected[there, moved]
+        assert torch.equal(device_pages(kv_pool), before)
+
+
+@pytest.mark.parametrize("io_backend", IO_BACKENDS)
+@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+def test_layers_that_are_alike_are_one_call_with_the_strides_of_the_whole_pool(
+    emulated: KernelLibrary, io_backend: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, shape = open_device("cpu"), Shape()
+    kv_pool, host_pool = make_pools(device, layout, shape)  # type: ignore[arg-type]
+    calls = []
+    copy = PagePools.copy
+
+    def noted(self: PagePools, *args: object, **named: object) -> None:
+        strides = self.host_page_stride, self.host_layer_stride, self.host_kv_stride, self.chunk_bytes
+        calls.append((strides, named.get("layers"), self._tensors[0].data_ptr(), self.host.data_ptr()))
+        copy(self, *args, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PagePools, "copy", noted)
+    copier = CudaCopier(device, kv_pool, host_pool, io_backend, emulated)  # type: ignore[arg-type]
+    copier.to_host(device.store, page_list(3, 4), page_list(7, 8))
+    for layer in range(3):
+        copier.to_device(device.load, page_list(7, 8), page_list(1, 2), range(layer, layer + 1))
+    part = 4 * 2 * 8 * 2
+    strides = (
+        (part, 30 * part, 15 * part, part) if layout == "layer_first" else (6 * part, 2 * part, part, part)
+    )
+    ends = kv_pool.k(0).data_ptr(), host_pool.buffer.data_ptr()
+    layers = [None, range(1), range(1, 2), range(2, 3)]
+    assert calls == [(strides, some, *ends) for some in layers]
+
+
 def test_pools_that_do_not_fit_are_refused(emulated: KernelLibrary) -> None:
     pool, host = [torch.zeros(8, 2, 4)] * 3, torch.zeros(3, 2, 12, 2, 4)
     refused = (
@@ -381,9 +435,9 @@ def test_page_lists_that_do_not_fit_are_refused(emulated: KernelLibrary) -> None
         (one, one, {"num_ctas": 0}, "give 1 to 1024"),
         (one, one, {"min_rows": 0}, "give 1 or more"),
     )
-    for device_pages, host_pages, options, message in refused:
+    for device, host, options, message in refused:
         with pytest.raises(ValueError, match=message):
-            pools.copy(device_pages, host_pages, to_host=True, **options)
+            pools.copy(device, host, to_host=True, **options)
 
 
 # --- headers

@@ -5,8 +5,9 @@ from __future__ import annotations
 import psutil
 import pytest
 import torch
+from page_pools import MIXED
 
-from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.mem_cache.kv_pool import KVLayout, KVPool, KVRow
 
 MIB = 1 << 20
 
@@ -15,8 +16,8 @@ MIB = 1 << 20
 def test_an_unused_pool_on_the_cpu_costs_no_memory(dtype: torch.dtype) -> None:
     process = psutil.Process()
     before = process.memory_info().rss
-    num_pages = 256 * MIB // KVPool.bytes_per_page(16, 2, 2, 32, dtype)
-    pool = KVPool(num_pages, 16, 2, 2, 32, dtype, torch.device("cpu"))
+    num_pages = 256 * MIB // KVLayout.uniform(16, 2, 2, 32, dtype).page_nbytes
+    pool = KVPool(num_pages, KVLayout.uniform(16, 2, 2, 32, dtype), torch.device("cpu"))
     assert pool.nbytes == 256 * MIB
     assert process.memory_info().rss - before < 64 * MIB
     for layer in range(2):
@@ -27,7 +28,72 @@ def test_an_unused_pool_on_the_cpu_costs_no_memory(dtype: torch.dtype) -> None:
 
 
 def test_layers_and_sides_do_not_share_memory() -> None:
-    pool = KVPool(4, 16, 2, 2, 32, torch.float32, torch.device("cpu"))
+    pool = KVPool(4, KVLayout.uniform(16, 2, 2, 32, torch.float32), torch.device("cpu"))
     for number, tensor in enumerate((pool.k(0), pool.v(0), pool.k(1), pool.v(1)), start=1):
         tensor.fill_(number)
     assert [float(t.mean()) for t in (pool.k(0), pool.v(0), pool.k(1), pool.v(1))] == [1, 2, 3, 4]
+
+
+def test_layers_may_keep_different_rows() -> None:
+    layout = KVLayout(4, MIXED)
+    pool = KVPool(3, layout, torch.device("cpu"))
+    shapes = [[tuple(tensor.shape) for tensor in (pool.k(i), pool.v(i))] for i in range(7)]
+    assert shapes == [
+        [(12, 2, 8), (12, 2, 8)],
+        [(12, 1, 8), (12, 1, 8)],
+        [(12, 1, 8), (12, 1, 8)],
+        [(12, 7), (12, 7)],
+        [(12, 2, 6), (12, 2, 4)],
+        [(12, 5), (12, 5)],
+        [(12, 3, 4), (12, 3, 4)],
+    ]
+    assert pool.k(3).data_ptr() == pool.v(3).data_ptr(), "one latent stands for both"
+    assert pool.k(3).dtype == torch.float8_e4m3fn
+    names = [name for name, _ in pool.tensors()]
+    assert names == [f"layer{part.layer}.{part.row.name}" for part in layout.parts]
+    assert "layer3.latent" in names and "layer6.v" in names
+    assert pool.nbytes == sum(tensor.nbytes for _, tensor in pool.tensors()) == 3 * layout.page_nbytes
+    assert [len(layers) for layers in layout.alike] == [1, 2, 1, 1, 1, 1]
+    ends = [0, *(part.offset + part.nbytes for part in layout.parts)]
+    assert [part.offset for part in layout.parts] == ends[:-1], "no gaps"
+    assert [len(layout.parts_of(range(i, i + 1))) for i in range(7)] == [2, 2, 2, 1, 2, 1, 2]
+
+
+def test_parts_are_the_tensors_bytes() -> None:
+    pool = KVPool(3, KVLayout(4, MIXED), torch.device("cpu"))
+    for number, (part, (_, tensor)) in enumerate(zip(pool.parts, pool.tensors(), strict=True)):
+        tensor.view(torch.uint8)[4:8] = number + 1
+        assert set(part[1].tolist()) == {number + 1}
+        assert not part[0].any() and not part[2].any()
+
+
+def test_on_a_gpu_layers_that_are_alike_are_evenly_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the copy engine takes a page of all of them in one copy; uniform models have one piece of memory."""
+    zeros, asked = torch.zeros, []
+
+    def on_the_cpu(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        asked.append(tuple(shape))
+        return zeros(shape, dtype=dtype)
+
+    monkeypatch.setattr(torch, "zeros", on_the_cpu)
+    gpu = torch.device("cuda")
+    pool = KVPool(5, KVLayout.uniform(16, 3, 2, 8, torch.bfloat16), gpu)
+    assert asked == [(3, 2, 80, 2, 8)]
+    starts = [tensor.data_ptr() for _, tensor in pool.tensors()]
+    assert [start - starts[0] for start in starts] == [number * 80 * 2 * 8 * 2 for number in range(6)]
+    assert pool.k(1).stride() == pool.v(1).stride() == (16, 8, 1)
+    assert pool.k(2).data_ptr() == starts[4] and pool.v(2).data_ptr() == starts[5]
+    asked.clear()
+    KVPool(5, KVLayout(16, MIXED), gpu)
+    assert asked == [
+        (1, 2, 80, 2, 8), (2, 2, 80, 1, 8), (1, 1, 80, 7), (80, 2, 6), (80, 2, 4), (1, 1, 80, 5), (1, 2, 80, 3, 4)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("page_size", "layers", "what"),
+    [(0, MIXED, "page_size 0"), (4, (), "at least one layer"), (4, (MIXED[0], ()), "layer 1 keeps nothing")],
+)
+def test_a_layout_that_is_none(page_size: int, layers: tuple[tuple[KVRow, ...], ...], what: str) -> None:
+    with pytest.raises(AssertionError, match=what):
+        KVLayout(page_size, layers)

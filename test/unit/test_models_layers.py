@@ -33,7 +33,7 @@ from fenceline.layers.self_attention import SelfAttention
 from fenceline.layers.shard import Shard
 from fenceline.layers.weight import Weight
 from fenceline.layers.weight_slot import WeightSlot, WeightSlots
-from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 from fenceline.models.decoder import CausalLM
 from fenceline.models.loader import load_model
 from fenceline.models.weights import fill_slots
@@ -337,7 +337,7 @@ def test_layers_of_one_width_may_lay_out_their_heads_differently(tmp_path: Path)
         out_slots=torch.arange(3),
         logits_index=None,
         attn=Attention(),
-        kv_pool=KVPool(2, 16, 1, 1, config.head_dim, F32, torch.device("cpu")),
+        kv_pool=KVPool(2, KVLayout.uniform(16, 1, 1, config.head_dim, F32), torch.device("cpu")),
         buffers=buffers,
     )
     for layer in layers:

@@ -9,14 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from page_pools import Shape, device_pages, host_pages, make_pools
+from page_pools import MIXED, Shape, bytes_of, device_pages, host_pages, make_pools
 
-from fenceline.mem_cache.host.host_pool import HostLayout
+from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.host.page_copy import PageCopier, Run, RunCopier, make_page_copier, runs_of
+from fenceline.mem_cache.kv_pool import KVRow
 from fenceline.memory_order import open_device
 from fenceline.vgpu import RaceError, VgpuDevice, VirtualGpu
 
-LAYOUTS: tuple[HostLayout, ...] = ("layer_first", "page_first")
+LAYOUTS: tuple[MemLayout, ...] = ("layer_first", "page_first")
 
 
 def pages(*numbers: int) -> np.ndarray:
@@ -60,21 +61,21 @@ def test_a_run_breaks_where_either_side_does() -> None:
     strided=st.booleans(),
     device=page_lists(12),
     host=page_lists(15),
-    bounds=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    bounds=st.tuples(st.integers(0, 7), st.integers(0, 7)),
     page_size=st.sampled_from([1, 4]),
-    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.uint8]),
+    layers=st.sampled_from([(), MIXED]),
 )
 def test_random_lists_both_ways(
-    layout: HostLayout,
+    layout: MemLayout,
     strided: bool,
     device: list[int],
     host: list[int],
     bounds: tuple[int, int],
     page_size: int,
-    dtype: torch.dtype,
+    layers: tuple[tuple[KVRow, ...], ...],
 ) -> None:
     cpu = open_device("cpu")
-    kv_pool, host_pool = make_pools(cpu, layout, Shape(page_size=page_size, dtype=dtype))
+    kv_pool, host_pool = make_pools(cpu, layout, Shape(page_size=page_size, layers=layers))
     copier = RunCopier(cpu, kv_pool, host_pool, uses_sm=False, strided=strided)
     n = min(len(device), len(host))
     before, expected = device_pages(kv_pool), host_pages(host_pool)
@@ -82,18 +83,19 @@ def test_random_lists_both_ways(
     copier.to_host(cpu.copy, pages(*device[:n]), pages(*host[:n]))
     assert torch.equal(host_pages(host_pool), expected)
     assert torch.equal(device_pages(kv_pool), before)
-    layers = range(min(bounds), max(bounds))
+    some = range(*(min(bound, kv_pool.num_layers) for bound in sorted(bounds)))
     there = device[::-1][:n]  # other pages than they came from
     wanted = before.clone()
+    moved = bytes_of(kv_pool.layout, some)
     for at, page in zip(there, host[:n], strict=True):
-        wanted[at, layers.start : layers.stop] = expected[page, layers.start : layers.stop]
-    copier.to_device(cpu.copy, pages(*host[:n]), pages(*there), layers)
+        wanted[at, moved] = expected[page, moved]
+    copier.to_device(cpu.copy, pages(*host[:n]), pages(*there), some)
     assert torch.equal(device_pages(kv_pool), wanted)
     assert torch.equal(host_pages(host_pool), expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_lists_that_do_not_fit_are_refused_and_nothing_is_copied(layout: HostLayout) -> None:
+def test_lists_that_do_not_fit_are_refused_and_nothing_is_copied(layout: MemLayout) -> None:
     cpu = open_device("cpu")
     kv_pool, host_pool = make_pools(cpu, layout, Shape())
     copier = make_page_copier(cpu, kv_pool, host_pool, "direct")
@@ -129,7 +131,7 @@ def virtual(policy: str, seed: int) -> VgpuDevice:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("policy", "seed"), [("random", 0), ("random", 1), ("laziest", 0)])
 def test_on_the_virtual_gpu_lists_are_read_at_the_call_and_bytes_when_the_stream_gets_there(
-    layout: HostLayout, policy: str, seed: int
+    layout: MemLayout, policy: str, seed: int
 ) -> None:
     device = virtual(policy, seed)
     kv_pool, host_pool = make_pools(device, layout, Shape())

@@ -10,8 +10,7 @@ from storage_cases import page_files
 from storage_faults import FaultyBackend
 from storage_tier import KEYS, NUM_PAGES, PAGE, Gate, Tier, file_backend, make_tier
 
-from fenceline.config.server_args import PrefetchPolicy
-from fenceline.mem_cache.host.host_pool import HostLayout
+from fenceline.config.server_args import MemLayout, PrefetchPolicy
 from fenceline.mem_cache.storage.controller import StorageLimits
 from fenceline.mem_cache.storage.prefetch import (
     Done,
@@ -49,7 +48,7 @@ def make() -> Iterator[Make]:
 @pytest.mark.parametrize("written_by", ["page_first", "layer_first"])
 @pytest.mark.parametrize("read_by", ["page_first", "layer_first"])
 def test_pages_come_back_in_another_server(
-    written_by: HostLayout, read_by: HostLayout, make: Make, tmp_path: Path
+    written_by: MemLayout, read_by: MemLayout, make: Make, tmp_path: Path
 ) -> None:
     writer = make(file_backend(tmp_path), layout=written_by, limits=TWO_PAGES)
     pages = writer.write(KEYS[:5], handle=7)

@@ -11,8 +11,8 @@ import pytest
 from page_pools import Shape, make_pools
 
 from fenceline.config.engine_config import EngineConfig, resolve
-from fenceline.config.server_args import parse_args
-from fenceline.mem_cache.host.host_pool import HostLayout, HostPool
+from fenceline.config.server_args import MemLayout, parse_args
+from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.storage.make import make_storage, model_id, page_fingerprint
 from fenceline.memory_order import open_device
 
@@ -49,7 +49,7 @@ def configured(model_dir: Path, flags: str) -> EngineConfig:
     return resolve(parse_args(words), cuda_probe=lambda: False)
 
 
-def host_pool(layout: HostLayout = "page_first", page_size: int = 4) -> HostPool:
+def host_pool(layout: MemLayout = "page_first", page_size: int = 4) -> HostPool:
     return make_pools(open_device("cpu"), layout, Shape(num_layers=2, page_size=page_size, heads=(1, 4)))[1]
 
 
@@ -65,7 +65,7 @@ def test_a_running_tier_from_flags(model_dir: Path) -> None:
     written = list((model_dir.parent / "pages").glob("*/fingerprint.json"))
     assert [json.loads(path.read_text())["model_id"] for path in written] == [fingerprint.model_id]
     assert fingerprint.model_id.startswith(str(model_dir))
-    assert fingerprint.page_nbytes == pool.page_nbytes and fingerprint.dtype == "bfloat16"
+    assert fingerprint.page_nbytes == pool.page_nbytes and "bfloat16" in fingerprint.layout
 
 
 def test_no_tier_where_none_is_asked_for(model_dir: Path) -> None:

@@ -265,7 +265,7 @@ def check_extend_reads_no_column_past_the_end() -> None:
 
 def check_impossible_batches_are_refused() -> None:
     from fenceline.layers.attention.triton_backend import TritonAttentionBackend
-    from fenceline.mem_cache.kv_pool import KVPool
+    from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 
     step = case([9, 9], [9, 9], 16, (4, 2))
     for query_lens in ([0, 9], [9, 10]):
@@ -273,7 +273,7 @@ def check_impossible_batches_are_refused() -> None:
         with pytest.raises(AssertionError):
             backend_output(step, decoding=False, queries=torch.cat(step.queries))
     with pytest.raises(ValueError, match="not 24: use"):
-        TritonAttentionBackend(KVPool(2, 16, 1, 1, 24, torch.float32, torch.device("cpu")))
+        TritonAttentionBackend(KVPool(2, KVLayout.uniform(16, 1, 1, 24, torch.float32), torch.device("cpu")))
     wide = case([3], [1], 16, (17, 1))
     with pytest.raises(ValueError, match="at most 16 query heads"):
         backend_output(wide, decoding=True, queries=torch.cat(wide.queries))

@@ -11,8 +11,8 @@ from page_pools import Shape, device_pages, make_pools
 from storage_cases import key
 from storage_tier import Clock, DictBackend
 
+from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.host.cache_controller import CacheController
-from fenceline.mem_cache.host.host_pool import HostLayout
 from fenceline.mem_cache.host.page_copy import make_page_copier
 from fenceline.mem_cache.host.transfer import Ticket, TransferKind
 from fenceline.mem_cache.storage.controller import StorageController, StorageLimits
@@ -22,7 +22,7 @@ from fenceline.vgpu import RaceError, VgpuDevice, VirtualGpu
 
 SEEDS = range(8)
 POLICIES = ("fifo", "eager", "laziest", "random", "pct")
-LAYOUTS: tuple[HostLayout, ...] = ("page_first", "layer_first")
+LAYOUTS: tuple[MemLayout, ...] = ("page_first", "layer_first")
 KEYS = [key(n) for n in range(4)]
 SHAPE = Shape(num_device_pages=16, num_host_pages=4, page_size=2, num_layers=2, heads=(1, 4))
 I32 = np.int32
@@ -35,7 +35,7 @@ class Machine:
         self,
         seed: int,
         policy: str = "random",
-        layout: HostLayout = "page_first",
+        layout: MemLayout = "page_first",
         severed: frozenset[str] = frozenset(),
         num_workers: int = 2,
     ) -> None:
@@ -132,7 +132,7 @@ def fetch_over(machine: Machine, host: np.ndarray, after: Points, first: int) ->
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_pages_go_to_storage_and_back_without_a_race(policy: str, layout: HostLayout) -> None:
+def test_pages_go_to_storage_and_back_without_a_race(policy: str, layout: MemLayout) -> None:
     for seed in SEEDS:
         machine = Machine(seed, policy, layout)
         op = fetch_over(machine, *write_behind(machine), first=5)

@@ -13,6 +13,7 @@ from fenceline.layers.kernels.base import HeadLayout, QKNorm
 from fenceline.layers.linear import QKVParallelLinear, RowParallelLinear
 from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.layers.weight_slot import WeightSlots
+from fenceline.mem_cache.kv_pool import KVRow, keys_and_values
 from fenceline.memory_order import ArenaField, Role
 
 
@@ -99,6 +100,11 @@ class SelfAttention:
             assert batch.buffers is not None, "only a forward in pieces has buffers"
             attended = batch.buffers.tensors[self._attended_buffer]
         return self.o_proj.add_to(x, attended)
+
+    @property
+    def kv_rows(self) -> tuple[KVRow, ...]:
+        """What each token keeps of this layer in the KV pool."""
+        return keys_and_values(self.heads.num_kv_heads, self.heads.head_dim, self._dtype)
 
     def arena_fields(self) -> Sequence[ArenaField]:
         """The buffers. Attention leaves padded tokens out of its result, so those rows are zeroed before each step."""

@@ -1,66 +1,190 @@
-"""KVPool: the device memory of all keys and values, one pair of tensors per layer, addressed by slot."""
+"""The KV cache on the device: what a page consists of (KVLayout), and the memory of all pages (KVPool)."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 
-class KVPool:
-    """K and V of every layer for ``num_pages * page_size`` token slots.
+@dataclass(frozen=True, slots=True)
+class KVRow:
+    """What one token keeps in one tensor of one layer: ``shape`` elements of ``dtype``, contiguous.
 
-    Slot ``s`` is token ``s % page_size`` of page ``s // page_size``. Page 0 is the reserved sink: padding
-    may write it, nobody reads it. A page is a page of *all* layers, so one page id names the same tokens
-    in each of them. Ownership of pages is the page allocator's; this class only holds the bytes.
+    ``name`` says what it is: ``k``, ``v`` or ``latent``. It stands in reports and in the names of stored pages.
     """
 
-    def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        assert num_pages >= 2, "the sink page alone can hold nothing"
-        self.num_pages = num_pages
-        self.page_size = page_size
-        self.num_layers = num_layers
-        shape = (num_pages * page_size, num_kv_heads, head_dim)
-        # Zeros: the sink is read by masked-out lanes of padded gathers, where NaN * 0 would still be NaN.
-        self._k: list[torch.Tensor]
-        self._v: list[torch.Tensor]
-        if device.type == "cuda":
-            # Evenly apart, so that the copy engine takes a page of all layers in one copy.
-            layers = torch.zeros((num_layers, 2, *shape), dtype=dtype, device=device)
-            self._k, self._v = list(layers[:, 0]), list(layers[:, 1])
-        else:
-            self._k = [_zeros(shape, dtype, device) for _ in range(num_layers)]
-            self._v = [_zeros(shape, dtype, device) for _ in range(num_layers)]
-
-    @staticmethod
-    def bytes_per_page(
-        page_size: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> int:
-        """Bytes that one page takes over all layers, K and V."""
-        return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(t.nbytes for t in (*self._k, *self._v))
+        """Bytes of one token."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def keys_and_values(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[KVRow, ...]:
+    """The rows of a layer that keeps keys and values: two of [num_kv_heads, head_dim]."""
+    shape = (num_kv_heads, head_dim)
+    return KVRow("k", shape, dtype), KVRow("v", shape, dtype)
+
+
+def latent(width: int, dtype: torch.dtype) -> tuple[KVRow, ...]:
+    """The row of a layer that keeps one compressed vector of ``width`` elements instead of keys and values (MLA)."""
+    return (KVRow("latent", (width,), dtype),)
+
+
+class Part(NamedTuple):
+    """The rows of one page in one tensor of one layer: ``nbytes`` bytes, which begin ``offset`` bytes into the page."""
+
+    layer: int
+    row: KVRow
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """What a page consists of: ``page_size`` tokens, and for each layer the rows that one token keeps there.
+
+    ``layers[i]`` has the rows of layer i: two for keys and values, one for a latent. Layers may differ in the number of
+    rows, in shape and in dtype. The layers of a draft model follow those of the target, so that a page of the target's
+    tokens always brings the draft's with it (F14).
+
+    A *part* is the memory of one page in one tensor of one layer: page_size rows. The bytes of a page are its parts one
+    after the other, without gaps: by layer, within a layer by row, within a row by token. Every copy of a page moves
+    parts as bytes; host memory, copies, storage and hashes know nothing else of what is in them.
+
+    Two servers may share stored pages only if ``describe()`` says the same for both.
+    """
+
+    page_size: int
+    layers: tuple[tuple[KVRow, ...], ...]
+
+    def __post_init__(self) -> None:
+        assert self.page_size >= 1, f"page_size {self.page_size}"
+        assert self.layers, "a page needs at least one layer"
+        for layer, rows in enumerate(self.layers):
+            assert rows and all(row.nbytes > 0 for row in rows), f"layer {layer} keeps nothing"
+
+    @staticmethod
+    def uniform(
+        page_size: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> KVLayout:
+        """Keys and values of the same shape in every layer."""
+        return KVLayout(page_size, (keys_and_values(num_kv_heads, head_dim, dtype),) * num_layers)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of a page, those of a draft model included."""
+        return len(self.layers)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of a page in the order of its bytes."""
+        parts, offset = [], 0
+        for layer, rows in enumerate(self.layers):
+            for row in rows:
+                parts.append(Part(layer, row, offset, self.page_size * row.nbytes))
+                offset += parts[-1].nbytes
+        return tuple(parts)
+
+    @cached_property
+    def page_nbytes(self) -> int:
+        """Bytes of a page, all layers."""
+        return sum(part.nbytes for part in self.parts)
+
+    @cached_property
+    def _first_parts(self) -> tuple[int, ...]:
+        return (0, *itertools.accumulate(len(rows) for rows in self.layers))
+
+    def parts_of(self, layers: range) -> range:
+        """Which of ``parts`` belong to ``layers`` (step 1)."""
+        return range(self._first_parts[layers.start], self._first_parts[layers.stop])
+
+    @cached_property
+    def alike(self) -> tuple[range, ...]:
+        """The layers, in order, as few ranges of neighbours that keep the same rows: one where all are alike."""
+        ranges, first = [], 0
+        for _, group in itertools.groupby(self.layers):
+            ranges.append(range(first, first + len(list(group))))
+            first = ranges[-1].stop
+        return tuple(ranges)
+
+    def describe(self) -> str:
+        """The whole layout as one line of JSON, the same for equal layouts."""
+        layers = [
+            [len(layers), [[row.name, str(row.dtype).removeprefix("torch."), row.shape] for row in rows]]
+            for layers, rows in ((layers, self.layers[layers.start]) for layers in self.alike)
+        ]
+        facts = {"order": "layer, row, token", "page_size": self.page_size, "layers": layers}
+        return json.dumps(facts, sort_keys=True)
+
+
+class KVPool:
+    """The rows of all layers for ``num_pages * page_size`` token slots.
+
+    Slot ``s`` is token ``s % page_size`` of page ``s // page_size``, in every tensor of every layer: ``layout`` says
+    which rows a slot has. Page 0 is the reserved sink: padding may write it, nobody reads it. A page is a page of *all*
+    layers, so one page id names the same tokens in each of them. Ownership of pages is the page allocator's; this class
+    only holds the bytes. They begin as zeros.
+    """
+
+    def __init__(self, num_pages: int, layout: KVLayout, device: torch.device) -> None:
+        assert num_pages >= 2, "the sink page alone can hold nothing"
+        self.layout = layout
+        self.num_pages = num_pages
+        self.page_size = layout.page_size
+        self.num_layers = layout.num_layers
+        tensors: list[tuple[torch.Tensor, ...]] = []
+        for layers in layout.alike:
+            rows = layout.layers[layers.start]
+            tensors += _allocate(len(layers), rows, num_pages * layout.page_size, device)
+        self._rows = [(part, row) for part, row in zip(layout.parts, itertools.chain(*tensors), strict=True)]
+        self._k = [rows[0] for rows in tensors]
+        self._v = [rows[-1] for rows in tensors]
+        # Each part of the layout as bytes, all pages: uint8 [num_pages, nbytes of the part], contiguous.
+        self.parts = [row.view(torch.uint8).view(num_pages, part.nbytes) for part, row in self._rows]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return self.num_pages * self.layout.page_nbytes
 
     def k(self, layer: int) -> torch.Tensor:
-        """Keys of one layer, [num_slots, num_kv_heads, head_dim]."""
+        """Keys of one layer, [num_slots, num_kv_heads, head_dim]. Of a layer with one row: that row."""
         return self._k[layer]
 
     def v(self, layer: int) -> torch.Tensor:
-        """Values of one layer, [num_slots, num_kv_heads, head_dim]."""
+        """Values of one layer, [num_slots, num_kv_heads, head_dim]. Of a layer with one row: that row."""
         return self._v[layer]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor [num_slots, *shape of the row] in the order of the parts, with its name: ``layer3.k``."""
+        for part, row in self._rows:
+            yield f"layer{part.layer}.{part.row.name}", row
+
+
+def _allocate(
+    num_layers: int, rows: tuple[KVRow, ...], num_slots: int, device: torch.device
+) -> list[tuple[torch.Tensor, ...]]:
+    """The tensors, [num_slots, *shape], of layers that are alike. Zeros: the sink is read by masked-out lanes of padded
+    gathers, where NaN * 0 would still be NaN."""
+    if device.type == "cuda" and len({(row.shape, row.dtype) for row in rows}) == 1:
+        # Evenly apart, so that the copy engine takes a page of all these layers in one copy.
+        shape = (num_layers, len(rows), num_slots, *rows[0].shape)
+        return [tuple(layer) for layer in torch.zeros(shape, dtype=rows[0].dtype, device=device)]
+    return [
+        tuple(_zeros((num_slots, *row.shape), row.dtype, device) for row in rows) for _ in range(num_layers)
+    ]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

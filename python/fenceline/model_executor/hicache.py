@@ -35,7 +35,7 @@ def make_cache_controller(
             kv_pool.page_size,
         )
     host_pool = HostPool(
-        device, num_host_pages(config, kv_pool), kv_pool, config.server_args.hicache_mem_layout
+        device, num_host_pages(config, kv_pool), kv_pool.layout, config.server_args.hicache_mem_layout
     )
     copier = make_page_copier(device, kv_pool, host_pool, io_backend)
     transfer_order = None
@@ -52,7 +52,7 @@ def num_host_pages(config: EngineConfig, kv_pool: KVPool) -> int:
     assert config.hicache is not None
     if config.hicache.host_bytes is None:
         return int((kv_pool.num_pages - 1) * config.server_args.hicache_ratio)
-    return config.hicache.host_bytes // (kv_pool.nbytes // kv_pool.num_pages)
+    return config.hicache.host_bytes // kv_pool.layout.page_nbytes
 
 
 def _warm_up(device: Device, copier: PageCopier, num_layers: int) -> None:

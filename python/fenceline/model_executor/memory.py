@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
 from fenceline.config.engine_config import EngineConfig
-from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.mem_cache.kv_pool import KVLayout
 from fenceline.memory_order import Device
 
 # A CPU serves from the memory that everything else on the machine lives in, so the default stays modest.
@@ -28,15 +26,14 @@ def check_row_bytes(config: EngineConfig, device: Device, nbytes: int) -> None:
         )
 
 
-def num_kv_pages(config: EngineConfig, device: Device, dtype: torch.dtype) -> int:
+def num_kv_pages(config: EngineConfig, device: Device, layout: KVLayout) -> int:
     """Pages of the KV pool, the sink page included.
 
     ``--max-total-tokens`` if given; else what ``--mem-fraction-static`` leaves beside weights and page tables (which
     are loaded by now), but no more than all running requests can use. Raises ``ValueError`` with the
     remedy when that is less than one request of two pages.
     """
-    model, page_size = config.model, config.server_args.page_size
-    page_bytes = KVPool.bytes_per_page(page_size, model.num_layers, model.num_kv_heads, model.head_dim, dtype)
+    page_size, page_bytes = layout.page_size, layout.page_nbytes
     free, total = device.memory_info()
     if config.max_total_tokens is not None:
         num_pages = config.max_total_tokens // page_size

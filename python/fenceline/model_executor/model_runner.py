@@ -23,7 +23,7 @@ from fenceline.layers.context import make_layer_context
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
 from fenceline.layers.shard import Shard
 from fenceline.mem_cache.host.cache_controller import CacheController
-from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.mem_cache.storage.make import Storage, make_storage
 from fenceline.memory_order import Device, InputRing, ResultRing, page_leases, wait_for_pages
@@ -82,20 +82,12 @@ class ModelRunner:
         # As much as 1 GiB by default.
         check_row_bytes(config, device, num_rows * (4 * max_pages_per_req + 8))
         self.req_pool = ReqPool(num_rows, max_pages_per_req, device.torch_device)
-        num_pages = num_kv_pages(config, device, dtype)  # of what is left
+        layout = KVLayout(config.server_args.page_size, self.model.kv_rows)
+        num_pages = num_kv_pages(config, device, layout)  # of what is left
         with _phase("Allocated the KV pool"):
-            self.kv_pool = KVPool(
-                num_pages,
-                config.server_args.page_size,
-                model.num_layers,
-                model.num_kv_heads,
-                model.head_dim,
-                dtype,
-                device.torch_device,
-            )
-        for layer in range(model.num_layers):
-            for part, tensor in (("k", self.kv_pool.k(layer)), ("v", self.kv_pool.v(layer))):
-                device.name_memory(tensor, f"kv_pool.layer{layer}.{part}", tensor[0].nbytes)
+            self.kv_pool = KVPool(num_pages, layout, device.torch_device)
+        for name, tensor in self.kv_pool.tensors():
+            device.name_memory(tensor, f"kv_pool.{name}", tensor[0].nbytes)
         self.pages = page_leases(device, num_pages)
         page_table, last_tokens = self.req_pool.page_table, self.req_pool.last_tokens
         device.name_memory(page_table, "req_pool.page_table", page_table[0].nbytes)

@@ -15,6 +15,7 @@ from fenceline.layers.mlp import GatedMLP
 from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.layers.self_attention import SelfAttention
 from fenceline.layers.weight_slot import WeightSlots
+from fenceline.mem_cache.kv_pool import KVRow
 from fenceline.memory_order import ArenaField, Role
 from fenceline.models.weights import fill_slots
 
@@ -90,6 +91,11 @@ class CausalLM(ABC):
         """``hidden_states`` [T, hidden_size] → logits [L, vocab_size] of the rows ``batch.logits_index``."""
         rows = x if batch.logits_index is None else x.index_select(0, batch.logits_index)
         return self.lm_head.logits(rows, self.norm, batch.logits_out)
+
+    @property
+    def kv_rows(self) -> tuple[tuple[KVRow, ...], ...]:
+        """What each token keeps in the KV pool, layer by layer."""
+        return tuple(layer.self_attn.kv_rows for layer in self.layers)
 
     # --- in pieces
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import psutil
 import torch
 
-from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.config.server_args import MemLayout
+from fenceline.mem_cache.kv_pool import KVLayout, Part
 from fenceline.memory_order import Device, LeasePool
-
-HostLayout = Literal["layer_first", "page_first"]
 
 # Of the memory that is available: the server's own processes, the file cache and everybody else live there too.
 _KEPT_FREE = 0.05
@@ -21,12 +20,13 @@ _REMEDY = "lower --hicache-size (GB) or --hicache-ratio"
 
 
 class HostPool:
-    """Keys and values of ``num_pages`` pages in pinned host memory, in one of two layouts.
+    """``num_pages`` pages of one :class:`KVLayout` in pinned host memory, as bytes.
 
-    ``layer_first``: ``view`` is [num_layers, 2, num_pages * page_size, num_kv_heads, head_dim], so pages in
-    a row are one piece for each layer and side (keys, values): large copies where pages lie in order.
-    ``page_first``: ``view`` is [num_pages, num_layers, 2, page_size, num_kv_heads, head_dim], so a page is one piece:
-    what storage wants. A *part* is one page of one layer's keys or values, contiguous in both.
+    ``mem_layout`` says how the parts of all pages lie:
+
+    * ``layer_first``: the same part of all pages together, so pages that follow each other are one piece for each part:
+      large copies where pages lie in order.
+    * ``page_first``: all parts of a page together, so a page is one piece: what storage wants.
 
     ``pages`` leases page ids, none reserved. The bytes are not initialised. Whoever copies or lets storage threads
     work on a page holds its lease; the host says so with :meth:`host_access` before it touches bytes past torch.
@@ -34,29 +34,26 @@ class HostPool:
     How the memory is pinned is the device's business (``Device.host_buffer``): there it takes seconds for 60 GB.
     """
 
-    def __init__(self, device: Device, num_pages: int, kv_pool: KVPool, layout: HostLayout) -> None:
+    def __init__(self, device: Device, num_pages: int, layout: KVLayout, mem_layout: MemLayout) -> None:
         """Raises ``ValueError`` with the remedy where that much memory is not there or cannot be pinned."""
-        if layout not in ("layer_first", "page_first"):
-            raise ValueError(f"--hicache-mem-layout {layout}: use layer_first or page_first")
+        if mem_layout not in ("layer_first", "page_first"):
+            raise ValueError(f"--hicache-mem-layout {mem_layout}: use layer_first or page_first")
         if num_pages < 1:
             raise ValueError(
                 "the host tier has room for no page: raise --hicache-size (GB) or --hicache-ratio"
             )
-        first = kv_pool.k(0)
         self.device = device
-        self.layout: HostLayout = layout
+        self.layout = layout
+        self.mem_layout: MemLayout = mem_layout
         self.num_pages = num_pages
-        self.page_size = kv_pool.page_size
-        self.num_layers = kv_pool.num_layers
-        self.part_nbytes = self.page_size * first[0].nbytes
-        self.page_nbytes = 2 * self.num_layers * self.part_nbytes
+        self.page_nbytes = layout.page_nbytes
         self.buffer = _allocate(device, num_pages * self.page_nbytes)
-        device.name_memory(self.buffer, "host_pool", self.part_nbytes)
-        heads = tuple(first.shape[1:])
-        shape = (self.num_layers, 2, num_pages * self.page_size, *heads)
-        if layout == "page_first":
-            shape = (num_pages, self.num_layers, 2, self.page_size, *heads)
-        self.view = self.buffer.view(first.dtype).view(shape)
+        # Each part of the layout, all pages: uint8 [num_pages, nbytes of the part], one page's contiguous.
+        self.parts = [self._part(part) for part in layout.parts]
+        self._areas = self._make_areas()
+        # In reports a row is a part where all are equally large, else a page.
+        sizes = {part.nbytes for part in layout.parts}
+        device.name_memory(self.buffer, "host_pool", sizes.pop() if len(sizes) == 1 else self.page_nbytes)
         self.pages = LeasePool("host KV pages", num_pages, reserved=0)
         self._bytes: npt.NDArray[np.uint8] = self.buffer.numpy()
 
@@ -65,31 +62,41 @@ class HostPool:
         """Bytes of the buffer."""
         return self.buffer.nbytes
 
-    def part(self, page: int, layer: int, kv: int) -> torch.Tensor:
-        """One page of one layer's keys (``kv`` 0) or values (1): [page_size, num_kv_heads, head_dim], contiguous."""
-        if self.layout == "page_first":
-            return self.view[page, layer, kv]
-        return self.view[layer, kv, page * self.page_size : (page + 1) * self.page_size]
+    def page(self, page: int) -> list[npt.NDArray[np.uint8]]:
+        """The bytes of a page as storage takes them: one piece where ``page_first``, one for each part elsewhere.
 
-    def page(self, page: int) -> torch.Tensor:
-        """A page of all layers, [num_layers, 2, page_size, num_kv_heads, head_dim]; strided where ``layer_first``."""
-        if self.layout == "page_first":
-            return self.view[page]
-        return self.view[:, :, page * self.page_size : (page + 1) * self.page_size]
-
-    def parts(self, page: int) -> list[npt.NDArray[np.uint8]]:
-        """The bytes of a page as storage takes them: one piece where ``page_first``, two for each layer elsewhere.
-
-        Their concatenation is the same in both layouts: layer by layer, keys before values."""
+        Their concatenation is the same for both: the parts in the layout's order."""
         assert 0 <= page < self.num_pages, f"there is no host page {page}"
-        if self.layout == "page_first":
+        if self.mem_layout == "page_first":
             return [self._bytes[page * self.page_nbytes : (page + 1) * self.page_nbytes]]
-        starts = ((side * self.num_pages + page) * self.part_nbytes for side in range(2 * self.num_layers))
-        return [self._bytes[start : start + self.part_nbytes] for start in starts]
+        starts = (
+            (part.offset * self.num_pages + page * part.nbytes, part.nbytes) for part in self.layout.parts
+        )
+        return [self._bytes[start : start + nbytes] for start, nbytes in starts]
 
     def host_access(self, page: int, write: bool, what: str) -> None:
         """The calling thread reads or writes the bytes of ``page`` now. For devices that watch their memory."""
-        self.device.host_access(self.page(page), write, what)
+        for area in self._areas:
+            self.device.host_access(area[:, page], write, what)
+
+    def _part(self, part: Part) -> torch.Tensor:
+        if self.mem_layout == "page_first":
+            return self.buffer.view(self.num_pages, -1)[:, part.offset : part.offset + part.nbytes]
+        start = part.offset * self.num_pages
+        return self.buffer[start : start + part.nbytes * self.num_pages].view(self.num_pages, part.nbytes)
+
+    def _make_areas(self) -> list[torch.Tensor]:
+        """Views [n, num_pages, nbytes] of which each page is ``area[:, page]``: a single one where parts are equally
+        large."""
+        if self.mem_layout == "page_first":
+            return [self.buffer.view(1, self.num_pages, self.page_nbytes)]
+        areas = []
+        for nbytes, group in itertools.groupby(self.layout.parts, key=lambda part: part.nbytes):
+            parts = list(group)
+            start = parts[0].offset * self.num_pages
+            area = self.buffer[start : start + len(parts) * nbytes * self.num_pages]
+            areas.append(area.view(len(parts), self.num_pages, nbytes))
+        return areas
 
 
 def available_host_bytes() -> int:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from fenceline.config.hicache import IoBackend
 from fenceline.mem_cache.host.host_pool import HostPool
-from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.mem_cache.kv_pool import KVPool, KVRow
 from fenceline.memory_order import Device, Stream
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Pages = npt.NDArray[np.int32]
-IoBackend = Literal["kernel", "direct"]
 
 
 class PageCopier(ABC):
@@ -65,7 +65,7 @@ def runs_of(device_pages: Pages, host_pages: Pages) -> Iterator[Run]:
 
 
 class RunCopier(PageCopier):
-    """One ``stream.copy`` for each run of pages, layer and side: on any device, with nothing but torch.
+    """One ``stream.copy`` for each run of pages and part: on any device, with nothing but torch.
 
     ``strided``: pages in a row of a page_first host pool are one strided copy. torch's CUDA copies of strided host
     memory go through pageable memory, so there each page is a copy of its own.
@@ -78,24 +78,26 @@ class RunCopier(PageCopier):
         self._device = device
         self._kv_pool = kv_pool
         self._host_pool = host_pool
-        self._strided = strided or host_pool.layout == "layer_first"
+        self._whole_runs = strided or host_pool.mem_layout == "layer_first"
 
-    def to_host(self, stream: Stream, device_pages: Pages, host_pages: Pages) -> None:
-        layers = range(self._kv_pool.num_layers)
+    def to_host(
+        self, stream: Stream, device_pages: Pages, host_pages: Pages, layers: range | None = None
+    ) -> None:
         if self.uses_sm and len(device_pages) > 0:
             with stream.active():
                 self._device.occupy_sm()  # loads do not: they run beside persistent attention
-        for device_part, host_part in self._pieces(stream, device_pages, host_pages, layers):
-            stream.copy(host_part, device_part)
+        layers = range(self._kv_pool.num_layers) if layers is None else layers
+        for device_bytes, host_bytes in self._pieces(device_pages, host_pages, layers):
+            stream.copy(host_bytes, device_bytes)
 
     def to_device(self, stream: Stream, host_pages: Pages, device_pages: Pages, layers: range) -> None:
-        for device_part, host_part in self._pieces(stream, device_pages, host_pages, layers):
-            stream.copy(device_part, host_part)
+        for device_bytes, host_bytes in self._pieces(device_pages, host_pages, layers):
+            stream.copy(device_bytes, host_bytes)
 
     def _pieces(
-        self, stream: Stream, device_pages: Pages, host_pages: Pages, layers: range
+        self, device_pages: Pages, host_pages: Pages, layers: range
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(device, host) views of the same shape that make up the copy."""
+        """(device, host) views uint8 [n, nbytes of a part] that make up the copy."""
         _check(device_pages, self._kv_pool.num_pages, "device")
         _check(host_pages, self._host_pool.num_pages, "host")
         if len(device_pages) != len(host_pages):
@@ -103,30 +105,18 @@ class RunCopier(PageCopier):
                 f"{len(device_pages)} device pages but {len(host_pages)} host pages: they go in pairs"
             )
         runs = [one for run in runs_of(device_pages, host_pages) for one in self._cut(run)]
-        for layer in layers:
-            for kv, tensor in enumerate((self._kv_pool.k(layer), self._kv_pool.v(layer))):
-                for run in runs:
-                    yield self._device_view(tensor, run), self._host_view(layer, kv, run)
+        for part in self._kv_pool.layout.parts_of(layers):
+            device_part, host_part = self._kv_pool.parts[part], self._host_pool.parts[part]
+            for device_page, host_page, num_pages in runs:
+                yield (
+                    device_part[device_page : device_page + num_pages],
+                    host_part[host_page : host_page + num_pages],
+                )
 
     def _cut(self, run: Run) -> list[Run]:
-        if self._strided:
+        if self._whole_runs:
             return [run]
         return [Run(run.device_page + i, run.host_page + i, 1) for i in range(run.num_pages)]
-
-    def _device_view(self, tensor: torch.Tensor, run: Run) -> torch.Tensor:
-        size = self._kv_pool.page_size
-        slots = tensor[run.device_page * size : (run.device_page + run.num_pages) * size]
-        if self._host_pool.layout == "layer_first":
-            return slots
-        return slots.view(run.num_pages, size, *tensor.shape[1:])
-
-    def _host_view(self, layer: int, kv: int, run: Run) -> torch.Tensor:
-        pool = self._host_pool
-        if pool.layout == "page_first":
-            return pool.view[run.host_page : run.host_page + run.num_pages, layer, kv]
-        return pool.view[
-            layer, kv, run.host_page * pool.page_size : (run.host_page + run.num_pages) * pool.page_size
-        ]
 
 
 def _check(pages: Pages, num_pages: int, side: str) -> None:
@@ -137,29 +127,99 @@ def _check(pages: Pages, num_pages: int, side: str) -> None:
 
 
 class CudaCopier(PageCopier):
-    """One call into fenceline_kernel for each transfer: an SM kernel's launch, or a batch for the copy engine. The page
-    lists travel with the call, so nothing is uploaded."""
+    """Copies by fenceline_kernel: one call for each transfer, an SM kernel's launch or a batch for the copy engine. The
+    page lists travel with the call, so nothing is uploaded.
 
-    def __init__(self, device: Device, pools: fenceline_kernel.PagePools, uses_sm: bool) -> None:
-        self.uses_sm = uses_sm
+    The kernels take neighbouring layers of two rows that are equally large, such as keys and values. Where layers
+    differ, each range of layers that are alike takes a call of its own, and layers of other rows (a latent) are
+    copied by torch, one copy for each page or run of pages.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        kv_pool: KVPool,
+        host_pool: HostPool,
+        io_backend: IoBackend,
+        library: fenceline_kernel.KernelLibrary | None = None,
+    ) -> None:
+        """``library``: the kernels, unless those of the device. Raises ``ImportError`` or ``RuntimeError`` where there
+        are none."""
+        self.uses_sm = io_backend == "kernel"
         self._device = device
-        self._pools = pools
-        # A product of 4096³ takes 3.5 times as long beside backups by 4 CTAs, 5 times beside 8; 2 are enough for the
-        # link unless the pieces are small.
-        self._store_ctas = 2 if pools.chunk_bytes >= _LARGE_CHUNK else 4
+        self._num_layers = kv_pool.num_layers
+        self._pools: list[tuple[range, fenceline_kernel.PagePools, int]] = []
+        self._others: list[range] = []
+        self._run_copier = RunCopier(device, kv_pool, host_pool, uses_sm=False, strided=False)
+        for layers in kv_pool.layout.alike:
+            if not _has_pairs(kv_pool.layout.layers[layers.start]):
+                self._others.append(layers)
+                continue
+            pools = make_page_pools(kv_pool, host_pool, layers, io_backend, library)
+            # A product of 4096³ takes 3.5 times as long beside backups by 4 CTAs, 5 times beside 8; 2 are enough for
+            # the link unless the pieces are small.
+            self._pools.append((layers, pools, 2 if pools.chunk_bytes >= _LARGE_CHUNK else 4))
 
     def to_host(self, stream: Stream, device_pages: Pages, host_pages: Pages) -> None:
         with stream.active():
             if self.uses_sm and len(device_pages) > 0:
                 self._device.occupy_sm()  # loads do not: see RunCopier
-            self._pools.copy(device_pages, host_pages, to_host=True, num_ctas=self._store_ctas)
+            for _, pools, num_ctas in self._pools:
+                pools.copy(device_pages, host_pages, to_host=True, num_ctas=num_ctas)
+        for layers in self._others:
+            self._run_copier.to_host(stream, device_pages, host_pages, layers)
 
     def to_device(self, stream: Stream, host_pages: Pages, device_pages: Pages, layers: range) -> None:
         with stream.active():
-            self._pools.copy(device_pages, host_pages, to_host=False, layers=layers)
+            for own, pools, _ in self._pools:
+                some = layers if len(own) == self._num_layers else _within(layers, own, own.start)
+                if some:
+                    pools.copy(device_pages, host_pages, to_host=False, layers=some)
+        for own in self._others:
+            some = _within(layers, own)
+            if some:
+                self._run_copier.to_device(stream, host_pages, device_pages, some)
 
 
 _LARGE_CHUNK = 16 << 10  # bytes of one page of one layer's keys
+
+
+def _has_pairs(rows: Sequence[KVRow]) -> bool:
+    """Whether the kernels take layers of these rows."""
+    return len(rows) == 2 and rows[0].nbytes == rows[1].nbytes
+
+
+def _within(layers: range, own: range, first: int = 0) -> range:
+    """Those of ``layers`` that are in ``own``, counted from ``first``; may be empty."""
+    return range(max(layers.start, own.start) - first, min(layers.stop, own.stop) - first)
+
+
+def make_page_pools(
+    kv_pool: KVPool,
+    host_pool: HostPool,
+    layers: range,
+    io_backend: IoBackend,
+    library: fenceline_kernel.KernelLibrary | None = None,
+) -> fenceline_kernel.PagePools:
+    """Both ends of copies of ``layers``, which are alike, as fenceline_kernel takes them: as bytes, one head as wide as
+    a row. Raises ``ImportError`` or ``RuntimeError`` where there are no kernels."""
+    import fenceline_kernel
+
+    parts = kv_pool.layout.parts_of(layers)
+    first, num_slots = kv_pool.layout.parts[parts.start], kv_pool.num_pages * kv_pool.page_size
+    width = first.row.nbytes
+    sides = [kv_pool.parts[part].view(num_slots, 1, width) for part in parts]
+    length = len(parts) * first.nbytes
+    if host_pool.mem_layout == "page_first":
+        host = host_pool.buffer.view(host_pool.num_pages, -1)[:, first.offset : first.offset + length]
+        host = host.view(host_pool.num_pages, len(layers), 2, kv_pool.page_size, 1, width)
+    else:
+        start = first.offset * host_pool.num_pages
+        host = host_pool.buffer[start : start + length * host_pool.num_pages]
+        host = host.view(len(layers), 2, host_pool.num_pages * kv_pool.page_size, 1, width)
+    return fenceline_kernel.PagePools(
+        sides[::2], sides[1::2], host, kv_pool.page_size, host_pool.mem_layout, io_backend, library
+    )
 
 
 def make_page_copier(
@@ -167,21 +227,15 @@ def make_page_copier(
 ) -> PageCopier:
     """The copier of ``--hicache-io-backend``: ``kernel`` copies by SMs, ``direct`` by the copy engine.
 
-    On a GPU both need fenceline_kernel; without it ``direct`` falls back to torch's copies, one for each run of pages,
-    layer and side, and ``kernel`` raises ``ValueError`` with the remedy. Elsewhere both copy alike, and ``kernel``
+    On a GPU both need fenceline_kernel; without it ``direct`` falls back to torch's copies, one for each run of pages
+    and part, and ``kernel`` raises ``ValueError`` with the remedy. Elsewhere both copy alike, and ``kernel``
     occupies the resource ``sm`` where one is watched.
     """
     uses_sm = io_backend == "kernel"
     if device.kind != "cuda":
         return RunCopier(device, kv_pool, host_pool, uses_sm, strided=True)
-    layers = range(kv_pool.num_layers)
-    k, v = [kv_pool.k(layer) for layer in layers], [kv_pool.v(layer) for layer in layers]
     try:
-        import fenceline_kernel
-
-        pools = fenceline_kernel.PagePools(
-            k, v, host_pool.view, host_pool.page_size, host_pool.layout, io_backend
-        )
+        return CudaCopier(device, kv_pool, host_pool, io_backend)
     except (ImportError, RuntimeError) as error:  # KernelUnavailable is a RuntimeError
         if uses_sm:
             raise ValueError(
@@ -190,4 +244,3 @@ def make_page_copier(
             ) from error
         logger.warning("Transfers of pages are slower without fenceline_kernel: %s", error)
         return RunCopier(device, kv_pool, host_pool, uses_sm, strided=False)
-    return CudaCopier(device, pools, uses_sm)

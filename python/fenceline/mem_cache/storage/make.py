@@ -19,10 +19,6 @@ from fenceline.mem_cache.storage.page_file import header_nbytes
 from fenceline.mem_cache.storage.page_hash import PageFingerprint, PageKey
 from fenceline.memory_order import Device
 
-# The parts of a HostPool's page come in this order in both of its layouts, so servers that differ in
-# --hicache-mem-layout read each other's pages.
-_BYTE_ORDER = "layer, key or value, token, head"
-
 
 @dataclass(frozen=True, slots=True)
 class Storage:
@@ -74,10 +70,8 @@ def page_fingerprint(config: EngineConfig, host_pool: HostPool) -> PageFingerpri
     """Of the pages that a server with this configuration makes."""
     return PageFingerprint(
         model_id=model_id(config),
-        dtype=str(host_pool.view.dtype).removeprefix("torch."),
-        page_size=host_pool.page_size,
+        layout=host_pool.layout.describe(),
         page_nbytes=host_pool.page_nbytes,
-        layout=_BYTE_ORDER,
     )
 
 

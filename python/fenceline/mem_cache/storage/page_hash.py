@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 PageKey = bytes
 KEY_NBYTES = 32
 
-# Part of every key: whoever changes what a page's bytes mean changes this, and old pages are never found again.
-_SCHEME = b"fenceline page 1\0"
+# Part of every key: whoever changes what keys or bytes of pages mean changes this, and old pages are never found again.
+_SCHEME = b"fenceline page 2\0"
 _INT32 = np.iinfo(np.int32)
 
 
@@ -28,21 +28,19 @@ class PageFingerprint:
     """What two servers must have in common to read each other's pages.
 
     ``model_id`` must change with the weights (path and revision, better a digest of the files); ``draft_id`` is the
-    draft model's, whose layers are in the page too; ``dtype`` that of the KV; ``layout`` the order of bytes in a
-    page; ``page_nbytes`` bytes of one page, all layers, of this rank.
+    draft model's, whose layers are in the page too. ``layout`` says what the bytes of a page are
+    (``KVLayout.describe``), ``page_nbytes`` how many there are: one page, all layers, of this rank. How the host lays
+    pages out in its memory is not part of it: the bytes of a page are the same.
     """
 
     model_id: str
-    dtype: str
-    page_size: int
-    page_nbytes: int
     layout: str
+    page_nbytes: int
     tp_rank: int = 0
     tp_size: int = 1
     draft_id: str = ""
 
     def __post_init__(self) -> None:
-        assert self.page_size >= 1, f"page_size {self.page_size}"
         assert self.page_nbytes >= 1, f"page_nbytes {self.page_nbytes}"
         assert 0 <= self.tp_rank < self.tp_size, f"rank {self.tp_rank} of {self.tp_size}"
 

@@ -247,7 +247,7 @@ class StorageWorker:
         what = "read of a page from storage" if write else "write of a page to storage"
         for page in pages:
             self._host_pool.host_access(page, write, what)
-        return [self._host_pool.parts(page) for page in pages]
+        return [self._host_pool.page(page) for page in pages]
 
     def _call(self, call: Callable[[], T], otherwise: T, edge_s: float = 0.0) -> tuple[T, Cost]:
         """What the backend answers; ``otherwise`` if it breaks its promise and raises: that costs a miss, no more."""

@@ -79,18 +79,14 @@ def num_steps(events: Sequence[Event]) -> int:
 
 
 def device_bytes(runner: ModelRunner, pages: I32) -> tuple[Bytes, ...]:
-    """What each of the device's ``pages`` holds: keys and values of all layers."""
-    pool, size = runner.kv_pool, runner.page_size
-    sides = [side.cpu() for layer in range(pool.num_layers) for side in (pool.k(layer), pool.v(layer))]
-    return tuple(
-        torch.stack([side[page * size : (page + 1) * size] for side in sides]).numpy().view(np.uint8)
-        for page in pages.tolist()
-    )
+    """What each of the device's ``pages`` holds, in the order of the layout."""
+    parts = [part.cpu() for part in runner.kv_pool.parts]
+    return tuple(torch.cat([part[page] for part in parts]).numpy() for page in pages.tolist())
 
 
 def host_bytes(pool: HostPool, pages: I32) -> tuple[Bytes, ...]:
     """What each of the host's ``pages`` holds, in the order in which storage keeps it."""
-    return tuple(np.concatenate(pool.parts(page)) for page in pages.tolist())
+    return tuple(np.concatenate(pool.page(page)) for page in pages.tolist())
 
 
 def execute(
@@ -174,7 +170,7 @@ class _Execution:
             if not any(np.array_equal(page, kept) for kept in self._kept.get(key, ())):
                 return f"what storage brought into host page {number} is nothing that it was given under this key"
             start = 0
-            for part in pool.parts(number):
+            for part in pool.page(number):
                 part[:] = page[start : start + len(part)]
                 start += len(part)
         return ""
