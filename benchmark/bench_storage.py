@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from fenceline.mem_cache.page_hash import PageFingerprint, page_keys
 from fenceline.mem_cache.storage.file_backend import FileBackend
-from fenceline.mem_cache.storage.page_hash import PageFingerprint, page_keys
 
 ROUNDS = 3
 BATCH = 32

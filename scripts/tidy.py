@@ -35,7 +35,16 @@ ATTIC = ("", "__main__", "cli", "launch_server", "bench_serving", "benchmarking"
 TEST_ONLY = "vgpu"
 # Run in processes, or at moments, where torch must not be loaded. Importing it inside a function is allowed in config
 # alone, to ask for a GPU.
-NO_TORCH = ("config", "ipc", "frontend", "sampling.sampling_params", "mem_cache.tree", "mem_cache.storage")
+NO_TORCH = (
+    "config",
+    "ipc",
+    "frontend",
+    "sampling.sampling_params",
+    "mem_cache.tree",
+    "mem_cache.storage",
+    "mem_cache.transfer",
+    "mem_cache.page_hash",
+)
 # What the proof holds the engine's answers against: it shares nothing with it, types at most.
 INDEPENDENT = ("vgpu.proving.oracle",)
 ORDERING_ROOMS = ("memory_order", TEST_ONLY)

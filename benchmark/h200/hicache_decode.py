@@ -32,7 +32,7 @@ from in_process import InProcessEngine
 from shapes import SHAPES, kv_bytes_per_token, make_model_dir
 
 from fenceline.mem_cache.host.cache_controller import CacheController
-from fenceline.mem_cache.host.transfer import Ticket, TransferKind
+from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import LeasePool, Points
 
 _WARM_STEPS = 30

@@ -30,7 +30,7 @@ def run_planted_scheduler(faults: Sequence[str], log: Path, config: EngineConfig
     import numpy.typing as npt
 
     from fenceline.mem_cache.host.cache_controller import CacheController
-    from fenceline.mem_cache.host.transfer import Ticket
+    from fenceline.mem_cache.transfer import Ticket
     from fenceline.memory_order import Points
     from fenceline.scheduler.process import run_scheduler_process
 

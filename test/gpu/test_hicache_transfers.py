@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transfer_rounds import SHAPE, RandomTransfers, io_backends, layouts, open_rounds
 
-from fenceline.mem_cache.host.transfer import TransferKind
+from fenceline.mem_cache.transfer import TransferKind
 from fenceline.memory_order import Points
 from fenceline.memory_order.edges import PAGE_EDGES
 

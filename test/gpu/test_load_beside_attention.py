@@ -17,8 +17,8 @@ from fenceline.layers.forward_batch import AttentionInputs, ForwardMode
 from fenceline.mem_cache.host.cache_controller import CacheController
 from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.host.page_copy import make_page_copier
-from fenceline.mem_cache.host.transfer import Ticket, TransferKind
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
+from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, Points, open_device
 
 pytestmark = pytest.mark.gpu

@@ -13,11 +13,10 @@ from hicache_world import Contents, Entry, Prefix, SpyPool, TwoTierModel, World,
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fenceline.mem_cache.host.transfer import PageMove, Ticket, TransferKind
-from fenceline.mem_cache.storage.page_hash import PageFingerprint, page_keys
-from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
-from fenceline.mem_cache.tree.host_tier import HostHold
-from fenceline.mem_cache.tree.radix_node import MatchResult, TreeNode
+from fenceline.mem_cache.page_hash import PageFingerprint, page_keys
+from fenceline.mem_cache.transfer import PageMove, Ticket, TransferKind
+from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache, HostHold
+from fenceline.mem_cache.tree.radix_cache import MatchResult, TreeNode
 from fenceline.memory_order.stream import Points
 
 NUM_DEVICE_PAGES = 18

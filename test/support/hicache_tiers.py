@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from hicache_world import WorldStream
 
-from fenceline.mem_cache.host.transfer import PageMove, Ticket
+from fenceline.mem_cache.transfer import PageMove, Ticket
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
-from fenceline.mem_cache.tree.radix_node import InsertResult, MatchResult, TreeNode
+from fenceline.mem_cache.tree.radix_cache import InsertResult, MatchResult, TreeNode
 from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.lease import LeasePool
 from fenceline.memory_order.stream import Points

@@ -8,7 +8,7 @@ import numpy as np
 from step_traces import GREEDY, VOCAB_SIZE, TraceShape
 from trace_runner import make_runner
 
-from fenceline.mem_cache.host.transfer import Ticket, TransferKind
+from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, Points
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import (

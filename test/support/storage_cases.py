@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fenceline.mem_cache.page_hash import PageFingerprint, PageKey
 from fenceline.mem_cache.storage.directory import StorageDirectory
 from fenceline.mem_cache.storage.file_backend import FileBackend
 from fenceline.mem_cache.storage.page_file import HEADER_NBYTES
-from fenceline.mem_cache.storage.page_hash import PageFingerprint, PageKey
 
 Page = list[NDArray[np.uint8]]
 

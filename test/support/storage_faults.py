@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random
 
+from fenceline.mem_cache.page_hash import PageKey
 from fenceline.mem_cache.storage.base import PageParts, Reason, StorageBackend, StorageStats
-from fenceline.mem_cache.storage.page_hash import PageKey
 
 
 class FaultyBackend:

@@ -18,8 +18,8 @@ import torch
 from recording_device import LaggingStream
 
 from fenceline.mem_cache.host.cache_controller import TransferCounts
-from fenceline.mem_cache.host.transfer import Ticket, TransferKind
 from fenceline.mem_cache.req_pool import ReqPool
+from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import LeasePool, Point, Points, Stream, open_device
 from fenceline.memory_order.edges import StreamName
 from fenceline.model_executor.step import (

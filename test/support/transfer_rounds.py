@@ -21,7 +21,7 @@ from fenceline.config.hicache import IoBackend
 from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.host.cache_controller import CacheController
 from fenceline.mem_cache.host.page_copy import PageCopier, Pages, make_page_copier
-from fenceline.mem_cache.host.transfer import Ticket, TransferKind
+from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, Point, Points, Stream, open_device, wait_for_pages
 from fenceline.memory_order.edges import HOST_PAGE_REUSE
 from fenceline.vgpu import VgpuDevice, VirtualGpu

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hicache_tiers import PAGE, Tiers, after_of, prompt
 
-from fenceline.mem_cache.host.transfer import Ticket
-from fenceline.mem_cache.storage.page_hash import PageFingerprint
+from fenceline.mem_cache.page_hash import PageFingerprint
+from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order.stream import Points
 
 FINGERPRINT = PageFingerprint("model", "a layout", page_nbytes=4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fenceline.mem_cache.host.transfer import Ticket
+from fenceline.mem_cache.transfer import Ticket
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import TreeNode
 from fenceline.memory_order.lease import LeasePool

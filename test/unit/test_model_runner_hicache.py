@@ -16,7 +16,7 @@ from model_tiers import (
 )
 from trace_runner import make_runner
 
-from fenceline.mem_cache.host.transfer import Ticket
+from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order import OrderError, Points, open_device
 from fenceline.model_executor.model_runner import ModelRunner
 

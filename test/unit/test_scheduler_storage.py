@@ -10,9 +10,9 @@ import pytest
 from scheduler_driver import Driver, make_model_driver, request
 
 from fenceline.ipc.io_struct import FlushCacheReq, HiCacheState
+from fenceline.mem_cache.page_hash import PageKey
 from fenceline.mem_cache.storage.base import PageParts
 from fenceline.mem_cache.storage.file_backend import FileBackend
-from fenceline.mem_cache.storage.page_hash import PageKey
 
 PAGE = 16
 

@@ -17,9 +17,9 @@ from storage_faults import FaultyBackend
 from storage_tier import KEYS, PAGE, PATIENCE_S, Gate, Tier, file_backend, make_tier, tier_fingerprint
 
 from fenceline.config.server_args import PrefetchPolicy
+from fenceline.mem_cache.page_hash import PageKey
 from fenceline.mem_cache.storage.base import Reason
 from fenceline.mem_cache.storage.controller import StorageLimits
-from fenceline.mem_cache.storage.page_hash import PageKey
 from fenceline.mem_cache.storage.prefetch import (
     I32,
     Ack,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fenceline.mem_cache.storage.page_hash import KEY_NBYTES, PageFingerprint, page_keys
+from fenceline.mem_cache.page_hash import KEY_NBYTES, PageFingerprint, page_keys
 
 FINGERPRINT = PageFingerprint("model@1", "page_first", 4096, tp_rank=0, tp_size=2)
 OTHERS = {

@@ -13,7 +13,7 @@ from transfer_rounds import POLICIES, RandomTransfers, Rounds, layouts
 
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.mem_cache.host.transfer import Ticket, TransferKind
+from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, Points, open_device
 from fenceline.memory_order.edges import HOST_PAGE_REUSE, PAGE_EDGES
 from fenceline.model_executor.model_runner import ModelRunner

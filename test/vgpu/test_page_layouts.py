@@ -22,13 +22,13 @@ from fenceline.config.hicache import IoBackend
 from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.host.cache_controller import CacheController
 from fenceline.mem_cache.host.page_copy import make_page_copier
-from fenceline.mem_cache.host.transfer import Ticket
 from fenceline.mem_cache.kv_pool import KVLayout, KVRow, keys_and_values, latent
+from fenceline.mem_cache.page_hash import PageFingerprint, PageKey, page_keys
 from fenceline.mem_cache.storage.base import Reason
 from fenceline.mem_cache.storage.controller import StorageController, StorageLimits
 from fenceline.mem_cache.storage.file_backend import FileBackend
-from fenceline.mem_cache.storage.page_hash import PageFingerprint, PageKey, page_keys
 from fenceline.mem_cache.storage.prefetch import Outcome, Prefetch, Written
+from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order import Device, Points, open_device
 from fenceline.vgpu import VgpuDevice, VirtualGpu
 

@@ -10,7 +10,7 @@ import pytest
 from scheduler_driver import answers
 from tiny_model import tiny_driver, tiny_requests
 
-from fenceline.mem_cache.host.transfer import TransferKind
+from fenceline.mem_cache.transfer import TransferKind
 from fenceline.memory_order import Device, open_device
 from fenceline.memory_order.guards import ARENA_PAD, GRAPH_POOL, SINK, TOTAL_BUCKETS
 from fenceline.model_executor.graph_runner import GraphStats

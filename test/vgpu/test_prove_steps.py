@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fenceline.mem_cache.host.transfer import TransferKind
+from fenceline.mem_cache.transfer import TransferKind
 from fenceline.memory_order import open_device
 from fenceline.vgpu import RaceError, VgpuDevice, VirtualGpu
 from fenceline.vgpu.policy import Turn

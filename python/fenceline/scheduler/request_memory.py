@@ -18,8 +18,8 @@ import numpy.typing as npt
 from fenceline.config.engine_config import EngineConfig
 from fenceline.ipc.io_struct import CachedTokensDetails
 from fenceline.mem_cache.hierarchical_cache import HierarchicalCache, OffloadedTail
-from fenceline.mem_cache.host.transfer import Ticket
 from fenceline.mem_cache.storage.tier import StorageTier
+from fenceline.mem_cache.transfer import Ticket
 from fenceline.mem_cache.tree.radix_cache import InsertResult, MatchResult, RadixCache
 from fenceline.memory_order import LeasePool, Points, comparison
 from fenceline.memory_order.guards import QUEUED_MATCH

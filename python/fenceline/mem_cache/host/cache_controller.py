@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.host.page_copy import PageCopier
-from fenceline.mem_cache.host.transfer import Ticket, TransferKind
 from fenceline.mem_cache.host.transfer_order import TransferOrder
 from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, LeasePool, Point, Points, Stream
 from fenceline.memory_order.edges import FORWARD_AFTER_LOAD, SM_EXCLUSIVE
 from fenceline.memory_order.stream import wait_for_pages

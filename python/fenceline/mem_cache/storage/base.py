@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fenceline.mem_cache.storage.page_hash import PageKey
+from fenceline.mem_cache.page_hash import PageKey
 
 # A page's bytes where they lie in host memory, in order: one part for a page-first layout, one for each layer's K
 # and V for a layer-first one. Parts are contiguous uint8; nothing is copied on the way.

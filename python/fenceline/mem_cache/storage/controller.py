@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from fenceline.config.server_args import PrefetchPolicy
 from fenceline.mem_cache.host.host_pool import HostPool
+from fenceline.mem_cache.page_hash import PageKey
 from fenceline.mem_cache.storage.base import StorageBackend
 from fenceline.mem_cache.storage.lane import Lane
-from fenceline.mem_cache.storage.page_hash import PageKey
 from fenceline.mem_cache.storage.prefetch import (
     I32,
     Ack,

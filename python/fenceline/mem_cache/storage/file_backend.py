@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fenceline.config.private_files import ForeignEntryError
+from fenceline.mem_cache.page_hash import PageFingerprint, PageKey
 from fenceline.mem_cache.storage import page_file
 from fenceline.mem_cache.storage.base import (
     PageParts,
@@ -23,7 +24,6 @@ from fenceline.mem_cache.storage.base import (
 )
 from fenceline.mem_cache.storage.cleaner import Cleaner
 from fenceline.mem_cache.storage.directory import StorageDirectory, TempFile
-from fenceline.mem_cache.storage.page_hash import PageFingerprint, PageKey
 
 # A page's time of last use is its file's mtime. Pages of one call get times this far apart, the first the latest: a
 # prefix loses its last pages first, as a later page is of no use without the ones before.

@@ -13,10 +13,10 @@ from pathlib import Path
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.hicache import HiCacheStorageConfig, storage_key
 from fenceline.mem_cache.host.host_pool import HostPool
+from fenceline.mem_cache.page_hash import PageFingerprint, PageKey
 from fenceline.mem_cache.storage.controller import StorageController
 from fenceline.mem_cache.storage.file_backend import FileBackend
 from fenceline.mem_cache.storage.page_file import header_nbytes
-from fenceline.mem_cache.storage.page_hash import PageFingerprint, PageKey
 from fenceline.memory_order import Device
 
 

@@ -29,8 +29,8 @@ import struct
 import zlib
 from collections.abc import Sequence
 
+from fenceline.mem_cache.page_hash import KEY_NBYTES, PageKey
 from fenceline.mem_cache.storage.base import PageParts, Reason, StorageError
-from fenceline.mem_cache.storage.page_hash import KEY_NBYTES, PageKey
 
 MAGIC = b"\x89FLPAGE\n"
 VERSION = 1

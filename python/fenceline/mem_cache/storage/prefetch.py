@@ -9,7 +9,7 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from fenceline.mem_cache.storage.page_hash import PageKey
+from fenceline.mem_cache.page_hash import PageKey
 from fenceline.memory_order.stream import Points
 
 I32 = npt.NDArray[np.int32]

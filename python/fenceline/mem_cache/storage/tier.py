@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fenceline.mem_cache.page_hash import page_keys
 from fenceline.mem_cache.storage.make import Storage
-from fenceline.mem_cache.storage.page_hash import page_keys
 from fenceline.mem_cache.storage.prefetch import (
     Ack,
     Done,
@@ -27,7 +27,7 @@ from fenceline.mem_cache.storage.prefetch import (
 )
 from fenceline.mem_cache.storage.tier_stats import StorageTierStats
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
-from fenceline.mem_cache.tree.radix_node import IntArray, MatchResult, TreeNode
+from fenceline.mem_cache.tree.radix_cache import IntArray, MatchResult, TreeNode
 from fenceline.memory_order.lease import LeasePool
 from fenceline.memory_order.stream import Points
 

@@ -14,8 +14,8 @@ from functools import partial
 from typing import TypeVar
 
 from fenceline.mem_cache.host.host_pool import HostPool
+from fenceline.mem_cache.page_hash import PageKey
 from fenceline.mem_cache.storage.base import PageParts, StorageBackend, num_leading
-from fenceline.mem_cache.storage.page_hash import PageKey
 from fenceline.mem_cache.storage.prefetch import I32, Prefetch
 from fenceline.memory_order import HostChannel
 from fenceline.memory_order.edges import HOST_PAGE_REUSE

@@ -29,17 +29,25 @@ matched, split and evicted like any others: pages retire with the Points of all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import attrgetter
 
 import numpy as np
 
-from fenceline.mem_cache.host.transfer import PageMove, Ticket, TransferKind
-from fenceline.mem_cache.storage.page_hash import PageKey
-from fenceline.mem_cache.tree.host_tier import HostHold, HostTier, host_pages_of
-from fenceline.mem_cache.tree.in_transit import InTransit, loads_of, transfer_points
-from fenceline.mem_cache.tree.node_keys import keys_of
-from fenceline.mem_cache.tree.radix_cache import RadixCache, as_tokens
-from fenceline.mem_cache.tree.radix_node import Int32Array, IntArray, MatchResult, TreeNode
+from fenceline.mem_cache.page_hash import PageKey, page_keys
+from fenceline.mem_cache.transfer import PageMove, Ticket, TransferKind
+from fenceline.mem_cache.tree.radix_cache import (
+    HostHold,
+    Int32Array,
+    IntArray,
+    LruQueue,
+    MatchResult,
+    Orphan,
+    RadixCache,
+    TreeNode,
+    as_tokens,
+    check_owned,
+)
 from fenceline.memory_order.lease import LeasePool
 from fenceline.memory_order.stream import Points
 
@@ -257,9 +265,18 @@ class HiRadixCache(RadixCache):
         self._host.release(hold_id, after)
 
     def keys(self, node: TreeNode) -> list[PageKey]:
-        """The storage keys of ``node``'s pages (none for the root), computed when first asked for."""
+        """The storage keys of ``node``'s pages, in token order; none for the root or a node that has left the tree.
+        They are computed when somebody first asks for them, then kept on the nodes."""
         assert self._root_key is not None, "the tree was made without storage"
-        return keys_of(node, self._root_key, self.page_size)
+        before: PageKey | None = None
+        for part in node.path():
+            if part.keys is None:
+                if before is None:  # a node of the first level, whose edge begins with the namespace
+                    extra_key = part.edge[: -4 * self.page_size].decode("utf-8", "surrogatepass")
+                    before = self._root_key(extra_key)
+                part.keys = page_keys(before, part.tokens, self.page_size)
+            before = part.keys[-1]
+        return list(node.keys or ())
 
     # --- books ---------------------------------------------------------------------------------------
 
@@ -397,3 +414,252 @@ class HiRadixCache(RadixCache):
     def _host_only(self, node: TreeNode) -> list[TreeNode]:
         """The nodes from the top down to ``node`` that are not on the device."""
         return [part for part in node.path() if not part.on_device]
+
+
+class HostTier:
+    """Writes the host side of nodes; :class:`HiRadixCache` decides which."""
+
+    def __init__(self, pool: LeasePool, drop: Callable[[TreeNode], None]) -> None:
+        """``pool`` leases the host pages. ``drop`` takes a node out of the tree that is now on no tier."""
+        self.pool = pool
+        self._drop = drop
+        self.lru = LruQueue(attrgetter("is_host_evictable"))
+        self.num_pages = 0  # on nodes of the tree
+        self.num_both_pages = 0  # of these, on nodes that are on the device too
+        self.num_evicted_pages = 0  # since the start, to make room
+        self._num_orphan_pages = 0
+        self._num_created = 0
+        self._holds: dict[int, HostHold] = {}
+
+    @property
+    def num_orphan_pages(self) -> int:
+        """Pages that only a hold keeps leased."""
+        return self._num_orphan_pages
+
+    @property
+    def num_holds(self) -> int:
+        """Holds that have not been released."""
+        return len(self._holds)
+
+    def add(self, node: TreeNode, pages: Int32Array, after: Points) -> None:
+        """``node`` gets ``pages`` [node.num_pages], leased from the pool; ``after``: their users so far."""
+        assert node.host_pages is None, f"node {node.id} is on the host already"
+        assert node.parent is not None, f"node {node.id} is in no tree"
+        node.host_pages = pages
+        node.host_after = after
+        node.parent.num_host_children += 1
+        self.num_pages += len(pages)
+        self.num_both_pages += len(pages) if node.on_device else 0
+        self.lru.push_if_evictable(node)
+
+    def remove(self, node: TreeNode) -> int:
+        """Retire ``node``'s host pages, now or, where somebody holds them, at the last release. How many."""
+        assert node.host_pages is not None, f"node {node.id} is not on the host"
+        assert node.parent is not None, f"node {node.id} is in no tree"
+        pages, after = node.host_pages, node.host_after.join(transfer_points(node))
+        if node.host_holds:
+            self._orphan(node, pages, after)
+        else:
+            self.pool.retire(pages, after)
+        self.num_pages -= len(pages)
+        self.num_both_pages -= len(pages) if node.on_device else 0
+        node.parent.num_host_children -= 1
+        node.host_pages, node.host_after = None, Points.none()
+        return len(pages)
+
+    def split(self, upper: TreeNode, lower: TreeNode, num_pages: int) -> None:
+        """``upper`` has been cut from ``lower``, whose first ``num_pages`` host pages it takes."""
+        if lower.host_pages is None:
+            return
+        upper.host_pages = lower.host_pages[:num_pages].copy()
+        lower.host_pages = lower.host_pages[num_pages:].copy()
+        upper.num_host_children = 1
+        upper.host_after = lower.host_after
+        upper.host_holds = lower.host_holds
+        for hold in lower.host_holds:
+            hold.nodes.append(upper)
+
+    def alloc(self, num_pages: int, protected: Collection[TreeNode]) -> tuple[Int32Array, Points] | None:
+        """Lease pages, evicting where needed, but nothing ``protected``; None, and nothing is evicted, if that does
+        not suffice."""
+        missing = num_pages - self.pool.num_free
+        if missing > self.num_pages:
+            return None  # not even by evicting all
+        if missing > 0:
+            victims, num_found = self._choose(missing, protected)
+            if num_found < missing:
+                for node in victims:
+                    self.lru.push_if_evictable(node)
+                return None
+            self._evict_all(victims)
+        return self.pool.alloc(num_pages)
+
+    def evict(self, num_pages: int) -> int:
+        """Retire at least ``num_pages`` pages, the least recently used first, or all that may go; returns how many."""
+        victims, _ = self._choose(num_pages, ())
+        return self._evict_all(victims)
+
+    def _choose(self, num_pages: int, protected: Collection[TreeNode]) -> tuple[list[TreeNode], int]:
+        """Nodes with at least ``num_pages`` pages in all, the least recently used first, children before parents, as
+        if each had gone when the next is chosen; their pages. They have left the queue."""
+        victims: list[TreeNode] = []
+        kept: list[TreeNode] = []
+        num_found = 0
+        while num_found < num_pages:
+            node = self.lru.pop()
+            if node is None:
+                break
+            if node in protected:
+                kept.append(node)
+                continue
+            assert node.parent is not None, "the root has no pages"
+            victims.append(node)
+            num_found += node.num_host_pages
+            node.parent.num_host_children -= 1  # so that the parent may be next
+            self.lru.push_if_evictable(node.parent)
+        for node in victims:
+            assert node.parent is not None, "nobody has left yet"
+            node.parent.num_host_children += 1
+        for node in kept:
+            self.lru.push_if_evictable(node)
+        return victims, num_found
+
+    def _evict_all(self, victims: Sequence[TreeNode]) -> int:
+        num_evicted = 0
+        for node in victims:
+            parent = node.parent
+            assert parent is not None, "the root has no pages"
+            num_evicted += self.remove(node)
+            if not node.on_device:
+                self._drop(node)
+            self.lru.push_if_evictable(parent)
+        self.num_evicted_pages += num_evicted
+        return num_evicted
+
+    def hold(self, node: TreeNode, keys: list[bytes]) -> HostHold:
+        """Pin the host pages of ``node`` until :meth:`release`."""
+        assert node.host_pages is not None, f"node {node.id} is not on the host"
+        self._num_created += 1
+        hold = HostHold(self._num_created, node.host_pages.copy(), keys, node)
+        node.host_holds += (hold,)
+        self._holds[hold.id] = hold
+        return hold
+
+    def release(self, hold_id: int, after: Points) -> None:
+        """Give back a hold. ``after``: its user's last accesses."""
+        assert hold_id in self._holds, f"hold {hold_id} is released twice or was never taken"
+        hold = self._holds.pop(hold_id)
+        for node in hold.nodes:
+            node.host_holds = tuple(other for other in node.host_holds if other is not hold)
+            node.host_after = node.host_after.join(after)
+            self.lru.push_if_evictable(node)
+        for orphan in hold.orphans:
+            orphan.after = orphan.after.join(after)
+            orphan.num_holds -= 1
+            if orphan.num_holds == 0:
+                self._num_orphan_pages -= len(orphan.pages)
+                self.pool.retire(orphan.pages, orphan.after)
+
+    def _orphan(self, node: TreeNode, pages: Int32Array, after: Points) -> None:
+        orphan = Orphan(pages, after, len(node.host_holds))
+        for hold in node.host_holds:
+            hold.orphans.append(orphan)
+        node.host_holds = ()
+        self._num_orphan_pages += len(pages)
+
+    def check(self, nodes: Sequence[TreeNode]) -> None:
+        """AssertionError if the books disagree with the ``nodes`` of the tree."""
+        self.lru.check()
+        for node in nodes:
+            name = f"node {node.id}"
+            assert node in self.lru or not node.is_host_evictable, (
+                f"{name}: evictable but not in the host queue"
+            )
+            assert node.num_host_children == sum(c.host_pages is not None for c in node.children.values()), (
+                f"{name}: miscounts its children on the host"
+            )
+            for hold in node.host_holds:
+                assert self._holds.get(hold.id) is hold and node in hold.nodes, f"{name}: unknown hold"
+        pages = np.sort(host_pages_of(nodes))
+        num_both = sum(node.num_host_pages for node in nodes if node.on_device)
+        assert pages.size == self.num_pages, f"{pages.size} host pages, counted {self.num_pages}"
+        assert num_both == self.num_both_pages, f"{num_both} pages on both, counted {self.num_both_pages}"
+        check_owned(pages, self.pool)
+
+
+class InTransit:
+    """The books of tickets and nodes. Splits and departures keep them, so an acknowledgement looks up its ticket
+    and nobody else has to remember a node (F15)."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[Ticket, list[TreeNode]] = {}
+        self._num_pages = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of nodes that carry a ticket."""
+        return self._num_pages
+
+    def add(self, node: TreeNode, ticket: Ticket) -> None:
+        """``node``'s pages are part of ``ticket``'s transfer."""
+        if not node.transfers:
+            self._num_pages += node.num_pages
+        node.transfers += (ticket,)
+        self._nodes.setdefault(ticket, []).append(node)
+
+    def split(self, upper: TreeNode, lower: TreeNode) -> None:
+        """``upper`` has been cut from the front of ``lower``: both were in the same transfers."""
+        upper.transfers = lower.transfers
+        for ticket in lower.transfers:
+            self._nodes[ticket].append(upper)
+
+    def remove(self, node: TreeNode) -> None:
+        """``node`` has left, or its pages' Points have been taken over by others."""
+        if node.transfers:
+            self._num_pages -= node.num_pages
+            node.transfers = ()
+
+    def finish(self, ticket: Ticket) -> None:
+        """``ticket``'s Points are known to have passed: nobody needs to read them any more."""
+        assert ticket.points.passed, f"{ticket!r} is finished before it is done"
+        for node in self._nodes.pop(ticket, ()):
+            if ticket in node.transfers:
+                node.transfers = tuple(other for other in node.transfers if other is not ticket)
+                if not node.transfers:
+                    self._num_pages -= node.num_pages
+
+    def check(self, nodes: Sequence[TreeNode]) -> None:
+        """AssertionError if the books disagree with the ``nodes`` of the tree."""
+        for node in nodes:
+            assert node.on_device or not node.transfers, f"node {node.id}: in transit to no device page"
+            for ticket in node.transfers:
+                assert any(known is node for known in self._nodes.get(ticket, ())), (
+                    f"node {node.id}: {ticket!r} does not know it"
+                )
+        num_pages = sum(node.num_pages for node in nodes if node.transfers)
+        assert num_pages == self._num_pages, f"{num_pages} pages in transit, counted {self._num_pages}"
+
+
+def host_pages_of(nodes: Iterable[TreeNode]) -> Int32Array:
+    """The host pages of ``nodes``, one after the other, int32 (a copy)."""
+    parts = [node.host_pages for node in nodes if node.host_pages is not None]
+    return np.concatenate([np.empty(0, dtype=np.int32), *parts])
+
+
+def transfer_points(node: TreeNode) -> Points:
+    """After these, all transfers that ``node``'s pages are part of are done. They must have been submitted."""
+    after = Points.none()
+    for ticket in node.transfers:
+        after = after.join(ticket.points)
+    return after
+
+
+def loads_of(path: Sequence[TreeNode]) -> tuple[Ticket, ...]:
+    """Loads of the pages of ``path`` that FORWARD has not waited for, each once."""
+    found = dict.fromkeys(
+        ticket
+        for node in path
+        for ticket in node.transfers
+        if ticket.kind is TransferKind.LOAD and not ticket.waited
+    )
+    return tuple(found)

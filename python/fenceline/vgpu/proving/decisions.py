@@ -16,8 +16,8 @@ import torch
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.mem_cache.host.host_pool import HostPool
-from fenceline.mem_cache.host.transfer import Ticket, TransferKind
-from fenceline.mem_cache.storage.page_hash import PageKey
+from fenceline.mem_cache.page_hash import PageKey
+from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Points, open_device
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import ExtendBatch, LogprobValues, ScheduleBatch, StepOutput

@@ -14,10 +14,10 @@ from typing import Any
 
 from fenceline.ipc.io_struct import AbortReq, TokenOut
 from fenceline.mem_cache.hierarchical_cache import HierarchicalCache
-from fenceline.mem_cache.host.transfer import PageMove, Ticket, TransferKind
 from fenceline.mem_cache.storage.prefetch import Ack, Done, Failed, Fetched, Outcome
+from fenceline.mem_cache.transfer import PageMove, Ticket, TransferKind
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
-from fenceline.mem_cache.tree.radix_node import TreeNode
+from fenceline.mem_cache.tree.radix_cache import TreeNode
 from fenceline.memory_order import Device, Points
 from fenceline.model_executor.step import DecodeBatch, ExtendBatch, PageWrites, ScheduleBatch
 from fenceline.sampling.sampling_batch import ReqSampling
