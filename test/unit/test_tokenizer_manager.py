@@ -645,6 +645,31 @@ async def test_an_id_counts_as_taken_while_its_request_is_prepared() -> None:
     assert not bench.manager.is_active("two")
 
 
+async def test_an_id_is_reserved_until_its_request_is_sent() -> None:
+    """Two requests that come with one X-Request-Id, the second while the first one's conversation is rendered."""
+    bench = Bench()
+    with bench.manager.reserved_id("trace") as first, bench.manager.reserved_id("trace") as second:
+        assert first == "trace" != second
+        streams = [await bench.manager.submit(ids_input(5, rid=rid)) for rid in (second, first)]
+        assert bench.manager.is_active("trace")
+    assert bench.manager.is_active("trace")
+    for stream in streams:
+        stream.close()
+    assert not bench.manager.is_active("trace") and not bench.manager.is_active(second)
+
+
+async def test_the_id_of_a_body_is_taken_as_long_as_one_of_its_requests_lasts() -> None:
+    bench = Bench()
+    group = await bench.manager.submit_many(expand_samples(replace(ids_input(5), rid="body"), 3))
+    group.streams[0].close()
+    group.streams[1].close()
+    with bench.manager.reserved_id("body") as other:
+        assert other != "body"
+    group.streams[2].close()
+    with bench.manager.reserved_id("body") as again:
+        assert again == "body"
+
+
 async def test_drain_waits_for_the_last_request() -> None:
     bench = Bench()
     stream = await bench.manager.submit(ids_input(5))

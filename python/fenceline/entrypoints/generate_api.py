@@ -46,11 +46,11 @@ async def generate(
     A wrong request for a stream is answered as SGLang does: by a stream that has the error as its only event.
     """
     body = await while_connected(request, parser.parse(request, parse_generate))
-    request_id: str = request.scope[REQUEST_ID]
     try:
-        expanded = await expand(body, config, None if manager.is_active(request_id) else request_id)
-        thinking_end = thinking_end_id(body, config, manager.tokenizer)
-        group = await while_connected(request, manager.submit_many(expanded.inputs))
+        with manager.reserved_id(request.scope[REQUEST_ID]) as rid:
+            expanded = await expand(body, config, rid)
+            thinking_end = thinking_end_id(body, config, manager.tokenizer)
+            group = await while_connected(request, manager.submit_many(expanded.inputs))
     except RequestError as error:
         if body.stream and error.status == 400:
             return Response(error_event(error), media_type="text/event-stream")

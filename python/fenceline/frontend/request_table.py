@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter, itemgetter
 
@@ -89,6 +90,7 @@ class RequestTable:
         self._active: dict[str, RequestEntry] = {}  # by id
         self._by_wire: dict[str, RequestEntry] = {}
         self._waiting: dict[str, RequestEntry] = {}  # by id, in order of arrival, nothing heard yet
+        self._families: Counter[str] = Counter()  # how many requests of each are active
         self._past: dict[str, int] = {}  # ids used before (the latest of them) and how often
         self._held_tokens = 0  # of started requests
 
@@ -96,7 +98,7 @@ class RequestTable:
         return len(self._active)
 
     def __contains__(self, rid: str) -> bool:
-        return rid in self._active
+        return rid in self._active or rid in self._families
 
     def wire_rid(self, rid: str) -> str:
         """The name under which a new request ``rid`` travels, or an active one does."""
@@ -177,6 +179,8 @@ class RequestTable:
         assert message.rid not in self._by_wire
         entry = RequestEntry(message, stream, family, self._rank(message.priority))
         self._active[entry.rid] = self._waiting[entry.rid] = self._by_wire[entry.wire_rid] = entry
+        if family and family != entry.rid:
+            self._families[family] += 1
         return entry
 
     def advance(self, token: TokenOut) -> RequestEntry | None:
@@ -211,12 +215,17 @@ class RequestTable:
         self._active.clear()
         self._waiting.clear()
         self._by_wire.clear()
+        self._families.clear()
         self._held_tokens = 0
         return entries
 
     def _forget(self, entry: RequestEntry) -> None:
         del self._active[entry.rid]
         del self._by_wire[entry.wire_rid]
+        if entry.family in self._families:
+            self._families[entry.family] -= entry.family != entry.rid
+            if not self._families[entry.family]:
+                del self._families[entry.family]
         self._waiting.pop(entry.rid, None)
         if entry.started:
             self._held_tokens -= entry.num_held_tokens

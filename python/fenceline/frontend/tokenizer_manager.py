@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import msgspec
@@ -41,6 +42,7 @@ from fenceline.frontend.request_types import (
     GenerateInput,
     RequestError,
     check_num_requests,
+    new_rid,
 )
 from fenceline.frontend.tokenize_pool import TokenizePool
 from fenceline.frontend.tokenizer import Tokenizer
@@ -196,8 +198,21 @@ class TokenizerManager:
             self._link.send(AbortReq(rid=entry.wire_rid))
 
     def is_active(self, rid: str) -> bool:
-        """Whether a request of this id is in flight, or being prepared."""
+        """Whether a request of this id, or of a body with this id, is in flight or being prepared."""
         return rid in self._table or rid in self._preparing
+
+    @contextmanager
+    def reserved_id(self, wanted: str, instead: Callable[[], str] = new_rid) -> Iterator[str]:
+        """The id of a request whose client gave none: ``wanted``, or one made by ``instead`` where that is taken.
+
+        In the ``with`` block, in which the request is prepared and sent, nobody else gets the same: clients may send
+        one X-Request-Id with several requests, and only ``rid`` promises to be unique."""
+        rid = instead() if self.is_active(wanted) else wanted
+        self._preparing.add(rid)
+        try:
+            yield rid
+        finally:
+            self._preparing.discard(rid)
 
     @property
     def num_active(self) -> int:

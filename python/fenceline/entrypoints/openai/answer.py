@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -22,8 +23,8 @@ class Generator(Protocol):
     def tokenizer(self) -> Tokenizer | None:
         """None under --skip-tokenizer-init."""
 
-    def is_active(self, rid: str) -> bool:
-        """Whether a request of this id is in flight."""
+    def reserved_id(self, wanted: str, instead: Callable[[], str]) -> AbstractContextManager[str]:
+        """The id of a request whose client gave none, which nobody else gets meanwhile."""
 
     def check_text_length(self, num_chars: int) -> None:
         """Raise RequestError if a prompt of so many characters cannot fit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from fastapi import APIRouter, Request
@@ -46,8 +47,9 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
         """Continue a prompt: text, token ids or a batch of either."""
         try:
             body = await while_connected(request, parser.parse(request, _parse_completion))
-            head = AnswerHead.now(_rid("cmpl", body, request, manager), model.name_for(body.model))
-            return await completions.respond(body, head, request)
+            with _rid("cmpl", body, request, manager) as rid:
+                head = AnswerHead.now(rid, model.name_for(body.model))
+                return await completions.respond(body, head, request)
         except RequestError as error:
             return error_response(error)
         except ClientDisconnect:
@@ -58,8 +60,9 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
         """Write the assistant's next message of a conversation."""
         try:
             body = await while_connected(request, parser.parse(request, _parse_chat))
-            head = AnswerHead.now(_rid("chatcmpl", body, request, manager), model.name_for(body.model))
-            return await chat.respond(body, head, request)
+            with _rid("chatcmpl", body, request, manager) as rid:
+                head = AnswerHead.now(rid, model.name_for(body.model))
+                return await chat.respond(body, head, request)
         except RequestError as error:
             return error_response(error)
         except ClientDisconnect:
@@ -98,11 +101,12 @@ def _add_model_routes(router: APIRouter, model: ServedModel) -> None:
         return json_response(card)
 
 
-def _rid(prefix: str, body: GenerationBody, request: Request, manager: Generator) -> str:
+def _rid(
+    prefix: str, body: GenerationBody, request: Request, manager: Generator
+) -> AbstractContextManager[str]:
     """The answer's id, by which it can be aborted: the client's own, else made from the HTTP request's id."""
     given = body.rid or body.request_id
     if given is not None:
-        return given
-    rid = f"{prefix}-{request.scope.get(REQUEST_ID) or new_rid()}"
-    # Clients may send one X-Request-Id with several requests; only ``rid`` promises to be unique.
-    return f"{prefix}-{new_rid()}" if manager.is_active(rid) else rid
+        return nullcontext(given)
+    wanted = f"{prefix}-{request.scope.get(REQUEST_ID) or new_rid()}"
+    return manager.reserved_id(wanted, lambda: f"{prefix}-{new_rid()}")
