@@ -62,6 +62,7 @@ class NullWorker:
     def __init__(self, num_pages: int, num_rows: int) -> None:
         self.device = open_device("cpu")
         self.pages = LeasePool("KV pages", num_pages + 1)
+        self.max_step_tokens = 1
         self.req_pool = ReqPool(num_rows + 1, 1, torch.device("cpu"))
         self.memory_bytes = {"weights": 0, "kv_cache": 0}
         self.graph_stats = None

@@ -43,7 +43,7 @@ def main() -> None:
     runner = make_runner(device, shape)
     outputs = play(runner, random_trace(1, args.steps, shape))
     device.synchronize()
-    wrong = [out for out in outputs if ((out.next_tokens < 0) | (out.next_tokens >= VOCAB_SIZE)).any()]
+    wrong = [out for out in outputs if ((out.tokens < 0) | (out.tokens >= VOCAB_SIZE)).any()]
     assert runner.decode.graphs is not None
     replays = runner.decode.graphs.stats.replays
     print(

@@ -106,7 +106,12 @@ class Driver:
 
 
 def make_driver(
-    num_pages: int = 64, page_size: int = 4, num_rows: int = 8, context_length: int = 256, **flags: object
+    num_pages: int = 64,
+    page_size: int = 4,
+    num_rows: int = 8,
+    context_length: int = 256,
+    max_step_tokens: int = 1,
+    **flags: object,
 ) -> Driver:
     """A scheduler over a TokenWorker; ``flags`` are ServerArgs fields."""
     flags.setdefault("chunked_prefill_size", 16 * page_size)
@@ -121,7 +126,7 @@ def make_driver(
             config.model, context_length=context_length, vocab_size=VOCAB_SIZE, eos_token_ids=(0,)
         ),
     )
-    return Driver(config, TokenWorker(num_pages, page_size, num_rows, context_length))
+    return Driver(config, TokenWorker(num_pages, page_size, num_rows, context_length, max_step_tokens))
 
 
 def make_model_driver(num_rows: int = 8, device: str = "cpu", **flags: object) -> Driver:
@@ -159,7 +164,7 @@ def expected_output(req: TokenizedGenerateReq, capacity: int, eos: int = 0) -> l
         token = next_token(history, params.seed)
         history.append(token)
         output.append(token)
-        if token in stops:
+        if token in stops and len(output) >= params.min_new_tokens:
             break
     return output
 
@@ -170,11 +175,12 @@ def make_tiered_driver(
     page_size: int = 4,
     num_rows: int = 6,
     seed: int = 0,
+    max_step_tokens: int = 1,
     **flags: object,
 ) -> Driver:
     """As :func:`make_driver`, with a host tier under the tree. ``seed``: what runs when; see TokenTransfers."""
     driver = make_driver(num_pages, page_size, num_rows, enable_hierarchical_cache=True, **flags)
-    worker = TokenWorker(num_pages, page_size, num_rows, driver.config.model.context_length)
+    worker = TokenWorker(num_pages, page_size, num_rows, driver.config.model.context_length, max_step_tokens)
     TokenTransfers(worker, num_host_pages, Random(seed))
     return Driver(driver.config, worker)
 

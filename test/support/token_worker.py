@@ -8,8 +8,9 @@ given anew must come with the Points of whoever touched it last.
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from random import Random
 
@@ -35,6 +36,7 @@ from fenceline.model_executor.step import (
 from fenceline.sampling.sampling_batch import ReqSampling
 
 VOCAB_SIZE = 211
+_REJECTED = -2  # no token: whoever reads it says something that nobody expects
 
 
 def next_token(history: list[int], seed: int) -> int:
@@ -113,9 +115,16 @@ class AuditedPool(LeasePool):
 class TokenWorker:
     """Stands in for a ModelRunner (see the module's docstring)."""
 
-    def __init__(self, num_pages: int, page_size: int, num_rows: int, context_length: int) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, num_rows: int, context_length: int, max_step_tokens: int = 1
+    ) -> None:
+        """``max_step_tokens``: of which a decode step yields for each request as many as its history decides, as if
+        drafts had been accepted; what it had drafted beyond lies in the slots behind, and must not be read."""
         self.device = open_device("cpu")
         self.page_size = page_size
+        self.max_step_tokens = max_step_tokens
+        self.num_by_count: Counter[int] = Counter()  # requests of decode steps, by how many tokens they got
+        self._lens: dict[int, int] = {}  # tokens whose KV is in a row's slots, as the device knows
         self.pages = AuditedPool("KV pages", num_pages + 1)
         self.req_pool = ReqPool(num_rows + 1, -(-context_length // page_size) + 1, torch.device("cpu"))
         self.req_pool.rows = AuditedPool("request rows", num_rows + 1)
@@ -204,6 +213,7 @@ class TokenWorker:
             slots = [self._slot(seq.row, p) for p in range(seq.prefix_len, seq.seq_len)]
             assert slots == seq.out_slots.tolist()
             self.slots[slots] = seq.token_ids
+            self._lens[seq.row] = seq.seq_len
             if seq.sampling is not None:
                 token = next_token(self._history(seq.row, seq.seq_len), seq.sampling.seed)
                 self.req_pool.last_tokens[seq.row] = token
@@ -218,18 +228,42 @@ class TokenWorker:
         self._write_pages(batch.page_writes)
         if self._composition is not None and self._composition[0] == batch.composition:
             _, rows, lens = self._composition
-            lens = lens + 1
+            lens = lens + batch.num_advanced if batch.num_advanced else batch.seq_lens
         else:
+            assert batch.num_advanced == 0, "a batch of others continues nothing"
             rows, lens = batch.rows, batch.seq_lens
         assert rows.tolist() == batch.rows.tolist() and lens.tolist() == batch.seq_lens.tolist()
         self._composition = (batch.composition, rows, lens)
-        tokens = []
-        for row, length, sampling in zip(rows.tolist(), lens.tolist(), batch.sampling, strict=True):
-            self.slots[self._slot(row, length - 1)] = int(self.req_pool.last_tokens[row])
-            token = next_token(self._history(row, length), sampling.seed)
-            self.req_pool.last_tokens[row] = token
-            tokens.append(token)
-        return StepOutput(np.array(tokens, dtype=np.int64), _logprobs(tokens, batch.sampling), None)
+        tokens: list[int] = []
+        counts: list[int] = []
+        for row, most, sampling in zip(rows.tolist(), lens.tolist(), batch.sampling, strict=True):
+            accepted = self._decode_row(row, most, sampling)
+            tokens += accepted
+            counts.append(len(accepted))
+        self.num_by_count.update(counts)
+        sampled = [sampling for sampling, num in zip(batch.sampling, counts, strict=True) for _ in range(num)]
+        out = StepOutput(np.array(tokens, dtype=np.int64), _logprobs(tokens, sampled), None)
+        return out if self.max_step_tokens == 1 else dataclasses.replace(out, counts=np.array(counts))
+
+    def _decode_row(self, row: int, most: int, sampling: ReqSampling) -> list[int]:
+        """The step of one request, whose length may be ``most`` afterwards."""
+        first = self._lens[row]
+        assert first < most <= first + 2 * self.max_step_tokens, "the step before, this one, and no more"
+        end = min(first + self.max_step_tokens, most)
+        history, accepted = self._history(row, first), []
+        token = int(self.req_pool.last_tokens[row])
+        wanted = 1 + zlib.crc32(np.array([token, first], dtype=np.int64).tobytes()) % self.max_step_tokens
+        for position in range(first, min(first + wanted, end)):
+            self.slots[self._slot(row, position)] = token
+            history.append(token)
+            token = next_token(history, sampling.seed)
+            accepted.append(token)
+        self._lens[row] = first + len(accepted)
+        assert self._history(row, self._lens[row]) == history
+        for position in range(self._lens[row], end):  # drafts that were not accepted
+            self.slots[self._slot(row, position)] = _REJECTED
+        self.req_pool.last_tokens[row] = token
+        return accepted
 
 
 def _logprobs(tokens: list[int], sampling: Sequence[ReqSampling]) -> LogprobValues | None:

@@ -132,8 +132,8 @@ def first_difference(expected: Sequence[StepOutput], got: Sequence[StepOutput]) 
     """Where the answers begin to differ, in any bit; "" if nowhere."""
     assert len(expected) == len(got)
     for number, (one, other) in enumerate(zip(expected, got, strict=True)):
-        if not np.array_equal(one.next_tokens, other.next_tokens):
-            return f"step {number}: tokens {other.next_tokens.tolist()}, expected {one.next_tokens.tolist()}"
+        if not np.array_equal(one.tokens, other.tokens):
+            return f"step {number}: tokens {other.tokens.tolist()}, expected {one.tokens.tolist()}"
         for name in ("logprobs", "prompt_logprobs"):
             if not _same(getattr(one, name), getattr(other, name)):
                 return f"step {number}: {name} differ"
@@ -143,8 +143,8 @@ def first_difference(expected: Sequence[StepOutput], got: Sequence[StepOutput]) 
 def same_tokens(expected: Sequence[StepOutput], got: Sequence[StepOutput]) -> str:
     """Where the tokens begin to differ, or logprobs by more than rounding; "" if nowhere."""
     for number, (one, other) in enumerate(zip(expected, got, strict=True)):
-        if not np.array_equal(one.next_tokens, other.next_tokens):
-            return f"step {number}: tokens {other.next_tokens.tolist()}, expected {one.next_tokens.tolist()}"
+        if not np.array_equal(one.tokens, other.tokens):
+            return f"step {number}: tokens {other.tokens.tolist()}, expected {one.tokens.tolist()}"
         for a, b in ((one.logprobs, other.logprobs), (one.prompt_logprobs, other.prompt_logprobs)):
             if (a is None) != (b is None):
                 return f"step {number}: one of them has no logprobs"

@@ -41,7 +41,7 @@ def test_steps_requests_and_tokens_are_those_of_the_run() -> None:
     driver.run()
     record = dump(driver)
     assert len(record["steps"]) == driver.worker.num_steps and not record["wrapped"]
-    assert record["format"] == "fenceline-flight-recorder" and record["version"] == 1
+    assert record["format"] == "fenceline-flight-recorder" and record["version"] == 2
     told: dict[str, list[int]] = {}
     for step in record["steps"]:
         if step["mode"] == "extend":
@@ -132,7 +132,7 @@ def test_departures_say_why_and_what_was_held() -> None:
     why: dict[str, list[str]] = {}
     for event in events(record, "depart"):
         why.setdefault(event["rid"], []).append(event["why"])
-        assert len(event["pages"]) * 4 >= event["published_len"] and event["row"] > 0
+        assert len(event["pages"]) * 4 >= event["committed_len"] and event["row"] > 0
     assert driver.scheduler.stats.num_retractions > 0
     assert sum(reasons.count("retract") for reasons in why.values()) == driver.scheduler.stats.num_retractions
     assert {reasons[-1] for rid, reasons in why.items() if rid[0] == "r"} == {"length"}

@@ -28,7 +28,7 @@ def test_a_prefix_that_went_to_the_host_and_back_gives_the_same_tokens(layout: s
         open_device("cpu"), hicache_mem_layout=layout, hicache_io_backend=io_backend, dtype="float32"
     )
     expected, got = through_the_host(Tiers(runner))
-    np.testing.assert_array_equal(got.next_tokens, expected.next_tokens)
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
     assert got.logprobs is not None and expected.logprobs is not None
     np.testing.assert_allclose(got.logprobs.chosen, expected.logprobs.chosen, rtol=1e-4, atol=1e-5)
 
@@ -74,7 +74,7 @@ def test_the_checker_is_silent() -> None:
     tiers = Tiers(checked_runner())
     for _ in range(2):
         expected, got = through_the_host(tiers)
-        np.testing.assert_array_equal(got.next_tokens, expected.next_tokens)
+        np.testing.assert_array_equal(got.tokens, expected.tokens)
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_pages_that_a_request_leaves_to_the_tree_wait_for_its_last_step() -> Non
     driver = make_driver(num_pages=6, page_size=4, num_rows=2)
     driver.send(request("writer", [1] * 8, max_new_tokens=16, ignore_eos=True))
     driver.step()
-    while driver.scheduler.reqs["writer"].published_len < 17:
+    while driver.scheduler.reqs["writer"].committed_len < 17:
         driver.step()
     assert driver.worker.pages.num_free == 1
     next_one = request("next", [3] * 11, max_new_tokens=2, ignore_eos=True)

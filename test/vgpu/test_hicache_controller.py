@@ -126,14 +126,14 @@ def there_and_back(runner: Runner) -> list[int]:
     decode step of each."""
     first = runner.extend(1, [1, 2, 3, 4, 5, 6])
     stored = runner.store([1, 2, 3, 4, 5], [7, 8, 9, 3, 4], Points.of(first.done))
-    tokens = [*first.wait().next_tokens.tolist()]
+    tokens = [*first.wait().tokens.tolist()]
     runner.runner.hicache.drain_acks()  # type: ignore[union-attr]
     loaded = runner.load([11, 15, 14, 13, 12], [7, 8, 9, 3, 4], stored.points)
     second = runner.extend(2, [11, 15, 14, 13, 12, 16], PREFIX_LEN, (loaded,))
     third = runner.decode(1, len(PROMPT) + 1)
-    tokens += second.wait().next_tokens.tolist()
-    tokens += third.wait().next_tokens.tolist()
-    tokens += runner.decode(2, len(PROMPT) + 1).wait().next_tokens.tolist()
+    tokens += second.wait().tokens.tolist()
+    tokens += third.wait().tokens.tolist()
+    tokens += runner.decode(2, len(PROMPT) + 1).wait().tokens.tolist()
     runner.device.synchronize()
     return tokens
 

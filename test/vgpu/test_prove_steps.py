@@ -86,7 +86,7 @@ def test_decisions_executed_again_give_the_same_and_other_answers_are_noticed() 
     assert len(decisions) > 5 and execute(config, decisions) == ""
     output = decisions[-1].output
     assert output is not None
-    decisions[-1].output = dataclasses.replace(output, next_tokens=output.next_tokens + 1)
+    decisions[-1].output = dataclasses.replace(output, tokens=output.tokens + 1)
     assert f"step {len(decisions) - 1} of" in execute(config, decisions)
     decisions[-1].output = output
     for decision in decisions:

@@ -194,7 +194,7 @@ def test_what_is_no_dump_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "cannot be read" in capsys.readouterr().err
     assert main([str(edited(path, version=99))]) == 2
     assert "version 99" in capsys.readouterr().err
-    assert main([str(edited(path, version=1, steps=[]))]) == 2
+    assert main([str(edited(path, version=2, steps=[]))]) == 2
     assert "holds no steps" in capsys.readouterr().err
     path.write_text("[]")
     assert main([str(path)]) == 2

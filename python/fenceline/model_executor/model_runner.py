@@ -59,6 +59,8 @@ Views = dict[str, torch.Tensor]
 class ModelRunner:
     """Owns the model, the KV pool, the request rows and the sampler of one device."""
 
+    max_step_tokens = 1
+
     def __init__(self, config: EngineConfig, device: Device, show_progress: bool = True) -> None:
         self.device = device
         if config.server_args.memory_check == "order":

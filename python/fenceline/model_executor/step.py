@@ -90,11 +90,13 @@ class ExtendBatch:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """A decode step: one token for each request.
+    """A decode step: new tokens for each request, ``Worker.max_step_tokens`` at most.
 
     ``composition`` names the set and order of requests: while it stays the same the device's own rows,
-    lengths and sampling parameters advance there and nothing is uploaded. ``seq_lens`` [B] include the
-    token this step computes.
+    lengths and sampling parameters advance there and nothing is uploaded. ``seq_lens`` [B] are the lengths after the
+    step, its tokens included: exact where a step yields one token, else the most that they can be, and no KV is written
+    beyond them. ``num_advanced``: by how much every length grew since the step before, of the same composition; 0 where
+    there is no such number.
     """
 
     composition: int
@@ -103,8 +105,11 @@ class DecodeBatch:
     sampling: tuple[ReqSampling, ...]
     page_writes: PageWrites
     after: Points
+    num_advanced: int = 0
 
 
+# A verify or a draft step will be one more member, with an OUTPUT of several tokens a request: publishing asks for the
+# StepOutput's counts, not for the kind of batch.
 ScheduleBatch = ExtendBatch | DecodeBatch
 
 
@@ -121,14 +126,24 @@ class LogprobValues:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Host values of a step. ``next_tokens`` [S]: one for each request that sampled, in batch order.
+    """Host values of a step. ``tokens`` [N]: those of each of the S requests that sampled, one request's after the
+    other's, in batch order. ``counts`` [S]: how many each has, at least one; None stands for one each.
 
-    ``prompt_logprobs`` cover all wanted prompt positions of all requests, in batch order.
+    ``logprobs`` are of N tokens; ``prompt_logprobs`` cover all wanted prompt positions of all requests, in batch order.
     """
 
-    next_tokens: I64
+    tokens: I64
     logprobs: LogprobValues | None
     prompt_logprobs: LogprobValues | None
+    counts: I64 | None = None
+
+    def token_counts(self, num_reqs: int) -> list[int]:
+        """``counts`` as ints, of the ``num_reqs`` requests that sampled."""
+        counts = [1] * num_reqs if self.counts is None else self.counts.tolist()
+        assert len(counts) == num_reqs and sum(counts) == len(self.tokens), (
+            "tokens and counts are of one step"
+        )
+        return counts
 
 
 class ForwardResult:
@@ -146,7 +161,7 @@ class ForwardResult:
         """Block the host until the outputs are there. Raises LeaseError on a second call."""
         values = self._lease.wait()
         return StepOutput(
-            next_tokens=np.asarray(values["next_tokens"], dtype=np.int64),
+            tokens=np.asarray(values["next_tokens"], dtype=np.int64),
             logprobs=_logprobs(values, "out"),
             prompt_logprobs=_logprobs(values, "prompt"),
         )
@@ -203,6 +218,7 @@ class Worker(Protocol):
     device: Device
     pages: LeasePool
     req_pool: ReqPool
+    max_step_tokens: int  # that a decode step yields for a request
 
     @property
     def memory_bytes(self) -> dict[str, int]:

@@ -35,7 +35,7 @@ from fenceline.version import __version__
 logger = logging.getLogger(__name__)
 
 FORMAT = "fenceline-flight-recorder"
-VERSION = 1
+VERSION = 2
 OFF = "the flight recorder is off: start the server with --flight-recorder-steps 512"
 
 _NUMBERS = itertools.count()  # files of one process and second
@@ -157,6 +157,7 @@ def _step(step: StepRecord, tables: _Tables) -> dict[str, object]:
         "events": [_event(event) for event in step.events],
         "page_writes": _page_writes(batch.page_writes),
         "tokens": step.tokens[0] if step.tokens else None,
+        "counts": step.tokens[1] if len(step.tokens) > 1 else None,
     }
     if isinstance(batch, DecodeBatch):
         composition = tables.composition(batch, step.rids)
@@ -201,7 +202,7 @@ def _event(event: Event) -> dict[str, object]:
             "row": event.row,
             "why": event.why,
             "pages": list(event.pages),
-            "published_len": event.published_len,
+            "committed_len": event.committed_len,
             "after": _after(event.last_flight),
         }
     if isinstance(event, Ended):
@@ -225,7 +226,7 @@ def _req(req: Req) -> dict[str, object]:
         "pages": list(req.pages),
         "num_prompt_tokens": len(req.prompt_ids),
         "num_output_tokens": len(req.output_ids),
-        "computed_len": req.computed_len,
-        "published_len": req.published_len,
+        "allocated_len": req.allocated_len,
+        "committed_len": req.committed_len,
         "num_retractions": req.num_retractions,
     }

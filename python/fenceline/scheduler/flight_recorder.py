@@ -52,7 +52,7 @@ class Departure:
     row: int
     why: str
     pages: Sequence[int]
-    published_len: int
+    committed_len: int
     last_flight: Serials
 
 
@@ -79,7 +79,8 @@ Event = Departure | Retirement | Ended
 
 
 class StepRecord(NamedTuple):
-    """One launched step. ``events`` happened since the launch before it; ``tokens`` is empty until they are published.
+    """One launched step. ``events`` happened since the launch before it. ``tokens`` is empty until they are published,
+    then has the step's tokens, and how many each request has where that is not one.
 
     ``batch`` is the step's own without its Points, which ``after`` names. ``done`` and ``passed`` are serials of the
     stream that computes: of the Point that ends the step, and of the last one the host knew to have passed.
@@ -105,8 +106,8 @@ class _Run(NamedTuple):
     events: Sequence[Event]
 
 
-# A step as the hot path notes it: its run, its number in the run, done, passed, in_flight, tokens. What is kept for
-# each step has left the caches when the ring drops it, so it is little.
+# A step as the hot path notes it: its run, by how much lengths have grown in it, done, passed, in_flight, tokens.
+# What is kept for each step has left the caches when the ring drops it, so it is little.
 _Raw = tuple[_Run | None, int, int, int, int, list[I64]]
 
 
@@ -126,7 +127,7 @@ class FlightRecorder:
         self._composition = -1
         self._rids: Sequence[str] = ()
         self._run: _Run | None = None
-        self._num_advanced = 0
+        self._advanced = 0  # lengths since the run began
         if self.enabled:
             memory.pages.observer = self._retired
 
@@ -150,6 +151,7 @@ class FlightRecorder:
         if (
             type(batch) is not DecodeBatch
             or batch.composition != self._composition
+            or not batch.num_advanced
             or len(batch.page_writes.rows)
             or self._events
             or batch.after.points
@@ -157,19 +159,22 @@ class FlightRecorder:
             if not self.enabled:
                 return
             self._begin_run(batch, reqs)
-        advanced = self._num_advanced
-        self._num_advanced = advanced + 1
+        else:
+            self._advanced += batch.num_advanced
         done, awaited = result.done, self._awaited
         tokens: list[I64] = []
         self._steps.append(
-            (self._run, advanced, done.serial, done.stream.passed_serial, len(awaited), tokens)
+            (self._run, self._advanced, done.serial, done.stream.passed_serial, len(awaited), tokens)
         )
         awaited.append(tokens)
 
     def published(self, out: StepOutput) -> None:
         """The oldest step in flight has brought its tokens."""
         if self._awaited:
-            self._awaited.popleft().append(out.next_tokens)
+            tokens = self._awaited.popleft()
+            tokens.append(out.tokens)
+            if out.counts is not None:
+                tokens.append(out.counts)
 
     def completed(self, ended: Completions) -> None:
         """A turn of the loop begins, and something had ended. Of tickets and prefetches only the numbers are kept."""
@@ -184,7 +189,7 @@ class FlightRecorder:
         """``req`` leaves and still holds its memory. Those that never had any are not recorded."""
         if req.row and self.enabled:
             pages, flight = req.pages, _serials(req.last_flight)
-            self._events.append(Departure(req.rid, req.row, why, pages, req.published_len, flight))
+            self._events.append(Departure(req.rid, req.row, why, pages, req.committed_len, flight))
 
     def _retired(self, pages: I32, after: Points) -> None:
         self._events.append(Retirement(pages.copy(), _serials(after)))
@@ -202,7 +207,7 @@ class FlightRecorder:
         if after:
             batch = replace(batch, after=Points.none())
         self._run = _Run(batch, self._rids, after, events)
-        self._num_advanced = 0
+        self._advanced = 0
 
     def _seq(self, seq: ExtendSeq) -> ExtendSeq:
         """``seq`` without a view into the whole prompt, and without words unless they were asked for."""
@@ -227,7 +232,7 @@ def withheld(num_tokens: int) -> I64:
 def _record(
     run: _Run | None, advanced: int, done: int, passed: int, in_flight: int, tokens: list[I64]
 ) -> StepRecord:
-    """A step in full: while nothing else changes, a decode step adds one to every length."""
+    """A step in full: while nothing else changes, every length grows by the same."""
     assert run is not None, "the first step begins a run"
     if advanced == 0:
         return StepRecord(run.batch, run.rids, run.after, done, passed, in_flight, run.events, tokens)

@@ -174,7 +174,7 @@ class PrefillPlanner:
         if chunked is not None:
             self._add_chunk(plan, chunked, budget)
         # A half-way prompt has used up its step; there is at most one such prompt.
-        if chunked is None or chunked.computed_len == chunked.num_tokens:
+        if chunked is None or chunked.allocated_len == chunked.num_tokens:
             self._admit_waiting(plan, waiting, num_running, budget, num_waiting)
         if not plan.reqs:
             return None
@@ -183,7 +183,7 @@ class PrefillPlanner:
         return PrefillPlan(
             batch=ExtendBatch(tuple(plan.seqs), plan.page_writes(), plan.after, loads),
             reqs=tuple(plan.reqs),
-            chunked=last if last.computed_len < last.num_tokens else None,
+            chunked=last if last.allocated_len < last.num_tokens else None,
             num_cached_tokens=plan.num_cached_tokens,
         )
 
@@ -264,7 +264,7 @@ class PrefillPlanner:
             if not self._admit(plan, req, budget, alone):
                 return
             self._add_chunk(plan, req, budget)
-            if req.computed_len < req.num_tokens:
+            if req.allocated_len < req.num_tokens:
                 return
 
     def _shared_tokens(self, plan: _Plan, num_waiting: int) -> int:
@@ -306,19 +306,19 @@ class PrefillPlanner:
     def _add_chunk(self, plan: _Plan, req: Req, budget: _Budget) -> None:
         """Schedule as much of the request's prompt as the step has room for."""
         tokens = req.token_ids()
-        remaining = len(tokens) - req.computed_len
+        remaining = len(tokens) - req.allocated_len
         size = remaining
         if self._chunk_size is not None:
             size = min(size, budget.step_tokens)
         if _wants_prompt_logprobs(req):
-            unscored = max(req.source.logprob_start_len - req.computed_len, 0)
+            unscored = max(req.source.logprob_start_len - req.allocated_len, 0)
             size = min(size, unscored + budget.scored_tokens)
             budget.scored_tokens -= max(size - unscored, 0)
-        start, end = req.computed_len, req.computed_len + size
+        start, end = req.allocated_len, req.allocated_len + size
         done = end == len(tokens)
         plan.reqs.append(req)
         plan.seqs.append(self._seq(req, tokens, start, end, done))
-        req.computed_len = end
+        req.allocated_len = end
         budget.step_tokens -= size
         plan.num_step_tokens += size
 

@@ -91,9 +91,10 @@ class QueuedMatch:
 class Req:
     """One request between its arrival and its departure.
 
-    Two lengths matter and differ while a step is in flight: ``computed_len`` counts tokens whose KV has
-    been *submitted* (while a request decodes, the RunningBatch's ``seq_lens`` say so instead),
-    ``published_len`` those whose step the host has seen finish. ``output_ids`` are published tokens only.
+    Two lengths matter and differ while a step is in flight: ``committed_len`` counts tokens whose KV is there, by steps
+    that have been published; ``allocated_len`` what all steps in flight may touch at most (while a request decodes, the
+    RunningBatch's column says so instead). What lies between is nobody else's until those steps are done.
+    ``output_ids`` are published tokens only.
     ``left`` is set once, when the request finishes, is aborted or retracted; a retracted one goes on as a
     new Req (:meth:`resumed`), so tokens in flight for the old one fall away.
     """
@@ -122,8 +123,8 @@ class Req:
     pages: array[int] = field(default_factory=no_pages)
     node: TreeNode | None = None
     shared_len: int = 0  # leading tokens whose pages belong to the tree
-    computed_len: int = 0
-    published_len: int = 0
+    allocated_len: int = 0
+    committed_len: int = 0
     last_flight: Points = field(default_factory=Points.none)
     queued_match: QueuedMatch | None = None  # while it waits
     prefetch: Prefetch | None = None  # of what storage may have of its prompt, until it is admitted
@@ -148,7 +149,7 @@ class Req:
 
     @property
     def final_len(self) -> int:
-        """``computed_len`` after the last step: the last sampled token needs no KV of its own."""
+        """``allocated_len`` after the last step: the last sampled token needs no KV of its own."""
         return len(self.prompt_ids) + max(self.max_new_tokens, 1) - 1
 
     def token_ids(self) -> I64:

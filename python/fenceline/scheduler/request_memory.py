@@ -228,7 +228,7 @@ class RequestMemory:
         req.pages.frombytes(match.pages.tobytes() + loaded.tobytes() + pages.tobytes())
         req.node, req.queued_match = match.host_node, None
         req.shared_len = match.num_tokens + match.num_host_tokens
-        req.computed_len = req.published_len = prefix.num_tokens
+        req.allocated_len = req.committed_len = prefix.num_tokens
         return after.join(row_after)
 
     def start_loads(self) -> tuple[Ticket, ...]:
@@ -310,9 +310,9 @@ class RequestMemory:
         assert req.row != 0, f"{req.rid} has nothing to offload"
         self.cache_prompt(req)  # nobody reads its page table any more
         assert req.node is not None
-        num_whole = req.published_len // self.page_size
-        tail_page = req.pages[num_whole] if req.published_len % self.page_size else None
-        tail = self.tiers.offload(req.node, tail_page, req.published_len, req.last_flight)
+        num_whole = req.committed_len // self.page_size
+        tail_page = req.pages[num_whole] if req.committed_len % self.page_size else None
+        tail = self.tiers.offload(req.node, tail_page, req.committed_len, req.last_flight)
         if tail is not None:
             req.tail_after = tail.ticket.points
         return tail
@@ -384,7 +384,7 @@ class RequestMemory:
         return leased
 
     def _insert(self, req: Req) -> InsertResult:
-        num_pages = req.published_len // self.page_size
+        num_pages = req.committed_len // self.page_size
         tokens = req.token_ids()[: num_pages * self.page_size]
         pages = np.array(req.pages[:num_pages], dtype=np.int32)
         return self.tree.insert(tokens, pages, req.last_flight, req.source.extra_key)

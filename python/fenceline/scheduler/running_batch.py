@@ -24,16 +24,19 @@ _AHEAD_TOKENS = 16
 class RunningBatch:
     """Requests whose prompts are computed (or in flight), in order of arrival here.
 
-    Columns [B]: ``seq_lens`` (tokens submitted so far), ``capacity`` (tokens its pages hold), ``final_lens``
-    (``seq_lens`` after its last step). ``composition`` changes with membership and with nothing else.
+    Columns [B]: ``allocated_lens`` (the length once all steps in flight are done, at most), ``capacity`` (tokens that
+    its pages hold), ``final_lens`` (the length after its last step). ``composition`` changes with membership and with
+    nothing else. A step yields up to ``max_step_tokens`` for each request; where that is one, lengths are exact.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, max_step_tokens: int) -> None:
         self.page_size = page_size
+        self.max_step_tokens = max_step_tokens
+        self._num_advanced = 0  # of the next step, see DecodeBatch
         self.reqs: list[Req] = []
         self.composition = 0
         self._rows = _column()
-        self._seq_lens = _column()
+        self._allocated_lens = _column()
         self._capacity = _column()
         self._final_lens = _column()
         self._sampling: tuple[ReqSampling, ...] = ()
@@ -43,12 +46,12 @@ class RunningBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens submitted, over all requests."""
-        return int(self._seq_lens.sum())
+        """Tokens computed and in flight, over all requests."""
+        return int(self._allocated_lens.sum())
 
     def expected_tokens(self, ratio: float, clip: int) -> F64:
         """Tokens each of these requests is expected to ask for yet: ``ratio`` of what it may, ``clip`` at most."""
-        expected: F64 = np.minimum(self._final_lens - self._seq_lens, clip) * ratio
+        expected: F64 = np.minimum(self._final_lens - self._allocated_lens, clip) * ratio
         return expected
 
     def reserved_tokens(self, ratio: float, clip: int) -> int:
@@ -61,14 +64,14 @@ class RunningBatch:
             return
         self.reqs.extend(reqs)
         self._rows = _extended(self._rows, [req.row for req in reqs])
-        self._seq_lens = _extended(self._seq_lens, [req.computed_len for req in reqs])
+        self._allocated_lens = _extended(self._allocated_lens, [req.allocated_len for req in reqs])
         self._capacity = _extended(self._capacity, [len(req.pages) * self.page_size for req in reqs])
         self._final_lens = _extended(self._final_lens, [req.final_len for req in reqs])
         self._changed()
 
     def drop_departed(self) -> None:
         """Remove requests that have left, and those whose last token is already in flight."""
-        keep = self._seq_lens < self._final_lens
+        keep = self._allocated_lens < self._final_lens
         keep &= np.fromiter((not req.left for req in self.reqs), dtype=np.bool_, count=len(self.reqs))
         if not keep.all():
             self._keep(keep)
@@ -79,60 +82,105 @@ class RunningBatch:
         keep[self.reqs.index(req)] = False
         self._keep(keep)
 
-    def num_pages_needed(self) -> int:
-        """Pages without which the next step cannot run."""
-        return int((self._seq_lens >= self._capacity).sum())
+    def settle(self, reqs: Sequence[Req], done: Points) -> list[Req]:
+        """The step of ``reqs`` that ends with ``done`` has been published: those that go on and got fewer tokens than
+        they might have are shorter than they were taken to be. Returns those that are not here, since the step might
+        have been their last; they are to be added again.
+        """
+        places = {req: index for index, req in enumerate(self.reqs)}
+        again = []
+        lens = self._allocated_lens.copy()  # the latest batch has the column itself
+        for req in reqs:
+            if req.left:
+                continue
+            index = places.get(req)
+            if index is None:
+                req.allocated_len = req.committed_len
+                again.append(req)
+                continue
+            in_flight = 0 if req.last_flight is done else self.max_step_tokens
+            lens[index] = min(lens[index], req.committed_len + in_flight)
+        self._allocated_lens, self._num_advanced = lens, 0
+        return again
+
+    def next_lens(self) -> I64:
+        """The lengths [B] after the next step, at most."""
+        lens = self._allocated_lens + self.max_step_tokens
+        if self.max_step_tokens > 1:  # a request's last step may have fewer
+            np.minimum(lens, self._final_lens, out=lens)
+            self._num_advanced = 0
+        return lens
+
+    def num_pages_needed(self, lens: I64) -> int:
+        """Pages without which the next step cannot bring the requests to ``lens``."""
+        short = lens > self._capacity
+        if not short.any():
+            return 0
+        return int((-(-(lens - self._capacity)[short] // self.page_size)).sum())
 
     def schedule_step(
-        self, num_available_pages: int, grow: Callable[[Req, int], tuple[npt.NDArray[np.int32], Points]]
+        self,
+        lens: I64,
+        num_available_pages: int,
+        grow: Callable[[Req, int], tuple[npt.NDArray[np.int32], Points]],
     ) -> DecodeBatch:
-        """Advance every request by one token; pages come from ``grow``, one at least where one is needed."""
-        writes, after = self._grow(num_available_pages, grow)
-        self._seq_lens = self._seq_lens + 1
+        """A step that brings the requests to ``lens``, their :meth:`next_lens`; pages come from ``grow``, as many at
+        least as are needed."""
+        writes, after = self._grow(lens, num_available_pages, grow)
+        self._allocated_lens = lens
+        num_advanced, self._num_advanced = self._num_advanced, self.max_step_tokens
         return DecodeBatch(
             composition=self.composition,
             rows=self._rows,
-            seq_lens=self._seq_lens,
+            seq_lens=lens,
             sampling=self._sampling,
             page_writes=writes,
             after=after,
+            num_advanced=num_advanced,
         )
 
     def _grow(
-        self, num_available_pages: int, grow: Callable[[Req, int], tuple[npt.NDArray[np.int32], Points]]
+        self,
+        lens: I64,
+        num_available_pages: int,
+        grow: Callable[[Req, int], tuple[npt.NDArray[np.int32], Points]],
     ) -> tuple[PageWrites, Points]:
-        short = np.flatnonzero(self._seq_lens >= self._capacity)
+        short = np.flatnonzero(lens > self._capacity)
         if len(short) == 0:
             return PageWrites(), Points.none()
-        ahead = max(_AHEAD_TOKENS // self.page_size, 1)
+        size = self.page_size
+        ahead = max(_AHEAD_TOKENS // size, 1)
         plentiful = num_available_pages >= 2 * ahead * len(self.reqs)
         rows, columns, ids, after = [], [], [], Points.none()
         for i in short.tolist():
-            req = self.reqs[i]
-            missing = int(self._final_lens[i] - self._capacity[i])
-            num_pages = min(ahead, -(-missing // self.page_size)) if plentiful else 1
+            req, capacity = self.reqs[i], int(self._capacity[i])
+            num_pages = -(-(int(lens[i]) - capacity) // size)
+            if plentiful:
+                missing = int(self._final_lens[i]) - capacity
+                num_pages = max(num_pages, min(ahead, -(-missing // size)))
             first = len(req.pages)
             pages, points = grow(req, num_pages)
             after = after.join(points)
             rows.append(np.full(num_pages, req.row, dtype=np.int64))
             columns.append(np.arange(first, first + num_pages, dtype=np.int64))
             ids.append(pages)
-            self._capacity[i] += num_pages * self.page_size
+            self._capacity[i] += num_pages * size
         return PageWrites(np.concatenate(rows), np.concatenate(columns), np.concatenate(ids)), after
 
     def _keep(self, keep: Bools) -> None:
-        for req, stays, length in zip(self.reqs, keep.tolist(), self._seq_lens.tolist(), strict=True):
+        for req, stays, length in zip(self.reqs, keep.tolist(), self._allocated_lens.tolist(), strict=True):
             if not stays:
-                req.computed_len = length
+                req.allocated_len = length
         self.reqs = [req for req, stays in zip(self.reqs, keep.tolist(), strict=True) if stays]
         self._rows = self._rows[keep]
-        self._seq_lens = self._seq_lens[keep]
+        self._allocated_lens = self._allocated_lens[keep]
         self._capacity = self._capacity[keep]
         self._final_lens = self._final_lens[keep]
         self._changed()
 
     def _changed(self) -> None:
         self.composition += 1
+        self._num_advanced = 0
         self._sampling = tuple(req.sampling() for req in self.reqs)
 
 

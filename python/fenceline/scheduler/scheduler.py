@@ -21,6 +21,7 @@ from random import Random
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.ipc.io_struct import (
@@ -100,11 +101,13 @@ class Outbox(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A launched step: its batch, its requests in batch order, and its result to come."""
+    """A launched step: its batch, its requests in batch order, its result to come, and the Points after which it no
+    longer touches what they hold."""
 
     batch: ScheduleBatch
     reqs: Sequence[Req]
     result: ForwardResult
+    done: Points
 
 
 class Scheduler:
@@ -133,8 +136,8 @@ class Scheduler:
         self.flushes: list[FlushCacheReq] = []  # that wait for the last request to leave
         self.waiting: list[Req] = []
         self.chunked: Req | None = None
-        self.running = RunningBatch(config.server_args.page_size)
-        self.joining: list[Req] = []  # prompts just submitted whole; they decode from the next step on
+        self.running = RunningBatch(config.server_args.page_size, worker.max_step_tokens)
+        self.joining: list[Req] = []  # they decode from the next step on: prompts just submitted whole
         self.departed: list[Req] = []
         self.remaps: list[Remap] = []
         self.num_prefills_in_row = 0  # since the last decode step, of prompts that left none waiting
@@ -275,7 +278,7 @@ class Scheduler:
     # --- launch --------------------------------------------------------------------------------------
 
     def launch_next(self) -> InFlight | None:
-        """Submit the next step: prompts first, else one token for every running request."""
+        """Submit the next step: prompts first, else new tokens for every running request."""
         self.running.drop_departed()
         self.running.add([req for req in self.joining if not req.left])
         self.joining = []
@@ -336,7 +339,7 @@ class Scheduler:
         """Submit prompts; those that are complete decode from the next step on."""
         batch = replace(plan.batch, page_writes=self.with_remaps(plan.batch.page_writes))
         self.joining = [
-            req for req in plan.reqs if req is not plan.chunked and req.computed_len < req.final_len
+            req for req in plan.reqs if req is not plan.chunked and req.allocated_len < req.final_len
         ]
         flight = self.launch(batch, plan.reqs)
         self.stats.prefill(
@@ -345,12 +348,13 @@ class Scheduler:
         return flight
 
     def launch_decode(self) -> InFlight | None:
-        """Submit one token for every running request; None while requests that are ending hold what it takes."""
+        """Submit a step of all running requests; None while requests that are ending hold the memory that it takes."""
         self.num_prefills_in_row = 0
-        if not self.make_room():
+        lens = self.make_room()
+        if lens is None:
             return None
         available = self.memory.num_available_pages
-        batch = self.running.schedule_step(available, self.memory.grow)
+        batch = self.running.schedule_step(lens, available, self.memory.grow)
         writes = self.with_remaps(batch.page_writes)
         if writes is not batch.page_writes:
             batch = replace(batch, page_writes=writes)
@@ -369,24 +373,26 @@ class Scheduler:
         self.recorder.launched(batch, reqs, result)
         if self.control.profiler.steps_left is not None:
             self.control.profiler.step()
-        return InFlight(batch, reqs, result)
+        return InFlight(batch, reqs, result, done)
 
-    def make_room(self) -> bool:
-        """Retract running requests until the next token of the others fits. False: memory is about to be
-        free without that, with the step in flight."""
+    def make_room(self) -> npt.NDArray[np.int64] | None:
+        """Retract running requests until the next tokens of the others fit. The lengths [B] that the step brings them
+        to; None if memory is about to be free without that, with the step in flight."""
         retracted = 0
-        while self.running.num_pages_needed() > self.memory.num_available_pages:
+        lens = self.running.next_lens()
+        while self.running.num_pages_needed(lens) > self.memory.num_available_pages:
             if len(self.reqs) > len(self.waiting) + len(self.running):
-                return False
+                return None
             assert len(self.running) > 1, "one request alone always fits: its length was limited on arrival"
             self.retract(min(self.running.reqs, key=loses_least))
             retracted += 1
+            lens = self.running.next_lens()
         if retracted:
             reqs = self.running.reqs
             decoded = sum(len(req.output_ids) for req in reqs)
             self.ratio.after_retraction(decoded, len(reqs), sum(req.max_new_tokens for req in reqs))
             self.stats.retracted(retracted, self.ratio.value)
-        return True
+        return lens
 
     def retract(self, req: Req) -> None:
         """Take all memory from ``req``; it waits at the head of the queue and computes its tokens again, or with
@@ -424,44 +430,59 @@ class Scheduler:
         out = flight.result.wait()
         self.recorder.published(out)
         if isinstance(flight.batch, DecodeBatch):
-            self.publish_decode(flight.reqs, out)
+            self.publish_decode(flight.batch, flight.reqs, flight.done, out)
         else:
             self.publish_extend(flight.batch, flight.reqs, out)
         self.output.flush()
         if self.stats.report_is_due():
             self.report()
 
-    def publish_decode(self, reqs: Sequence[Req], out: StepOutput) -> None:
-        """One token for each request that has not left since. The hot loop: what is rare is elsewhere."""
-        tokens = out.next_tokens.tolist()
+    def publish_decode(self, batch: DecodeBatch, reqs: Sequence[Req], done: Points, out: StepOutput) -> None:
+        """The new tokens of each request that has not left since. The hot loop: what is rare is elsewhere."""
+        if self.running.max_step_tokens > 1 or out.logprobs is not None:
+            self.publish_counted(batch, reqs, done, out)
+            return
         num_dropped = 0
-        for index, req in enumerate(reqs):
+        for req, length, token in zip(reqs, batch.seq_lens.tolist(), out.tokens.tolist(), strict=True):
             if req.left:
                 num_dropped += 1
                 continue
-            req.published_len += 1
-            token = tokens[index]
-            if out.logprobs is not None or token in req.stop_ids:
-                self.publish_token(req, token, out, index)
-                continue
+            req.committed_len = length
             req.output_ids.append(token)
-            if len(req.output_ids) < req.max_new_tokens:
+            if token not in req.stop_ids and len(req.output_ids) < req.max_new_tokens:
+                self.output.token(req)
+                continue
+            reason = req.finish_reason_after(token)
+            if reason is None:
                 self.output.token(req)
             else:
-                self.finish(req, req.finish_reason_after(token))
-        self.stats.num_generated_tokens += len(tokens) - num_dropped
+                self.finish(req, reason)
+        self.stats.num_generated_tokens += len(reqs) - num_dropped
+
+    def publish_counted(self, batch: DecodeBatch, reqs: Sequence[Req], done: Points, out: StepOutput) -> None:
+        """The same for a step with several tokens a request, or with logprobs."""
+        tokens, counts = out.tokens.tolist(), out.token_counts(len(reqs))
+        most, last = self.running.max_step_tokens, 0
+        for req, length, count in zip(reqs, batch.seq_lens.tolist(), counts, strict=True):
+            first, last = last, last + count
+            if not req.left:
+                self.publish_tokens(req, tokens[first:last], out, first)
+                assert req.committed_len <= length and count <= most, f"{req.rid} got more tokens than it may"
+        if most > 1:
+            self.joining += self.running.settle(reqs, done)
 
     def publish_extend(self, batch: ExtendBatch, reqs: Sequence[Req], out: StepOutput) -> None:
         """First tokens of completed prompts, prompt logprobs, and whole prompts into the tree."""
-        tokens = out.next_tokens.tolist()
-        num_sampled = num_scored = 0
+        tokens = out.tokens.tolist()
+        counts = iter(out.token_counts(sum(seq.sampling is not None for seq in batch.seqs)))
+        num_tokens = num_scored = 0
         for seq, req in zip(batch.seqs, reqs, strict=True):
             first, last = seq.prompt_logprob_offsets()
             scored, num_scored = num_scored, num_scored + max(last - first, 0)
-            sampled, num_sampled = num_sampled, num_sampled + (seq.sampling is not None)
+            sampled, num_tokens = num_tokens, num_tokens + (0 if seq.sampling is None else next(counts))
             if req.left:
                 continue
-            req.published_len = seq.seq_len
+            req.committed_len = seq.seq_len
             if first < last and out.prompt_logprobs is not None:
                 position = seq.prefix_len + first + 1
                 targets = req.prompt_ids[position : position + last - first].tolist()
@@ -470,18 +491,24 @@ class Scheduler:
                 remap = self.memory.cache_prompt(req)
                 if remap is not None:
                     self.remaps.append(remap)
-                self.stats.num_generated_tokens += req.max_new_tokens > 0
-                self.publish_token(req, tokens[sampled], out, sampled)
+                self.publish_tokens(req, tokens[sampled:num_tokens], out, sampled)
 
-    def publish_token(self, req: Req, token: int, out: StepOutput, index: int) -> None:
-        """Append one token and end the request if it was the last."""
+    def publish_tokens(self, req: Req, tokens: Sequence[int], out: StepOutput, first: int) -> None:
+        """Append a step's new tokens, of which the first is ``out``'s number ``first``, up to the request's end if it
+        is among them: what comes after it is dropped."""
         if req.max_new_tokens == 0:  # only the prompt was wanted
             self.finish(req, FinishReason(type="length", length=0))
             return
-        req.output_ids.append(token)
-        if out.logprobs is not None:
-            log_output(req, token, out.logprobs, index)
-        reason = req.finish_reason_after(token)
+        for index, token in enumerate(tokens, first):
+            req.output_ids.append(token)
+            if out.logprobs is not None:
+                log_output(req, token, out.logprobs, index)
+            reason = req.finish_reason_after(token)
+            self.stats.num_generated_tokens += 1
+            if reason is not None:
+                break
+        # The last token's own KV is computed by the step after it.
+        req.committed_len = req.num_tokens - 1
         if reason is None:
             self.output.token(req)
         else:

@@ -192,8 +192,11 @@ class _Execution:
 
 
 def _difference(expected: StepOutput, got: StepOutput) -> str:
-    if not np.array_equal(expected.next_tokens, got.next_tokens):
-        return f"tokens {got.next_tokens.tolist()}, in order of submission {expected.next_tokens.tolist()}"
+    if not np.array_equal(expected.tokens, got.tokens):
+        return f"tokens {got.tokens.tolist()}, in order of submission {expected.tokens.tolist()}"
+    counts = [None if out.counts is None else out.counts.tolist() for out in (expected, got)]
+    if counts[0] != counts[1]:
+        return f"counts {counts[1]}, in order of submission {counts[0]}"
     for name in ("logprobs", "prompt_logprobs"):
         if not _same(getattr(expected, name), getattr(got, name)):
             return f"{name} differ from those in order of submission"

@@ -46,7 +46,7 @@ class WatchedScheduler(Scheduler):
         """See Scheduler."""
         for req in self.departed:
             if req.row != 0:
-                self._cached(req, req.published_len)
+                self._cached(req, req.committed_len)
         super().retire_departed()
 
     def _cached(self, req: Req, num_tokens: int) -> None:

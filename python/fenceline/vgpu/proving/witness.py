@@ -37,6 +37,7 @@ class Witness:
     def __init__(self, runner: ModelRunner, events: list[Event]) -> None:
         self.device = runner.device
         self.pages = runner.pages
+        self.max_step_tokens = runner.max_step_tokens
         self.req_pool = runner.req_pool
         self.memory_bytes = runner.memory_bytes
         self.hicache: NotedTransfers | None = None
