@@ -16,11 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fenceline.layers.attention.backends import (
+    AttentionSetting,
+    MeasuredBatch,
+    make_attention_backends,
+    measure_us,
+)
 from fenceline.layers.attention.base import AttentionBackend
-from fenceline.layers.attention.choice import AttentionSetting, MeasuredBatch, measure_us
 from fenceline.layers.attention.fa3_backend import Fa3AttentionBackend
 from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend
-from fenceline.layers.attention.registry import make_attention_backends
 from fenceline.layers.attention.triton_backend import TritonAttentionBackend
 from fenceline.layers.forward_batch import ForwardMode
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool

@@ -39,7 +39,7 @@ from fenceline.layers.kernels.skinny_table import (
     load_table,
     table_key,
 )
-from fenceline.layers.norm import RMSNorm
+from fenceline.layers.weight import RMSNorm
 
 EPS = 1e-6
 COLD_BYTES = 400 << 20

@@ -9,10 +9,10 @@ import pytest
 import torch
 from attention_cases import SCALE, Case
 
-from fenceline.layers.attention.base import AttentionBackend, AttentionPlan
+from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
-from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
+from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
 from fenceline.memory_order import Device, open_device
 
 pytestmark = pytest.mark.gpu

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fenceline.layers.context import make_layer_context, torch_context
+from fenceline.layers.context import Shard, make_layer_context, torch_context
 from fenceline.layers.kernels.cuda_kernels import CudaProduct, _find_cuda_product
 from fenceline.layers.kernels.skinny_gemm import Fusion, TritonConfig, skinny_linear
 from fenceline.layers.kernels.skinny_table import CudaConfig
-from fenceline.layers.shard import Shard
 
 pytestmark = pytest.mark.gpu
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from attention_cases import SCALE, Case
 
-from fenceline.layers.attention.base import AttentionPlan
 from fenceline.layers.attention.triton_backend import TritonAttentionBackend
-from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
+from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
 from fenceline.layers.kernels.base import HeadLayout
 from fenceline.layers.kernels.decode_attention import DecodeConfig, decode_attention
 from fenceline.layers.kernels.rotate_store import rotate_and_store

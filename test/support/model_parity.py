@@ -11,9 +11,8 @@ import transformers
 
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
-from fenceline.layers.context import LayerContext, torch_context
+from fenceline.layers.context import LayerContext, Shard, torch_context
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
-from fenceline.layers.shard import Shard
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 from fenceline.models.loader import load_model
 

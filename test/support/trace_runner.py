@@ -19,8 +19,7 @@ from step_traces import VOCAB_SIZE, TraceShape
 
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.layers.context import torch_context
-from fenceline.layers.shard import Shard
+from fenceline.layers.context import Shard, torch_context
 from fenceline.memory_order import Device
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import DecodeBatch, ForwardResult, LogprobValues, ScheduleBatch, StepOutput

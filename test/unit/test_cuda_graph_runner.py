@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from step_traces import FULL, PLAIN, TraceShape, random_trace, steady_trace, swap_trace
 from trace_runner import first_difference, make_runner, play, same_tokens
 
-from fenceline.layers.attention.base import AttentionPlan
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
-from fenceline.layers.forward_batch import GraphDecodeInputs
+from fenceline.layers.forward_batch import AttentionPlan, GraphDecodeInputs
 from fenceline.memory_order import LeaseError, Points, open_device
 from fenceline.memory_order.cpu import CpuDevice, CpuGraph
 from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.model_files import weight_files
-from fenceline.layers.context import LayerContext, torch_context
-from fenceline.layers.shard import Shard
+from fenceline.layers.context import LayerContext, Shard, torch_context
 from fenceline.models import loader
 from fenceline.models.decoder import CausalLM
 from fenceline.models.loader import load_model

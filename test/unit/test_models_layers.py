@@ -18,10 +18,10 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from fenceline.config.model_config import ModelConfig, parse_rope
-from fenceline.layers.attention.base import AttentionPlan
-from fenceline.layers.context import LayerContext, torch_context
+from fenceline.layers.context import LayerContext, Shard, torch_context
+from fenceline.layers.decoder_layer import SelfAttention
 from fenceline.layers.embedding import VocabParallelEmbedding
-from fenceline.layers.forward_batch import ForwardBatch, ForwardMode, PieceBuffers
+from fenceline.layers.forward_batch import AttentionPlan, ForwardBatch, ForwardMode, PieceBuffers
 from fenceline.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -29,14 +29,10 @@ from fenceline.layers.linear import (
     RowParallelLinear,
 )
 from fenceline.layers.rotary import RotaryEmbedding, apply_rotary, rotary_angles
-from fenceline.layers.self_attention import SelfAttention
-from fenceline.layers.shard import Shard
-from fenceline.layers.weight import Weight
-from fenceline.layers.weight_slot import WeightSlot, WeightSlots
+from fenceline.layers.weight import Weight, WeightSlot, WeightSlots, fill_slots
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 from fenceline.models.decoder import CausalLM
 from fenceline.models.loader import load_model
-from fenceline.models.weights import fill_slots
 
 F32 = torch.float32
 HALVES = [Shard(0, 2), Shard(1, 2)]

@@ -18,7 +18,8 @@ def complaints(tmp_path: Path, module: str, code: str) -> list[str]:
 
 
 def test_the_package_is_tidy() -> None:
-    assert [str(violation) for violation in tidy.violations(setup_env.ROOT / "python")] == []
+    found = tidy.violations(setup_env.ROOT / "python", tidy.ALLOWED_CIRCLES)
+    assert [str(violation) for violation in found] == []
 
 
 def test_no_test_imports_a_test(tmp_path: Path) -> None:
@@ -38,6 +39,21 @@ def test_no_test_imports_a_test(tmp_path: Path) -> None:
         "/support/late.py:1: imports helpers: what tests share is in test/support",
         "/vgpu/test_b.py:5: imports test_a: what tests share is in test/support",
     ]
+
+
+def test_the_rooms_that_rules_name_exist() -> None:
+    package = setup_env.ROOT / "python" / tidy.PACKAGE
+    rules = (
+        *sum(tidy.FLOORS, ()),
+        *tidy.EVERYWHERE,
+        *tidy.ATTIC,
+        tidy.TEST_ONLY,
+        *tidy.NO_TORCH,
+        *tidy.INDEPENDENT,
+    )
+    for name in rules:
+        path = package / name.replace(".", "/")
+        assert path.is_dir() or path.with_suffix(".py").is_file(), name
 
 
 @pytest.mark.parametrize(
@@ -166,6 +182,81 @@ def test_raw_ordering_is_found_outside_memory_order_only(tmp_path: Path, code: s
 )
 def test_what_is_allowed_passes(tmp_path: Path, module: str, code: str) -> None:
     assert complaints(tmp_path, module, code) == []
+
+
+def plant(tmp_path: Path, files: dict[str, str]) -> None:
+    for module, code in files.items():
+        path = tmp_path / "fenceline" / (module.replace(".", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(code)
+
+
+FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
+
+
+@pytest.mark.parametrize(
+    ("files", "circles"),
+    [
+        ({"layers.a": "import fenceline.layers.b", "layers.b": "x = 1"}, []),
+        (
+            {"layers.a": "import fenceline.layers.b", "layers.b": "from fenceline.layers import a"},
+            ["layers.a, layers.b"],
+        ),
+        # A name of a module leads to the module, for types and in functions too, by whatever spelling.
+        (
+            {
+                "layers.a": FOR_TYPES + "from fenceline.layers.b import B",
+                "layers.b": "from .c import C",
+                "layers.c": "def f():\n    from fenceline.layers.a import A",
+            },
+            ["layers.a, layers.b, layers.c"],
+        ),
+        # Rooms whose own imports all point down, but for types.
+        (
+            {
+                "layers.a": FOR_TYPES + "from fenceline.models.m import M",
+                "models.m": "from fenceline.layers.a import A",
+            },
+            ["layers.a, models.m"],
+        ),
+        # What leads into a circle, or out of it, is not in it; two circles are two.
+        (
+            {
+                "layers.a": "import fenceline.layers.b",
+                "layers.b": "import fenceline.layers.c, fenceline.layers.d",
+                "layers.c": "import fenceline.layers.b",
+                "layers.d": "import fenceline.layers.e",
+                "layers.e": "import fenceline.layers.d",
+            },
+            ["layers.b, layers.c", "layers.d, layers.e"],
+        ),
+        # A package is a module too: its __init__.
+        (
+            {
+                "layers.__init__": "from fenceline.layers.a import A",
+                "layers.a": "from fenceline.layers import A",
+            },
+            ["layers, layers.a"],
+        ),
+    ],
+)
+def test_circles_of_imports_are_found(tmp_path: Path, files: dict[str, str], circles: list[str]) -> None:
+    plant(tmp_path, files)
+    messages = [violation.message for violation in tidy.violations(tmp_path)]
+    assert [text.partition("leads back: ")[2] for text in messages] == [
+        f"{circle} import each other" for circle in circles
+    ]
+
+
+def test_the_list_of_allowed_circles_only_gets_shorter(tmp_path: Path) -> None:
+    plant(tmp_path, {"layers.a": "import fenceline.layers.b", "layers.b": "import fenceline.layers.a"})
+    assert tidy.violations(tmp_path, [("layers.a", "layers.b")]) == []
+    grown, gone = tidy.violations(tmp_path, [("layers.a", "layers.b", "layers.c")])
+    assert "layers.a, layers.b import each other" in grown.message
+    assert gone.message.startswith("the circle layers.a, layers.b, layers.c is gone or another now")
+    plant(tmp_path, {"layers.b": "x = 1"})
+    (gone,) = tidy.violations(tmp_path, [("layers.a", "layers.b")])
+    assert gone.message.startswith("the circle layers.a, layers.b is gone")
 
 
 def test_command_line_prints_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

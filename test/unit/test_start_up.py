@@ -14,9 +14,8 @@ import torch
 from step_traces import TraceShape
 from trace_runner import make_runner
 
-from fenceline.layers.attention.base import AttentionPlan
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
-from fenceline.layers.forward_batch import GraphDecodeInputs
+from fenceline.layers.forward_batch import AttentionPlan, GraphDecodeInputs
 from fenceline.memory_order.cpu import CpuDevice
 from fenceline.model_executor import model_runner
 from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.layers.context import LayerContext
-from fenceline.layers.norm import RMSNorm
-from fenceline.layers.weight_slot import WeightSlots
+from fenceline.layers.weight import RMSNorm, WeightSlots
 
 
 class VocabParallelEmbedding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -12,7 +13,6 @@ import numpy.typing as npt
 import torch
 
 if TYPE_CHECKING:
-    from fenceline.layers.attention.base import AttentionPlan
     from fenceline.mem_cache.kv_pool import KVPool
 
 
@@ -22,6 +22,63 @@ class ForwardMode(Enum):
 
     EXTEND = "extend"
     DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """What an attention backend plans from. Query tokens of request i are the T-axis range
+    ``query_lens_cpu[:i].sum()`` .. ``+ query_lens_cpu[i]``; they are the *last* tokens of its sequence."""
+
+    mode: ForwardMode
+    page_table: torch.Tensor  # [num_rows, max_pages_per_req] int32, all request rows
+    rows: torch.Tensor  # [B] int64, row of each request in page_table
+    seq_lens: torch.Tensor  # [B] int64, tokens of each request including this step's
+    seq_lens_cpu: npt.NDArray[np.int64]  # [B]
+    query_lens_cpu: npt.NDArray[np.int64]  # [B], tokens of this step; all 1 in DECODE
+    query_starts: torch.Tensor | None = None  # [B + 1] int32, where each request's queries start; EXTEND only
+
+
+@dataclass(frozen=True, slots=True)
+class GraphDecodeInputs:
+    """What a decode step of a captured graph attends from: tensors that stay where they are and whose *values* are read
+    when the graph is replayed. Padded requests have row 0, the sink, and length 1."""
+
+    page_table: torch.Tensor  # [num_rows, max_pages_per_req] int32, all request rows
+    rows: torch.Tensor  # [B] int64
+    seq_lens: torch.Tensor  # [B] int64, tokens of each request including this step's
+    max_seq_len: int  # no request is longer
+
+
+class AttentionPlan(ABC):
+    """One batch's attention, the same for all layers."""
+
+    def prepare(self) -> None:
+        """Submit what all layers share. Called first thing in a step that a graph captures, so that each replay does it
+        anew with the values of that moment; plans of eager steps have done it when they are made."""
+        return
+
+    @abstractmethod
+    def forward(
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Attend causally over prefix and new tokens, all of which are in the pool.
+
+        q [T, num_heads, head_dim] and this step's own k, v [T, num_kv_heads, head_dim], possibly strided views whose
+        last axis is contiguous → contiguous [T, num_heads, head_dim] in q's dtype. On the current stream (FORWARD).
+        """
+
+    def forward_into(
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """``forward`` whose result goes to ``out``, contiguous [T, num_heads, head_dim] in q's dtype: memory that the
+        graph of what follows reads."""
+        out.copy_(self.forward(layer_id, q, k, v, scale))
 
 
 class PieceBuffers:
@@ -61,28 +118,3 @@ class ForwardBatch:
     def num_tokens(self) -> int:
         """T."""
         return self.input_ids.shape[0]
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionInputs:
-    """What an attention backend plans from. Query tokens of request i are the T-axis range
-    ``query_lens_cpu[:i].sum()`` .. ``+ query_lens_cpu[i]``; they are the *last* tokens of its sequence."""
-
-    mode: ForwardMode
-    page_table: torch.Tensor  # [num_rows, max_pages_per_req] int32, all request rows
-    rows: torch.Tensor  # [B] int64, row of each request in page_table
-    seq_lens: torch.Tensor  # [B] int64, tokens of each request including this step's
-    seq_lens_cpu: npt.NDArray[np.int64]  # [B]
-    query_lens_cpu: npt.NDArray[np.int64]  # [B], tokens of this step; all 1 in DECODE
-    query_starts: torch.Tensor | None = None  # [B + 1] int32, where each request's queries start; EXTEND only
-
-
-@dataclass(frozen=True, slots=True)
-class GraphDecodeInputs:
-    """What a decode step of a captured graph attends from: tensors that stay where they are and whose *values* are read
-    when the graph is replayed. Padded requests have row 0, the sink, and length 1."""
-
-    page_table: torch.Tensor  # [num_rows, max_pages_per_req] int32, all request rows
-    rows: torch.Tensor  # [B] int64
-    seq_lens: torch.Tensor  # [B] int64, tokens of each request including this step's
-    max_seq_len: int  # no request is longer

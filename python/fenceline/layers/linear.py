@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fenceline.layers.context import LayerContext
-from fenceline.layers.norm import RMSNorm
-from fenceline.layers.shard import Shard
-from fenceline.layers.weight_slot import WeightSlot, WeightSlots
+from fenceline.layers.context import LayerContext, Shard
+from fenceline.layers.weight import RMSNorm, WeightSlot, WeightSlots
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,111 @@
-"""Weight: one matrix of a layer in some number format, and the products that read it.
+"""Parameters: where a checkpoint's tensors go, and the products that read them.
 
-A linear layer holds a Weight and never looks inside. A new format (FP8, INT4) is a new subclass: it says where a
-checkpoint's tensors go and how it is multiplied. ``product`` is all that it must have. The other products are the ones
-that a decoder layer is made of; a kind whose kernels fuse them overrides them.
+A linear layer holds a Weight and never looks inside. A new number format (FP8, INT4) is a new subclass: it says where
+a checkpoint's tensors go and how it is multiplied. ``product`` is all that it must have. The other products are the
+ones that a decoder layer is made of; a kind whose kernels fuse them overrides them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
-from fenceline.layers.norm import RMSNorm
-from fenceline.layers.weight_slot import WeightSlot, WeightSlots
+from fenceline.layers.kernels.base import LayerKernels
+
+_SHOWN_NAMES = 4
+# Name in the checkpoint → place in the model.
+WeightSlots = dict[str, "WeightSlot"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """``dest`` is a view into a parameter; it takes the ``[start, start + dest.shape[dim])`` part along ``dim`` of a
+    checkpoint tensor of ``full_shape``. ``dest`` may be empty: a rank past the end of a padded vocabulary."""
+
+    dest: torch.Tensor
+    full_shape: tuple[int, ...]
+    dim: int = 0
+    start: int = 0
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy ``tensor`` (any float type and device) into place, converting to the parameter's type.
+
+        Raises ``ValueError`` for a wrong shape or a type that is no plain float (a quantised checkpoint).
+        """
+        if tuple(tensor.shape) != self.full_shape:
+            raise ValueError(
+                f"weight {name} has shape {list(tensor.shape)}, config.json asks for {list(self.full_shape)}; "
+                f"the weights and config.json belong to different models"
+            )
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            raise ValueError(f"weight {name} is {tensor.dtype}; use the model's unquantised weights")
+        self.dest.copy_(tensor.narrow(self.dim, self.start, self.dest.shape[self.dim]))
+
+
+def whole(param: torch.Tensor) -> WeightSlot:
+    """The slot of a parameter that is not split."""
+    return WeightSlot(param, tuple(param.shape))
+
+
+def fill_slots(
+    slots: WeightSlots,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    ignored: Sequence[str] = (),
+    ignored_suffix: str | None = None,
+) -> None:
+    """Load each (name, tensor) pair into the slot of its name, as it comes.
+
+    Raises ``ValueError`` for a tensor that has no slot (unless its name is in ``ignored`` or ends with
+    ``ignored_suffix``), one that comes twice, one of the wrong shape, and slots that are left empty at the end.
+    """
+    missing = set(slots)
+    unexpected = []
+    for name, tensor in weights:
+        if name not in slots:
+            if name not in ignored and not (ignored_suffix and name.endswith(ignored_suffix)):
+                unexpected.append(name)
+            continue
+        if name not in missing:
+            raise ValueError(f"weight {name} comes twice; remove the extra safetensors file")
+        slots[name].load(name, tensor)
+        missing.discard(name)
+    if unexpected:
+        raise ValueError(
+            f"the checkpoint holds weights that the model does not have: {_shorten(unexpected)}; "
+            f"check config.json (architectures, num_hidden_layers, attention_bias, tie_word_embeddings)"
+        )
+    if missing:
+        raise ValueError(
+            f"the checkpoint lacks weights: {_shorten(sorted(missing))}; "
+            f"check config.json (num_hidden_layers, tie_word_embeddings) or download the model again"
+        )
+
+
+def _shorten(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN_NAMES
+    return ", ".join(names[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+class RMSNorm:
+    """x [..., size] → x / rms(x) * weight over the last axis."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, kernels: LayerKernels) -> None:
+        self.eps = eps
+        self.weight = torch.empty(size, dtype=dtype)
+        self.kernels = kernels
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A new tensor of x's shape and dtype."""
+        return self.kernels.rms_norm(x, self.weight, self.eps)
+
+    def weight_slots(self, name: str) -> WeightSlots:
+        """The slot named ``{name}.weight``."""
+        return {f"{name}.weight": whole(self.weight)}
 
 
 class Weight(ABC):

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fenceline.layers.attention.base import AttentionBackend, AttentionPlan
-from fenceline.layers.forward_batch import GraphDecodeInputs
+from fenceline.layers.attention.base import AttentionBackend
+from fenceline.layers.forward_batch import AttentionPlan, GraphDecodeInputs
 from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.memory_order import ArenaOutputs, Device, Graph, GraphPool
 from fenceline.memory_order.guards import TOTAL_BUCKETS

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fenceline.layers.attention.base import AttentionPlan
-from fenceline.layers.forward_batch import ForwardBatch, ForwardMode
+from fenceline.layers.forward_batch import AttentionPlan, ForwardBatch, ForwardMode
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.memory_order import Arena, ArenaField, Device, Role

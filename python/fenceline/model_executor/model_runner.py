@@ -17,11 +17,9 @@ import numpy.typing as npt
 import torch
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.layers.attention.choice import AttentionSetting
-from fenceline.layers.attention.registry import AttentionBackends, make_attention_backends
-from fenceline.layers.context import make_layer_context
+from fenceline.layers.attention.backends import AttentionBackends, AttentionSetting, make_attention_backends
+from fenceline.layers.context import Shard, make_layer_context
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
-from fenceline.layers.shard import Shard
 from fenceline.mem_cache.host.cache_controller import CacheController
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 from fenceline.mem_cache.req_pool import ReqPool

@@ -21,8 +21,7 @@ from functools import partial
 
 import torch
 
-from fenceline.layers.attention.base import AttentionPlan
-from fenceline.layers.forward_batch import ForwardBatch, ForwardMode, PieceBuffers
+from fenceline.layers.forward_batch import AttentionPlan, ForwardBatch, ForwardMode, PieceBuffers
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Arena, ArenaField, Device, Graph, GraphPool, Role
 from fenceline.memory_order.guards import SINK

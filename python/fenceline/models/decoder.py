@@ -9,36 +9,13 @@ import torch
 
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.context import LayerContext
+from fenceline.layers.decoder_layer import DecoderLayer
 from fenceline.layers.embedding import VocabParallelEmbedding
 from fenceline.layers.forward_batch import ForwardBatch
-from fenceline.layers.mlp import GatedMLP
 from fenceline.layers.rotary import RotaryEmbedding
-from fenceline.layers.self_attention import SelfAttention
-from fenceline.layers.weight_slot import WeightSlots
+from fenceline.layers.weight import WeightSlots, fill_slots
 from fenceline.mem_cache.kv_pool import KVRow
 from fenceline.memory_order import ArenaField, Role
-from fenceline.models.weights import fill_slots
-
-
-class DecoderLayer:
-    """Pre-norm residual block: x += attention(norm(x)), then x += mlp(norm(x))."""
-
-    def __init__(self, self_attn: SelfAttention, mlp: GatedMLP) -> None:
-        self.self_attn = self_attn
-        self.mlp = mlp
-
-    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """The residual stream x [T, hidden_size], added to in place."""
-        return self.mlp.forward(self.self_attn.forward(x, batch))
-
-    def weight_slots(self, prefix: str) -> WeightSlots:
-        """Slots by their names in the checkpoint."""
-        return {
-            **self.self_attn.weight_slots(f"{prefix}self_attn."),
-            **self.mlp.weight_slots(f"{prefix}mlp."),
-            **self.self_attn.input_norm.weight_slots(f"{prefix}input_layernorm"),
-            **self.mlp.input_norm.weight_slots(f"{prefix}post_attention_layernorm"),
-        }
 
 
 class CausalLM(ABC):

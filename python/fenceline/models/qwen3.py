@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fenceline.layers.mlp import GatedMLP
-from fenceline.layers.self_attention import SelfAttention
-from fenceline.models.decoder import CausalLM, DecoderLayer
+from fenceline.layers.decoder_layer import DecoderLayer, GatedMLP, SelfAttention
+from fenceline.models.decoder import CausalLM
 
 
 class Qwen3ForCausalLM(CausalLM):

@@ -1,4 +1,4 @@
-"""What attention is to the rest: a backend plans a batch once, each layer then runs through the plan."""
+"""What makes the plans of attention."""
 
 from __future__ import annotations
 
@@ -6,41 +6,8 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
-
-
-class AttentionPlan(ABC):
-    """One batch's attention, the same for all layers."""
-
-    def prepare(self) -> None:
-        """Submit what all layers share. Called first thing in a step that a graph captures, so that each replay does it
-        anew with the values of that moment; plans of eager steps have done it when they are made."""
-        return
-
-    @abstractmethod
-    def forward(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """Attend causally over prefix and new tokens, all of which are in the pool.
-
-        q [T, num_heads, head_dim] and this step's own k, v [T, num_kv_heads, head_dim], possibly strided views whose
-        last axis is contiguous → contiguous [T, num_heads, head_dim] in q's dtype. On the current stream (FORWARD).
-        """
-
-    def forward_into(
-        self,
-        layer_id: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-    ) -> None:
-        """``forward`` whose result goes to ``out``, contiguous [T, num_heads, head_dim] in q's dtype: memory that the
-        graph of what follows reads."""
-        out.copy_(self.forward(layer_id, q, k, v, scale))
+from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
 
 
 class AttentionBackend(ABC):

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from fenceline.layers.attention.base import AttentionBackend, AttentionPlan
-from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
+from fenceline.layers.attention.base import AttentionBackend
+from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
 from fenceline.mem_cache.kv_pool import KVPool
 
 _REMEDY = "pip install sglang-kernel, or use --attention-backend flashinfer or triton"

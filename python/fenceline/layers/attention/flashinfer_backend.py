@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fenceline.layers.attention.base import AttentionBackend, AttentionPlan
+from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.attention.flashinfer_library import (
     AttentionShape,
     DecodeKernels,
@@ -31,7 +31,7 @@ from fenceline.layers.attention.flashinfer_library import (
     load_library,
     prefill_generation,
 )
-from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
+from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Device
 from fenceline.memory_order.plan_ring import PlanRing

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from fenceline.layers.attention.base import AttentionBackend, AttentionPlan
-from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
+from fenceline.layers.attention.base import AttentionBackend
+from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
 from fenceline.mem_cache.kv_pool import KVPool
 
 # Keys and values gathered at once in decode. On a CPU they should still lie in its cache when they are used: freshly

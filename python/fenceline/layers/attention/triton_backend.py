@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from fenceline.layers.attention.base import AttentionBackend, AttentionPlan
-from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
+from fenceline.layers.attention.base import AttentionBackend
+from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
 from fenceline.layers.kernels.decode_attention import (
     MAX_GROUP,
     DecodeConfig,

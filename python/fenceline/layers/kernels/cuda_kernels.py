@@ -14,8 +14,7 @@ from fenceline.layers.kernels.rms_norm import rms_norm
 from fenceline.layers.kernels.rotate_store import rotate_and_store
 from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, skinny_linear
 from fenceline.layers.kernels.skinny_table import ROW_BUCKETS, CudaConfig, GpuTraits, SkinnyTable, load_table
-from fenceline.layers.norm import RMSNorm
-from fenceline.layers.weight import DenseWeight
+from fenceline.layers.weight import DenseWeight, RMSNorm
 
 _FEW_ROWS = ROW_BUCKETS[-1]  # more are never the skinny kernels' to multiply
 

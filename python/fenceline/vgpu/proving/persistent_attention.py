@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fenceline.layers.attention.base import AttentionBackend, AttentionPlan
-from fenceline.layers.attention.choice import AttentionSetting
-from fenceline.layers.attention.registry import register_attention_backend
+from fenceline.layers.attention.backends import AttentionSetting, register_attention_backend
+from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
-from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
+from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
 from fenceline.memory_order import Device
 
 PERSISTENT = "torch_persistent"

@@ -18,8 +18,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.frontend.tokenizer import Tokenizer
-from fenceline.layers.context import torch_context
-from fenceline.layers.shard import Shard
+from fenceline.layers.context import Shard, torch_context
 from fenceline.models.registry import make_model
 
 VOCAB_SIZE = 64

@@ -1,4 +1,4 @@
-"""SelfAttention: the attention half of a decoder layer, from residual stream to residual stream."""
+"""A decoder layer: attention, then the feed-forward half, each from residual stream to residual stream."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fenceline.config.model_config import ModelConfig
 from fenceline.layers.context import LayerContext
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.base import HeadLayout, QKNorm
-from fenceline.layers.linear import QKVParallelLinear, RowParallelLinear
+from fenceline.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from fenceline.layers.rotary import RotaryEmbedding
-from fenceline.layers.weight_slot import WeightSlots
+from fenceline.layers.weight import WeightSlots
 from fenceline.mem_cache.kv_pool import KVRow, keys_and_values
 from fenceline.memory_order import ArenaField, Role
 
@@ -121,3 +121,44 @@ class SelfAttention:
             slots |= self.q_norm.weight_slots(f"{prefix}q_norm")
             slots |= self.k_norm.weight_slots(f"{prefix}k_norm")
         return slots
+
+
+class GatedMLP:
+    """x += down(silu(gate(norm(x))) * up(norm(x))), SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext, bias: bool) -> None:
+        hidden_size, size = config.hidden_size, config.intermediate_size
+        self.input_norm = context.norm(hidden_size, config.rms_norm_eps)
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size, {"gate_proj": size, "up_proj": size}, bias, context
+        )
+        self.down_proj = RowParallelLinear("down_proj", size, hidden_size, bias, context)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The residual stream x [T, hidden_size], added to in place."""
+        return self.down_proj.add_to(x, self.gate_up_proj.forward_gated(x, self.input_norm))
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        """Slots by their names in the checkpoint, but for ``input_norm``, whose name is the layer's to give."""
+        return {**self.gate_up_proj.weight_slots(prefix), **self.down_proj.weight_slots(prefix)}
+
+
+class DecoderLayer:
+    """Pre-norm residual block: x += attention(norm(x)), then x += mlp(norm(x))."""
+
+    def __init__(self, self_attn: SelfAttention, mlp: GatedMLP) -> None:
+        self.self_attn = self_attn
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """The residual stream x [T, hidden_size], added to in place."""
+        return self.mlp.forward(self.self_attn.forward(x, batch))
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        """Slots by their names in the checkpoint."""
+        return {
+            **self.self_attn.weight_slots(f"{prefix}self_attn."),
+            **self.mlp.weight_slots(f"{prefix}mlp."),
+            **self.self_attn.input_norm.weight_slots(f"{prefix}input_layernorm"),
+            **self.mlp.input_norm.weight_slots(f"{prefix}post_attention_layernorm"),
+        }

@@ -11,12 +11,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from fenceline.layers.attention import flashinfer_library, registry
+from fenceline.layers.attention import backends, flashinfer_library
+from fenceline.layers.attention.backends import AttentionSetting, choose, make_attention_backends, measure_us
 from fenceline.layers.attention.base import AttentionBackend
-from fenceline.layers.attention.choice import AttentionSetting, choose, measure_us
 from fenceline.layers.attention.fa3_backend import Fa3AttentionBackend
 from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend
-from fenceline.layers.attention.registry import make_attention_backends
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.forward_batch import ForwardMode
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
@@ -122,20 +121,20 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Times], list[str]]:
             return result
 
         monkeypatch.setattr(
-            registry, "ATTENTION_BACKENDS", {name: maker(name) for name in ("fa3", "flashinfer", "triton")}
+            backends, "ATTENTION_BACKENDS", {name: maker(name) for name in ("fa3", "flashinfer", "triton")}
         )
-        monkeypatch.setattr(registry, "measure_us", measure)
+        monkeypatch.setattr(backends, "measure_us", measure)
         return measured
 
     return pretend
 
 
 def chosen(prefill: str = "auto", decode: str = "auto") -> tuple[str, str]:
-    backends = make_attention_backends(prefill, decode, setting(PretendCuda()))
-    for backend, name in ((backends.prefill, backends.prefill_name), (backends.decode, backends.decode_name)):
+    made = make_attention_backends(prefill, decode, setting(PretendCuda()))
+    for backend, name in ((made.prefill, made.prefill_name), (made.decode, made.decode_name)):
         assert isinstance(backend, Fake) and backend.name == name
-    assert (backends.prefill is backends.decode) == (backends.prefill_name == backends.decode_name)
-    return backends.prefill_name, backends.decode_name
+    assert (made.prefill is made.decode) == (made.prefill_name == made.decode_name)
+    return made.prefill_name, made.decode_name
 
 
 def test_auto_takes_the_fastest_and_says_why(
@@ -175,13 +174,13 @@ def test_a_named_backend_that_cannot_run_is_an_error(machine: Callable[[Times], 
 def test_without_a_gpu_and_without_libraries_it_is_the_reference(
     machine: Callable[[Times], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backends = make_attention_backends("auto", "auto", setting(open_device("cpu")))
-    assert (backends.prefill_name, backends.decode_name) == ("torch", "torch")
-    assert isinstance(backends.prefill, TorchAttentionBackend) and backends.prefill is backends.decode
-    makers = dict(registry.ATTENTION_BACKENDS)
+    chosen = make_attention_backends("auto", "auto", setting(open_device("cpu")))
+    assert (chosen.prefill_name, chosen.decode_name) == ("torch", "torch")
+    assert isinstance(chosen.prefill, TorchAttentionBackend) and chosen.prefill is chosen.decode
+    makers = dict(backends.ATTENTION_BACKENDS)
     machine({})
-    nothing = registry.ATTENTION_BACKENDS
-    monkeypatch.setattr(registry, "ATTENTION_BACKENDS", {**nothing, "torch": makers["torch"]})
+    nothing = backends.ATTENTION_BACKENDS
+    monkeypatch.setattr(backends, "ATTENTION_BACKENDS", {**nothing, "torch": makers["torch"]})
     assert make_attention_backends("auto", "auto", setting(PretendCuda())).decode_name == "torch"
 
 

@@ -1,16 +1,22 @@
-"""Attention backends by the names that --attention-backend and its kin give, and what ``auto`` stands for."""
+"""Attention backends by the names that --attention-backend and its kin give. ``auto`` is the one that is fastest on the
+GPU at hand: measured once at start, on shapes of the model itself."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
+import torch
+
 from fenceline.layers.attention.base import AttentionBackend
-from fenceline.layers.attention.choice import BATCHES, AttentionSetting, choose, measure_us
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
-from fenceline.layers.forward_batch import ForwardMode
+from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
+from fenceline.mem_cache.kv_pool import KVPool
+from fenceline.memory_order import Device
 
 _AUTO = "auto"
 _REFERENCE = "torch"
@@ -18,6 +24,37 @@ _REFERENCE = "torch"
 _CANDIDATES = ("triton", "fa3", "flashinfer")
 
 logger = logging.getLogger(__name__)
+# A backend that plans on the host costs every decode step a plan and a copy that no kernel time shows. One without is
+# taken unless its kernels are slower by more than this.
+_PLAN_STEP_CREDIT = 1.1
+_PLAN_STEP = frozenset({"flashinfer"})
+_NUM_CALLS = (8, 32)  # a step's attention calls, one for each layer, at least and at most
+_NUM_ROUNDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSetting:
+    """What a backend is made for: the pool, its device, this rank's query heads, the longest sequence."""
+
+    kv_pool: KVPool
+    device: Device
+    num_heads: int
+    context_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredBatch:
+    """Requests of ``num_tokens`` each: all of them new in EXTEND but for a prefix, one of them in DECODE."""
+
+    num_requests: int
+    num_tokens: int
+    prefix_len: int = 0
+
+
+BATCHES: Mapping[ForwardMode, MeasuredBatch] = {
+    ForwardMode.EXTEND: MeasuredBatch(4, 1024),
+    ForwardMode.DECODE: MeasuredBatch(32, 1024),
+}
 
 
 def _make_fa3(setting: AttentionSetting) -> AttentionBackend:
@@ -151,3 +188,103 @@ def _try(name: str, mode: ForwardMode, setting: AttentionSetting, compile_cold: 
     except Exception as error:  # whatever keeps one candidate from running here must not keep the others
         logger.warning("Attention backend %s cannot be used", name, exc_info=True)
         return f"failed ({type(error).__name__})"
+
+
+def choose(times_us: Mapping[str, float], mode: ForwardMode) -> str:
+    """The best of the measured backends; in decode one without a plan step has credit."""
+    best = min(times_us, key=lambda name: times_us[name])
+    free = {name: us for name, us in times_us.items() if name not in _PLAN_STEP}
+    if mode is ForwardMode.DECODE and free:
+        best_free = min(free, key=lambda name: free[name])
+        if free[best_free] <= times_us[best] * _PLAN_STEP_CREDIT:
+            return best_free
+    return best
+
+
+def measure_us(
+    backend: AttentionBackend,
+    setting: AttentionSetting,
+    mode: ForwardMode,
+    batch: MeasuredBatch | None = None,
+) -> float:
+    """Microseconds of one layer's attention, as a graph's replay takes them, over a pool that nobody uses yet.
+
+    Compiles what the backend needs. The pool is only read. Blocks until the device is done.
+    """
+    device = setting.device
+    device.synchronize()  # the pool was written on the default stream
+    with device.forward.active():
+        step, num_calls = _step(backend, setting, mode, batch or BATCHES[mode])
+        step()
+    device.synchronize()
+    graph = device.capture("attention measurement", device.make_graph_pool("attention measurement"), step)
+    graph.register()
+    graph.allow_replay()
+    best = float("inf")
+    for _ in range(_NUM_ROUNDS):
+        begin = time.perf_counter()
+        graph.replay()
+        device.synchronize()
+        best = min(best, time.perf_counter() - begin)
+    return best / num_calls * 1e6
+
+
+def _step(
+    backend: AttentionBackend, setting: AttentionSetting, mode: ForwardMode, batch: MeasuredBatch
+) -> tuple[Callable[[], None], int]:
+    """A step's attention over as many layers as the model has, and how many calls that is."""
+    pool = setting.kv_pool
+    seq_len = min(batch.num_tokens, setting.context_length)
+    query_len = seq_len - min(batch.prefix_len, seq_len - 1) if mode is ForwardMode.EXTEND else 1
+    num_queries = batch.num_requests * query_len
+    keys = pool.k(0)
+    num_kv_heads, head_dim = keys.shape[1:]
+    num_heads = setting.num_heads
+    qkv = torch.randn(num_queries, num_heads + 2 * num_kv_heads, head_dim, device=keys.device).to(keys.dtype)
+    q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    plan = _plan(backend, setting, mode, batch.num_requests, seq_len, query_len)
+    num_calls = min(max(pool.num_layers, _NUM_CALLS[0]), _NUM_CALLS[1])
+
+    def step() -> None:
+        plan.prepare()
+        for call in range(num_calls):
+            plan.forward(call % pool.num_layers, q, k, v, head_dim**-0.5)
+
+    return step, num_calls
+
+
+def _plan(
+    backend: AttentionBackend,
+    setting: AttentionSetting,
+    mode: ForwardMode,
+    num_requests: int,
+    seq_len: int,
+    query_len: int,
+) -> AttentionPlan:
+    pool = setting.kv_pool
+    torch_device = pool.k(0).device
+    columns = -(-setting.context_length // pool.page_size)
+    # Distinct pages as far as the pool goes, so that no request finds another's keys in the cache.
+    pages = torch.arange(num_requests * columns, device=torch_device) % (pool.num_pages - 1) + 1
+    page_table = pages.view(num_requests, columns).int()
+    rows = torch.arange(num_requests, device=torch_device)
+    seq_lens = torch.full((num_requests,), seq_len, dtype=torch.int64, device=torch_device)
+    lens_cpu = np.full(num_requests, seq_len, dtype=np.int64)
+    if mode is ForwardMode.DECODE:
+        graph_plan = backend.plan_graph(GraphDecodeInputs(page_table, rows, seq_lens, setting.context_length))
+        if graph_plan is not None:
+            backend.before_replay(num_requests, lens_cpu)
+            return graph_plan
+    extend = mode is ForwardMode.EXTEND
+    starts = torch.arange(num_requests + 1, dtype=torch.int32, device=torch_device) * query_len
+    return backend.plan(
+        AttentionInputs(
+            mode=mode,
+            page_table=page_table,
+            rows=rows,
+            seq_lens=seq_lens,
+            seq_lens_cpu=lens_cpu,
+            query_lens_cpu=np.full_like(lens_cpu, query_len),
+            query_starts=starts if extend else None,
+        )
+    )
