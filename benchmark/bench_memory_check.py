@@ -25,11 +25,9 @@ from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.layers.forward_batch import ForwardBatch
-from fenceline.memory_order import OrderChecker, open_device
-from fenceline.memory_order.slot_order import SlotOrder
+from fenceline.memory_order import Device, OrderChecker, open_device
 from fenceline.model_executor import model_runner
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step_order import StepOrder
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.scheduler.flight_recorder import FlightRecorder
 from fenceline.scheduler.scheduler import InFlight, Scheduler
@@ -120,9 +118,8 @@ class Stopwatch:
 
 RECORDER = [(FlightRecorder, name) for name in ("launched", "published")]
 ENTRANCES = [
-    *((StepOrder, name) for name in ("begin_step", "decode")),
-    *((SlotOrder, name) for name in ("host", "device", "upload", "download")),
-    *((OrderChecker, name) for name in ("record", "wait", "hear")),
+    (Device, "declare"),
+    *((OrderChecker, name) for name in ("begin_step", "record", "wait", "hear")),
 ]
 
 

@@ -14,6 +14,7 @@ from tiny_model import tiny_driver, tiny_requests
 from fenceline.config import ConfigError
 from fenceline.config.server_args import ServerArgs
 from fenceline.memory_order import Device, InputRing, OrderChecker, OrderError, ResultRing, open_device
+from fenceline.memory_order.access import Memory, PagedMemory
 from fenceline.memory_order.edges import HOST_AFTER_FORWARD, RING_EDGES, Hazard, StreamName
 from fenceline.memory_order.guards import GROWTH_STOP
 from fenceline.model_executor.model_runner import ModelRunner
@@ -74,7 +75,6 @@ def test_a_severed_edge_is_named(edge, kind: str) -> None:  # type: ignore[no-un
 
 def test_a_report_names_both_operations() -> None:
     device = open_checked("cpu", frozenset({"copy_after_forward"}))
-    assert device.checker is not None
     device.checker.begin_step()
     with pytest.raises(OrderError) as caught:
         ResultRing(device).download({"y": torch.ones(3)})
@@ -138,9 +138,8 @@ def test_the_engine_is_silent_and_its_tokens_are_the_same() -> None:
     driver = make_model_driver(4, memory_check="order", **FLAGS)
     assert answers(driver, workload()) == answers(make_model_driver(4, **FLAGS), workload())
     assert isinstance(driver.worker, ModelRunner)
-    checker, order = driver.worker.device.checker, driver.worker._order
-    assert checker is not None and order is not None
-    assert checker.step > 20, "steps were counted, so they were declared"
+    order = driver.worker._accesses
+    assert driver.worker.device.checker.step > 20, "steps were counted, so they were declared"
     assert order.pages.last_writes.keys() == order.last_tokens.last_writes.keys() != set()
     # The mirror of the page table is the device's, where anything was written.
     np.testing.assert_array_equal(order.pages._page_table, driver.worker.req_pool.page_table.numpy())
@@ -169,7 +168,9 @@ def test_the_engine_on_vgpu() -> None:
 def test_off_declares_nothing() -> None:
     driver = make_model_driver(4, **FLAGS)
     assert isinstance(driver.worker, ModelRunner)
-    assert driver.worker.device.checker is None and driver.worker._order is None
+    assert (
+        not driver.worker._accesses.pages.last_writes and not driver.worker._accesses.last_tokens.last_writes
+    )
     assert driver.worker.device.forward.record().passed, "points of a synchronous device pass at once"
 
 
@@ -181,8 +182,8 @@ def test_a_load_into_pages_that_a_step_reads_is_refused() -> None:
         driver.step()
     worker = driver.worker
     assert isinstance(worker, ModelRunner) and driver.flight is not None
-    checker, order = worker.device.checker, worker._order
-    assert checker is not None and order is not None
+    checker, order = worker.device.checker, worker._accesses
+    assert isinstance(checker, OrderChecker)
     row = driver.scheduler.running.reqs[0].row
     page = int(worker.req_pool.page_table[row, 0])
     with pytest.raises(OrderError) as caught:
@@ -202,7 +203,7 @@ def test_a_load_into_pages_that_a_step_reads_is_refused() -> None:
 
 def test_waits_are_transitive_and_cover_no_more_than_their_point() -> None:
     checker = OrderChecker()
-    memory = checker.memory("m", 8)
+    memory = Memory("m", 8)
     rows = np.array([2, 3])
     checker.write(checker.begin(FORWARD, "a"), memory, rows)
     early = checker.record(FORWARD)
@@ -216,7 +217,7 @@ def test_waits_are_transitive_and_cover_no_more_than_their_point() -> None:
 
 def test_what_the_host_waited_for_is_before_all_it_submits() -> None:
     checker = OrderChecker()
-    memory = checker.memory("m")
+    memory = Memory("m")
     checker.write(checker.begin(FORWARD, "a"), memory)
     done = checker.record(FORWARD)
     with pytest.raises(OrderError, match="no edge of memory_order/edges.py fits: store has to wait"):
@@ -230,7 +231,7 @@ def test_what_the_host_waited_for_is_before_all_it_submits() -> None:
 
 def test_old_operations_are_forgotten_by_name_only() -> None:
     checker = OrderChecker()
-    memory = checker.memory("m", 2)
+    memory = Memory("m", 2)
     checker.write(checker.begin(FORWARD, "the first"), memory, np.array([1]))
     for _ in range(5000):
         checker.begin(FORWARD, "other")
@@ -245,8 +246,8 @@ Action = tuple[int, int, int, int]
 def test_pages_read_through_rows_are_as_if_each_had_been_noted(actions: list[Action]) -> None:
     """Against memory that notes every page of every step: the same answer for a write to each page by LOAD."""
     checker, num_pages = OrderChecker(), 12
-    pages = checker.paged_memory("pages", num_pages, 2, (4, 4), FORWARD)
-    plain = checker.memory("plain", num_pages, "page")
+    pages = PagedMemory("pages", num_pages, 2, (4, 4), FORWARD)
+    plain = Memory("plain", num_pages, "page")
     table, lengths = np.zeros((4, 4), np.int32), np.zeros(4, np.int64)
     known = checker.record(FORWARD)
     rows = np.array([1, 2])
@@ -290,7 +291,7 @@ def test_pages_read_through_rows_are_as_if_each_had_been_noted(actions: list[Act
 
 def test_pages_that_a_row_no_longer_reads_were_read_all_the_same() -> None:
     checker = OrderChecker()
-    pages = checker.paged_memory("pages", 8, 2, (4, 4), FORWARD)
+    pages = PagedMemory("pages", 8, 2, (4, 4), FORWARD)
     pages.write_table(np.full(4, 1), np.arange(4), np.arange(1, 5))
     checker.read_pages(checker.begin(FORWARD, "long"), pages, np.array([1]), np.array([8]))
     checker.read_pages(checker.begin(FORWARD, "short"), pages, np.array([1]), np.array([3]))

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from fenceline.memory_order import Device, OrderError, Points, open_device, wait_for_pages
+from fenceline.memory_order.access import Memory, occupies_sm
+from fenceline.memory_order.checker import OrderChecker
 from fenceline.memory_order.edges import PAGE_EDGES, SM_EXCLUSIVE, Edge, Hazard, StreamName
 
 FORWARD, LOAD, STORE, HOST = StreamName.FORWARD, StreamName.LOAD, StreamName.STORE, StreamName.HOST
@@ -21,8 +23,8 @@ def open_checked(severed: str = "") -> Device:
 def hand_over(device: Device, edge: Edge) -> None:
     """Source and waiter of the edge touch pages of both tiers, the waiter after what wait_for_pages orders."""
     checker = device.checker
-    assert checker is not None
-    kv, host = checker.memory("kv_pool", 8, "page"), checker.memory("host_pool", 8, "page")
+    assert isinstance(checker, OrderChecker)
+    kv, host = Memory("kv_pool", 8, "page"), Memory("host_pool", 8, "page")
     by_name = {stream.name: stream for stream in device.streams}
 
     def touch(name: StreamName) -> None:
@@ -52,25 +54,22 @@ def test_pages_change_hands_by_their_edge(edge: Edge) -> None:
 @pytest.mark.parametrize("first, second", [(FORWARD, STORE), (STORE, FORWARD)])
 def test_the_sm_bears_one_user(first: StreamName, second: StreamName, severed: str) -> None:
     device = open_checked(severed)
-    checker = device.checker
-    assert checker is not None
     by_name = {stream.name: stream for stream in device.streams}
-    checker.occupy_sm(checker.begin(first, "the first"))
+    device.declare(first, "the first", occupies_sm)
     by_name[second].wait(by_name[first].record(), SM_EXCLUSIVE)
-    op = checker.begin(second, "the second")
     if not severed:
-        checker.occupy_sm(op)
+        device.declare(second, "the second", occupies_sm)
         return
     with pytest.raises(OrderError, match="exclusive on resource sm") as caught:
-        checker.occupy_sm(op)
+        device.declare(second, "the second", occupies_sm)
     assert caught.value.edges == ("sm_exclusive",) and caught.value.hazard is Hazard.EXCLUSIVE
 
 
 def test_the_host_hears_a_poll_that_says_passed_and_no_other() -> None:
     device = open_checked()
     checker = device.checker
-    assert checker is not None
-    host = checker.memory("host_pool", 8, "page")
+    assert isinstance(checker, OrderChecker)
+    host = Memory("host_pool", 8, "page")
     checker.write(checker.begin(STORE, "backup"), host, PAGES)
     copied = device.store.record()
     assert not device.store.poll(copied)

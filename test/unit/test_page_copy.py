@@ -15,6 +15,8 @@ from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.host.page_copy import PageCopier, Run, RunCopier, make_page_copier, runs_of
 from fenceline.mem_cache.kv_pool import KVRow
 from fenceline.memory_order import open_device
+from fenceline.memory_order.access import occupies_sm
+from fenceline.memory_order.edges import StreamName
 from fenceline.vgpu import RaceError, VgpuDevice, VirtualGpu
 
 LAYOUTS: tuple[MemLayout, ...] = ("layer_first", "page_first")
@@ -166,8 +168,7 @@ def test_on_the_virtual_gpu_a_store_by_sms_beside_persistent_attention_is_seen()
     for io_backend in ("kernel", "direct"):
         device = virtual("random", 0)
         copier = make_page_copier(device, *(pools := make_pools(device, "page_first", Shape())), io_backend)  # type: ignore[arg-type]
-        with device.forward.active():
-            device.occupy_sm()
+        device.declare(StreamName.FORWARD, "attention", occupies_sm)
         copier.to_device(device.load, pages(1), pages(5), range(3))  # loads run beside it
         device.load.record()
         copier.to_host(device.store, pages(2), pages(3))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fenceline.memory_order import HostChannel, Point, Points, wait_for_pages
+from fenceline.memory_order.access import occupies_sm
 from fenceline.memory_order.edges import EDGES, HOST_PAGE_REUSE, PAGE_EDGES, SM_EXCLUSIVE, StreamName
 from fenceline.vgpu import RaceError, VirtualGpu
 from fenceline.vgpu.device import VgpuDevice
@@ -192,7 +193,7 @@ def share_the_sm(device: VgpuDevice, captured: bool, forward_first: bool) -> Non
             page, scores = (torch.zeros(64, dtype=torch.uint8, device=device.torch_device) for _ in range(2))
 
         def attention() -> None:
-            device.occupy_sm()
+            device.declare(StreamName.FORWARD, "attention", occupies_sm)
             scores.add_(1)
 
         graph = device.capture("decode", pool, attention) if captured else None
@@ -208,8 +209,7 @@ def share_the_sm(device: VgpuDevice, captured: bool, forward_first: bool) -> Non
 
         def backup() -> None:
             device.store.wait(device.forward.record(), SM_EXCLUSIVE)
-            with device.store.active():
-                device.occupy_sm()
+            device.declare(StreamName.STORE, "backup", occupies_sm)
             device.store.copy(host, page)
 
         for run in (forward, backup, forward) if forward_first else (backup, forward, backup):
@@ -232,8 +232,7 @@ def test_the_sm_bears_one_user(captured: bool, forward_first: bool) -> None:
 def test_other_streams_do_not_mind() -> None:
     """Only who says that it holds the SMs has to be ordered: loads run beside persistent attention."""
     device = VgpuDevice()
-    with device.forward.active():
-        device.occupy_sm()
+    device.declare(StreamName.FORWARD, "attention", occupies_sm)
     with torch.inference_mode():
         host = device.host_buffer(64)
         with device.load.active():

@@ -5,27 +5,24 @@ submitted to it, hears another stream where an edge is *applied* (``Stream.wait`
 it waits for it (``Stream.synchronize``). Nothing else counts: that a Point happens to have passed orders nothing
 unless the host waited for it, so that a fast device, or one that is synchronous, hides no missing edge.
 
-Whoever touches memory that outlives an operation declares it, just before it submits the operation::
-
-    op = checker.begin(StreamName.COPY, "copy of the step's results")
-    checker.read(op, device_slot)
-    checker.write(op, pinned_slot)       # raises OrderError if nothing orders it after the last read
-
-One host thread submits. Accesses are compared against the last of each agent, and noted where they are clean.
+It reads the declarations of all operations (``access``), just before they are submitted, and raises where nothing
+orders an access after the last one that it conflicts with. One host thread submits. Accesses are compared against the
+last of each agent, and noted where they are clean.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Concatenate, NamedTuple, ParamSpec
 
+from fenceline.memory_order.access import NUMBERS, Accesses, Memory, PagedMemory, Past, Rows
 from fenceline.memory_order.edges import Hazard, StreamName
 from fenceline.memory_order.order_report import fitting_edges, hazard_of, missing_edge
 from fenceline.memory_order.vector_clock import Clock, joined
-from fenceline.memory_order.watched_memory import Past, Rows, WatchedMemory, WatchedPages
 
 _NAMES = tuple(StreamName)
-_NUMBERS = {name: number for number, name in enumerate(_NAMES)}
-_HOST = _NUMBERS[StreamName.HOST]
+_HOST = NUMBERS[StreamName.HOST]
+P = ParamSpec("P")
 _NEVER: Clock = (0,) * len(_NAMES)
 _REMEMBERED = 1 << 12  # operations of each agent that a report can name
 
@@ -77,7 +74,28 @@ class _Agent:
         return (*self.clock[: self.number], self.count, *self.clock[self.number + 1 :])
 
 
-class OrderChecker:
+class NoChecker:
+    """``--memory-check off``: nothing is compared, Points carry no clocks."""
+
+    step = 0
+
+    def begin_step(self) -> None:
+        """See :class:`OrderChecker`, as of the other methods."""
+
+    def record(self, name: StreamName) -> Clock:
+        return ()
+
+    def wait(self, name: StreamName, clock: Clock) -> None:
+        return
+
+    def hear(self, clock: Clock) -> None:
+        return
+
+    def hear_all(self) -> None:
+        return
+
+
+class OrderChecker(NoChecker):
     """The clocks of one device's streams and of the host thread that submits to them."""
 
     def __init__(self) -> None:
@@ -85,7 +103,7 @@ class OrderChecker:
         self._agents = [_Agent(number) for number in range(len(_NAMES))]
         self._host = self._agents[_HOST]
         self._submitting = _NEVER  # the host's now; the same object until something changes
-        self.sm = WatchedMemory("resource sm")  # the multiprocessors: see occupy_sm
+        self.sm = Memory("resource sm")  # the multiprocessors: see Accesses.occupy_sm
         self.sm.is_exclusive = True
 
     # --- order ---------------------------------------------------------------------------------------
@@ -96,11 +114,11 @@ class OrderChecker:
 
     def record(self, name: StreamName) -> Clock:
         """The clock of a Point recorded on a stream now."""
-        return self._submitted(_NUMBERS[name]).now()
+        return self._submitted(NUMBERS[name]).now()
 
     def wait(self, name: StreamName, clock: Clock) -> None:
         """What is submitted to the stream from now on happens after everything in ``clock``."""
-        agent = self._agents[_NUMBERS[name]]
+        agent = self._agents[NUMBERS[name]]
         agent.clock = joined(agent.clock, clock)
 
     def hear(self, clock: Clock) -> None:
@@ -118,76 +136,54 @@ class OrderChecker:
 
     # --- accesses ------------------------------------------------------------------------------------
 
-    def memory(self, name: str, num_rows: int = 1, row_name: str = "row") -> WatchedMemory:
-        """Memory to declare accesses to: ``num_rows`` rows, or one for memory that is used as a whole."""
-        return WatchedMemory(name, num_rows, row_name)
+    def declare(
+        self,
+        name: StreamName,
+        label: str,
+        accesses: Callable[Concatenate[Accesses, P], None],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        """An operation is about to be submitted to the stream, or done by the host. Raises :class:`OrderError`."""
+        accesses(_Compared(self, self.begin(name, label)), *args, **kwargs)
 
-    def paged_memory(
-        self, name: str, num_pages: int, page_size: int, table: tuple[int, int], reader: StreamName
-    ) -> WatchedPages:
-        """Pages of ``page_size`` tokens that ``reader`` reads through a page table of that shape (rows, columns)."""
-        return WatchedPages(name, num_pages, page_size, table, _NUMBERS[reader])
-
-    def begin(self, name: StreamName, label: str, step: int | None = None) -> Operation:
-        """The next operation of a stream, about to be submitted, or of the host; of another ``step`` if given."""
-        agent = self._submitted(_NUMBERS[name])
+    def begin(self, name: StreamName, label: str) -> Operation:
+        """The next operation of a stream, about to be submitted, or of the host."""
+        agent = self._submitted(NUMBERS[name])
         agent.count += 1
-        op = Operation(agent.number, agent.count, agent.clock, label, self.step if step is None else step)
+        op = Operation(agent.number, agent.count, agent.clock, label, self.step)
         agent.history[agent.count % _REMEMBERED] = op
         if agent is self._host:
             self._submitting = agent.now()
         return op
 
-    def touch(
-        self, name: StreamName, label: str, read: WatchedMemory | None, write: WatchedMemory | None,
-        step: int | None = None,
-    ) -> None:  # fmt: skip
-        """One operation on memory that is used as a whole: ``begin``, ``read`` and ``write`` in one."""
-        op = self.begin(name, label, step)
-        agent, tick, clock, _, _ = op
-        if read is not None:
-            for other, last in read.last_writes.items():
-                if last > clock[other] and other != agent:
-                    self._compare(op, read, False, None)
-            read.last_reads[agent] = tick
-        if write is not None:
-            for latest in (write.last_writes, write.last_reads):
-                for other, last in latest.items():
-                    if last > clock[other] and other != agent:
-                        self._compare(op, write, True, None)
-            write.last_writes[agent] = tick
-
-    def read(self, op: Operation, memory: WatchedMemory, rows: Rows | None = None) -> None:
+    def read(self, op: Operation, memory: Memory, rows: Rows | None = None) -> None:
         """``op`` reads ``rows`` [N] (all if None) of ``memory``. Raises :class:`OrderError`."""
         if _beyond(memory.last_writes, op):
             self._compare(op, memory, False, rows)
         memory.note(op.agent, op.tick, False, rows)
 
-    def write(self, op: Operation, memory: WatchedMemory, rows: Rows | None = None) -> None:
+    def write(self, op: Operation, memory: Memory, rows: Rows | None = None) -> None:
         """``op`` writes ``rows`` [N] (all if None) of ``memory``, and may read them. Raises :class:`OrderError`."""
         if _beyond(memory.last_writes, op) or _beyond(memory.last_reads, op):
             self._compare(op, memory, True, rows)
         memory.note(op.agent, op.tick, True, rows)
 
-    def read_pages(self, op: Operation, memory: WatchedPages, rows: Rows, lengths: Rows) -> None:
+    def read_pages(self, op: Operation, memory: PagedMemory, rows: Rows, lengths: Rows) -> None:
         """``op``, on the pages' reader, reads the first ``lengths`` [N] tokens of the distinct ``rows`` [N].
 
-        Raises :class:`OrderError`. See :meth:`WatchedPages.note_rows` for what it asks of the arrays.
+        Raises :class:`OrderError`. See :meth:`PagedMemory.note_rows` for what it asks of the arrays.
         """
         if _beyond(memory.last_writes, op):
             self._compare(op, memory, False, memory.pages_of(rows, lengths))
         memory.note_rows(op.tick, rows, lengths, False)
 
-    def append_pages(self, op: Operation, memory: WatchedPages, rows: Rows, lengths: Rows) -> None:
+    def append_pages(self, op: Operation, memory: PagedMemory, rows: Rows, lengths: Rows) -> None:
         """:meth:`read_pages`, and ``op`` writes the last token of each row, whose page lies in the table."""
         if _beyond(memory.last_writes, op) or _beyond(memory.last_reads, op):
             self._compare(op, memory, False, memory.pages_of(rows, lengths))
             self._compare(op, memory, True, memory.last_pages_of(rows, lengths))
         memory.note_rows(op.tick, rows, lengths, True)
-
-    def occupy_sm(self, op: Operation) -> None:
-        """``op`` holds all multiprocessors (see ``Device.occupy_sm``). Raises :class:`OrderError`."""
-        self.write(op, self.sm)
 
     # --- within --------------------------------------------------------------------------------------
 
@@ -199,12 +195,12 @@ class OrderChecker:
             agent.heard = self._submitting
         return agent
 
-    def _compare(self, op: Operation, memory: WatchedMemory, write: bool, rows: Rows | None) -> None:
+    def _compare(self, op: Operation, memory: Memory, write: bool, rows: Rows | None) -> None:
         past = memory.unordered(op.agent, op.clock, write, rows)
         if past is not None:
             raise self._error(op, memory, write, past)
 
-    def _error(self, op: Operation, memory: WatchedMemory, write: bool, past: Past) -> OrderError:
+    def _error(self, op: Operation, memory: Memory, write: bool, past: Past) -> OrderError:
         first, second = _NAMES[past.agent].value, _NAMES[op.agent].value
         former = self._agents[past.agent].history[past.tick % _REMEMBERED]
         if former is None or former.tick != past.tick:
@@ -227,3 +223,34 @@ def _beyond(latest: dict[int, int], op: Operation) -> bool:
         if tick > op.clock[other] and other != op.agent:
             return True
     return False
+
+
+class _Compared:
+    """``op`` with its accesses: see :class:`Accesses`."""
+
+    __slots__ = ("_checker", "_op")
+
+    def __init__(self, checker: OrderChecker, op: Operation) -> None:
+        self._checker = checker
+        self._op = op
+
+    def read(self, memory: Memory, rows: Rows | None = None) -> None:
+        self._checker.read(self._op, memory, rows)
+
+    def write(self, memory: Memory, rows: Rows | None = None) -> None:
+        self._checker.write(self._op, memory, rows)
+
+    def read_pages(self, memory: PagedMemory, rows: Rows, lengths: Rows) -> None:
+        self._checker.read_pages(self._op, memory, rows, lengths)
+
+    def append_pages(self, memory: PagedMemory, rows: Rows, lengths: Rows) -> None:
+        self._checker.append_pages(self._op, memory, rows, lengths)
+
+    def write_table(self, memory: PagedMemory, rows: Rows, columns: Rows, pages: Rows) -> None:
+        memory.write_table(rows, columns, pages)
+
+    def release(self, memory: Memory) -> None:
+        self._checker.write(self._op, memory)
+
+    def occupy_sm(self) -> None:
+        self._checker.write(self._op, self._checker.sm)

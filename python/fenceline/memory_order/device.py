@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from fenceline.config.server_args import register_kind
-from fenceline.memory_order.checker import OrderChecker
+from fenceline.memory_order.access import Accesses, Memory
+from fenceline.memory_order.checker import NoChecker, OrderChecker
 from fenceline.memory_order.edges import EDGE_PARTS, EDGES, StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
 from fenceline.memory_order.guards import GUARDS, Guard
@@ -20,6 +21,7 @@ from fenceline.memory_order.host_threads import QueueChannel, ThreadWorker
 from fenceline.memory_order.stream import Stream
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ class Device(ABC):
         self.copy = self._make_stream(StreamName.COPY)
         self.load = self._make_stream(StreamName.LOAD)
         self.store = self._make_stream(StreamName.STORE)
-        self.checker: OrderChecker | None = None  # with --memory-check order: see check_order
+        self.checker = NoChecker()  # with --memory-check order: see check_order
+        self._readers: tuple[Callable[..., None], ...] = ()  # of declarations
 
     @property
     def streams(self) -> tuple[Stream, ...]:
@@ -62,10 +65,30 @@ class Device(ABC):
 
     def check_order(self) -> None:
         """Refuse races of declared accesses at submission from now on; before rings and pools are made."""
-        if self.checker is None:
+        if not isinstance(self.checker, OrderChecker):
             self.checker = OrderChecker()
+            self._readers += (self.checker.declare,)
             for stream in self.streams:
                 stream.checker = self.checker
+
+    def memory(self, name: str, tensor: torch.Tensor) -> Memory:
+        """``tensor``, which is used as a whole, under the name that all reports give it, for :meth:`declare`."""
+        self.name_memory(tensor, name)
+        return Memory(name, tensor=tensor)
+
+    def declare(
+        self,
+        stream: StreamName,
+        label: str,
+        accesses: Callable[Concatenate[Accesses, P], None],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        """Say what an operation reads and writes that the scheduler thread is about to submit to ``stream``, or to do
+        itself: ``accesses(op, *args)`` names it. To be called after the operation's waits. Only those of memory that
+        outlives operations; what the virtual GPU sees by itself it does not take from here."""
+        for reader in self._readers:
+            reader(stream, label, accesses, *args, **kwargs)
 
     @abstractmethod
     def host_buffer(self, nbytes: int) -> torch.Tensor:
@@ -97,14 +120,6 @@ class Device(ABC):
         """A queue between threads of the host, those of :meth:`start_worker` and the one that made the device."""
         return QueueChannel()
 
-    def occupy_sm(self) -> None:
-        """On the current stream: from here on its work holds all multiprocessors (persistent attention, page copies by
-        kernels), until another stream is ordered after it (F2).
-
-        For devices that watch their memory; others ignore it.
-        """
-        return
-
     def fill_rows(self, fields: Sequence[FillField]) -> None:
         """Write heads and tails on the current stream."""
         for field in fields:
@@ -129,8 +144,7 @@ class Device(ABC):
     def synchronize(self) -> None:
         """Block the host until all streams are empty: start-up, growth of a ring and shut-down only."""
         self._synchronize()
-        if self.checker is not None:
-            self.checker.hear_all()
+        self.checker.hear_all()
 
     def full_stop(self, guard: Guard) -> None:
         """:meth:`synchronize`, which is what ``guard`` is. Severed, nobody waits."""
@@ -149,9 +163,9 @@ class Device(ABC):
         return
 
     def host_access(self, buffer: torch.Tensor, write: bool, what: str) -> None:
-        """The host reads or writes ``buffer``, from :meth:`host_buffer`, past torch: now, and says so first.
+        """The calling thread, of :meth:`start_worker`, reads or writes ``buffer``, from :meth:`host_buffer`, now.
 
-        For devices that watch their memory; others ignore it.
+        The scheduler's thread declares what it does by :meth:`declare`. For devices that watch their memory.
         """
         return
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fenceline.memory_order.access import Memory, copies, reads, writes
 from fenceline.memory_order.device import Device
 from fenceline.memory_order.edges import (
     FORWARD_AFTER_SCHEDULE,
@@ -21,7 +22,6 @@ from fenceline.memory_order.edges import (
     STAGING_REUSE,
     StreamName,
 )
-from fenceline.memory_order.slot_order import SlotOrder
 from fenceline.memory_order.stream import Point, Points
 
 
@@ -31,9 +31,10 @@ class PlanSlot:
 
     host: torch.Tensor
     device: torch.Tensor
+    host_memory: Memory
+    device_memory: Memory
     host_after: Point | None = None
     device_after: Points = Points()
-    order: SlotOrder | None = None  # with --memory-check order
 
 
 class PlanRing:
@@ -50,12 +51,13 @@ class PlanRing:
         self.num_plans = 0
 
     def _make(self, index: int, nbytes: int) -> PlanSlot:
-        slot = PlanSlot(self._device.host_buffer(nbytes), self._device.device_buffer(nbytes))
-        self._device.name_memory(slot.host, f"{self.name}.pinned[{index}]")
-        self._device.name_memory(slot.device, f"{self.name}.device[{index}]")
-        if self._device.checker is not None:
-            slot.order = SlotOrder(self._device.checker, self.name, index)
-        return slot
+        make, host, device = (
+            self._device.memory,
+            self._device.host_buffer(nbytes),
+            self._device.device_buffer(nbytes),
+        )
+        names = f"{self.name}.pinned[{index}]", f"{self.name}.device[{index}]"
+        return PlanSlot(host, device, make(names[0], host), make(names[1], device))
 
     @contextmanager
     def planning(self) -> Iterator[PlanSlot]:
@@ -64,21 +66,17 @@ class PlanRing:
         device, depth = self._device, len(self._slots)
         if self.num_plans:  # what FORWARD was given since the last plan may read that plan
             last = self._slots[(self.num_plans - 1) % depth]
-            if last.order is not None:
-                last.order.device(StreamName.FORWARD, False, "step that reads its plan")
+            device.declare(StreamName.FORWARD, "step that reads its plan", reads, last.device_memory)
             last.device_after = Points.of(device.forward.record())
         slot = self._slots[self.num_plans % depth]
         self.num_plans += 1
         if slot.host_after is not None:  # WAR: the copy of an earlier plan may still read the pinned half
             device.schedule.synchronize(slot.host_after, STAGING_REUSE)
-        device.host_access(slot.host, True, "plan of a batch")
-        if slot.order is not None:
-            slot.order.host(True, "plan of a batch")
+        device.declare(StreamName.HOST, "plan of a batch", writes, slot.host_memory)
         device.schedule.wait(
             slot.device_after, SCHEDULE_AFTER_FORWARD
         )  # WAR: an earlier step may still read it
-        if slot.order is not None:
-            slot.order.upload(StreamName.SCHEDULE, "upload of a plan")
+        device.declare(StreamName.SCHEDULE, "upload of a plan", copies, slot.host_memory, slot.device_memory)
         with device.schedule.active():
             yield slot
         slot.host_after = device.schedule.record()

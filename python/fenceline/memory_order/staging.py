@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fenceline.memory_order.access import Memory, copies, reads, releases, writes
 from fenceline.memory_order.device import Device
 from fenceline.memory_order.edges import (
     COPY_AFTER_FORWARD,
@@ -29,7 +30,6 @@ from fenceline.memory_order.edges import (
 )
 from fenceline.memory_order.guards import GROWTH_STOP, OWN_COPY, OWN_RESULTS
 from fenceline.memory_order.lease import LeaseError
-from fenceline.memory_order.slot_order import SlotOrder
 from fenceline.memory_order.stream import Point, Points
 
 _ALIGN = 16
@@ -45,10 +45,11 @@ class _Slot:
 
     host: torch.Tensor  # uint8
     device: torch.Tensor  # uint8
+    host_memory: Memory
+    device_memory: Memory
     host_after: Point | None = None
     device_after: Points = Points()
     leased: bool = False
-    order: SlotOrder | None = None  # with --memory-check order
 
 
 def _aligned(nbytes: int) -> int:
@@ -64,12 +65,13 @@ class _Ring:
         self._next = 0
 
     def _make(self, index: int, nbytes: int) -> _Slot:
-        slot = _Slot(self._device.host_buffer(nbytes), self._device.device_buffer(nbytes))
-        self._device.name_memory(slot.host, f"{self.name}.pinned[{index}]")
-        self._device.name_memory(slot.device, f"{self.name}.device[{index}]")
-        if self._device.checker is not None:
-            slot.order = SlotOrder(self._device.checker, self.name, index)
-        return slot
+        make, host, device = (
+            self._device.memory,
+            self._device.host_buffer(nbytes),
+            self._device.device_buffer(nbytes),
+        )
+        names = f"{self.name}.pinned[{index}]", f"{self.name}.device[{index}]"
+        return _Slot(host, device, make(names[0], host), make(names[1], device))
 
     def _take(self, nbytes: int) -> _Slot:
         """The next slot, grown if need be. Growth waits for the device: it happens a few times in a life."""
@@ -78,9 +80,9 @@ class _Ring:
         if self._slots[index].host.numel() < nbytes:
             # The old slot goes back to the allocator, on no stream of ours.
             self._device.full_stop(GROWTH_STOP)
-            order = self._slots[index].order
-            if order is not None:
-                order.give_up()
+            old = self._slots[index]
+            label = "return of a slot to the allocator"
+            self._device.declare(StreamName.HOST, label, releases, old.host_memory, old.device_memory)
             self._slots[index] = self._make(index, 1 << (nbytes - 1).bit_length())
         return self._slots[index]
 
@@ -106,22 +108,21 @@ class InputRing(_Ring):
         """
         offsets, nbytes = _layout(arrays)
         slot = self._take(nbytes)
-        device, order = self._device, slot.order
+        device = self._device
         if slot.host_after is not None:  # WAR: an earlier copy may still read the pinned slot
             device.schedule.synchronize(slot.host_after, STAGING_REUSE)
-        device.host_access(slot.host[:nbytes], True, "pack of the step's inputs")
-        if order is not None:
-            order.host(True, "pack of the step's inputs")
+        device.declare(StreamName.HOST, "pack of the step's inputs", writes, slot.host_memory)
         _pack(slot.host, arrays, offsets)
         # WAR: an earlier step may still read it
         device.schedule.wait(slot.device_after, SCHEDULE_AFTER_FORWARD)
-        if order is not None:
-            order.upload(StreamName.SCHEDULE, "upload of the step's inputs")
+        label = "upload of the step's inputs"
+        device.declare(StreamName.SCHEDULE, label, copies, slot.host_memory, slot.device_memory)
         device.schedule.copy(slot.device[:nbytes], slot.host[:nbytes])
         slot.host_after = device.schedule.record()
         device.forward.wait(slot.host_after, FORWARD_AFTER_SCHEDULE)  # RAW: the copy brings our inputs
-        if order is not None:
-            order.device(StreamName.FORWARD, False, "FORWARD's own copy of the step's inputs")
+        device.declare(
+            StreamName.FORWARD, "FORWARD's own copy of the step's inputs", reads, slot.device_memory
+        )
         with device.forward.active():
             block = slot.device[:nbytes]
             if device.keeps(OWN_COPY):  # the next upload may overwrite the slot from here on
@@ -167,9 +168,7 @@ class ResultLease:
             raise LeaseError("these results were already taken")
         slot, self._slot = self._slot, None
         self._ring.wait_for(self._copied)
-        self._ring.read_by_host(slot.host[: self._nbytes])
-        if slot.order is not None:
-            slot.order.host(False, "read of the step's results")
+        self._ring.declare_read(slot)
         self.produced.stream.note_passed(self.produced)  # the copy ran after it
         host = slot.host.numpy()
         values = {name: field.read(host) for name, field in self._layout.items()}
@@ -218,21 +217,20 @@ class ResultRing(_Ring):
             raise LeaseError("the result ring is full: publish the earlier step first")
         slot = self._take(nbytes)
         slot.leased = True
-        device, order = self._device, slot.order
+        device = self._device
         # The device slot needs no edge: its last copy was waited for by the host before the lease ended.
         if self._small_by_forward and nbytes <= _SMALL_BYTES and device.writes_host:
             return self._write(slot, layout, tensors, nbytes)
-        if order is not None:
-            order.device(StreamName.FORWARD, True, "pack of the step's results")
+        device.declare(StreamName.FORWARD, "pack of the step's results", writes, slot.device_memory)
         with device.forward.active():
-            copies = self._pack(slot, layout, tensors, nbytes)
+            pieces = self._pack(slot, layout, tensors, nbytes)
         produced = device.forward.record()
         device.copy.wait(produced, COPY_AFTER_FORWARD)  # RAW: the step's results
-        if order is not None:
-            order.download(StreamName.COPY, "copy of the step's results")
-        for place, source in copies:
+        label = "copy of the step's results"
+        device.declare(StreamName.COPY, label, copies, slot.device_memory, slot.host_memory)
+        for place, source in pieces:
             device.copy.copy(place, source)
-        sources = [source for _, source in copies]
+        sources = [source for _, source in pieces]
         return ResultLease(self, slot, layout, nbytes, produced, device.copy.record(), sources)
 
     def _write(
@@ -240,8 +238,8 @@ class ResultRing(_Ring):
     ) -> ResultLease:
         """:meth:`download` by FORWARD alone."""
         device = self._device
-        if slot.order is not None:
-            slot.order.write_host(StreamName.FORWARD, "write of the step's results to the host")
+        label = "write of the step's results to the host"
+        device.declare(StreamName.FORWARD, label, writes, slot.host_memory)
         alone = next(iter(tensors.values()))
         with device.forward.active():
             if len(tensors) == 1 and alone.nbytes % _WORD == 0:
@@ -275,9 +273,9 @@ class ResultRing(_Ring):
         """Whether the copy, or the step, that ``point`` ends has run."""
         return point.stream.poll(point)
 
-    def read_by_host(self, buffer: torch.Tensor) -> None:
+    def declare_read(self, slot: _Slot) -> None:
         """Say that the host reads results now."""
-        self._device.host_access(buffer, False, "read of the step's results")
+        self._device.declare(StreamName.HOST, "read of the step's results", reads, slot.host_memory)
 
 
 def _layout(arrays: Mapping[str, npt.NDArray[np.generic]]) -> tuple[list[int], int]:

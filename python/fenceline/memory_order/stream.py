@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fenceline.memory_order.checker import OrderChecker
+from fenceline.memory_order.checker import NoChecker
 from fenceline.memory_order.edges import Edge, StreamName, pages_edge
 from fenceline.memory_order.vector_clock import Clock
 
@@ -31,13 +31,12 @@ class Stream(ABC):
         self.serial = 0
         self.passed_serial = 0
         self._severed = severed  # edges that a test has cut; empty in production
-        self.checker: OrderChecker | None = None  # with --memory-check order
+        self.checker = NoChecker()
 
     def record(self) -> Point:
         """A Point after all work submitted to this stream so far."""
         self.serial += 1
-        clock = () if self.checker is None else self.checker.record(self.name)
-        return Point(self, self.serial, self._record_event(), clock)
+        return Point(self, self.serial, self._record_event(), self.checker.record(self.name))
 
     def wait(self, after: Point | Points, edge: Edge) -> None:
         """Work submitted to this stream from now on runs after ``after``. The host does not block.
@@ -53,8 +52,7 @@ class Stream(ABC):
             )
             if self._is_cut(edge, self.name, point.stream.name):
                 continue
-            if self.checker is not None:
-                self.checker.wait(self.name, point.clock)
+            self.checker.wait(self.name, point.clock)
             if not point.passed:
                 self._wait_event(point)
 
@@ -63,8 +61,7 @@ class Stream(ABC):
         self._check_host_edge(point, edge)
         if self._is_cut(edge, StreamName.HOST, self.name):
             return
-        if self.checker is not None:
-            self.checker.hear(point.clock)
+        self.checker.hear(point.clock)
         if point.passed:
             return
         self._block(point)
@@ -90,8 +87,7 @@ class Stream(ABC):
             if not self._query(point):
                 return False
             self.note_passed(point)
-        if self.checker is not None:
-            self.checker.hear(point.clock)
+        self.checker.hear(point.clock)
         return True
 
     def _is_cut(self, edge: Edge, waiter: StreamName, source: StreamName) -> bool:

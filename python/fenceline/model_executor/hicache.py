@@ -11,18 +11,17 @@ from fenceline.config.hicache import DIRECT_PAGE_SIZE
 from fenceline.mem_cache.host.cache_controller import CacheController
 from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.host.page_copy import PageCopier, make_page_copier
-from fenceline.mem_cache.host.transfer_order import TransferOrder
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Device
-from fenceline.model_executor.step_order import StepOrder
+from fenceline.memory_order.access import Memory
 
 logger = logging.getLogger(__name__)
 
 
 def make_cache_controller(
-    config: EngineConfig, device: Device, kv_pool: KVPool, order: StepOrder | None
+    config: EngineConfig, device: Device, kv_pool: KVPool, pages: Memory
 ) -> CacheController:
-    """A host tier for ``kv_pool``. ``order``: with ``--memory-check order``, where steps declare their pages.
+    """A host tier for ``kv_pool``, whose ``pages`` steps declare.
 
     Copies the sink page there and back on a GPU, so that nothing is compiled or loaded while a request waits. Waits for
     the device. Raises ``ValueError`` with the remedy where the host has no room for it.
@@ -38,12 +37,9 @@ def make_cache_controller(
         device, num_host_pages(config, kv_pool), kv_pool.layout, config.server_args.hicache_mem_layout
     )
     copier = make_page_copier(device, kv_pool, host_pool, io_backend)
-    transfer_order = None
-    if order is not None:
-        transfer_order = TransferOrder(order.checker, order.pages, kv_pool.num_layers, host_pool.num_pages)
     if device.kind == "cuda":
         _warm_up(device, copier, kv_pool.num_layers)
-    return CacheController(device, kv_pool, host_pool, copier, transfer_order)
+    return CacheController(device, kv_pool, host_pool, copier, pages)
 
 
 def num_host_pages(config: EngineConfig, kv_pool: KVPool) -> int:

@@ -25,6 +25,7 @@ from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 from fenceline.mem_cache.req_pool import ReqPool
 from fenceline.mem_cache.storage.make import Storage, make_storage
 from fenceline.memory_order import Device, InputRing, ResultRing, page_leases, wait_for_pages
+from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.guards import STARTUP_STOP
 from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
 from fenceline.model_executor.decode_runner import DecodeRunner
@@ -42,7 +43,7 @@ from fenceline.model_executor.step import (
     ScheduleBatch,
     drain_completions,
 )
-from fenceline.model_executor.step_order import StepOrder
+from fenceline.model_executor.step_accesses import StepAccesses
 from fenceline.model_executor.warm_up import warm_up
 from fenceline.models.loader import load_model
 from fenceline.sampling.sampler import OutputLogprobs, Sampler, prompt_logprobs
@@ -107,14 +108,12 @@ class ModelRunner:
             self.prefill_graphs = PiecewiseCudaGraphRunner(
                 device, self.model, self.kv_pool, sizes, config.server_args.debug_cuda_graph
             )
-        self._order: StepOrder | None = None
-        if device.checker is not None:
-            self._order = StepOrder(device.checker, self.kv_pool, self.req_pool)
+        self._accesses = StepAccesses(self.kv_pool, self.req_pool)
         self.hicache: CacheController | None = None
         self.storage: Storage | None = None
         if config.hicache is not None:
             with _phase("Allocated the host tier"):
-                self.hicache = make_cache_controller(config, device, self.kv_pool, self._order)
+                self.hicache = make_cache_controller(config, device, self.kv_pool, self._accesses.pages)
             if config.hicache.storage is not None:
                 with _phase("Opened the storage"):
                     self.storage = make_storage(device, self.hicache.host_pool, config)
@@ -188,8 +187,7 @@ class ModelRunner:
     def launch(self, batch: ScheduleBatch) -> ForwardResult:
         """Submit one step. Does not wait for the device."""
         wait_for_pages(self.device.forward, batch.after)  # WAR, WAW: transfers may still use retired pages
-        if self._order is not None:
-            self._order.begin_step()
+        self.device.checker.begin_step()
         mode = ForwardMode.EXTEND if isinstance(batch, ExtendBatch) else ForwardMode.DECODE
         exclusive = self.hicache
         if exclusive is not None and not self._attention.persistent(mode):
@@ -209,8 +207,6 @@ class ModelRunner:
         arrays |= sampling_arrays(sampled)
         views = self._inputs.upload(arrays)
         layer_ready = self._layer_ready(batch)
-        if self._order is not None and layer_ready is None:
-            self._order.extend(batch)
         with self.device.forward.active():
             self._write_pages(views)
             self._begin_penalties(batch, views)
@@ -248,21 +244,19 @@ class ModelRunner:
         return self._finish(results)
 
     def _layer_ready(self, batch: ExtendBatch) -> Callable[[int], None] | None:
-        """What makes FORWARD wait for ``batch.loads``, layer by layer; None if there are none."""
+        """What makes FORWARD wait for ``batch.loads``, layer by layer; None if there are none.
+
+        Declares what the step touches: whole pages, so after the last layer's wait.
+        """
+
+        def declare() -> None:
+            self.device.declare(StreamName.FORWARD, "prefill step", self._accesses.extend, batch)
+
         if not batch.loads:
+            declare()
             return None
         assert self.hicache is not None, "without a host tier nothing is loaded"
-        ready, order = self.hicache.layer_ready(batch.loads), self._order
-        if order is None:
-            return ready
-        last_layer = self.kv_pool.num_layers - 1
-
-        def declared(layer: int) -> None:
-            ready(layer)
-            if layer == last_layer:  # its pages are there: whole pages can be declared
-                order.extend(batch)
-
-        return declared
+        return self.hicache.layer_ready(batch.loads, declare)
 
     def _begin_penalties(self, batch: ExtendBatch, views: Views) -> None:
         for index, seq in enumerate(batch.seqs):
@@ -277,8 +271,7 @@ class ModelRunner:
         if len(batch.page_writes):
             arrays |= _page_write_arrays(batch)
         views = self._inputs.upload(arrays) if arrays else {}
-        if self._order is not None:
-            self._order.decode(batch)
+        self.device.declare(StreamName.FORWARD, "decode step", self._accesses.decode, batch)
         with self.device.forward.active():
             self._write_pages(views)
             return self._finish(self.decode.run(batch, views))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from fenceline.memory_order.access import Accesses, Memory, PagedMemory, Rows, occupies_sm
 from fenceline.memory_order.device import Device, register_device
 from fenceline.memory_order.edges import Edge, StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
@@ -23,6 +24,7 @@ from fenceline.vgpu.streams import VirtualStream
 from fenceline.vgpu.threads import Channel
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class VgpuStream(Stream):
@@ -78,6 +80,38 @@ class VgpuGraph(Graph):
             self.raw.replay()
 
 
+class _HostAccesses:
+    """What the host does past torch with pinned memory: see ``memory_order.access.Accesses``."""
+
+    def __init__(self, gpu: VirtualGpu, label: str) -> None:
+        self._gpu = gpu
+        self._label = label
+
+    def read(self, memory: Memory, rows: Rows | None = None) -> None:
+        self._touch(memory, False)
+
+    def write(self, memory: Memory, rows: Rows | None = None) -> None:
+        self._touch(memory, True)
+
+    def read_pages(self, memory: PagedMemory, rows: Rows, lengths: Rows) -> None:
+        raise AssertionError("pages are read on the device")
+
+    append_pages = read_pages
+
+    def write_table(self, memory: PagedMemory, rows: Rows, columns: Rows, pages: Rows) -> None:
+        raise AssertionError("tables are written on the device")
+
+    def release(self, memory: Memory) -> None:
+        return  # the allocator says so itself
+
+    def occupy_sm(self) -> None:
+        raise AssertionError("the host has none")
+
+    def _touch(self, memory: Memory, write: bool) -> None:
+        assert memory.tensor is not None, f"where {memory.name} lies is not known"
+        self._gpu.host_access(memory.tensor, write, self._label)
+
+
 class VgpuDevice(Device):
     """A Device over ``gpu``, which becomes the one that ``device="vgpu"`` means to torch."""
 
@@ -88,6 +122,7 @@ class VgpuDevice(Device):
         self.gpu = VirtualGpu() if gpu is None else gpu
         super().__init__(use(self.gpu), severed)
         self._sm = whole(self.gpu.resource("sm"))
+        self._by_name = {stream.name: stream for stream in self.streams}
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         return self.gpu.pinned.buffer(nbytes, here())
@@ -120,11 +155,25 @@ class VgpuDevice(Device):
     def write_host(self, host: torch.Tensor, source: torch.Tensor) -> None:
         self.forward.copy(host, source)
 
-    def occupy_sm(self) -> None:
-        self.gpu.submit("work on all SMs", lambda: None, writes=(self._sm,))
-
     def _synchronize(self) -> None:
         self.gpu.synchronize_all()
+
+    def declare(
+        self,
+        stream: StreamName,
+        label: str,
+        accesses: Callable[Concatenate[Accesses, P], None],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        """What the host does past torch, and who holds the SMs; the rest is seen when it is done."""
+        if stream is StreamName.HOST:
+            accesses(_HostAccesses(self.gpu, label), *args, **kwargs)
+        elif accesses is occupies_sm:
+            with self._by_name[stream].active():
+                self.gpu.submit("work on all SMs", lambda: None, writes=(self._sm,))
+        for reader in self._readers:
+            reader(stream, label, accesses, *args, **kwargs)
 
     def name_memory(self, tensor: torch.Tensor, name: str, row_bytes: int | None = None) -> None:
         self.gpu.name_memory(tensor, name, row_bytes or 0)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from fenceline.memory_order import access
 from fenceline.memory_order.vector_clock import Clock
 from fenceline.vgpu.layout import Layout
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 RELEASE = "return to the allocator"  # the label of the operation that ends a tensor's memory
 
-_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+# Who declares an access is of interest, not the function that names it.
+_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), access.__file__)
 _outside: dict[str, bool] = {}  # by file; strings keep their hash, code objects compute it every time
 
 

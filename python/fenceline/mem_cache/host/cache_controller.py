@@ -20,11 +20,11 @@ import numpy.typing as npt
 
 from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.host.page_copy import PageCopier
-from fenceline.mem_cache.host.transfer_order import TransferOrder
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, LeasePool, Point, Points, Stream
-from fenceline.memory_order.edges import FORWARD_AFTER_LOAD, SM_EXCLUSIVE
+from fenceline.memory_order.access import Accesses, Memory, occupies_sm
+from fenceline.memory_order.edges import FORWARD_AFTER_LOAD, SM_EXCLUSIVE, StreamName
 from fenceline.memory_order.stream import wait_for_pages
 
 I32 = npt.NDArray[np.int32]
@@ -67,16 +67,20 @@ class CacheController:
         kv_pool: KVPool,
         host_pool: HostPool,
         copier: PageCopier,
-        order: TransferOrder | None = None,
+        pages: Memory | None = None,
     ) -> None:
-        """``order``: what declares the transfers to the checker (``--memory-check order``)."""
+        """``pages`` are the device's, as steps declare them: of all layers together. What a load has brought of each
+        layer is declared beside that, since a step may read layers that are there while others are on their way."""
         self.host_pool = host_pool
         self.host_pages: LeasePool = host_pool.pages
         self.counts: dict[TransferKind, TransferCounts] = {kind: TransferCounts() for kind in TransferKind}
         self._device = device
         self._copier = copier
-        self._order = order
         self._num_layers = kv_pool.num_layers
+        self._device_memory = Memory("kv_pool", kv_pool.num_pages, "page") if pages is None else pages
+        self._host_memory = Memory("host_pool", host_pool.num_pages, "page")
+        layers = range(kv_pool.num_layers)
+        self._layers = [Memory(f"kv_pool.layer{layer}", kv_pool.num_pages, "page") for layer in layers]
         self._in_flight: dict[TransferKind, deque[_InFlight]] = {kind: deque() for kind in TransferKind}
         self._last_store: Point | None = None
         self._last_persistent: Point | None = None  # the latest step on FORWARD with persistent attention
@@ -100,8 +104,9 @@ class CacheController:
         wait_for_pages(stream, after)
         if self._copier.uses_sm and self._last_persistent is not None:
             stream.wait(self._last_persistent, SM_EXCLUSIVE)  # exclusive: persistent attention holds the SMs
-        if self._order is not None:
-            self._order.store(device_pages, host_pages, self._copier.uses_sm)
+        self._device.declare(
+            StreamName.STORE, "backup of KV pages", self._store_accesses, device_pages, host_pages
+        )
         begin = stream.record()
         self._copier.to_host(stream, device_pages, host_pages)
         end = self._last_store = stream.record()
@@ -122,8 +127,9 @@ class CacheController:
         layer_points: list[Point] = []
         for first in range(0, self._num_layers, LAYERS_PER_POINT):
             layers = range(first, min(first + LAYERS_PER_POINT, self._num_layers))
-            if self._order is not None:
-                self._order.load(layers, device_pages, host_pages)
+            self._device.declare(
+                StreamName.LOAD, "load of KV pages", self._load_accesses, layers, device_pages, host_pages
+            )
             self._copier.to_device(stream, host_pages, device_pages, layers)
             layer_points += [stream.record()] * len(layers)
         ticket.submit(Points.of(layer_points[-1]), tuple(layer_points))
@@ -143,18 +149,21 @@ class CacheController:
 
     # --- FORWARD -------------------------------------------------------------------------------------
 
-    def layer_ready(self, loads: Sequence[Ticket]) -> Callable[[int], None]:
+    def layer_ready(
+        self, loads: Sequence[Ticket], arrived: Callable[[], None] | None = None
+    ) -> Callable[[int], None]:
         """What a step that reads the pages of ``loads`` calls before each layer first touches the pool: FORWARD then
-        waits until that layer has arrived. Every other step runs undisturbed (F4)."""
-        forward = self._device.forward
-        loads = [ticket for ticket in loads if ticket.layer_points]
-        pages = self._pages_of(loads) if self._order is not None else None
+        waits until that layer has arrived, and after the last one calls ``arrived``. Every other step runs undisturbed
+        (F4)."""
+        device, forward = self._device, self._device.forward
+        loads, last_layer = [ticket for ticket in loads if ticket.layer_points], self._num_layers - 1
 
         def ready(layer: int) -> None:
             for ticket in loads:
                 forward.wait(ticket.layer_points[layer], FORWARD_AFTER_LOAD)  # RAW: the layer's pages
-            if self._order is not None and pages is not None:
-                self._order.read_layer(layer, pages)
+            device.declare(StreamName.FORWARD, "layer of a prefill step", self._layer_accesses, layer, loads)
+            if layer == last_layer and arrived is not None:
+                arrived()
 
         return ready
 
@@ -167,13 +176,27 @@ class CacheController:
             return
         if self._last_store is not None:
             self._device.forward.wait(self._last_store, SM_EXCLUSIVE)  # exclusive: a backup holds SMs
-        if self._order is not None:
-            self._order.persistent_forward()
+        self._device.declare(StreamName.FORWARD, "persistent attention", occupies_sm)
 
     def after_persistent_forward(self, done: Point) -> None:
         """That step has been submitted; it ends with ``done``, on FORWARD. Backups on SMs start after it."""
         if self._copier.uses_sm:
             self._last_persistent = done
+
+    # --- what they read and write --------------------------------------------------------------------
+
+    def _store_accesses(self, op: Accesses, device_pages: I32, host_pages: I32) -> None:
+        op.read(self._device_memory, device_pages)
+        op.write(self._host_memory, host_pages)
+
+    def _load_accesses(self, op: Accesses, layers: range, device_pages: I32, host_pages: I32) -> None:
+        op.read(self._host_memory, host_pages)
+        op.write(self._device_memory, device_pages)
+        for layer in layers:
+            op.write(self._layers[layer], device_pages)
+
+    def _layer_accesses(self, op: Accesses, layer: int, loads: Sequence[Ticket]) -> None:
+        op.read(self._layers[layer], self._pages_of(loads))
 
     # --- within --------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from fenceline.config.hicache import IoBackend
 from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.kv_pool import KVPool, KVRow
 from fenceline.memory_order import Device, Stream
+from fenceline.memory_order.access import occupies_sm
 
 if TYPE_CHECKING:
     import fenceline_kernel
@@ -84,8 +85,8 @@ class RunCopier(PageCopier):
         self, stream: Stream, device_pages: Pages, host_pages: Pages, layers: range | None = None
     ) -> None:
         if self.uses_sm and len(device_pages) > 0:
-            with stream.active():
-                self._device.occupy_sm()  # loads do not: they run beside persistent attention
+            # Loads do not: they run beside persistent attention.
+            self._device.declare(stream.name, "backup of KV pages by kernels", occupies_sm)
         layers = range(self._kv_pool.num_layers) if layers is None else layers
         for device_bytes, host_bytes in self._pieces(device_pages, host_pages, layers):
             stream.copy(host_bytes, device_bytes)
@@ -161,9 +162,9 @@ class CudaCopier(PageCopier):
             self._pools.append((layers, pools, 2 if pools.chunk_bytes >= _LARGE_CHUNK else 4))
 
     def to_host(self, stream: Stream, device_pages: Pages, host_pages: Pages) -> None:
+        if self.uses_sm and len(device_pages) > 0:
+            self._device.declare(stream.name, "backup of KV pages by kernels", occupies_sm)
         with stream.active():
-            if self.uses_sm and len(device_pages) > 0:
-                self._device.occupy_sm()  # loads do not: see RunCopier
             for _, pools, num_ctas in self._pools:
                 pools.copy(device_pages, host_pages, to_host=True, num_ctas=num_ctas)
         for layers in self._others:

@@ -15,6 +15,8 @@ from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
 from fenceline.memory_order import Device
+from fenceline.memory_order.access import occupies_sm
+from fenceline.memory_order.edges import StreamName
 
 PERSISTENT = "torch_persistent"
 
@@ -56,7 +58,7 @@ class _Plan(AttentionPlan):
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """See ``AttentionPlan.forward``."""
-        self._device.occupy_sm()
+        self._device.declare(StreamName.FORWARD, "persistent attention", occupies_sm)
         return self._plan.forward(layer_id, q, k, v, scale)
 
 

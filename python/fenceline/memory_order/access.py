@@ -1,16 +1,32 @@
-"""Who touched which rows of a piece of memory last, as positions in the agents' own orders.
+"""What operations read and write: declared once, by whoever submits them, and read by all who want to know.
 
+Memory that outlives an operation is a :class:`Memory`. Just before an operation is submitted its accesses are declared,
+by a function that names them one after the other::
+
+    def backup(op: Accesses, device_pages: Rows, host_pages: Rows) -> None:
+        op.read(self._kv_pages, device_pages)
+        op.write(self._host_pages, host_pages)
+
+    device.declare(StreamName.STORE, "backup of KV pages", backup, device_pages, host_pages)
+
+Readers of declarations call that function: the checker (``--memory-check order``) compares order, the virtual GPU
+learns what the host does past torch and who holds the SMs, the flight recorder writes down pages. Where nobody reads,
+it is not called, so that a declaration costs one call.
+
+What the checker knows of a Memory is kept there: who touched which rows last, as positions in the agents' own orders.
 An agent is a number (see ``checker``), a position its ``tick``. Of several accesses by one agent to a row the last one
 stands for all: whoever is ordered after it is ordered after the others.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.order_report import row_numbers
 from fenceline.memory_order.vector_clock import Clock
 
@@ -18,6 +34,62 @@ Rows = npt.NDArray[np.integer]
 _Ticks = npt.NDArray[np.int64]
 
 _MAX_LOG = 256
+NUMBERS = {name: number for number, name in enumerate(StreamName)}  # of the agents
+
+
+class Accesses(Protocol):
+    """An operation that is about to be submitted, to which its accesses are told. ``rows`` [N], None for all.
+
+    No array is changed later. With the checker all of them raise ``OrderError``.
+    """
+
+    def read(self, memory: Memory, rows: Rows | None = None) -> None:
+        """It reads ``rows``."""
+
+    def write(self, memory: Memory, rows: Rows | None = None) -> None:
+        """It writes ``rows``, and may read them."""
+
+    def read_pages(self, memory: PagedMemory, rows: Rows, lengths: Rows) -> None:
+        """It reads the first ``lengths`` [N] tokens of the distinct ``rows`` [N] through the page table."""
+
+    def append_pages(self, memory: PagedMemory, rows: Rows, lengths: Rows) -> None:
+        """:meth:`read_pages`, and it writes the last token of each row, whose page lies in the table."""
+
+    def write_table(self, memory: PagedMemory, rows: Rows, columns: Rows, pages: Rows) -> None:
+        """It writes ``page_table[rows, columns] = pages``, all [N]."""
+
+    def release(self, memory: Memory) -> None:
+        """The host gives the memory back to its allocator, from where anybody may get it."""
+
+    def occupy_sm(self) -> None:
+        """From here on it holds all multiprocessors, until another stream is ordered after it (F2)."""
+
+
+def reads(op: Accesses, memory: Memory) -> None:
+    """All of ``memory`` is read."""
+    op.read(memory)
+
+
+def writes(op: Accesses, memory: Memory) -> None:
+    """All of ``memory`` is written."""
+    op.write(memory)
+
+
+def copies(op: Accesses, source: Memory, target: Memory) -> None:
+    """All of ``source`` is copied to ``target``."""
+    op.read(source)
+    op.write(target)
+
+
+def releases(op: Accesses, *memories: Memory) -> None:
+    """``memories`` go back to their allocators."""
+    for memory in memories:
+        op.release(memory)
+
+
+def occupies_sm(op: Accesses) -> None:
+    """Persistent attention, or page copies by kernels."""
+    op.occupy_sm()
 
 
 class Past(NamedTuple):
@@ -29,11 +101,12 @@ class Past(NamedTuple):
     rows: npt.NDArray[np.int64] | None
 
 
-class WatchedMemory:
+class Memory:
     """Memory of ``num_rows`` rows under the name that reports give it; one row means that it is watched as a whole.
 
-    ``last_reads`` and ``last_writes`` hold each agent's latest tick over all rows: most accesses need no more. What
-    is noted again and again with the same array of rows is written to the rows when another array comes.
+    ``tensor`` is the memory itself, where it is the host's and used as a whole. ``last_reads`` and ``last_writes`` hold
+    each agent's latest tick over all rows: most accesses need no more. What is noted again and again with the same
+    array of rows is written to the rows when another array comes.
     """
 
     __slots__ = (
@@ -47,12 +120,16 @@ class WatchedMemory:
         "name",
         "num_rows",
         "row_name",
+        "tensor",
     )
 
-    def __init__(self, name: str, num_rows: int = 1, row_name: str = "row") -> None:
+    def __init__(
+        self, name: str, num_rows: int = 1, row_name: str = "row", tensor: torch.Tensor | None = None
+    ) -> None:
         self.name = name
         self.num_rows = num_rows
         self.row_name = row_name
+        self.tensor = tensor
         self.is_exclusive = False  # a resource that bears one user at a time, not memory
         self.last_reads: dict[int, int] = {}
         self.last_writes: dict[int, int] = {}
@@ -122,26 +199,35 @@ class WatchedMemory:
         return table
 
 
-class WatchedPages(WatchedMemory):
-    """Pages that one agent reads through a page table: a step reads all pages of its rows, too many to note each time.
+class PagedMemory(Memory):
+    """Pages of ``page_size`` tokens that ``reader`` reads through a page table of shape ``table``.
 
-    So what a step reads and writes is kept as rows and lengths, and is brought to the pages themselves when the table
-    changes there or when somebody else wants to know. The table here is the host's mirror of the device's.
+    A step reads all pages of its rows, too many to note each time. So what a step reads and writes is kept as rows and
+    lengths, and is brought to the pages themselves when the table changes there or when somebody else wants to know.
+    The table here is the host's mirror of the device's.
     """
 
-    __slots__ = ("_covered", "_latest", "_log", "_page_size", "_page_table", "_reader", "_row_ticks")
+    __slots__ = ("_covered", "_latest", "_log", "_made", "_page_size", "_reader", "_row_ticks", "_shape")
 
     def __init__(
-        self, name: str, num_pages: int, page_size: int, table: tuple[int, int], reader: int
+        self, name: str, num_pages: int, page_size: int, table: tuple[int, int], reader: StreamName
     ) -> None:
         super().__init__(name, num_pages, "page")
         self._page_size = page_size
-        self._reader = reader
-        self._page_table = np.zeros(table, dtype=np.int32)
+        self._reader = NUMBERS[reader]
+        self._shape = table
+        self._made: npt.NDArray[np.int32] | None = None
         self._covered = np.zeros(table[0], dtype=np.int64)  # pages of the row that were read at its tick
         self._row_ticks = np.zeros(table[0], dtype=np.int64)
         self._latest: tuple[int, Rows, Rows] | None = None  # tick, rows, lengths: not yet in the two above
         self._log: list[tuple[int, Rows, Rows]] = []  # the same of each decode step: last tokens written
+
+    @property
+    def _page_table(self) -> npt.NDArray[np.int32]:
+        """Zeros at first. A large one: nobody makes it who does not watch."""
+        if self._made is None:
+            self._made = np.zeros(self._shape, dtype=np.int32)
+        return self._made
 
     def write_table(self, rows: Rows, columns: Rows, pages: Rows) -> None:
         """The reader writes ``page_table[rows, columns] = pages``, all [N]."""
@@ -152,7 +238,7 @@ class WatchedPages(WatchedMemory):
         self._page_table[rows, columns] = pages
 
     def note(self, agent: int, tick: int, write: bool, rows: Rows | None) -> None:
-        """See :meth:`WatchedMemory.note`."""
+        """See :meth:`Memory.note`."""
         self._write_log()
         super().note(agent, tick, write, rows)
         self._write_out()
@@ -184,7 +270,7 @@ class WatchedPages(WatchedMemory):
         return pages
 
     def unordered(self, agent: int, clock: Clock, write: bool, rows: Rows | None) -> Past | None:
-        """See :meth:`WatchedMemory.unordered`."""
+        """See :meth:`Memory.unordered`."""
         if agent != self._reader:
             self._cover()
             self._settle(np.flatnonzero(self._covered))
