@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import cast
-from unittest.mock import AsyncMock
 
 import msgspec
 import orjson
@@ -30,7 +33,6 @@ from fenceline.entrypoints.openai import parsing
 from fenceline.entrypoints.openai.chat_template import ChatTemplate
 from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
 from fenceline.entrypoints.openai.serving_chat import conversation_text
-from fenceline.entrypoints.sse import while_connected
 from fenceline.frontend.request_types import RequestError
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.ipc.io_struct import SchedulerReady
@@ -54,8 +56,12 @@ def parser() -> Iterator[BodyParser]:
 
 
 def request_of(data: bytes) -> Request:
+    messages = [{"type": "http.request", "body": data, "more_body": False}]
+
     async def receive() -> dict[str, object]:
-        return {"type": "http.request", "body": data, "more_body": False}
+        if not messages:
+            await asyncio.Event().wait()  # nobody leaves
+        return messages.pop()
 
     return Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)
 
@@ -212,7 +218,7 @@ async def test_a_refused_body_is_let_go_of_without_the_collector(parser: BodyPar
     async def refused() -> weakref.ref[Request]:
         request = Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)
         try:
-            await while_connected(request, parser.parse(request, parse_generate))
+            await parser.parse(request, parse_generate)
         except RequestError as error:
             assert error.status == 400
         return weakref.ref(request)
@@ -237,8 +243,8 @@ async def test_bodies_of_clients_that_left_are_let_go_of_while_the_helper_is_bus
 ) -> None:
     begun, release, parsed = threading.Event(), threading.Event(), []
 
-    def parse_apart(parse: object, data: bytes) -> tuple[object, list[object]]:
-        parsed.append(len(data))
+    def parse_apart(parse: object, parts: deque[bytes]) -> tuple[object, list[object]]:
+        parsed.append(sum(map(len, parts)))
         begun.set()
         assert release.wait(60)
         return "parsed", []
@@ -251,9 +257,15 @@ async def test_bodies_of_clients_that_left_are_let_go_of_while_the_helper_is_bus
     kept = [weakref.ref(body) for body in bodies]
 
     async def parse(body: Body) -> object:
-        return await parser.parse(
-            cast(Request, SimpleNamespace(body=AsyncMock(return_value=body))), parse_generate
-        )
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        del body
+
+        async def receive() -> dict[str, object]:
+            if not messages:
+                await asyncio.Event().wait()
+            return messages.pop()
+
+        return await parser.parse(Request({"type": "http", "headers": []}, receive), parse_generate)
 
     asked = [asyncio.ensure_future(parse(bodies.pop(0))) for _ in range(4)]
     while not begun.is_set():
@@ -310,16 +322,58 @@ async def test_small_bodies_start_no_process(parser: BodyParser) -> None:
     assert parser._helper is None
 
 
+async def test_a_helper_that_is_stopped_is_replaced(
+    parser: BodyParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = orjson.dumps(GENERATE)
+    await parser.parse(request_of(data), parse_generate)
+    assert parser._helper is not None
+    process = parser._helper[0]
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(body_parser, "_LOOK_INTERVAL_S", 0.0)
+        with pytest.raises(RequestError) as caught:
+            await parser.parse(request_of(data), parse_generate)
+    assert caught.value.status == 503
+    process.join()
+    assert isinstance(await parser.parse(request_of(data), parse_generate), GenerateBody)
+
+
+async def test_a_large_body_is_never_joined_here(parser: BodyParser) -> None:
+    """It goes to the helper part by part."""
+    data = b'{"text": "' + b"a" * 3_000_000 + b'"}'
+    parts = [data[start : start + 100_000] for start in range(0, len(data), 100_000)]
+    sent: list[int] = []
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+    connection = parser._connection()
+    send_bytes = connection.send_bytes
+
+    def note(part: bytes) -> None:
+        sent.append(len(part))
+        send_bytes(part)
+
+    parser._helper = parser._helper[0], cast(Connection, SimpleNamespace(  # type: ignore[index]
+        send=connection.send, send_bytes=note, recv=connection.recv, recv_bytes=connection.recv_bytes
+    ))  # fmt: skip
+    body = await parser.parse(Request({"type": "http", "headers": []}, receive), parse_generate)
+    assert body.text == "a" * 3_000_000
+    assert sum(sent) == len(data) and max(sent) == 100_000
+
+
 async def test_a_helper_that_died_is_replaced(parser: BodyParser) -> None:
-    request = request_of(orjson.dumps(GENERATE))
-    await parser.parse(request, parse_generate)
+    data = orjson.dumps(GENERATE)
+    await parser.parse(request_of(data), parse_generate)
     assert parser._helper is not None
     parser._helper[0].kill()
     parser._helper[0].join()
     with pytest.raises(RequestError) as caught:
-        await parser.parse(request, parse_generate)
+        await parser.parse(request_of(data), parse_generate)
     assert caught.value.status == 503
-    assert isinstance(await parser.parse(request, parse_generate), GenerateBody)
+    assert isinstance(await parser.parse(request_of(data), parse_generate), GenerateBody)
 
 
 async def test_a_long_conversation_is_rendered_beside_the_loop_and_one_that_cannot_fit_not_at_all() -> None:

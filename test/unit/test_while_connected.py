@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.fields import UnknownFields
+from fenceline.entrypoints.front_door import BODY_BYTES
 from fenceline.entrypoints.native_api import NativeApi
 from fenceline.entrypoints.sse import while_connected, written
 from fenceline.frontend.request_types import GenerateChunk
@@ -28,7 +29,8 @@ async def make_request(num_bytes: int) -> tuple[Request, asyncio.Event]:
         await left.wait()
         return {"type": "http.disconnect"}
 
-    request = Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [], BODY_BYTES: num_bytes}
+    request = Request(scope, receive)
     await request.body()
     return request, left
 

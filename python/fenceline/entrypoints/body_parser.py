@@ -17,6 +17,7 @@ import os
 import pickle
 import signal
 from array import array
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -28,7 +29,9 @@ from starlette.requests import Request
 from fenceline.config.request_limits import MAX_BODY_OBJECTS, MAX_BODY_VALUES
 from fenceline.entrypoints.errors import internal_error, too_deep
 from fenceline.entrypoints.fields import MAX_NAMES_LOGGED, FieldRules, UnknownFields
+from fenceline.entrypoints.front_door import BODY_BYTES
 from fenceline.entrypoints.json_body import count_values
+from fenceline.entrypoints.sse import unless_gone
 from fenceline.frontend.request_types import RequestError
 from fenceline.frontend.tokenize_pool import trim_memory
 from fenceline.ipc.child_process import signals_blocked
@@ -48,6 +51,9 @@ _APART_CHARS = 4096
 _APART_IDS = 1024
 _PIECE_IDS = 1 << 14
 _NICENESS = 5
+# The helper has a minute for a body, counted in looks: a server that was itself stopped has not looked.
+_LOOK_INTERVAL_S = 1.0
+_MAX_LOOKS = 60
 
 
 class BodyParser:
@@ -64,32 +70,52 @@ class BodyParser:
 
     async def parse(self, request: Request, parse: Parse[T], empty: bytes = b"") -> T:
         """The body of ``request``, or ``empty`` for one without any bytes, as ``parse`` makes it: a function at the top
-        of a module, or a partial one. Raises RequestError."""
-        data = await request.body() or empty
-        if len(data) <= _TINY_BYTES:
-            return parse(data, self.unknown)
-        if len(data) <= _INLINE_BYTES:
+        of a module, or a partial one. Raises RequestError, and ClientDisconnect if the client leaves meanwhile."""
+        parts = deque([part async for part in request.stream() if part])
+        request.scope[BODY_BYTES] = num_bytes = sum(map(len, parts))
+        if num_bytes <= _INLINE_BYTES:
+            data = b"".join(parts) or empty
+            if num_bytes <= _TINY_BYTES:
+                return parse(data, self.unknown)
             async with self._inline:
                 await asyncio.sleep(0)  # one in a turn
-                if len(data) <= _SMALL_BYTES or self._checked_values(data) <= _INLINE_VALUES:
+                if num_bytes <= _SMALL_BYTES or self._checked_values(data) <= _INLINE_VALUES:
                     return parse(data, self.unknown)
-        body, strangers = await self._apart(parse, data)
+            del data
+        body, strangers = await unless_gone(request, self._apart(parse, parts))
         for names, rules in strangers:
             self.unknown.note(names, rules)
         return cast(T, body)
 
-    async def _apart(self, parse: Parse[T], data: bytes) -> tuple[object, list[tuple[set[str], FieldRules]]]:
+    async def _apart(
+        self, parse: Parse[T], parts: deque[bytes]
+    ) -> tuple[object, list[tuple[set[str], FieldRules]]]:
         """:meth:`_parse_apart`, one body after the other. Bodies wait here and not in the executor's queue, which would
         keep those of clients that have left until their turn comes."""
         await self._helper_free.acquire()
         loop = asyncio.get_running_loop()
-        work = self._thread.submit(self._parse_apart, parse, data)
+        work = self._thread.submit(self._parse_apart, parse, parts)
+        self._look(_MAX_LOOKS)
         # Not when whoever waits for it leaves, but when the helper is done with it.
-        work.add_done_callback(lambda _: loop.call_soon_threadsafe(self._helper_free.release))
+        work.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free_helper))
         try:
             return await asyncio.wrap_future(work)
         finally:
             del work  # else the error holds this frame, and this frame the error and the body
+
+    def _free_helper(self) -> None:
+        self._next_look.cancel()
+        self._helper_free.release()
+
+    def _look(self, num_left: int) -> None:
+        """Kill a helper that has been stopped, or has too much to do. Whoever waits for it gets 503, the next body
+        another helper."""
+        if not num_left and self._helper is not None:
+            logger.error("The process that parses large bodies has not answered for a minute; it is killed")
+            self._helper[0].kill()
+        else:
+            loop = asyncio.get_running_loop()
+            self._next_look = loop.call_later(_LOOK_INTERVAL_S, self._look, max(num_left - 1, 0))
 
     def _checked_values(self, data: bytes) -> int:
         num_values = count_values(data, self._max_values)
@@ -97,11 +123,14 @@ class BodyParser:
             raise too_many_values(self._max_values)
         return num_values
 
-    def _parse_apart(self, parse: Parse[T], data: bytes) -> tuple[object, list[tuple[set[str], FieldRules]]]:
+    def _parse_apart(
+        self, parse: Parse[T], parts: deque[bytes]
+    ) -> tuple[object, list[tuple[set[str], FieldRules]]]:
         try:
             connection = self._connection()
-            connection.send((parse, self._max_values))
-            connection.send_bytes(data)
+            connection.send((parse, self._max_values, len(parts)))
+            while parts:  # never joined here: a copy of 64 MiB is a copy too many
+                connection.send_bytes(parts.popleft())
             apart: list[bytes | array[int]] = connection.recv()
             result = _Unpickler(connection.recv_bytes(), apart).load()
         except (EOFError, OSError) as error:
@@ -153,8 +182,8 @@ def _serve(connection: Connection) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
     while True:
         try:
-            parse, most = connection.recv()
-            data = connection.recv_bytes()
+            parse, most, num_parts = connection.recv()
+            data = b"".join([connection.recv_bytes() for _ in range(num_parts)])
         except EOFError:
             return
         pickled, apart = _pickled(_parsed(parse, data, most))

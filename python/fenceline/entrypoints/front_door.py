@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 # Keys in the ASGI scope.
 REQUEST_ID = "fenceline.request_id"
 BODY_SEND = "fenceline.send"  # for the body of a started answer: past the wrappers that only watch its start
+BODY_BYTES = "fenceline.body_bytes"  # the length of the body, once it has been read
 _ID_PATTERN = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _MAX_LENGTH_DIGITS = 20  # of a Content-Length
 # Bodies larger than this share MAX_BODIES_BYTES while their requests are worked on; there is always room for others.

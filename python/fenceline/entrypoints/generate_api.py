@@ -45,7 +45,7 @@ async def generate(
 
     A wrong request for a stream is answered as SGLang does: by a stream that has the error as its only event.
     """
-    body = await while_connected(request, parser.parse(request, parse_generate))
+    body = await parser.parse(request, parse_generate)
     try:
         with manager.reserved_id(request.scope[REQUEST_ID]) as rid:
             expanded = await expand(body, config, rid)

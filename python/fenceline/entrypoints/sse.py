@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fenceline.entrypoints.errors import error_bytes, internal_error
-from fenceline.entrypoints.front_door import BODY_SEND
+from fenceline.entrypoints.front_door import BODY_BYTES, BODY_SEND
 from fenceline.frontend.request_stream import StreamGroup
 from fenceline.frontend.request_types import GenerateChunk, RequestError
 
@@ -142,14 +142,9 @@ def num_logprobs(chunk: GenerateChunk) -> int:
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``, which is cancelled if the client disconnects meanwhile; ClientDisconnect is raised then.
 
-    The body is read first. The work for a small one is too short to look out for clients that leave.
+    The body has been read. The work for a small one is too short to look out for clients that leave.
     """
-    try:
-        num_bytes = len(await request.body())
-    except BaseException:
-        work.close()
-        raise
-    if num_bytes <= _SHORT_WORK_BYTES:
+    if request.scope.get(BODY_BYTES, 0) <= _SHORT_WORK_BYTES:
         return await work
     return await unless_gone(request, work)
 

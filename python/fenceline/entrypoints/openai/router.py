@@ -22,7 +22,6 @@ from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS
 from fenceline.entrypoints.openai.serving_chat import ChatServing
 from fenceline.entrypoints.openai.serving_completions import CompletionServing
 from fenceline.entrypoints.openai.token_texts import TokenTexts
-from fenceline.entrypoints.sse import while_connected
 from fenceline.frontend.request_types import RequestError, new_rid
 
 _CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what the access log shows
@@ -46,7 +45,7 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
     async def create_completion(request: Request) -> Response:
         """Continue a prompt: text, token ids or a batch of either."""
         try:
-            body = await while_connected(request, parser.parse(request, _parse_completion))
+            body = await parser.parse(request, _parse_completion)
             with _rid("cmpl", body, request, manager) as rid:
                 head = AnswerHead.now(rid, model.name_for(body.model))
                 return await completions.respond(body, head, request)
@@ -59,7 +58,7 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
     async def create_chat_completion(request: Request) -> Response:
         """Write the assistant's next message of a conversation."""
         try:
-            body = await while_connected(request, parser.parse(request, _parse_chat))
+            body = await parser.parse(request, _parse_chat)
             with _rid("chatcmpl", body, request, manager) as rid:
                 head = AnswerHead.now(rid, model.name_for(body.model))
                 return await chat.respond(body, head, request)
