@@ -20,9 +20,8 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 from fenceline.benchmarking.client import Client, open_session, raise_file_limit
-from fenceline.benchmarking.conversation import Conversation, Style
 from fenceline.benchmarking.endpoints import BACKENDS, Endpoint, Kind, backend_kind
-from fenceline.benchmarking.load import LoadPlan, run_load
+from fenceline.benchmarking.load import Conversation, LoadPlan, Style, run_load
 from fenceline.benchmarking.records import BenchRequest, Turn
 from fenceline.benchmarking.runner import run_async
 

@@ -24,16 +24,18 @@ from tqdm import tqdm
 
 from fenceline.demo.client import Reply, Server, ask_all, find_model, server_url
 from fenceline.demo.evaluation import (
+    CATEGORIES,
     Answer,
     Comparison,
+    EvalItem,
     accuracy,
     by_category,
     compare,
+    held_out_items,
     load_run,
     save_run,
     score,
 )
-from fenceline.demo.heldout import CATEGORIES, EvalItem, held_out_items
 
 
 def request_body(item: EvalItem, chat: bool) -> dict[str, object]:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from fenceline.demo.corpus import ROW_LENGTHS
 from fenceline.demo.documents import END_OF_TEXT, chat
-from fenceline.demo.heldout import CATEGORIES, EvalItem, held_out_items
+from fenceline.demo.evaluation import CATEGORIES, EvalItem, held_out_items
 from fenceline.demo.tokenizer import FastEncoder
 
 from .data import to_device

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fenceline.benchmarking.args import BenchArgs, build_parser
-from fenceline.benchmarking.conversation import Conversation
 from fenceline.benchmarking.datasets import build_requests
 from fenceline.benchmarking.endpoints import BACKENDS, Endpoint, is_sampled, server_url
+from fenceline.benchmarking.load import Conversation
 from fenceline.benchmarking.records import Call, Message, Reply
 
 

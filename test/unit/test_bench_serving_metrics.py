@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fenceline.benchmarking.client import Client
-from fenceline.benchmarking.conversation import Conversation
+from fenceline.benchmarking.client import Client, NativeRecorder, OpenAIRecorder, SseSplitter, TokenClock
 from fenceline.benchmarking.determinism import compare
-from fenceline.benchmarking.load import LoadPlan, LoadResult, arrival_times, run_load
+from fenceline.benchmarking.load import Conversation, LoadPlan, LoadResult, arrival_times, run_load
 from fenceline.benchmarking.metrics import (
     Summary,
     calculate_metrics,
@@ -23,7 +22,6 @@ from fenceline.benchmarking.metrics import (
     token_times,
 )
 from fenceline.benchmarking.records import BenchRequest, Call, Reply, RequestOutput, Turn
-from fenceline.benchmarking.stream import NativeRecorder, OpenAIRecorder, SseSplitter, TokenClock
 
 GAPS = st.lists(st.tuples(st.integers(0, 9), st.floats(0.001, 5.0)), min_size=1, max_size=30)
 

@@ -7,18 +7,19 @@ import re
 import subprocess
 import sys
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from fenceline.demo import demo_model_path
-from fenceline.demo.arithmetic import add_key, sub_key
+from fenceline import demo_model_path
 from fenceline.demo.corpus import ROW_LENGTHS, Curriculum, build_batch
 from fenceline.demo.documents import MAKERS, ledger_document, short_document, train_item
+from fenceline.demo.evaluation import CATEGORIES, held_out_items
+from fenceline.demo.generators import add_key, sub_key
 from fenceline.demo.gsm_file import gsm_rows
-from fenceline.demo.heldout import CATEGORIES, held_out_items
 from fenceline.demo.items import HELD_OUT, TRAIN, Item, is_held_out, split_of
 from fenceline.demo.tokenizer import FastEncoder, build_tokenizer
 
@@ -31,7 +32,7 @@ _FACT = re.compile(r"The (?:code|locker|password) of ([A-Z][a-z]+) is ([^.]+)\."
 
 @lru_cache(maxsize=1)
 def _tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
+    return Tokenizer.from_file(str(Path(demo_model_path(), "tokenizer.json")))
 
 
 def _pairs(text: str, *patterns: str) -> list[tuple[int, int]]:
@@ -191,7 +192,7 @@ def test_curriculum_starts_short_and_ends_with_every_length() -> None:
 def test_data_package_imports_no_torch() -> None:
     code = (
         "import sys, importlib\n"
-        "for name in ('documents', 'tokenizer', 'corpus', 'heldout', 'evaluation', 'client', 'gsm_file'):\n"
+        "for name in ('documents', 'tokenizer', 'corpus', 'evaluation', 'client', 'gsm_file'):\n"
         "    importlib.import_module('fenceline.demo.' + name)\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
     )

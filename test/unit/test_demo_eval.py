@@ -16,9 +16,8 @@ import pytest
 from aiohttp import web
 
 from fenceline.demo.client import Reply, server_url
-from fenceline.demo.evaluation import compare, load_run, score
+from fenceline.demo.evaluation import compare, held_out_items, load_run, score
 from fenceline.demo.gsm_file import gsm_rows
-from fenceline.demo.heldout import held_out_items
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmark"
 

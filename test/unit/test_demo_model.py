@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from demo_training.export import check_export, export
 from demo_training.model import DemoModel, Shape
 from demo_training.optimizer import orthogonalize
-from fenceline.demo import demo_model_path
+from fenceline import demo_model_path
 from fenceline.demo.corpus import Ids, Mask, build_batch
-from fenceline.demo.heldout import CATEGORIES, EvalItem, held_out_items
+from fenceline.demo.evaluation import CATEGORIES, EvalItem, held_out_items
 from fenceline.demo.tokenizer import FastEncoder
 from train_demo_model import Progress, Trainer, load_checkpoint, lr_scale, parse_args, plan_decay
 
@@ -43,7 +43,7 @@ def model() -> PreTrainedModel:
 
 
 def test_directory_is_small_and_qwen3_shaped(model: PreTrainedModel) -> None:
-    assert sum(file.stat().st_size for file in demo_model_path().iterdir()) <= 8_000_000
+    assert sum(file.stat().st_size for file in Path(demo_model_path()).iterdir()) <= 8_000_000
     config = model.config
     assert config.model_type == "qwen3"
     assert config.num_hidden_layers >= 4
@@ -146,7 +146,7 @@ def test_export_loads_in_transformers_with_equal_logits(tmp_path: Path) -> None:
     with torch.no_grad():  # every weight counts: initial zeros and ones would hide a swapped tensor
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    tokenizer = Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(Path(demo_model_path(), "tokenizer.json")))
     export(model, tokenizer, tmp_path)
     assert check_export(model, tokenizer, tmp_path) < 1e-4
 
@@ -161,12 +161,12 @@ def test_newton_schulz_evens_out_the_singular_values(size: tuple[int, int, int])
 def _trainer(directory: Path, *flags: str) -> Trainer:
     common = ["--output-dir", str(directory), "--device", "cpu", "--max-steps", "4", "--decay-steps", "2"]
     args = parse_args([*common, "--warmup-steps", "2", "--tokens-per-step", "64", *flags])
-    tokenizer = Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(Path(demo_model_path(), "tokenizer.json")))
     return Trainer(args, tokenizer, [])
 
 
 def _batches(first: int) -> Iterator[tuple[Ids, Mask]]:
-    encoder = FastEncoder(Tokenizer.from_file(str(demo_model_path() / "tokenizer.json")))
+    encoder = FastEncoder(Tokenizer.from_file(str(Path(demo_model_path(), "tokenizer.json"))))
     for step in itertools.count(first):
         yield build_batch(0, step, 1, 64, encoder)
 

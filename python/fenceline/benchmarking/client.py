@@ -1,16 +1,280 @@
-"""The HTTP client: sends one request and reads its reply as it comes."""
+"""The HTTP client: sends one request and reads its reply as it comes, a time for each token.
+
+What reads replies (SSE framing, and times out of chunks that may carry several tokens) is synchronous and takes the
+clock as an argument, so that the arithmetic can be tested exactly. One call of ``feed`` is one read of the socket;
+events that came in one read count as one arrival.
+"""
 
 from __future__ import annotations
 
+import re
 import resource
 import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Protocol
 
 import aiohttp
 import orjson
 
-from fenceline.benchmarking.endpoints import Endpoint
+from fenceline.benchmarking.endpoints import Endpoint, Kind
 from fenceline.benchmarking.records import Call, Reply
-from fenceline.benchmarking.stream import error_text, new_recorder
+
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
+
+
+class SseSplitter:
+    """Cuts a byte stream into the payloads of its ``data:`` lines."""
+
+    __slots__ = ("_tail",)
+
+    def __init__(self) -> None:
+        self._tail = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The payloads completed by ``data``; an unfinished line is kept for the next call."""
+        if self._tail:
+            data = self._tail + data
+        end = data.rfind(b"\n")
+        self._tail = data[end + 1 :]
+        return [line[5:].strip() for line in data[: end + 1].split(b"\n") if line.startswith(b"data:")]
+
+
+@dataclass(slots=True)
+class TokenClock:
+    """Turns (token count so far, time) into TTFT and one inter-token latency per token."""
+
+    start: float
+    num_tokens: int = 0
+    ttft: float = 0.0
+    last: float = 0.0
+    itl: list[float] = field(default_factory=list)
+
+    def advance(self, num_tokens: int, now: float) -> None:
+        """``num_tokens`` had arrived in all at ``now``. A gap is shared evenly by the tokens that ended it."""
+        new = num_tokens - self.num_tokens
+        if new <= 0:
+            return
+        if self.num_tokens == 0:
+            self.ttft = now - self.start
+        else:
+            self.itl.extend([(now - self.last) / new] * new)
+        self.num_tokens = num_tokens
+        self.last = now
+
+
+class Recorder(Protocol):
+    """Reads one reply. ``feed`` gets raw bytes of a stream, ``whole`` the body of a reply that is not one."""
+
+    def feed(self, data: bytes, now: float) -> None: ...
+
+    def whole(self, body: bytes, now: float) -> None: ...
+
+    def finish(self, now: float) -> Reply: ...
+
+
+def new_recorder(kind: Kind, start: float) -> Recorder:
+    """A recorder for one reply of this wire format; ``start`` is when the request was sent."""
+    return NativeRecorder(start) if kind == "generate" else OpenAIRecorder(kind, start)
+
+
+def error_text(event: object) -> str | None:
+    """The message of an error event or body, None if it is no error."""
+    if not isinstance(event, dict) or not event.get("error"):
+        return None
+    error = event["error"]
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return str(message)
+
+
+class NativeRecorder:
+    """Reads /generate. Its events hold everything so far, so only the last one of a read is looked at.
+
+    A server that streams increments instead is recognised by its second event, whose ids are fewer than
+    ``completion_tokens``. SGLang has both a mode where ids and text and one where only ids are increments.
+    """
+
+    def __init__(self, start: float) -> None:
+        self._clock = TokenClock(start)
+        self._splitter = SseSplitter()
+        self._pending = b""  # the last event of a cumulative stream, parsed at the end
+        self._incremental: bool | None = None
+        self._texts: list[str] = []  # of every event that was parsed
+        self._ids: list[int] = []
+        self._meta: dict[str, Any] = {}
+        self._error = ""
+        self._done = False
+
+    def feed(self, data: bytes, now: float) -> None:
+        events = self._splitter.feed(data)
+        if events and events[-1] == b"[DONE]":
+            self._done = True
+            events.pop()
+        if not events:
+            return
+        match = _COMPLETION_TOKENS.search(events[-1]) if self._incremental is False else None
+        if match is not None:
+            self._pending = events[-1]
+            self._clock.advance(int(match.group(1)), now)
+            return
+        self._pending = b""
+        for event in events:
+            self._take(orjson.loads(event))
+        self._clock.advance(int(self._meta.get("completion_tokens", 0)), now)
+
+    def whole(self, body: bytes, now: float) -> None:
+        self._done = True
+        self._take(orjson.loads(body))
+        self._clock.advance(int(self._meta.get("completion_tokens", 0)), now)
+
+    def finish(self, now: float) -> Reply:
+        if self._pending:
+            self._take(orjson.loads(self._pending))
+        reason = self._meta.get("finish_reason")
+        if isinstance(reason, dict) and reason.get("type") == "abort":
+            self._error = self._error or f"aborted: {reason.get('message', 'no reason given')}"
+        if not self._done:
+            self._error = self._error or "the stream ended before [DONE]"
+        clock = self._clock
+        return Reply(
+            success=not self._error,
+            error=self._error,
+            text=_whole_text(self._texts) if self._incremental else "".join(self._texts[-1:]),
+            output_ids=self._ids if len(self._ids) == clock.num_tokens else None,
+            output_len=clock.num_tokens,
+            prompt_tokens=_count(self._meta, "prompt_tokens"),
+            cached_tokens=_count(self._meta, "cached_tokens"),
+            start_time=clock.start,
+            latency=now - clock.start,
+            ttft=clock.ttft,
+            itl=clock.itl,
+        )
+
+    def _take(self, event: object) -> None:
+        error = error_text(event)
+        if error is not None or not isinstance(event, dict):
+            self._error = self._error or error or f"unexpected reply: {str(event)[:200]}"
+            return
+        self._meta = event.get("meta_info") or {}
+        self._texts.append(event.get("text") or "")
+        ids = event.get("output_ids")
+        if not isinstance(ids, list):
+            return
+        if self._incremental is None and self._ids:
+            self._incremental = len(ids) < int(self._meta.get("completion_tokens", 0))
+        self._ids = self._ids + ids if self._incremental else ids
+
+
+def _whole_text(texts: list[str]) -> str:
+    """The text of a stream whose events hold new ids only, and either all text so far or only what is new."""
+    grows = all(later.startswith(earlier) for earlier, later in pairwise(texts))
+    if texts and texts[0] != texts[-1] and grows:
+        return texts[-1]
+    return "".join(texts)
+
+
+class OpenAIRecorder:
+    """Reads /v1/completions and /v1/chat/completions.
+
+    Token counts come from ``usage`` where chunks carry it. Otherwise the total of the last chunk is shared over
+    the arrivals in proportion to their text, since a chunk may hold several tokens and does not say how many;
+    without any usage every chunk counts as one token.
+    """
+
+    def __init__(self, kind: Kind, start: float) -> None:
+        self._kind = kind
+        self._start = start
+        self._splitter = SseSplitter()
+        self._pieces: list[str] = []
+        self._arrivals: list[tuple[float, int]] = []  # (time, characters so far)
+        self._num_chars = 0
+        self._num_chunks = 0
+        self._counted: TokenClock | None = None  # exact counts, if the chunks carry them
+        self._usage: dict[str, Any] = {}
+        self._error = ""
+        self._done = False
+
+    def feed(self, data: bytes, now: float) -> None:
+        before = self._num_chunks
+        counted = False
+        for event in self._splitter.feed(data):
+            if event == b"[DONE]":
+                self._done = True
+                continue
+            counted = self._take(orjson.loads(event)) or counted
+        if counted:
+            self._counted = self._counted or TokenClock(self._start)
+            self._counted.advance(int(self._usage["completion_tokens"]), now)
+        if self._num_chunks > before:
+            self._arrivals.append((now, self._num_chars))
+
+    def whole(self, body: bytes, now: float) -> None:
+        self._done = True
+        self._take(orjson.loads(body))
+        if self._num_chunks:
+            self._arrivals.append((now, self._num_chars))
+
+    def finish(self, now: float) -> Reply:
+        if not self._done:
+            self._error = self._error or "the stream ended before [DONE]"
+        total = int(self._usage.get("completion_tokens") or self._num_chunks)
+        clock = self._counted or self._shared_out(total)
+        details = self._usage.get("prompt_tokens_details") or {}
+        return Reply(
+            success=not self._error,
+            error=self._error,
+            text="".join(self._pieces),
+            output_len=max(total, clock.num_tokens),
+            prompt_tokens=_count(self._usage, "prompt_tokens"),
+            cached_tokens=_count(details, "cached_tokens"),
+            start_time=self._start,
+            latency=now - self._start,
+            ttft=clock.ttft,
+            itl=clock.itl,
+        )
+
+    def _shared_out(self, total: int) -> TokenClock:
+        clock = TokenClock(self._start)
+        for i, (now, num_chars) in enumerate(self._arrivals):
+            if i == len(self._arrivals) - 1:
+                share = total
+            else:  # the first arrival brought at least one token, the last at least one
+                share = min(max(round(total * num_chars / self._num_chars), 1), total - 1)
+            clock.advance(share, now)
+        return clock
+
+    def _take(self, event: object) -> bool:
+        """Read one event; True if it brought text along with a token count."""
+        error = error_text(event)
+        if error is not None or not isinstance(event, dict):
+            self._error = self._error or error or f"unexpected reply: {str(event)[:200]}"
+            return False
+        usage = event.get("usage")
+        if usage:
+            self._usage = usage
+        choices = event.get("choices")
+        if not choices:
+            return False
+        choice = choices[0]
+        if choice.get("finish_reason") == "abort":
+            self._error = self._error or "aborted by the server"
+        text = choice.get("text") if self._kind == "completions" else _chat_text(choice)
+        if text:
+            self._pieces.append(text)
+            self._num_chars += len(text)
+            self._num_chunks += 1
+        return bool(text) and bool(usage)
+
+
+def _chat_text(choice: dict[str, Any]) -> str:
+    message = choice.get("delta") or choice.get("message") or {}
+    return (message.get("reasoning_content") or "") + (message.get("content") or "")
+
+
+def _count(source: dict[str, Any], key: str) -> int | None:
+    value = source.get(key)
+    return value if isinstance(value, int) else None
+
 
 _TIMEOUT_S = 6 * 60 * 60
 _READ_BUFFER_BYTES = 10 * 1024**2  # a slow event loop must not push back on the server it measures

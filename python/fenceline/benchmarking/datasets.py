@@ -1,15 +1,167 @@
-"""Synthetic datasets: made from a seed on this machine, nothing is ever downloaded."""
+"""What is asked: synthetic prompts made from a seed on this machine, or those of a file (ShareGPT's layout, custom JSON
+or JSONL). Nothing is ever downloaded.
+"""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fenceline.benchmarking.args import BenchArgs
-from fenceline.benchmarking.dataset_files import conversations_from_file, requests_from_file
 from fenceline.benchmarking.endpoints import backend_kind
 from fenceline.benchmarking.records import BenchRequest, Content, Turn
 from fenceline.benchmarking.tokenizer import Tokenizer, count_tokens
-from fenceline.benchmarking.words import WORDS
+
+# Plain words that the synthetic datasets are made of.
+_TEXT = """
+a about above across act add after again age ago air all alone along also always am among and animal answer any
+apple are area arm around art as ask at away baby back bad ball bank base be bear beat bed before begin behind
+bell best better between big bird black blue boat body book both bottom box boy bread bring brother build but
+buy by call came can car card care carry case cat catch cause cell center change check child choose circle city
+class clean clear climb close cloud coast cold color come common cook cool corn count country course cover cow
+cross cry cut dance dark day deal deep did different do doctor dog door down draw dream dress drink drive dry
+each early earth east easy eat edge egg eight end energy engine enough even evening ever every eye face fact
+fall family far farm fast father feel feet few field fight figure fill find fine fire first fish five floor fly
+follow food foot for forest form four free fresh friend from front fruit full game garden gave get girl give
+glass go gold good grass great green ground group grow hand happy hard has hat have he head hear heart heavy
+help her here high hill him his hold home horse hot hour house how hundred ice idea if in iron is island it job
+join just keep key kind king know lake land large last late laugh law lead learn leave left leg let letter life
+light like line list listen little live long look lost love low machine made make man many map mark may me mean
+meet milk mind minute miss money month moon more morning most mother mountain move much music my name near need
+never new next night nine no north nose not note now number of off often oil old on one only open or order other
+our out over own page paper part pass past path pay people place plan plant play point poor power press pull put
+question quick quiet rain ran reach read ready real red rest rich ride right ring rise river road rock room
+round row run sad safe said sail salt same sand save say school sea seat second see seed sell send seven shape
+she ship shoe shop short show side sign silver simple sing sister sit six size skin sky sleep slow small snow so
+soft some son song soon sound south space speak spring stand star start stay step still stone stop story street
+strong study such sun sure swim table tail take talk tall tell ten test than that the their them then there
+these they thing think this three through time to today together told tomorrow too took tool top town tree true
+try turn two under until up us use very visit voice wait walk wall want war warm was wash watch water wave way
+we wear week well went were west what wheel when where which while white who why wide wife wild will wind window
+winter wish with woman wood word work world write year yellow yes yet you young your
+"""
+
+WORDS: tuple[str, ...] = tuple(_TEXT.split())
+
+
+_USER_ROLES = ("human", "user")
+_DEFAULT_OUTPUT_LEN = 256  # of a custom line that names none
+
+
+def requests_from_file(args: BenchArgs, tokenizer: Tokenizer, rng: np.random.Generator) -> list[BenchRequest]:
+    """Single-turn requests: the first question of each record, up to --num-prompts of them in random order.
+
+    Raises:
+        ValueError: unreadable file, or no usable record.
+    """
+    return _collect(args, tokenizer, rng, max_turns=1)
+
+
+def conversations_from_file(
+    args: BenchArgs, tokenizer: Tokenizer, rng: np.random.Generator
+) -> list[BenchRequest]:
+    """Conversations: the first --multi-turn-num-turns questions of each record that has at least two.
+
+    Raises:
+        ValueError: unreadable file, or no usable record.
+    """
+    return _collect(args, tokenizer, rng, max_turns=args.multi_turn_num_turns)
+
+
+def _collect(
+    args: BenchArgs, tokenizer: Tokenizer, rng: np.random.Generator, max_turns: int
+) -> list[BenchRequest]:
+    records = read_records(args.dataset_path)
+    min_turns = 2 if args.dataset_name == "multi-turn" and max_turns > 1 else 1
+    requests: list[BenchRequest] = []
+    for i in rng.permutation(len(records)):
+        turns = _turns(records[i], args, tokenizer, max_turns)
+        if len(turns) >= min_turns and _fits(turns, args):
+            requests.append(BenchRequest(tuple(turns)))
+        if len(requests) == args.num_prompts:
+            break
+    if not requests:
+        raise ValueError(
+            f"{args.dataset_path} holds no usable record: each needs 'conversations' with a question and an answer, "
+            "or 'prompt' (text or token ids)"
+        )
+    return requests
+
+
+def read_records(path: str) -> list[dict[str, Any]]:
+    """The JSON objects of a file that is one JSON array or has one object per line.
+
+    Raises:
+        ValueError: unreadable or malformed.
+    """
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+        if text.lstrip().startswith("["):
+            records = json.loads(text)
+        else:
+            records = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--dataset-path {path}: {error}") from error
+    if not all(isinstance(record, dict) for record in records):
+        raise ValueError(f"--dataset-path {path}: every record must be a JSON object")
+    return list(records)
+
+
+def _turns(record: dict[str, Any], args: BenchArgs, tokenizer: Tokenizer, max_turns: int) -> list[Turn]:
+    """The record's user turns, fewer if it is short or malformed."""
+    if "prompt" in record or "text" in record or "input_ids" in record:
+        return _prompt_turn(record, args, tokenizer)
+    pairs = _question_answer_pairs(record.get("conversations", record.get("conversation", [])))
+    turns = []
+    for question, answer in pairs[:max_turns]:
+        text = question + args.prompt_suffix
+        num_answer = len(tokenizer.encode(answer, add_special_tokens=False))
+        if count_tokens(tokenizer, text) < 2 or num_answer < 2:  # nothing to measure, as in SGLang
+            break
+        turns.append(_turn(text, args.sharegpt_output_len or num_answer, args, tokenizer))
+    return turns
+
+
+def _turn(text: str, output_len: int, args: BenchArgs, tokenizer: Tokenizer) -> Turn:
+    content: Content = tokenizer.encode(text) if args.tokenize_prompt else text
+    return Turn(content, count_tokens(tokenizer, text), output_len)
+
+
+def _prompt_turn(record: dict[str, Any], args: BenchArgs, tokenizer: Tokenizer) -> list[Turn]:
+    prompt = record.get("prompt", record.get("text", record.get("input_ids")))
+    lens = (record.get(key) for key in ("output_len", "output_tokens", "max_new_tokens", "max_tokens"))
+    named = next((n for n in lens if isinstance(n, int) and n > 0), _DEFAULT_OUTPUT_LEN)
+    output_len = args.sharegpt_output_len or named
+    if isinstance(prompt, str) and prompt:
+        return [_turn(prompt + args.prompt_suffix, output_len, args, tokenizer)]
+    if isinstance(prompt, list) and prompt and all(isinstance(i, int) for i in prompt):
+        return [Turn(list(prompt), len(prompt), output_len)]
+    return []
+
+
+def _question_answer_pairs(messages: object) -> list[tuple[str, str]]:
+    """(question, answer) of each exchange; what precedes the first question (a system text) is left out."""
+    if not isinstance(messages, list):
+        return []
+    texts: list[tuple[str, str]] = []
+    for message in messages:
+        value = message.get("value", message.get("content")) if isinstance(message, dict) else None
+        if not isinstance(value, str):
+            return []
+        texts.append((str(message.get("from", message.get("role", ""))), value))
+    named = any(role for role, _ in texts)
+    while named and texts and texts[0][0] not in _USER_ROLES:
+        texts.pop(0)
+    return [(texts[i][1], texts[i + 1][1]) for i in range(0, len(texts) - 1, 2)]
+
+
+def _fits(turns: list[Turn], args: BenchArgs) -> bool:
+    if args.sharegpt_context_len is None:
+        return True
+    return sum(turn.prompt_len + turn.output_len for turn in turns) <= args.sharegpt_context_len
 
 
 def build_requests(args: BenchArgs, tokenizer: Tokenizer | None) -> list[BenchRequest]:

@@ -1,24 +1,143 @@
-"""One benchmark run from arguments to result."""
+"""One benchmark run from arguments to result: the server is asked what it serves, warmed up, loaded and reported on."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
-from fenceline.benchmarking import report, server
+from fenceline.benchmarking import report
 from fenceline.benchmarking.args import BenchArgs
 from fenceline.benchmarking.client import Client, open_session, raise_file_limit
-from fenceline.benchmarking.conversation import Conversation, check_template, prompt_style
 from fenceline.benchmarking.datasets import build_requests
 from fenceline.benchmarking.determinism import check_determinism
 from fenceline.benchmarking.endpoints import Endpoint, backend_kind, is_sampled, server_url
-from fenceline.benchmarking.load import LoadPlan, LoadResult, run_load
+from fenceline.benchmarking.load import (
+    Conversation,
+    LoadPlan,
+    LoadResult,
+    check_template,
+    prompt_style,
+    run_load,
+)
 from fenceline.benchmarking.metrics import calculate_metrics
 from fenceline.benchmarking.records import BenchRequest, Call
 from fenceline.benchmarking.tokenizer import Tokenizer, load_tokenizer
+
+_SECRET_KEYS = ("api_key", "admin_api_key")
+_TIMEOUT = aiohttp.ClientTimeout(total=30)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """``name`` goes into requests; ``tokenizer`` is a directory or hub id."""
+
+    name: str
+    tokenizer: str
+
+
+async def get_json(session: aiohttp.ClientSession, url: str) -> dict[str, Any] | None:
+    """The JSON object at ``url``, None if the route is missing or gives something else.
+
+    Raises:
+        ValueError: nothing listens there, or the key is refused.
+    """
+    try:
+        async with session.get(url, timeout=_TIMEOUT) as response:
+            if response.status in (401, 403):
+                raise ValueError(
+                    f"{url} answers HTTP {response.status}: pass --api-key or set OPENAI_API_KEY"
+                )
+            if response.status != 200:
+                return None
+            body = await response.json(content_type=None)
+    except (aiohttp.ClientConnectionError, TimeoutError) as error:
+        raise ValueError(
+            f"no server answers at {url} ({error}): start it, or set --host and --port, or --base-url"
+        ) from error
+    except (aiohttp.ClientError, UnicodeDecodeError) as error:
+        raise ValueError(f"{url} is not a URL that can be asked ({error}): check --base-url") from error
+    except ValueError as error:
+        if "answers HTTP" in str(error):
+            raise
+        return None
+    return body if isinstance(body, dict) else None
+
+
+async def resolve_model(session: aiohttp.ClientSession, root: str, args: BenchArgs) -> Model:
+    """Model name and tokenizer: the flags, else /get_model_info, else /v1/models.
+
+    Raises:
+        ValueError: the server cannot be reached or names no model.
+    """
+    if args.model:
+        return Model(args.served_model_name or args.model, args.tokenizer or args.model)
+    info = await get_json(session, root + "/get_model_info") or {}
+    listed = await get_json(session, root + "/v1/models") or {}
+    models = listed.get("data")
+    first: dict[str, Any] = models[0] if isinstance(models, list) and models else {}
+    names = (args.served_model_name, first.get("id"), info.get("model_path"))
+    name = next((str(n) for n in names if n), None)
+    if name is None:
+        raise ValueError(f"{root} names no model at /get_model_info or /v1/models: pass --model")
+    tokenizers = (
+        args.tokenizer,
+        info.get("tokenizer_path"),
+        info.get("model_path"),
+        first.get("root"),
+        name,
+    )
+    return Model(name, next(str(t) for t in tokenizers if t))
+
+
+async def post_control(session: aiohttp.ClientSession, url: str, body: dict[str, Any] | None = None) -> None:
+    """Post to a control route.
+
+    Raises:
+        ValueError: the server refuses; says what it answered.
+    """
+    try:
+        async with session.post(url, json=body or {}, timeout=_TIMEOUT) as response:
+            if response.status != 200:
+                text = (await response.text()).strip()[:300]
+                raise ValueError(f"{url} answers HTTP {response.status}: {text}")
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise ValueError(f"{url} does not answer: {error}") from error
+
+
+def profile_body(args: BenchArgs) -> dict[str, Any]:
+    """The body of /start_profile."""
+    body: dict[str, Any] = {"activities": list(args.profile_activities)}
+    if args.profile_num_steps is not None:
+        body["num_steps"] = args.profile_num_steps
+    if args.profile_output_dir is not None:
+        body["output_dir"] = args.profile_output_dir
+    return body
+
+
+async def get_server_info(
+    session: aiohttp.ClientSession, root: str, args: BenchArgs
+) -> tuple[dict[str, Any] | None, float | None]:
+    """(server info without secrets, mean accept length of speculation); None where the server has none."""
+    if backend_kind(args.backend) != "generate" and not args.backend.startswith(("fenceline", "sglang")):
+        return None, None
+    try:
+        info = await get_json(session, root + "/get_server_info")
+    except ValueError:  # the run is over; a server that went away shows in the failures
+        return None, None
+    if info is None:
+        return None, None
+    states = info.get("internal_states")
+    state = states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
+    accept_length = state.get("avg_spec_accept_length")
+    return (
+        {key: value for key, value in info.items() if key not in _SECRET_KEYS},
+        float(accept_length) if isinstance(accept_length, int | float) else None,
+    )
+
 
 _WARMUP_OUTPUT_LEN = 32
 
@@ -52,14 +171,14 @@ def run_async(main: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
 async def _run(args: BenchArgs) -> dict[str, Any]:
     root = server_url(args.backend, args.base_url, args.host, args.port)
     async with open_session(args.headers) as session:
-        model = await server.resolve_model(session, root, args)
+        model = await resolve_model(session, root, args)
         tokenizer = _tokenizer(args, model)
         check_template(args, tokenizer)
         requests = build_requests(args, tokenizer)
         _print_sizes(requests)
         client = Client(session, _endpoint(args, root, model.name))
         load = await _measure(session, client, args, requests, tokenizer)
-        info, accept_length = await server.get_server_info(session, root, args)
+        info, accept_length = await get_server_info(session, root, args)
         metrics = calculate_metrics(load, tokenizer)
         print(report.format_report(args, metrics, accept_length), flush=True)
         result = report.result_dict(args, metrics, accept_length, info)
@@ -84,7 +203,7 @@ def _endpoint(args: BenchArgs, root: str, model: str) -> Endpoint:
     )
 
 
-def _tokenizer(args: BenchArgs, model: server.Model) -> Tokenizer | None:
+def _tokenizer(args: BenchArgs, model: Model) -> Tokenizer | None:
     """The tokenizer; none for random token ids below --vocab-size, which need none."""
     ids_only = args.dataset_name == "random-ids" and backend_kind(args.backend) != "chat"
     if ids_only and args.vocab_size and not args.tokenizer and not args.apply_chat_template:
@@ -110,9 +229,9 @@ async def _measure(
     style = prompt_style(args)
     await _warm_up(client, args, requests[0], Conversation(style, tokenizer))
     if args.flush_cache:
-        await server.post_control(session, root + "/flush_cache")
+        await post_control(session, root + "/flush_cache")
     if args.profile:
-        await server.post_control(session, root + "/start_profile", server.profile_body(args))
+        await post_control(session, root + "/start_profile", profile_body(args))
         print("Profiler started", flush=True)
     plan = LoadPlan(
         request_rate=args.request_rate,
@@ -125,7 +244,7 @@ async def _measure(
     )
     load = await run_load(client, requests, plan, lambda: Conversation(style, tokenizer))
     if args.profile and args.profile_num_steps is None:  # with a number of steps the server stops by itself
-        await server.post_control(session, root + "/stop_profile")
+        await post_control(session, root + "/stop_profile")
         print("Profiler stopped", flush=True)
     return load
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from . import arithmetic, sequences, stories
+from . import generators
+from .generators import SYSTEM_PROMPTS, make_talk
 from .items import TRAIN, Item, Maker, sample
 from .ledger import Ledger, make_ledger
-from .smalltalk import SYSTEM_PROMPTS, make_talk
 
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
@@ -22,16 +22,16 @@ Segment = tuple[str, bool]
 Document = list[Segment]
 
 MAKERS: dict[str, Maker] = {
-    "add": arithmetic.make_add,
-    "sub": arithmetic.make_sub,
-    "mul": arithmetic.make_mul,
-    "word": arithmetic.make_word,
-    "count": sequences.make_count,
-    "sort": sequences.make_sort,
-    "copy": sequences.make_copy,
-    "long_copy": sequences.make_long_copy,
-    "reverse": sequences.make_reverse,
-    "story": stories.make_story,
+    "add": generators.make_add,
+    "sub": generators.make_sub,
+    "mul": generators.make_mul,
+    "word": generators.make_word,
+    "count": generators.make_count,
+    "sort": generators.make_sort,
+    "copy": generators.make_copy,
+    "long_copy": generators.make_long_copy,
+    "reverse": generators.make_reverse,
+    "story": generators.make_story,
 }
 
 _WEIGHTS = {

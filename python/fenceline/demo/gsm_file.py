@@ -11,8 +11,8 @@ from pathlib import Path
 
 import orjson
 
-from .arithmetic import make_word
 from .documents import gsm_answer
+from .generators import make_word
 from .items import HELD_OUT, TRAIN, sample
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from .items import HELD_OUT, Item, is_held_out
-from .stories import filler_sentence
-from .words import NAMES, WORDS
+from .generators import filler_sentence
+from .items import HELD_OUT, NAMES, WORDS, Item, is_held_out
 
 CHARS_PER_TOKEN = 3.7
 """Characters per token of the ledgers' text under the demo tokenizer (measured; rounded down)."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from .documents import END_OF_TEXT, IM_END, IM_START, ledger_document, short_document
-from .words import NAMES, WORDS
+from .items import NAMES, WORDS
 
 VOCAB_SIZE = 1024
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
