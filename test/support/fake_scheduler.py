@@ -239,7 +239,10 @@ class FakeScheduler:
         first = running.num_out == 0
         running.num_out += len(new)
         info = DecodeInfo(
-            prompt_tail_ids=req.input_ids[-8:], sampling_params=req.sampling_params, stream=req.stream
+            prompt_tail_ids=req.input_ids[-8:],
+            sampling_params=req.sampling_params,
+            stream=req.stream,
+            queue_time_s=0.25,
         )
         wants_input = first and req.return_logprob and req.logprob_start_len >= 0
         return TokenOut(
@@ -253,7 +256,6 @@ class FakeScheduler:
             input_logprobs=logprobs_of(req.input_ids, req.logprob_start_len, req) if wants_input else None,
             output_logprobs=logprobs_of(new, -1, req) if req.return_logprob else None,
             cached_tokens_details=running.details,
-            queue_time_s=0.25 if first else None,
         )
 
     def state(self) -> InternalState:

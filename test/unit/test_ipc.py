@@ -120,3 +120,9 @@ def test_half_a_million_logprobs_pass_a_process_as_few_objects() -> None:
     message = DETOKENIZER_DECODER.decode(data)
     assert sys.getallocatedblocks() - before < 5 * 3900
     assert message == BatchTokenOut(outs=[token])
+
+
+def test_a_token_in_the_middle_of_an_answer_is_few_bytes() -> None:
+    """Three processes encode or decode them; what is told once travels with the first one."""
+    token = TokenOut(rid="r" * 32, output_ids=[9], prompt_tokens=9, completion_tokens=9, cached_tokens=0)
+    assert len(encode(BatchTokenOut(outs=[token] * 100))) < 100 * (32 + 15)

@@ -35,6 +35,7 @@ from fenceline.ipc.io_struct import (
     BatchTokenOut,
     CancelFlushReq,
     ControlReply,
+    DecodeInfo,
     FatalError,
     FinishReason,
     FlushCacheReq,
@@ -366,7 +367,14 @@ async def test_the_last_chunk_says_how_long_it_took() -> None:
     bench = Bench()
     stream = await bench.manager.submit(ids_input(5))
     first = TokenOut(
-        rid="r", output_ids=[1], prompt_tokens=1, completion_tokens=1, cached_tokens=0, queue_time_s=0.25
+        rid="r",
+        output_ids=[1],
+        prompt_tokens=1,
+        completion_tokens=1,
+        cached_tokens=0,
+        decode=DecodeInfo(
+            prompt_tail_ids=[], sampling_params=SamplingParams(), stream=False, queue_time_s=0.25
+        ),
     )
     bench.manager.handle(BatchTokenOut(outs=[first]))
     assert (await anext(stream)).times is None

@@ -160,9 +160,9 @@ class DetokenizerManager:
         """Decode until told to stop. What has piled up meanwhile goes out as few messages."""
         while True:
             watchdog.waiting()
-            self._inbox.wait()
+            first = self._inbox.receive()
             watchdog.busy()
-            messages = self._inbox.drain(MAX_DRAINED, MAX_DRAINED_BYTES)
+            messages = [*first, *self._inbox.drain(MAX_DRAINED - 1, MAX_DRAINED_BYTES)]
             outs: list[StrOut] = []
             for message in messages:
                 if isinstance(message, ShutdownReq):

@@ -135,8 +135,8 @@ class Metrics:
             self._prompt_tokens += token.prompt_tokens
             self._count_cached(token)
             self._ttft.observe(now - entry.created)
-            if token.queue_time_s is not None:
-                self._queue_time.observe(token.queue_time_s)
+            if entry.queue_time_s is not None:
+                self._queue_time.observe(entry.queue_time_s)
         elif count:
             self._itl.observe((now - entry.last_token) / count, count)
         entry.last_token = now

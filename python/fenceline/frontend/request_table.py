@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter, itemgetter
 
+import msgspec
+
 from fenceline.config.engine_config import PriorityConfig
 from fenceline.frontend.request_stream import RequestStream
 from fenceline.frontend.request_types import GenerateChunk, RequestError, RequestTimes
@@ -49,7 +51,7 @@ class RequestEntry:
 
     def chunk(self, token: TokenOut, text: str, now: float) -> GenerateChunk:
         """``token`` as the consumer sees it."""
-        return GenerateChunk(
+        chunk = GenerateChunk(
             rid=self.rid,
             text=text,
             output_ids=token.output_ids,
@@ -62,8 +64,8 @@ class RequestEntry:
             finish_reason=token.finish_reason,
             num_retractions=token.num_retractions,
             cached_tokens_details=token.cached_tokens_details,
-            times=None if token.finish_reason is None else self.times(now),
         )
+        return chunk if token.finish_reason is None else msgspec.structs.replace(chunk, times=self.times(now))
 
     def times(self, now: float) -> RequestTimes:
         """How long it took, at its end."""
@@ -191,7 +193,7 @@ class RequestTable:
         held = entry.num_held_tokens
         if not entry.started:
             entry.started = True
-            entry.queue_time_s = token.queue_time_s
+            entry.queue_time_s = None if token.decode is None else token.decode.queue_time_s
             del self._waiting[entry.rid]
             held = 0
         entry.completion_tokens = token.completion_tokens

@@ -224,8 +224,7 @@ class TokenOut(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     The first one (``decode`` not None) carries what decoding needs. ``output_ids`` of a request over all
     its messages are its whole output, once each, in order. ``finish_reason`` not None: the last message.
-    ``cached_tokens_details`` is None without HiCache. ``queue_time_s`` comes with the first one: seconds from the
-    request's arrival at the scheduler to the step that began it, None if it never began.
+    ``cached_tokens_details`` is None without HiCache.
     """
 
     rid: str
@@ -239,15 +238,17 @@ class TokenOut(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     output_logprobs: TokenLogprobs | None = None
     num_retractions: int = 0
     cached_tokens_details: CachedTokensDetails | None = None
-    queue_time_s: float | None = None
 
 
 class DecodeInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What the detokenizer must know of a request before its first token."""
+    """What is told of a request once, with its first :class:`TokenOut`: what the detokenizer must know, and
+    ``queue_time_s``, the seconds from its arrival at the scheduler to the step that began it (None: it never began).
+    """
 
     prompt_tail_ids: list[int]  # last prompt tokens: context for incremental decoding
     sampling_params: SamplingParams
     stream: bool
+    queue_time_s: float | None = None
 
 
 class BatchTokenOut(Message):

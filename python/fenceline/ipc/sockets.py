@@ -99,6 +99,10 @@ class Inbox:
         """Until something may have arrived, or the time is over."""
         self.socket.poll(timeout_ms)
 
+    def receive(self) -> list[Message]:
+        """Wait for one message; none if what came was dropped. Costs one system call less than to wait and drain."""
+        return self._decoded(self.socket.recv())
+
     def drain(self, limit: int | None = None, max_bytes: int | None = None) -> list[Message]:
         """The messages that have arrived, without waiting: at most ``limit``, and none after ``max_bytes``."""
         messages: list[Message] = []
@@ -109,11 +113,15 @@ class Inbox:
             except zmq.Again:
                 break
             num_bytes += len(data)
-            try:
-                messages.append(self._decoder.decode(data))
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                self._drop(len(data), error)
+            messages += self._decoded(data)
         return messages
+
+    def _decoded(self, data: bytes) -> list[Message]:
+        try:
+            return [self._decoder.decode(data)]
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            self._drop(len(data), error)
+            return []
 
     def _drop(self, num_bytes: int, error: Exception) -> None:
         self.num_dropped += 1

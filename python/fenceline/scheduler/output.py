@@ -42,10 +42,10 @@ class OutputSender:
 
     def _add(self, req: Req, reason: FinishReason | None) -> None:
         num_outputs = len(req.output_ids)
-        decode = queue_time_s = None
+        decode = None
         if not req.announced:
             req.announced = True
-            decode, queue_time_s = req.decode_info(), req.queue_time_s
+            decode = req.decode_info()
         output_logprobs = input_logprobs = None
         if req.output_log is not None:
             output_logprobs, req.output_log = _taken(req.output_log), LogprobLog()
@@ -64,7 +64,6 @@ class OutputSender:
                 output_logprobs=output_logprobs,
                 num_retractions=req.num_retractions,
                 cached_tokens_details=req.cached_details,
-                queue_time_s=queue_time_s,
             )
         )
         req.num_emitted = num_outputs

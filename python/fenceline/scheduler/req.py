@@ -174,11 +174,12 @@ class Req:
         return self._sampling
 
     def decode_info(self) -> DecodeInfo:
-        """What the detokenizer needs to know before the first token."""
+        """What is told once, with the first token."""
         return DecodeInfo(
             prompt_tail_ids=self.prompt_ids[-_DECODE_CONTEXT:].tolist(),
             sampling_params=self.source.sampling_params,
             stream=self.source.stream,
+            queue_time_s=self.queue_time_s,
         )
 
     def finish_reason_after(self, token: int) -> FinishReason | None:
