@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -31,6 +32,27 @@ _SHOWN_FROM_S = 60.0  # of all tests together: a few tests tell nothing
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the tests marked long as well")
+    parser.addoption(
+        "--busy-loops", type=int, default=0, metavar="N", help="processes that take CPU time meanwhile"
+    )
+
+
+_BUSY_LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+_busy_loops: list[subprocess.Popen[bytes]] = []
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Start the processes of --busy-loops: tests that race with a server show it on a machine that has no CPU time to
+    spare. They end with this process, however it ends."""
+    if not hasattr(session.config, "workerinput"):  # one process of several that share the tests
+        command = [sys.executable, "-c", _BUSY_LOOP]
+        _busy_loops.extend(subprocess.Popen(command) for _ in range(session.config.getoption("--busy-loops")))
+
+
+def pytest_sessionfinish() -> None:
+    for loop in _busy_loops:
+        loop.kill()
+        loop.wait()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

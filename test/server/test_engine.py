@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from fake_scheduler import Seed, run_fake_scheduler, run_stillborn_scheduler
+from live_server import WAIT_S, wait_for
 
 import fenceline
 from fenceline.config import ConfigError
@@ -67,7 +68,7 @@ def test_leaving_a_stream_aborts(engine: fenceline.Engine) -> None:
         """Not of those that a stop string ends: the scheduler may still be at one of an earlier test."""
         return engine.get_server_info()["internal_states"][0]["num_aborts"]
 
-    events = engine.generate("The fox", {"max_new_tokens": 900, "seed": Seed.SLOW}, stream=True)
+    events = engine.generate("The fox", {"max_new_tokens": 900, "seed": Seed.HELD}, stream=True)
     next(events)
     before = num_aborts()
     events.close()
@@ -89,11 +90,10 @@ def test_abort_from_another_thread(engine: fenceline.Engine) -> None:
     thread = threading.Thread(target=lambda: answers.append(
         engine.generate(input_ids=[5], sampling_params={"seed": Seed.HANG}, rid="hang")))  # fmt: skip
     thread.start()
-    while engine.get_server_info()["internal_states"][0]["num_running_reqs"] == 0:
-        pass
+    wait_for(lambda: engine.get_server_info()["internal_states"][0]["num_running_reqs"] == 1)
     assert engine.flush_cache() is False
     engine.abort("hang")
-    thread.join(30)
+    thread.join(WAIT_S)
     assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"
     assert engine.flush_cache() is True
 
@@ -138,7 +138,7 @@ def test_program_that_forgets_to_shut_down_ends_cleanly(tmp_path: Path) -> None:
         [sys.executable, str(program)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=2 * WAIT_S,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "[5, 5]\n", "")
 

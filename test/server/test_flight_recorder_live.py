@@ -6,48 +6,25 @@ import json
 import re
 import signal
 import stat
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
-from live_server import LiveServer
+from live_server import WATCHDOG_S, LiveServer, wait_for
 
-WAIT_S = 60.0
 BODY = {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 12, "ignore_eos": True}}
 LAST_WORDS = re.compile(r"flight recorder: (.*); the last steps are in (\S+)")
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Ask again until true: the outcome of something the server does on its own."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
 
 
 def flags(folder: Path, *more: str) -> list[str]:
     return ["--max-total-tokens", "2048", "--flight-recorder-dir", str(folder), *more]
 
 
-def scheduler_of(server: LiveServer) -> psutil.Process:
-    """The scheduler is started first, the detokenizer second."""
-    children = [child for child in server.children() if "resource_tracker" not in " ".join(child.cmdline())]
-    assert len(children) == 2
-    return min(children, key=lambda child: child.create_time())
-
-
 def dumps(server: LiveServer) -> list[tuple[str, dict[str, Any]]]:
     """Reason and content of every dump that the log names."""
     return [(why, json.loads(Path(path).read_text())) for why, path in LAST_WORDS.findall(server.output)]
-
-
-def told_at_the_end(server: LiveServer) -> bool:
-    """Whether a dump is named on the last lines. Python's own tracker may mourn what a process that died had open."""
-    lines = [line for line in server.lines if "resource_tracker" not in line and "warnings.warn" not in line]
-    return LAST_WORDS.search("".join(lines[-4:])) is not None
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +74,7 @@ def test_sigusr1_makes_a_dump_and_the_server_goes_on(
     if to_main:
         recorded.signal(signal.SIGUSR1)
     else:
-        scheduler_of(recorded).send_signal(signal.SIGUSR1)
+        recorded.engine_processes()[0].send_signal(signal.SIGUSR1)
     wait_for(lambda: len(LAST_WORDS.findall(recorded.output)) > before)
     why, dump = dumps(recorded)[-1]
     assert why == "SIGUSR1" and len(dump["steps"]) >= 12
@@ -127,11 +104,13 @@ def test_books_that_do_not_add_up_are_dumped(tmp_path: Path) -> None:
         assert "KV pages do not add up while idle: 1 leased to nobody" in why
         assert dump["reason"] == why and len(dump["steps"]) == 12
         assert [event["why"] for event in dump["events"] if event["event"] == "depart"] == ["length"]
-        assert told_at_the_end(server)
+        assert LAST_WORDS.search(server.last_lines()), "named at the end"
 
 
 def test_a_step_that_never_ends_is_dumped_by_the_watchdog_and_on_sigusr1(tmp_path: Path) -> None:
-    with LiveServer.fake(*flags(tmp_path, "--watchdog-timeout", "6"), entry="run_hanging_step") as server:
+    with LiveServer.fake(
+        *flags(tmp_path, "--watchdog-timeout", str(WATCHDOG_S)), entry="run_hanging_step"
+    ) as server:
         streaming = {**BODY, "stream": True}
         with (
             server.wait_ready().client() as client,
@@ -146,6 +125,6 @@ def test_a_step_that_never_ends_is_dumped_by_the_watchdog_and_on_sigusr1(tmp_pat
             assert server.wait_exit() == 1
         (asked, while_hanging), (why, dump) = dumps(server)
         assert asked == "SIGUSR1" and len(while_hanging["steps"]) >= 2
-        assert why.startswith("a step has not ended for 6 s")
+        assert why.startswith(f"a step has not ended for {WATCHDOG_S} s")
         assert dump["steps"][-1]["tokens"] is None and dump["steps"][-2]["mode"] == "decode"
-        assert told_at_the_end(server)
+        assert LAST_WORDS.search(server.last_lines()), "named at the end"

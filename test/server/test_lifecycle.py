@@ -7,26 +7,23 @@ import shutil
 import signal
 import socket
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
 import orjson
 import psutil
 import pytest
 import zmq
-from fake_scheduler import Seed
-from live_server import LiveServer
+from fake_scheduler import RELEASE, Seed
+from live_server import WAIT_S, WATCHDOG_S, LiveServer, wait_for
 
 from fenceline.ipc.io_struct import BatchStrOut, ShutdownReq, encode
 from fenceline.ipc.sockets import connect_push
 
-WAIT_S = 30.0
 HANGING = {"input_ids": [5, 6], "sampling_params": {"seed": Seed.HANG}}
-SLOW = {"input_ids": [5, 6], "sampling_params": {"seed": Seed.SLOW, "max_new_tokens": 100}}
+HELD = {"input_ids": [5, 6], "sampling_params": {"seed": Seed.HELD, "max_new_tokens": 100}}
 
 
 @pytest.fixture
@@ -43,39 +40,15 @@ def start(
     return LiveServer.fake(*flags, entry=entry, env={"TMPDIR": str(sockets_dir)}, under=under)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-
-
 def socket_folders(sockets_dir: Path) -> list[Path]:
     """The folders of running servers. (The flight recorder's stays: dumps are for afterwards.)"""
     return [path for path in sockets_dir.glob("fenceline-*") if "flight-recorder" not in path.name]
-
-
-def engine_processes(server: LiveServer) -> list[psutil.Process]:
-    children = [child for child in server.children() if "resource_tracker" not in " ".join(child.cmdline())]
-    assert len(children) == 2
-    return children
 
 
 def assert_all_gone(children: list[psutil.Process], sockets_dir: Path) -> None:
     _, alive = psutil.wait_procs(children, timeout=WAIT_S)
     assert alive == []
     wait_for(lambda: not socket_folders(sockets_dir))
-
-
-def post_in_thread(server: LiveServer, body: dict) -> tuple[threading.Thread, list[httpx.Response]]:
-    answers: list[httpx.Response] = []
-
-    def ask() -> None:
-        with server.client() as client:
-            answers.append(client.post("/generate", json=body))
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    return thread, answers
 
 
 def wait_running(server: LiveServer, num: int = 1) -> None:
@@ -86,7 +59,7 @@ def wait_running(server: LiveServer, num: int = 1) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_idle_server_stops_cleanly(sockets_dir: Path, number: int) -> None:
     with start(sockets_dir) as server:
-        children = engine_processes(server.wait_ready())
+        children = server.wait_ready().engine_processes()
         assert socket_folders(sockets_dir)
         server.signal(number)
         assert server.wait_exit() == 0
@@ -99,16 +72,17 @@ def test_idle_server_stops_cleanly(sockets_dir: Path, number: int) -> None:
 def test_signal_to_the_whole_group_drains_too(sockets_dir: Path) -> None:
     """Ctrl-C reaches the children as well, and so does a service manager's SIGTERM."""
     with start(sockets_dir) as server:
-        children = engine_processes(server.wait_ready())
-        thread, answers = post_in_thread(server, SLOW)
+        children = server.wait_ready().engine_processes()
+        answer = server.post_in_thread(HELD)
         wait_running(server)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             for child in children:
                 child.send_signal(number)
         server.signal(signal.SIGHUP)
+        wait_for(lambda: "finishing 1 requests" in server.output)
+        children[0].send_signal(RELEASE)
         assert server.wait_exit() == 0
-        thread.join(WAIT_S)
-        assert answers[0].json()["meta_info"]["completion_tokens"] == 100
+        assert answer.result(WAIT_S).json()["meta_info"]["completion_tokens"] == 100
         assert_all_gone(children, sockets_dir)
 
 
@@ -118,13 +92,13 @@ def test_a_server_under_nohup_outlives_its_terminal(sockets_dir: Path) -> None:
         assert client.get("/health_generate").status_code == 200
         server.signal(signal.SIGTERM)
         assert server.wait_exit() == 0
-        assert "SIGTERM" in server.lines[-1]
+        assert "SIGTERM" in server.last_lines(1)
 
 
 def test_signals_do_not_hurt_children_that_are_still_starting(sockets_dir: Path) -> None:
     with start(sockets_dir) as server:
         wait_for(lambda: len(server.children()) == 3)
-        children = engine_processes(server)
+        children = server.engine_processes()
         for child in children:
             child.send_signal(signal.SIGINT)
             child.send_signal(signal.SIGTERM)
@@ -135,16 +109,17 @@ def test_signals_do_not_hurt_children_that_are_still_starting(sockets_dir: Path)
 
 def test_sigterm_finishes_streams_and_refuses_new_requests(sockets_dir: Path) -> None:
     with start(sockets_dir) as server, server.wait_ready().client() as client:
-        children = engine_processes(server)
-        with client.stream("POST", "/generate", json={**SLOW, "stream": True}) as response:
+        children = server.engine_processes()
+        with client.stream("POST", "/generate", json={**HELD, "stream": True}) as response:
             lines = response.iter_lines()
             next(lines)
             server.signal(signal.SIGTERM)
             with server.client() as other:
                 wait_for(lambda: other.get("/health").status_code == 503)
-                refused = other.post("/generate", json=SLOW)
+                refused = other.post("/generate", json=HELD)
                 assert refused.status_code == 503
                 assert refused.json()["error"]["code"] == "shutting_down"
+            children[0].send_signal(RELEASE)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert orjson.loads(rest[-2][6:])["meta_info"]["completion_tokens"] == 100
@@ -154,15 +129,14 @@ def test_sigterm_finishes_streams_and_refuses_new_requests(sockets_dir: Path) ->
 
 def test_second_signal_stops_now(sockets_dir: Path) -> None:
     with start(sockets_dir) as server:
-        children = engine_processes(server.wait_ready())
-        thread, answers = post_in_thread(server, HANGING)
+        children = server.wait_ready().engine_processes()
+        answer = server.post_in_thread(HANGING)
         wait_running(server)
         server.signal(signal.SIGTERM)
         wait_for(lambda: "finishing 1 requests" in server.output)
         server.signal(signal.SIGTERM)
         assert server.wait_exit() == 128 + signal.SIGTERM
-        thread.join(WAIT_S)
-        assert answers[0].status_code == 503
+        assert answer.result(WAIT_S).status_code == 503
         assert_all_gone(children, sockets_dir)
 
 
@@ -175,18 +149,16 @@ def test_second_signal_stops_now(sockets_dir: Path) -> None:
 )  # fmt: skip
 def test_scheduler_failure_takes_the_server_down(sockets_dir: Path, seed: int, reason: str) -> None:
     with start(sockets_dir) as server, server.wait_ready().client() as client:
-        children = engine_processes(server)
-        thread, answers = post_in_thread(server, HANGING)
+        children = server.engine_processes()
+        answer = server.post_in_thread(HANGING)
         wait_running(server)
         with client.stream("POST", "/generate", json={**HANGING, "stream": True}) as stream:
-            killer, _ = post_in_thread(server, {"input_ids": [1], "sampling_params": {"seed": seed}})
+            server.post_in_thread({"input_ids": [1], "sampling_params": {"seed": seed}})
             lines = [line for line in stream.iter_lines() if line]
-        thread.join(WAIT_S)
-        killer.join(WAIT_S)
         assert server.wait_exit() == 1
-        assert reason in "".join(server.lines[-4:])
-        assert reason in answers[0].json()["error"]["message"]
-        assert answers[0].status_code == 503
+        assert reason in server.last_lines()
+        assert reason in answer.result(WAIT_S).json()["error"]["message"]
+        assert answer.result(WAIT_S).status_code == 503
         assert reason in orjson.loads(lines[-2][6:])["error"]["message"]
         assert lines[-1] == "data: [DONE]"
         assert_all_gone(children, sockets_dir)
@@ -195,36 +167,37 @@ def test_scheduler_failure_takes_the_server_down(sockets_dir: Path, seed: int, r
 @pytest.mark.parametrize("which", [0, 1])
 def test_killed_child_takes_the_server_down(sockets_dir: Path, which: int) -> None:
     with start(sockets_dir) as server:
-        children = engine_processes(server.wait_ready())
+        children = server.wait_ready().engine_processes()
         children[which].kill()
         assert server.wait_exit() == 1
-        assert "process ended unexpectedly (killed by SIGKILL" in "".join(server.lines[-4:])
+        assert "process ended unexpectedly (killed by SIGKILL" in server.last_lines()
         assert_all_gone(children, sockets_dir)
 
 
 @pytest.mark.parametrize(("which", "name"), [(0, "scheduler"), (1, "detokenizer")])
 def test_a_stopped_child_takes_the_server_down(sockets_dir: Path, which: int, name: str) -> None:
-    with start(sockets_dir, "run_fake_scheduler", "--watchdog-timeout", "2") as server:
-        children = engine_processes(server.wait_ready())
-        thread, answers = post_in_thread(server, HANGING)
+    with start(sockets_dir, "run_fake_scheduler", "--watchdog-timeout", str(WATCHDOG_S)) as server:
+        children = server.wait_ready().engine_processes()
+        answer = server.post_in_thread(HANGING)
         wait_running(server)
         children[which].send_signal(signal.SIGSTOP)
         assert server.wait_exit() == 1
-        assert f"the {name} process has not run for 2 s (--watchdog-timeout)" in "".join(server.lines[-4:])
-        thread.join(WAIT_S)
-        assert answers[0].status_code == 503
+        assert (
+            f"the {name} process has not run for {WATCHDOG_S} s (--watchdog-timeout)" in server.last_lines()
+        )
+        assert answer.result(WAIT_S).status_code == 503
         assert_all_gone(children, sockets_dir)
 
 
 @pytest.mark.long
 def test_a_server_that_was_stopped_as_a_whole_goes_on(sockets_dir: Path) -> None:
     """A shell's Ctrl-Z and fg, or a container that is paused: nobody is ill."""
-    with start(sockets_dir, "run_fake_scheduler", "--watchdog-timeout", "2") as server:
-        children = engine_processes(server.wait_ready())
+    with start(sockets_dir, "run_fake_scheduler", "--watchdog-timeout", str(WATCHDOG_S)) as server:
+        children = server.wait_ready().engine_processes()
         everybody = [psutil.Process(server.pid), *children]
         for process in everybody:
             process.send_signal(signal.SIGSTOP)
-        resumed_at = time.monotonic() + 5  # what is tested is time
+        resumed_at = time.monotonic() + 2.5 * WATCHDOG_S  # what is tested is time
         wait_for(lambda: time.monotonic() > resumed_at)
         for process in everybody:
             process.send_signal(signal.SIGCONT)
@@ -278,7 +251,7 @@ def of(server: LiveServer, name: str) -> list[str]:
 
 def test_children_follow_a_killed_server(sockets_dir: Path) -> None:
     with start(sockets_dir) as server:
-        children = engine_processes(server.wait_ready())
+        children = server.wait_ready().engine_processes()
         server.signal(signal.SIGKILL)
         assert server.wait_exit() == -signal.SIGKILL
         assert_all_gone(children, sockets_dir)
@@ -287,7 +260,7 @@ def test_children_follow_a_killed_server(sockets_dir: Path) -> None:
 def test_scheduler_that_dies_while_loading(sockets_dir: Path) -> None:
     with start(sockets_dir, "run_stillborn_scheduler") as server:
         assert server.wait_exit() == 1
-        assert "scheduler process ended unexpectedly (exit status 3)" in server.lines[-1]
+        assert "scheduler process ended unexpectedly (exit status 3)" in server.last_lines(1)
         assert_all_gone([], sockets_dir)
 
 

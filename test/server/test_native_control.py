@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 import socket
-import threading
-import time
-from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import httpx
 import orjson
 import pytest
 from fake_scheduler import Seed
-from live_server import LiveServer
-
-WAIT_S = 20.0
+from live_server import WAIT_S, LiveServer, wait_for
 
 
 def state(client: httpx.Client) -> dict:
     return client.get("/get_server_info").json()["internal_states"][0]
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Ask again until true: the outcome of something the server does on its own."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-
-
-def start_hanging(
-    server: LiveServer, rid: str, **body: object
-) -> tuple[threading.Thread, list[httpx.Response]]:
-    """A request that is never answered, waited for in a thread."""
-    answers: list[httpx.Response] = []
-
-    def ask() -> None:
-        with server.client() as client:
-            answers.append(client.post("/generate", json={
-                "input_ids": [1, 2], "rid": rid, "sampling_params": {"seed": Seed.HANG}, **body}))  # fmt: skip
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    return thread, answers
+def hanging(rid: str) -> dict[str, object]:
+    """A request that is never answered."""
+    return {"input_ids": [1, 2], "rid": rid, "sampling_params": {"seed": Seed.HANG}}
 
 
 def test_health_and_health_generate(client: httpx.Client) -> None:
@@ -88,22 +65,20 @@ def test_request_id_is_echoed_and_names_the_request(client: httpx.Client) -> Non
 
 
 def test_abort_by_id_ends_the_request_with_its_own_reason(server: LiveServer, client: httpx.Client) -> None:
-    thread, answers = start_hanging(server, "abort-me")
+    answer = server.post_in_thread(hanging("abort-me"))
     wait_for(lambda: state(client)["num_running_reqs"] == 1)
     assert client.post("/abort_request", json={"rid": "abort-me"}).status_code == 200
-    thread.join(WAIT_S)
-    assert answers[0].status_code == 200
-    assert answers[0].json()["meta_info"]["finish_reason"]["type"] == "abort"
+    assert answer.result(WAIT_S).status_code == 200
+    assert answer.result(WAIT_S).json()["meta_info"]["finish_reason"]["type"] == "abort"
     assert client.post("/abort_request", json={"rid": "nobody"}).status_code == 200
 
 
 def test_abort_all(server: LiveServer, client: httpx.Client) -> None:
-    pairs = [start_hanging(server, f"all-{index}") for index in range(3)]
+    answers = [server.post_in_thread(hanging(f"all-{index}")) for index in range(3)]
     wait_for(lambda: state(client)["num_running_reqs"] == 3)
     assert client.post("/abort_request", json={"abort_all": True}).status_code == 200
-    for thread, answers in pairs:
-        thread.join(WAIT_S)
-        assert answers[0].json()["meta_info"]["finish_reason"]["type"] == "abort"
+    for answer in answers:
+        assert answer.result(WAIT_S).json()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -111,7 +86,7 @@ def test_a_client_that_goes_away_aborts_its_requests(
     server: LiveServer, client: httpx.Client, stream: bool
 ) -> None:
     before = state(client)["num_aborts"]
-    seed = Seed.SLOW if stream else Seed.HANG
+    seed = Seed.HELD if stream else Seed.HANG
     body = orjson.dumps({
         # No end-of-sequence id among them: the answers echo the prompts and must not end by themselves.
         "input_ids": [[5, 6], [7, 8]], "stream": stream, "sampling_params": {"seed": seed, "max_new_tokens": 900}
@@ -134,13 +109,13 @@ def test_flush_is_refused_while_busy_and_forgets_prefixes_when_idle(
     cached = []
     for _ in range(2):
         cached.append(client.post("/generate", json=ask).json()["meta_info"]["cached_tokens"])
-    thread, _ = start_hanging(server, "busy")
+    answer = server.post_in_thread(hanging("busy"))
     wait_for(lambda: state(client)["num_running_reqs"] == 1)
     refused = client.post("/flush_cache")
     assert refused.status_code == 400
     assert "running" in refused.json()["error"]["message"]
     client.post("/abort_request", json={"rid": "busy"})
-    thread.join(WAIT_S)
+    answer.result(WAIT_S)
     wait_for(lambda: client.get("/flush_cache").status_code == 200)
     cached.append(client.post("/generate", json=ask).json()["meta_info"]["cached_tokens"])
     assert cached == [0, 2, 0]
@@ -148,22 +123,12 @@ def test_flush_is_refused_while_busy_and_forgets_prefixes_when_idle(
 
 def test_pause_and_continue(server: LiveServer, client: httpx.Client) -> None:
     assert client.post("/pause_generation", json={"mode": "in_place"}).json()["success"] is True
-    answers: list[httpx.Response] = []
-
-    def ask() -> None:
-        with server.client() as other:
-            answers.append(
-                other.post("/generate", json={"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
-            )
-
-    thread = threading.Thread(target=ask)
-    thread.start()
+    answer = server.post_in_thread({"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
     wait_for(lambda: state(client)["num_queue_reqs"] == 1)
     assert state(client)["paused"] is True
-    assert answers == []
+    assert not answer.done()
     client.post("/continue_generation")
-    thread.join(WAIT_S)
-    assert answers[0].status_code == 200
+    assert answer.result(WAIT_S).status_code == 200
 
 
 def test_metrics(server: LiveServer, client: httpx.Client) -> None:

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from fake_scheduler import Seed
 from live_server import LiveServer
 
 VOCAB = 1024
@@ -186,7 +187,7 @@ def test_client_that_leaves_while_it_sends(server: LiveServer, client: httpx.Cli
 
 def test_duplicate_id_is_refused_while_in_flight(server: LiveServer) -> None:
     with server.client() as client:
-        body = {"input_ids": [1], "rid": "twice", "stream": True, "sampling_params": {"seed": 7002}}
+        body = {"input_ids": [1], "rid": "twice", "stream": True, "sampling_params": {"seed": Seed.HELD}}
         with client.stream("POST", "/generate", json=body) as response:
             assert response.status_code == 200
             check_error(client.post("/generate", json={"input_ids": [1], "rid": "twice"}), 400, "in flight")

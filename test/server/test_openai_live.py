@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 from fake_scheduler import Seed
-from live_server import LiveServer
+from live_server import WAIT_S, LiveServer
 
 TEXT = "The quick brown fox: 12 + 30 = 42. Grüße, 你好!"
 HI = [{"role": "user", "content": "Say hello."}]
@@ -163,7 +163,7 @@ def test_clients_that_leave_free_their_places(server, model, client, stream):
         async with openai.AsyncOpenAI(
             base_url=f"{server.base_url}/v1", api_key="none", max_retries=0
         ) as leaver:
-            # Two samples: the first never answers, the second does so slowly.
+            # Two samples: the first never answers, the second stops after a token.
             call = leaver.completions.create(
                 model=model, prompt=TEXT, n=2, max_tokens=500, stream=stream, seed=Seed.HANG
             )
@@ -178,7 +178,7 @@ def test_clients_that_leave_free_their_places(server, model, client, stream):
         info = await asyncio.to_thread(lambda: client.get("/get_server_info").json())
         return info["internal_states"][0]["num_running_reqs"]
 
-    asyncio.run(asyncio.wait_for(leave(), 30))
+    asyncio.run(asyncio.wait_for(leave(), WAIT_S))
 
 
 def test_api_key(guarded):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from live_server import LiveServer
+from live_server import LiveServer, wait_for
 
 NUM_REQUESTS = 200
 
@@ -94,9 +94,7 @@ def test_a_client_that_leaves_gives_its_memory_back(tight: LiveServer) -> None:
             "POST", "/generate", json={"text": "Hello", "stream": True, "sampling_params": params}
         ) as answer:
             next(answer.iter_lines())
-        for _ in range(1000):
-            now = state(client)
-            if now["num_aborts"] > before and not now["num_used_tokens"]:
-                break
+        wait_for(lambda: state(client)["num_aborts"] > before and not state(client)["num_used_tokens"])
+        now = state(client)
         assert now["num_aborts"] == before + 1
         assert now["num_running_reqs"] == now["num_used_tokens"] == 0

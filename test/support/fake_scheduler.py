@@ -9,6 +9,7 @@ that. Special seeds ask for trouble: see ``Seed``.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ CAPACITY_TOKENS = 4096
 MAX_RUNNING = 64
 CONTEXT_LENGTH = 1024
 SLOW_STEP_S = 0.02
+RELEASE = signal.SIGUSR2
 HICACHE_STATE = HiCacheState(
     cached_tokens={"device": 11, "host": 12, "storage": 13}, num_host_tokens=8192, num_used_host_tokens=640,
     pages={"device": 1, "host": 2, "both": 3, "in_transit": 4}, num_locked_nodes=5,
@@ -71,11 +73,12 @@ class Seed:
     """``sampling_params.seed`` values with a meaning."""
 
     HANG = 7001  # never answers; holds its place until aborted
-    SLOW = 7002  # one token every 20 ms
+    HELD = 7002  # its first token; the others when the scheduler process is sent ``RELEASE``
     RAISE = 7003  # the scheduler fails with an exception
     DIE = 7004  # the scheduler process ends without a word
     REFUSE = 7005  # ends in an error of its own, status 507
     BURST = 7006  # all tokens in one message
+    SLOW = 7007  # one token every 20 ms
 
 
 class FakeFailure(Exception):
@@ -104,6 +107,7 @@ class FakeScheduler:
         self.seen: set[tuple[str | int, ...]] = set()
         self.stored: set[tuple[str | int, ...]] = set()
         self.paused = False
+        self.released = False
         self.stopping = False
         self.num_aborts = 0
         self.num_generated = 0
@@ -203,6 +207,8 @@ class FakeScheduler:
         for running in list(self.running.values()):
             seed = running.req.sampling_params.seed
             if seed == Seed.HANG or now < running.next_time:
+                continue
+            if seed == Seed.HELD and running.num_out and not self.released:
                 continue
             if seed == Seed.SLOW:
                 running.next_time = now + SLOW_STEP_S
@@ -313,6 +319,7 @@ class FakeProcess:
 
     def run(self) -> None:
         """Serve until told to stop."""
+        signal.signal(RELEASE, lambda *_: setattr(self.scheduler, "released", True))
         self.detokenizer.send(
             encode(
                 SchedulerReady(

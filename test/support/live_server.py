@@ -1,4 +1,8 @@
-"""Servers under test as the operating system sees them: started, asked, signalled, waited for."""
+"""Servers under test as the operating system sees them: started, asked, signalled, waited for.
+
+Nothing here depends on how fast the machine is: whoever waits does so for what the server tells, and the limits are far
+beyond what any step takes on a machine with other work (``pytest --busy-loops 4`` provides it).
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,26 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import httpx
 import psutil
 
 FAKE_SERVER = str(Path(__file__).with_name("fake_server.py"))
-START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 60.0
+WAIT_S = 120.0  # for anything: only a test that fails waits so long
+WATCHDOG_S = 8  # for tests in which a process is silent; the others must have a turn within that time
 _ADDRESS = re.compile(r" at (http://\S+)")
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Ask again until true: the outcome of something that a server does on its own."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)  # the server needs the CPU that asking takes
 
 
 class LiveServer:
@@ -91,14 +105,14 @@ class LiveServer:
 
     def wait_ready(self) -> LiveServer:
         """Until the address was printed. Fails with the server's output if it ended instead."""
-        assert self._ready.wait(START_TIMEOUT_S), self.output
+        assert self._ready.wait(WAIT_S), self.output
         assert self.base_url, self.output
         return self
 
     def wait_exit(self) -> int:
         """Until the process has ended and its output was read; the exit status."""
-        status = self._process.wait(STOP_TIMEOUT_S)
-        self._reader.join(STOP_TIMEOUT_S)
+        status = self._process.wait(WAIT_S)
+        self._reader.join(WAIT_S)
         return status
 
     def signal(self, number: int) -> None:
@@ -109,9 +123,36 @@ class LiveServer:
         """Scheduler and detokenizer (and multiprocessing's resource tracker)."""
         return psutil.Process(self.pid).children(recursive=True)
 
+    def engine_processes(self) -> list[psutil.Process]:
+        """Scheduler and detokenizer, in this order, which is that of their start."""
+        children = [child for child in self.children() if "resource_tracker" not in " ".join(child.cmdline())]
+        assert len(children) == 2
+        return sorted(children, key=lambda child: child.create_time())
+
+    def last_lines(self, num: int = 4) -> str:
+        """The end of the output. Python's own tracker may mourn what a process that died had open: left out."""
+        lines = [
+            line for line in self.lines if "resource_tracker" not in line and "warnings.warn" not in line
+        ]
+        return "".join(lines[-num:])
+
+    def post_in_thread(self, body: dict[str, object]) -> Future[httpx.Response]:
+        """The answer of ``/generate``, asked for in a thread. Take it with ``.result(WAIT_S)``."""
+        answer: Future[httpx.Response] = Future()
+
+        def ask() -> None:
+            try:
+                with self.client() as client:
+                    answer.set_result(client.post("/generate", json=body))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, daemon=True).start()
+        return answer
+
     def client(self, **options: object) -> httpx.Client:
         """An HTTP client of this server."""
-        return httpx.Client(base_url=self.base_url, timeout=60.0, **options)  # type: ignore[arg-type]
+        return httpx.Client(base_url=self.base_url, timeout=WAIT_S, **options)  # type: ignore[arg-type]
 
     def __enter__(self) -> LiveServer:
         return self
@@ -122,7 +163,7 @@ class LiveServer:
             self._process.send_signal(signal.SIGTERM)
             self._process.send_signal(signal.SIGTERM)
             try:
-                self._process.wait(STOP_TIMEOUT_S)
+                self._process.wait(WAIT_S)
             except subprocess.TimeoutExpired:
                 for process in [*children, psutil.Process(self.pid)]:
                     process.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -264,3 +265,12 @@ def test_command_line_prints_and_fails(tmp_path: Path, capsys: pytest.CaptureFix
     complaints(tmp_path, "layers.x", "\nimport fenceline.entrypoints")
     assert tidy.main(tmp_path, tmp_path / "no tests") == 1
     assert "fenceline/layers/x.py:2: imports fenceline.entrypoints: " in capsys.readouterr().out
+
+
+def test_the_map_of_test_support_names_every_file_once() -> None:
+    folder = setup_env.ROOT / "test" / "support"
+    rows = [line for line in (folder / "README.md").read_text().splitlines() if line.startswith("| ")]
+    named = sorted(
+        name for row in rows[1:] for name in re.findall(r"`(\w+)`", row.rpartition("|")[0].rpartition("|")[2])
+    )
+    assert named == sorted(path.stem for path in folder.glob("*.py"))
