@@ -21,7 +21,7 @@ import httpx
 import psutil
 
 FAKE_SERVER = str(Path(__file__).with_name("fake_server.py"))
-WAIT_S = 120.0  # for anything: only a test that fails waits so long
+WAIT_S = 200.0  # for anything: only a test that fails waits so long
 WATCHDOG_S = 8  # for tests in which a process is silent; the others must have a turn within that time
 _ADDRESS = re.compile(r" at (http://\S+)")
 

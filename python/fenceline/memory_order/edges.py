@@ -41,7 +41,7 @@ class Edge:
     pairs: tuple[tuple[StreamName, StreamName], ...]
     hazards: tuple[Hazard, ...]
     protects: str
-    failure: str  # the F-number of docs/architecture.md, "" where none has been reported
+    failure: str  # the F-number of docs/memory_order.md, "" where none has been reported
 
     @property
     def waiter(self) -> StreamName:

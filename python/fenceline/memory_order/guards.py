@@ -18,7 +18,7 @@ class Guard:
 
     name: str
     protects: str
-    failure: str = ""  # the F-number of docs/architecture.md, "" where none has been reported
+    failure: str = ""  # the F-number of docs/memory_order.md, "" where none has been reported
     dormant: str = ""
 
 

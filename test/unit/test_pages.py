@@ -1,0 +1,88 @@
+"""What the documentation shows is made from what lies in the repository, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import pages
+import setup_env
+
+DOCS = setup_env.ROOT / "docs"
+DRAWINGS = ("processes", "step", "page", "rooms")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def test_drawings_charts_and_the_table_of_files_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pages.main(check=True) == 0, capsys.readouterr().out
+
+
+def test_the_architecture_is_a_short_page_with_four_drawings() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    assert len(text.split()) <= 1200
+    assert re.findall(r"\(drawings/(\w+)\.svg\)", text) == list(DRAWINGS)
+    assert {path.stem for path in (DOCS / "drawings").glob("*.txt")} == set(DRAWINGS)
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("*/*.svg")), ids=lambda path: path.stem)
+def test_a_drawing_is_xml_with_both_colour_schemes_and_nothing_outside(path: Path) -> None:
+    root = ElementTree.fromstring(path.read_text())
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    assert "prefers-color-scheme: dark" in path.read_text()
+    for element in root.iter():
+        if element.tag.endswith(("}rect", "}text")) and "x" in element.attrib:
+            x, y = float(element.attrib["x"]), float(element.attrib["y"])
+            assert x >= 0 and x + float(element.attrib.get("width", 0)) <= width
+            assert y >= 0 and y + float(element.attrib.get("height", 0)) <= height
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    rows = [{"name": "a", "values": [10, 40]}, {"name": "b", "values": [None, 20]}]
+    result = {"title": "t", "unit": "ms", "better": "lower", "series": ["x", "y"], "rows": rows}
+    root = ElementTree.fromstring(pages.chart(result))
+    bars = [e for e in root.iter() if e.tag.endswith("}rect") and e.get("height") == "14"]
+    widths = [float(bar.attrib["width"]) for bar in bars]
+    assert len(widths) == 3
+    assert widths[1] / widths[0] == pytest.approx(4) and widths[1] / widths[2] == pytest.approx(2)
+    texts = [e.text for e in root.iter() if e.tag.endswith("}text")]
+    assert {"a", "b", "10", "20", "40", "t (ms, lower is better)"} <= set(texts)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ('size 100 50 "t"\ntext 10 20 "far too long for it"', "line 2.*does not fit"),
+        ('size 100 50 "t"\ncircle 1 2 3 4', "line 2.*circle"),
+        ("box 1 2 3 4 blue", "size comes first"),
+    ],
+)
+def test_a_drawing_with_a_mistake_names_its_line(source: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        pages.drawing(source)
+
+
+def anchors(page: Path) -> set[str]:
+    """The names by which a page's headings can be linked to, as GitHub makes them."""
+    headings = re.findall(r"(?m)^#+ (.*)$", page.read_text())
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "page",
+    sorted([*DOCS.rglob("*.md"), *setup_env.ROOT.glob("*.md"), setup_env.ROOT / "test/support/README.md"]),
+    ids=lambda path: str(path.relative_to(setup_env.ROOT)),
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+    broken = []
+    for link in LINK.findall(text):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
