@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from fenceline.mem_cache.page_hash import PageKey
-from fenceline.mem_cache.storage.base import PageParts, Reason, StorageBackend, StorageStats
+from fenceline.mem_cache.storage.backend import PageParts, Reason, StorageBackend, StorageStats
 
 
 class FaultyBackend:

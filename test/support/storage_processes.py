@@ -28,7 +28,7 @@ from storage_cases import (
     temp_files,
 )
 
-from fenceline.mem_cache.storage.base import Reason
+from fenceline.mem_cache.storage.backend import Reason
 from fenceline.mem_cache.storage.file_backend import FileBackend
 
 WRITER_PAGE = 200_000

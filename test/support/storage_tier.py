@@ -15,10 +15,10 @@ from storage_cases import content, key
 from fenceline.config.server_args import MemLayout, PrefetchPolicy
 from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.page_hash import PageFingerprint, PageKey
-from fenceline.mem_cache.storage.base import PageParts, StorageBackend, StorageStats
-from fenceline.mem_cache.storage.controller import StorageController, StorageLimits
+from fenceline.mem_cache.storage.backend import PageParts, StorageBackend, StorageStats
+from fenceline.mem_cache.storage.controller import Ack, Done, Failed, StorageController, StorageLimits
 from fenceline.mem_cache.storage.file_backend import FileBackend
-from fenceline.mem_cache.storage.prefetch import I32, Ack, Done, Failed, Prefetch
+from fenceline.mem_cache.storage.worker import I32, Prefetch
 from fenceline.memory_order import Device, Points, open_device
 
 NUM_PAGES = 32

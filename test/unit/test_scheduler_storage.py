@@ -11,7 +11,7 @@ from scheduler_driver import Driver, make_model_driver, request
 
 from fenceline.ipc.io_struct import FlushCacheReq, HiCacheState
 from fenceline.mem_cache.page_hash import PageKey
-from fenceline.mem_cache.storage.base import PageParts
+from fenceline.mem_cache.storage.backend import PageParts
 from fenceline.mem_cache.storage.file_backend import FileBackend
 
 PAGE = 16

@@ -18,20 +18,17 @@ from storage_tier import KEYS, PAGE, PATIENCE_S, Gate, Tier, file_backend, make_
 
 from fenceline.config.server_args import PrefetchPolicy
 from fenceline.mem_cache.page_hash import PageKey
-from fenceline.mem_cache.storage.base import Reason
-from fenceline.mem_cache.storage.controller import StorageLimits
-from fenceline.mem_cache.storage.prefetch import (
-    I32,
+from fenceline.mem_cache.storage.backend import Reason
+from fenceline.mem_cache.storage.controller import (
     Ack,
     Done,
     Failed,
     Fetched,
-    Outcome,
-    Prefetch,
-    PrefetchState,
+    StorageLimits,
     TimedOut,
     Written,
 )
+from fenceline.mem_cache.storage.worker import I32, Outcome, Prefetch, PrefetchState
 from fenceline.memory_order import Points
 
 Make = Callable[..., Tier]

@@ -11,17 +11,8 @@ from storage_faults import FaultyBackend
 from storage_tier import KEYS, NUM_PAGES, PAGE, Gate, Tier, file_backend, make_tier
 
 from fenceline.config.server_args import MemLayout, PrefetchPolicy
-from fenceline.mem_cache.storage.controller import StorageLimits
-from fenceline.mem_cache.storage.prefetch import (
-    Done,
-    Fetched,
-    Found,
-    Outcome,
-    Prefetch,
-    PrefetchState,
-    TimedOut,
-    Written,
-)
+from fenceline.mem_cache.storage.controller import Done, Fetched, Found, StorageLimits, TimedOut, Written
+from fenceline.mem_cache.storage.worker import Outcome, Prefetch, PrefetchState
 from fenceline.memory_order import Points
 
 Make = Callable[..., Tier]
@@ -65,8 +56,8 @@ def test_pages_come_back_in_another_server(
 
     stats = reader.controller.stats()
     assert (stats.found, stats.fetched, stats.prefetches) == (5, 5, {Outcome.COMPLETE: 1})
-    assert (stats.missed, stats.num_reads) == (2, 3)
-    assert stats.backend.hits == 5 and stats.read_seconds > 0 and stats.query_seconds > 0
+    assert stats.missed == 2
+    assert stats.backend.hits == 5 and stats.read_seconds > 0
     assert writer.controller.stats().written == 5 and writer.controller.stats().write_seconds > 0
 
 

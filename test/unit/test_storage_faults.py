@@ -8,7 +8,7 @@ import pytest
 from storage_cases import contents, empty, fingerprint, flip, key, path_of
 from storage_faults import FaultyBackend
 
-from fenceline.mem_cache.storage.base import Reason, StorageBackend, num_leading
+from fenceline.mem_cache.storage.backend import Reason, StorageBackend, num_leading
 from fenceline.mem_cache.storage.file_backend import FileBackend
 
 PAGE = 64

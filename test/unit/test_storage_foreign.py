@@ -15,7 +15,7 @@ from storage_cases import books_of, contents, file_nbytes, fingerprint, key, pat
 
 from fenceline.config import private_files
 from fenceline.config.private_files import ForeignEntryError, foreign_file, foreign_folder, open_file
-from fenceline.mem_cache.storage.base import Reason
+from fenceline.mem_cache.storage.backend import Reason
 from fenceline.mem_cache.storage.directory import StorageDirectory
 from fenceline.mem_cache.storage.file_backend import FileBackend
 

@@ -13,7 +13,8 @@ from page_pools import Shape, make_pools
 from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import MemLayout, parse_args
 from fenceline.mem_cache.host.host_pool import HostPool
-from fenceline.mem_cache.storage.make import make_storage, model_id, page_fingerprint
+from fenceline.mem_cache.page_hash import model_id, page_fingerprint
+from fenceline.mem_cache.storage.controller import make_storage
 from fenceline.memory_order import open_device
 
 CONFIG_JSON = {
@@ -60,7 +61,7 @@ def test_a_running_tier_from_flags(model_dir: Path) -> None:
     )
     assert made is not None
     made.controller.close()
-    fingerprint = page_fingerprint(configured(model_dir, FILE), pool)
+    fingerprint = page_fingerprint(configured(model_dir, FILE), pool.layout)
     assert made.root_key("") == fingerprint.root_key("")
     written = list((model_dir.parent / "pages").glob("*/fingerprint.json"))
     assert [json.loads(path.read_text())["model_id"] for path in written] == [fingerprint.model_id]
@@ -78,10 +79,10 @@ def test_no_tier_where_none_is_asked_for(model_dir: Path) -> None:
 
 def test_servers_of_both_host_layouts_share_pages(model_dir: Path) -> None:
     config = configured(model_dir, FILE)
-    assert page_fingerprint(config, host_pool("page_first")) == page_fingerprint(
-        config, host_pool("layer_first")
-    )
-    assert page_fingerprint(config, host_pool()) != page_fingerprint(config, host_pool(page_size=8))
+    pools = host_pool("page_first"), host_pool("layer_first"), host_pool(page_size=8)
+    fingerprints = [page_fingerprint(config, pool.layout) for pool in pools]
+    assert fingerprints[0] == fingerprints[1]
+    assert fingerprints[0] != fingerprints[2]
 
 
 def test_what_is_another_model(model_dir: Path) -> None:

@@ -24,7 +24,7 @@ from storage_cases import (
 )
 
 from fenceline.mem_cache.storage import page_file
-from fenceline.mem_cache.storage.base import Reason
+from fenceline.mem_cache.storage.backend import Reason
 from fenceline.mem_cache.storage.file_backend import FileBackend
 
 SMALL = 96

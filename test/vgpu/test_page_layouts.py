@@ -24,10 +24,10 @@ from fenceline.mem_cache.host.cache_controller import CacheController
 from fenceline.mem_cache.host.page_copy import make_page_copier
 from fenceline.mem_cache.kv_pool import KVLayout, KVRow, keys_and_values, latent
 from fenceline.mem_cache.page_hash import PageFingerprint, PageKey, page_keys
-from fenceline.mem_cache.storage.base import Reason
-from fenceline.mem_cache.storage.controller import StorageController, StorageLimits
+from fenceline.mem_cache.storage.backend import Reason
+from fenceline.mem_cache.storage.controller import StorageController, StorageLimits, Written
 from fenceline.mem_cache.storage.file_backend import FileBackend
-from fenceline.mem_cache.storage.prefetch import Outcome, Prefetch, Written
+from fenceline.mem_cache.storage.worker import Outcome, Prefetch
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order import Device, Points, open_device
 from fenceline.vgpu import VgpuDevice, VirtualGpu

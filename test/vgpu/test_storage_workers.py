@@ -14,8 +14,8 @@ from storage_tier import Clock, DictBackend
 from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.host.cache_controller import CacheController
 from fenceline.mem_cache.host.page_copy import make_page_copier
-from fenceline.mem_cache.storage.controller import StorageController, StorageLimits
-from fenceline.mem_cache.storage.prefetch import Fetched, Outcome, Prefetch, Written
+from fenceline.mem_cache.storage.controller import Fetched, StorageController, StorageLimits, Written
+from fenceline.mem_cache.storage.worker import Outcome, Prefetch
 from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Points
 from fenceline.vgpu import RaceError, VgpuDevice, VirtualGpu

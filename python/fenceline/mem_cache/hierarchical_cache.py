@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.mem_cache.host.cache_controller import TransferCounts
-from fenceline.mem_cache.storage.make import Storage
-from fenceline.mem_cache.storage.prefetch import Ack
+from fenceline.mem_cache.storage.controller import Ack, Storage
 from fenceline.mem_cache.storage.tier import StorageTier
 from fenceline.mem_cache.transfer import PageMove, Ticket, TransferKind
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache

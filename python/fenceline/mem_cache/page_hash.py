@@ -10,10 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fenceline.config.engine_config import EngineConfig
+
+if TYPE_CHECKING:  # it imports torch
+    from fenceline.mem_cache.kv_pool import KVLayout
 
 PageKey = bytes
 KEY_NBYTES = 32
@@ -75,3 +81,38 @@ def page_keys(parent: PageKey, token_ids: NDArray[np.integer[Any]], page_size: i
         parent = hashlib.sha256(parent + data[start : start + 4 * page_size]).digest()
         keys.append(parent)
     return keys
+
+
+def page_fingerprint(config: EngineConfig, layout: KVLayout) -> PageFingerprint:
+    """Of the pages that a server with this configuration makes, which consist of ``layout``."""
+    return PageFingerprint(
+        model_id=model_id(config),
+        layout=layout.describe(),
+        page_nbytes=layout.page_nbytes,
+    )
+
+
+def model_id(config: EngineConfig) -> str:
+    """The model's directory and a digest of whatever else the KV of its tokens depends on: the model's configuration
+    as resolved (a longer context may scale its positions), the label of the weights, and of each weight file its name,
+    size and time of the last change (those of what a link points to); the seed where weights are random.
+
+    The files are not read: that would take as long as a start. So a copy of a model elsewhere, or one that was merely
+    touched, finds none of the old pages; a file overwritten in place with its size and time kept is not noticed.
+    """
+    directory = Path(config.model.model_path).resolve()
+    weights: object = config.random_seed
+    if config.server_args.load_format != "dummy":
+        files = sorted(directory.glob("*.safetensors"))
+        weights = [(file.name, (status := file.stat()).st_size, status.st_mtime_ns) for file in files]
+    model = asdict(config.model)
+    del model["model_path"]
+    facts = [
+        model,
+        config.model.dtype,
+        config.server_args.load_format,
+        config.server_args.weight_version,
+        weights,
+    ]
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+    return f"{directory} {digest[:32]}"

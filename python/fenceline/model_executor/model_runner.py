@@ -23,7 +23,7 @@ from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, Forwar
 from fenceline.mem_cache.host.cache_controller import CacheController
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 from fenceline.mem_cache.req_pool import ReqPool
-from fenceline.mem_cache.storage.make import Storage, make_storage
+from fenceline.mem_cache.storage.controller import Storage, make_storage
 from fenceline.memory_order import Device, InputRing, ResultRing, page_leases, wait_for_pages
 from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.guards import STARTUP_STOP

@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from fenceline.mem_cache.hierarchical_cache import Transfers
 from fenceline.mem_cache.req_pool import ReqPool
-from fenceline.mem_cache.storage.make import Storage
-from fenceline.mem_cache.storage.prefetch import Ack
+from fenceline.mem_cache.storage.controller import Ack, Storage
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order import Device, LeasePool, Point, Points, ResultLease
 from fenceline.model_executor.graph_runner import GraphStats

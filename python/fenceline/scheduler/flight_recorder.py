@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.mem_cache.storage.prefetch import Ack, Fetched, Found, Written
+from fenceline.mem_cache.storage.controller import Ack, Fetched, Found, Written
 from fenceline.memory_order import Points
 from fenceline.model_executor.step import (
     Completions,

@@ -16,7 +16,7 @@ from fenceline.ipc.io_struct import (
     TokenPairs,
 )
 from fenceline.mem_cache.hierarchical_cache import OffloadedTail
-from fenceline.mem_cache.storage.prefetch import Prefetch
+from fenceline.mem_cache.storage.worker import Prefetch
 from fenceline.mem_cache.tree.radix_cache import MatchResult, TreeNode
 from fenceline.memory_order import Points
 from fenceline.sampling.sampling_batch import ReqSampling

@@ -7,8 +7,8 @@ import time
 
 from fenceline.ipc.io_struct import CudaGraphState, HiCacheState, InternalState, TransferState
 from fenceline.mem_cache.host.cache_controller import TransferCounts
-from fenceline.mem_cache.storage.base import StorageStats
-from fenceline.mem_cache.storage.tier_stats import StorageTierStats
+from fenceline.mem_cache.storage.backend import StorageStats
+from fenceline.mem_cache.storage.controller import StorageTierStats
 from fenceline.mem_cache.transfer import TransferKind
 from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.step import Worker

@@ -8,37 +8,31 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from fenceline.config.engine_config import EngineConfig
+from fenceline.config.hicache import HiCacheStorageConfig, storage_key
 from fenceline.config.server_args import PrefetchPolicy
 from fenceline.mem_cache.host.host_pool import HostPool
-from fenceline.mem_cache.page_hash import PageKey
-from fenceline.mem_cache.storage.base import StorageBackend
-from fenceline.mem_cache.storage.lane import Lane
-from fenceline.mem_cache.storage.prefetch import (
-    I32,
-    Ack,
-    Done,
-    Failed,
-    Fetched,
-    Found,
-    Outcome,
-    Prefetch,
-    PrefetchState,
-    TimedOut,
-    Written,
-)
-from fenceline.mem_cache.storage.tier_stats import StorageTierStats, TierTally
+from fenceline.mem_cache.page_hash import PageFingerprint, PageKey, page_fingerprint
+from fenceline.mem_cache.storage.backend import StorageBackend, StorageStats
+from fenceline.mem_cache.storage.file_backend import FileBackend
+from fenceline.mem_cache.storage.page_file import header_nbytes
 from fenceline.mem_cache.storage.worker import (
+    I32,
     Asked,
     Began,
     Cleared,
     ClearJob,
-    Cost,
     Event,
     FetchJob,
     Gone,
+    Job,
+    Outcome,
+    Prefetch,
+    PrefetchState,
     QueryJob,
     Read,
     StopFlag,
@@ -53,6 +47,132 @@ logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.01
 _PAUSE_S = 0.001
+
+
+# --- acks: what StorageController.drain returns ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The workers are done with the host pages of a ``write``; ``num_written`` of them are in storage now."""
+
+    handle: int
+    num_written: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Storage has the first ``num_pages`` (at least one) of the keys: call ``fetch`` with that many host pages, or
+    fewer, or ``cancel``."""
+
+    op: Prefetch
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """``op.host_pages[first : first + num_pages]`` hold their KV; no worker touches them any more."""
+
+    op: Prefetch
+    first: int
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Closing ack: complete, nothing found, cancelled or dropped (``op.outcome``)."""
+
+    op: Prefetch
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Closing ack: pages that storage had promised did not come. What came before them is good."""
+
+    op: Prefetch
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOut:
+    """The request need not wait any longer: its time is up, or storage does not answer. ``op`` goes on."""
+
+    op: Prefetch
+
+
+Ack = Written | Found | Fetched | Done | Failed | TimedOut
+
+
+# --- the controller ---------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class StorageTierStats:
+    """Counts since the start, of pages unless named otherwise; of what ``drain`` has returned. Seconds are summed over
+    worker threads."""
+
+    backend: StorageStats = field(default_factory=StorageStats)
+    prefetches: Counter[Outcome] = field(default_factory=Counter)  # that ended, by how
+    num_prefetching: int = 0  # that have not ended
+    timeouts: int = 0  # prefetches that a request has ceased to wait for
+    found: int = 0
+    fetched: int = 0
+    fetched_in_vain: int = 0  # after the request had gone on without them
+    missed: int = 0  # looked for and not there, behind one that is not, or not to be read
+    written: int = 0  # in storage now, or before
+    unwritten: int = 0  # tried and not kept
+    dropped: int = 0  # not tried: the queue was full, or storage does not answer
+    num_queued: int = 0  # pages held for writing, at this moment
+    num_writes: int = 0  # calls of the backend
+    write_seconds: float = 0.0
+    read_seconds: float = 0.0
+    crashes: int = 0  # calls in which the backend raised
+    stalls: int = 0  # times that storage has stopped answering
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Why pages were not read or not written, by reason: the backend's own, what was ``dropped``, and the calls
+        in which it raised (``crash``)."""
+        own = {reason.value: num for reason, num in self.backend.errors.items()}
+        ours = {"dropped": self.dropped, "crash": self.crashes}
+        return own | {reason: num for reason, num in ours.items() if num}
+
+
+class _Queue:
+    """Jobs of one kind on their way to worker threads: a channel that ``num_workers`` threads read, and since when
+    nobody has heard of them. The scheduler thread's."""
+
+    def __init__(self, device: Device, name: str, num_workers: int) -> None:
+        self.name = name
+        self.num_workers = num_workers
+        self.jobs: HostChannel[Job | None] = device.make_channel()
+        self.num_jobs = 0  # put and not finished
+        self.is_stalled = False
+        self._heard_at = 0.0
+
+    def put(self, job: Job, now: float) -> None:
+        """Hand a job over. ``now``: seconds of the controller's clock."""
+        if self.num_jobs == 0:
+            self._heard_at = now
+        self.num_jobs += 1
+        self.jobs.put(job)
+
+    def heard(self, now: float, finished: bool) -> None:
+        """A worker said something; ``finished``: that a job is done."""
+        self._heard_at = now
+        self.is_stalled = False
+        self.num_jobs -= finished
+        assert self.num_jobs >= 0, f"storage jobs to {self.name}: a job ended twice"
+
+    def look(self, now: float, stall_s: float) -> bool:
+        """Note whether there is work and no sign of it for ``stall_s``. True: since just now."""
+        was_stalled = self.is_stalled
+        self.is_stalled = self.num_jobs > 0 and now - self._heard_at > stall_s
+        return self.is_stalled and not was_stalled
+
+    def end(self) -> None:
+        """One None for each worker, behind what is queued: they end there."""
+        for _ in range(self.num_workers):
+            self.jobs.put(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,21 +223,22 @@ class StorageController:
         self._active: dict[Prefetch, None] = {}  # in order of their queries
         self._own_acks: list[Ack] = []
         self._next_look = 0.0
-        self._tally = TierTally()
+        self._stats = StorageTierStats()
+        self._num_cleared = 0
         self._stop = StopFlag()
         self._events: HostChannel[Event] = device.make_channel()
-        self._writes = Lane(device, "write", 1)
-        self._queries = Lane(device, "query", 1)
-        self._fetches = Lane(device, "fetch", num_workers - 1)
-        self._lanes = (self._writes, self._queries, self._fetches)
+        self._writes = _Queue(device, "write", 1)
+        self._queries = _Queue(device, "query", 1)
+        self._fetches = _Queue(device, "fetch", num_workers - 1)
+        self._queues = (self._writes, self._queries, self._fetches)
         self._workers: list[HostWorker] = []
         batch_pages = max(1, limits.batch_bytes // host_pool.page_nbytes)
-        for lane in self._lanes:
-            for _ in range(lane.num_workers):
+        for queue in self._queues:
+            for _ in range(queue.num_workers):
                 worker = StorageWorker(
-                    len(self._workers), backend, host_pool, lane.jobs, self._events, self._stop, batch_pages
+                    len(self._workers), backend, host_pool, queue.jobs, self._events, self._stop, batch_pages
                 )
-                self._workers.append(device.start_worker(f"storage-{lane.name}", worker.run))
+                self._workers.append(device.start_worker(f"storage-{queue.name}", worker.run))
 
     # --- host to storage -----------------------------------------------------------------------------
 
@@ -130,7 +251,7 @@ class StorageController:
         assert not self._stop.is_set, "storage is closed"
         room = 0 if self._writes.is_stalled else self._max_write_pages - self._num_write_pages
         num_pages = min(len(keys), max(room, 0))
-        self._tally.counts["dropped"] += len(keys) - num_pages
+        self._stats.dropped += len(keys) - num_pages
         if num_pages == 0:
             self._own_acks.append(Written(handle, 0))
             return
@@ -206,7 +327,13 @@ class StorageController:
 
     def stats(self) -> StorageTierStats:
         """Counts since the start."""
-        return self._tally.snapshot(self._backend.stats(), len(self._active), self._num_write_pages)
+        return replace(
+            self._stats,
+            backend=self._backend.stats(),
+            prefetches=self._stats.prefetches.copy(),
+            num_prefetching=len(self._active),
+            num_queued=self._num_write_pages,
+        )
 
     def clear(self) -> int:
         """Empty storage of this model, whatever is still queued for it included. Returns how many pages were removed.
@@ -214,14 +341,14 @@ class StorageController:
         Blocks for ``limits.clear_s`` at most, then raises ``ValueError``: storage is cleared all the same as soon as it
         answers, and prefetches find nothing until it is."""
         assert not self._stop.is_set, "storage is closed"
-        before = self._tally.counts["cleared"]
+        before = self._num_cleared
         self._num_clears += 1
         self._writes.put(ClearJob(), self._clock())
         if not self._take_until(lambda: self._num_clears == 0, self._own_acks, self._limits.clear_s):
             raise ValueError(
                 "the storage does not answer: it will be emptied as soon as it does, and is not read until then"
             )
-        return self._tally.counts["cleared"] - before
+        return self._num_cleared - before
 
     def close(self) -> None:
         """Leave what is queued, end the threads. One that hangs in the backend is left behind after ``limits.close_s``:
@@ -229,8 +356,8 @@ class StorageController:
         if self._stop.is_set:
             return
         self._stop.is_set = True
-        for lane in self._lanes:
-            lane.send_home()
+        for queue in self._queues:
+            queue.end()
         if not self._take_until(lambda: self._num_gone == len(self._workers), [], self._limits.close_s):
             num_left = len(self._workers) - self._num_gone
             logger.warning("The storage does not answer: %d of its threads are left behind", num_left)
@@ -263,19 +390,20 @@ class StorageController:
                 self._take_read(event, now, acks)
             case Cleared():
                 self._writes.heard(now, finished=True)
-                self._charge("write", event.cost)
+                self._stats.crashes += event.cost.crashed
                 self._num_clears -= 1
-                self._tally.counts["cleared"] += event.num_pages
+                self._num_cleared += event.num_pages
             case Gone():
                 self._num_gone += 1
                 self._workers[event.number].join()  # raises what it died of
 
     def _take_wrote(self, event: Wrote, now: float, acks: list[Ack]) -> None:
         self._writes.heard(now, finished=event.last)
-        self._charge("write", event.cost)
-        self._tally.counts["num_writes"] += 1
-        self._tally.counts["written"] += event.num_written
-        self._tally.counts["unwritten"] += event.num_pages - event.num_written
+        self._stats.write_seconds += event.cost.seconds
+        self._stats.crashes += event.cost.crashed
+        self._stats.num_writes += 1
+        self._stats.written += event.num_written
+        self._stats.unwritten += event.num_pages - event.num_written
         self._num_write_pages -= event.num_pages
         if event.last:
             acks.append(Written(event.handle, event.total))
@@ -283,9 +411,9 @@ class StorageController:
     def _take_asked(self, event: Asked, now: float, acks: list[Ack]) -> None:
         op = event.op
         self._queries.heard(now, finished=True)
-        self._charge("query", event.cost)
+        self._stats.crashes += event.cost.crashed
         if not op.cancelled:
-            self._tally.counts["missed"] += len(op.keys) - event.num_pages
+            self._stats.missed += len(op.keys) - event.num_pages
         if op.cancelled:
             self._end(op, Outcome.CANCELLED, now, acks)
         elif event.cost.crashed:
@@ -299,23 +427,23 @@ class StorageController:
                 return
             op.state = PrefetchState.FOUND
             self._num_fetch_pages += op.num_found
-            self._tally.counts["found"] += op.num_found
+            self._stats.found += op.num_found
             acks.append(Found(op, op.num_found))
 
     def _take_read(self, event: Read, now: float, acks: list[Ack]) -> None:
         op = event.op
         self._fetches.heard(now, finished=event.last)
-        self._charge("read", event.cost)
+        self._stats.read_seconds += event.cost.seconds
+        self._stats.crashes += event.cost.crashed
         op.heard_at = now
-        self._tally.counts["num_reads"] += 1
         if op.cancelled:
-            self._tally.counts["fetched_in_vain"] += event.num_pages
+            self._stats.fetched_in_vain += event.num_pages
         elif event.num_pages:
             acks.append(Fetched(op, op.num_fetched, event.num_pages))
             op.num_fetched += event.num_pages
-            self._tally.counts["fetched"] += event.num_pages
+            self._stats.fetched += event.num_pages
         if event.short and not op.cancelled:
-            self._tally.counts["missed"] += op.num_found - op.num_fetched
+            self._stats.missed += op.num_found - op.num_fetched
         if event.last and op.cancelled:
             self._end(op, Outcome.CANCELLED, now, acks)
         elif event.last:
@@ -326,31 +454,25 @@ class StorageController:
         op.state = PrefetchState.OVER
         op.outcome = outcome
         del self._active[op]
-        self._tally.outcomes[outcome] += 1
-        self._tally.seconds["prefetch"] += now - op.started_at
+        self._stats.prefetches[outcome] += 1
         acks.append(Failed(op) if outcome is Outcome.SHORT else Done(op))
-
-    def _charge(self, call: str, cost: Cost) -> None:
-        self._tally.seconds[call] += cost.call_s
-        self._tally.seconds["edge"] += cost.edge_s
-        self._tally.counts["crashes"] += cost.crashed
 
     # --- time ----------------------------------------------------------------------------------------
 
     def _look(self, now: float, acks: list[Ack]) -> None:
         """Who need not wait any longer. The wall clock enters here alone, as acks: inputs like the others."""
-        for lane in self._lanes:
-            if lane.look(now, self._limits.stall_s):
-                self._tally.counts["stalls"] += 1
+        for queue in self._queues:
+            if queue.look(now, self._limits.stall_s):
+                self._stats.stalls += 1
                 logger.warning(
-                    "The storage does not answer (%s): nobody waits for it until it does", lane.name
+                    "The storage does not answer (%s): nobody waits for it until it does", queue.name
                 )
         if self._policy == "best_effort":
             return  # nobody waits
         for op in self._active:
             if not op.timed_out and (now >= op.deadline or self._is_stalled(op, now)):
                 op.timed_out = True
-                self._tally.counts["timeouts"] += 1
+                self._stats.timeouts += 1
                 acks.append(TimedOut(op))
 
     def _is_stalled(self, op: Prefetch, now: float) -> bool:
@@ -361,3 +483,52 @@ class StorageController:
         if op.heard_at is None:  # its turn has not come
             return self._fetches.is_stalled
         return now - op.heard_at > self._limits.stall_s
+
+
+# --- from the flags ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A running storage: its controller, and what the keys of a namespace's pages start from."""
+
+    controller: StorageController
+    root_key: Callable[[str], PageKey]
+
+
+def make_storage(
+    device: Device, host_pool: HostPool, config: EngineConfig, clock: Callable[[], float] = time.monotonic
+) -> Storage | None:
+    """The storage that ``config`` asks for, its threads running; None if it asks for none. The caller closes it.
+
+    ``clock``: seconds, of timeouts; a run that is to be repeated gives one that counts its steps.
+
+    Raises ``ValueError`` with the remedy for a directory that cannot be used or holds not even one page.
+    """
+    storage = None if config.hicache is None else config.hicache.storage
+    if storage is None:
+        return None
+    fingerprint = page_fingerprint(config, host_pool.layout)
+    controller = StorageController(
+        device,
+        host_pool,
+        _backend(storage, config.server_args.hicache_storage_key, fingerprint),
+        config.server_args.hicache_storage_prefetch_policy,
+        storage.prefetch_timeout_s,
+        clock=clock,
+    )
+    return Storage(controller, fingerprint.root_key)
+
+
+def _backend(storage: HiCacheStorageConfig, key: str | None, fingerprint: PageFingerprint) -> FileBackend:
+    secret = None if key is None else storage_key(key)
+    file_nbytes = header_nbytes(secret) + fingerprint.page_nbytes
+    if storage.max_bytes < file_nbytes:
+        raise ValueError(
+            f"--hicache-storage-size of {storage.max_bytes / 1e9:g} GB holds not even one page of {file_nbytes} bytes: "
+            f"give at least {file_nbytes / 1e9:.6f}"
+        )
+    try:
+        return FileBackend(storage.directory, fingerprint, storage.max_bytes, secret=secret)
+    except ValueError as error:
+        raise ValueError(f"--hicache-storage-dir: {error}") from error

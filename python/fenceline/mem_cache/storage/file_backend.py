@@ -7,6 +7,7 @@ import errno
 import hashlib
 import hmac
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,16 +15,8 @@ from pathlib import Path
 from fenceline.config.private_files import ForeignEntryError
 from fenceline.mem_cache.page_hash import PageFingerprint, PageKey
 from fenceline.mem_cache.storage import page_file
-from fenceline.mem_cache.storage.base import (
-    PageParts,
-    Reason,
-    StatsBook,
-    StorageError,
-    StorageStats,
-    Tally,
-)
-from fenceline.mem_cache.storage.cleaner import Cleaner
-from fenceline.mem_cache.storage.directory import StorageDirectory, TempFile
+from fenceline.mem_cache.storage.backend import PageParts, Reason, StorageError, StorageStats
+from fenceline.mem_cache.storage.directory import Cleaner, StorageDirectory, TempFile
 
 # A page's time of last use is its file's mtime. Pages of one call get times this far apart, the first the latest: a
 # prefix loses its last pages first, as a later page is of no use without the ones before.
@@ -69,7 +62,8 @@ class FileBackend:
         self._model = _folder_of(fingerprint, secret)
         self._fsync = fsync
         self._clock = clock
-        self._book = StatsBook()
+        self._stats = StorageStats()
+        self._stats_lock = threading.Lock()
         try:
             self._directory = StorageDirectory(Path(root), lock_timeout_s, self._note)
             self._cleaner = Cleaner(self._directory, max_bytes, int(max_bytes * clean_to))
@@ -95,52 +89,50 @@ class FileBackend:
 
     def stats(self) -> StorageStats:
         """Counts since this object was made."""
-        return self._book.snapshot()
+        total = StorageStats()
+        with self._stats_lock:
+            total.add(self._stats)
+        return total
 
     # --- the calls -----------------------------------------------------------------------------------
 
     def exists(self, keys: Sequence[PageKey]) -> list[bool]:
         """See ``StorageBackend``. One system call a page."""
-        started, now, tally = time.perf_counter(), self._clock(), Tally()
-        found = [self._directory.touch(self._path(key), now - i * _STEP_NS) for i, key in enumerate(keys)]
-        tally.seconds["exists"] += time.perf_counter() - started
-        self._book.add(tally)
-        return found
+        now = self._clock()
+        return [self._directory.touch(self._path(key), now - i * _STEP_NS) for i, key in enumerate(keys)]
 
     def get(self, keys: Sequence[PageKey], pages: Sequence[PageParts]) -> list[bool]:
         """See ``StorageBackend``. The disk's bytes go straight to the parts."""
-        started, now, tally = time.perf_counter(), self._clock(), Tally()
+        now, stats = self._clock(), StorageStats()
         found = [
-            self._get_page(key, page, now - i * _STEP_NS, tally)
+            self._get_page(key, page, now - i * _STEP_NS, stats)
             for i, (key, page) in enumerate(zip(keys, pages, strict=True))
         ]
         num_hits = sum(found)
-        tally.counts.update(hits=num_hits, misses=len(found) - num_hits)
-        tally.counts["read_bytes"] += num_hits * self._page_nbytes
-        tally.seconds["get"] += time.perf_counter() - started
-        self._book.add(tally)
+        stats.hits, stats.misses = num_hits, len(found) - num_hits
+        stats.read_bytes = num_hits * self._page_nbytes
+        self._add(stats)
         return found
 
     def set(self, keys: Sequence[PageKey], pages: Sequence[PageParts]) -> list[bool]:
         """See ``StorageBackend``. The first page for which there is no room ends the call: those behind it would fare
         no better, and a prefix cannot use them."""
-        started, now, tally = time.perf_counter(), self._clock(), Tally()
+        now, stats = self._clock(), StorageStats()
         keep_since = now - len(keys) * _STEP_NS
         stored = [False] * len(keys)
         for i, (key, page) in enumerate(zip(keys, pages, strict=True)):
             parts = page_file.views(page, self._page_nbytes)
             try:
-                self._set_page(key, parts, now - i * _STEP_NS, keep_since, tally)
+                self._set_page(key, parts, now - i * _STEP_NS, keep_since, stats)
                 stored[i] = True
             except (StorageError, OSError) as error:
                 reason = _reason(error)
                 no_room = reason in (Reason.FULL, Reason.NO_SPACE)
-                tally.errors[reason] += len(keys) - i if no_room else 1
+                stats.errors[reason] += len(keys) - i if no_room else 1
                 if no_room:
                     break
-        tally.counts["unwritten"] += len(keys) - sum(stored)
-        tally.seconds["set"] += time.perf_counter() - started
-        self._book.add(tally)
+        stats.unwritten = len(keys) - sum(stored)
+        self._add(stats)
         return stored
 
     def clear(self) -> int:
@@ -159,7 +151,7 @@ class FileBackend:
 
     # --- one page ------------------------------------------------------------------------------------
 
-    def _get_page(self, key: PageKey, page: PageParts, used_ns: int, tally: Tally) -> bool:
+    def _get_page(self, key: PageKey, page: PageParts, used_ns: int, stats: StorageStats) -> bool:
         parts = page_file.views(page, self._page_nbytes)
         path = self._path(key)
         try:
@@ -167,13 +159,13 @@ class FileBackend:
         except FileNotFoundError:
             return False
         except OSError as error:
-            tally.errors[_reason(error)] += 1
+            stats.errors[_reason(error)] += 1
             return False
         try:
             page_file.read_page(fd, key, parts, self._secret)
             self._touch(fd, used_ns)
         except (StorageError, OSError) as error:
-            tally.errors[_reason(error)] += 1
+            stats.errors[_reason(error)] += 1
             if isinstance(error, StorageError):  # damaged; what the system failed to read may be sound
                 self._remove(path)
             return False
@@ -182,13 +174,13 @@ class FileBackend:
         return True
 
     def _set_page(
-        self, key: PageKey, parts: Sequence[memoryview], used_ns: int, keep_since_ns: int, tally: Tally
+        self, key: PageKey, parts: Sequence[memoryview], used_ns: int, keep_since_ns: int, stats: StorageStats
     ) -> None:
         path = self._path(key)
         if self._directory.holds(path) and self._directory.touch(path, used_ns):
-            tally.counts["duplicates"] += 1
+            stats.duplicates += 1
             return
-        temp = self._reserve(keep_since_ns, tally)
+        temp = self._reserve(keep_since_ns, stats)
         try:
             page_file.write_page(temp.fd, key, parts, self._secret)
             if self._fsync:
@@ -200,15 +192,15 @@ class FileBackend:
             raise
         finally:
             os.close(temp.fd)
-        tally.counts["writes"] += 1
-        tally.counts["written_bytes"] += self._page_nbytes
+        stats.writes += 1
+        stats.written_bytes += self._page_nbytes
 
-    def _reserve(self, keep_since_ns: int, tally: Tally) -> TempFile:
+    def _reserve(self, keep_since_ns: int, stats: StorageStats) -> TempFile:
         """A temporary file for one page, its bytes counted. Raises ``StorageError``, ``OSError``."""
         if self._directory.num_free_bytes() < self._file_nbytes:
             raise StorageError(Reason.NO_SPACE, "the disk is full")
         with self._directory.locked() as books:
-            if not self._cleaner.make_room(books, self._file_nbytes, self._clock(), keep_since_ns, tally):
+            if not self._cleaner.make_room(books, self._file_nbytes, self._clock(), keep_since_ns, stats):
                 raise StorageError(Reason.FULL, "every page is newer than this call")
             used = books.used
             assert used is not None, "making room leaves the books in order"
@@ -233,19 +225,24 @@ class FileBackend:
         with contextlib.suppress(OSError):  # a directory that we may only read
             os.utime(fd, ns=(used_ns, used_ns))
 
+    def _add(self, stats: StorageStats) -> None:
+        """Take one call's counts in. Several threads call."""
+        with self._stats_lock:
+            self._stats.add(stats)
+
     def _note(self, reason: Reason) -> None:
-        tally = Tally()
-        tally.errors[reason] += 1
-        self._book.add(tally)
+        stats = StorageStats()
+        stats.errors[reason] += 1
+        self._add(stats)
 
     def _path(self, key: PageKey) -> str:
         return self._directory.page_path(self._model, key)
 
     def _take_stock(self, fingerprint: PageFingerprint) -> None:
         """Put the books in order after whatever happened to the last server; see that we may write."""
-        tally = Tally()
+        stats = StorageStats()
         with self._directory.locked(_START_TIMEOUT_S) as books:
-            self._cleaner.clean(books, 0, self._clock(), None, tally)
+            self._cleaner.clean(books, 0, self._clock(), None, stats)
             temp = self._directory.make_temp(0)
             try:
                 os.write(temp.fd, fingerprint.describe().encode() + b"\n")
@@ -257,7 +254,7 @@ class FileBackend:
                     raise
             finally:
                 os.close(temp.fd)
-        self._book.add(tally)
+        self._add(stats)
 
 
 def _folder_of(fingerprint: PageFingerprint, secret: bytes | None) -> str:

@@ -30,7 +30,7 @@ import zlib
 from collections.abc import Sequence
 
 from fenceline.mem_cache.page_hash import KEY_NBYTES, PageKey
-from fenceline.mem_cache.storage.base import PageParts, Reason, StorageError
+from fenceline.mem_cache.storage.backend import PageParts, Reason, StorageError
 
 MAGIC = b"\x89FLPAGE\n"
 VERSION = 1

@@ -14,18 +14,18 @@ import numpy as np
 import numpy.typing as npt
 
 from fenceline.mem_cache.page_hash import page_keys
-from fenceline.mem_cache.storage.make import Storage
-from fenceline.mem_cache.storage.prefetch import (
+from fenceline.mem_cache.storage.controller import (
     Ack,
     Done,
     Failed,
     Fetched,
     Found,
-    Prefetch,
+    Storage,
+    StorageTierStats,
     TimedOut,
     Written,
 )
-from fenceline.mem_cache.storage.tier_stats import StorageTierStats
+from fenceline.mem_cache.storage.worker import Prefetch
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import IntArray, MatchResult, TreeNode
 from fenceline.memory_order.lease import LeasePool

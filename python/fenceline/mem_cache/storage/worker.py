@@ -1,30 +1,98 @@
-"""StorageWorker: the thread that carries pages between host memory and the storage backend.
+"""What moves pages between host memory and the storage backend: prefetches, jobs and events, and the threads.
 
-It reads channels and the bytes of host pages that a job lends it, and nothing else of the scheduler's; what it has done
-it tells by events. Before it touches a host page it waits for the transfers that may still use it (host_page_reuse).
+A worker reads channels and the bytes of host pages that a job lends it, and nothing else of the scheduler's. It tells
+by events what it has done. Before it touches a host page it waits for the transfers that may still use it
+(host_page_reuse).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.page_hash import PageKey
-from fenceline.mem_cache.storage.base import PageParts, StorageBackend, num_leading
-from fenceline.mem_cache.storage.prefetch import I32, Prefetch
+from fenceline.mem_cache.storage.backend import PageParts, StorageBackend, num_leading
 from fenceline.memory_order import HostChannel
 from fenceline.memory_order.edges import HOST_PAGE_REUSE
 from fenceline.memory_order.stream import Points
 
 logger = logging.getLogger(__name__)
+I32 = npt.NDArray[np.int32]
 T = TypeVar("T")
 
 _NOTHING: list[bool] = []
+
+
+# --- prefetches --------------------------------------------------------------------------------------
+
+
+class PrefetchState(StrEnum):
+    """Where a prefetch stands, as far as the scheduler has drained."""
+
+    NEW = "new"
+    QUERYING = "querying"  # a worker asks which pages are there
+    FOUND = "found"  # the caller is to call fetch or cancel
+    FETCHING = "fetching"  # a worker fills host pages, which nobody else may touch
+    OVER = "over"  # no worker touches its pages any more
+
+
+class Outcome(StrEnum):
+    """How a prefetch ended."""
+
+    COMPLETE = "complete"  # every page asked for is there
+    ABSENT = "absent"  # storage has no page of the prefix
+    SHORT = "short"  # a page was gone, damaged or could not be read: a shorter prefix
+    CANCELLED = "cancelled"  # the request did not wait for the rest
+    DROPPED = "dropped"  # not tried: too many at once, storage does not answer, or is being cleared
+
+
+class Prefetch:
+    """A prefix that a waiting request would like to have. The scheduler thread's, changed by the controller alone.
+
+    ``keys``: of the pages wanted, in order, the first right behind what device and host have. Pages come in order, so
+    at any time ``host_pages[:num_fetched]`` hold their KV. Once ``cancel`` was called ``num_fetched`` does not grow any
+    more. All of ``host_pages`` stay leased until the closing ack (:class:`Done` or :class:`Failed`); those not used are
+    then retired after ``after``, which the worker may not have waited for. Those used keep it: the worker has waited,
+    the streams that touch them next have not.
+    """
+
+    __slots__ = (
+        "after", "cancelled", "deadline", "handle", "heard_at", "host_pages", "keys", "num_fetched", "num_found",
+        "outcome", "started_at", "state", "timed_out"
+    )  # fmt: skip
+
+    def __init__(self, handle: int, keys: Sequence[PageKey]) -> None:
+        """``handle``: what the caller knows it by."""
+        self.handle = handle
+        self.keys = tuple(keys)
+        self.state = PrefetchState.NEW
+        self.outcome: Outcome | None = None  # set when over
+        self.num_found = 0  # pages that may be fetched
+        self.num_fetched = 0
+        self.host_pages: I32 = np.empty(0, dtype=np.int32)
+        self.after = Points.none()
+        self.cancelled = False  # the one field that a worker looks at, between batches
+        self.timed_out = False
+        self.started_at = 0.0  # seconds of the controller's clock, as the next two
+        self.deadline = float("inf")
+        self.heard_at: float | None = None  # of a worker that has begun to fetch
+
+    @property
+    def over(self) -> bool:
+        """Whether no worker touches ``host_pages`` any more."""
+        return self.state is PrefetchState.OVER
+
+    def __repr__(self) -> str:
+        return f"prefetch {self.handle} ({self.state.value}, {self.num_fetched} of {self.num_found} pages)"
 
 
 # --- jobs --------------------------------------------------------------------------------------------
@@ -69,10 +137,9 @@ Job = WriteJob | QueryJob | FetchJob | ClearJob
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds that a batch took in the backend and waiting for transfers, and whether the backend raised."""
+    """Seconds that a batch took in the backend, and whether the backend raised."""
 
-    call_s: float = 0.0
-    edge_s: float = 0.0
+    seconds: float = 0.0
     crashed: bool = False
 
 
@@ -187,13 +254,12 @@ class StorageWorker:
 
     def _write(self, job: WriteJob) -> None:
         total, rest = 0, len(job.keys)
-        edge_s = self._wait(job.after)
+        self._wait(job.after)
         for batch in self._batches(len(job.keys)):
             if self._stop.is_set:
                 return
             keys, parts = job.keys[batch], self._parts(job.host_pages[batch], False)
-            stored, cost = self._call(partial(self._backend.set, keys, parts), [False] * len(keys), edge_s)
-            edge_s = 0.0
+            stored, cost = self._call(partial(self._backend.set, keys, parts), [False] * len(keys))
             total += sum(stored)
             rest -= len(keys)
             # Behind a page that is not kept no prefix reaches: what is left would be read by nobody.
@@ -213,16 +279,16 @@ class StorageWorker:
     def _fetch(self, job: FetchJob) -> None:
         op, rest = job.op, len(job.keys)
         self._events.put(Began(op))
-        edge_s = 0.0 if op.cancelled else self._wait(job.after)
+        if not op.cancelled:
+            self._wait(job.after)
         for batch in self._batches(len(job.keys)):
             if self._stop.is_set:
                 return
             if op.cancelled:
-                self._events.put(Read(op, 0, False, True, Cost(edge_s=edge_s)))
+                self._events.put(Read(op, 0, False, True, Cost()))
                 return
             keys, parts = job.keys[batch], self._parts(job.host_pages[batch], True)
-            found, cost = self._call(partial(self._backend.get, keys, parts), _NOTHING, edge_s)
-            edge_s = 0.0
+            found, cost = self._call(partial(self._backend.get, keys, parts), _NOTHING)
             num_pages = num_leading(found)
             rest -= num_pages
             short = num_pages < len(keys)
@@ -234,12 +300,10 @@ class StorageWorker:
         for first in range(0, num_pages, self._batch_pages):
             yield slice(first, min(first + self._batch_pages, num_pages))
 
-    def _wait(self, after: Points) -> float:
-        """Until no transfer uses the pages any more. Seconds that it took."""
-        started = time.perf_counter()
+    def _wait(self, after: Points) -> None:
+        """Until no transfer uses the pages any more."""
         for point in after:
             point.stream.synchronize_from_worker(point, HOST_PAGE_REUSE)
-        return time.perf_counter() - started
 
     def _parts(self, host_pages: I32, write: bool) -> list[PageParts]:
         """The bytes of pages that are about to be read (for storage) or written (from it)."""
@@ -249,7 +313,7 @@ class StorageWorker:
             self._host_pool.host_access(page, write, what)
         return [self._host_pool.page(page) for page in pages]
 
-    def _call(self, call: Callable[[], T], otherwise: T, edge_s: float = 0.0) -> tuple[T, Cost]:
+    def _call(self, call: Callable[[], T], otherwise: T) -> tuple[T, Cost]:
         """What the backend answers; ``otherwise`` if it breaks its promise and raises: that costs a miss, no more."""
         started = time.perf_counter()
         try:
@@ -259,4 +323,4 @@ class StorageWorker:
             if not self._has_crashed:  # the others are counted
                 logger.exception("The storage backend failed; what it does not give is computed")
             self._has_crashed = True
-        return answer, Cost(time.perf_counter() - started, edge_s, crashed)
+        return answer, Cost(time.perf_counter() - started, crashed)

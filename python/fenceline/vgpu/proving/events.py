@@ -14,7 +14,8 @@ from typing import Any
 
 from fenceline.ipc.io_struct import AbortReq, TokenOut
 from fenceline.mem_cache.hierarchical_cache import HierarchicalCache
-from fenceline.mem_cache.storage.prefetch import Ack, Done, Failed, Fetched, Outcome
+from fenceline.mem_cache.storage.controller import Ack, Done, Failed, Fetched
+from fenceline.mem_cache.storage.worker import Outcome
 from fenceline.mem_cache.transfer import PageMove, Ticket, TransferKind
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import TreeNode

@@ -10,11 +10,9 @@ import numpy.typing as npt
 
 from fenceline.mem_cache.host.cache_controller import CacheController, TransferCounts
 from fenceline.mem_cache.page_hash import PageKey
-from fenceline.mem_cache.storage.controller import StorageController
-from fenceline.mem_cache.storage.make import Storage
-from fenceline.mem_cache.storage.prefetch import Ack, Prefetch
-from fenceline.mem_cache.storage.prefetch import Fetched as FetchedAck
-from fenceline.mem_cache.storage.tier_stats import StorageTierStats
+from fenceline.mem_cache.storage.controller import Ack, Storage, StorageController, StorageTierStats
+from fenceline.mem_cache.storage.controller import Fetched as FetchedAck
+from fenceline.mem_cache.storage.worker import Prefetch
 from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import LeasePool, Points
 from fenceline.model_executor.graph_runner import GraphStats

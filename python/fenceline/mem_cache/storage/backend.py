@@ -1,11 +1,10 @@
-"""StorageBackend: what the cache controller asks of a place that keeps pages, and what it counts."""
+"""StorageBackend: what the controller asks of a place that keeps pages, and what it counts."""
 
 from __future__ import annotations
 
-import threading
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Protocol
 
@@ -42,10 +41,12 @@ class StorageError(Exception):
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StorageStats:
-    """Counts since the start, of pages unless named otherwise. ``errors`` explains misses and unwritten pages by
-    :class:`Reason`; a key that is simply not there is no error. Bytes are payload; seconds are summed over threads."""
+    """Counts, of pages unless named otherwise: of one call while it runs, and of all since the start.
+
+    ``errors`` explains misses and unwritten pages by :class:`Reason`; a key that is simply not there is no error. Bytes
+    are payload."""
 
     hits: int = 0
     misses: int = 0
@@ -56,55 +57,12 @@ class StorageStats:
     written_bytes: int = 0
     evictions: int = 0
     evicted_bytes: int = 0  # of files, of any model in the directory
-    exists_seconds: float = 0.0
-    get_seconds: float = 0.0
-    set_seconds: float = 0.0
-    errors: Mapping[Reason, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Tally:
-    """The same counts of one call, while it runs."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     errors: Counter[Reason] = field(default_factory=Counter)
 
-
-class StatsBook:
-    """Sums tallies of calls that several threads make."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sum = Tally()
-
-    def add(self, tally: Tally) -> None:
-        """Take one call's counts in."""
-        with self._lock:
-            self._sum.counts.update(tally.counts)
-            for call, seconds in tally.seconds.items():
-                self._sum.seconds[call] += seconds
-            self._sum.errors.update(tally.errors)
-
-    def snapshot(self) -> StorageStats:
-        """The sums so far."""
-        with self._lock:
-            counts, seconds = self._sum.counts, self._sum.seconds
-            return StorageStats(
-                hits=counts["hits"],
-                misses=counts["misses"],
-                writes=counts["writes"],
-                duplicates=counts["duplicates"],
-                unwritten=counts["unwritten"],
-                read_bytes=counts["read_bytes"],
-                written_bytes=counts["written_bytes"],
-                evictions=counts["evictions"],
-                evicted_bytes=counts["evicted_bytes"],
-                exists_seconds=seconds["exists"],
-                get_seconds=seconds["get"],
-                set_seconds=seconds["set"],
-                errors=dict(self._sum.errors),
-            )
+    def add(self, other: StorageStats) -> None:
+        """Take the counts of ``other`` in."""
+        for name in (entry.name for entry in fields(self)):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class StorageBackend(Protocol):
