@@ -13,14 +13,16 @@ PROG = "python -m fenceline.launch_server"
 
 
 def main(argv: Sequence[str], prog: str = PROG) -> None:
-    """Serve until stopped. Wrong flags end the process with one line on stderr and status 2, Ctrl-C before the server
-    minds signals itself with status 130."""
+    """Serve until stopped; the process ends with a non-zero status if the engine fails. Wrong flags end it with one
+    line on stderr and status 2, Ctrl-C before the server minds signals itself with status 130."""
     try:
         config = resolve(parse_args(argv, prog))
         # Imported late: wrong flags and --help answer at once.
-        from fenceline.entrypoints.http_server import launch_server
+        from fenceline.entrypoints.supervisor import serve_until_stopped
 
-        launch_server(config)
+        status = serve_until_stopped(config)
+        if status:
+            sys.exit(status)
     except ConfigError as error:
         exit_with(error, prog)
     except KeyboardInterrupt:

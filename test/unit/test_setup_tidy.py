@@ -175,7 +175,7 @@ def test_raw_ordering_is_found_outside_memory_order_only(tmp_path: Path, code: s
             "models.x",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from fenceline.scheduler import scheduler",
         ),
-        ("launch_server", "from fenceline.entrypoints.http_server import launch_server"),
+        ("launch_server", "from fenceline.entrypoints.supervisor import serve_until_stopped"),
         ("vgpu.prove", "from fenceline.entrypoints.engine import Engine"),
         ("model_executor.x", "y = x.to('cuda', non_blocking=False)\nself.graph = None\nstream.wait(point)"),
         ("model_executor.x", "from fenceline.memory_order.stream import Stream\ns: Stream"),

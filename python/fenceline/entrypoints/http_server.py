@@ -6,7 +6,6 @@ import asyncio
 import logging
 import resource
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -124,12 +123,3 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals alone."""
         yield
-
-
-def launch_server(config: EngineConfig) -> None:
-    """Serve until stopped; ends the process with a non-zero status if the engine fails."""
-    from fenceline.entrypoints.supervisor import serve_until_stopped
-
-    status = serve_until_stopped(config)
-    if status:
-        sys.exit(status)
