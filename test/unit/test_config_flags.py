@@ -14,6 +14,7 @@ from fenceline.config import ConfigError, docs
 from fenceline.config.flags import flags_of
 from fenceline.config.refused import ANY, ELSEWHERE, REFUSED
 from fenceline.config.server_args import ServerArgs, parse_args
+from fenceline.entrypoints.front_door import ADMIN_PATHS, OPEN_PATHS
 
 # The launch commands of the public threads that this project started from, module renamed.
 THREAD_COMMANDS = {
@@ -328,3 +329,9 @@ def test_configuration_imports_no_torch() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'huggingface_hub')))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_the_help_of_the_keys_names_every_endpoint_that_they_treat_apart() -> None:
+    flags = flags_of(ServerArgs)
+    assert all(path in flags["api_key"].spec.help for path in OPEN_PATHS)
+    assert all(path in flags["admin_api_key"].spec.help for path in ADMIN_PATHS)

@@ -69,7 +69,8 @@ class ServerArgs:
     )
     tokenizer_mode: str = flag(
         "auto",
-        "Which tokenizer implementation to load: auto prefers the fast one, slow insists on the Python one.",
+        "Accepted as SGLang has it, without effect: the fast tokenizer is always used, and made from the slow one's "
+        "files where a model has only those.",
         group=_MODEL,
         choices=("auto", "slow"),
     )
@@ -82,8 +83,8 @@ class ServerArgs:
     )
     load_format: str = flag(
         "auto",
-        "How weights are read: auto and safetensors read *.safetensors, dummy makes random weights of the right "
-        "shape without reading any.",
+        "How weights are read: auto and safetensors read *.safetensors, dummy makes random weights of the right shapes "
+        "without reading any.",
         group=_MODEL,
         choices=("auto", "safetensors", "dummy"),
         refused=dict.fromkeys(
@@ -111,7 +112,8 @@ class ServerArgs:
     )
     trust_remote_code: bool = flag(
         False,
-        "Accepted with a warning: no code from a model's directory is ever run, supported architectures are built in.",
+        "Accepted with a warning and without effect: no code from a model's directory is ever run, supported "
+        "architectures are built in.",
         group=_MODEL,
     )
     chat_template: str | None = flag(
@@ -125,30 +127,36 @@ class ServerArgs:
     served_model_name: str | None = flag(
         None, "The model's name in the API; --model-path as given unless set.", group=_MODEL
     )
-    weight_version: str = flag("default", "A label for these weights, reported by /model_info.", group=_MODEL)
+    weight_version: str = flag(
+        "default",
+        "A label for these weights, reported by /model_info and with every answer of /generate.",
+        group=_MODEL,
+    )
 
     # HTTP server
     host: str = flag("127.0.0.1", "The address to listen on; 0.0.0.0 for every interface.", group=_HTTP)
     port: int = flag(30000, "The port to listen on; 0 takes a free one.", group=_HTTP)
     api_key: str | None = flag(
         None,
-        "Requests must carry this key as 'Authorization: Bearer KEY' (or 'x-api-key: KEY'); /health and /metrics alone "
-        "stay open, /health_generate, which makes the model work, does not. Other users of the machine can read a "
-        "command line: the environment's FENCELINE_API_KEY holds unless given.",
+        "The key that every request must carry, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'. Two endpoints stay "
+        "open without it: /health and /metrics. /health_generate, which makes the model work, needs it. Other users of "
+        "the machine can read a command line, so FENCELINE_API_KEY of the environment holds unless this is given.",
         group=_HTTP,
         secret=True,
     )
     admin_api_key: str | None = flag(
         None,
-        "Endpoints that act on the whole server (flush, clear, abort, pause, continue, profile, flight recorder) must "
-        "carry this key, and --api-key does not open them; all others are as without this flag. The environment's "
-        "FENCELINE_ADMIN_API_KEY holds unless given.",
+        "The key that endpoints for the whole server must carry: /flush_cache, /clear_hicache_storage_backend, "
+        "/hicache/storage-backend/clear, /abort_request, /pause_generation, /continue_generation, /start_profile, "
+        "/stop_profile and /flight_recorder. --api-key does not open them then; all other endpoints are as without "
+        "this flag. FENCELINE_ADMIN_API_KEY of the environment holds unless this is given.",
         group=_HTTP,
         secret=True,
     )
     max_queued_requests: int | None = flag(
         None,
-        "Requests waiting beyond this number are answered with 503; unlimited unless given.",
+        "Most requests that may wait; what comes on top is answered with 503 (with --enable-priority-scheduling the "
+        "waiting request of the lowest priority is). Unlimited unless given.",
         group=_HTTP,
     )
     req_waiting_timeout: float | None = flag(
@@ -163,28 +171,34 @@ class ServerArgs:
         group=_HTTP,
     )
     allow_auto_truncate: bool = flag(
-        False, "Cut prompts that are too long at their end instead of refusing them.", group=_HTTP
+        False,
+        "Cut off the end of prompts that are too long instead of refusing them.",
+        group=_HTTP,
     )
     watchdog_timeout: float = flag(
         300.0,
-        "Seconds that one step may take, or that one of the server's processes may not run at all, before the server "
-        "reports a hang and exits.",
+        "Seconds after which the server reports a hang and exits: of one step of the scheduler, or of silence of one "
+        "of its processes.",
         group=_HTTP,
     )
 
     # Memory and scheduling
     mem_fraction_static: float | None = flag(
         None,
-        "Share of the device's memory for weights and KV cache together; 0.85 of a GPU, 0.3 of the host's memory on a "
-        "CPU unless given. Lower it when memory runs out.",
+        "Share of a GPU's memory for weights and KV cache together, 0.85 unless given. On a CPU the share of the free "
+        "memory that the KV cache may take, 0.3 unless given and never more than 4 GiB. Lower it when memory runs out.",
         group=_MEMORY,
     )
     max_total_tokens: int | None = flag(
-        None, "Size of the KV cache in tokens; what --mem-fraction-static leaves unless given.", group=_MEMORY
+        None,
+        "Size of the KV cache in tokens. Unless given, what --mem-fraction-static allows, but no more than "
+        "--max-running-requests of the longest sequences need.",
+        group=_MEMORY,
     )
     max_running_requests: int | None = flag(
         None,
-        "Most requests running at once; 1024 on a GPU, 256 on a CPU, or what memory allows.",
+        "Most requests running at once. Unless given, 1024 on a GPU and 256 on a CPU, or fewer where their page tables "
+        "would be large or --max-total-tokens has fewer pages.",
         group=_MEMORY,
     )
     page_size: int = flag(
@@ -207,8 +221,8 @@ class ServerArgs:
     )
     schedule_policy: str = flag(
         "fcfs",
-        "Order of waiting requests: first come first served, longest cached prefix first, those under the prefixes "
-        "that most of them share first (dfs-weight), or random.",
+        "Order of waiting requests: first come first served (fcfs), longest cached prefix first (lpm), those under the "
+        "prefixes that most of them share first (dfs-weight), or random.",
         group=_MEMORY,
         choices=("fcfs", "lpm", "dfs-weight", "random"),
     )
@@ -219,12 +233,14 @@ class ServerArgs:
         group=_MEMORY,
     )
     schedule_low_priority_values_first: bool = flag(
-        False, "With --enable-priority-scheduling: the smaller `priority` goes first.", group=_MEMORY
+        False,
+        "With --enable-priority-scheduling: a smaller `priority` goes first.",
+        group=_MEMORY,
     )
     default_priority_value: int | None = flag(
         None,
-        "With --enable-priority-scheduling: the `priority` of requests that give none; those that give one go first "
-        "unless given.",
+        "With --enable-priority-scheduling: the `priority` of requests that give none. Unless given, these go after "
+        "all that give one.",
         group=_MEMORY,
     )
     priority_scheduling_preemption_threshold: int = flag(
@@ -256,11 +272,14 @@ class ServerArgs:
     )
     hicache_ratio: float = flag(
         2.0,
-        "Size of the host tier in multiples of the device's KV cache; --hicache-size wins.",
+        "Size of the host tier in multiples of the device's KV cache. --hicache-size is used instead where it is "
+        "given.",
         group=_HICACHE,
     )
     hicache_size: float = flag(
-        0.0, "Size of the host tier in GB (10^9 bytes); 0 goes by --hicache-ratio.", group=_HICACHE
+        0.0,
+        "Size of the host tier in GB (10^9 bytes); with 0 --hicache-ratio gives it.",
+        group=_HICACHE,
     )
     hicache_write_policy: WritePolicy = flag(
         "write_through",
@@ -270,9 +289,10 @@ class ServerArgs:
     )
     hicache_io_backend: str | None = flag(
         None,
-        "How pages travel between device and host: direct by the copy engine, kernel by a copy kernel, which slows "
-        "down whatever runs beside it. Unless given, direct; kernel with pages of one token, unless attention may be "
-        "persistent (prefill by flashinfer, fa3, auto; decode by fa3, auto), as copy kernels and those have to take "
+        "How pages travel between device and host: direct by the copy engine; kernel by a copy kernel (of the package "
+        "fenceline_kernel), which slows down whatever runs beside it. Unless given, direct; but kernel where pages "
+        "have one token, the package is installed and attention is not persistent (that of prefill may be with "
+        "flashinfer, fa3 and auto, that of decode with fa3 and auto), as copy kernels and persistent ones have to take "
         "turns.",
         group=_HICACHE,
         choices=("kernel", "direct"),
@@ -327,13 +347,13 @@ class ServerArgs:
     )
     hicache_storage_prefetch_policy: PrefetchPolicy = flag(
         "best_effort",
-        "How long a request that could run waits for pages that are being read from the storage: best_effort not at "
-        "all, wait_complete until all are there, timeout for --hicache-storage-prefetch-timeout.",
+        "How long a request that could run waits for its pages to be read from the storage: best_effort not at all, "
+        "wait_complete until all are there, timeout for at most --hicache-storage-prefetch-timeout.",
         group=_HICACHE,
     )
     hicache_storage_prefetch_timeout: float | None = flag(
         None,
-        "Seconds that a request waits under --hicache-storage-prefetch-policy timeout; 1 unless given.",
+        "Most seconds that a request waits under --hicache-storage-prefetch-policy timeout; 1 unless given.",
         group=_HICACHE,
     )
 
@@ -370,7 +390,8 @@ class ServerArgs:
     )
     sampling_backend: str = flag(
         "auto",
-        "The sampling kernels; torch (also called pytorch) is plain torch on the device. auto chooses.",
+        "The sampling kernels. There is one kind, plain torch on the device (torch, also called pytorch), which auto "
+        "chooses too.",
         group=_RUNTIME,
         choices=("auto", "torch", "pytorch"),
         refused={"flashinfer": "use --sampling-backend torch"},
@@ -431,7 +452,7 @@ class ServerArgs:
     )
     random_seed: int | None = flag(
         None,
-        "Seed of requests that bring none; a random one unless given, reported at start.",
+        "Seed that the seeds of requests without one are drawn from; a random one unless given, reported at start.",
         group=_RUNTIME,
     )
     memory_check: str = flag(
@@ -446,20 +467,20 @@ class ServerArgs:
     # API behaviour
     sampling_defaults: str = flag(
         "model",
-        "Where sampling parameters that a request leaves out come from: the model's generation_config.json or "
-        "OpenAI's defaults.",
+        "Where sampling parameters that a request leaves out come from: the model's generation_config.json (model) or "
+        "OpenAI's defaults (openai).",
         group=_API,
         choices=("model", "openai"),
     )
     strict_model_name: bool = flag(
         False,
-        "Answer requests for a model of any other name than --served-model-name with a 404; otherwise every name is "
+        "Answer requests for a model of any other name than --served-model-name with a 404. Otherwise every name is "
         "served and repeated in the answer, unless it names an adapter (MODEL:ADAPTER).",
         group=_API,
     )
     strict_fields: bool = flag(
         False,
-        "Refuse requests with fields that nobody knows with a 400; otherwise each such name is logged once.",
+        "Answer requests that have unknown fields with a 400; otherwise each such name is logged once.",
         group=_API,
     )
     enable_deterministic_inference: bool = flag(
@@ -471,7 +492,8 @@ class ServerArgs:
     )
     reasoning_parser: str | None = flag(
         None,
-        "Split the thinking of reasoning models into reasoning_content: which model's tags to look for.",
+        "The model family whose tags mark the thinking of a reasoning model, which answers then carry in "
+        "reasoning_content.",
         group=_API,
         choices=("deepseek-r1", "qwen3", "qwen3-thinking"),
     )
@@ -481,9 +503,10 @@ class ServerArgs:
         group=_API,
     )
     stream_interval: int = flag(
-        1, "Send a streaming client a chunk every this many tokens; larger saves CPU time.", group=_API
+        1,
+        "Tokens in each chunk of a stream; more than one saves CPU time.",
+        group=_API,
     )
-
     incremental_streaming_output: bool = flag(
         False,
         "Events of a streaming /generate carry only what is new instead of everything so far.",
@@ -499,7 +522,7 @@ class ServerArgs:
     )
     log_level_http: str | None = flag(
         None,
-        "The same for the HTTP server's access log; --log-level unless given.",
+        "Least severe level that the HTTP server logs; --log-level unless given.",
         group=_LOGGING,
         choices=("debug", "info", "warning", "error"),
     )
@@ -511,18 +534,28 @@ class ServerArgs:
         group=_LOGGING,
         choices=(0, 1, 2, 3),
     )
-    decode_log_interval: int = flag(40, "Log a line every this many decode steps.", group=_LOGGING)
-    enable_metrics: bool = flag(False, "Serve Prometheus metrics at /metrics.", group=_LOGGING)
+    decode_log_interval: int = flag(
+        40,
+        "Log a line of figures every so many decode steps.",
+        group=_LOGGING,
+    )
+    enable_metrics: bool = flag(
+        False,
+        "Serve Prometheus metrics at /metrics, and add times to the meta_info of /generate.",
+        group=_LOGGING,
+    )
     metrics_prefix: str = flag(
         "both",
-        "Names of the metrics: fenceline: has all of them, sglang: those that SGLang has, for its dashboards.",
+        "Which names metrics have: fenceline: for all of them (fenceline), sglang: for those that SGLang has, for its "
+        "dashboards (sglang), or both.",
         group=_LOGGING,
         choices=("both", "fenceline", "sglang"),
     )
     flight_recorder_steps: int = flag(
         512,
-        "Keep the scheduler's last so many steps in memory and write them to a file when the engine dies, on SIGUSR1 "
-        "and on request at /flight_recorder; python -m fenceline.vgpu.replay runs them again. 0 keeps nothing.",
+        "How many of the scheduler's last steps are kept in memory. They are written to a file when the engine dies, "
+        "on SIGUSR1 and on request at /flight_recorder; python -m fenceline.vgpu.replay runs them again, fenceline "
+        "trace shows them. 0 keeps none.",
         group=_LOGGING,
     )
     flight_recorder_dir: str | None = flag(
@@ -539,7 +572,9 @@ class ServerArgs:
         metavar="DIR",
     )
     flight_recorder_prompts: bool = flag(
-        False, "Keep the prompts' token ids too. They are somebody's words.", group=_LOGGING
+        False,
+        "Keep the token ids of prompts in the flight recorder too. They say what users have written.",
+        group=_LOGGING,
     )
 
     @classmethod
