@@ -158,6 +158,9 @@ LISTS = b'{"text": "a", "x": [' + b"[]," * 500_000 + b"1]}"
     (parse_chat, b'{"messages": [{"role": "user", "content": [' + b'{"type":"text","text":"a"},' * 100_000 + b"1]}]}",
      "at most 4096 of each"),
     (parse_generate, b'{"text": ' + b" " * 3_000_000, "not valid JSON"),
+    (parse_generate, b'{"text": "' + b"a" * 17_000_000 + b'"}', "at most 16777216 are taken in one"),
+    (parse_chat, b'{"messages": [{"role": "user", "content": "' + b"a" * 17_000_000 + b'"}]}',
+     "at most 16777216 are taken in one"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("deaf")
 async def test_hostile_bodies_are_refused_without_being_parsed_here(

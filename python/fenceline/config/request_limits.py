@@ -21,6 +21,7 @@ MAX_BODY_FIELDS = 256  # at the top level that nobody knows
 MAX_TEMPLATE_BYTES = 64 << 10  # chat_template_kwargs as JSON
 MAX_ARGUMENT_VALUES = 1 << 16  # JSON values in the arguments of all tool calls of a conversation
 MAX_MESSAGES = 4096  # of a conversation; and of their parts, all together
+MAX_TEXT_CHARS = 16 << 20  # of one text: building it, and freeing it, stops all threads of a process
 MAX_UNBROKEN_CHARS = 1 << 18  # of a text without space or punctuation after a letter or digit
 MAX_RID_BYTES = 256  # ids of past requests are kept for a while, by the ten thousand
 # No prompt is taken that has more of them for each token of the context, where the tokenizer does not say more exactly

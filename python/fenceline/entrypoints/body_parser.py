@@ -26,7 +26,7 @@ from typing import TypeVar, cast
 
 from starlette.requests import Request
 
-from fenceline.config.request_limits import MAX_BODY_OBJECTS, MAX_BODY_VALUES
+from fenceline.config.request_limits import MAX_BODY_OBJECTS, MAX_BODY_VALUES, MAX_TEXT_CHARS
 from fenceline.entrypoints.errors import internal_error, too_deep
 from fenceline.entrypoints.fields import MAX_NAMES_LOGGED, FieldRules, UnknownFields
 from fenceline.entrypoints.front_door import BODY_BYTES
@@ -241,6 +241,12 @@ class _Pickler(pickle.Pickler):
                 f"the body has more than {MAX_BODY_OBJECTS} values, besides token ids; send several requests",
             )
         if type(value) is str and len(value) > _APART_CHARS:
+            if len(value) > MAX_TEXT_CHARS:
+                raise RequestError(
+                    400,
+                    f"a text has {len(value)} characters, at most {MAX_TEXT_CHARS} are taken in one; shorten it",
+                    code="context_length_exceeded",
+                )
             self.apart.append(value.encode("utf-8", "surrogatepass"))
             return len(self.apart) - 1
         if type(value) is list and len(value) > _APART_IDS and set(map(type, value)) == {int}:
