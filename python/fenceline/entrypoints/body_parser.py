@@ -79,7 +79,7 @@ class BodyParser:
                 return parse(data, self.unknown)
             async with self._inline:
                 await asyncio.sleep(0)  # one in a turn
-                if num_bytes <= _SMALL_BYTES or self._checked_values(data) <= _INLINE_VALUES:
+                if num_bytes <= _SMALL_BYTES or _at_most_values(data) <= _INLINE_VALUES:
                     return parse(data, self.unknown)
             del data
         body, strangers = await unless_gone(request, self._apart(parse, parts))
@@ -117,12 +117,6 @@ class BodyParser:
             loop = asyncio.get_running_loop()
             self._next_look = loop.call_later(_LOOK_INTERVAL_S, self._look, max(num_left - 1, 0))
 
-    def _checked_values(self, data: bytes) -> int:
-        num_values = count_values(data, self._max_values)
-        if num_values > self._max_values:
-            raise too_many_values(self._max_values)
-        return num_values
-
     def _parse_apart(
         self, parse: Parse[T], parts: deque[bytes]
     ) -> tuple[object, list[tuple[set[str], FieldRules]]]:
@@ -153,6 +147,11 @@ class BodyParser:
             theirs.close()
             self._helper = process, ours
         return self._helper[1]
+
+
+def _at_most_values(data: bytes) -> int:
+    """No less than :func:`count_values`, in a fraction of its time: commas and brackets in strings count too."""
+    return data.count(b'"') // 2 + sum(map(data.count, (b",", b"[", b"{")))
 
 
 def too_many_values(most: int) -> RequestError:
