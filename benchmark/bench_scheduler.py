@@ -25,7 +25,7 @@ import fenceline
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import BatchTokenOut, Message, TokenizedGenerateReq, encode
-from fenceline.mem_cache.req_pool import ReqPool
+from fenceline.mem_cache.kv_pool import ReqPool
 from fenceline.memory_order import LeasePool, Point, open_device
 from fenceline.model_executor.step import (
     Completions,

@@ -31,7 +31,7 @@ from hicache_client import table, words
 from in_process import InProcessEngine
 from shapes import SHAPES, kv_bytes_per_token, make_model_dir
 
-from fenceline.mem_cache.host.cache_controller import CacheController
+from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import LeasePool, Points
 
@@ -60,7 +60,7 @@ class Traffic:
     def __init__(self, engine: InProcessEngine, num_pages: int) -> None:
         controller = engine.runner.hicache
         assert controller is not None, "the engine has HiCache"
-        self._controller: CacheController = controller
+        self._controller: HiCacheController = controller
         self._pools = (engine.runner.pages, controller.host_pages)
         self._pages: dict[TransferKind, tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]] = {}
         self._after: dict[TransferKind, Points] = {}

@@ -29,16 +29,16 @@ def run_planted_scheduler(faults: Sequence[str], log: Path, config: EngineConfig
     import numpy as np
     import numpy.typing as npt
 
-    from fenceline.mem_cache.host.cache_controller import CacheController
+    from fenceline.mem_cache.host.cache_controller import HiCacheController
     from fenceline.mem_cache.transfer import Ticket
     from fenceline.memory_order import Points
     from fenceline.scheduler.process import run_scheduler_process
 
-    load = CacheController.load
+    load = HiCacheController.load
     num_loads = 0
 
     def planted(
-        self: CacheController,
+        self: HiCacheController,
         ticket: Ticket,
         device_pages: npt.NDArray[np.int32],
         host_pages: npt.NDArray[np.int32],
@@ -58,7 +58,7 @@ def run_planted_scheduler(faults: Sequence[str], log: Path, config: EngineConfig
             file.write(json.dumps({"kind": kind, "position": position, "num_pages": num_pages}) + "\n")
         return load(self, ticket, device_pages, host_pages, after)
 
-    CacheController.load = planted  # type: ignore[method-assign, assignment]
+    HiCacheController.load = planted  # type: ignore[method-assign, assignment]
     run_scheduler_process(config, ports)
 
 

@@ -1,4 +1,4 @@
-"""CacheController on a GPU: a thousand random transfers, steps and storage workers leave what a quiet copy leaves."""
+"""HiCacheController on a GPU: a thousand random transfers, steps and storage workers leave what a quiet copy leaves."""
 
 from __future__ import annotations
 

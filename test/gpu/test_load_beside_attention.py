@@ -14,7 +14,7 @@ import torch
 
 from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode
-from fenceline.mem_cache.host.cache_controller import CacheController
+from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.host.page_copy import make_page_copier
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
@@ -77,7 +77,7 @@ def rounds_beside(kind: TransferKind) -> tuple[int, int]:
     host.buffer.view(torch.bfloat16).normal_()
     copier = make_page_copier(device, attention.pool, host, "kernel")
     assert copier.uses_sm
-    controller = CacheController(device, attention.pool, host, copier)
+    controller = HiCacheController(device, attention.pool, host, copier)
     host_pages = np.random.default_rng(1).permutation(NUM_MOVED).astype(np.int32)
     device_pages = np.arange(FIRST_MOVED, FIRST_MOVED + NUM_MOVED, dtype=np.int32)
     move = controller.load if kind is TransferKind.LOAD else controller.store

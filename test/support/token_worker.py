@@ -19,7 +19,7 @@ import torch
 from recording_device import LaggingStream
 
 from fenceline.mem_cache.host.cache_controller import TransferCounts
-from fenceline.mem_cache.req_pool import ReqPool
+from fenceline.mem_cache.kv_pool import ReqPool
 from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import LeasePool, Point, Points, Stream, open_device
 from fenceline.memory_order.edges import StreamName
@@ -279,7 +279,7 @@ def _values(chosen: list[float]) -> LogprobValues:
 
 
 class TokenTransfers:
-    """A CacheController's stand-in over a TokenWorker: each stream runs its copies in order, each after what it waits
+    """A HiCacheController's stand-in over a TokenWorker: each stream runs its copies in order, each after what it waits
     for and no later than somebody waits for it. ``random`` decides what runs earlier: a copy that lacks a wait then
     reads or writes a page before its time."""
 

@@ -19,7 +19,7 @@ from page_pools import Shape, device_pages, fill_host_page, host_page, make_pool
 
 from fenceline.config.hicache import IoBackend
 from fenceline.config.server_args import MemLayout
-from fenceline.mem_cache.host.cache_controller import CacheController
+from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.host.page_copy import PageCopier, Pages, make_page_copier
 from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, Point, Points, Stream, open_device, wait_for_pages
@@ -76,7 +76,7 @@ class Rounds:
         self.kv_pool, self.host_pool = make_pools(device, layout, SHAPE)
         self.spin_cycles = spin_cycles if device.kind == "cuda" else 0
         copier = make_page_copier(device, self.kv_pool, self.host_pool, io_backend)
-        self.controller = CacheController(device, self.kv_pool, self.host_pool, LateCopier(self, copier))
+        self.controller = HiCacheController(device, self.kv_pool, self.host_pool, LateCopier(self, copier))
         heads = (SHAPE.page_size, *SHAPE.heads)
         noise = np.random.default_rng(3).integers(-99, 99, (NUM_PATTERNS, SHAPE.num_layers, 2, *heads))
         self.patterns = torch.from_numpy(noise).to(SHAPE.dtype)

@@ -1,4 +1,4 @@
-"""CacheController: batched transfers behind their pages' Points, acks, counts, and who waits for whom."""
+"""HiCacheController: batched transfers behind their pages' Points, acks, counts, and who waits for whom."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from page_pools import Shape, device_pages, host_pages, make_pools
 
 from fenceline.config.hicache import IoBackend
 from fenceline.config.server_args import MemLayout
-from fenceline.mem_cache.host.cache_controller import CacheController
+from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.host.page_copy import make_page_copier
 from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, Point, Points, Stream, open_device
@@ -37,7 +37,7 @@ class Rig:
         self.device = device or open_device("cpu")
         self.kv_pool, self.host_pool = make_pools(self.device, layout, SHAPE)
         copier = make_page_copier(self.device, self.kv_pool, self.host_pool, io_backend)
-        self.controller = CacheController(self.device, self.kv_pool, self.host_pool, copier)
+        self.controller = HiCacheController(self.device, self.kv_pool, self.host_pool, copier)
         self._num_tickets = 0
 
     def ticket(self, kind: TransferKind) -> Ticket:

@@ -1,4 +1,4 @@
-"""CacheController on the virtual GPU: every schedule leaves the same bytes, and a missing edge is named."""
+"""HiCacheController on the virtual GPU: every schedule leaves the same bytes, and a missing edge is named."""
 
 from __future__ import annotations
 

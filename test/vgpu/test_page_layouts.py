@@ -20,7 +20,7 @@ from storage_tier import Clock
 
 from fenceline.config.hicache import IoBackend
 from fenceline.config.server_args import MemLayout
-from fenceline.mem_cache.host.cache_controller import CacheController
+from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.host.page_copy import make_page_copier
 from fenceline.mem_cache.kv_pool import KVLayout, KVRow, keys_and_values, latent
 from fenceline.mem_cache.page_hash import PageFingerprint, PageKey, page_keys
@@ -63,7 +63,7 @@ class Server:
         self.device = device
         self.kv_pool, self.host_pool = make_pools(device, mem_layout, shape, seed)
         copier = make_page_copier(device, self.kv_pool, self.host_pool, io_backend)
-        self.transfers = CacheController(device, self.kv_pool, self.host_pool, copier)
+        self.transfers = HiCacheController(device, self.kv_pool, self.host_pool, copier)
         self.backend = FileBackend(root, fingerprint(shape.layout), 1 << 20)
         # Two pages are one call of the backend, so that a fetch takes several.
         limits = StorageLimits(

@@ -24,7 +24,7 @@ from fenceline.ipc.io_struct import (
     TokenizedGenerateReq,
     TokenOut,
 )
-from fenceline.mem_cache.host.cache_controller import CacheController
+from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.tree import radix_cache
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import MatchResult, RadixCache
@@ -245,13 +245,13 @@ def _wrong_page_order(patch: pytest.MonkeyPatch) -> None:
 
 def _half_a_load(patch: pytest.MonkeyPatch) -> None:
     """Of a load of several pages the last one is left out."""
-    right = CacheController.load
+    right = HiCacheController.load
 
-    def wrong(self: CacheController, ticket: Any, device_pages: Any, host_pages: Any, after: Any) -> None:
+    def wrong(self: HiCacheController, ticket: Any, device_pages: Any, host_pages: Any, after: Any) -> None:
         keep = max(len(device_pages) - 1, 1)
         right(self, ticket, device_pages[:keep], host_pages[:keep], after)
 
-    patch.setattr(CacheController, "load", wrong)
+    patch.setattr(HiCacheController, "load", wrong)
 
 
 def _retraction_loses_a_token(patch: pytest.MonkeyPatch) -> None:

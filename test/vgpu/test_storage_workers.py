@@ -12,7 +12,7 @@ from storage_cases import key
 from storage_tier import Clock, DictBackend
 
 from fenceline.config.server_args import MemLayout
-from fenceline.mem_cache.host.cache_controller import CacheController
+from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.host.page_copy import make_page_copier
 from fenceline.mem_cache.storage.controller import Fetched, StorageController, StorageLimits, Written
 from fenceline.mem_cache.storage.worker import Outcome, Prefetch
@@ -43,7 +43,7 @@ class Machine:
         self.device = VgpuDevice(severed, self.gpu)
         self.kv_pool, self.pool = make_pools(self.device, layout, SHAPE)
         copier = make_page_copier(self.device, self.kv_pool, self.pool, "direct")
-        self.transfers = CacheController(self.device, self.kv_pool, self.pool, copier)
+        self.transfers = HiCacheController(self.device, self.kv_pool, self.pool, copier)
         self.backend = DictBackend(self.pool.page_nbytes)
         limits = StorageLimits(
             batch_bytes=2 * self.pool.page_nbytes, max_write_pages=4, max_fetch_pages=8, close_s=60

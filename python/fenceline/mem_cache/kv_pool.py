@@ -1,4 +1,5 @@
-"""The KV cache on the device: what a page consists of (KVLayout), and the memory of all pages (KVPool)."""
+"""The cache on the device: what a page consists of (KVLayout), the memory of all pages (KVPool), the rows of requests
+(ReqPool)."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from fenceline.memory_order import LeasePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +174,30 @@ class KVPool:
         """Every tensor [num_slots, *shape of the row] in the order of the parts, with its name: ``layer3.k``."""
         for part, row in self._rows:
             yield f"layer{part.layer}.{part.row.name}", row
+
+
+class ReqPool:
+    """``num_rows`` rows of device state, one for each running request: its page table and its last token. Row 0 is the
+    sink that padding names.
+
+    All of it lives on the device and is only written on FORWARD, in program order with the steps that read it. That is
+    what makes a row safe to hand to another request while its former owner's last step is still in flight (F13).
+
+    ``page_table`` [num_rows, max_pages_per_req] int32 and ``last_tokens`` [num_rows] int64 are on the
+    device. ``rows`` says who owns which row.
+    """
+
+    def __init__(self, num_rows: int, max_pages_per_req: int, device: torch.device) -> None:
+        self.num_rows = num_rows
+        self.max_pages_per_req = max_pages_per_req
+        self.rows = LeasePool("request rows", num_rows, reserved=1)
+        # Zeros name the sink page, so an entry that nobody wrote can never reach live KV.
+        self.page_table = torch.zeros((num_rows, max_pages_per_req), dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+
+    def write_pages(self, rows: torch.Tensor, columns: torch.Tensor, pages: torch.Tensor) -> None:
+        """``page_table[rows, columns] = pages``; all [N], int64 but pages int32. Call on FORWARD only."""
+        self.page_table.index_put_((rows, columns), pages)
 
 
 def _allocate(

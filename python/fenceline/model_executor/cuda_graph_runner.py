@@ -17,7 +17,7 @@ import torch
 
 from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.forward_batch import AttentionPlan, GraphDecodeInputs
-from fenceline.mem_cache.req_pool import ReqPool
+from fenceline.mem_cache.kv_pool import ReqPool
 from fenceline.memory_order import ArenaOutputs, Device, Graph, GraphPool
 from fenceline.memory_order.guards import TOTAL_BUCKETS
 from fenceline.model_executor.decode_step import DecodeStep

@@ -11,7 +11,7 @@ import torch
 
 from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode
-from fenceline.mem_cache.req_pool import ReqPool
+from fenceline.mem_cache.kv_pool import ReqPool
 from fenceline.memory_order import Device, comparison
 from fenceline.memory_order.guards import SAME_COMPOSITION
 from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner

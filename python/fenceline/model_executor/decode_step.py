@@ -14,8 +14,7 @@ import numpy.typing as npt
 import torch
 
 from fenceline.layers.forward_batch import AttentionPlan, ForwardBatch, ForwardMode
-from fenceline.mem_cache.kv_pool import KVPool
-from fenceline.mem_cache.req_pool import ReqPool
+from fenceline.mem_cache.kv_pool import KVPool, ReqPool
 from fenceline.memory_order import Arena, ArenaField, Device, Role
 from fenceline.memory_order.guards import SINK
 from fenceline.model_executor.kernels.decode_prologue import decode_prologue

@@ -20,9 +20,8 @@ from fenceline.config.engine_config import EngineConfig
 from fenceline.layers.attention.backends import AttentionBackends, AttentionSetting, make_attention_backends
 from fenceline.layers.context import Shard, make_layer_context
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
-from fenceline.mem_cache.host.cache_controller import CacheController
-from fenceline.mem_cache.kv_pool import KVLayout, KVPool
-from fenceline.mem_cache.req_pool import ReqPool
+from fenceline.mem_cache.host.cache_controller import HiCacheController, make_hicache_controller
+from fenceline.mem_cache.kv_pool import KVLayout, KVPool, ReqPool
 from fenceline.mem_cache.storage.controller import Storage, make_storage
 from fenceline.memory_order import Device, InputRing, ResultRing, page_leases, wait_for_pages
 from fenceline.memory_order.edges import StreamName
@@ -31,7 +30,6 @@ from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
 from fenceline.model_executor.decode_runner import DecodeRunner
 from fenceline.model_executor.decode_step import DecodeStep
 from fenceline.model_executor.graph_runner import GraphStats
-from fenceline.model_executor.hicache import make_cache_controller
 from fenceline.model_executor.memory import check_row_bytes, num_kv_pages
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from fenceline.model_executor.step import (
@@ -109,11 +107,11 @@ class ModelRunner:
                 device, self.model, self.kv_pool, sizes, config.server_args.debug_cuda_graph
             )
         self._accesses = StepAccesses(self.kv_pool, self.req_pool)
-        self.hicache: CacheController | None = None
+        self.hicache: HiCacheController | None = None
         self.storage: Storage | None = None
         if config.hicache is not None:
             with _phase("Allocated the host tier"):
-                self.hicache = make_cache_controller(config, device, self.kv_pool, self._accesses.pages)
+                self.hicache = make_hicache_controller(config, device, self.kv_pool, self._accesses.pages)
             if config.hicache.storage is not None:
                 with _phase("Opened the storage"):
                     self.storage = make_storage(device, self.hicache.host_pool, config)

@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fenceline.mem_cache.hierarchical_cache import Transfers
-from fenceline.mem_cache.req_pool import ReqPool
+from fenceline.mem_cache.hicache import Transfers
+from fenceline.mem_cache.kv_pool import ReqPool
 from fenceline.mem_cache.storage.controller import Ack, Storage
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.memory_order import Device, LeasePool, Point, Points, ResultLease

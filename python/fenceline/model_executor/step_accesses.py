@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fenceline.mem_cache.kv_pool import KVPool
-from fenceline.mem_cache.req_pool import ReqPool
+from fenceline.mem_cache.kv_pool import KVPool, ReqPool
 from fenceline.memory_order.access import Accesses, Memory, PagedMemory
 from fenceline.memory_order.edges import StreamName
 from fenceline.model_executor.step import DecodeBatch, ExtendBatch

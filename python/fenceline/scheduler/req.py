@@ -15,7 +15,7 @@ from fenceline.ipc.io_struct import (
     TokenizedGenerateReq,
     TokenPairs,
 )
-from fenceline.mem_cache.hierarchical_cache import OffloadedTail
+from fenceline.mem_cache.hicache import OffloadedTail
 from fenceline.mem_cache.storage.worker import Prefetch
 from fenceline.mem_cache.tree.radix_cache import MatchResult, TreeNode
 from fenceline.memory_order import Points

@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.ipc.io_struct import CachedTokensDetails
-from fenceline.mem_cache.hierarchical_cache import HierarchicalCache, OffloadedTail
-from fenceline.mem_cache.storage.tier import StorageTier
+from fenceline.mem_cache.hicache import HiCache, OffloadedTail, StorageTier
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.mem_cache.tree.radix_cache import InsertResult, MatchResult, RadixCache
 from fenceline.memory_order import LeasePool, Points, comparison
@@ -112,7 +111,7 @@ class RequestMemory:
         rows: LeasePool,
         tree: RadixCache,
         page_size: int,
-        tiers: HierarchicalCache | None = None,
+        tiers: HiCache | None = None,
         same_version: Callable[[int, int], bool] = operator.eq,
     ) -> None:
         """``same_version`` compares the tree's count of moves with an earlier one (``memory_order.comparison``)."""
@@ -406,5 +405,5 @@ def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
     if config.hicache is None or worker.hicache is None:
         tree = RadixCache(pages, page_size, disabled=config.server_args.disable_radix_cache)
         return RequestMemory(pages, rows, tree, page_size, same_version=same_version)
-    tiers = HierarchicalCache(pages, worker.hicache, config, worker.storage)
+    tiers = HiCache(pages, worker.hicache, config, worker.storage)
     return RequestMemory(pages, rows, tiers.tree, page_size, tiers, same_version)

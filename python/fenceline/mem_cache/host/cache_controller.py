@@ -1,4 +1,4 @@
-"""CacheController: moves KV pages between device and host, one batched transfer after the other.
+"""HiCacheController: moves KV pages between device and host, one batched transfer after the other.
 
 It owns LOAD and STORE: nobody else submits to them. Before a transfer touches its pages the stream waits for whoever
 used them last, by the edge of each pair of streams (store_after_forward, load_after_forward, load_after_store,
@@ -10,6 +10,7 @@ A load goes layer by layer, so that a step runs its first layers while the last 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,8 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fenceline.config.engine_config import EngineConfig
+from fenceline.config.hicache import DIRECT_PAGE_SIZE
 from fenceline.mem_cache.host.host_pool import HostPool
-from fenceline.mem_cache.host.page_copy import PageCopier
+from fenceline.mem_cache.host.page_copy import PageCopier, make_page_copier
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Device, LeasePool, Point, Points, Stream
@@ -27,6 +30,7 @@ from fenceline.memory_order.access import Accesses, Memory, occupies_sm
 from fenceline.memory_order.edges import FORWARD_AFTER_LOAD, SM_EXCLUSIVE, StreamName
 from fenceline.memory_order.stream import wait_for_pages
 
+logger = logging.getLogger(__name__)
 I32 = npt.NDArray[np.int32]
 
 # Each group of layers costs the CPU a launch, an event and a wait, some 10 us, and the GPU a kernel's start. A larger
@@ -58,7 +62,7 @@ class _InFlight:
     submit_s: float
 
 
-class CacheController:
+class HiCacheController:
     """LOAD and STORE of one device. One thread, the scheduler's, calls it."""
 
     def __init__(
@@ -231,3 +235,45 @@ def _is_empty(ticket: Ticket, device_pages: I32, host_pages: I32) -> bool:
         ticket.submit(Points.none())
         return True
     return False
+
+
+def make_hicache_controller(
+    config: EngineConfig, device: Device, kv_pool: KVPool, pages: Memory
+) -> HiCacheController:
+    """A host tier for ``kv_pool``, whose ``pages`` steps declare.
+
+    Copies the sink page there and back on a GPU, so that nothing is compiled or loaded while a request waits. Waits for
+    the device. Raises ``ValueError`` with the remedy where the host has no room for it.
+    """
+    assert config.hicache is not None
+    io_backend = config.hicache.io_backend
+    if device.kind == "cuda" and io_backend == "direct" and kv_pool.page_size < DIRECT_PAGE_SIZE:
+        logger.warning(
+            "HiCache moves pages of %d token(s) by the copy engine, at a few percent of its rate: give --page-size 64",
+            kv_pool.page_size,
+        )
+    host_pool = HostPool(
+        device, num_host_pages(config, kv_pool), kv_pool.layout, config.server_args.hicache_mem_layout
+    )
+    copier = make_page_copier(device, kv_pool, host_pool, io_backend)
+    if device.kind == "cuda":
+        _warm_up(device, copier, kv_pool.num_layers)
+    return HiCacheController(device, kv_pool, host_pool, copier, pages)
+
+
+def num_host_pages(config: EngineConfig, kv_pool: KVPool) -> int:
+    """Pages of the host tier: as many as fit ``host_bytes`` if that is given, else --hicache-ratio times as many as
+    the device has."""
+    assert config.hicache is not None
+    if config.hicache.host_bytes is None:
+        return int((kv_pool.num_pages - 1) * config.server_args.hicache_ratio)
+    return config.hicache.host_bytes // kv_pool.layout.page_nbytes
+
+
+def _warm_up(device: Device, copier: PageCopier, num_layers: int) -> None:
+    sink, first = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.int32)
+    device.synchronize()  # the pool was written on the default stream
+    copier.to_host(device.store, sink, first)
+    device.synchronize()
+    copier.to_device(device.load, first, sink, range(num_layers))
+    device.synchronize()

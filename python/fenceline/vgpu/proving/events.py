@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from fenceline.ipc.io_struct import AbortReq, TokenOut
-from fenceline.mem_cache.hierarchical_cache import HierarchicalCache
+from fenceline.mem_cache.hicache import HiCache
 from fenceline.mem_cache.storage.controller import Ack, Done, Failed, Fetched
 from fenceline.mem_cache.storage.worker import Outcome
 from fenceline.mem_cache.transfer import PageMove, Ticket, TransferKind
@@ -298,7 +298,7 @@ class Watch:
 
     # --- tiers ---------------------------------------------------------------------------------------
 
-    def _watch_tiers(self, tiers: HierarchicalCache, tree: HiRadixCache) -> None:
+    def _watch_tiers(self, tiers: HiCache, tree: HiRadixCache) -> None:
         self._tiers, self._tree = tiers, tree
         self._num_loading = self._num_nodes_to_load = 0
         around(tree, "begin_load", before=self._begins_load)

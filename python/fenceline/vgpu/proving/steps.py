@@ -13,7 +13,7 @@ from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.frontend.detokenizer_manager import Detokenizer
 from fenceline.ipc.io_struct import AbortReq, BatchTokenOut, Message, TokenizedGenerateReq
-from fenceline.mem_cache.hierarchical_cache import HierarchicalCache
+from fenceline.mem_cache.hicache import HiCache
 from fenceline.memory_order import Device
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.scheduler.scheduler import InFlight
@@ -198,7 +198,7 @@ class Loop:
         shared = self.scheduler.sharing.compare(self.transcript.talks.values())
         return replace(found, wrong="\n".join(part for part in (found.wrong, shared) if part))
 
-    def _settle(self, tiers: HierarchicalCache) -> None:
+    def _settle(self, tiers: HiCache) -> None:
         """F6: what was submitted ends and is noticed, and then nobody holds anything."""
         while tiers.num_outstanding:
             self.step()
@@ -216,7 +216,7 @@ class Loop:
         self.runner.device.synchronize()
         self.decisions.append(self._owned(tiers))
 
-    def _owned(self, tiers: HierarchicalCache) -> Owned:
+    def _owned(self, tiers: HiCache) -> Owned:
         assert self.runner.hicache is not None, "only a host tier is below the device"
         pages, host_pages = tiers.tree.all_pages(), tiers.tree.all_host_pages()
         host = host_bytes(self.runner.hicache.host_pool, host_pages)

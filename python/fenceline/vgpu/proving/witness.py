@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from fenceline.mem_cache.host.cache_controller import CacheController, TransferCounts
+from fenceline.mem_cache.host.cache_controller import HiCacheController, TransferCounts
 from fenceline.mem_cache.page_hash import PageKey
 from fenceline.mem_cache.storage.controller import Ack, Storage, StorageController, StorageTierStats
 from fenceline.mem_cache.storage.controller import Fetched as FetchedAck
@@ -87,39 +87,39 @@ class _Noted:
 
 
 class NotedTransfers:
-    """A CacheController whose transfers are written down."""
+    """A HiCacheController whose transfers are written down."""
 
-    def __init__(self, controller: CacheController, events: list[Event]) -> None:
+    def __init__(self, controller: HiCacheController, events: list[Event]) -> None:
         self._controller = controller
         self._events = events
 
     @property
     def host_pages(self) -> LeasePool:
-        """See CacheController."""
+        """See HiCacheController."""
         return self._controller.host_pages
 
     @property
     def counts(self) -> Mapping[TransferKind, TransferCounts]:
-        """See CacheController."""
+        """See HiCacheController."""
         return self._controller.counts
 
     @property
     def num_in_flight(self) -> int:
-        """See CacheController."""
+        """See HiCacheController."""
         return self._controller.num_in_flight
 
     def store(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
-        """See CacheController."""
+        """See HiCacheController."""
         self._events.append(Transfer(TransferKind.STORE, device_pages.copy(), host_pages.copy()))
         self._controller.store(ticket, device_pages, host_pages, after)
 
     def load(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
-        """See CacheController."""
+        """See HiCacheController."""
         self._events.append(Transfer(TransferKind.LOAD, device_pages.copy(), host_pages.copy()))
         self._controller.load(ticket, device_pages, host_pages, after)
 
     def drain_acks(self) -> Sequence[Ticket]:
-        """See CacheController."""
+        """See HiCacheController."""
         return self._controller.drain_acks()
 
 
@@ -127,7 +127,7 @@ class NotedStorage:
     """A StorageController: what it is told to keep and what it brings are written down."""
 
     def __init__(
-        self, controller: StorageController, transfers: CacheController, events: list[Event]
+        self, controller: StorageController, transfers: HiCacheController, events: list[Event]
     ) -> None:
         self._controller = controller
         self._host_pool = transfers.host_pool
