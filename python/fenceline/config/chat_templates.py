@@ -22,7 +22,7 @@ _CONTENT = """
 {%- endmacro -%}
 """
 
-# The system's words stand at the head of the first message of the user, where a format has no role for them.
+# Where a format has no system role, the system message goes before the first message of the user.
 _SYSTEM_FIRST = """
 {%- set found = namespace(system='') -%}
 {%- if messages[0].role == 'system' -%}

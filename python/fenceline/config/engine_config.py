@@ -25,7 +25,7 @@ from fenceline.config.server_args import ServerArgs, is_registered
 # A key on the command line can be read by every user of the machine.
 API_KEY_VARIABLE = "FENCELINE_API_KEY"
 ADMIN_API_KEY_VARIABLE = "FENCELINE_ADMIN_API_KEY"
-# The one sampler there is; --sampling-backend has no other value that is accepted.
+# --sampling-backend has no effect: every value that it accepts means this.
 _SAMPLING_BACKEND = "torch"
 # Where Linux shows an NVIDIA driver: bare metal and containers, WSL, Tegra.
 _DRIVER_MARKS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
@@ -47,7 +47,7 @@ _GRAPH_TOKENS_STEP_BEYOND = 512
 _SMALLEST_PREFILL = 16
 _MAX_GRAPH_TOKENS = 2048
 # Launching a layer takes the CPU about 0.2 ms; a token takes the GPU two operations a weight, at 6e14 a second (H200).
-# From twice as many tokens on as are computed meanwhile, padding costs more than launching.
+# Above twice the number of tokens that the GPU computes in that time, padding costs more than launching.
 _WORTHWHILE_WEIGHT_TOKENS = 2 * 0.2e-3 * 6e14 / 2
 
 
@@ -208,8 +208,8 @@ def _torch_profiler_dir(args: ServerArgs) -> str | None:
 
 
 def _flight_recorder_dir(num_steps: int) -> str:
-    """One for each user: in a shared temporary folder the other's could not be written to. Where somebody else has
-    taken the name, one that nobody can guess: a dump must not fail for that."""
+    """A folder for each user, as a user's own folder is closed to the others. If the name is taken by another user,
+    one with a random name: a dump must not fail for that."""
     path = str(Path(tempfile.gettempdir()) / f"fenceline-flight-recorder-{os.getuid()}")
     try:
         if num_steps > 0:

@@ -60,7 +60,8 @@ class ModelConfig:
     ``context_length`` is the longest sequence the engine serves, ``sliding_window`` the attention window of the
     checkpoint (None: full attention), which never binds because it is refused when below ``context_length``.
     ``eos_token_ids`` is the sorted union of config.json, generation_config.json and the tokenizer.
-    ``attention_bias`` and ``mlp_bias`` are config.json's; what a family makes of them is the model file's business.
+    ``attention_bias`` and ``mlp_bias`` are config.json's; which projections they are for, the family's file in models/
+    says.
     """
 
     model_path: str
@@ -330,12 +331,12 @@ def _sampling_defaults(generation: Mapping[str, object]) -> SamplingDefaults:
         return None if generation.get(key) is None else reader.number(key, 0.0)
 
     top_k = number("top_k")
-    # An explicit "do_sample": false is the model's word for greedy (transformers leaves out the mere default).
+    # "do_sample": false, where it is written, asks for greedy decoding; transformers leaves the default out.
     greedy = generation.get("do_sample") is False
     return SamplingDefaults(
         temperature=0.0 if greedy else number("temperature"),
         top_p=number("top_p"),
-        # transformers writes 0 for "no limit", the sampler's word for it is -1
+        # transformers writes 0 for "no limit", the sampler takes -1 for it
         top_k=None if top_k is None else int(top_k) if top_k >= 1 else -1,
         min_p=number("min_p"),
         repetition_penalty=number("repetition_penalty"),

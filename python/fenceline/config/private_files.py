@@ -1,7 +1,7 @@
-"""Files and folders that are this user's alone, opened so that nobody else's entry is followed, waited for or used.
+"""Files and folders that belong to this user alone, opened so that another user's entry is never used in their place.
 
-A temporary folder is everybody's: whoever guesses a name there can put a symbolic link, a FIFO or a folder of their own
-in its place before we come. So nothing is judged by its path. An entry is opened without following a link and without
+Every user can write to a temporary folder. Whoever guesses a name there can put a symbolic link, a FIFO or a folder of
+their own in its place first. So nothing is judged by its path: an entry is opened without following a link and without
 waiting for the other end of a pipe, and what was opened is judged by its descriptor. In a folder that is ours and that
 others cannot write to, every name is ours from then on.
 """
@@ -110,7 +110,7 @@ def _open(
         fd = os.open(path, flags | _NOTHING_FOREIGN, 0o600, dir_fd=dir_fd)
     except FileNotFoundError:
         raise
-    except OSError as error:  # what it was that could not be opened: a link, a socket, somebody else's file?
+    except OSError as error:  # say what could not be opened: a link, a socket, another user's file
         try:
             what = objection(os.stat(path, dir_fd=dir_fd, follow_symlinks=False))
         except OSError:

@@ -1,8 +1,8 @@
 """How much one request may ask for. docs/api.md lists these figures.
 
-No honest client comes near them. They are there because one request must never stop the others: what a request may
-contain bounds what parsing, checking and carrying it between the processes can cost. How long a prompt may be is not
-said here: that is the context length.
+Ordinary requests stay far below them. They are there because one request must never stop the others: what a request
+may contain bounds what it costs to parse it, to check it and to carry it between the processes. The length of a prompt
+is limited by the context length, not here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_BODY_LOGPROBS = (
 )  # of all prompts and samples: positions times 1 + top_logprobs_num + token_ids_logprob
 MAX_BODY_VALUES = 1 << 20  # JSON values; or twice the context length
 MAX_BODY_OBJECTS = 1 << 18  # Python objects that a large body becomes, long lists of token ids counted as one
-MAX_BODY_FIELDS = 256  # at the top level that nobody knows
+MAX_BODY_FIELDS = 256  # unknown ones at the top level
 MAX_TEMPLATE_BYTES = 64 << 10  # chat_template_kwargs as JSON
 MAX_ARGUMENT_VALUES = 1 << 16  # JSON values in the arguments of all tool calls of a conversation
 MAX_MESSAGES = 4096  # of a conversation; and of their parts, all together

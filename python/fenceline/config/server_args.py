@@ -390,8 +390,8 @@ class ServerArgs:
     )
     sampling_backend: str = flag(
         "auto",
-        "The sampling kernels. There is one kind, plain torch on the device (torch, also called pytorch), which auto "
-        "chooses too.",
+        "Accepted as SGLang has it, without effect: tokens are drawn by our own kernel on a GPU, and by torch's "
+        "operators on a CPU and for requests that ask for more than a temperature.",
         group=_RUNTIME,
         choices=("auto", "torch", "pytorch"),
         refused={"flashinfer": "use --sampling-backend torch"},

@@ -52,7 +52,7 @@ class SelfAttention:
         self._kernels = context.kernels
         self._dtype = context.dtype
         self._table = rotary.table
-        # Layers of one width share their buffers, and those whose heads are laid out alike the views of them.
+        # Layers of one width share their buffers. Layers whose heads are laid out in the same way also share the views.
         self._views_key = repr(self.heads)
         self._qkv_buffer = f"qkv_{sum(self.qkv_proj.sizes)}"
         self._attended_buffer = f"attended_{self.heads.num_heads * head_dim}"

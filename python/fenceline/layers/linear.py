@@ -1,8 +1,8 @@
 """Linear layers that know their shard: Megatron-LM's column and row parallel products (arXiv:1909.08053), fused.
 
 A column-parallel layer holds some of the output features, so the ranks' outputs concatenate to the whole; a
-row-parallel one holds some of the input features, so they sum to it. What a matrix is made of and how it is multiplied
-is its Weight's affair.
+row-parallel one holds some of the input features, so they sum to it. What a matrix is made of and how it is multiplied,
+its Weight knows.
 """
 
 from __future__ import annotations

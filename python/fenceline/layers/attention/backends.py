@@ -1,5 +1,5 @@
-"""Attention backends by the names that --attention-backend and its kin give. ``auto`` is the one that is fastest on the
-GPU at hand: measured once at start, on shapes of the model itself."""
+"""The attention backends by name. ``auto`` is the one that is fastest on this GPU, measured once at start on shapes of
+the model itself."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def measure_us(
     mode: ForwardMode,
     batch: MeasuredBatch | None = None,
 ) -> float:
-    """Microseconds of one layer's attention, as a graph's replay takes them, over a pool that nobody uses yet.
+    """Microseconds of one layer's attention, as a graph's replay takes them, over a pool that is not in use yet.
 
     Compiles what the backend needs. The pool is only read. Blocks until the device is done.
     """

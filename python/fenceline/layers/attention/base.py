@@ -1,4 +1,4 @@
-"""What makes the plans of attention."""
+"""AttentionBackend: plans the attention of a batch once; each layer then runs through the plan."""
 
 from __future__ import annotations
 

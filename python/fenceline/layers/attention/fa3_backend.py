@@ -118,7 +118,7 @@ class _Plan(AttentionPlan):
         page_size, size = backend.kv_pool.page_size, len(self._rows)
         columns = -(-max_seq_len // page_size)
         columns = -(-columns // _TABLE_ALIGN) * _TABLE_ALIGN
-        # Zeros: what nobody has written names the sink page.
+        # Zeros: entries that are not written yet name the sink page.
         self.table = torch.zeros((size, columns), dtype=torch.int32, device=starts.device)
         self.seq_lens = torch.ones(size, dtype=torch.int32, device=starts.device)
 

@@ -1,8 +1,8 @@
 """FlashInfer's kernels as an attention backend: prefill on its FA3 kernels where the GPU is a Hopper, planned decode.
 
-Every batch is planned on the host from its lengths, and the plan is copied to the device. That copy is the backend's
-own affair (F12): a slot of a ``PlanRing`` is written, FlashInfer submits the copy on SCHEDULE, and FORWARD waits for
-it; the next plan but one waits on the host until the copy has run, before it rewrites the slot. Pages and offsets into
+Every batch is planned on the host from its lengths, and the plan is copied to the device. The backend orders that copy
+itself (F12): a slot of a ``PlanRing`` is written, FlashInfer submits the copy on SCHEDULE, and FORWARD waits for it;
+the next plan but one waits on the host until the copy has run, before it rewrites the slot. Pages and offsets into
 them never come from the host: they are gathered from the page table where it lives.
 
 In a graph the plan that is copied is not the memory that the graph reads (F9): each bucket has an integer workspace,
@@ -303,8 +303,8 @@ class _DecodePlan(_EagerPlan):
 
 
 class _ExtendPlan(_EagerPlan):
-    """Any number of queries a request. ``pages`` None: nobody has a prefix, and this step's own k and v are all,
-    which the kernels read several at a time instead of page by page."""
+    """Any number of queries a request. ``pages`` None: no request has a prefix, so that this step's own k and v are
+    all there is; the kernels read several of them at a time instead of page by page."""
 
     def __init__(
         self,

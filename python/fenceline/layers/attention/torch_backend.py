@@ -30,7 +30,7 @@ _GRAPH_GATHERS = 4  # in a graph, which gathers all requests at once, this many 
 _SLACK_TOKENS = 64
 # Rows of the causal mask in extend; longer chunks take several calls, each over only the keys its rows can see.
 _QUERY_BLOCK = 256
-# A gather's masked lanes read the sink page, never a page that may be somebody else's by now.
+# A gather's masked lanes read the sink page, never a page that may belong to another request by now.
 _SINK_SLOT = 0
 
 
