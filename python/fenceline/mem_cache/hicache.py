@@ -207,11 +207,11 @@ class HiCache:
         return tail
 
     def drop_tail(self, tail: OffloadedTail) -> None:
-        """A retracted request will not come back, or not to this page."""
+        """A retracted request does not need its page any more: it has left, or continues without it."""
         self._retire_tail(tail, tail.ticket.points)
 
     def _spill(self, nodes: Sequence[TreeNode]) -> None:
-        """write_back: the tree is about to give up these nodes' device pages."""
+        """Back up ``nodes``: under write_back the tree is about to give up their device pages."""
         self._store(nodes)
 
     def _store(self, nodes: Sequence[TreeNode]) -> None:
@@ -220,7 +220,7 @@ class HiCache:
             self._submit_store(_Moves(ticket, [self.tree.begin_backup(nodes, ticket)]), nodes)
 
     def _submit_store(self, batch: _Moves, nodes: Sequence[TreeNode]) -> None:
-        """``nodes``: of which the host was to get a copy; it had no room for those that it did not."""
+        """``nodes``: those that were to be copied to the host. It may have had no room for some of them."""
         move = batch.whole()
         if len(move.host_pages) == 0:
             return
@@ -238,7 +238,7 @@ class HiCache:
 
     @property
     def num_outstanding(self) -> int:
-        """Transfers and storage jobs whose end nobody has noticed yet."""
+        """Transfers and storage jobs whose end has not been taken in yet."""
         num_jobs = 0 if self.storage is None else self.storage.num_outstanding
         return self._transfers.num_in_flight + num_jobs
 
@@ -255,7 +255,9 @@ class HiCache:
             self.storage.close()
 
     def check_books(self) -> None:
-        """When no request holds anything: every host page is free, in the tree, or on its way from storage."""
+        """Check, when no request holds anything, that every host page is free, in the tree, or on its way from storage.
+
+        Raises ``RuntimeError`` if not."""
         num_fetch_pages = 0 if self.storage is None else self.storage.num_fetch_pages
         num_held = self.tree.num_host_pages + self.tree.num_orphan_host_pages
         num_held += self._num_tail_pages + num_fetch_pages
@@ -288,10 +290,10 @@ class _Wanted:
     """A prefetch and the prefix it is for."""
 
     op: Prefetch
-    token_ids: IntArray  # the prefix that its keys end with
-    first_page: int  # of the prefix that the keys name
+    token_ids: IntArray  # the prefix, up to the last page that the keys name
+    first_page: int  # index in the prefix of the first page that the keys name
     extra_key: str  # its namespace
-    num_settled: int = 0  # leading host pages that are the tree's, or free again
+    num_settled: int = 0  # leading host pages that the tree has taken or that are free again
 
 
 class StorageTier:
@@ -315,7 +317,7 @@ class StorageTier:
         self._num_prefetches = 0
         self._wanted: dict[int, _Wanted] = {}  # by the prefetch's handle
 
-    # --- down ----------------------------------------------------------------------------------------
+    # --- host to storage ----------------------------------------------------------------------------------------
 
     def write(self, nodes: Sequence[TreeNode], after: Points) -> None:
         """Keep the host pages of ``nodes``, which hold their KV after ``after``."""
@@ -323,7 +325,7 @@ class StorageTier:
             hold = self._tree.hold_host(node)
             self._controller.write(hold.keys, hold.host_pages, after, hold.id)
 
-    # --- up ------------------------------------------------------------------------------------------
+    # --- storage to host ------------------------------------------------------------------------------------------
 
     def prefetch(self, token_ids: IntArray, match: MatchResult, extra_key: str = "") -> Prefetch | None:
         """Look for what follows ``match`` of the prompt ``token_ids`` in the namespace ``extra_key``; None where it is
@@ -346,7 +348,7 @@ class StorageTier:
         return self._controller.may_schedule(op)
 
     def cancel(self, op: Prefetch) -> None:
-        """The request goes on, or has left: what has not come by now need not come."""
+        """The request goes on without waiting, or has left: pages that have not come by now are not needed."""
         self._controller.cancel(op)
 
     # --- both ----------------------------------------------------------------------------------------
@@ -392,7 +394,7 @@ class StorageTier:
         leased = None
         if op.num_found * self._page_size >= self._threshold:
             leased = self._tree.alloc_host(op.num_found)
-        if leased is None:  # too little, or a host tier full of pages in use
+        if leased is None:  # too few pages, or the host tier is full of pages in use
             self._controller.cancel(op)
             return
         self._controller.fetch(op, *leased)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fenceline.config.engine_config import EngineConfig
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # kv_pool imports torch, which is not loaded here
     from fenceline.mem_cache.kv_pool import KVLayout
 
 PageKey = bytes
@@ -60,7 +60,9 @@ class PageFingerprint:
 
     def root_key(self, extra_key: str = "") -> PageKey:
         """The parent of a first page. ``extra_key`` names an isolated namespace, as in the radix tree."""
-        text = json.dumps([self.describe(), extra_key])  # JSON, so that no field can pose as its neighbour
+        text = json.dumps(
+            [self.describe(), extra_key]
+        )  # JSON, so that different fields never make the same text
         return hashlib.sha256(_SCHEME + text.encode()).digest()
 
 

@@ -63,7 +63,7 @@ class _InFlight:
 
 
 class HiCacheController:
-    """LOAD and STORE of one device. One thread, the scheduler's, calls it."""
+    """Submits all work to LOAD and STORE of one device. Only the scheduler's thread calls it."""
 
     def __init__(
         self,

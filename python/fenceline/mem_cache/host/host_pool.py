@@ -14,7 +14,7 @@ from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.kv_pool import KVLayout, Part
 from fenceline.memory_order import Device, LeasePool
 
-# Of the memory that is available: the server's own processes, the file cache and everybody else live there too.
+# Share of the available memory that is left free for the server's other processes, the file cache and everybody else.
 _KEPT_FREE = 0.05
 _REMEDY = "lower --hicache-size (GB) or --hicache-ratio"
 

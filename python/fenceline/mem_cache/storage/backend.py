@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from fenceline.mem_cache.page_hash import PageKey
 
-# A page's bytes where they lie in host memory, in order: one part for a page-first layout, one for each layer's K
-# and V for a layer-first one. Parts are contiguous uint8; nothing is copied on the way.
+# The bytes of a page where they lie in host memory, in order: one piece with page_first, one for each part of the
+# layout with layer_first. Pieces are contiguous uint8 and are not copied on the way.
 PageParts = Sequence[NDArray[np.uint8] | memoryview]
 
 
@@ -25,7 +25,7 @@ class Reason(StrEnum):
     NO_SPACE = "no_space"  # the disk (or the user's quota) is full
     BUSY = "busy"  # another process held the directory's lock for too long
     IO = "io"  # the system refused; not one of the above
-    FOREIGN = "foreign"  # something of a page's name that is not a file of this user's alone: removed
+    FOREIGN = "foreign"  # it has a page's name but is not a file of this user alone: it is removed
     LENGTH = "length"  # a file longer or shorter than its page: torn
     HEADER = "header"  # not our file, another format, or a damaged header
     KEY = "key"  # a sound page, but not the one that its name promises

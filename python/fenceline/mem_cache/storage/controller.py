@@ -87,7 +87,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Closing ack: pages that storage had promised did not come. What came before them is good."""
+    """Closing ack: pages that storage said it had did not come. Those that came before them are good."""
 
     op: Prefetch
 
@@ -111,13 +111,13 @@ class StorageTierStats:
     worker threads."""
 
     backend: StorageStats = field(default_factory=StorageStats)
-    prefetches: Counter[Outcome] = field(default_factory=Counter)  # that ended, by how
+    prefetches: Counter[Outcome] = field(default_factory=Counter)  # that have ended, by how they ended
     num_prefetching: int = 0  # that have not ended
     timeouts: int = 0  # prefetches that a request has ceased to wait for
     found: int = 0
     fetched: int = 0
     fetched_in_vain: int = 0  # after the request had gone on without them
-    missed: int = 0  # looked for and not there, behind one that is not, or not to be read
+    missed: int = 0  # wanted, but not there, behind one that is not there, or unreadable
     written: int = 0  # in storage now, or before
     unwritten: int = 0  # tried and not kept
     dropped: int = 0  # not tried: the queue was full, or storage does not answer
@@ -139,7 +139,7 @@ class StorageTierStats:
 
 class _Queue:
     """Jobs of one kind on their way to worker threads: a channel that ``num_workers`` threads read, and since when
-    nobody has heard of them. The scheduler thread's."""
+    they were last heard from. Only the scheduler's thread uses it."""
 
     def __init__(self, device: Device, name: str, num_workers: int) -> None:
         self.name = name
@@ -157,14 +157,14 @@ class _Queue:
         self.jobs.put(job)
 
     def heard(self, now: float, finished: bool) -> None:
-        """A worker said something; ``finished``: that a job is done."""
+        """A worker has sent an event. ``finished``: it says that a job is done."""
         self._heard_at = now
         self.is_stalled = False
         self.num_jobs -= finished
         assert self.num_jobs >= 0, f"storage jobs to {self.name}: a job ended twice"
 
     def look(self, now: float, stall_s: float) -> bool:
-        """Note whether there is work and no sign of it for ``stall_s``. True: since just now."""
+        """Note whether there is work and nothing was heard for ``stall_s``. True if that has just become so."""
         was_stalled = self.is_stalled
         self.is_stalled = self.num_jobs > 0 and now - self._heard_at > stall_s
         return self.is_stalled and not was_stalled
@@ -177,20 +177,20 @@ class _Queue:
 
 @dataclass(frozen=True, slots=True)
 class StorageLimits:
-    """How much the storage tier may hold up. None: a share of the host pool."""
+    """Limits on memory and time that the storage tier may take. None: a share of the host pool."""
 
-    batch_bytes: int = 8 << 20  # of one call to the backend: how long a cancelled fetch goes on
+    batch_bytes: int = 8 << 20  # of one call to the backend; a cancelled fetch ends after the call
     max_write_pages: int | None = None  # queued or being written; a quarter of the pool
     max_fetch_pages: int | None = None  # found or being fetched; half the pool
     max_prefetches: int = 256
-    stall_s: float = 10.0  # without a sign of a worker: nobody waits for storage any more, nothing is put
-    clear_s: float = 30.0  # that clear may block
-    close_s: float = 5.0  # that close may block
+    stall_s: float = 10.0  # silence of a worker, after which nobody waits for storage and no job is put
+    clear_s: float = 30.0  # the longest that clear may block
+    close_s: float = 5.0  # the longest that close may block
 
 
 class StorageController:
-    """Write-behind and prefetch of host pages. Every method is the scheduler thread's, and none but ``clear`` and
-    ``close`` blocks."""
+    """Write-behind and prefetch of host pages. The scheduler's thread calls every method, and only ``clear``
+    and ``close`` block."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class StorageController:
         self._num_fetch_pages = 0
         self._num_clears = 0
         self._num_gone = 0
-        self._active: dict[Prefetch, None] = {}  # in order of their queries
+        self._active: dict[Prefetch, None] = {}  # an ordered set, in the order of their queries
         self._own_acks: list[Ack] = []
         self._next_look = 0.0
         self._stats = StorageTierStats()
@@ -265,7 +265,7 @@ class StorageController:
         """Ask which pages of ``op`` are there: :class:`Found`, or a closing ack if it comes to nothing."""
         assert op.state is PrefetchState.NEW, f"{op!r} was queried before"
         assert not self._stop.is_set, "storage is closed"
-        op.started_at = now = self._clock()
+        now = self._clock()
         op.deadline = now + self._timeout_s
         full = len(self._active) >= self._limits.max_prefetches
         self._active[op] = None
@@ -351,8 +351,8 @@ class StorageController:
         return self._num_cleared - before
 
     def close(self) -> None:
-        """Leave what is queued, end the threads. One that hangs in the backend is left behind after ``limits.close_s``:
-        it is a daemon. Raises what ended a thread before its time."""
+        """Drop what is queued and end the threads. A thread that hangs in the backend is left behind after
+        ``limits.close_s``, as a daemon. Raises the error that ended a thread early, if there was one."""
         if self._stop.is_set:
             return
         self._stop.is_set = True
@@ -395,7 +395,7 @@ class StorageController:
                 self._num_cleared += event.num_pages
             case Gone():
                 self._num_gone += 1
-                self._workers[event.number].join()  # raises what it died of
+                self._workers[event.number].join()  # raises the error that ended it
 
     def _take_wrote(self, event: Wrote, now: float, acks: list[Ack]) -> None:
         self._writes.heard(now, finished=event.last)
@@ -460,7 +460,8 @@ class StorageController:
     # --- time ----------------------------------------------------------------------------------------
 
     def _look(self, now: float, acks: list[Ack]) -> None:
-        """Who need not wait any longer. The wall clock enters here alone, as acks: inputs like the others."""
+        """Find the prefetches that nobody need wait for any longer. The wall clock enters only here, and as acks, which
+        are inputs like the others."""
         for queue in self._queues:
             if queue.look(now, self._limits.stall_s):
                 self._stats.stalls += 1

@@ -50,7 +50,7 @@ _MODEL = re.compile(r"[0-9a-f]{32}")
 _FAN = re.compile(r"[0-9a-f]{2}")
 _PAGE = re.compile(r"[0-9a-f]{64}\.page")
 _TEMP = re.compile(r"[0-9a-f]{32}\.tmp")
-# Clocks of processes on one machine agree; what is stamped later than this from now was stamped by a wrong clock.
+# Processes on one machine share a clock, so a time further in the future than this comes from a clock that was wrong.
 _FUTURE_NS = 10**9
 
 
@@ -112,7 +112,7 @@ class StorageDirectory:
         self._has_warned = False
         # Pages are somebody's conversations: for the owner's eyes only.
         self._root_fd = make_private_folder(str(self.root))
-        self._folders: set[str] = set()  # those in it that have been judged
+        self._folders: set[str] = set()  # those in it that are known to be ours
         self._make_folder(_TEMPS)
 
     def __del__(self) -> None:
@@ -122,8 +122,8 @@ class StorageDirectory:
     def _make_again(self) -> None:
         """Somebody removed the directory, or ``tmp`` in it."""
         fd = make_private_folder(str(self.root))
-        # Under the old number: other threads may be in the middle of a call with it, and must meet neither a closed
-        # descriptor nor another file that was given its number.
+        # The descriptor keeps its number. Other threads may be in the middle of a call with it, and must find neither a
+        # closed descriptor nor another file that was given the number.
         os.dup2(fd, self._root_fd, inheritable=False)
         os.close(fd)
         self._folders = set()
@@ -165,8 +165,8 @@ class StorageDirectory:
             return self._replace_usage(flags, deadline)
 
     def _replace_usage(self, flags: int, deadline: float) -> int:
-        # Under a lock of ROOT itself, and after another look: or a server might remove the file that another one has
-        # just made in its place and locked.
+        # ROOT itself is locked meanwhile, and the file is looked at again. Otherwise a server might remove the file
+        # that another server has just made in its place and locked.
         lock_fd = open_folder(".", self._root_fd)
         try:
             if not _try_lock(lock_fd, deadline):
@@ -206,7 +206,7 @@ class StorageDirectory:
         return TempFile(fd, path)
 
     def num_free_bytes(self) -> int:
-        """What the file system has left for us."""
+        """Bytes that the file system has left for this user."""
         vfs = os.statvfs(self._root_fd)
         return vfs.f_bavail * vfs.f_frsize
 
@@ -317,7 +317,7 @@ class StorageDirectory:
         except OSError:
             removed = False
         self._report(Reason.FOREIGN)
-        if not self._has_warned:  # the others are counted
+        if not self._has_warned:  # only the first is logged, the others are counted
             self._has_warned = True
             what = "it was removed" if removed else "it cannot be removed: do so by hand"
             logger.warning("%s is not a file of this server's: %s", self.root / path, what)
@@ -338,7 +338,7 @@ class StorageDirectory:
             except ForeignEntryError:
                 self._remove_foreign(path)
                 continue
-            except OSError:  # cannot tell: it counts
+            except OSError:  # whose it is cannot be told, so its bytes count
                 alive[seen.st_ino] = seen.st_size
                 continue
             try:
@@ -447,7 +447,7 @@ class Cleaner:
     def clean(
         self, books: Books, nbytes: int, now_ns: int, keep_since_ns: int | None, stats: StorageStats
     ) -> bool:
-        """The same, with a scan in any case, which puts the books in order."""
+        """Like ``make_room``, but it always scans, which corrects the number of bytes in use."""
         used, pages = self.directory.scan()
         if used + nbytes > self.max_bytes:
             used = self._evict(used, nbytes, _oldest_first(pages, now_ns, keep_since_ns), stats)
@@ -463,7 +463,7 @@ class Cleaner:
             except FileNotFoundError:
                 used -= page.nbytes
                 continue
-            except OSError:  # it stays, and counts
+            except OSError:  # it stays, and its bytes count
                 continue
             used -= page.nbytes
             stats.evictions += 1
@@ -472,8 +472,8 @@ class Cleaner:
 
 
 def _oldest_first(pages: list[PageFile], now_ns: int, keep_since_ns: int | None) -> list[PageFile]:
-    """Those that may go. A time in the future says nothing of a page's age (the clock was set back): it goes first,
-    or it would stay for ever."""
+    """The pages that may leave. Where the clock was set back, a page's time lies in the future and says nothing of its
+    age. Such a page goes first; otherwise it would stay for ever."""
     limit = now_ns + _FUTURE_NS
 
     def age(page: PageFile) -> tuple[int, str]:

@@ -141,7 +141,7 @@ class FileBackend:
         try:
             with self._directory.locked() as books:
                 for page in self._directory.pages_of(self._model):
-                    with contextlib.suppress(FileNotFoundError):  # gone by another hand
+                    with contextlib.suppress(FileNotFoundError):  # somebody else has removed it
                         self._directory.unlink(page.path)
                         num_removed += 1
                 books.write(self._directory.scan()[0])
@@ -166,7 +166,9 @@ class FileBackend:
             self._touch(fd, used_ns)
         except (StorageError, OSError) as error:
             stats.errors[_reason(error)] += 1
-            if isinstance(error, StorageError):  # damaged; what the system failed to read may be sound
+            if isinstance(
+                error, StorageError
+            ):  # it is damaged; a file that the system could not read may be sound
                 self._remove(path)
             return False
         finally:
@@ -215,10 +217,10 @@ class FileBackend:
         """Remove a file that is no good, and its bytes from the books, if it is still there."""
         try:
             with self._directory.locked() as books:
-                # Of a file that somebody lengthened or shortened, never more than was counted.
+                # Somebody may have changed the file's length: never subtract more than was counted.
                 books.subtract(min(self._directory.unlink(path), self._file_nbytes))
         except (OSError, StorageError):
-            # Not even that: the file stays, counted, and whoever reads or scans it next tries again.
+            # It cannot be removed now. The file stays and is counted; whoever reads or scans it next tries again.
             pass
 
     def _touch(self, fd: int, used_ns: int) -> None:

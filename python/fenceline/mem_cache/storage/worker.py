@@ -36,7 +36,7 @@ _NOTHING: list[bool] = []
 
 
 class PrefetchState(StrEnum):
-    """Where a prefetch stands, as far as the scheduler has drained."""
+    """Where a prefetch stands, as far as the scheduler has taken in events."""
 
     NEW = "new"
     QUERYING = "querying"  # a worker asks which pages are there
@@ -56,7 +56,8 @@ class Outcome(StrEnum):
 
 
 class Prefetch:
-    """A prefix that a waiting request would like to have. The scheduler thread's, changed by the controller alone.
+    """A prefix that a waiting request would like to have. It belongs to the scheduler's thread, and only the controller
+    changes it.
 
     ``keys``: of the pages wanted, in order, the first right behind what device and host have. Pages come in order, so
     at any time ``host_pages[:num_fetched]`` hold their KV. Once ``cancel`` was called ``num_fetched`` does not grow any
@@ -67,11 +68,11 @@ class Prefetch:
 
     __slots__ = (
         "after", "cancelled", "deadline", "handle", "heard_at", "host_pages", "keys", "num_fetched", "num_found",
-        "outcome", "started_at", "state", "timed_out"
+        "outcome", "state", "timed_out"
     )  # fmt: skip
 
     def __init__(self, handle: int, keys: Sequence[PageKey]) -> None:
-        """``handle``: what the caller knows it by."""
+        """``handle``: the number by which the caller knows this prefetch."""
         self.handle = handle
         self.keys = tuple(keys)
         self.state = PrefetchState.NEW
@@ -80,11 +81,10 @@ class Prefetch:
         self.num_fetched = 0
         self.host_pages: I32 = np.empty(0, dtype=np.int32)
         self.after = Points.none()
-        self.cancelled = False  # the one field that a worker looks at, between batches
+        self.cancelled = False  # the only field that a worker reads, between batches
         self.timed_out = False
-        self.started_at = 0.0  # seconds of the controller's clock, as the next two
-        self.deadline = float("inf")
-        self.heard_at: float | None = None  # of a worker that has begun to fetch
+        self.deadline = float("inf")  # seconds of the controller's clock, like heard_at
+        self.heard_at: float | None = None  # when the worker that fetches it was last heard from
 
     @property
     def over(self) -> bool:
@@ -145,7 +145,8 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Wrote:
-    """``num_pages`` of a write were tried or given up, ``num_written`` of them kept; ``total`` of the write so far."""
+    """``num_pages`` of a write were tried or given up, ``num_written`` of them kept. ``total`` counts those kept since
+    the write began."""
 
     handle: int
     num_pages: int
@@ -173,7 +174,7 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The next ``num_pages`` are in host memory. ``short``: the one after them is not to be had."""
+    """The next ``num_pages`` are in host memory. ``short``: the one after them cannot be had."""
 
     op: Prefetch
     num_pages: int
@@ -210,7 +211,7 @@ class StopFlag:
 
 
 class StorageWorker:
-    """Runs jobs of one channel, one after the other, until a None."""
+    """Runs the jobs of one channel, one after the other, until it receives None."""
 
     def __init__(
         self,
@@ -262,7 +263,7 @@ class StorageWorker:
             stored, cost = self._call(partial(self._backend.set, keys, parts), [False] * len(keys))
             total += sum(stored)
             rest -= len(keys)
-            # Behind a page that is not kept no prefix reaches: what is left would be read by nobody.
+            # A prefix ends before the first page that is not kept, so nobody would read what comes after it.
             last = rest == 0 or not all(stored)
             given_up = rest if last else 0
             self._events.put(Wrote(job.handle, len(keys) + given_up, sum(stored), total, last, cost))
@@ -301,7 +302,7 @@ class StorageWorker:
             yield slice(first, min(first + self._batch_pages, num_pages))
 
     def _wait(self, after: Points) -> None:
-        """Until no transfer uses the pages any more."""
+        """Wait until no transfer uses the pages any more."""
         for point in after:
             point.stream.synchronize_from_worker(point, HOST_PAGE_REUSE)
 
@@ -314,13 +315,14 @@ class StorageWorker:
         return [self._host_pool.page(page) for page in pages]
 
     def _call(self, call: Callable[[], T], otherwise: T) -> tuple[T, Cost]:
-        """What the backend answers; ``otherwise`` if it breaks its promise and raises: that costs a miss, no more."""
+        """What the backend answers, or ``otherwise`` if it raises, which it promises not to do: then the pages are
+        merely missing."""
         started = time.perf_counter()
         try:
             answer, crashed = call(), False
         except Exception:
             answer, crashed = otherwise, True
-            if not self._has_crashed:  # the others are counted
+            if not self._has_crashed:  # only the first is logged, the others are counted
                 logger.exception("The storage backend failed; what it does not give is computed")
             self._has_crashed = True
         return answer, Cost(time.perf_counter() - started, crashed)

@@ -199,7 +199,9 @@ class HiRadixCache(RadixCache):
             assert node.parent is not None, "the root is never evicted"
             victims.append(node)
             num_evicted += node.num_device_pages
-            node.parent.num_device_children -= 1  # so that the parent may be next; the pages go below
+            node.parent.num_device_children -= (
+                1  # so that the parent may be chosen next; its pages go further down
+            )
             self._lru.push_if_evictable(node.parent)
         self._spill_all(victims)
         for node in victims:  # children before parents
@@ -515,7 +517,7 @@ class HostTier:
             assert node.parent is not None, "the root has no pages"
             victims.append(node)
             num_found += node.num_host_pages
-            node.parent.num_host_children -= 1  # so that the parent may be next
+            node.parent.num_host_children -= 1  # so that the parent may be chosen next
             self.lru.push_if_evictable(node.parent)
         for node in victims:
             assert node.parent is not None, "nobody has left yet"
@@ -647,7 +649,7 @@ def host_pages_of(nodes: Iterable[TreeNode]) -> Int32Array:
 
 
 def transfer_points(node: TreeNode) -> Points:
-    """After these, all transfers that ``node``'s pages are part of are done. They must have been submitted."""
+    """The Points after which all transfers of ``node``'s pages are done. They must have been submitted."""
     after = Points.none()
     for ticket in node.transfers:
         after = after.join(ticket.points)

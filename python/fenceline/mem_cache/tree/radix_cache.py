@@ -63,7 +63,7 @@ class TreeNode:
     children: dict[bytes, TreeNode] = field(default_factory=dict)
     lock_ref: int = 0
     hit_count: int = 0  # matches and inserts that went through
-    version: int = 0  # moves when the device pages do, and when the node leaves the tree
+    version: int = 0  # counts moves of the device pages, and the departure from the tree
     on_device: bool = True
     num_device_children: int = 0  # children on the device
     num_host_children: int = 0  # children with host pages
@@ -71,7 +71,7 @@ class TreeNode:
     host_after: Points = Points.none()
     transfers: tuple[Ticket, ...] = ()  # not yet acknowledged, oldest first
     host_holds: tuple[HostHold, ...] = ()
-    keys: list[bytes] | None = None  # storage keys of the pages, once somebody asked
+    keys: list[bytes] | None = None  # storage keys of the pages, None until somebody asks for them
 
     @property
     def num_pages(self) -> int:
@@ -110,7 +110,7 @@ class TreeNode:
 
     @property
     def is_host_evictable(self) -> bool:
-        """Whether its host pages may go: nobody uses them, and no node below is there in vain without them (below a
+        """Whether its host pages may go: nobody uses them, and no node below would be useless without them (below a
         node that is only on the host all are on the host)."""
         return (
             self.host_pages is not None
@@ -134,8 +134,8 @@ class HostHold:
         self.id = id
         self.host_pages = host_pages
         self.keys = keys
-        self.nodes = [node]  # HostTier's: the nodes that have or had the pages
-        self.orphans: list[Orphan] = []  # HostTier's
+        self.nodes = [node]  # the nodes that have or had the pages; HostTier keeps them
+        self.orphans: list[Orphan] = []  # kept by HostTier
 
 
 class Orphan:
