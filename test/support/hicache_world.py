@@ -66,20 +66,20 @@ def reached(after: Points, stream: Stream | None = None) -> bool:
 
 
 class SpyPool(LeasePool):
-    """A page pool that writes down who was retired, in order."""
+    """A page pool that writes down who was retired, in order, and after what."""
 
     def __init__(self, name: str, size: int, reserved: int = 1) -> None:
         super().__init__(name, size, reserved)
-        self.log: list[list[int]] = []
+        self.log: list[tuple[list[int], Points]] = []
 
     def retire(self, ids: np.ndarray, after: Points) -> None:
         super().retire(ids, after)
-        if len(ids):
-            self.log.append(ids.tolist())
+        self.log.append((ids.tolist(), after))
 
     def take_log(self) -> list[list[int]]:
+        """The ids since the last call, without what retired nothing."""
         log, self.log = self.log, []
-        return log
+        return [ids for ids, _ in log if ids]
 
 
 class World:

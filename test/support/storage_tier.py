@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +27,7 @@ SHAPE = Shape(num_device_pages=2, num_host_pages=NUM_PAGES, page_size=2, num_lay
 PAGE = 2 * 2 * 2 * 4 * 2  # bytes: layers, keys and values, tokens, elements, of two bytes each
 KEYS = [key(n) for n in range(200)]
 PATIENCE_S = 30.0
+TWO_PAGES = StorageLimits(batch_bytes=2 * PAGE)
 
 
 @dataclass
@@ -211,3 +213,20 @@ def make_tier(
     clock = Clock()
     controller = StorageController(pool.device, pool, backend, policy, timeout_s, num_workers, limits, clock)
     return Tier(pool, controller, clock)
+
+
+Make = Callable[..., Tier]
+
+
+@contextmanager
+def closed_at_the_end() -> Iterator[Make]:
+    """``make_tier``, whose tiers are closed when the block ends."""
+    tiers: list[Tier] = []
+
+    def make(*args: object, **kwargs: object) -> Tier:
+        tiers.append(make_tier(*args, **kwargs))  # type: ignore[arg-type]
+        return tiers[-1]
+
+    yield make
+    for tier in tiers:
+        tier.controller.close()

@@ -13,25 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_files import make_model_dir
 
 from fenceline.config import ConfigError, private_files
 from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.hicache import GB, HiCacheConfig, HiCacheStorageConfig, hicache_config, storage_key
 from fenceline.config.server_args import ServerArgs, parse_args
 
-CONFIG_JSON = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 2,
-}
 # The launch command of the public reproduction of sglang#20611, module renamed.
 REPRODUCTION = (
     "--model-path any-model --enable-hierarchical-cache --mem-fraction-static 0.40 --hicache-io-backend kernel"
@@ -41,11 +29,7 @@ REPRODUCTION = (
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(CONFIG_JSON))
-    (directory / "model.safetensors").write_bytes(b"")
-    return directory
+    return make_model_dir(tmp_path)
 
 
 def resolved(model_dir: Path, flags: str, gpu: bool = False) -> EngineConfig:

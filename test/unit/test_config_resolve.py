@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import errors
+from model_files import CONFIG_JSON, make_model_dir
 
 from fenceline.config import ConfigError
 from fenceline.config.chat_templates import CHAT_TEMPLATES
@@ -19,28 +20,10 @@ from fenceline.config.engine_config import EngineConfig, PriorityConfig, choose_
 from fenceline.config.model_files import model_directory
 from fenceline.config.server_args import ServerArgs, parse_args
 
-CONFIG_JSON = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 2,
-}
-
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(CONFIG_JSON))
-    (directory / "model.safetensors").write_bytes(b"")
-    return directory
+    return make_model_dir(tmp_path)
 
 
 def resolved(model_dir: Path, gpu: bool = False, **values: Any) -> EngineConfig:

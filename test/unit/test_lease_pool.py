@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import numpy as np
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
+from recording_device import LaggingStream
 
 from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.lease import LeaseError, LeasePool
-from fenceline.memory_order.stream import Point, Points, Stream
-
-
-class FakeStream(Stream):
-    """A stream whose Points pass when the test says so."""
-
-    def active(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        raise AssertionError("no bytes move here")
-
-    def _record_event(self) -> object:
-        return None
-
-    def _wait_event(self, point: Point) -> None:
-        raise AssertionError("nobody waits here")
-
-    def _block(self, point: Point) -> None:
-        raise AssertionError("nobody waits here")
+from fenceline.memory_order.stream import Points
 
 
 def ids(*values: int) -> np.ndarray:
@@ -46,13 +25,13 @@ def pool() -> LeasePool:
 
 
 @pytest.fixture
-def forward() -> FakeStream:
-    return FakeStream(StreamName.FORWARD, frozenset())
+def forward() -> LaggingStream:
+    return LaggingStream(StreamName.FORWARD, frozenset())
 
 
 @pytest.fixture
-def store() -> FakeStream:
-    return FakeStream(StreamName.STORE, frozenset())
+def store() -> LaggingStream:
+    return LaggingStream(StreamName.STORE, frozenset())
 
 
 def alloc(pool: LeasePool, n: int) -> tuple[list[int], Points]:
@@ -114,7 +93,9 @@ def test_ids_that_int32_cannot_hold_are_no_ids(pool: LeasePool) -> None:
     assert pool.num_leased == 4
 
 
-def test_points_travel_to_the_next_owner(pool: LeasePool, forward: FakeStream, store: FakeStream) -> None:
+def test_points_travel_to_the_next_owner(
+    pool: LeasePool, forward: LaggingStream, store: LaggingStream
+) -> None:
     leased, _ = alloc(pool, 7)
     early, late, backup = forward.record(), forward.record(), store.record()
     pool.retire(ids(*leased[:2]), Points.of(late))
@@ -125,7 +106,9 @@ def test_points_travel_to_the_next_owner(pool: LeasePool, forward: FakeStream, s
     assert set(after) == {early, backup}
 
 
-def test_ids_known_to_have_passed_come_first(pool: LeasePool, forward: FakeStream, store: FakeStream) -> None:
+def test_ids_known_to_have_passed_come_first(
+    pool: LeasePool, forward: LaggingStream, store: LaggingStream
+) -> None:
     leased, _ = alloc(pool, 7)
     pool.retire(ids(*leased[:3]), Points.of(forward.record()))
     pool.retire(ids(*leased[3:5]), Points.of(store.record()))
@@ -135,7 +118,7 @@ def test_ids_known_to_have_passed_come_first(pool: LeasePool, forward: FakeStrea
     assert after == Points.none()
 
 
-def test_the_callers_array_may_change_after_retiring(pool: LeasePool, forward: FakeStream) -> None:
+def test_the_callers_array_may_change_after_retiring(pool: LeasePool, forward: LaggingStream) -> None:
     array = np.array(alloc(pool, 7)[0], dtype=np.int32)
     pool.retire(array, Points.of(forward.record()))
     array[:] = 0
@@ -154,7 +137,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.retired_at: dict[int, int] = {}
         self.clock = 0
         names = (StreamName.FORWARD, StreamName.LOAD, StreamName.STORE)
-        self.streams = [FakeStream(name, frozenset()) for name in names]
+        self.streams = [LaggingStream(name, frozenset()) for name in names]
 
     @rule(n=st.integers(0, 21))
     def alloc(self, n: int) -> None:

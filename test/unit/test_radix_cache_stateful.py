@@ -2,56 +2,26 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-import torch
+from hicache_world import SpyPool
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
+from recording_device import LaggingStream
 
 from fenceline.mem_cache.tree.radix_cache import RadixCache, TreeNode
 from fenceline.memory_order.edges import StreamName
-from fenceline.memory_order.lease import LeasePool
-from fenceline.memory_order.stream import Point, Points, Stream
+from fenceline.memory_order.stream import Points
 
 POOL_SIZE = 24
 # A prefix: its namespace and its pages, each page named by one symbol.
 Prefix = tuple[str, tuple[int, ...]]
 # What must have passed before a page is reused: the latest serial for each stream.
 Serials = dict[StreamName, int]
-
-
-class FakeStream(Stream):
-    """A stream whose Points pass when the test says so."""
-
-    def active(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        raise AssertionError("no bytes move here")
-
-    def _record_event(self) -> object:
-        return None
-
-    def _wait_event(self, point: Point) -> None:
-        raise AssertionError("nobody waits here")
-
-    def _block(self, point: Point) -> None:
-        raise AssertionError("nobody waits here")
-
-
-class SpyPool(LeasePool):
-    """A page pool that writes down who was retired, in order, and after what."""
-
-    log: list[tuple[list[int], Points]]
-
-    def retire(self, ids: np.ndarray, after: Points) -> None:
-        super().retire(ids, after)
-        self.log.append((ids.tolist(), after))
 
 
 @dataclass
@@ -171,7 +141,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.pool.log = []
         self.cache = RadixCache(self.pool, self.page_size, disabled=self.disabled)
         self.model = NaiveTree(self.disabled)
-        self.streams = [FakeStream(name, frozenset()) for name in (StreamName.FORWARD, StreamName.STORE)]
+        self.streams = [LaggingStream(name, frozenset()) for name in (StreamName.FORWARD, StreamName.STORE)]
         self.running: list[Running] = []
         self.free_after: dict[int, Serials] = {}
 

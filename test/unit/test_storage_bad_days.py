@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -14,7 +14,19 @@ import pytest
 import storage_tier_process as process
 from storage_cases import flip, path_of
 from storage_faults import FaultyBackend
-from storage_tier import KEYS, PAGE, PATIENCE_S, Gate, Tier, file_backend, make_tier, tier_fingerprint
+from storage_tier import (
+    KEYS,
+    PAGE,
+    PATIENCE_S,
+    TWO_PAGES,
+    Gate,
+    Make,
+    Tier,
+    closed_at_the_end,
+    file_backend,
+    make_tier,
+    tier_fingerprint,
+)
 
 from fenceline.config.server_args import PrefetchPolicy
 from fenceline.mem_cache.page_hash import PageKey
@@ -31,22 +43,12 @@ from fenceline.mem_cache.storage.controller import (
 from fenceline.mem_cache.storage.worker import I32, Outcome, Prefetch, PrefetchState
 from fenceline.memory_order import Points
 
-Make = Callable[..., Tier]
-TWO_PAGES = StorageLimits(batch_bytes=2 * PAGE)
-
 
 @pytest.fixture
 def make() -> Iterator[Make]:
     """make_tier, closed at the end."""
-    tiers: list[Tier] = []
-
-    def made(*args: object, **kwargs: object) -> Tier:
-        tiers.append(make_tier(*args, **kwargs))  # type: ignore[arg-type]
-        return tiers[-1]
-
-    yield made
-    for tier in tiers:
-        tier.controller.close()
+    with closed_at_the_end() as make:
+        yield make
 
 
 # --- pages that do not come --------------------------------------------------------------------------

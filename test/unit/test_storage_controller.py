@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from storage_cases import page_files
 from storage_faults import FaultyBackend
-from storage_tier import KEYS, NUM_PAGES, PAGE, Gate, Tier, file_backend, make_tier
+from storage_tier import (
+    KEYS,
+    NUM_PAGES,
+    PAGE,
+    TWO_PAGES,
+    Gate,
+    Make,
+    closed_at_the_end,
+    file_backend,
+)
 
 from fenceline.config.server_args import MemLayout, PrefetchPolicy
 from fenceline.mem_cache.storage.controller import Done, Fetched, Found, StorageLimits, TimedOut, Written
 from fenceline.mem_cache.storage.worker import Outcome, Prefetch, PrefetchState
 from fenceline.memory_order import Points
 
-Make = Callable[..., Tier]
-TWO_PAGES = StorageLimits(batch_bytes=2 * PAGE)
-
 
 @pytest.fixture
 def make() -> Iterator[Make]:
     """make_tier, closed at the end."""
-    tiers: list[Tier] = []
-
-    def made(*args: object, **kwargs: object) -> Tier:
-        tiers.append(make_tier(*args, **kwargs))  # type: ignore[arg-type]
-        return tiers[-1]
-
-    yield made
-    for tier in tiers:
-        tier.controller.close()
+    with closed_at_the_end() as make:
+        yield make
 
 
 # --- pages come back ---------------------------------------------------------------------------------
