@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_fallback, byte_level, word_piece
 
-from fenceline.frontend.incremental_decode import (
+from fenceline.frontend.detokenizer_manager import (
     ByteDecoder,
     DecoderFactory,
     IncrementalDecoder,

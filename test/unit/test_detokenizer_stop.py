@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tiny_tokenizers import byte_level
 
 from fenceline.config.request_limits import MAX_STOP_CHARS
-from fenceline.frontend.detokenizer_manager import Detokenizer
-from fenceline.frontend.stop_strings import StopMatch, StopScanner, _State
+from fenceline.frontend.detokenizer_manager import Detokenizer, StopMatch, StopScanner, _State
 from fenceline.ipc.io_struct import (
     BatchTokenOut,
     DecodeInfo,

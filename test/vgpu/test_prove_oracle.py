@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from fenceline.frontend.stop_strings import StopMatch, StopScanner
+from fenceline.frontend.detokenizer_manager import StopMatch, StopScanner
 from fenceline.ipc.io_struct import (
     AbortReq,
     ContinueGenerationReq,

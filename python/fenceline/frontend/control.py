@@ -25,7 +25,7 @@ MAX_FLUSH_WAIT_S = 3600.0  # for the last request to leave
 PROFILE_TIMEOUT_S = 300.0  # stopping writes a trace of many megabytes
 
 
-class ControlDesk:
+class ControlClient:
     """Sends control messages and resolves each caller's future by the message's id."""
 
     def __init__(self, send: Callable[[Message], None]) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
 from fenceline.config.request_limits import MAX_UNBROKEN_CHARS
-from fenceline.frontend.tokenizer_traits import cut_pattern, most_chars_per_token
 
 PIECE_CHARS = 1 << 15  # some ten milliseconds
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -165,3 +167,168 @@ def _chat_template(config: dict[str, object], folder: Path) -> str | None:
         named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
         value = named.get("default")
     return value if isinstance(value, str) else None
+
+
+# --- what a tokenizer's parts say about every text: how much of it one token may stand for, and where it may be cut
+
+# Both are derived from the kinds of normaliser, pre-tokenizer and model that are known here. For any other kind the
+# answer is None, which is always right.
+
+State = Mapping[str, object]
+
+# How many characters of a text a normaliser may make one of: Unicode's longest canonical decomposition has four.
+_SHRINKS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1}
+_KEEPS_ALL = frozenset(("ByteLevel", "Digits", "Metaspace", "UnicodeScripts", "Punctuation", "Split"))
+
+# What the alternatives of a pre-tokenizer's pattern may be. None of them goes from a letter or digit on to one of
+# _FOLLOWERS, looks back, or looks further ahead than one character after blank space.
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
+_ALTERNATIVES = frozenset(
+    (
+        _CONTRACTION, *["'s", "'t", "'re", "'ve", "'m", "'ll", "'d"],
+        *_CASED, *(cased + _CONTRACTION + "?" for cased in _CASED),
+        r" ?\p{L}+", r"\p{L}+", r"[^\r\n\p{L}\p{N}]?\p{L}+", r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
+        r"\p{N}", r"\p{N}+", r" ?\p{N}+", r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
+        r"\n", r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+", r"[^\S\n]+",
+    )
+)  # fmt: skip
+# Letters and digits after which a text may be cut (blocks that hold nothing else), and what has to follow: blank space
+# and punctuation that no normaliser joins with a letter. No apostrophe: patterns know contractions.
+_WORD = (
+    "0-9A-Za-z\u0391-\u03a1\u03a3-\u03a9\u03b1-\u03c9\u0400-\u0481"
+    "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
+)
+_FOLLOWERS = ' \n!"#$%&()*+,-./:;<=>?@[\\]_{|}~\u3001\u3002\uff0c\uff01\uff1f\uff1a\uff1b'
+
+
+def most_chars_per_token(backend: RustTokenizer) -> int | None:
+    """The most characters of any text that one token may stand for; None if that cannot be said."""
+    shrink = _shrink(_state(backend.normalizer))
+    if shrink is None or not all(_keeps_all(part) for part in _parts(_state(backend.pre_tokenizer))):
+        return None
+    # These take any number of blanks with them.
+    if any(token.lstrip or token.rstrip for token in _added(backend)):
+        return None
+    vocab = backend.get_vocab(with_added_tokens=True)
+    if not _knows_every_character(backend, vocab):
+        return None
+    return shrink * max(map(len, vocab))
+
+
+def cut_pattern(backend: RustTokenizer) -> re.Pattern[str] | None:
+    """Matches, without any length, where a text may be cut: the token ids of the parts, without special tokens around
+    them, are those of the whole. None if no such place is known."""
+    followers = _followers(_parts(_state(backend.pre_tokenizer)))
+    if followers is None or not all(part["type"] == "NFC" for part in _parts(_state(backend.normalizer))):
+        return None
+    kept = set(followers)
+    for token in _added(backend):
+        swallows_next = token.rstrip and re.search(f"[{_WORD}]$", token.content)
+        if token.single_word or swallows_next:
+            return None
+        kept -= set(re.findall(f"(?<=[{_WORD}]).", token.content, re.DOTALL))
+    return re.compile(f"(?<=[{_WORD}])(?=[{re.escape(''.join(sorted(kept)))}])") if kept else None
+
+
+def _state(part: Any) -> State | None:
+    """A part's settings as in tokenizer.json."""
+    if part is None:
+        return None
+    state: State = json.loads(part.__getstate__())
+    return state
+
+
+def _parts(state: State | None) -> Sequence[State]:
+    """The members of a sequence, or the one part; none for None."""
+    if state is None:
+        return ()
+    if state["type"] != "Sequence":
+        return (state,)
+    members = state.get("normalizers") or state.get("pretokenizers") or []
+    assert isinstance(members, list)
+    return [part for member in members for part in _parts(member)]
+
+
+def _added(backend: RustTokenizer) -> Sequence[AddedToken]:
+    return list(backend.get_added_tokens_decoder().values())
+
+
+def _shrink(state: State | None) -> int | None:
+    shrink = 1
+    for part in _parts(state):
+        if part["type"] == "Replace":
+            found, content = part["pattern"], part["content"]
+            assert isinstance(found, dict) and isinstance(content, str)
+            if len(found.get("String", ())) != 1 or not content:
+                return None
+            continue
+        factor = _SHRINKS.get(str(part["type"]))
+        if factor is None:
+            return None
+        shrink *= factor
+    return shrink
+
+
+def _keeps_all(part: State) -> bool:
+    return part["type"] in _KEEPS_ALL and part.get("behavior") != "Removed"
+
+
+def _knows_every_character(backend: RustTokenizer, vocab: Mapping[str, int]) -> bool:
+    """Whether nothing becomes an unknown token, or none: each byte has a token of its own."""
+    model = backend.model
+    if type(model).__name__ not in ("BPE", "Unigram"):
+        return False
+    if any(part["type"] == "ByteLevel" for part in _parts(_state(backend.pre_tokenizer))):
+        return type(model).__name__ == "BPE" and all(letter in vocab for letter in byte_alphabet())
+    state: State = json.loads(model.__getstate__())
+    return bool(state.get("byte_fallback")) and all(f"<0x{byte:02X}>" in vocab for byte in range(256))
+
+
+def _followers(parts: Sequence[State]) -> str | None:
+    """What may stand after a cut, for these pre-tokenizers; None if nothing may."""
+    if len(parts) == 1 and parts[0]["type"] == "Metaspace":
+        # Words begin with a blank, and a text that begins with one gets no other.
+        return " " if parts[0].get("split") is True else None
+    for part in parts:
+        if part["type"] == "ByteLevel":
+            if part["add_prefix_space"]:
+                return None
+        elif part["type"] == "Split":
+            pattern = part["pattern"]
+            assert isinstance(pattern, dict)
+            known = _alternatives(pattern.get("Regex", "")) <= _ALTERNATIVES
+            if not known or part["invert"] or part["behavior"] != "Isolated":
+                return None
+        elif part["type"] != "Digits":
+            return None
+    splits = any(part["type"] == "Split" or part.get("use_regex") for part in parts)
+    return _FOLLOWERS if splits else None
+
+
+def _alternatives(pattern: str) -> set[str]:
+    """``pattern`` split at each | that is in no parentheses and no brackets."""
+    found, depth, start = set(), 0, 0
+    for index, char in enumerate(pattern):
+        escaped = index > 0 and pattern[index - 1] == "\\"
+        if char in "([" and not escaped:
+            depth += 1
+        elif char in ")]" and not escaped:
+            depth -= 1
+        elif char == "|" and depth == 0:
+            found.add(pattern[start:index])
+            start = index + 1
+    found.add(pattern[start:])
+    return found
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's letters for the 256 bytes: printable Latin-1 stands for itself, the rest follows U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    letters.update({chr(0x100 + offset): byte for offset, byte in enumerate(others)})
+    return letters

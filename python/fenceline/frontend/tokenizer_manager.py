@@ -22,9 +22,8 @@ import msgspec
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.request_limits import MAX_BODY_TOKENS, MAX_TOKENIZE_TOKENS
-from fenceline.frontend.control import MAX_FLUSH_WAIT_S, ControlDesk
+from fenceline.frontend.control import MAX_FLUSH_WAIT_S, ControlClient
 from fenceline.frontend.metrics import Metrics
-from fenceline.frontend.request_log import RequestLog
 from fenceline.frontend.request_prepare import (
     build_message,
     check_ids,
@@ -35,7 +34,7 @@ from fenceline.frontend.request_prepare import (
     check_vocabulary,
 )
 from fenceline.frontend.request_stream import RequestStream, StreamGroup
-from fenceline.frontend.request_table import RequestEntry, RequestTable
+from fenceline.frontend.request_table import RequestEntry, RequestLog, RequestTable
 from fenceline.frontend.request_types import (
     TURN_REQUESTS,
     GenerateChunk,
@@ -85,7 +84,7 @@ class TokenizerManager:
         self.metrics = Metrics(
             config.served_model_name, config.hicache is not None, config.server_args.metrics_prefix
         )
-        self.control = ControlDesk(link.send)
+        self.control = ControlClient(link.send)
         self._link = link
         self._table = RequestTable(config.server_args.max_queued_requests, config.priority)
         self._log = RequestLog(config)

@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 
-from fenceline.frontend.tokenizer import Tokenizer
-
-
-@cache
-def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet of byte-level BPE: printable bytes stand for themselves, the others for U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in set(printable))
-    table.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
-    return table
+from fenceline.frontend.tokenizer import Tokenizer, byte_alphabet
 
 
 class TokenTexts:
@@ -28,6 +17,7 @@ class TokenTexts:
         }
         kinds = _decoder_kinds(tokenizer)
         self._byte_level = "ByteLevel" in kinds
+        self._byte_alphabet = byte_alphabet()
         self._blank_marks = bool(kinds & {"Metaspace", "Replace"})
         self._cache: dict[int, tuple[str, bytes]] = {}
 
@@ -51,7 +41,7 @@ class TokenTexts:
         if piece is None:
             return b""  # the model's vocabulary may be padded beyond the tokenizer's
         if self._byte_level:
-            table = _byte_of_char()
+            table = self._byte_alphabet
             if all(char in table for char in piece):
                 return bytes(table[char] for char in piece)
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
