@@ -14,7 +14,7 @@ from fenceline.config import ConfigError, docs
 from fenceline.config.flags import flags_of
 from fenceline.config.refused import ANY, ELSEWHERE, REFUSED
 from fenceline.config.server_args import ServerArgs, parse_args
-from fenceline.entrypoints.front_door import ADMIN_PATHS, OPEN_PATHS
+from fenceline.entrypoints.middleware import ADMIN_PATHS, OPEN_PATHS
 
 # The launch commands of the public threads that this project started from, module renamed.
 THREAD_COMMANDS = {

@@ -22,10 +22,9 @@ from uvicorn.server import ServerState
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints import http_protocol as limits
-from fenceline.entrypoints.front_door import MAX_BODIES_BYTES, FrontDoor
 from fenceline.entrypoints.http_protocol import (
     ConnectionLimits,
-    JoiningHttpProtocol,
+    HttpProtocol,
     Listener,
     check_paces,
 )
@@ -36,6 +35,7 @@ from fenceline.entrypoints.http_server import (
     raise_descriptor_limit,
 )
 from fenceline.entrypoints.json_body import MAX_BODY_BYTES
+from fenceline.entrypoints.middleware import MAX_BODIES_BYTES, RequestMiddleware
 from fenceline.frontend.request_types import RequestError
 
 MIB = 1 << 20
@@ -88,9 +88,9 @@ class Server:
         self.loop_time = 1000.0
         self.limits.advance(self.loop_time)
 
-    def connect(self) -> tuple[JoiningHttpProtocol, Wire]:
+    def connect(self) -> tuple[HttpProtocol, Wire]:
         wire = Wire()
-        connection = JoiningHttpProtocol(
+        connection = HttpProtocol(
             config=self.config, server_state=self.state, app_state={}, limits=self.limits
         )
         connection.connection_made(wire)
@@ -237,7 +237,7 @@ async def test_ambiguous_and_malformed_heads_are_400(
     headers: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = App()
-    door = FrontDoor(app, None)
+    door = RequestMiddleware(app, None)
     connection, wire = Server(door).connect()
     connection.data_received(b"POST /generate HTTP/1.1\r\nHost: x\r\n" + headers + b"\r\n\r\n{}")
     await settle()
@@ -248,7 +248,7 @@ async def test_ambiguous_and_malformed_heads_are_400(
 
 
 async def test_a_length_beyond_the_limit_is_413_however_long_its_number() -> None:
-    connection, wire = Server(FrontDoor(App(), None)).connect()
+    connection, wire = Server(RequestMiddleware(App(), None)).connect()
     connection.data_received(b"POST / HTTP/1.1\r\nContent-Length: 18446744073709551615\r\n\r\n")
     await settle()
     assert status_of(wire) == 413
@@ -277,7 +277,7 @@ def test_any_bytes_are_answered_or_refused(data: list[bytes], key: str | None) -
         handler = logging.Handler(logging.ERROR)
         handler.emit = logged.append  # type: ignore[method-assign]
         logging.getLogger().addHandler(handler)
-        connection, wire = Server(FrontDoor(App(), key)).connect()
+        connection, wire = Server(RequestMiddleware(App(), key)).connect()
         for part in data:
             if wire.closing:
                 break
@@ -364,7 +364,7 @@ async def test_every_request_of_a_connection_hears_that_the_client_has_gone() ->
 
 async def test_a_wrong_key_is_refused_before_the_body() -> None:
     app = App()
-    connection, wire = Server(FrontDoor(app, "secret")).connect()
+    connection, wire = Server(RequestMiddleware(app, "secret")).connect()
     head = b"POST /generate HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 60000000\r\n\r\n"
     connection.data_received(head)
     await settle()
@@ -380,7 +380,7 @@ async def test_a_wrong_key_is_refused_before_the_body() -> None:
 
 
 async def test_what_follows_a_refusal_is_not_read_for_ever() -> None:
-    connection, wire = Server(FrontDoor(App(), "secret")).connect()
+    connection, wire = Server(RequestMiddleware(App(), "secret")).connect()
     connection.data_received(b"POST /generate HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
     await settle()
     num_sent, chunk = 0, b"%x\r\n" % MIB + b"a" * MIB + b"\r\n"
@@ -416,7 +416,7 @@ async def test_all_large_bodies_together_are_limited() -> None:
         finally:
             num_held -= mine
 
-    door = FrontDoor(app, None)
+    door = RequestMiddleware(app, None)
     piece = bytes(MIB)
 
     async def client() -> None:

@@ -14,8 +14,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from fenceline.entrypoints import sse
+from fenceline.entrypoints.direct_routes import DirectRoutes, handlers_of
 from fenceline.entrypoints.http_protocol import MAX_HELD_BYTES, JoiningTransport, LateLogger
-from fenceline.entrypoints.short_way import ShortWay, handlers_of
 from fenceline.entrypoints.sse import EventStream
 from fenceline.frontend.request_types import RequestError
 from fenceline.ipc import sockets as ipc
@@ -202,7 +202,7 @@ async def test_what_fills_a_step_does_not_wait_for_the_turns_end() -> None:
     ("raised", "status"),
     [(RequestError(418, "no"), 418), (ClientDisconnect(), 499), (None, 200)],
 )
-async def test_the_short_way_answers_as_the_app_does(raised: Exception | None, status: int) -> None:
+async def test_a_direct_route_answers_as_the_app_does(raised: Exception | None, status: int) -> None:
     sent: list[Message] = []
 
     async def handler(request: Request) -> Response:
@@ -219,19 +219,19 @@ async def test_the_short_way_answers_as_the_app_does(raised: Exception | None, s
     async def send(message: Message) -> None:
         sent.append(message)
 
-    way = ShortWay(app, {"/generate": handler})
+    direct = DirectRoutes(app, {"/generate": handler})
     scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
-    await way(scope, receive, send)
+    await direct(scope, receive, send)
     assert sent[0]["status"] == status
     if raised is None:
         assert sent[1]["body"] == b"body"
     sent.clear()
-    await way({**scope, "method": "GET"}, receive, send)
-    await way({**scope, "path": "/other"}, receive, send)
+    await direct({**scope, "method": "GET"}, receive, send)
+    await direct({**scope, "path": "/other"}, receive, send)
     assert sent == [{"type": "the app", "path": path} for path in ("/generate", "/other")]
 
 
-def test_only_generation_goes_the_short_way() -> None:
+def test_only_generation_has_direct_routes() -> None:
     from fastapi import APIRouter
 
     router = APIRouter()

@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message
 from fenceline.config import ConfigError
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.entrypoints.front_door import ADMIN_PATHS, OPEN_PATHS
 from fenceline.entrypoints.http_server import create_app
+from fenceline.entrypoints.middleware import ADMIN_PATHS, OPEN_PATHS
 from fenceline.frontend.tokenizer import load_tokenizer
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.ipc import io_struct as io

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.fields import UnknownFields
-from fenceline.entrypoints.front_door import BODY_BYTES
+from fenceline.entrypoints.middleware import BODY_BYTES
 from fenceline.entrypoints.native_api import NativeApi
 from fenceline.entrypoints.sse import while_connected, written
 from fenceline.frontend.request_types import GenerateChunk

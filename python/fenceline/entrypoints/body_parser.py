@@ -29,8 +29,8 @@ from starlette.requests import Request
 from fenceline.config.request_limits import MAX_BODY_OBJECTS, MAX_BODY_VALUES, MAX_TEXT_CHARS
 from fenceline.entrypoints.errors import internal_error, too_deep
 from fenceline.entrypoints.fields import MAX_NAMES_LOGGED, FieldRules, UnknownFields
-from fenceline.entrypoints.front_door import BODY_BYTES
 from fenceline.entrypoints.json_body import count_values
+from fenceline.entrypoints.middleware import BODY_BYTES
 from fenceline.entrypoints.sse import unless_gone
 from fenceline.frontend.request_types import RequestError
 from fenceline.frontend.tokenize_pool import trim_memory

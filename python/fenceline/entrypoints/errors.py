@@ -55,7 +55,7 @@ def too_deep() -> RequestError:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Every way in which a request can be wrong ends in :func:`error_response`; the front door
+    """Every way in which a request can be wrong ends in :func:`error_response`; the middleware
     logs defects, and answers for those outside the application."""
 
     async def on_request_error(request: Request, error: Exception) -> Response:
@@ -79,7 +79,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return Response(status_code=CLIENT_GONE)
 
     async def on_defect(request: Request, error: Exception) -> Response:
-        return error_response(internal_error(error))  # raised again behind it, for the front door to log
+        return error_response(internal_error(error))  # raised again behind it, for the middleware to log
 
     app.add_exception_handler(Exception, on_defect)
     app.add_exception_handler(ClientDisconnect, on_client_gone)

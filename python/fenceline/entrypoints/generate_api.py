@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.body_parser import BodyParser
-from fenceline.entrypoints.front_door import REQUEST_ID
 from fenceline.entrypoints.generate_body import Expanded, GenerateBody, expand, parse_generate
+from fenceline.entrypoints.middleware import REQUEST_ID
 from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS
 from fenceline.entrypoints.sse import (
     DONE,

@@ -296,7 +296,7 @@ class Listener:
         """As a server of asyncio's; connections are waited for by uvicorn."""
 
 
-class JoiningHttpProtocol(HttpToolsProtocol):
+class HttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 on a :class:`JoiningTransport`, with limits.
 
     A request that is malformed or too large is answered with a 4xx in the server's own form, and the connection is
@@ -546,7 +546,7 @@ class JoiningHttpProtocol(HttpToolsProtocol):
     def _make_room(self) -> bool:
         """Close some of the connections that wait for their client, those that have waited longest. False: there are
         none."""
-        others = cast("set[JoiningHttpProtocol]", self.connections)
+        others = cast("set[HttpProtocol]", self.connections)
         idle = [other for other in others if other is not self and other._is_idle()]
         self._limits.warn(self._limits.max_connections, len(idle))
         idle.sort(key=lambda other: other._pace_at)
@@ -570,8 +570,8 @@ async def _only_health(app: ASGIApp, scope: Scope, receive: Receive, send: Send)
     await response(scope, receive, send)
 
 
-def check_paces(connections: Iterable[JoiningHttpProtocol]) -> bool:
-    """:meth:`JoiningHttpProtocol.check_pace` of each. False: so many had to be closed that the rest is left for another
+def check_paces(connections: Iterable[HttpProtocol]) -> bool:
+    """:meth:`HttpProtocol.check_pace` of each. False: so many had to be closed that the rest is left for another
     turn."""
     num_closed = 0
     for connection in connections:

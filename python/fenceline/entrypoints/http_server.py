@@ -17,14 +17,14 @@ from starlette.types import ASGIApp
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.body_parser import BodyParser
+from fenceline.entrypoints.direct_routes import DirectRoutes, handlers_of
 from fenceline.entrypoints.errors import install_error_handlers
 from fenceline.entrypoints.fields import UnknownFields
-from fenceline.entrypoints.front_door import FrontDoor
-from fenceline.entrypoints.http_protocol import ConnectionLimits, JoiningHttpProtocol, Listener, check_paces
+from fenceline.entrypoints.http_protocol import ConnectionLimits, HttpProtocol, Listener, check_paces
+from fenceline.entrypoints.middleware import RequestMiddleware
 from fenceline.entrypoints.native_api import NativeApi
 from fenceline.entrypoints.openai.router import create_router
 from fenceline.entrypoints.openapi import install_docs
-from fenceline.entrypoints.short_way import ShortWay, handlers_of
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.version import __version__
 
@@ -36,7 +36,7 @@ _RESERVED_DESCRIPTORS = 128  # for all that is no connection: sockets to the eng
 
 
 def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
-    """All endpoints over ``manager``, behind the front door."""
+    """All endpoints over ``manager``, behind the one middleware."""
     app = FastAPI(title="Fenceline", version=__version__, docs_url=None, redoc_url=None)
     install_error_handlers(app)
     parser = BodyParser(config.model.context_length, UnknownFields(config.server_args.strict_fields))
@@ -44,9 +44,9 @@ def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
     for router in routers:
         app.include_router(router)
     install_docs(app)
-    short = ShortWay(app, handlers_of(route for router in routers for route in router.routes))
-    return FrontDoor(
-        short, api_key=config.server_args.api_key, admin_api_key=config.server_args.admin_api_key
+    direct = DirectRoutes(app, handlers_of(route for router in routers for route in router.routes))
+    return RequestMiddleware(
+        direct, api_key=config.server_args.api_key, admin_api_key=config.server_args.admin_api_key
     )
 
 
@@ -96,7 +96,7 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections on ``sockets``, which listen already."""
         make_protocol = partial(
-            JoiningHttpProtocol,
+            HttpProtocol,
             config=self.config,
             server_state=self.server_state,
             app_state={},
@@ -115,7 +115,7 @@ class HttpServer(uvicorn.Server):
             self._limits.advance(asyncio.get_running_loop().time())
             self._looked = False
         if not self._looked:
-            connections = cast("list[JoiningHttpProtocol]", list(self.server_state.connections))
+            connections = cast("list[HttpProtocol]", list(self.server_state.connections))
             self._looked = check_paces(connections)
         return await super().on_tick(counter)
 

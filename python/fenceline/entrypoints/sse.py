@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fenceline.entrypoints.errors import error_bytes, internal_error
-from fenceline.entrypoints.front_door import BODY_BYTES, BODY_SEND
+from fenceline.entrypoints.middleware import BODY_BYTES, BODY_SEND
 from fenceline.frontend.request_stream import StreamGroup
 from fenceline.frontend.request_types import GenerateChunk, RequestError
 

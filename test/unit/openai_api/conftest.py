@@ -21,7 +21,7 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.errors import install_error_handlers
 from fenceline.entrypoints.fields import UnknownFields
-from fenceline.entrypoints.front_door import FrontDoor
+from fenceline.entrypoints.middleware import RequestMiddleware
 from fenceline.entrypoints.openai.router import create_router
 from fenceline.frontend.tokenizer import Tokenizer, load_tokenizer
 from fenceline.frontend.tokenizer_manager import TokenizerManager
@@ -219,7 +219,7 @@ def serve(model_dir: Path) -> Callable[..., object]:
         install_error_handlers(app)
         parser = BodyParser(config.model.context_length, UnknownFields(config.server_args.strict_fields))
         app.include_router(create_router(manager, config, parser))
-        app.add_middleware(FrontDoor, api_key=config.server_args.api_key)
+        app.add_middleware(RequestMiddleware, api_key=config.server_args.api_key)
         async with _running(app) as url:
             key = config.server_args.api_key or "none"
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)

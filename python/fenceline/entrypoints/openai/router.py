@@ -12,7 +12,7 @@ from starlette.responses import Response
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.errors import error_response
-from fenceline.entrypoints.front_door import REQUEST_ID
+from fenceline.entrypoints.middleware import REQUEST_ID
 from fenceline.entrypoints.openai.answer import AnswerHead, Generator, ServedModel
 from fenceline.entrypoints.openai.chat_template import chat_template_of
 from fenceline.entrypoints.openai.delivery import json_response

@@ -1,4 +1,4 @@
-"""The short way to the endpoints that generate: past routing and middleware that have nothing to do there."""
+"""Requests to generate go straight to their handlers, past routing and middleware that have nothing to do there."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def handlers_of(routes: Iterable[BaseRoute]) -> dict[str, Handler]:
     }
 
 
-class ShortWay:
+class DirectRoutes:
     """POST to a path in ``handlers`` is answered by its handler, everything else by ``app``.
 
-    Errors are answered as ``app`` does (:func:`fenceline.entrypoints.errors.install_error_handlers`): the way changes
-    what a request costs, not what it gets.
+    Errors are answered as ``app`` does (:func:`fenceline.entrypoints.errors.install_error_handlers`): the route changes
+    what a request costs, not what it gets. With plain routes of ``app`` instead, a request for two tokens cost this
+    process a third more CPU time (benchmark/bench_frontend.py, 1,024 streams); a stream's later tokens cost the same.
     """
 
     def __init__(self, app: ASGIApp, handlers: Mapping[str, Handler]) -> None:

@@ -36,7 +36,7 @@ ADMIN_PATHS = frozenset(
 )  # fmt: skip
 
 
-class FrontDoor:
+class RequestMiddleware:
     """Gives every request an id (the client's ``x-request-id`` or a fresh one) that its answer carries too,
     compares keys in constant time, refuses bodies over 64 MiB and answers for our own defects.
 
@@ -113,7 +113,7 @@ def _given_key(headers: dict[bytes, bytes]) -> bytes:
 class _Body:
     """``receive`` that counts: a body without a declared length is limited too, and so are all bodies together."""
 
-    def __init__(self, door: FrontDoor, receive: Receive) -> None:
+    def __init__(self, door: RequestMiddleware, receive: Receive) -> None:
         self._door = door
         self._receive = receive
         self._num_bytes = 0

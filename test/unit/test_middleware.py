@@ -1,4 +1,4 @@
-"""The front door: what a client sees of a request that the stopping server cut short."""
+"""The middleware: what a client sees of a request that the stopping server cut short."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from fenceline.entrypoints.errors import install_error_handlers
-from fenceline.entrypoints.front_door import FrontDoor
+from fenceline.entrypoints.middleware import RequestMiddleware
 from fenceline.frontend import tokenize_pool
 
 SCOPE: Scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
@@ -33,7 +33,7 @@ async def answer(started: bool) -> list[Message]:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    task = asyncio.ensure_future(FrontDoor(app, None)(dict(SCOPE), receive, send))
+    task = asyncio.ensure_future(RequestMiddleware(app, None)(dict(SCOPE), receive, send))
     await waits.wait()
     task.cancel()
     await task  # no exception: nothing for the server to log
@@ -69,7 +69,7 @@ async def test_a_defect_of_any_endpoint_is_an_error_object_and_logged(
         sent.append(message)
 
     scope = {**SCOPE, "method": "GET", "path": "/broken", "query_string": b"", "http_version": "1.1"}
-    await FrontDoor(application, None)(scope, receive, send)
+    await RequestMiddleware(application, None)(scope, receive, send)
     start, body = sent
     assert start["status"] == 500
     assert orjson.loads(body["body"])["error"]["message"].startswith("internal error: KeyError")
@@ -100,7 +100,7 @@ async def test_memory_of_large_bodies_is_given_back_once_for_many_of_them(
 
         await door(dict(SCOPE), receive, send)
 
-    door = FrontDoor(app, None)
+    door = RequestMiddleware(app, None)
     for _ in range(100):
         await ask(60_000)  # small ones give nothing back
     await ask(1 << 20)  # little waits for more to come with it
