@@ -72,6 +72,18 @@ class StaleMemoryError(CheckError):
     checker = "lifetime"
 
 
+class TagError(CheckError):
+    """A slot of KV memory holds something else than it must."""
+
+    checker = "tags"
+
+
+class OwnershipError(CheckError):
+    """A page is touched by somebody who has neither leased nor shares it."""
+
+    checker = "ownership"
+
+
 class RaceError(VgpuError):
     """Two operations touch the same memory and nothing orders them.
 

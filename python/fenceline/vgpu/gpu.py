@@ -18,7 +18,17 @@ from fenceline.vgpu.findings import Findings
 from fenceline.vgpu.graph import Capture, Graph
 from fenceline.vgpu.layout import Form, layout_at
 from fenceline.vgpu.memory import ALIGN, Allocation, PinnedMemory, Pool, Region, Tag, whole
-from fenceline.vgpu.operation import NO_ACCESS, NO_BOUNDS, RELEASE, Accesses, Bounds, Operation, Place, here
+from fenceline.vgpu.operation import (
+    NO_ACCESS,
+    NO_BOUNDS,
+    RELEASE,
+    Accesses,
+    Bounds,
+    Operation,
+    Place,
+    Purpose,
+    here,
+)
 from fenceline.vgpu.policy import Policy, Turn, make_policy
 from fenceline.vgpu.streams import DEFAULT_STREAM, HostThread, VirtualStream
 from fenceline.vgpu.threads import Rotation, Worker
@@ -168,6 +178,16 @@ class VirtualGpu:
         finally:
             thread.resources = before
 
+    @contextmanager
+    def meaning(self, purpose: Purpose) -> Iterator[None]:
+        """Inside, ``purpose`` is told of each operation that this thread submits, when it has run; in replays too."""
+        thread = self.thread
+        before, thread.purpose = thread.purpose, purpose
+        try:
+            yield
+        finally:
+            thread.purpose = before
+
     @property
     def races(self) -> list[RaceError]:
         """Those found so far."""
@@ -211,8 +231,9 @@ class VirtualGpu:
             self._queue(stream, op)
 
     def _queue(self, stream: VirtualStream, op: Operation) -> None:
-        op.seq = self._moment()
-        stream.append(op, self.thread.submitting)
+        thread = self.thread
+        op.seq, op.purpose = self._moment(), thread.purpose
+        stream.append(op, thread.submitting)
 
     def record(self, stream: VirtualStream) -> Operation:
         """A mark after everything submitted to ``stream`` so far."""
@@ -366,12 +387,14 @@ class VirtualGpu:
                 raise
             except Exception as error:
                 self.findings.fail(op, error)
+            if op.purpose is not None:
+                op.purpose.ran(op)
             op.run = None
             op.reads = op.writes = NO_ACCESS
             op.bounds = NO_BOUNDS
             self.num_run += 1
         op.done = True
-        op.after = None
+        op.after = op.purpose = None
 
     def _look_ahead(self) -> list[RaceError]:
         """Races of work that is queued: a schedule may show an effect before the cause."""

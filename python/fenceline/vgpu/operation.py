@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -101,6 +101,14 @@ NO_ACCESS: Accesses = ()
 NO_BOUNDS: Bounds = ()
 
 
+class Purpose(Protocol):
+    """What operations are submitted for."""
+
+    def ran(self, op: Operation) -> None:
+        """``op``, submitted for this, has just run; its accesses and their indices are still there."""
+        ...
+
+
 class Operation:
     """Work on a stream. ``agent`` and ``index`` name it for vector clocks, ``seq`` is its place in program order.
 
@@ -109,8 +117,8 @@ class Operation:
     """
 
     __slots__ = (
-        "after", "agent", "bounds", "capture", "clock", "done", "graph", "index", "label", "place", "reads", "run",
-        "seq", "stream", "where", "writes",
+        "after", "agent", "bounds", "capture", "clock", "done", "graph", "index", "label", "place", "purpose", "reads",
+        "run", "seq", "stream", "where", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -131,6 +139,7 @@ class Operation:
         self.after = after
         self.bounds = bounds
         self.graph = ""
+        self.purpose: Purpose | None = None  # of the thread that submitted it: see ``VirtualGpu.meaning``
         self.done = False
         self.capture: Capture | None = None  # the capture that it is part of; such a one never runs itself
         self.stream: VirtualStream | None = None

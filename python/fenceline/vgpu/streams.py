@@ -6,7 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from fenceline.memory_order.vector_clock import Clock, joined
-from fenceline.vgpu.operation import Access, Operation
+from fenceline.vgpu.operation import Access, Operation, Purpose
 
 if TYPE_CHECKING:
     from fenceline.vgpu.graph import Capture
@@ -61,11 +61,12 @@ class Agent:
 class HostThread(Agent):
     """A thread of the host."""
 
-    __slots__ = ("_now", "current", "resources")
+    __slots__ = ("_now", "current", "purpose", "resources")
 
     def __init__(self, number: int, name: str, current: VirtualStream) -> None:
         super().__init__(number, name)
         self.resources: tuple[Access, ...] = ()  # that whatever it submits occupies
+        self.purpose: Purpose | None = None  # of whatever it submits
         self.current = current  # the stream that torch operations of this thread go to
         self._now: Clock = self.now()
 

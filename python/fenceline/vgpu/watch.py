@@ -92,10 +92,10 @@ class Watch:
     def _stale(self, op: Operation, fill: Fill, units: npt.NDArray[np.int64]) -> FreshnessError:
         memory = self._name(units)
         writer: Operation | None = self._writers[units[0]]
-        written = "never written since it is watched" if writer is None else f"last written by {_who(writer)}"
+        written = "never written since it is watched" if writer is None else f"last written by {who(writer)}"
         lines = [
             f"freshness: {memory} read, which nobody has written since the fill began",
-            f"  read by {_who(op)}",
+            f"  read by {who(op)}",
             f"  {written}",
             f"  the fill began at {fill.place}",
         ]
@@ -142,14 +142,14 @@ def _out_of_bounds(op: Operation, bound: Bound, values: Rows) -> BoundsError:
     memory = f"{bound.tag} {axis}"
     lines = [
         f"bounds: {memory} 0-{bound.size - 1} indexed with {shown}",
-        f"  {'written' if writes else 'read'} by {_who(op)}",
+        f"  {'written' if writes else 'read'} by {who(op)}",
     ]
     if bound.source is not None:
         source = bound.source
         lines.append(f"  the index is {source.tag}, element{'s' * (len(wrong) > 1)} {row_numbers(wrong)}")
         writer = source.tag.watch.last_writer(source) if source.tag.watch is not None else None
         if writer is not None:
-            lines.append(f"  written by {_who(writer)}")
+            lines.append(f"  written by {who(writer)}")
     negative = bool((values < 0).any())
     if negative:
         lines.append("  torch counts negative indices from the end, where a row is somebody's")
@@ -183,7 +183,8 @@ def outlived(tag: Tag, generation: int, place: Place) -> GenerationError:
     return GenerationError("\n".join(lines), "", str(tag), (str(fill.place), str(place)))
 
 
-def _who(op: Operation) -> str:
+def who(op: Operation) -> str:
+    """``op`` as reports name it: what, in which graph, where, and the line that submitted it."""
     inside = f" in {op.graph}" if op.graph else ""
     return f"{op.label}{inside} on {op.where} ({op.where}#{op.index}), {op.place}"
 

@@ -8,8 +8,14 @@ from dataclasses import dataclass, replace
 
 from fenceline.memory_order.edges import EDGE_PARTS, EDGES
 from fenceline.memory_order.guards import GUARDS
-from fenceline.vgpu.errors import BoundsError, FreshnessError, ProtectionError, StaleMemoryError
-from fenceline.vgpu.proving.runs import HAPPENS_BEFORE, INVARIANTS, Outcome, Trial, named_races
+from fenceline.vgpu.errors import (
+    BoundsError,
+    FreshnessError,
+    OwnershipError,
+    ProtectionError,
+    StaleMemoryError,
+)
+from fenceline.vgpu.proving.runs import HAPPENS_BEFORE, Outcome, Trial, named_races
 
 NECESSARY, REDUNDANT, DORMANT = "necessary", "redundant", "dormant"
 MISNAMED = "misnamed"  # severed it fails, but no checker says why
@@ -92,8 +98,9 @@ def _by_report(pattern: str) -> Callable[[Outcome], bool]:
     return lambda outcome: outcome.checker == HAPPENS_BEFORE and bool(re.search(pattern, outcome.report))
 
 
-def _by_invariant(pattern: str) -> Callable[[Outcome], bool]:
-    return lambda outcome: outcome.checker == INVARIANTS and bool(re.search(pattern, outcome.report))
+def _by_owner(outcome: Outcome) -> bool:
+    """A page is used by somebody whose it is not, or not any more."""
+    return outcome.checker == OwnershipError.checker
 
 
 def _by_guard(checker: str, name: str) -> Callable[[Outcome], bool]:
@@ -112,12 +119,7 @@ _GUARD_ARMS = (
     ),
     Arm("own_copy", "guard", "staging", _by_report(r"on input_ring\.device(.|\n)*copy to device writes it")),
     Arm("same_composition", "guard", "bursts", _by_effect),
-    Arm(
-        "queued_match",
-        "guard",
-        "queued",
-        _by_invariant(r"held twice|match again|pool has free|do not add up"),
-    ),
+    Arm("queued_match", "guard", "queued", _by_owner),
     Arm("retired_after", "guard", "spill", _by_report(r"on kv_pool\.layer\d(.|\n)*_after_(store|forward)")),
     Arm("arena_pad", "guard", "graphs", _by_guard(FreshnessError.checker, "arena_pad")),
     Arm(

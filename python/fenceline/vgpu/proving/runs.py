@@ -108,7 +108,7 @@ def _run(trial: Trial, policy: Policy, only_races: bool = False) -> tuple[Outcom
             loop = run_engine(Random(trial.seed), VgpuDevice.kind, open_device)
         else:
             loop = _run_steps(trial, open_device())
-        outcome = Outcome(trial) if only_races else _judge(trial, loop)
+        outcome = Outcome(trial) if only_races else _judge(trial, loop, gpus[0])
     except Exception as error:
         if not gpus:  # not a finding of the run: it has not begun
             raise
@@ -117,15 +117,19 @@ def _run(trial: Trial, policy: Policy, only_races: bool = False) -> tuple[Outcom
     return outcome, gpus[0]
 
 
-def _judge(trial: Trial, loop: Loop) -> Outcome:
+def _judge(trial: Trial, loop: Loop, gpu: VirtualGpu) -> Outcome:
     """Both oracles are asked. Where the same decisions in order give something else, bytes went wrong on the way; where
-    only the answers are wrong, the decisions are."""
+    only the answers are wrong, the decisions are. Without the detector wrong tags have not stopped the run; the first
+    one is the news then."""
     report, found = execute(loop.scheduler.config, loop.decisions), loop.compare_answers()
     checker = TOKENS if report else ANSWERS if found.wrong else ""
+    wrong = [part for part in (report, found.wrong) if part]
+    if wrong and gpu.findings.errors:
+        wrong.append(f"the first wrong slot: {gpu.findings.errors[0]}")
     return Outcome(
         trial,
         checker,
-        report="\n".join(part for part in (report, found.wrong) if part),
+        report="\n".join(wrong),
         num_steps=num_steps(loop.decisions),
         num_tokens=found.num_tokens,
         num_close=found.num_close,

@@ -17,15 +17,17 @@ from fenceline.mem_cache.hicache import HiCache
 from fenceline.memory_order import Device
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.scheduler.scheduler import InFlight
+from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
 from fenceline.vgpu.proving.decisions import Event, Owned, device_bytes, host_bytes
-from fenceline.vgpu.proving.events import Watch, state_of
+from fenceline.vgpu.proving.events import Watch, around, state_of
 from fenceline.vgpu.proving.oracle import Oracle
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
 from fenceline.vgpu.proving.tiny_model import tiny_model_path, tiny_tokenizer
 from fenceline.vgpu.proving.watched import WatchedScheduler
 from fenceline.vgpu.proving.witness import Witness
+from fenceline.vgpu.tags import Tags
 
 _MAX_STEPS = 2000
 _STEP_S = 0.01
@@ -82,9 +84,15 @@ class Loop:
         self._flight: InFlight | None = None
         self.watch = Watch(device)
         self.runner = ModelRunner(config, device, show_progress=False)
+        self._tags = Tags(device.gpu, self.runner) if isinstance(device, VgpuDevice) else None
         if self.runner.storage is not None:
-            self.runner.storage.controller._clock = self._clock
-        self.scheduler = WatchedScheduler(config, Witness(self.runner, self.decisions), self, self)
+            controller = self.runner.storage.controller
+            controller._clock = self._clock
+            if self._tags is not None:
+                around(controller._backend, "set", before=self._tags.storing)
+                around(controller._backend, "get", after=self._tags.fetched)
+        worker = Witness(self.runner, self.decisions, self._tags)
+        self.scheduler = WatchedScheduler(config, worker, self, self, self._tags)
         self.watch.watch(self.scheduler)
         args = config.server_args
         longest = min(config.model.context_length, self.scheduler.memory.num_pages * args.page_size)
@@ -191,6 +199,9 @@ class Loop:
         if tiers is not None:
             self._settle(tiers)
         self.scheduler.memory.check_books(every_page=True)
+        if self._tags is not None:
+            self.runner.device.synchronize()
+            self._tags.audit()
 
     def compare_answers(self) -> Findings:
         """All answers, held against those of each request alone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.model_executor.step import ExtendBatch, ScheduleBatch, Worker
@@ -10,13 +11,19 @@ from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import Inbox, InFlight, Outbox, Scheduler
 from fenceline.vgpu.proving.answers import Sharing
 from fenceline.vgpu.proving.events import around
+from fenceline.vgpu.tags import Tags
 
 
 class WatchedScheduler(Scheduler):
     """Tells ``sharing`` when a prefix is cached, when one may be found, and when some are given up."""
 
-    def __init__(self, config: EngineConfig, worker: Worker, inbox: Inbox, outbox: Outbox) -> None:
+    def __init__(
+        self, config: EngineConfig, worker: Worker, inbox: Inbox, outbox: Outbox, tags: Tags | None = None
+    ) -> None:
         super().__init__(config, worker, inbox, outbox)
+        self._tags = tags
+        if tags is not None:
+            tags.watch(self)
         storage = config.hicache is not None and config.hicache.storage is not None
         self.sharing = Sharing(config.server_args.page_size, config.server_args.disable_radix_cache, storage)
         tree = self.memory.tree
@@ -30,7 +37,8 @@ class WatchedScheduler(Scheduler):
             for req in reqs:
                 if req.rid not in self.sharing.admitted:
                     self.sharing.admit(req.source)
-        return super().launch(batch, reqs)
+        with nullcontext() if self._tags is None else self._tags.step(batch, reqs):
+            return super().launch(batch, reqs)
 
     def publish(self, flight: InFlight) -> None:
         """See Scheduler."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ from fenceline.model_executor.step import (
     drain_completions,
 )
 from fenceline.vgpu.proving.decisions import Decision, Event, Fetched, Kept, Transfer, host_bytes
+from fenceline.vgpu.tags import Tags
 
 I32 = npt.NDArray[np.int32]
 
@@ -32,7 +34,7 @@ I32 = npt.NDArray[np.int32]
 class Witness:
     """A ModelRunner whose launches and transfers, and what is published of them, are written into ``events``."""
 
-    def __init__(self, runner: ModelRunner, events: list[Event]) -> None:
+    def __init__(self, runner: ModelRunner, events: list[Event], tags: Tags | None = None) -> None:
         self.device = runner.device
         self.pages = runner.pages
         self.max_step_tokens = runner.max_step_tokens
@@ -41,7 +43,7 @@ class Witness:
         self.hicache: NotedTransfers | None = None
         self.storage: Storage | None = None
         if runner.hicache is not None:
-            self.hicache = NotedTransfers(runner.hicache, events)
+            self.hicache = NotedTransfers(runner.hicache, events, tags)
             if runner.storage is not None:
                 noted = NotedStorage(runner.storage.controller, runner.hicache, events)
                 self.storage = Storage(cast(StorageController, noted), runner.storage.root_key)
@@ -89,8 +91,9 @@ class _Noted:
 class NotedTransfers:
     """A HiCacheController whose transfers are written down."""
 
-    def __init__(self, controller: HiCacheController, events: list[Event]) -> None:
+    def __init__(self, controller: HiCacheController, events: list[Event], tags: Tags | None) -> None:
         self._controller = controller
+        self._tags = tags
         self._events = events
 
     @property
@@ -111,12 +114,17 @@ class NotedTransfers:
     def store(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
         """See HiCacheController."""
         self._events.append(Transfer(TransferKind.STORE, device_pages.copy(), host_pages.copy()))
-        self._controller.store(ticket, device_pages, host_pages, after)
+        with self._meaning(TransferKind.STORE, device_pages, host_pages):
+            self._controller.store(ticket, device_pages, host_pages, after)
 
     def load(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
         """See HiCacheController."""
         self._events.append(Transfer(TransferKind.LOAD, device_pages.copy(), host_pages.copy()))
-        self._controller.load(ticket, device_pages, host_pages, after)
+        with self._meaning(TransferKind.LOAD, device_pages, host_pages):
+            self._controller.load(ticket, device_pages, host_pages, after)
+
+    def _meaning(self, *transfer: Any) -> AbstractContextManager[None]:
+        return nullcontext() if self._tags is None else self._tags.transfer(*transfer)
 
     def drain_acks(self) -> Sequence[Ticket]:
         """See HiCacheController."""

@@ -1,0 +1,675 @@
+"""Shadow tags: what each slot of KV memory holds, kept beside its bytes, and held against what it must hold.
+
+A tag names a token prefix (all tokens up to the slot's own, in one namespace) and a part of the page (a layer's keys,
+say). It is written when a step stores keys and values, travels with every copy between the tiers, to storage and back,
+and is looked at when somebody reads the slot. All of it happens when the operation itself runs, in the order of its
+stream and in replays too. So a page in the wrong place is named by the first operation that puts or finds it there,
+with who wrote it, long before a token is wrong.
+
+What a slot must hold comes from a ledger of each request's tokens outside the engine's memory: its prompt as it
+arrived, and what each step has sampled for it, entered when that step samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fenceline.ipc.io_struct import TokenizedGenerateReq
+from fenceline.mem_cache.transfer import TransferKind
+from fenceline.mem_cache.tree.radix_cache import RadixCache, TreeNode
+from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.model_executor.step import ExtendBatch, ScheduleBatch
+from fenceline.scheduler.req import Req
+from fenceline.scheduler.scheduler import Scheduler
+from fenceline.vgpu.errors import CheckError, TagError
+from fenceline.vgpu.gpu import VirtualGpu
+from fenceline.vgpu.layout import Layout, layout_of
+from fenceline.vgpu.memory import Tag
+from fenceline.vgpu.operation import Access, Operation, here
+from fenceline.vgpu.ownership import Leases
+from fenceline.vgpu.tensor import VTensor
+from fenceline.vgpu.watch import who
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+
+_SINK_PAGE = 0
+_NOTHING = 0  # the tag of a slot that nobody has written
+
+
+class Prefixes:
+    """Token prefixes as numbers: one for each sequence of tokens in each namespace, from 1."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, int | str], int] = {}
+        self._ends: list[tuple[int, str]] = [(0, "")]  # of each: its length, and who it was first made for
+
+    def root(self, namespace: str) -> int:
+        """The prefix without a token."""
+        return self._number((0, namespace), 0, f"namespace {namespace!r}")
+
+    def then(self, prefix: int, token: int, owner: str) -> int:
+        """``prefix`` and one more token, of a request that reports call ``owner``."""
+        return self._number((prefix, token), self._ends[prefix][0] + 1, owner)
+
+    def length(self, prefix: int) -> int:
+        """Its tokens."""
+        return self._ends[prefix][0]
+
+    def describe(self, prefix: int) -> str:
+        """``token 4 of r1`` for the last token of the prefix."""
+        length, owner = self._ends[prefix]
+        return f"token {length - 1} of {owner}"
+
+    def _number(self, key: tuple[int, int | str], length: int, owner: str) -> int:
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._ends)
+            self._ends.append((length, owner))
+        return number
+
+
+class Account:
+    """One request in the ledger: the prefixes that end at its tokens 0, 1, ..., as far as they are known."""
+
+    def __init__(self, source: TokenizedGenerateReq, prefixes: Prefixes) -> None:
+        self.source = source  # kept, so that nobody else gets its identity
+        self.name = source.rid + (f" (namespace {source.extra_key!r})" if source.extra_key else "")
+        self._prefixes = prefixes
+        self._root = prefixes.root(source.extra_key)
+        self.ends: list[int] = []
+        for token in source.input_ids:
+            self.ends.append(prefixes.then(self.ends[-1] if self.ends else self._root, token, self.name))
+
+    def sampled(self, position: int, token: int) -> None:
+        """A step has sampled its token at ``position``. What it had from there on falls away: it was retracted."""
+        del self.ends[position:]
+        self.ends.append(self._prefixes.then(self.ends[-1], token, self.name))
+
+
+class SlotMemory:
+    """A piece of memory that KV slots lie in, in the order of their bytes: what each slot is for, and what it holds."""
+
+    def __init__(self, name: str, page_size: int, parts: Mapping[int, Layout]) -> None:
+        """``parts``: where in the memory each part lies, uint8 [num_pages, bytes of a page's part], by its number."""
+        self.name = name
+        self.page_size = page_size
+        starts, numbers, pages, offsets = [], [], [], []
+        for number, layout in parts.items():
+            num_pages, nbytes = layout.form.shape
+            of_page = np.arange(num_pages) * layout.form.stride[0]
+            of_token = np.arange(page_size) * (nbytes // page_size)
+            starts.append((layout.offset + of_page[:, None] + of_token).reshape(-1))
+            numbers.append(np.full(num_pages * page_size, number))
+            pages.append(np.arange(num_pages).repeat(page_size))
+            offsets.append(np.tile(np.arange(page_size), num_pages))
+        order = np.argsort(np.concatenate(starts))
+        self._starts = np.concatenate(starts)[order]
+        self.part, self.page, self.offset = (np.concatenate(a)[order] for a in (numbers, pages, offsets))
+        self.held: I64 = np.full(len(order), _NOTHING, np.int64)
+        self.writers = np.full(len(order), None, object)  # who put it there
+        self.origins = np.full(len(order), None, object)  # who computed it
+        self._of_layout: dict[Layout, I64] = {}
+
+    def slots(self, access: Access) -> I64:
+        """The slots that an operation touches, in the order in which it names them."""
+        if access.rows is not None:
+            return self._of_rows(access.layout, access.rows)
+        slots = self._of_layout.get(access.layout)
+        if slots is None:
+            starts, nbytes = _pieces(access.layout)
+            slots = self._of_layout[access.layout] = self.between(starts, nbytes)
+        return slots
+
+    def between(self, starts: I64, nbytes: int) -> I64:
+        """Those of the pieces of ``nbytes`` bytes that begin at ``starts``."""
+        first = np.searchsorted(self._starts, starts, side="right") - 1
+        num = np.searchsorted(self._starts, starts + nbytes) - first
+        if (num == 1).all():
+            return first
+        return np.concatenate(
+            [np.arange(f, f + n) for f, n in zip(first.tolist(), num.tolist(), strict=True)]
+        )
+
+    def _of_rows(self, layout: Layout, rows: torch.Tensor) -> I64:
+        form = layout.form
+        numbers = rows.reshape(-1).numpy().astype(np.int64)
+        numbers = np.clip(np.where(numbers < 0, numbers + form.shape[0], numbers), 0, form.shape[0] - 1)
+        step = form.stride[0] * form.itemsize
+        return self.between(
+            layout.offset * form.itemsize + numbers * step, form.nbytes - (form.shape[0] - 1) * step
+        )
+
+    def write(self, slots: I64, tags: I64 | int, op: Operation) -> None:
+        """``op`` has computed what ``slots`` now hold."""
+        self.held[slots] = tags
+        self.writers[slots] = self.origins[slots] = op
+
+    def describe(self, slot: int) -> str:
+        """``host_pool page 3, token 2 of it``."""
+        return f"{self.name} page {self.page[slot]}, slot {self.offset[slot]} of it"
+
+    def history(self, slot: int) -> list[str]:
+        """Lines of a report: who wrote there."""
+        writer, origin = self.writers[slot], self.origins[slot]
+        if writer is None:
+            return ["  written by nobody since it is watched"]
+        lines = [f"  written by {who(writer)}"]
+        if origin is not None and origin is not writer:
+            lines.append(f"  which brought what {who(origin)} computed")
+        return lines
+
+
+def _pieces(layout: Layout) -> tuple[I64, int]:
+    """The contiguous pieces of a layout in the order of its elements: where they begin, and their bytes."""
+    form = layout.form
+    nbytes, dims = form.itemsize, list(zip(form.shape, form.stride, strict=True))
+    while dims and (dims[-1][0] == 1 or dims[-1][1] * form.itemsize == nbytes):
+        nbytes *= dims.pop()[0]
+    starts = np.array([layout.offset * form.itemsize])
+    for size, step in dims:
+        starts = (starts[:, None] + np.arange(size) * step * form.itemsize).reshape(-1)
+    return starts, nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Seq:
+    """A request's part of a step: tokens ``first`` .. ``length - 1`` are computed, the one after them is sampled.
+
+    ``pages``: those of its tokens in order, as the request has them when the step is submitted."""
+
+    account: Account
+    row: int
+    first: int
+    length: int
+    samples: bool
+    pages: I32
+
+    def slots(self, page_size: int) -> I64:
+        """Numbers (page * page_size + offset) of the slots of all its tokens."""
+        return (self.pages[:, None] * np.int64(page_size) + np.arange(page_size)).reshape(-1)[: self.length]
+
+
+class Step:
+    """The purpose of a step's operations."""
+
+    def __init__(self, tags: Tags, seqs: Sequence[Seq], decodes: bool) -> None:
+        self._tags = tags
+        self._seqs = seqs
+        self._decodes = decodes
+        self._kind = "decode step" if decodes else "prefill step"
+        self._pages = frozenset(chain.from_iterable(seq.pages.tolist() for seq in seqs))
+        self._by_row = {seq.row: seq for seq in seqs}
+        self._next_part = 0  # that is to be stored
+        self._unread: dict[int, list[Seq]] = {}
+        self._ends: list[I64] | None = None
+
+    def ran(self, op: Operation) -> None:
+        """See ``operation.Purpose``."""
+        tags = self._tags
+        for access in op.reads:
+            memory = tags.memories.get(access.tag)
+            if memory is not None:
+                self._read(op, memory, memory.slots(access))
+        for access in op.writes:
+            memory = tags.memories.get(access.tag)
+            if memory is not None:
+                self._write(op, memory, memory.slots(access))
+            elif access.tag is tags.page_table:
+                self._enter_pages(op, access)
+            elif access.tag is tags.last_tokens:
+                self._sample(op, access)
+
+    def _prefixes(self, seq: Seq) -> I64:
+        """Those that end at each of its tokens; all steps before this one have sampled."""
+        if self._ends is None:
+            self._ends = [np.array(s.account.ends[: s.length], np.int64) for s in self._seqs]
+        return self._ends[self._seqs.index(seq)]
+
+    # --- reading
+
+    def _read(self, op: Operation, memory: SlotMemory, slots: I64) -> None:
+        """Attention reads the slots of one request after the other, in order, the sink's where there is nothing."""
+        slots = slots[memory.page[slots] != _SINK_PAGE]
+        if len(slots) == 0:
+            return
+        strangers = [page for page in memory.page[slots].tolist() if page not in self._pages]
+        if strangers:
+            self._tags.pages.refuse(strangers, self._readers(), op)
+        part = int(memory.part[slots[0]])
+        unread = self._unread.setdefault(part, [])
+        if not unread:
+            unread += self._seqs
+        in_order = not self._decodes or len(slots) >= sum(seq.length for seq in unread)
+        while len(slots):
+            seq = next(
+                (seq for seq in self._candidates(unread, in_order) if self._fits(memory, slots, part, seq)),
+                None,
+            )
+            if seq is None:
+                self._misread(
+                    op, memory, slots, part, next(self._candidates(unread, in_order), self._seqs[0])
+                )
+                return
+            index = unread.index(seq)
+            del unread[0 if in_order else index : index + 1]
+            slots = slots[seq.length :]
+
+    def _candidates(self, unread: Sequence[Seq], in_order: bool) -> Iterator[Seq]:
+        """Whose turn it may be: the first's; in prefill steps whoever has no prefix may be left out; a decode step that
+        attends in groups may go by length."""
+        for seq in unread:
+            yield seq
+            if self._decodes or seq.first > 0:
+                break
+        if not in_order:
+            longest = max(seq.length for seq in unread)
+            yield from (seq for seq in unread[1:] if seq.length == longest)
+
+    def _fits(self, memory: SlotMemory, slots: I64, part: int, seq: Seq) -> bool:
+        return np.array_equal(memory.held[slots[: seq.length]], self._tags.tag(self._prefixes(seq), part))
+
+    def _misread(self, op: Operation, memory: SlotMemory, slots: I64, part: int, seq: Seq) -> None:
+        expected = self._tags.tag(self._prefixes(seq), part)
+        num = min(len(slots), len(expected))
+        wrong = np.flatnonzero(memory.held[slots[:num]] != expected[:num])
+        position = int(wrong[0]) if len(wrong) else num
+        if position == len(slots):
+            text = f"token {position} of {seq.account.name} is left out"
+            self._tags.found(memory, int(slots[-1]), f"{self._kind}: {text}", op)
+        else:
+            what = f"{self._kind} reads it as token {position} of {seq.account.name}"
+            self._tags.found(memory, int(slots[position]), what, op)
+
+    def _readers(self) -> str:
+        return f"a {self._kind} of {', '.join(seq.account.name for seq in self._seqs)}"
+
+    # --- writing
+
+    def _write(self, op: Operation, memory: SlotMemory, slots: I64) -> None:
+        """The step's tokens are stored in order, part by part; rows behind them are padding."""
+        tags, part = self._tags, self._next_part
+        self._next_part = (part + 1) % tags.num_parts
+        size = memory.page_size
+        if len(slots) and memory.part[slots[0]] != part:
+            names = tags.part_names
+            text = f"{self._kind} stores {names[part]} in {names[int(memory.part[slots[0]])]}"
+            tags.found(memory, int(slots[0]), text, op)
+        ends = np.concatenate([self._prefixes(seq)[seq.first :] for seq in self._seqs])
+        meant = np.concatenate([seq.slots(size)[seq.first :] for seq in self._seqs])
+        num_live = min(len(ends), len(slots), len(meant))
+        numbers = memory.page[slots] * size + memory.offset[slots]
+        padded = np.flatnonzero(memory.page[slots[len(meant) :]] != _SINK_PAGE)
+        if len(padded):
+            row = len(meant) + int(padded[0])
+            text = f"row {row} of {self._kind}, which is padding ({len(meant)} are live), writes it"
+            tags.found(memory, int(slots[row]), text, op)
+        wrong = np.flatnonzero(numbers[:num_live] != meant[:num_live])
+        if len(wrong):
+            self._misplaced(op, memory, int(slots[wrong[0]]), int(wrong[0]), int(meant[wrong[0]]))
+        memory.write(slots[:num_live], tags.tag(ends[:num_live], part), op)
+
+    def _misplaced(self, op: Operation, memory: SlotMemory, slot: int, row: int, meant: int) -> None:
+        seq, position = self._of_token(row)
+        name, page = seq.account.name, int(memory.page[slot])
+        if page not in seq.pages and page != _SINK_PAGE:
+            self._tags.pages.refuse([page], f"a {self._kind} of {name}", op)
+        text = f"{self._kind} stores token {position} of {name} here, not in slot {meant % memory.page_size} of page "
+        self._tags.found(memory, slot, text + str(meant // memory.page_size), op)
+
+    def _of_token(self, row: int) -> tuple[Seq, int]:
+        """Whose the step's token ``row`` is, and its position."""
+        for seq in self._seqs:
+            if row < seq.length - seq.first:
+                return seq, seq.first + row
+            row -= seq.length - seq.first
+        raise AssertionError("a live row")
+
+    # --- the request rows
+
+    def _rows(self, access: Access) -> list[int]:
+        if access.rows is None:
+            return list(self._by_row)
+        return np.unique(access.rows.reshape(-1).numpy()).tolist()
+
+    def _enter_pages(self, op: Operation, access: Access) -> None:
+        """Page tables have been written."""
+        table = access.tag.region.view(self._tags.table_layout).numpy()
+        for row in self._rows(access):
+            seq = self._by_row.get(row)
+            if seq is None:
+                continue  # a request that has left, or another step's: nobody reads it in this one
+            wrong = np.flatnonzero(table[row, : len(seq.pages)] != seq.pages)
+            if len(wrong):
+                column = int(wrong[0])
+                names = f"names page {table[row, column]}, not {seq.pages[column]}"
+                text = f"tags: the page table of {seq.account.name} (row {row}), column {column}, {names}"
+                lines = [text, f"  written by {who(op)}"]
+                memory = f"req_pool.page_table row {row}"
+                self._tags.add(TagError("\n".join(lines), "", memory, (str(op.place),), op.seq))
+
+    def _sample(self, op: Operation, access: Access) -> None:
+        """Last tokens have been written: what the step has sampled."""
+        values = access.tag.region.view(self._tags.last_layout).numpy()
+        for row in self._rows(access):
+            seq = self._by_row.get(row)
+            if seq is not None and seq.samples and len(seq.account.ends) >= seq.length:
+                seq.account.sampled(seq.length, int(values[row]))
+            elif seq is None and row != 0:
+                memory = f"req_pool.last_tokens row {row}"
+                lines = [
+                    f"tags: {memory} is written by a {self._kind} that has no request there",
+                    f"  written by {who(op)}",
+                ]
+                self._tags.add(TagError("\n".join(lines), "", memory, (str(op.place),), op.seq))
+
+
+class Transfer:
+    """The purpose of the copies of one transfer. ``expected``: what pages at the destination must get, as prefixes by
+    token, as far as somebody knows; behind that anything goes."""
+
+    def __init__(
+        self, tags: Tags, kind: TransferKind, pairs: set[tuple[int, int]], expected: Mapping[int, I64]
+    ) -> None:
+        """``pairs`` of source and destination."""
+        self._tags = tags
+        self._kind = kind
+        self._pairs = pairs
+        self._expected = expected
+
+    def ran(self, op: Operation) -> None:
+        """See ``operation.Purpose``."""
+        memories = self._tags.memories
+        if len(op.reads) != 1 or len(op.writes) != 1 or op.writes[0].tag not in memories:
+            return
+        source, target = memories[op.reads[0].tag], memories[op.writes[0].tag]
+        self.copy(op, source, source.slots(op.reads[0]), target, target.slots(op.writes[0]))
+
+    def copy(self, op: Operation, source: SlotMemory, a: I64, target: SlotMemory, b: I64) -> None:
+        """Slots ``a`` of ``source`` have been copied to ``b`` of ``target``."""
+        tags = self._tags
+        tags.carry(op, source, a, target, b)
+        wrong = np.flatnonzero((source.part[a] != target.part[b]) | (source.offset[a] != target.offset[b]))
+        if len(wrong):
+            i = int(wrong[0])
+            names = tags.part_names
+            text = f"{self._kind.value} brings {names[source.part[a[i]]]} to {names[target.part[b[i]]]}"
+            tags.found(target, int(b[i]), text, op, (source, int(a[i])))
+        for i, pair in enumerate(zip(source.page[a].tolist(), target.page[b].tolist(), strict=True)):
+            if pair not in self._pairs:
+                text = f"{self._kind.value} brings {source.name} page {pair[0]}, which does not go here"
+                tags.found(target, int(b[i]), text, op, (source, int(a[i])))
+                break
+        self._check(op, source, a, target, b)
+
+    def _check(self, op: Operation, source: SlotMemory, a: I64, target: SlotMemory, b: I64) -> None:
+        for taken, slot in zip(a.tolist(), b.tolist(), strict=True):
+            ends = self._expected.get(int(target.page[slot]), _NO_ENDS)
+            offset = int(target.offset[slot])
+            if offset < len(ends) and target.held[slot] != self._tags.tag(
+                ends[offset], int(target.part[slot])
+            ):
+                text = f"{self._kind.value} fills it for {self._tags.prefixes.describe(int(ends[offset]))}"
+                self._tags.found(target, slot, text, op, (source, taken))
+                return
+
+
+_NO_ENDS: I64 = np.zeros(0, np.int64)
+
+
+class _Kept(NamedTuple):
+    """A page that storage was given: its bytes, the tags of its slots in their order, and who computed them."""
+
+    digest: bytes
+    tags: I64
+    origins: npt.NDArray[np.object_]
+
+
+class Tags:
+    """The tags of an engine's KV memory on every tier, the ledger, and the leases of its pages."""
+
+    def __init__(self, gpu: VirtualGpu, runner: ModelRunner) -> None:
+        pool, req_pool = runner.kv_pool, runner.req_pool
+        self.prefixes = Prefixes()
+        self.part_names = [f"layer{part.layer}.{part.row.name}" for part in pool.layout.parts]
+        self.num_parts = len(self.part_names)
+        self.memories: dict[Tag, SlotMemory] = {}
+        self.pages = Leases(runner.pages, self.add)
+        self.page_table, self.table_layout = _memory(req_pool.page_table)
+        self.last_tokens, self.last_layout = _memory(req_pool.last_tokens)
+        self._gpu = gpu
+        self._page_size = pool.page_size
+        self._accounts: dict[int, Account] = {}
+        self._kept: dict[bytes, list[_Kept]] = {}  # what storage was given, by key
+        self._scheduler: Scheduler | None = None
+        for number, (name, part) in enumerate(zip(self.part_names, pool.parts, strict=True)):
+            tag, layout = _memory(part)
+            self.memories[tag] = SlotMemory(f"kv_pool.{name}", pool.page_size, {number: layout})
+        if runner.hicache is not None:
+            host = runner.hicache.host_pool
+            self.host_pages = Leases(host.pages, self.add)
+            layouts = {number: layout_of(part) for number, part in enumerate(host.parts)}
+            self._host = SlotMemory("host_pool", pool.page_size, layouts)
+            self._host_start = host.buffer.data_ptr()
+            host_tag = gpu.pinned.find(host.buffer)
+            assert host_tag is not None, "the host tier is pinned"
+            self.memories[host_tag] = self._host
+
+    def watch(self, scheduler: Scheduler) -> None:
+        """Requests and tree are ``scheduler``'s. Before its first step."""
+        self._scheduler = scheduler
+
+    def tag(self, ends: I64 | int, part: int) -> I64:
+        """Of slots whose prefixes are ``ends``."""
+        return np.asarray(ends, np.int64) * self.num_parts + part
+
+    # --- what is submitted
+
+    @contextmanager
+    def step(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> Iterator[None]:
+        """Inside, the step ``batch`` of ``reqs`` is submitted."""
+        tree, size = self._tree, self._page_size
+        shared = frozenset(tree.all_pages().tolist())
+        seqs = []
+        for i, req in enumerate(reqs):
+            account = self._account(req)
+            if isinstance(batch, ExtendBatch):
+                part = batch.seqs[i]
+                row, first, length, samples = (
+                    part.row,
+                    part.prefix_len,
+                    part.seq_len,
+                    part.sampling is not None,
+                )
+            else:
+                length = int(batch.seq_lens[i])
+                row, first, samples = int(batch.rows[i]), length - 1, True
+            pages = np.array(req.pages[: -(-length // size)], np.int32)
+            num_shared = req.shared_len // size
+            self.pages.share(pages[:num_shared].tolist(), account.name, shared)
+            self.pages.claim(pages[num_shared:].tolist(), account.name, account, shared)
+            seqs.append(Seq(account, row, first, length, samples, pages))
+        with self._gpu.meaning(Step(self, seqs, not isinstance(batch, ExtendBatch))):
+            yield
+
+    @contextmanager
+    def transfer(self, kind: TransferKind, device_pages: I32, host_pages: I32) -> Iterator[None]:
+        """Inside, copies between these pages are submitted."""
+        device, host = device_pages.tolist(), host_pages.tolist()
+        self.pages.claim(device, f"a {kind.value}")
+        self.host_pages.claim(host, f"a {kind.value}")
+        if kind is TransferKind.LOAD:
+            pairs, expected = set(zip(host, device, strict=True)), self._wanted(set(device))
+        else:
+            pairs, expected = set(zip(device, host, strict=True)), self._cached("host_pages")
+        with self._gpu.meaning(Transfer(self, kind, pairs, expected)):
+            yield
+
+    def _wanted(self, pages: set[int]) -> dict[int, I64]:
+        """What requests have those of ``pages`` for that are to be loaded: prefixes of the tokens that are not new."""
+        assert self._scheduler is not None, "there is a scheduler"
+        found = {}
+        for req in self._scheduler.reqs.values():
+            for column, page in enumerate(req.pages):
+                if page in pages:
+                    first = column * self._page_size
+                    ends = self._account(req).ends[first : min(first + self._page_size, req.committed_len)]
+                    found[page] = np.array(ends, np.int64)
+        return found
+
+    def _cached(self, tier: str) -> dict[int, I64]:
+        """What the tree has the pages of a tier for (``pages`` or ``host_pages``): prefixes by token."""
+        found: dict[int, I64] = {}
+        size = self._page_size
+        ends: dict[TreeNode, int] = {}
+        for node in self._nodes():
+            assert node.parent is not None, "the root is left out"
+            end = ends.get(node.parent)
+            if end is None:
+                end = self.prefixes.root(node.edge[: -4 * size].decode("utf-8", "surrogatepass"))
+            numbers = []
+            for token in node.tokens.tolist():
+                end = self.prefixes.then(end, token, "a prefix in the tree")
+                numbers.append(end)
+            ends[node] = end
+            pages = getattr(node, tier)
+            if pages is not None and len(pages):
+                found.update(zip(pages.tolist(), np.array(numbers, np.int64).reshape(-1, size), strict=True))
+        return found
+
+    def _nodes(self) -> Iterator[TreeNode]:
+        """Parents first."""
+        nodes = list(self._tree._root.children.values())
+        while nodes:
+            node = nodes.pop()
+            yield node
+            nodes += node.children.values()
+
+    @property
+    def _tree(self) -> RadixCache:
+        assert self._scheduler is not None, "there is a scheduler"
+        return self._scheduler.memory.tree
+
+    def _account(self, req: Req) -> Account:
+        account = self._accounts.get(id(req.source))
+        if account is None:
+            account = self._accounts[id(req.source)] = Account(req.source, self.prefixes)
+        return account
+
+    # --- copies and storage
+
+    def carry(self, op: Operation, source: SlotMemory, a: I64, target: SlotMemory, b: I64) -> None:
+        """``op`` has copied slots ``a`` of ``source`` to ``b`` of ``target``."""
+        target.held[b], target.origins[b], target.writers[b] = source.held[a], source.origins[a], op
+
+    def storing(self, keys: Sequence[bytes], pages: Sequence[Sequence[npt.NDArray[np.uint8]]]) -> None:
+        """Storage is about to be given the bytes of host pages."""
+        for key, parts in zip(keys, pages, strict=True):
+            slots = self._slots_of(parts)
+            self.host_pages.claim([int(self._host.page[slots[0]])], "a write to storage")
+            held, kept = self._host.held[slots], self._kept.setdefault(key, [])
+            if kept and not np.array_equal(kept[0].tags, held):
+                text = f"storage is given it under a key that stands for {self._describe(kept[0].tags[-1])}"
+                self.found(self._host, int(slots[-1]), text)
+            kept.append(_Kept(_digest(parts), held, self._host.origins[slots]))
+
+    def fetched(
+        self, found: Sequence[bool], keys: Sequence[bytes], pages: Sequence[Sequence[npt.NDArray[np.uint8]]]
+    ) -> None:
+        """Storage has brought pages, where it says so."""
+        for there, key, parts in zip(found, keys, pages, strict=True):
+            if not there:
+                continue
+            slots, digest = self._slots_of(parts), _digest(parts)
+            self.host_pages.claim([int(self._host.page[slots[0]])], "a fetch from storage")
+            op = Operation("fetch from storage", here(), None)
+            op.where = self._gpu.thread.name
+            self._host.write(slots, _NOTHING, op)
+            kept = next((kept for kept in self._kept.get(key, ()) if kept.digest == digest), None)
+            if kept is None:
+                text = "storage fills it with bytes that it was not given under this key"
+                self.found(self._host, int(slots[0]), text, op)
+            else:
+                self._host.held[slots], self._host.origins[slots] = kept.tags, kept.origins
+
+    def _slots_of(self, parts: Sequence[npt.NDArray[np.uint8]]) -> I64:
+        pieces = [(np.array([part.ctypes.data - self._host_start]), part.nbytes) for part in parts]
+        return np.concatenate([self._host.between(*piece) for piece in pieces])
+
+    # --- findings
+
+    def audit(self) -> None:
+        """At the end, when nothing is under way: the pages of the tree hold what it has them for."""
+        for tier in ("pages", "host_pages"):
+            expected = self._cached(tier)
+            for memory in self.memories.values():
+                if (memory.name == "host_pool") == (tier == "host_pages"):
+                    self._audit(memory, expected)
+
+    def _audit(self, memory: SlotMemory, expected: Mapping[int, I64]) -> None:
+        ends = np.zeros((int(memory.page.max()) + 1, memory.page_size), np.int64)
+        for page, numbers in expected.items():
+            ends[page] = numbers
+        meant = ends[memory.page, memory.offset]
+        wrong = np.flatnonzero((meant > 0) & (memory.held != meant * self.num_parts + memory.part))
+        if len(wrong):
+            slot = int(wrong[0])
+            text = f"the tree has it for {self.prefixes.describe(int(meant[slot]))}"
+            self.found(memory, slot, text)
+
+    def found(
+        self,
+        memory: SlotMemory,
+        slot: int,
+        text: str,
+        op: Operation | None = None,
+        source: tuple[SlotMemory, int] | None = None,
+    ) -> None:
+        """``slot`` is not what it should be: ``text`` says what ``op`` does with it, or what it should be. ``source``:
+        the slot that it is a copy of."""
+        place = memory.describe(slot)
+        lines = [f"tags: {place}, holds {self._describe(int(memory.held[slot]))}: {text}"]
+        places = []
+        if op is not None:
+            lines.append(f"  by {who(op)}")
+            places.append(str(op.place))
+        if source is not None:
+            memory, slot = source
+            lines.append(f"  from {memory.describe(slot)}")
+        writer = memory.writers[slot]
+        if writer is not op:
+            lines += memory.history(slot)
+            places[:0] = [] if writer is None else [str(writer.place)]
+        self.add(TagError("\n".join(lines), "", place, tuple(places), 0 if op is None else op.seq))
+
+    def _describe(self, tag: int) -> str:
+        if tag == _NOTHING:
+            return "nothing"
+        end, part = divmod(int(tag), self.num_parts)
+        return f"{self.prefixes.describe(end)}, {self.part_names[part]}"
+
+    def add(self, error: CheckError) -> None:
+        """Raise what is wrong; without the detector keep it for who finds the tokens wrong."""
+        if self._gpu.detector is None:
+            self._gpu.findings.errors.append(error)
+        else:
+            self._gpu.findings.add_errors([error])
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Tag, Layout]:
+    """Where a tensor of the device lies."""
+    assert isinstance(tensor, VTensor), "the engine runs on the virtual GPU"
+    return tensor.allocation.tag, tensor.layout_
+
+
+def _digest(parts: Sequence[npt.NDArray[np.uint8]]) -> bytes:
+    return hashlib.blake2b(b"".join(part.tobytes() for part in parts)).digest()

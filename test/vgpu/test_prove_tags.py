@@ -1,0 +1,366 @@
+"""Shadow tags and ownership: faults that no race is part of are named by the operation that brings them about."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fenceline.ipc.io_struct import FlushCacheReq
+from fenceline.layers.attention import torch_backend
+from fenceline.layers.decoder_layer import SelfAttention
+from fenceline.mem_cache.host.page_copy import RunCopier
+from fenceline.mem_cache.kv_pool import ReqPool
+from fenceline.mem_cache.page_hash import PageFingerprint
+from fenceline.mem_cache.storage.file_backend import FileBackend
+from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
+from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
+from fenceline.scheduler.request_memory import RequestMemory
+from fenceline.scheduler.scheduler import Scheduler
+from fenceline.vgpu.errors import OwnershipError, TagError
+from fenceline.vgpu.proving import workloads
+from fenceline.vgpu.proving.runs import ANSWERS, TOKENS, Outcome, Trial, run
+from fenceline.vgpu.proving.script import Scenario, Script, Workload
+
+torch.set_num_threads(1)
+
+TAGS, OWNERSHIP = TagError.checker, OwnershipError.checker
+
+# --- faults, each a line of the engine -----------------------------------------------------------------
+
+
+def _pages_loaded_in_a_wrong_order(patch: pytest.MonkeyPatch) -> None:
+    right = HiRadixCache.begin_load
+
+    def wrong(self: HiRadixCache, *args: Any) -> Any:
+        move = right(self, *args)
+        return dataclasses.replace(move, host_pages=move.host_pages[::-1].copy())
+
+    patch.setattr(HiRadixCache, "begin_load", wrong)
+
+
+def _pages_backed_up_in_a_wrong_order(patch: pytest.MonkeyPatch) -> None:
+    right = HiRadixCache.begin_backup
+
+    def wrong(self: HiRadixCache, *args: Any) -> Any:
+        move = right(self, *args)
+        return dataclasses.replace(move, device_pages=move.device_pages[::-1].copy())
+
+    patch.setattr(HiRadixCache, "begin_backup", wrong)
+
+
+def _halves_swapped_on_the_way_to_the_host(patch: pytest.MonkeyPatch) -> None:
+    """Of each layer the host gets keys where values belong, and the other way round."""
+    right, pieces = RunCopier.to_host, RunCopier._pieces
+
+    def swapped(self: RunCopier, *args: Any) -> Iterator[Any]:
+        pairs = list(pieces(self, *args))
+        num_runs = len(pairs) // (2 * len(args[-1]))
+        for index, (device, _) in enumerate(pairs):
+            first = index // (2 * num_runs) * 2 * num_runs
+            yield device, pairs[first + (index - first + num_runs) % (2 * num_runs)][1]
+
+    def wrong(self: RunCopier, *args: Any) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(RunCopier, "_pieces", swapped)
+            right(self, *args)
+
+    patch.setattr(RunCopier, "to_host", wrong)
+
+
+def _a_copy_that_takes_the_neighbour_page(patch: pytest.MonkeyPatch) -> None:
+    """Backups read one device page too far."""
+    right = RunCopier.to_host
+
+    def wrong(self: RunCopier, stream: Any, device_pages: Any, *args: Any) -> None:
+        right(self, stream, np.minimum(device_pages + 1, self._kv_pool.num_pages - 1), *args)
+
+    patch.setattr(RunCopier, "to_host", wrong)
+
+
+def _rows_stored_under_the_neighbour_layer(patch: pytest.MonkeyPatch) -> None:
+    right = SelfAttention.project
+
+    def wrong(self: SelfAttention, *args: Any) -> torch.Tensor:
+        self.layer_id ^= 1
+        try:
+            return right(self, *args)
+        finally:
+            self.layer_id ^= 1
+
+    patch.setattr(SelfAttention, "project", wrong)
+
+
+def _a_page_table_off_by_one_page(patch: pytest.MonkeyPatch) -> None:
+    right = ReqPool.write_pages
+    patch.setattr(
+        ReqPool, "write_pages", lambda self, rows, columns, pages: right(self, rows, columns + 1, pages)
+    )
+
+
+def _attention_reads_one_page_too_far(patch: pytest.MonkeyPatch) -> None:
+    right = torch_backend._token_slots
+
+    def wrong(page_table: torch.Tensor, *args: Any) -> torch.Tensor:
+        return right(torch.roll(page_table, -1, 1), *args)
+
+    patch.setattr(torch_backend, "_token_slots", wrong)
+
+
+def _attention_reads_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    right = torch_backend._token_slots
+    patch.setattr(torch_backend, "_token_slots", lambda *args: right(*args).flip(1))
+
+
+def _attention_reads_another_request(patch: pytest.MonkeyPatch) -> None:
+    """The rows of a decode step are taken in the opposite order."""
+    right = torch_backend._plan_decode
+
+    def wrong(kv_pool: Any, inputs: Any) -> Any:
+        return right(kv_pool, dataclasses.replace(inputs, rows=inputs.rows.flip(0)))
+
+    patch.setattr(torch_backend, "_plan_decode", wrong)
+
+
+def _a_host_page_matched_for_another_salt(patch: pytest.MonkeyPatch) -> None:
+    right = HiRadixCache.match_prefix
+    patch.setattr(
+        HiRadixCache,
+        "match_prefix",
+        lambda self, tokens, extra_key="": right(self, tokens, "a" if extra_key else ""),
+    )
+
+
+def _a_live_slot_written_by_a_padded_row(patch: pytest.MonkeyPatch) -> None:
+    right = PiecewiseCudaGraphRunner._plan_fields
+
+    def wrong(self: PiecewiseCudaGraphRunner) -> Any:
+        return [dataclasses.replace(f, pad=5) if f.name == "out_slots" else f for f in right(self)]
+
+    patch.setattr(PiecewiseCudaGraphRunner, "_plan_fields", wrong)
+
+
+def _a_page_used_after_it_was_retired(patch: pytest.MonkeyPatch) -> None:
+    """Requests that the tree moves onto other pages keep those in their page table that they have given back."""
+    right = Scheduler.with_remaps
+
+    def wrong(self: Scheduler, writes: Any) -> Any:
+        right(self, writes)
+        return writes
+
+    patch.setattr(Scheduler, "with_remaps", wrong)
+
+
+def _a_page_of_another_request(patch: pytest.MonkeyPatch) -> None:
+    """Who grows is given the page that was handed out last time."""
+    right, last = RequestMemory.grow, {}
+
+    def wrong(self: RequestMemory, req: Any, num_pages: int) -> Any:
+        pages, after = right(self, req, num_pages)
+        given, last["pages"] = last.get("pages", pages), pages
+        if len(given) == len(pages):
+            req.pages[-len(pages) :] = type(req.pages)("i", given.tolist())
+            return given, after
+        return pages, after
+
+    patch.setattr(RequestMemory, "grow", wrong)
+
+
+def _a_page_given_back_too_early(patch: pytest.MonkeyPatch) -> None:
+    """A request's last page is retired when it is admitted."""
+    right = RequestMemory.admit
+
+    def wrong(self: RequestMemory, req: Any, prefix: Any) -> Any:
+        after = right(self, req, prefix)
+        self.pages.retire(np.array(req.pages[-1:], np.int32), after)
+        return after
+
+    patch.setattr(RequestMemory, "admit", wrong)
+
+
+def _storage_forgets_the_salt(patch: pytest.MonkeyPatch) -> None:
+    right = PageFingerprint.root_key
+    patch.setattr(PageFingerprint, "root_key", lambda self, extra_key="": right(self))
+
+
+def _storage_brings_the_wrong_page(patch: pytest.MonkeyPatch) -> None:
+    right = FileBackend.get
+
+    def wrong(self: FileBackend, keys: Any, pages: Any) -> Any:
+        return right(self, keys, pages[::-1])
+
+    patch.setattr(FileBackend, "get", wrong)
+
+
+# --- where they show -----------------------------------------------------------------------------------
+
+HOST = {
+    "max_total_tokens": 28,
+    "max_running_requests": 1,
+    "chunked_prefill_size": 32,
+    "page_size": 4,
+    "enable_hierarchical_cache": True,
+    "hicache_ratio": 4.0,
+    "hicache_io_backend": "direct",
+}
+
+
+def _reloaded(random: Random) -> Scenario:
+    """A prefix of several pages goes to the host and comes back, in the end for another namespace."""
+    script = Script(random)
+    family = script.prompt(16, 16)
+    for turn, (prompt, salt) in enumerate(
+        (
+            (family, "a"),
+            (script.prompt(18, 18), ""),
+            (family, "a"),
+            (script.prompt(18, 18), ""),
+            (family, "b"),
+        )
+    ):
+        script.add(12 * turn, prompt + script.prompt(3, 3), 3, extra_key=salt)
+    return script.scenario(**HOST)
+
+
+def _stored(random: Random) -> Scenario:
+    """A prefix of several pages that only storage still has, asked for in another namespace and in its own."""
+    script = Script(random)
+    family = script.prompt(12, 12)
+    for turn, salt in enumerate("aba"):
+        script.add(16 * turn, family + script.prompt(3, 3), 3, extra_key=salt)
+        script.send(16 * turn + 12, FlushCacheReq(id=f"flush-{turn}"))
+    flags = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete"}
+    return script.scenario(**HOST, **flags, hicache_write_policy="write_through")
+
+
+def _pieces(random: Random) -> Scenario:
+    """Prompts whose steps are padded, some of them beside others that decode."""
+    script = Script(random)
+    for turn in range(4):
+        script.add(3 * turn, script.prompt(5, 7), 6)
+    return script.scenario(
+        max_total_tokens=96, max_running_requests=4, chunked_prefill_size=16, page_size=4,
+        piecewise_cuda_graph_tokens=(8, 16),
+    )  # fmt: skip
+
+
+def _twins(random: Random) -> Scenario:
+    """The same prompt at the same time, computed twice; afterwards one of the two gives its pages back."""
+    script = Script(random)
+    prompt = script.prompt(12, 12)
+    for _ in range(2):
+        script.add(0, prompt, 8)
+    return script.scenario(
+        max_total_tokens=96, max_running_requests=4, chunked_prefill_size=None, page_size=4
+    )
+
+
+def _crowd(random: Random) -> Scenario:
+    """Requests that decode side by side and grow."""
+    script = Script(random)
+    for _ in range(3):
+        script.add(0, script.prompt(4, 9), 14)
+    return script.scenario(
+        max_total_tokens=160, max_running_requests=4, chunked_prefill_size=None, page_size=4
+    )
+
+
+MORE_WORKLOADS = {
+    "tags_reloaded": _reloaded,
+    "tags_stored": _stored,
+    "tags_pieces": _pieces,
+    "tags_twins": _twins,
+    "tags_crowd": _crowd,
+}
+R, K0 = r"r\d", r"kv_pool\.layer0\.k"
+SALT_A = r"page \d+, slot 0 of it, holds token 0 of r0 \(namespace 'a'\), .*"
+PLANTED = [
+    (_pages_loaded_in_a_wrong_order, "tags_reloaded", TAGS,
+     rf"tags: {K0} page \d+, slot 0 of it, holds token \d+ of {R} .*: load fills it for token 0 of {R} .*"
+     r"\n  by copy to device on load .*\n  from host_pool page \d+, slot 0 of it\n  written by copy to host on store"),
+    (_pages_backed_up_in_a_wrong_order, "tags_reloaded", TAGS,
+     rf"tags: host_pool page \d+, slot 0 of it, holds token \d+ of {R} .*: store fills it for token \d+ of {R} .*"
+     rf"\n  by copy to host on store .*\n  from {K0} page \d+, slot 0 of it\n  written by index_copy_ on forward"),
+    (_halves_swapped_on_the_way_to_the_host, "tags_reloaded", TAGS,
+     r"tags: host_pool .*: store brings layer0\.k to layer0\.v\n  by copy to host on store"),
+    (_a_copy_that_takes_the_neighbour_page, "tags_reloaded", TAGS,
+     rf"tags: host_pool .*: store brings {K0} page \d+, which does not go here\n  by copy to host on store"),
+    (_rows_stored_under_the_neighbour_layer, "tags_crowd", TAGS,
+     r"tags: kv_pool\.layer1\.k .*: prefill step stores layer0\.k in layer1\.k\n  by index_copy_ on forward"),
+    (_a_page_table_off_by_one_page, "tags_crowd", TAGS,
+     rf"tags: the page table of {R} \(row \d+\), column 0, names page 0, not \d+\n  written by index_put_ on forward"),
+    (_attention_reads_one_page_too_far, "tags_crowd", TAGS,
+     rf"tags: {K0} .* holds token 4 of (?P<one>{R}), .*: decode step reads it as token 0 of (?P=one)\n"
+     r"  by index_select on forward .*\n  written by index_copy_ on forward"),
+    (_attention_reads_in_another_order, "tags_crowd", TAGS,
+     rf"tags: {K0} .*: decode step reads it as token 0 of {R}\n  by index_select on forward"),
+    (_attention_reads_another_request, "tags_crowd", TAGS,
+     rf"tags: {K0} .* holds token 0 of (?P<one>{R}), .*: decode step reads it as token 0 of (?!(?P=one))"),
+    (_a_host_page_matched_for_another_salt, "tags_reloaded", TAGS,
+     rf"tags: {K0} {SALT_A}: load fills it for token 0 of r4 \(namespace 'b'\)\n  by copy to device on load"),
+    (_a_live_slot_written_by_a_padded_row, "tags_pieces", TAGS,
+     rf"tags: {K0} page 1, slot 1 .*: row \d of prefill step, which is padding \(\d are live\), writes it\n"
+     r"  by index_copy_ in prefill\[8\]"),
+    (_a_page_used_after_it_was_retired, "tags_twins", OWNERSHIP,
+     rf"ownership: KV pages \d+: a decode step of {R}.* uses it after it was retired\n  used by index_select on "
+     r"forward .*\n  leased at .*_alloc.*\n  retired at .* in cache_prompt"),
+    (_a_page_given_back_too_early, "tags_pieces", OWNERSHIP,
+     rf"ownership: KV pages \d+: {R} uses it after it was retired\n  submitted at .*\n  leased at .*\n  retired at "),
+    (_a_page_of_another_request, "tags_crowd", OWNERSHIP,
+     rf"ownership: KV pages \d+: (?P<one>{R}) uses it, and it is (?!(?P=one)){R}'s\n  submitted at .*\n  leased at "),
+    (_storage_forgets_the_salt, "tags_stored", TAGS,
+     rf"tags: {K0} {SALT_A}: load fills it for token 0 of r1 \(namespace 'b'\)\n  by copy to device on load .*\n"
+     r"  from host_pool .*\n  written by fetch from storage on host:storage-fetch"),
+    (_storage_brings_the_wrong_page, "tags_stored", TAGS,
+     r"tags: host_pool .*: storage fills it with bytes that it was not given under this key\n"
+     r"  by fetch from storage on host:storage-fetch"),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _more_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, make in MORE_WORKLOADS.items():
+        monkeypatch.setitem(workloads.WORKLOADS, name, Workload(name, "", make))
+
+
+def _first_failure(name: str, detect: bool = True) -> Outcome | None:
+    outcomes = (run(Trial(name, seed, detect=detect)) for seed in range(4))
+    return next((outcome for outcome in outcomes if not outcome.clean), None)
+
+
+@pytest.mark.parametrize("name", MORE_WORKLOADS)
+def test_the_workloads_of_this_page_are_clean(name: str) -> None:
+    assert _first_failure(name) is None
+
+
+@pytest.mark.parametrize(
+    ("plant", "workload", "checker", "report"), PLANTED, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_a_fault_is_named_where_it_happens(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    workload: str,
+    checker: str,
+    report: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not by the oracle, which would only know that a token is wrong."""
+    plant(monkeypatch)
+    outcome = _first_failure(workload)
+    assert outcome is not None and outcome.checker == checker, outcome and outcome.report
+    assert re.search(report, outcome.report), outcome.report
+
+
+def test_wrong_tokens_name_the_first_slot_whose_tag_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the detector nothing stops a run, and what was noticed on the way is told with the wrong tokens."""
+    _halves_swapped_on_the_way_to_the_host(monkeypatch)
+    outcome = _first_failure("tags_reloaded", detect=False)
+    assert outcome is not None and outcome.checker in (TOKENS, ANSWERS), outcome
+    assert re.search(r"the first wrong slot: tags: host_pool page \d+, slot 0 of it", outcome.report), (
+        outcome.report
+    )
