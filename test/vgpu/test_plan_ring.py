@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fenceline.memory_order.plan_ring import PlanRing
+from fenceline.memory_order.staging import PlanRing
 from fenceline.vgpu import RaceError, VgpuDevice, VirtualGpu
 
 POLICIES = ("fifo", "eager", "laziest", "random", "pct")

@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
 from fenceline.memory_order.guards import GUARDS
 
@@ -42,6 +43,9 @@ class Edge:
     hazards: tuple[Hazard, ...]
     protects: str
     failure: str  # the F-number of docs/memory_order.md, "" where none has been reported
+    # The functions that apply it, where there are several. Each is severed by itself; for those that nothing needs
+    # today there is the reason, "" for the others.
+    sites: tuple[tuple[str, str], ...] = ()
 
     @property
     def waiter(self) -> StreamName:
@@ -57,14 +61,30 @@ class Edge:
         """Whether the edge is declared between these two, in this direction."""
         return (waiter, source) in self.pairs
 
-    def part(self, waiter: StreamName, source: StreamName) -> str:
-        """The name under which a test cuts the edge between these two alone."""
-        return f"{self.name}:{waiter.value}-{source.value}"
+    def part(self, waiter: StreamName, source: StreamName, site: str = "") -> str:
+        """The name under which a test cuts the edge between these two alone, at ``site`` alone if given."""
+        pair = f":{waiter.value}-{source.value}" if len(self.pairs) > 1 else ""
+        return f"{self.name}{pair}{'@' if site else ''}{site}"
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """What has to be shown to be necessary: the edge, or each of its pairs where it has several."""
-        return (self.name,) if len(self.pairs) == 1 else tuple(self.part(*pair) for pair in self.pairs)
+    def parts(self) -> tuple[EdgePart, ...]:
+        """What has to be shown to be necessary: the edge, or each of its pairs and sites where it has several."""
+        return tuple(
+            EdgePart(self.part(*pair, site), *pair, site, covered)
+            for pair in self.pairs
+            for site, covered in self.sites or (("", ""),)
+        )
+
+
+class EdgePart(NamedTuple):
+    """An edge between two streams, as it is applied at ``site``, "" where that is the only one. ``covered``: what makes
+    up for it there, "" if nothing does."""
+
+    name: str
+    waiter: StreamName
+    source: StreamName
+    site: str
+    covered: str
 
 
 _HOST, _SCHEDULE, _FORWARD = StreamName.HOST, StreamName.SCHEDULE, StreamName.FORWARD
@@ -144,6 +164,14 @@ FORWARD_AFTER_LOAD = Edge(
     hazards=(Hazard.RAW, Hazard.WAW),
     protects="KV pages being loaded, layer by layer, and those of a load that nobody needs any more",
     failure="F4",
+    sites=(
+        ("CacheController.layer_ready", ""),
+        (
+            "ModelRunner.launch",
+            "a load is submitted with the step that reads it, which waits for it layer by layer: what FORWARD is given "
+            "later comes after it. It stays for loads that no step reads, and costs nothing where there are none",
+        ),
+    ),
 )
 LOAD_AFTER_STORE = Edge(
     name="load_after_store",
@@ -193,8 +221,13 @@ PAGE_EDGES = (
 EDGES: dict[str, Edge] = {
     edge.name: edge for edge in (*RING_EDGES, *PAGE_EDGES, SM_EXCLUSIVE, HOST_PAGE_REUSE)
 }
-EDGE_PARTS: tuple[str, ...] = tuple(part for edge in EDGES.values() for part in edge.parts)
+EDGE_PARTS: dict[str, EdgePart] = {part.name: part for edge in EDGES.values() for part in edge.parts}
 _PAGE_EDGE_OF = {edge.pairs[0]: edge for edge in PAGE_EDGES}
+
+
+def edge_of(part: str) -> str:
+    """The name of the edge that ``part``, an :class:`EdgePart`'s name, is, or is a part of."""
+    return part.partition("@")[0].partition(":")[0]
 
 
 def pages_edge(waiter: StreamName, source: StreamName) -> Edge:
@@ -219,17 +252,18 @@ def edges_markdown() -> str:
         "(`python -m fenceline.memory_order > docs/edges.md`). Do not edit by hand. The last columns are written by",
         "`python -m fenceline.vgpu.prove --write-docs` ([prove.md](prove.md)): with the edge severed, the workload",
         "fails under that seed, and the checker says why. An edge between several pairs of streams is cut between each",
-        "of them by itself.",
+        "of them by itself, and one that several functions apply in each of them by itself.",
         "",
         "| edge | waiter ← source | hazard | protects | failure | status | workload, seed | caught by |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for edge in EDGES.values():
         hazards = ", ".join(h.value for h in edge.hazards)
-        for part, (waiter, source) in zip(edge.parts, edge.pairs, strict=True):
+        for part in edge.parts:
+            where = f" at {part.site}" if part.site else ""
             lines.append(
-                f"| {edge.name} | {waiter.value} ← {source.value} | {hazards} "
-                f"| {edge.protects} | {edge.failure or '-'} | {proved.cells(part)} |"
+                f"| {edge.name} | {part.waiter.value} ← {part.source.value}{where} | {hazards} "
+                f"| {edge.protects} | {edge.failure or '-'} | {proved.cells(part.name)} |"
             )
     lines += [
         "",
@@ -246,6 +280,7 @@ def edges_markdown() -> str:
             f"| {guard.name} | {guard.protects} | {guard.failure or '-'} | {proved.cells(guard.name)} |"
         )
     lines += [""] + [f"`{g.name}` is dormant: {g.dormant}." for g in GUARDS.values() if g.dormant]
+    lines += ["", *(f"`{p.name}` is redundant: {p.covered}." for p in EDGE_PARTS.values() if p.covered)]
     return "\n".join(lines) + "\n"
 
 

@@ -5,11 +5,17 @@ takes its own copy. Results: FORWARD packs them into a device slot, COPY brings 
 host reads. One copy each way whatever the number of fields. Tensors never cross streams in any other
 memory (F16). Where backups of KV pages keep the copy engine busy, behind which COPY would have to wait,
 FORWARD writes small results into pinned memory itself.
+
+Plans: libraries whose host side plans each batch (FlashInfer) keep one pinned buffer each, write it in ``plan()`` and
+copy it with cudaMemcpyAsync; that the copy of the last plan has run before the next one writes is left to the caller
+(F12). Here whoever owns the buffers owns their order: a plan borrows a slot, the library writes the slot's pinned half
+and submits the copy to the device half itself, on SCHEDULE, where it need not wait for the step in flight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
@@ -40,7 +46,7 @@ _SMALL_BYTES = 4096
 
 
 @dataclass(slots=True)
-class _Slot:
+class Slot:
     """A pinned buffer and its device twin, with the Points after which each may be written again."""
 
     host: torch.Tensor  # uint8
@@ -51,6 +57,22 @@ class _Slot:
     device_after: Points = Points()
     leased: bool = False
 
+    def begin_write(self, on: Device, what: str) -> None:
+        """The host may write the pinned buffer from now on."""
+        if self.host_after is not None:  # WAR: an earlier copy may still read it
+            on.schedule.synchronize(self.host_after, STAGING_REUSE)
+        on.declare(StreamName.HOST, what, writes, self.host_memory)
+
+    def begin_upload(self, on: Device, what: str) -> None:
+        """SCHEDULE may copy the pinned buffer to the device's from now on."""
+        on.schedule.wait(self.device_after, SCHEDULE_AFTER_FORWARD)  # WAR: an earlier step may still read it
+        on.declare(StreamName.SCHEDULE, what, copies, self.host_memory, self.device_memory)
+
+    def end_upload(self, on: Device) -> None:
+        """SCHEDULE has been given the copy: FORWARD may read the device buffer from now on."""
+        self.host_after = on.schedule.record()
+        on.forward.wait(self.host_after, FORWARD_AFTER_SCHEDULE)  # RAW: the copy brings our inputs
+
 
 def _aligned(nbytes: int) -> int:
     return (nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
@@ -59,21 +81,21 @@ def _aligned(nbytes: int) -> int:
 class _Ring:
     name: str
 
-    def __init__(self, device: Device, depth: int) -> None:
+    def __init__(self, device: Device, depth: int, nbytes: int = _MIN_SLOT_BYTES) -> None:
         self._device = device
-        self._slots = [self._make(index, _MIN_SLOT_BYTES) for index in range(depth)]
+        self._slots = [self._make(index, nbytes) for index in range(depth)]
         self._next = 0
 
-    def _make(self, index: int, nbytes: int) -> _Slot:
+    def _make(self, index: int, nbytes: int) -> Slot:
         make, host, device = (
             self._device.memory,
             self._device.host_buffer(nbytes),
             self._device.device_buffer(nbytes),
         )
         names = f"{self.name}.pinned[{index}]", f"{self.name}.device[{index}]"
-        return _Slot(host, device, make(names[0], host), make(names[1], device))
+        return Slot(host, device, make(names[0], host), make(names[1], device))
 
-    def _take(self, nbytes: int) -> _Slot:
+    def _take(self, nbytes: int) -> Slot:
         """The next slot, grown if need be. Growth waits for the device: it happens a few times in a life."""
         index = self._next
         self._next = (index + 1) % len(self._slots)
@@ -109,17 +131,11 @@ class InputRing(_Ring):
         offsets, nbytes = _layout(arrays)
         slot = self._take(nbytes)
         device = self._device
-        if slot.host_after is not None:  # WAR: an earlier copy may still read the pinned slot
-            device.schedule.synchronize(slot.host_after, STAGING_REUSE)
-        device.declare(StreamName.HOST, "pack of the step's inputs", writes, slot.host_memory)
+        slot.begin_write(device, "pack of the step's inputs")
         _pack(slot.host, arrays, offsets)
-        # WAR: an earlier step may still read it
-        device.schedule.wait(slot.device_after, SCHEDULE_AFTER_FORWARD)
-        label = "upload of the step's inputs"
-        device.declare(StreamName.SCHEDULE, label, copies, slot.host_memory, slot.device_memory)
+        slot.begin_upload(device, "upload of the step's inputs")
         device.schedule.copy(slot.device[:nbytes], slot.host[:nbytes])
-        slot.host_after = device.schedule.record()
-        device.forward.wait(slot.host_after, FORWARD_AFTER_SCHEDULE)  # RAW: the copy brings our inputs
+        slot.end_upload(device)
         device.declare(
             StreamName.FORWARD, "FORWARD's own copy of the step's inputs", reads, slot.device_memory
         )
@@ -131,6 +147,36 @@ class InputRing(_Ring):
         return _views(block, arrays)
 
 
+class PlanRing(_Ring):
+    """Slots of ``nbytes`` for plans that FORWARD reads.
+
+    With two of them a plan is copied while the step before still reads its own. A slot is FORWARD's from the end of
+    :meth:`planning` until the next one begins: work that reads it has to be submitted in between.
+    """
+
+    def __init__(self, device: Device, nbytes: int, depth: int = 2, name: str = "plan_ring") -> None:
+        self.name = name
+        super().__init__(device, depth, nbytes)
+        self.num_plans = 0
+
+    @contextmanager
+    def planning(self) -> Iterator[Slot]:
+        """Inside, the host may write ``slot.host`` and submit its copy to ``slot.device``, on SCHEDULE, the current
+        stream. Afterwards FORWARD may read ``slot.device``."""
+        device, depth = self._device, len(self._slots)
+        if self.num_plans:  # what FORWARD was given since the last plan may read that plan
+            last = self._slots[(self.num_plans - 1) % depth]
+            device.declare(StreamName.FORWARD, "step that reads its plan", reads, last.device_memory)
+            last.device_after = Points.of(device.forward.record())
+        slot = self._slots[self.num_plans % depth]
+        self.num_plans += 1
+        slot.begin_write(device, "plan of a batch")
+        slot.begin_upload(device, "upload of a plan")
+        with device.schedule.active():
+            yield slot
+        slot.end_upload(device)
+
+
 class ResultLease:
     """Results on their way to the host. :meth:`wait` may be called once; it ends the lease.
 
@@ -140,7 +186,7 @@ class ResultLease:
     def __init__(
         self,
         ring: ResultRing,
-        slot: _Slot,
+        slot: Slot,
         layout: Mapping[str, _Field],
         nbytes: int,
         produced: Point,
@@ -150,7 +196,7 @@ class ResultLease:
         self.produced = produced
         self._sources = sources  # what is copied to the host stays allocated until it has been (F16)
         self._ring = ring
-        self._slot: _Slot | None = slot
+        self._slot: Slot | None = slot
         self._layout = layout
         self._nbytes = nbytes
         self._copied = copied
@@ -234,7 +280,7 @@ class ResultRing(_Ring):
         return ResultLease(self, slot, layout, nbytes, produced, device.copy.record(), sources)
 
     def _write(
-        self, slot: _Slot, layout: Mapping[str, _Field], tensors: Mapping[str, torch.Tensor], nbytes: int
+        self, slot: Slot, layout: Mapping[str, _Field], tensors: Mapping[str, torch.Tensor], nbytes: int
     ) -> ResultLease:
         """:meth:`download` by FORWARD alone."""
         device = self._device
@@ -254,7 +300,7 @@ class ResultRing(_Ring):
         return ResultLease(self, slot, layout, nbytes, written, written, ())
 
     def _pack(
-        self, slot: _Slot, layout: Mapping[str, _Field], tensors: Mapping[str, torch.Tensor], nbytes: int
+        self, slot: Slot, layout: Mapping[str, _Field], tensors: Mapping[str, torch.Tensor], nbytes: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Bring the tensors' bytes into the device slot, on FORWARD; returns what COPY is to copy from where."""
         sources = {name: tensor.contiguous().view(-1).view(torch.uint8) for name, tensor in tensors.items()}
@@ -273,7 +319,7 @@ class ResultRing(_Ring):
         """Whether the copy, or the step, that ``point`` ends has run."""
         return point.stream.poll(point)
 
-    def declare_read(self, slot: _Slot) -> None:
+    def declare_read(self, slot: Slot) -> None:
         """Say that the host reads results now."""
         self._device.declare(StreamName.HOST, "read of the step's results", reads, slot.host_memory)
 

@@ -14,7 +14,7 @@ from fenceline.memory_order.edges import Edge, StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
 from fenceline.memory_order.guards import GRAPH_POOL, Guard
 from fenceline.memory_order.host_threads import HostChannel, HostWorker
-from fenceline.memory_order.stream import Point, Stream
+from fenceline.memory_order.stream import Point, Stream, applied_at
 from fenceline.vgpu.factories import use
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.graph import Graph as VirtualGraph
@@ -36,7 +36,7 @@ class VgpuStream(Stream):
         self.raw: VirtualStream = gpu.stream(name.value)
 
     def _is_cut(self, edge: Edge, waiter: StreamName, source: StreamName) -> bool:
-        self.gpu.edges_met.add(edge.name)
+        self.gpu.edges_met.add((edge.part(waiter, source), applied_at()))
         return super()._is_cut(edge, waiter, source)
 
     def active(self) -> AbstractContextManager[None]:

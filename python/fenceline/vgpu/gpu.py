@@ -74,7 +74,9 @@ class VirtualGpu:
         self.rotation = Rotation(self._thread("host"), seed, self.policy.switch_odds)
         self.num_calls = 0
         self.trace: list[Turn] = []
-        self.edges_met: set[str] = set()  # those that somebody was to wait by, cut or not
+        self.edges_met: set[tuple[str, str]] = (
+            set()
+        )  # those that somebody was to wait by, cut or not, and where
 
     # --- agents --------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from fenceline.layers.attention.flashinfer_library import (
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Device
-from fenceline.memory_order.plan_ring import PlanRing
+from fenceline.memory_order.staging import PlanRing
 
 _INT_BYTES = 8 << 20  # of a plan, as in FlashInfer's own wrappers; what is used of it grows with the batch
 _MAX_QUERY_TILE = 128

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fenceline.memory_order.edges import EDGE_PARTS, EDGES
+from fenceline.memory_order.edges import EDGE_PARTS, EDGES, edge_of
 from fenceline.memory_order.guards import GUARDS
 from fenceline.vgpu.errors import (
     BoundsError,
@@ -31,7 +31,8 @@ _EDGE_WORKLOADS = {
     "store_after_forward": "offload",
     "forward_after_store": "spill",
     "load_after_forward": "swap",
-    "forward_after_load": "spill",
+    "forward_after_load@CacheController.layer_ready": "spill",
+    "forward_after_load@ModelRunner.launch": "spill",
     "load_after_store": "spill",
     "store_after_load": "overwritten",
     "sm_exclusive:forward-store": "persistent",
@@ -74,19 +75,15 @@ class Row:
     @property
     def fine(self) -> bool:
         """Whether it deserves its place."""
-        return self.status in (NECESSARY, DORMANT)
-
-
-def _edge_of(part: str) -> str:
-    """The edge that ``part`` is, or is one pair of (``edges.Edge.part``)."""
-    return part.partition(":")[0]
+        explained = self.name in EDGE_PARTS and EDGE_PARTS[self.name].covered
+        return self.status in (NECESSARY, DORMANT) or (self.status == REDUNDANT and bool(explained))
 
 
 def _by_edge(name: str) -> Callable[[Outcome], bool]:
-    edge = _edge_of(name)
-    if edge == name:
-        return lambda outcome: outcome.checker == HAPPENS_BEFORE and name in outcome.edges
-    waiter, source = name.removeprefix(f"{edge}:").split("-")
+    edge, pair = edge_of(name), name.partition("@")[0].partition(":")[2]
+    if not pair:
+        return lambda outcome: outcome.checker == HAPPENS_BEFORE and edge in outcome.edges
+    waiter, source = pair.split("-")
     # The one that should have waited comes second.
     order = re.compile(rf"^  1\. .* on {source} \((.|\n)*^  2\. .* on {waiter}[: ]", re.MULTILINE)
     return lambda outcome: (
@@ -150,6 +147,8 @@ def judge(arm: Arm, outcomes: Sequence[Outcome]) -> Row:
     caught = [outcome for outcome in outcomes if arm.names(outcome)]
     failed = [outcome for outcome in outcomes if not outcome.clean]
     first = next(iter(caught or failed), None)
+    if first is None and arm.name in EDGE_PARTS and EDGE_PARTS[arm.name].covered:
+        return replace(row, status=REDUNDANT, report=EDGE_PARTS[arm.name].covered)
     if first is None:
         report = (
             covered_by([outcome.trial for outcome in outcomes[:3]])
@@ -165,7 +164,7 @@ def judge(arm: Arm, outcomes: Sequence[Outcome]) -> Row:
 
 
 def _caught_by(arm: Arm, outcome: Outcome) -> str:
-    if _edge_of(arm.name) in outcome.edges:
+    if edge_of(arm.name) in outcome.edges:
         return f"{outcome.checker}, by name"
     return outcome.checker
 
@@ -176,7 +175,7 @@ def covered_by(trials: Sequence[Trial]) -> str:
     Several trials, because an engine that computes with wrong values may stop before the race is due.
     """
     (name,) = trials[0].severed
-    edge = _edge_of(name)
+    edge = edge_of(name)
     met = [(trial, named_races(trial)[1]) for trial in trials]  # by a run without this edge alone
     path = [
         other

@@ -14,7 +14,7 @@ from itertools import chain, count, islice
 
 import torch
 
-from fenceline.memory_order.edges import EDGE_PARTS
+from fenceline.memory_order.edges import EDGE_PARTS, EDGES, edge_of
 from fenceline.memory_order.guards import GUARDS
 from fenceline.vgpu.proving.arms import Arm, Row, judge, unarmed_rows
 from fenceline.vgpu.proving.branches import measured
@@ -105,6 +105,7 @@ def _judge(plan: Plan, tally: _Tally, proof: Proof) -> None:
     if plan.with_unarmed:
         rows |= {row.name: row for row in unarmed_rows()}
     proof.rows = [rows[name] for name in (*EDGE_PARTS, *GUARDS) if name in rows]
+    proof.undeclared = undeclared_sites(tally.intact)
     proof.num_intact = len(tally.intact)
     proof.failures = by_seed(outcome for outcome in tally.intact if not outcome.clean)
     proof.telling = list(proof.failures)
@@ -116,6 +117,20 @@ def _judge(plan: Plan, tally: _Tally, proof: Proof) -> None:
         proof.runs_by_workload[name] = proof.runs_by_workload.get(name, 0) + 1
         proof.num_tokens += outcome.num_tokens
         proof.num_close += outcome.num_close
+
+
+def undeclared_sites(outcomes: Iterable[Outcome]) -> list[str]:
+    """Functions that applied an edge which names others as its sites, or an edge that names none and has several."""
+    met: dict[str, set[str]] = {}
+    for outcome in outcomes:
+        for part, site in outcome.applied:
+            met.setdefault(part, set()).add(site)
+    found = []
+    for part, sites in sorted(met.items()):
+        declared = {site for site, _ in EDGES[edge_of(part)].sites}
+        if declared or len(sites) > 1:
+            found += [f"{part} at {site}" for site in sorted(sites - declared)]
+    return found
 
 
 def _any_failure(outcome: Outcome) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
 from fenceline.memory_order import LeaseError
+from fenceline.memory_order.edges import edge_of
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.errors import CheckError, DeadlockError, KernelError, RaceError
 from fenceline.vgpu.gpu import VirtualGpu
@@ -78,6 +79,9 @@ class Outcome:
     num_tokens: int = 0  # held against the oracle's
     num_close: int = 0  # of them settled otherwise by rounding
     events: frozenset[str] = frozenset()  # that were seen (``events.EVENTS``)
+    applied: frozenset[tuple[str, str]] = (
+        frozenset()
+    )  # parts of edges that were met, and the functions that apply them
 
     @property
     def clean(self) -> bool:
@@ -114,7 +118,7 @@ def _run(trial: Trial, policy: Policy, only_races: bool = False) -> tuple[Outcom
             raise
         outcome = _failure(trial, error)
         gpus[0].rotation.abandon()  # storage's threads would wait for their turn for ever
-    return outcome, gpus[0]
+    return replace(outcome, applied=frozenset(gpus[0].edges_met)), gpus[0]
 
 
 def _judge(trial: Trial, loop: Loop, gpu: VirtualGpu) -> Outcome:
@@ -194,7 +198,7 @@ def named_races(trial: Trial) -> tuple[set[str], set[str]]:
     came across, cut or not."""
     # On wrong values the engine fails in any way it likes; the races are what was asked for.
     _, gpu = _run(trial, make_policy(trial.policy, trial.seed), only_races=True)
-    return {edge for race in gpu.races for edge in race.edges}, gpu.edges_met
+    return {edge for race in gpu.races for edge in race.edges}, {edge_of(part) for part, _ in gpu.edges_met}
 
 
 def explain(outcome: Outcome) -> str:

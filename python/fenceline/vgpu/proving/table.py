@@ -30,6 +30,8 @@ class Proof:
     failures: list[Outcome] = field(default_factory=list)
     telling: list[Outcome] = field(default_factory=list)  # failed runs whose schedule is worth a look
     branches: Mapping[str, Branches] = field(default_factory=dict)
+    # Functions that apply an edge of which the table of edges does not know: each is to be severed by itself.
+    undeclared: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -38,7 +40,7 @@ class Proof:
         deserves its place."""
         any_run = self.num_intact > 0 or any(row.num_runs for row in self.rows)
         fine = self.few_close and not self.unseen and all(row.fine for row in self.rows)
-        return any_run and fine and not self.failures
+        return any_run and fine and not self.failures and not self.undeclared
 
     @property
     def unseen(self) -> list[str]:
@@ -72,6 +74,7 @@ def as_text(proof: Proof) -> str:
     if proof.events:
         lines.append(f"events: {len(proof.events) - len(proof.unseen)} of {len(proof.events)} seen")
         lines += [f"  NOT SEEN: {event} ({EVENTS[event]})".replace(" ()", "") for event in proof.unseen]
+    lines += [f"UNDECLARED SITE: {site}: name it in the edge's sites" for site in proof.undeclared]
     for room, branches in proof.branches.items():
         lines.append(f"branches of {room} reached: {branches}")
     rate = proof.num_intact + sum(row.num_runs for row in proof.rows)
