@@ -20,7 +20,6 @@ from fenceline.config.server_args import parse_args
 from fenceline.ipc.io_struct import AbortReq, FlushCacheReq, Message, PortArgs, TokenizedGenerateReq
 from fenceline.ipc.sockets import bind_pull, make_ports, remove_ports
 from fenceline.memory_order import open_device
-from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
 from fenceline.model_executor.decode_runner import DecodeRunner
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.sampling.sampling_params import SamplingParams
@@ -97,9 +96,9 @@ class InProcessEngine:
         return self.runner.decode
 
     @property
-    def graphs(self) -> CudaGraphRunner | None:
+    def graphs(self) -> DecodeRunner | None:
         """The captured decode steps."""
-        return self.decode.graphs
+        return self.decode if self.decode.has_graphs else None
 
     def submit(self, num_reqs: int, prompt_len: int, output_lens: Sequence[int]) -> None:
         """Queue greedy requests of random prompts; ``output_lens`` repeat."""

@@ -99,7 +99,7 @@ class _ReplayState:
         assert graphs is not None
         self._device = engine.device
         self._graph = graphs._captured[size].graph
-        self._tensors = [graphs._step.arena["num_steps"], engine.runner.req_pool.last_tokens]
+        self._tensors = [graphs.arena["num_steps"], engine.runner.req_pool.last_tokens]
         self._values = [tensor.clone() for tensor in self._tensors]
         self._device.synchronize()  # on the default stream, which is ordered with no other
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fenceline.sampling import gumbel, row_chunks
+from fenceline.sampling import gumbel
 from fenceline.sampling.sampler import SampleOutput, Sampler
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams
@@ -137,4 +137,4 @@ def test_scratch_memory_stays_bounded() -> None:
     before = torch.cuda.memory_allocated()
     sampler.forward(logits, positions, batch)
     scratch = torch.cuda.max_memory_allocated() - before
-    assert scratch < logits.nbytes + 80 * row_chunks.CHUNK_ELEMENTS
+    assert scratch < logits.nbytes + 80 * gumbel.CHUNK_ELEMENTS

@@ -32,8 +32,8 @@ def test_reading_an_output_after_the_next_replay_raises(kind: str) -> None:
     runner = make_runner(open_device(kind), trace_shape(16))
     batches = steady_trace(81, 3)
     play(runner, batches)
-    graphs, last = runner.decode.graphs, batches[-1]
-    assert graphs is not None and isinstance(last, DecodeBatch)
+    graphs, last = runner.decode, batches[-1]
+    assert isinstance(last, DecodeBatch)
     with torch.inference_mode(), runner.device.forward.active():
         outputs = graphs.replay(4, last.seq_lens + 1)
         assert outputs.take("next_tokens", 4).shape == (4,)

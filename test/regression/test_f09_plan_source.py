@@ -12,7 +12,7 @@ from step_traces import PLAIN, random_trace
 from trace_runner import play
 
 from fenceline.memory_order import Role
-from fenceline.model_executor.decode_step import plan_arrays
+from fenceline.model_executor.decode_runner import plan_arrays
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import DecodeBatch, ScheduleBatch
 from fenceline.sampling.sampling_batch import sampling_arrays
@@ -27,7 +27,7 @@ class SourceChanged(AssertionError):
 def play_watched(runner: ModelRunner, batches: Sequence[ScheduleBatch]) -> int:
     """Play, and compare all of the plan with what the batch's fill must have left, after each step. Returns how many
     decode steps were compared; raises SourceChanged."""
-    arena = runner.decode._step.arena
+    arena = runner.decode.arena
     expected: dict[str, torch.Tensor] = {}
     current, num_compared = -1, 0
 

@@ -53,8 +53,8 @@ def boundary_trace(page_size: int, prompts: tuple[int, ...], batches: tuple[int,
 def test_batches_and_prompts_around_every_boundary(kind: str, page_size: int) -> None:
     batches = boundary_trace(page_size, PROMPTS, BATCHES)
     _, guarded = runners(kind, page_size, NUM_ROWS)
-    assert guarded.decode.graphs is not None
-    stats = guarded.decode.graphs.stats
+    assert guarded.decode.has_graphs
+    stats = guarded.decode.stats
     before = stats.eligible_steps, stats.replays, stats.fallbacks.get("size", 0)
     check_guarded(kind, page_size, batches, NUM_ROWS)
     beyond = sum(size > 8 for size in BATCHES) * 4

@@ -43,8 +43,8 @@ def others_change(runner: ModelRunner, page_size: int) -> bool:
     play(runner, setup)
     before = others_memory(runner, pages)
     play(runner, steps)
-    assert runner.decode.graphs is not None
-    assert runner.decode.graphs.stats.replays == len(steps)
+    assert runner.decode.has_graphs
+    assert runner.decode.stats.replays == len(steps)
     return not all(map(torch.equal, before, others_memory(runner, pages)))
 
 

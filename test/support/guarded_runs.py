@@ -92,8 +92,8 @@ def check_random_steps(
     Done once for the same arguments: with all guards on it is one and the same run for whichever of them.
     """
     _, guarded = runners(kind, page_size, num_rows)
-    assert guarded.decode.graphs is not None
-    stats = guarded.decode.graphs.stats
+    assert guarded.decode.has_graphs
+    stats = guarded.decode.stats
     steps, replays = stats.eligible_steps, stats.replays
     shape = trace_shape(page_size, num_rows, **fields)
     check_guarded(kind, page_size, random_trace(seed, NUM_STEPS[kind], shape), num_rows)

@@ -44,8 +44,8 @@ def main() -> None:
     outputs = play(runner, random_trace(1, args.steps, shape))
     device.synchronize()
     wrong = [out for out in outputs if ((out.tokens < 0) | (out.tokens >= VOCAB_SIZE)).any()]
-    assert runner.decode.graphs is not None
-    replays = runner.decode.graphs.stats.replays
+    assert runner.decode.has_graphs
+    replays = runner.decode.stats.replays
     print(
         f"{len(outputs)} steps, {replays} {'eager' if args.eager else 'replays'}, {len(wrong)} wrong",
         flush=True,

@@ -91,8 +91,8 @@ def make_runner(
         **flags,  # type: ignore[arg-type]
     )
     runner = ModelRunner(resolve(args), device, show_progress=False)
-    if runner.decode.graphs is not None:
-        assert runner.decode.graphs.sizes == sizes, "every size is captured"
+    if runner.decode.has_graphs:
+        assert runner.decode.sizes == sizes, "every size is captured"
     return runner
 
 

@@ -1,4 +1,4 @@
-"""CudaGraphRunner and DecodeRunner on the CPU, whose graphs run their body again: sizes, fallbacks, repairs, the
+"""DecodeRunner and DecodeRunner on the CPU, whose graphs run their body again: sizes, fallbacks, repairs, the
 comparison, and tokens that do not depend on whether there are graphs."""
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.forward_batch import AttentionPlan, GraphDecodeInputs
 from fenceline.memory_order import LeaseError, Points, open_device
 from fenceline.memory_order.cpu import CpuDevice, CpuGraph
-from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
-from fenceline.model_executor.decode_runner import RepairError
+from fenceline.model_executor.decode_runner import DecodeRunner, RepairError
 from fenceline.model_executor.graph_runner import GraphMismatch
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import DecodeBatch
@@ -39,9 +38,9 @@ def runner_of(
     return make_runner(open_device("cpu", frozenset(severed)), shape, sizes, context_length=128, **flags)
 
 
-def graphs_of(runner: ModelRunner) -> CudaGraphRunner:
-    assert runner.decode.graphs is not None
-    return runner.decode.graphs
+def graphs_of(runner: ModelRunner) -> DecodeRunner:
+    assert runner.decode.has_graphs
+    return runner.decode
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +51,10 @@ def runner() -> ModelRunner:
 # --- which size a batch is replayed in (F11) ---------------------------------------------------------
 
 
-def bare(runner: ModelRunner, sizes: tuple[int, ...], padding: bool) -> CudaGraphRunner:
+def bare(runner: ModelRunner, sizes: tuple[int, ...], padding: bool) -> DecodeRunner:
     """One that has captured nothing yet."""
-    step, attention = runner.decode._step, runner.decode._attention
-    return CudaGraphRunner(runner.device, step, attention, runner.req_pool, sizes, padding)
+    decode, pools = runner.decode, (runner.kv_pool, runner.req_pool)
+    return DecodeRunner(runner.device, runner.model, *pools, decode._attention, sizes[-1], sizes, padding)
 
 
 @given(st.sets(st.integers(1, 300), min_size=1, max_size=8), st.booleans(), st.integers(1, 5000))
@@ -146,7 +145,7 @@ def tamper(runner: ModelRunner) -> None:
     filled = runner.decode._filled
     assert filled is not None
     filled.num_steps -= 1
-    runner.decode._step.arena["num_steps"].sub_(1)
+    runner.decode.arena["num_steps"].sub_(1)
 
 
 def play_tampered(runner: ModelRunner) -> str:
@@ -168,7 +167,7 @@ def test_an_arena_that_holds_other_lengths_is_filled_again() -> None:
     assert play_tampered(runner) == ""
     stats = graphs_of(runner).stats
     assert stats.repairs == {"arena": 1} and stats.replays == stats.eligible_steps == 12
-    assert runner.decode._step.arena.num_fills == 2
+    assert runner.decode.arena.num_fills == 2
 
 
 def test_where_repairs_are_not_tolerated_they_raise() -> None:
@@ -211,7 +210,7 @@ def test_comparing_finds_nothing_where_nothing_is_wrong() -> None:
 )
 def test_comparing_names_the_field_that_differs(field: str) -> None:
     runner = runner_of(debug_cuda_graph=True)
-    graphs, arena = graphs_of(runner), runner.decode._step.arena
+    graphs, arena = graphs_of(runner), runner.decode.arena
     graph = graphs._captured[4].graph
     assert isinstance(graph, CpuGraph)
     body = graph._body
@@ -259,7 +258,7 @@ def test_the_schedulers_steps_do_not_depend_on_graphs(workload: str, seed: int) 
         open_device("cpu"),
         show_progress=False,
     )
-    assert plain.decode.graphs is None
+    assert not plain.decode.has_graphs
     batches = [dataclasses.replace(decision.batch, after=Points.none()) for decision in loop.decisions]
     published = [decision.output for decision in loop.decisions]
     assert same_tokens(play(plain, batches), [output for output in published if output is not None]) == ""
@@ -280,13 +279,13 @@ def test_steady_decode_uploads_nothing(sizes: tuple[int, ...], monkeypatch: pyte
     pages = {"page_rows", "page_columns", "page_ids"}
     new_pages = sum(len(batch.page_writes) > 0 for batch in batches[2:])
     assert "plan_rows" in uploads[1] and uploads[2:] == [pages] * new_pages
-    assert runner.decode._step.arena.num_fills == 1 and 0 < new_pages < 5
+    assert runner.decode.arena.num_fills == 1 and 0 < new_pages < 5
 
 
 def test_a_changed_batch_is_filled_once() -> None:
     runner, batches = runner_of(shape=TraceShape(1, 12, 400)), swap_trace(9, 20)
     play(runner, batches)
-    assert runner.decode._step.arena.num_fills == 20 and graphs_of(runner).stats.replays == 20
+    assert runner.decode.arena.num_fills == 20 and graphs_of(runner).stats.replays == 20
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from fenceline.sampling import gumbel, row_chunks
+from fenceline.sampling import gumbel
 from fenceline.sampling.sampler import SampleOutput, Sampler
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams
@@ -497,7 +497,7 @@ def test_pieces_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cases: list[Case] = [(req, [1], [2, 2]) for req in reqs]
     logits = random_logits(4, len(reqs))
     whole = run_batch(logits, cases)
-    monkeypatch.setattr(row_chunks, "CHUNK_ELEMENTS", 3 * VOCAB)
+    monkeypatch.setattr(gumbel, "CHUNK_ELEMENTS", 3 * VOCAB)
     pieces = run_batch(logits, cases)
     assert pieces.next_tokens.tolist() == whole.next_tokens.tolist()
     assert pieces.logprobs is not None and whole.logprobs is not None

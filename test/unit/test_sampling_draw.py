@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fenceline.sampling import gumbel, row_chunks
+from fenceline.sampling import gumbel
 from fenceline.sampling.gumbel import GumbelSampler, mix_seeds
 
 CPU = torch.device("cpu")
@@ -151,14 +151,12 @@ def test_pieces_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(11, 50, generator=torch.Generator().manual_seed(0))
     seeds, positions = list(range(11)), list(range(11))
     whole = _draw(logits, seeds, positions)
-    monkeypatch.setattr(row_chunks, "CHUNK_ELEMENTS", 120)
+    monkeypatch.setattr(gumbel, "CHUNK_ELEMENTS", 120)
     assert _draw(logits, seeds, positions).tolist() == whole.tolist()
 
 
 @given(rows=st.integers(0, 50), columns=st.integers(1, 2**23))
 def test_row_chunks_cover_each_row_once(rows: int, columns: int) -> None:
-    chunks = row_chunks.row_chunks(rows, columns)
+    chunks = gumbel.row_chunks(rows, columns)
     assert [i for c in chunks for i in range(c.start, c.stop)] == list(range(rows))
-    assert all(
-        (c.stop - c.start) * columns <= row_chunks.CHUNK_ELEMENTS or c.stop - c.start == 1 for c in chunks
-    )
+    assert all((c.stop - c.start) * columns <= gumbel.CHUNK_ELEMENTS or c.stop - c.start == 1 for c in chunks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fenceline.sampling import row_chunks
+from fenceline.sampling import gumbel
 from fenceline.sampling.logprobs import spread, token_logprobs
 from fenceline.sampling.sampler import prompt_logprobs
 
@@ -14,7 +14,7 @@ from fenceline.sampling.sampler import prompt_logprobs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num", [0, 1, 13])
 def test_prompt_logprobs(num: int, dtype: torch.dtype, top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_chunks, "CHUNK_ELEMENTS", 4 * 30)
+    monkeypatch.setattr(gumbel, "CHUNK_ELEMENTS", 4 * 30)
     generator = torch.Generator().manual_seed(num)
     logits = (torch.randn(num, 30, generator=generator) * 4).to(dtype)
     targets = torch.randint(0, 30, (num,), generator=generator)
@@ -33,7 +33,7 @@ def test_prompt_logprobs(num: int, dtype: torch.dtype, top_k: int, monkeypatch: 
 
 
 def test_each_row_names_tokens_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_chunks, "CHUNK_ELEMENTS", 2 * 30)
+    monkeypatch.setattr(gumbel, "CHUNK_ELEMENTS", 2 * 30)
     logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(1))
     expected = logits.log_softmax(-1)
     named_ids = torch.tensor([[3, 29, 3], [0, 1, 2], [7, 7, 7]])

@@ -18,7 +18,7 @@ from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.forward_batch import AttentionPlan, GraphDecodeInputs
 from fenceline.memory_order.cpu import CpuDevice
 from fenceline.model_executor import model_runner
-from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
+from fenceline.model_executor.decode_runner import DecodeRunner
 from fenceline.model_executor.graph_runner import GraphRunner
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 
@@ -87,7 +87,7 @@ def test_what_memory_does_not_hold_is_refused_before_it_is_allocated(
 @pytest.mark.parametrize(
     ("runner", "message"),
     [
-        (CudaGraphRunner, "decode graphs .*lower --mem-fraction-static.*--disable-cuda-graph"),
+        (DecodeRunner, "decode graphs .*lower --mem-fraction-static.*--disable-cuda-graph"),
         (PiecewiseCudaGraphRunner, "prefill graphs .*lower --mem-fraction.*--disable-piecewise-cuda-graph"),
     ],
 )

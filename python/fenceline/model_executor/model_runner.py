@@ -21,16 +21,13 @@ from fenceline.layers.attention.backends import AttentionBackends, AttentionSett
 from fenceline.layers.context import Shard, make_layer_context
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
 from fenceline.mem_cache.host.cache_controller import HiCacheController, make_hicache_controller
-from fenceline.mem_cache.kv_pool import KVLayout, KVPool, ReqPool
+from fenceline.mem_cache.kv_pool import KVLayout, KVPool, ReqPool, check_row_bytes, num_kv_pages
 from fenceline.mem_cache.storage.controller import Storage, make_storage
 from fenceline.memory_order import Device, InputRing, ResultRing, page_leases, wait_for_pages
 from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.guards import STARTUP_STOP
-from fenceline.model_executor.cuda_graph_runner import CudaGraphRunner
-from fenceline.model_executor.decode_runner import DecodeRunner
-from fenceline.model_executor.decode_step import DecodeStep
+from fenceline.model_executor.decode_runner import DecodeRunner, Logits
 from fenceline.model_executor.graph_runner import GraphStats
-from fenceline.model_executor.memory import check_row_bytes, num_kv_pages
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from fenceline.model_executor.step import (
     Completions,
@@ -99,7 +96,17 @@ class ModelRunner:
             hicache is not None and hicache.io_backend == "direct"
         )  # its backups keep the copy engine busy
         self._results = ResultRing(device, small_by_forward=by_forward)
-        self.decode = self._make_decode_runner(config, show_progress)
+        self.decode = DecodeRunner(
+            device,
+            self.model,
+            self.kv_pool,
+            self.req_pool,
+            self._attention.decode,
+            config.max_running_requests,
+            config.cuda_graph_bs,
+            padding=not config.server_args.disable_cuda_graph_padding,
+            debug=config.server_args.debug_cuda_graph,
+        )
         self.prefill_graphs: PiecewiseCudaGraphRunner | None = None
         if config.piecewise_cuda_graph_tokens:
             sizes = config.piecewise_cuda_graph_tokens
@@ -133,27 +140,11 @@ class ModelRunner:
             config.prefill_attention_backend, config.decode_attention_backend, setting
         )
 
-    def _make_decode_runner(self, config: EngineConfig, show_progress: bool) -> DecodeRunner:
-        device, req_pool = self.device, self.req_pool
-        step = DecodeStep(device, self.model, self.kv_pool, req_pool, config.max_running_requests)
-        attention, graphs = self._attention.decode, None
-        if config.cuda_graph_bs:
-            graphs = CudaGraphRunner(
-                device,
-                step,
-                attention,
-                req_pool,
-                config.cuda_graph_bs,
-                padding=not config.server_args.disable_cuda_graph_padding,
-                debug=config.server_args.debug_cuda_graph,
-            )
-        return DecodeRunner(device, step, attention, req_pool, graphs, self._sample)
-
     @torch.inference_mode()
     def _capture(self, config: EngineConfig, show_progress: bool) -> None:
-        if self.decode.graphs is not None:
+        if self.decode.has_graphs:
             with _room_for("decode graphs", "lower --cuda-graph-max-bs, or give --disable-cuda-graph"):
-                self.decode.graphs.capture(config.model.context_length, show_progress)
+                self.decode.capture(config.model.context_length, show_progress)
         if self.prefill_graphs is not None:
             remedy = "lower --piecewise-cuda-graph-max-tokens, or give --disable-piecewise-cuda-graph"
             with _room_for("prefill graphs", remedy):
@@ -170,7 +161,7 @@ class ModelRunner:
     @property
     def graph_stats(self) -> GraphStats | None:
         """Counts of graph replays, None without graphs."""
-        return None if self.decode.graphs is None else self.decode.graphs.stats
+        return self.decode.stats if self.decode.has_graphs else None
 
     @property
     def prefill_graph_stats(self) -> GraphStats | None:
@@ -183,7 +174,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: ScheduleBatch) -> ForwardResult:
-        """Submit one step. Does not wait for the device."""
+        """Submit one step: its forward, which leaves Logits, and the sampling of them. Does not wait for the device.
+
+        Nobody needs the CPU between the two, so they are one submission. A decode step whose requests need a
+        temperature at most is one replay, which draws for itself.
+        """
         wait_for_pages(self.device.forward, batch.after)  # WAR, WAW: transfers may still use retired pages
         self.device.checker.begin_step()
         mode = ForwardMode.EXTEND if isinstance(batch, ExtendBatch) else ForwardMode.DECODE
@@ -208,38 +203,36 @@ class ModelRunner:
         with self.device.forward.active():
             self._write_pages(views)
             self._begin_penalties(batch, views)
-            forward_batch = ForwardBatch(
-                mode=ForwardMode.EXTEND,
-                input_ids=views["input_ids"],
-                positions=views["positions"],
-                out_slots=views["out_slots"],
-                logits_index=views["logits_index"],
-                attn=self._attention.prefill.plan(_extend_attention(batch, views, self.req_pool.page_table)),
-                kv_pool=self.kv_pool,
-                layer_ready=layer_ready,
-            )
-            layers = self.prefill_graphs or self.model
-            logits = self.model.compute_logits(layers.hidden_states(forward_batch), forward_batch)
-            for ticket in batch.loads:
-                ticket.waited = True  # FORWARD has: what is submitted from now on comes after them
-            results: Views = {}
+            values = self._forward_extend(batch, views, layer_ready)
             num_sampled = len(sampled)
+            results: Views = {}
             if num_sampled:
                 sampling = SamplingBatch.from_views(sampled, views)
-                positions = views["sample_positions"]
-                rows = views["sample_rows"]
-                results |= self._sample(logits[:num_sampled].float(), positions, rows, sampling)
+                positions, rows = views["sample_positions"], views["sample_rows"]
+                results |= self._sample(Logits(None, values[:num_sampled], positions, rows, sampling))
             if "prompt_targets" in views:
-                top_k = max(seq.prompt_top_logprobs for seq in batch.seqs)
-                # Not made float32 whole: of a chunk of 8,192 tokens that would be 5 GB with a vocabulary of 150,000.
-                named_ids = None
-                if "prompt_named_rows" in views:
-                    named_ids = views["prompt_named_ids"].view(len(batch.seqs), -1)[
-                        views["prompt_named_rows"]
-                    ]
-                values = prompt_logprobs(logits[num_sampled:], views["prompt_targets"], top_k, named_ids)
-                results |= _logprob_results("prompt", values)
+                results |= _score_prompts(batch, views, values[num_sampled:])
         return self._finish(results)
+
+    def _forward_extend(
+        self, batch: ExtendBatch, views: Views, layer_ready: Callable[[int], None] | None
+    ) -> torch.Tensor:
+        """Logits of the rows that are sampled, then of those that score a prompt, in the model's dtype."""
+        forward_batch = ForwardBatch(
+            mode=ForwardMode.EXTEND,
+            input_ids=views["input_ids"],
+            positions=views["positions"],
+            out_slots=views["out_slots"],
+            logits_index=views["logits_index"],
+            attn=self._attention.prefill.plan(_extend_attention(batch, views, self.req_pool.page_table)),
+            kv_pool=self.kv_pool,
+            layer_ready=layer_ready,
+        )
+        layers = self.prefill_graphs or self.model
+        logits = self.model.compute_logits(layers.hidden_states(forward_batch), forward_batch)
+        for ticket in batch.loads:
+            ticket.waited = True  # FORWARD has: what is submitted from now on comes after them
+        return logits
 
     def _layer_ready(self, batch: ExtendBatch) -> Callable[[int], None] | None:
         """What makes FORWARD wait for ``batch.loads``, layer by layer; None if there are none.
@@ -272,7 +265,7 @@ class ModelRunner:
         self.device.declare(StreamName.FORWARD, "decode step", self._accesses.decode, batch)
         with self.device.forward.active():
             self._write_pages(views)
-            return self._finish(self.decode.run(batch, views))
+            return self._finish(self._sample(self.decode.forward(batch, views)))
 
     # --- both ----------------------------------------------------------------------------------------
 
@@ -280,11 +273,13 @@ class ModelRunner:
         if "page_rows" in views:
             self.req_pool.write_pages(views["page_rows"], views["page_columns"], views["page_ids"])
 
-    def _sample(
-        self, logits: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, batch: SamplingBatch
-    ) -> Views:
-        out = self.sampler.forward(logits, positions, batch)
-        self.req_pool.last_tokens[rows] = out.next_tokens
+    def _sample(self, logits: Logits) -> Views:
+        """Draw the next tokens, where the forward has not, and keep them as the rows' last tokens."""
+        if logits.tokens is not None:
+            return {"next_tokens": logits.tokens}
+        assert logits.values is not None and logits.positions is not None and logits.sampling is not None
+        out = self.sampler.forward(logits.values.float(), logits.positions, logits.sampling)
+        self.req_pool.last_tokens[logits.rows] = out.next_tokens
         results = {"next_tokens": out.next_tokens}
         if out.logprobs is not None:
             results |= _logprob_results("out", out.logprobs)
@@ -323,6 +318,16 @@ def _logprob_results(prefix: str, values: OutputLogprobs) -> Views:
         f"{prefix}_top_ids": values.top_ids,
     }
     return results if values.named is None else results | {f"{prefix}_named": values.named}
+
+
+def _score_prompts(batch: ExtendBatch, views: Views, logits: torch.Tensor) -> Views:
+    """Logprobs of prompt tokens. ``logits`` [N, vocab_size] are not made float32 whole: of a chunk of 8,192 tokens that
+    would be 5 GB with a vocabulary of 150,000."""
+    top_k = max(seq.prompt_top_logprobs for seq in batch.seqs)
+    named_ids = None
+    if "prompt_named_rows" in views:
+        named_ids = views["prompt_named_ids"].view(len(batch.seqs), -1)[views["prompt_named_rows"]]
+    return _logprob_results("prompt", prompt_logprobs(logits, views["prompt_targets"], top_k, named_ids))
 
 
 def _page_write_arrays(batch: ScheduleBatch) -> Arrays:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from fenceline.sampling.row_chunks import row_chunks, take_rows
+from fenceline.sampling.gumbel import row_chunks, take_rows
 from fenceline.sampling.sampling_batch import SamplingBatch
 
 # Probabilities relative to the row's largest become integers of this unit. Sums of integers are exact in any order,

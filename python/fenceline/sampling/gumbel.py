@@ -1,4 +1,5 @@
-"""The random draw: Gumbel-max with noise that is a pure function of (seed, position, token id).
+"""The random draw, Gumbel-max with noise that is a pure function of (seed, position, token id); and how work on
+[rows, vocabulary] tensors is cut into pieces of rows.
 
 ``argmax_i(s_i + g_i)`` with independent standard Gumbel ``g_i`` is a draw from ``softmax(s)`` (Gumbel 1954). There is
 no generator state: the noise is a counter-based hash, so a request draws the same tokens in any batch, on any row,
@@ -18,8 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fenceline.sampling.row_chunks import row_chunks
-
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
 _MIX_A = 0xBF58476D1CE4E5B9
 _MIX_B = 0x94D049BB133111EB
@@ -27,6 +26,20 @@ _TOKEN_STRIDE = 0x9E3779B1  # odd, so distinct ids stay distinct
 _ROUND_A = 0x7FEB352D
 _ROUND_B = 0x846CA68B
 _MASK_64 = 2**64 - 1
+
+# 16 MiB of float32: small beside any model, inside a large GPU's L2, and large enough that launches do not count.
+CHUNK_ELEMENTS = 1 << 22
+
+
+def row_chunks(num_rows: int, num_columns: int) -> list[slice]:
+    """Slices that cut ``num_rows`` rows into pieces of at most ``CHUNK_ELEMENTS`` elements (at least one row)."""
+    step = max(1, CHUNK_ELEMENTS // max(1, num_columns))
+    return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+
+
+def take_rows(values: torch.Tensor, index: torch.Tensor | None, rows: slice) -> torch.Tensor:
+    """Rows ``index[rows]`` of ``values``, copied; with ``index`` None, rows ``rows``, a view."""
+    return values[rows] if index is None else values.index_select(0, index[rows])
 
 
 def _signed(value: int, bits: int) -> int:

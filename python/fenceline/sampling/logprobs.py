@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fenceline.sampling.row_chunks import row_chunks, take_rows
+from fenceline.sampling.gumbel import row_chunks, take_rows
 
 
 @dataclass(frozen=True, slots=True)
