@@ -40,8 +40,8 @@ class EventStream(Response):
     end: ``StreamGroup.close``. A RequestError raised by ``events`` becomes an error event, then ``[DONE]``.
     While the client's connection is full, sending waits; meanwhile ``StreamGroup`` merges chunks.
 
-    The head waits a second for the first event, to leave together with it: a hundred requests that arrive together are
-    all submitted before anybody is told that he will get an answer.
+    The head waits up to a second for the first event and is sent together with it. So of a hundred requests that arrive
+    at the same time all are submitted before the first head is written.
     """
 
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
@@ -82,7 +82,7 @@ def error_event(error: RequestError) -> bytes:
 
 
 class _Head:
-    """The head of a stream, sent once: when it is asked for, or after :data:`HEAD_PATIENCE_S`."""
+    """The head of a stream. It is sent once, with the first event or after :data:`HEAD_PATIENCE_S`."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

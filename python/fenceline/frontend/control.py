@@ -44,7 +44,7 @@ class ControlClient:
         try:
             return await self._ask(message, wait_s + timeout_s)
         except asyncio.CancelledError:
-            self._send(cancel)  # the caller has gone: nothing is flushed behind his back
+            self._send(cancel)  # the client has left, so nothing should be flushed any more
             raise
         finally:
             deadline.cancel()

@@ -272,7 +272,7 @@ class _State:
 
 
 class StopScanner:
-    """Holds back the longest end of the text that may yet become a stop string.
+    """Holds back the end of the text that may still become a stop string.
 
     The match is the one that completes first; of several completing with the same character the longest.
     That makes the outcome independent of how the text was cut into pieces.
@@ -285,7 +285,7 @@ class StopScanner:
         self._held = ""  # the beginning that ``_state`` stands for
 
     def feed(self, text: str, armed: bool = True) -> str | StopMatch:
-        """Add ``text``. Returns what may be let out, or the match; a match while not ``armed`` is text."""
+        """Add ``text``. Returns the text that can be sent, or the match, which is ordinary text unless ``armed``."""
         state = self._state
         buffer = self._held + text
         for end, char in enumerate(text, len(self._held) + 1):
@@ -294,7 +294,7 @@ class StopScanner:
                 continue
             if armed:
                 return StopMatch(state.match, buffer[: end - len(state.match)])
-            # A match that was passed over, and with which nothing longer begins.
+            # The match is ordinary text. Go on from the longest beginning that can still become a stop string.
             while not state.goes_on and state.fallback is not None:
                 state = state.fallback
         self._state = state
@@ -326,7 +326,7 @@ class DecodeState:
 
 
 class Detokenizer:
-    """Decodes the news of all requests. Knows no sockets, so that it runs in-process as well."""
+    """Decodes the new tokens of all requests. It has no sockets, so it can run in-process as well."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._factory = DecoderFactory(tokenizer)
@@ -433,7 +433,7 @@ class DetokenizerManager:
         self._to_scheduler = connect_push(self._context, ports.scheduler)
 
     def run(self, watchdog: Watchdog) -> None:
-        """Decode until told to stop. What has piled up meanwhile goes out as few messages."""
+        """Decode until told to stop. All messages that are waiting are answered with one."""
         while True:
             watchdog.waiting()
             first = self._inbox.receive()
@@ -456,7 +456,7 @@ class DetokenizerManager:
                 self._to_tokenizer.send(encode(BatchStrOut(outs=outs)))
 
     def fail(self, reason: str) -> None:
-        """Tell the main process why this one dies."""
+        """Tell the main process why this one ends."""
         self._to_tokenizer.send(encode(FatalError(source="detokenizer", message=reason)))
         self.close()
 
@@ -482,7 +482,8 @@ def run_detokenizer_process(config: EngineConfig, ports: PortArgs) -> None:
 
 
 def _die_of_hang(ports: PortArgs, reason: str) -> None:
-    """From the watchdog's thread: say why, show where, and go. Sockets of the hung thread are not touched."""
+    """Called by the watchdog's thread: report the reason, write all stacks and exit. The hung thread's sockets are not
+    touched."""
     faulthandler.dump_traceback(all_threads=True)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     connect_push(context, ports.tokenizer).send(encode(FatalError(source="detokenizer", message=reason)))

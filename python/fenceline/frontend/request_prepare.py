@@ -1,4 +1,4 @@
-"""From a GenerateInput to the scheduler's message: what can be said without tokens is checked before tokenising."""
+"""Checks requests and makes the scheduler's messages of them. What needs no tokens is checked before tokenising."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fenceline.sampling.sampling_params import SamplingParams
 def check_untokenised(
     inp: GenerateInput, tokenizer: Tokenizer | None, config: EngineConfig, limits: SchedulerReady
 ) -> None:
-    """All that can be said of a request before tokenising, but for its sampling parameters and its ids.
+    """Check everything that can be checked before tokenising, except sampling parameters and token ids.
 
     Raises RequestError with the remedy for the first thing that is wrong."""
     vocab_size = config.model.vocab_size
@@ -221,7 +221,8 @@ def build_message(
     limits: SchedulerReady,
     default_priority: int = 0,
 ) -> TokenizedGenerateReq:
-    """The message of a request that was checked, and whose ids were. Raises RequestError for what only both show."""
+    """The message of a request whose parameters and ids have been checked. Raises RequestError for a logprob_start_len
+    beyond the prompt's tokens."""
     if inp.input_ids is None:
         _check_logprob_start(inp, len(ids))
     return TokenizedGenerateReq(

@@ -25,10 +25,10 @@ class RequestStream:
         self.prompt_ids = prompt_ids
         self._abort = abort
         self._pending: list[GenerateChunk] = []
-        self._notify: Callable[[], None] | None = None  # whoever waits for news
+        self._notify: Callable[[], None] | None = None  # called when something has arrived
         self._error: RequestError | None = None
-        self._exhausted = False  # nothing comes any more
-        self._whole = False  # the reader only wants the end
+        self._exhausted = False  # the last chunk was taken
+        self._whole = False  # the reader waits for the whole answer
 
     # --- producer's side: called by the TokenizerManager on the event loop
 
@@ -125,7 +125,7 @@ class RequestStream:
 
 
 class StreamGroup:
-    """Several requests read together: yields ``(index, chunk)`` as news comes; leaving early aborts all."""
+    """Several requests that are read together: yields ``(index, chunk)`` as chunks arrive; leaving early aborts all."""
 
     def __init__(self, streams: Sequence[RequestStream]) -> None:
         self.streams = tuple(streams)

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 MAX_LOGGED_CHARS = 2048
 
-_MAX_PAST_IDS = 65536  # news of a request is never this late
+_MAX_PAST_IDS = 65536  # no message about a request arrives after so many later ones have ended
 
 
 class RequestEntry:
@@ -39,7 +39,7 @@ class RequestEntry:
         self.stream = stream
         self.num_prompt_tokens = len(message.input_ids)
         self.rank = rank  # see PriorityConfig.rank
-        self.displaced = False  # told to make room in the queue
+        self.displaced = False  # aborted to make room in the queue
         self.created = time.perf_counter()
         self.started = False
         self.first_token = 0.0
@@ -51,7 +51,7 @@ class RequestEntry:
 
     @property
     def num_held_tokens(self) -> int:
-        """KV slots the request is presumed to hold alone."""
+        """An estimate of the KV slots that the request holds and shares with nobody."""
         return self.num_prompt_tokens - self.cached_tokens + self.completion_tokens
 
     def chunk(self, token: TokenOut, text: str, now: float) -> GenerateChunk:
@@ -86,9 +86,9 @@ class RequestEntry:
 class RequestTable:
     """Requests by id.
 
-    A caller may use an id again as soon as the request has ended for him, while news of it may still be on
-    its way and the scheduler may not have heard of its end. So a reused id travels under another name, the
-    *wire id*; only news of the wire id counts.
+    A client may use an id again as soon as its request has ended, while messages about that request are still on
+    their way, and before the scheduler knows that it has ended. So a reused id is sent under another name, the
+    *wire id*, and messages are matched by the wire id alone.
     """
 
     def __init__(self, max_queued: int | None, priority: PriorityConfig | None = None) -> None:
@@ -108,11 +108,11 @@ class RequestTable:
         return rid in self._active or rid in self._families
 
     def wire_rid(self, rid: str) -> str:
-        """The name under which a new request ``rid`` travels, or an active one does."""
+        """The name under which a request ``rid`` is sent to the scheduler, or was if it is active."""
         if rid in self._active:
             return self._active[rid].wire_rid
         times = self._past.get(rid, 0)
-        # An id that holds a tilde of its own always gets a number, so that no two names can be the same.
+        # An id that contains a tilde always gets a number, so that no two requests can have the same name.
         return f"{rid}~{times}" if times or "~" in rid else rid
 
     def named(self, rid: str) -> list[RequestEntry]:
@@ -191,7 +191,8 @@ class RequestTable:
         return entry
 
     def advance(self, token: TokenOut) -> RequestEntry | None:
-        """Account for news; None if nobody waits for it any more. The last news removes the entry."""
+        """Update the entry of ``token``'s request and return it; None if the client has left. Its last message
+        removes the entry."""
         entry = self._by_wire.get(token.rid)
         if entry is None:
             return None
@@ -210,7 +211,7 @@ class RequestTable:
         return entry
 
     def abandon(self, rid: str) -> RequestEntry | None:
-        """The consumer left. None if the request had ended."""
+        """Forget a request whose client has left. None if the request had ended."""
         entry = self._active.get(rid)
         if entry is not None:
             self._forget(entry)
@@ -272,7 +273,7 @@ class RequestLog:
         )  # fmt: skip
 
     def abandoned(self, entry: RequestEntry) -> None:
-        """The consumer went away."""
+        """The client of a request has left."""
         if self._level >= 0:
             logger.info(
                 "Abort: rid=%s the client went away after %d tokens", entry.rid, entry.completion_tokens

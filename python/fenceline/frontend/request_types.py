@@ -91,7 +91,7 @@ class GenerateInput:
 
 
 class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a request took. None where it never came so far."""
+    """How long a request took. None for a stage that it did not reach."""
 
     queue_time_s: float | None  # from its arrival at the scheduler to the step that began it
     first_token_latency_s: float | None  # from its arrival at the server to the first token
@@ -99,7 +99,7 @@ class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """The news of one request since its last chunk. Chunks of a slow consumer are merged, never queued.
+    """What is new of one request since its last chunk. Chunks for a slow reader are merged, not queued.
 
     ``text``, ``output_ids`` and ``output_logprobs`` are new ones only; the three token counts and
     ``e2e_latency`` (seconds since the request arrived) are totals. ``input_logprobs`` comes once, with

@@ -1,7 +1,7 @@
 """Tokenising and detokenising beside the event loop, in pieces of some ten milliseconds.
 
-A request has one piece in work at a time, so that requests take turns however large they are, and none goes on when its
-caller has left.
+Each request has one piece in work at a time. So requests take turns, however large they are, and work for a client that
+has left ends with the piece in hand.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TokenizePool:
         encoded: list[list[int] | array[int]] = [array("i") if compact else [] for _ in texts]
         before, after = self._tokenizer.special_ids_around if add_special_tokens else ([], [])
         cut: set[int] = set()
-        full: set[int] = set()  # texts of which no more is wanted
+        full: set[int] = set()  # texts that have enough tokens already
         total = 0
         try:
             for group in _grouped(self._pieces(texts, add_special_tokens, full), PIECE_CHARS, _PIECE_TEXTS):
@@ -102,7 +102,7 @@ class TokenizePool:
         return texts
 
     def close(self) -> None:
-        """Begin nothing more. Whoever still waits for a piece, or needs another one, gets RequestError (503)."""
+        """Stop. Requests that are not done get RequestError (503)."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 

@@ -109,7 +109,7 @@ class TokenizerManager:
     async def submit_many(self, inputs: Sequence[GenerateInput]) -> StreamGroup:
         """Validate all requests, then send all. Raises RequestError; then none was sent."""
         rids = [inp.rid for inp in inputs]
-        ours = set(rids) - self._preparing  # an id that is given twice is the first one's to take back
+        ours = set(rids) - self._preparing  # an id that is already there is removed by the call that added it
         self._preparing |= ours
         try:
             return await self._submit_many(inputs, rids)
@@ -123,7 +123,7 @@ class TokenizerManager:
         default_priority = 0 if priority is None else priority.default_value
         priorities = [default_priority if inp.priority is None else inp.priority for inp in inputs]
         await self._check_untokenised(inputs, limits)
-        # What is refused whatever the prompts' lengths: they have one token at least.
+        # Refuse now what is refused for prompts of any length; each has at least one token.
         self._table.admit(rids, [len(inp.input_ids or "?") for inp in inputs], priorities, limits)
         prompts = await self._prompt_ids(inputs, limits)
         limits = self._require_serving()  # tokenising may have taken a while
@@ -134,8 +134,8 @@ class TokenizerManager:
         streams = [self._start(inp, message) for inp, message in zip(inputs, messages, strict=True)]
         return StreamGroup(streams)
 
-    # Of a body with thousands of prompts others' turns come in between. Samples share their prompt's ids, which are
-    # checked once.
+    # A body may have thousands of prompts, so both methods let other tasks run from time to time. The samples of a
+    # prompt share its ids, which are checked once.
 
     async def _check_untokenised(self, inputs: Sequence[GenerateInput], limits: SchedulerReady) -> None:
         for start in range(0, len(inputs), TURN_REQUESTS):
@@ -174,7 +174,7 @@ class TokenizerManager:
             if len(messages) % TURN_REQUESTS == 0 or num_ids > _TURN_IDS:
                 num_ids = 0
                 await asyncio.sleep(0)
-        # At the end: ids that are in use, or were, may change as long as others run.
+        # This comes last, without an await: which ids are in use changes while other tasks run.
         return [self._under_wire_rid(message) for message in messages]
 
     def _under_wire_rid(self, message: TokenizedGenerateReq) -> TokenizedGenerateReq:
@@ -290,7 +290,7 @@ class TokenizerManager:
         return stream
 
     def _displace(self, entry: RequestEntry) -> None:
-        """The queue is full, and requests of a better priority have come."""
+        """Abort a waiting request because the queue is full and requests of a better priority have arrived."""
         entry.displaced = True
         message = (
             f"the queue is full (--max-queued-requests {self.config.server_args.max_queued_requests}) and a request of"
@@ -310,7 +310,7 @@ class TokenizerManager:
             self._ticker = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
 
     def _abandon(self, rid: str) -> None:
-        """The consumer went away: forget the request and let the scheduler release it at once."""
+        """The client has left: forget the request and have the scheduler release it at once."""
         entry = self._table.abandon(rid)
         if entry is None:
             return
@@ -331,11 +331,13 @@ class TokenizerManager:
     # --- news
 
     async def run(self) -> None:
-        """Route news until cancelled. Start it as a task before waiting for readiness."""
+        """Handle incoming messages until cancelled. Start it as a task before waiting for readiness."""
         while True:
             for message in await self._link.receive():
                 self.handle(message)
-            await asyncio.sleep(0)  # in a flood the readers must run too, else all they do is fall behind
+            await asyncio.sleep(
+                0
+            )  # let the readers run, so that they keep up when messages arrive without pause
 
     def handle(self, message: Message) -> None:
         """Apply one message from the scheduler or the detokenizer."""
@@ -363,7 +365,7 @@ class TokenizerManager:
         now = self.last_news = time.perf_counter()
         entry = self._table.advance(token)
         if entry is None:
-            return  # abandoned while its news was on the way
+            return  # its client left while the message was on its way
         self.metrics.observe(entry, token, now)
         if token.finish_reason is not None:
             self._log.finished(entry, token)

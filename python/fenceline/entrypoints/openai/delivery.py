@@ -1,4 +1,4 @@
-"""How an answer leaves: collected into one JSON object, or chunk by chunk as server-sent events."""
+"""Sends an answer: as one JSON object, or chunk by chunk as server-sent events."""
 
 from __future__ import annotations
 

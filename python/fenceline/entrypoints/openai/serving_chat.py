@@ -42,7 +42,8 @@ class ChatServing:
         template: ChatTemplate | str,
         reasoning: ReasoningFormat | None,
     ) -> None:
-        """``template`` may be the reason why there is none; it is what chat requests are then told."""
+        """``template`` is the chat template, or the reason why there is none, which chat requests then get as their
+        error."""
         self._generator = generator
         self._model = model
         self._texts = texts
