@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 import sys
 from collections.abc import Callable
 from random import Random
@@ -301,5 +302,6 @@ def test_capture_shows_its_progress_on_a_terminal(
     if not terminal:
         assert shown == ""
         return
-    assert "Capturing decode graphs" in shown and "1 requests, 0.00 GiB" in shown and "2/2" in shown
+    assert "Capturing decode graphs" in shown and "2/2" in shown
+    assert re.search(r"1 requests, \d+\.\d\d GiB", shown)  # on a CPU: of the machine's, which others use too
     assert graphs.sizes == (1, 3) and graphs.stats.capture_s >= 0
