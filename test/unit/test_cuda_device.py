@@ -304,3 +304,11 @@ def test_without_a_gpu_the_remedy_is_named(machine: Machine, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="no CUDA device is available: use --device cpu"):
         open_device("cuda")
+
+
+def test_an_edge_can_be_severed_here_too(machine: Machine) -> None:
+    device = open_device("cuda", severed=frozenset({"copy_after_forward"}))
+    point = device.forward.record()
+    machine.take()
+    device.copy.wait(point, COPY_AFTER_FORWARD)
+    assert machine.take() == []

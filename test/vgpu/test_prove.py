@@ -45,7 +45,7 @@ CHECKERS = {
 # Whose races hardly ever reach a token (docs/prove.md): found in dozens of runs without the detector, or in none.
 HARDLY_SEEN = {
     "store_after_forward",
-    "forward_after_load@CacheController.layer_ready",
+    "forward_after_load@HiCacheController.layer_ready",
     "forward_after_load@ModelRunner.launch",
     "store_after_load",
     "sm_exclusive:forward-store",
@@ -220,7 +220,7 @@ def test_a_function_that_applies_an_edge_unnamed_fails_the_proof() -> None:
     def outcome(*applied: tuple[str, str]) -> Outcome:
         return Outcome(Trial("mixed", 0), applied=frozenset(applied))
 
-    launch, ready = "ModelRunner.launch", "CacheController.layer_ready"
+    launch, ready = "ModelRunner.launch", "HiCacheController.layer_ready"
     known = outcome(
         ("forward_after_load", launch), ("forward_after_load", ready), ("staging_reuse", "Slot.begin_write")
     )
@@ -231,7 +231,7 @@ def test_a_function_that_applies_an_edge_unnamed_fails_the_proof() -> None:
     ]  # fmt: skip
 
 
-class CacheController:
+class HiCacheController:
     """A function of the name under which the table of edges knows one."""
 
     def layer_ready(self, device: VgpuDevice) -> None:
@@ -245,8 +245,8 @@ def test_an_edge_is_severed_in_one_function_alone() -> None:
         device.forward._wait_event = made.append  # type: ignore[method-assign]
         device.forward.wait(device.load.record(), FORWARD_AFTER_LOAD)
         others = len(made)
-        CacheController().layer_ready(device)
+        HiCacheController().layer_ready(device)
         return others, len(made) - others
 
     assert waits() == (1, 1) and waits("forward_after_load") == (0, 0)
-    assert waits("forward_after_load@CacheController.layer_ready") == (1, 0)
+    assert waits("forward_after_load@HiCacheController.layer_ready") == (1, 0)

@@ -165,7 +165,7 @@ FORWARD_AFTER_LOAD = Edge(
     protects="KV pages being loaded, layer by layer, and those of a load that nobody needs any more",
     failure="F4",
     sites=(
-        ("CacheController.layer_ready", ""),
+        ("HiCacheController.layer_ready", ""),
         (
             "ModelRunner.launch",
             "a load is submitted with the step that reads it, which waits for it layer by layer: what FORWARD is given "

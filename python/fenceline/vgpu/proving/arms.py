@@ -31,7 +31,7 @@ _EDGE_WORKLOADS = {
     "store_after_forward": "offload",
     "forward_after_store": "spill",
     "load_after_forward": "swap",
-    "forward_after_load@CacheController.layer_ready": "spill",
+    "forward_after_load@HiCacheController.layer_ready": "spill",
     "forward_after_load@ModelRunner.launch": "spill",
     "load_after_store": "spill",
     "store_after_load": "overwritten",
