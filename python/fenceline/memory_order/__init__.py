@@ -1,8 +1,11 @@
 """The foundation: where memory lives, what runs in which order, who owns what until when."""
 
+from collections.abc import Callable
+
+from fenceline.config.server_args import register_kind
 from fenceline.memory_order.arena import Arena, ArenaField, ArenaOutputs, Role
 from fenceline.memory_order.checker import OrderChecker, OrderError
-from fenceline.memory_order.device import Device, open_device, register_device
+from fenceline.memory_order.device import Device
 from fenceline.memory_order.graph import Graph, GraphError, GraphPool, GraphState
 from fenceline.memory_order.host_threads import HostChannel, HostWorker
 from fenceline.memory_order.lease import LeaseError, LeasePool, page_leases
@@ -40,3 +43,31 @@ __all__ = [
     "register_device",
     "wait_for_pages",
 ]
+
+DeviceFactory = Callable[[frozenset[str]], Device]
+
+_registered: dict[str, DeviceFactory] = {}
+
+
+def register_device(kind: str, factory: DeviceFactory) -> None:
+    """Let :func:`open_device` and the configuration know another kind of device; ``factory`` takes ``severed``."""
+    _registered[kind] = factory
+    register_kind(kind)
+
+
+def open_device(kind: str, severed: frozenset[str] = frozenset()) -> Device:
+    """The device of that kind: ``cpu``, ``cuda`` (the current CUDA device) or a registered one.
+
+    Raises ``ValueError`` with the remedy where it is not available.
+    """
+    if kind == "cpu":
+        from fenceline.memory_order.cpu import CpuDevice
+
+        return CpuDevice(severed)
+    if kind == "cuda":
+        from fenceline.memory_order.cuda import CudaDevice
+
+        return CudaDevice(severed)
+    if kind in _registered:
+        return _registered[kind](severed)
+    raise ValueError(f"unknown device {kind!r}: use --device cpu or --device cuda")

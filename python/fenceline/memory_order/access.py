@@ -10,8 +10,8 @@ by a function that names them one after the other::
     device.declare(StreamName.STORE, "backup of KV pages", backup, device_pages, host_pages)
 
 Readers of declarations call that function: the checker (``--memory-check order``) compares order, the virtual GPU
-learns what the host does past torch and who holds the SMs, the flight recorder writes down pages. Where nobody reads,
-it is not called, so that a declaration costs one call.
+learns what the host does past torch and who holds the SMs. Where nobody reads, it is not called, so that a declaration
+costs one call. (The flight recorder writes down a step's batch, from which its pages follow.)
 
 What the checker knows of a Memory is kept there: who touched which rows last, as positions in the agents' own orders.
 An agent is a number (see ``checker``), a position its ``tick``. Of several accesses by one agent to a row the last one

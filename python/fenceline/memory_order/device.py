@@ -9,7 +9,6 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from fenceline.config.server_args import register_kind
 from fenceline.memory_order.access import Accesses, Memory
 from fenceline.memory_order.checker import NoChecker, OrderChecker
 from fenceline.memory_order.edges import EDGE_PARTS, EDGES, StreamName
@@ -195,32 +194,3 @@ class Device(ABC):
 
     @abstractmethod
     def _make_stream(self, name: StreamName) -> Stream: ...
-
-
-DeviceFactory = Callable[[frozenset[str]], Device]
-
-_registered: dict[str, DeviceFactory] = {}
-
-
-def register_device(kind: str, factory: DeviceFactory) -> None:
-    """Let :func:`open_device` and the configuration know another kind of device; ``factory`` takes ``severed``."""
-    _registered[kind] = factory
-    register_kind(kind)
-
-
-def open_device(kind: str, severed: frozenset[str] = frozenset()) -> Device:
-    """The device of that kind: ``cpu``, ``cuda`` (the current CUDA device) or a registered one.
-
-    Raises ``ValueError`` with the remedy where it is not available.
-    """
-    if kind == "cpu":
-        from fenceline.memory_order.cpu import CpuDevice
-
-        return CpuDevice(severed)
-    if kind == "cuda":
-        from fenceline.memory_order.cuda import CudaDevice
-
-        return CudaDevice(severed)
-    if kind in _registered:
-        return _registered[kind](severed)
-    raise ValueError(f"unknown device {kind!r}: use --device cpu or --device cuda")

@@ -8,8 +8,9 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from fenceline.memory_order import register_device
 from fenceline.memory_order.access import Accesses, Memory, PagedMemory, Rows, occupies_sm
-from fenceline.memory_order.device import Device, register_device
+from fenceline.memory_order.device import Device
 from fenceline.memory_order.edges import Edge, StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
 from fenceline.memory_order.guards import GRAPH_POOL, Guard
