@@ -28,7 +28,7 @@ def run_hanging_step(config: EngineConfig, ports: PortArgs) -> None:
     from fenceline.scheduler.process import run_scheduler_process
     from fenceline.scheduler.scheduler import Scheduler
 
-    def hang(self: Scheduler, reqs: object, out: object) -> None:
+    def hang(self: Scheduler, *_: object) -> None:
         print("the step hangs", flush=True)
         threading.Event().wait()
 

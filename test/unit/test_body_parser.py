@@ -123,10 +123,16 @@ async def test_a_large_body_comes_out_the_same(parser: BodyParser, parse: Parse,
         assert await parser.parse(request_of(data), parse) == expected
 
 
-async def test_unknown_fields_of_a_large_body_are_noted_here(parser: BodyParser) -> None:
+CHAT_LISTS = {"messages": [{"role": "user", "content": "a"}], "colour": [[]] * 100_000}
+
+
+@pytest.mark.parametrize(("parse", "body"), [(parse_generate, GENERATE), (parse_chat, CHAT_LISTS)])
+async def test_unknown_fields_of_a_large_body_are_noted_here(
+    parser: BodyParser, parse: Parse, body: object
+) -> None:
     parser.unknown = UnknownFields(strict=True)
     with pytest.raises(RequestError, match="colour"):
-        await parser.parse(request_of(orjson.dumps(GENERATE)), parse_generate)
+        await parser.parse(request_of(orjson.dumps(body)), parse)
 
 
 LISTS = b'{"text": "a", "x": [' + b"[]," * 500_000 + b"1]}"

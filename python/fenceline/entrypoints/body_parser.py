@@ -220,6 +220,9 @@ def _pickled(result: object) -> tuple[bytes, list[bytes | array[int]]]:
         return pickle.dumps(too_deep()), []
     except RequestError as error:
         return pickle.dumps(error), []
+    except Exception as defect:  # of ours; the next bodies still want this process
+        logger.exception("a body could not be handed over")
+        return pickle.dumps(internal_error(defect)), []
     return file.getvalue(), pickler.apart
 
 

@@ -226,7 +226,7 @@ class FieldRules:
     ) -> None:
         """``within``: fields that hold objects, with the names in those, which clients write one level too high."""
         self.declared = frozenset(declared)
-        self._within = within
+        self._within = dict(within)  # rules go to another process, which a proxy cannot
         self._refused = {name: rule for name, rule in refused.items() if name not in self.declared}
         self._refused_names = frozenset(self._refused)
         self._without_effect = without_effect
