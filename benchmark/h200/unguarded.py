@@ -2,7 +2,7 @@
 
 What orders the device stays: waits, Points, copies, pads, the arena's fill; without them tokens would be wrong. What
 goes are the checks that only ever raise, and the books that are kept for them. Run with ``python -O``, which takes the
-assertions out as well, and with --flight-recorder-steps 0. Two attribute tests in the result ring remain.
+assertions out as well, and with --flight-recorder-steps 0.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ STUBS = (
     (Stream, "wait", _wait),  # edges by name: declared between these streams, severed, checker
     (Stream, "synchronize", _synchronize),
     (Device, "keeps", _yes),
+    (Device, "declare", _nothing),  # what operations touch, for the checker
     (Arena, "begin_replay", lambda self: ArenaOutputs(self, 0)),  # generations of outputs
     (ArenaOutputs, "take", lambda self, name, num_rows: self._arena[name][:num_rows]),
     (Graph, "replay", lambda self: self._replay()),  # life cycle

@@ -385,9 +385,6 @@ async def test_a_helper_that_died_is_replaced(parser: BodyParser) -> None:
     assert parser._helper is not None
     parser._helper[0].kill()
     parser._helper[0].join()
-    with pytest.raises(RequestError) as caught:
-        await parser.parse(request_of(data), parse_generate)
-    assert caught.value.status == 503
     assert isinstance(await parser.parse(request_of(data), parse_generate), GenerateBody)
 
 

@@ -87,8 +87,8 @@ async def test_cancelled_reader_aborts() -> None:
     bench = Bench()
 
     async def read() -> None:
-        async for _ in bench.manager.generate(ids_input(5)):
-            pass
+        async with await bench.manager.submit(ids_input(5)) as stream:
+            await stream.collect()
 
     task = asyncio.ensure_future(read())
     while not bench.link.sent:
@@ -96,6 +96,19 @@ async def test_cancelled_reader_aborts() -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert bench.link.sent[-1] == AbortReq(rid="r")
+
+
+async def test_an_engine_that_dies_while_a_large_body_is_prepared_leaves_no_stream() -> None:
+    """Whenever it dies: a stream that begins afterwards would never end."""
+    for num_turns in range(12):
+        bench = Bench()
+        inputs = [ids_input(5, rid=f"r{index}") for index in range(4 * TURN_REQUESTS)]
+        submission = asyncio.ensure_future(bench.manager.submit_many(inputs))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        bench.manager.fail("died")
+        await asyncio.gather(submission, return_exceptions=True)
+        assert bench.manager.num_active == 0
 
 
 async def test_finished_request_is_not_aborted() -> None:

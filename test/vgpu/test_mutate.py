@@ -6,12 +6,13 @@ import ast
 import json
 import subprocess
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
 from fenceline.vgpu.mutate import Result, read_results, report
-from fenceline.vgpu.proving.mutants import PACKAGE, all_mutants, mutants_of
+from fenceline.vgpu.proving.mutants import LEFT_OUT, PACKAGE, ROOMS, all_mutants, mutants_of
 
 SOURCE = '''
 def move(stream, pool, pages, after, start):
@@ -77,6 +78,13 @@ def test_every_mutant_of_the_engine_is_a_program_of_the_same_lines() -> None:
         changed = mutant.apply(sources[mutant.path])
         ast.parse(changed)
         assert changed.count("\n") == sources[mutant.path].count("\n")
+
+
+def test_every_file_that_is_left_out_exists() -> None:
+    files = [
+        path.relative_to(PACKAGE).as_posix() for room in ROOMS for path in (PACKAGE / room).rglob("*.py")
+    ]
+    assert [pattern for pattern, _ in LEFT_OUT if not any(fnmatchcase(file, pattern) for file in files)] == []
 
 
 @pytest.mark.long

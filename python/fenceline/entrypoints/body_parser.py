@@ -138,7 +138,7 @@ class BodyParser:
         return cast("tuple[object, list[tuple[set[str], FieldRules]]]", result)
 
     def _connection(self) -> Connection:
-        if self._helper is None:
+        if self._helper is None or not self._helper[0].is_alive():
             context = multiprocessing.get_context("spawn")
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), name="body-parser", daemon=True)

@@ -133,7 +133,8 @@ class Engine:
             while (answer := self._run(_next(answers))) is not None:
                 yield orjson.loads(answer)
         finally:
-            self._loop.call_soon_threadsafe(group.close)
+            if not self._closed:
+                self._loop.call_soon_threadsafe(group.close)
 
     async def _aiterate(self, body: GenerateBody) -> AsyncIterator[Answer]:
         group, writers, _ = await self._await(self._submit(body))
@@ -142,7 +143,8 @@ class Engine:
             while (answer := await self._await(_next(answers))) is not None:
                 yield orjson.loads(answer)
         finally:
-            self._loop.call_soon_threadsafe(group.close)
+            if not self._closed:
+                self._loop.call_soon_threadsafe(group.close)
 
     # --- control
 

@@ -113,11 +113,11 @@ def _given_key(headers: dict[bytes, bytes]) -> bytes:
 class _Body:
     """``receive`` that counts: a body without a declared length is limited too, and so are all bodies together."""
 
-    def __init__(self, door: RequestMiddleware, receive: Receive) -> None:
-        self._door = door
+    def __init__(self, middleware: RequestMiddleware, receive: Receive) -> None:
+        self._middleware = middleware
         self._receive = receive
         self._num_bytes = 0
-        self.num_shared = 0  # counted in the door's sum
+        self.num_shared = 0  # counted in the middleware's sum
 
     async def receive(self) -> Message:
         """The next part. Raises RequestError for one too many."""
@@ -131,11 +131,11 @@ class _Body:
         if self._num_bytes > MAX_BODY_BYTES:
             raise _too_large()
         num_more = self._num_bytes - self.num_shared
-        if self._door.num_body_bytes + num_more > MAX_BODIES_BYTES:
+        if self._middleware.num_body_bytes + num_more > MAX_BODIES_BYTES:
             raise RequestError(
                 503, "other large requests are being received: try again", code="too_many_bodies"
             )
-        self._door.num_body_bytes += num_more
+        self._middleware.num_body_bytes += num_more
         self.num_shared += num_more
 
 

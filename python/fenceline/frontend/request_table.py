@@ -27,7 +27,7 @@ class RequestEntry:
 
     __slots__ = (
         "cached_tokens", "completion_tokens", "created", "displaced", "family", "first_token", "last_token",
-        "num_prompt_tokens", "num_retractions", "queue_time_s", "rank", "rid", "started", "stream", "wire_rid",
+        "num_prompt_tokens", "queue_time_s", "rank", "rid", "started", "stream", "wire_rid",
     )  # fmt: skip
 
     def __init__(
@@ -46,7 +46,6 @@ class RequestEntry:
         self.last_token = 0.0
         self.completion_tokens = 0
         self.cached_tokens = 0
-        self.num_retractions = 0
         self.queue_time_s: float | None = None
 
     @property
@@ -204,7 +203,6 @@ class RequestTable:
             held = 0
         entry.completion_tokens = token.completion_tokens
         entry.cached_tokens = token.cached_tokens
-        entry.num_retractions = token.num_retractions
         self._held_tokens += entry.num_held_tokens - held
         if token.finish_reason is not None:
             self._forget(entry)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -37,7 +37,6 @@ from fenceline.frontend.request_stream import RequestStream, StreamGroup
 from fenceline.frontend.request_table import RequestEntry, RequestLog, RequestTable
 from fenceline.frontend.request_types import (
     TURN_REQUESTS,
-    GenerateChunk,
     GenerateInput,
     RequestError,
     check_num_requests,
@@ -79,7 +78,6 @@ class TokenizerManager:
         self.tokenizer = tokenizer
         self.vocab_size = config.model.vocab_size
         self.limits: SchedulerReady | None = None
-        self.state: InternalState | None = None  # the scheduler's latest report
         self.fatal: str | None = None
         self.metrics = Metrics(
             config.served_model_name, config.hicache is not None, config.server_args.metrics_prefix
@@ -128,6 +126,7 @@ class TokenizerManager:
         prompts = await self._prompt_ids(inputs, limits)
         limits = self._require_serving()  # tokenising may have taken a while
         messages = await self._messages(inputs, prompts, limits, default_priority)
+        self._require_serving()  # nobody would end streams that begin after the end; there is no await from here on
         check_num_logprobs(messages)
         for entry in self._table.admit(rids, [len(ids) for ids in prompts], priorities, limits):
             self._displace(entry)
@@ -180,12 +179,6 @@ class TokenizerManager:
     def _under_wire_rid(self, message: TokenizedGenerateReq) -> TokenizedGenerateReq:
         wire_rid = self._table.wire_rid(message.rid)
         return message if wire_rid == message.rid else msgspec.structs.replace(message, rid=wire_rid)
-
-    async def generate(self, inp: GenerateInput) -> AsyncIterator[GenerateChunk]:
-        """:meth:`submit` and iterate. Validation happens at the first ``anext``."""
-        async with await self.submit(inp) as stream:
-            async for chunk in stream:
-                yield chunk
 
     def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
         """Abort the requests whose id, or whose body's id, begins with ``rid``, or all requests; unknown and empty
@@ -351,7 +344,6 @@ class TokenizerManager:
             case ControlReply():
                 self.control.resolve(message)
             case StatsReport():
-                self.state = message.state
                 self.metrics.report(message.state)
             case SchedulerReady():
                 self.limits = message
@@ -415,7 +407,6 @@ class TokenizerManager:
         """The scheduler's state now. Raises RequestError 503 if it does not answer."""
         state = (await self.control.internal_state()).state
         assert state is not None, "a reply to GetInternalStateReq carries the state"
-        self.state = state
         return state
 
     # --- life cycle

@@ -355,7 +355,7 @@ class ControlReply(Message):
 
 
 class StatsReport(Message):
-    """Sent about once a second while there is something to tell, for /metrics and /health."""
+    """Sent about once a second while there is something to tell, for /metrics."""
 
     state: InternalState
 

@@ -38,7 +38,6 @@ LEFT_OUT = (
     ("sampling/sampling_params.py", "checks of a request's fields: unit tests"),
     ("*flight_*", "a record for people"),
     ("scheduler/process.py", "the process around the scheduler: test/server runs it"),
-    ("mem_cache/storage/cleaner*", "a thread that looks at the clock"),
     ("model_executor/warm_up*", "start-up"),
 )
 
