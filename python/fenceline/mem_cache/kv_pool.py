@@ -144,7 +144,7 @@ class KVPool:
 
     Slot ``s`` is token ``s % page_size`` of page ``s // page_size``, in every tensor of every layer: ``layout`` says
     which rows a slot has. Page 0 is the reserved sink: padding may write it, nobody reads it. A page is a page of *all*
-    layers, so one page id names the same tokens in each of them. Ownership of pages is the page allocator's; this class
+    layers, so one page id names the same tokens in each of them. Ownership of pages is the LeasePool's; this class
     only holds the bytes. They begin as zeros.
     """
 

@@ -2,7 +2,7 @@
 
 A :class:`Ticket` stands for one batched transfer. Nodes of the tree carry the tickets of the transfers that touch
 their pages, splits copy them to both halves, and whoever gives such a page back reads the Points *through* the
-ticket: so nobody has to find a node again when a transfer is done (F15). This room is pure CPU: no torch.
+ticket: so nobody has to find a node again when a transfer is done (F15).
 """
 
 from __future__ import annotations

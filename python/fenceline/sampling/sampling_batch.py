@@ -217,11 +217,6 @@ class SamplingBatch:
         """No request draws: the arg-max is all there is to do."""
         return self.seed_keys is None
 
-    @property
-    def needs_penalties(self) -> bool:
-        """Some request has token counts."""
-        return self.penalty_rows is not None
-
 
 _HOST_FACTS = ("num_reqs", "return_logprob", "max_top_logprobs", "max_top_k")
 _ARRAY_NAMES = tuple(f.name for f in fields(SamplingBatch) if f.name not in _HOST_FACTS)

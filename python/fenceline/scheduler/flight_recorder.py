@@ -200,7 +200,8 @@ class FlightRecorder:
         if not isinstance(batch, DecodeBatch):
             self._composition = -1
             self._rids = tuple([req.rid for req in reqs])
-            batch = replace(batch, seqs=tuple([self._seq(seq) for seq in batch.seqs]))
+            # Tickets hold the Points of their transfers, a layer each.
+            batch = replace(batch, seqs=tuple([self._seq(seq) for seq in batch.seqs]), loads=())
         elif batch.composition != self._composition:
             self._composition = batch.composition
             self._rids = tuple([req.rid for req in reqs])

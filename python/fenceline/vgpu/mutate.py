@@ -138,10 +138,10 @@ def reached_lines(seeds: int) -> Reached:
     seconds: dict[str, float] = {}
     for name in WORKLOADS:
         tracer.switch_context(name)
-        began = time.process_time()
-        for seed in range(5 * seeds if name == "everything" else seeds):
+        began, num_runs = time.process_time(), 5 * seeds if name == "everything" else seeds
+        for seed in range(num_runs):
             run(Trial(name, seed))
-        seconds[name] = (time.process_time() - began) / seeds
+        seconds[name] = (time.process_time() - began) / num_runs
     tracer.stop()
     data = tracer.get_data()
     return {
@@ -389,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             reached = in_child(reached_lines, args.reach_seeds) if mutants else {}
         _campaign(mutants, reached, args.jobs, args.cpu_limit, args.results)
-    reviews = json.loads(_REVIEW.read_text(encoding="utf-8")) if _REVIEW.exists() else {}
+    reviews = json.loads(_REVIEW.read_text(encoding="utf-8"))
     results = read_results(args.results)
     table = report(results, reviews)
     print(table)
