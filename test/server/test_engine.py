@@ -86,11 +86,15 @@ async def test_async_generate_from_another_loop(engine: fenceline.Engine) -> Non
 
 
 def test_abort_from_another_thread(engine: fenceline.Engine) -> None:
+    def num_running() -> int:
+        return engine.get_server_info()["internal_states"][0]["num_running_reqs"]
+
+    wait_for(lambda: num_running() == 0)  # the scheduler may still be at a request of an earlier test
     answers = []
     thread = threading.Thread(target=lambda: answers.append(
         engine.generate(input_ids=[5], sampling_params={"seed": Seed.HANG}, rid="hang")))  # fmt: skip
     thread.start()
-    wait_for(lambda: engine.get_server_info()["internal_states"][0]["num_running_reqs"] == 1)
+    wait_for(lambda: num_running() == 1)
     assert engine.flush_cache() is False
     engine.abort("hang")
     thread.join(WAIT_S)
