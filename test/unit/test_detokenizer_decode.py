@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_fallback, byte_level, word_piece
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import models
 
+from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.frontend.detokenizer_manager import (
     ByteDecoder,
     DecoderFactory,
@@ -136,3 +139,9 @@ def test_table_agrees_with_the_tokenizer_on_every_single_token(kind: str) -> Non
         expected = tok.decode([*before, index, *before], False)
         decoder = factory(kind).make([], False)
         assert "".join(run(decoder, [[*before, index, *before]])) == expected, tok.backend.id_to_token(index)
+
+
+def test_a_piece_that_only_looks_like_a_byte_is_text() -> None:
+    backend = RustTokenizer(models.WordLevel({"<0xZZ>": 0, "<0x41>": 1, "a": 2}, unk_token="a"))
+    texts = TokenTexts(Tokenizer(backend))
+    assert [texts.look_up(index)[1] for index in range(3)] == [b"<0xZZ>", b"A", b"a"]

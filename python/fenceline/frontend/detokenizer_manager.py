@@ -11,7 +11,6 @@ import faulthandler
 import json
 import logging
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,7 +19,7 @@ import msgspec
 import zmq
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.frontend.tokenizer import Tokenizer, byte_alphabet, load_tokenizer
+from fenceline.frontend.tokenizer import BYTE_TOKEN, Tokenizer, byte_alphabet, load_tokenizer
 from fenceline.ipc.child_process import Watchdog, freeze_garbage_collector, prepare_child
 from fenceline.ipc.io_struct import (
     DETOKENIZER_DECODER,
@@ -41,7 +40,6 @@ from fenceline.ipc.io_struct import (
 from fenceline.ipc.sockets import MAX_DRAINED, MAX_DRAINED_BYTES, Inbox, connect_push
 
 logger = logging.getLogger(__name__)
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
 _MAX_INCOMPLETE_TOKENS = 8  # a character has at most four bytes: beyond this the bytes are simply invalid
 _WINDOW_TOKENS = 8  # context that decides about spaces; more than any tokenizer looks back
@@ -207,7 +205,7 @@ def _byte_level(piece: str, alphabet: dict[str, int]) -> bytes:
 
 
 def _byte_fallback(piece: str) -> bytes:
-    match = _BYTE_TOKEN.fullmatch(piece)
+    match = BYTE_TOKEN.fullmatch(piece)
     return bytes([int(match[1], 16)]) if match else piece.replace("▁", " ").encode()
 
 

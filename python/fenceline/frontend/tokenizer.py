@@ -325,6 +325,9 @@ def _alternatives(pattern: str) -> set[str]:
     return found
 
 
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # what sentencepiece calls a byte that is in no other piece
+
+
 def byte_alphabet() -> dict[str, int]:
     """GPT-2's letters for the 256 bytes: printable Latin-1 stands for itself, the rest follows U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

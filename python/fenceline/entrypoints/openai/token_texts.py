@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from fenceline.frontend.tokenizer import Tokenizer, byte_alphabet
+from fenceline.frontend.tokenizer import BYTE_TOKEN, Tokenizer, byte_alphabet
 
 
 class TokenTexts:
@@ -44,8 +44,8 @@ class TokenTexts:
             table = self._byte_alphabet
             if all(char in table for char in piece):
                 return bytes(table[char] for char in piece)
-        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-            return bytes([int(piece[3:5], 16)])  # byte fallback of sentencepiece
+        if byte := BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(byte[1], 16)])
         if self._blank_marks:
             return piece.replace("\u2581", " ").encode()
         return self._tokenizer.token_text(token_id).encode()
