@@ -128,6 +128,18 @@ def _attention_reads_another_request(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch_backend, "_plan_decode", wrong)
 
 
+def _attention_reads_nothing_of_the_last_request(patch: pytest.MonkeyPatch) -> None:
+    """Its row is that of padding, whose pages are all the sink's."""
+    right = torch_backend._plan_decode
+
+    def wrong(kv_pool: Any, inputs: Any) -> Any:
+        return right(
+            kv_pool, dataclasses.replace(inputs, rows=torch.cat([inputs.rows[:-1], inputs.rows[-1:] * 0]))
+        )
+
+    patch.setattr(torch_backend, "_plan_decode", wrong)
+
+
 def _a_host_page_matched_for_another_salt(patch: pytest.MonkeyPatch) -> None:
     right = HiRadixCache.match_prefix
     patch.setattr(
@@ -302,6 +314,8 @@ PLANTED = [
      rf"tags: {K0} .*: decode step reads it as token 0 of {R}\n  by index_select on forward"),
     (_attention_reads_another_request, "tags_crowd", TAGS,
      rf"tags: {K0} .* holds token 0 of (?P<one>{R}), .*: decode step reads it as token 0 of (?!(?P=one))"),
+    (_attention_reads_nothing_of_the_last_request, "tags_crowd", TAGS,
+     rf"tags: decode step samples for {R} and has not read its layer0\.k\n  sampled by "),
     (_a_host_page_matched_for_another_salt, "tags_reloaded", TAGS,
      rf"tags: {K0} {SALT_A}: load fills it for token 0 of r4 \(namespace 'b'\)\n  by copy to device on load"),
     (_a_live_slot_written_by_a_padded_row, "tags_pieces", TAGS,

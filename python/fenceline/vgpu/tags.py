@@ -290,6 +290,17 @@ class Step:
             what = f"{self._kind} reads it as token {position} of {seq.account.name}"
             self._tags.found(memory, int(slots[position]), what, op)
 
+    def _check_all_read(self, op: Operation) -> None:
+        """The sink's slots stand for nothing, so a request whose reads all went there has been left out."""
+        for part, name in enumerate(self._tags.part_names):
+            for seq in self._unread.get(part, self._seqs):
+                lines = [
+                    f"tags: {self._kind} samples for {seq.account.name} and has not read its {name}",
+                    f"  sampled by {who(op)}",
+                ]
+                self._tags.add(TagError("\n".join(lines), "", name, (str(op.place),), op.seq))
+                return
+
     def _readers(self) -> str:
         return f"a {self._kind} of {', '.join(seq.account.name for seq in self._seqs)}"
 
@@ -358,7 +369,9 @@ class Step:
                 self._tags.add(TagError("\n".join(lines), "", memory, (str(op.place),), op.seq))
 
     def _sample(self, op: Operation, access: Access) -> None:
-        """Last tokens have been written: what the step has sampled."""
+        """Last tokens have been written: what the step has sampled. A decode step has read all prefixes by then."""
+        if self._decodes:
+            self._check_all_read(op)
         values = access.tag.region.view(self._tags.last_layout).numpy()
         for row in self._rows(access):
             seq = self._by_row.get(row)
