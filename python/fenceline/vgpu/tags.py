@@ -290,10 +290,13 @@ class Step:
             what = f"{self._kind} reads it as token {position} of {seq.account.name}"
             self._tags.found(memory, int(slots[position]), what, op)
 
-    def _check_all_read(self, op: Operation) -> None:
+    def _check_all_read(self, op: Operation, rows: Sequence[int]) -> None:
         """The sink's slots stand for nothing, so a request whose reads all went there has been left out."""
+        sampled = set(rows)
         for part, name in enumerate(self._tags.part_names):
             for seq in self._unread.get(part, self._seqs):
+                if seq.row not in sampled:
+                    continue
                 lines = [
                     f"tags: {self._kind} samples for {seq.account.name} and has not read its {name}",
                     f"  sampled by {who(op)}",
@@ -371,7 +374,7 @@ class Step:
     def _sample(self, op: Operation, access: Access) -> None:
         """Last tokens have been written: what the step has sampled. A decode step has read all prefixes by then."""
         if self._decodes:
-            self._check_all_read(op)
+            self._check_all_read(op, self._rows(access))
         values = access.tag.region.view(self._tags.last_layout).numpy()
         for row in self._rows(access):
             seq = self._by_row.get(row)
