@@ -253,7 +253,7 @@ async def test_bodies_of_clients_that_left_are_let_go_of_while_the_helper_is_bus
 ) -> None:
     begun, release, parsed = threading.Event(), threading.Event(), []
 
-    def parse_apart(parse: object, parts: deque[bytes]) -> tuple[object, list[object]]:
+    def parse_apart(parse: object, parts: deque[bytes], started: object) -> tuple[object, list[object]]:
         parsed.append(sum(map(len, parts)))
         begun.set()
         assert release.wait(60)
@@ -346,10 +346,28 @@ async def test_a_helper_that_is_stopped_is_replaced(
     process = parser._helper[0]
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    connection, turned = parser._connection, threading.Event()
+
+    def late() -> Connection:
+        """A thread that is slow to begin: what passes until then is not the helper's fault."""
+        assert turned.wait(60)
+        return connection()
+
+    def kill_at_once() -> None:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+
     with monkeypatch.context() as patch:
         patch.setattr(body_parser, "_LOOK_INTERVAL_S", 0.0)
+        patch.setattr(parser, "_connection", late)
+        patch.setattr(process, "kill", kill_at_once)
+        work = asyncio.ensure_future(parser.parse(request_of(data), parse_generate))
+        for _ in range(3 * body_parser._MAX_LOOKS):
+            await asyncio.sleep(0)
+        turned.set()
         with pytest.raises(RequestError) as caught:
-            await parser.parse(request_of(data), parse_generate)
+            await work
     assert caught.value.status == 503
     process.join()
     assert isinstance(await parser.parse(request_of(data), parse_generate), GenerateBody)

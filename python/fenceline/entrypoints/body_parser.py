@@ -67,6 +67,7 @@ class BodyParser:
         self._helper: tuple[BaseProcess, Connection] | None = None
         self._inline = asyncio.Lock()
         self._helper_free = asyncio.Lock()  # while it is held, one body is with the helper
+        self._next_look: asyncio.TimerHandle | None = None
 
     async def parse(self, request: Request, parse: Parse[T], empty: bytes = b"") -> T:
         """The body of ``request``, or ``empty`` for one without any bytes, as ``parse`` makes it: a function at the top
@@ -94,8 +95,10 @@ class BodyParser:
         keep those of clients that have left until their turn comes."""
         await self._helper_free.acquire()
         loop = asyncio.get_running_loop()
-        work = self._thread.submit(self._parse_apart, parse, parts)
-        self._look(_MAX_LOOKS)
+        # The looks begin when there is a helper to look at, which may have to be started first.
+        work = self._thread.submit(
+            self._parse_apart, parse, parts, lambda: loop.call_soon_threadsafe(self._look, _MAX_LOOKS)
+        )
         # Not when whoever waits for it leaves, but when the helper is done with it.
         work.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free_helper))
         try:
@@ -104,7 +107,8 @@ class BodyParser:
             del work  # else the error holds this frame, and this frame the error and the body
 
     def _free_helper(self) -> None:
-        self._next_look.cancel()
+        if self._next_look is not None:
+            self._next_look.cancel()
         self._helper_free.release()
 
     def _look(self, num_left: int) -> None:
@@ -118,10 +122,11 @@ class BodyParser:
             self._next_look = loop.call_later(_LOOK_INTERVAL_S, self._look, max(num_left - 1, 0))
 
     def _parse_apart(
-        self, parse: Parse[T], parts: deque[bytes]
+        self, parse: Parse[T], parts: deque[bytes], started: Callable[[], object]
     ) -> tuple[object, list[tuple[set[str], FieldRules]]]:
         try:
             connection = self._connection()
+            started()
             connection.send((parse, self._max_values, len(parts)))
             while parts:  # never joined here: a copy of 64 MiB is a copy too many
                 connection.send_bytes(parts.popleft())
