@@ -178,9 +178,8 @@ def main() -> None:
     args = parser.parse_args()
     sizes = [int(n) for n in args.running.split(",")]
     medians = []
-    step_time_us(
-        max(sizes), args.steps, args.page_size
-    )  # the first run of a process also pays for its imports
+    # The first run of a process also pays for its imports.
+    step_time_us(max(sizes), args.steps, args.page_size)
     if args.compare_flight_recorder:
         compare_flight_recorder(sizes, args.steps, args.repeats, args.page_size)
         return

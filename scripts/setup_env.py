@@ -100,9 +100,8 @@ def ensure(root: Path, env: Env, extras: Sequence[str]) -> None:
     choice = torch_choice()
     env.path.parent.mkdir(parents=True, exist_ok=True)
     with open(env.path.parent / f"{env.path.name}.lock", "w") as lock:
-        fcntl.flock(
-            lock, fcntl.LOCK_EX
-        )  # two scripts started at once: the second finds the first's work done
+        # Of two scripts started at once, the second waits here and then finds the environment made.
+        fcntl.flock(lock, fcntl.LOCK_EX)
         key = env.key(root, repr(choice))
         installed = env.installed_extras(key)
         if installed is not None and installed >= set(extras):

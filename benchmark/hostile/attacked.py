@@ -21,10 +21,8 @@ START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
 # So many tokens that memory is touched early and its growth is the attack's.
 FLAGS = ("--model-path", "demo", "--device", "cpu", "--max-total-tokens", "20000", "--random-seed", "0")
-FLAGS += (
-    "--log-level-http",
-    "warning",
-)  # a line for each probe would hide how fast an attacker fills the log
+# A line for each probe would hide how fast an attacker fills the log.
+FLAGS += ("--log-level-http", "warning")
 
 
 class AttackedServer:

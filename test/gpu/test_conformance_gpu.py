@@ -67,9 +67,8 @@ def note(report: dict[str, Any], program: Program, seen: Counter[Outcome]) -> No
 
 @named(in_process)
 def test_outcomes_are_allowed(program: Program, report: dict[str, Any]) -> None:
-    program.run(
-        CudaMachine(frozenset())
-    )  # loads kernels and takes memory from the driver, which waits for the device
+    # The first run loads kernels and allocates memory, both of which make the host wait for the device.
+    program.run(CudaMachine(frozenset()))
     seen: Counter[Outcome] = Counter()
     for _ in range(NUM_ROUNDS):
         for lags in delays(program):

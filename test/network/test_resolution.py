@@ -46,9 +46,8 @@ class Resolver:
         variables = pick_installer.uv_variables(settings)
         if variables is None:
             pytest.skip(f"uv has no counterpart for these settings of pip: {sorted(settings)}")
-        variables.pop(
-            "UV_FIND_LINKS", None
-        )  # a wheel of torch for the CPU, say: what is asked is what everybody finds
+        # Not this machine's own wheels, for example of torch for the CPU: the test asks what users get.
+        variables.pop("UV_FIND_LINKS", None)
         self._environment = {**variables, **os.environ}
         self._command = [
             uv,

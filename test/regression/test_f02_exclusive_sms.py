@@ -68,11 +68,8 @@ def exclusive_waits(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 BOTH = ["store", "forward", "store", "forward"]
-PREFILL = [
-    "store",
-    "store",
-    "forward",
-]  # the decode step waits for nobody; the second backup still for the prefill's
+# The decode step waits for no backup; the second backup still waits for the prefill.
+PREFILL = ["store", "store", "forward"]
 DECODE = ["forward", "store"]
 CASES = [
     ((PERSISTENT, PERSISTENT), BOTH),

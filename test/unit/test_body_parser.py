@@ -328,9 +328,8 @@ async def test_what_takes_more_than_milliseconds_is_not_parsed_here(parser: Body
 async def test_small_bodies_start_no_process_and_are_not_taken_apart(
     parser: BodyParser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        body_parser, "count_values", Nowhere()
-    )  # copies them, ten milliseconds of the event loop
+    # It copies the body, which would take ten milliseconds of the event loop.
+    monkeypatch.setattr(body_parser, "count_values", Nowhere())
     data = orjson.dumps({"text": "the fox, " * 20_000})
     body = await parser.parse(request_of(data), parse_generate)
     assert isinstance(body, GenerateBody)

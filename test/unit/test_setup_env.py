@@ -394,9 +394,8 @@ def test_half_made_environment_is_made_anew(env: Env, monkeypatch: pytest.Monkey
     (env.path / UNFINISHED).touch()
     setup_env.create(env)
     assert made == [[sys.executable, "-m", "venv", str(env.path)]]
-    assert [path.name for path in env.path.iterdir()] == [
-        UNFINISHED
-    ]  # the old one is gone, the new one is marked
+    # The old one is gone, the new one is marked.
+    assert [path.name for path in env.path.iterdir()] == [UNFINISHED]
 
 
 class Done:
@@ -418,9 +417,8 @@ def test_environment_variable_overrules_a_driver(monkeypatch: pytest.MonkeyPatch
     assert setup_env.torch_choice().cuda == (13, 0)
     monkeypatch.setenv("FENCELINE_TORCH", "cpu")
     assert setup_env.torch_choice() == CPU
-    monkeypatch.setattr(
-        pick_torch, "look", lambda system: Machine(system)
-    )  # an image is built without a driver
+    # As when an image is built: there is no driver.
+    monkeypatch.setattr(pick_torch, "look", lambda system: Machine(system))
     monkeypatch.setenv("FENCELINE_TORCH", "cu130")
     assert setup_env.torch_choice() == GPU
     monkeypatch.setenv("FENCELINE_TORCH", "cu13")

@@ -22,9 +22,8 @@ def run(policy: str, seed: int, severed: frozenset[str] = frozenset(), depth: in
     for number in range(NUM_STEPS):
         with ring.planning() as slot:
             slot.host.fill_(number)
-            slot.device.copy_(
-                slot.host, non_blocking=True
-            )  # as a library does, on the stream that is current
+            # As a library does it: on the current stream.
+            slot.device.copy_(slot.host, non_blocking=True)
         with device.forward.active():
             read.append(slot.device.clone())
     device.synchronize()

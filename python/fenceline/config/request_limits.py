@@ -12,9 +12,8 @@ MAX_SAMPLES = 128  # n
 # Of one body, or the context length if that is larger.
 MAX_BODY_TOKENS = 4 << 20  # in all prompts, counted once for each sample
 MAX_TOKENIZE_TOKENS = 1 << 20  # in all texts of /tokenize, or all lists of /detokenize
-MAX_BODY_LOGPROBS = (
-    4 << 20
-)  # of all prompts and samples: positions times 1 + top_logprobs_num + token_ids_logprob
+# Logprobs of all prompts and samples of a body: positions times (1 + top_logprobs_num + token_ids_logprob).
+MAX_BODY_LOGPROBS = 4 << 20
 MAX_BODY_VALUES = 1 << 20  # JSON values; or twice the context length
 MAX_BODY_OBJECTS = 1 << 18  # Python objects that a large body becomes, long lists of token ids counted as one
 MAX_BODY_FIELDS = 256  # unknown ones at the top level

@@ -83,8 +83,8 @@ class BodyParser:
                 if num_bytes <= _SMALL_BYTES or _at_most_values(data) <= _INLINE_VALUES:
                     return parse(data, self.unknown)
             del data
-        body, strangers = await unless_gone(request, self._apart(parse, parts))
-        for names, rules in strangers:
+        body, unknown_fields = await unless_gone(request, self._apart(parse, parts))
+        for names, rules in unknown_fields:
             self.unknown.note(names, rules)
         return cast(T, body)
 
@@ -167,20 +167,20 @@ def too_many_values(most: int) -> RequestError:
 # --- the helper process
 
 
-class _Strangers(UnknownFields):
-    """Keeps what is to be noted where the other bodies' are."""
+class _CollectedFields(UnknownFields):
+    """Collects the unknown fields of one body, for the server process to note them with those of other bodies."""
 
     def __init__(self) -> None:
         super().__init__(strict=False)
         self.noted: list[tuple[set[str], FieldRules]] = []
 
     def note(self, names: set[str], rules: FieldRules) -> None:
-        """As many names as may be logged."""
+        """Keep as many names as may be logged."""
         self.noted.append((set(heapq.nsmallest(MAX_NAMES_LOGGED, names)), rules))
 
 
 def _serve(connection: Connection) -> None:
-    """Parse until the other end is closed. Where cores are few, those who generate go first."""
+    """Parse until the other end is closed, at a low priority: where cores are few, generation goes first."""
     os.nice(_NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
@@ -199,11 +199,11 @@ def _serve(connection: Connection) -> None:
 
 def _parsed(parse: Parse[T], data: bytes, most: int) -> object:
     """What :meth:`BodyParser._parse_apart` gets: the body and its unknown fields, or the error."""
-    strangers = _Strangers()
+    unknown_fields = _CollectedFields()
     try:
         if count_values(data, most) > most:
             raise too_many_values(most)
-        return parse(data, strangers), strangers.noted
+        return parse(data, unknown_fields), unknown_fields.noted
     except RequestError as error:
         return error
     except RecursionError:

@@ -311,8 +311,8 @@ def parse_known(
         if "unknown field" not in error.message:
             raise
     fields = parse_body(data, dict[str, msgspec.Raw])
-    if strangers := rules.unknown(fields):
-        unknown.note(strangers, rules)
+    if unknown_names := rules.unknown(fields):
+        unknown.note(unknown_names, rules)
     kept = {name: value for name, value in fields.items() if name in rules.declared}
     if amend is not None:
         amend(kept)

@@ -145,8 +145,8 @@ def _amend_sampling(fields: dict[str, msgspec.Raw]) -> None:
     except (msgspec.DecodeError, RecursionError):
         return  # to be refused for its type
     for one in params if isinstance(params, list) else [params or {}]:
-        if strangers := SAMPLING_FIELDS.unknown(one):
-            SAMPLING_FIELDS.refuse_unknown(min(strangers), "sampling parameter")
+        if unknown_names := SAMPLING_FIELDS.unknown(one):
+            SAMPLING_FIELDS.refuse_unknown(min(unknown_names), "sampling parameter")
         for name in one.keys() - SAMPLING_FIELDS.declared:
             del one[name]
     fields["sampling_params"] = msgspec.Raw(msgspec.json.encode(params))

@@ -1,6 +1,7 @@
 """The server's description of itself: /openapi.json with the bodies of requests, and the page /docs that shows it.
 
-Handlers take the request as it is, so FastAPI does not know what their bodies may hold; the types that parse them do.
+Handlers parse the bodies themselves, so FastAPI does not know their fields. They are described from the types that the
+handlers parse them into.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fenceline.entrypoints.native_api import AbortBody, DetokenizeBody, PauseBod
 from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
 
 _REFS = "#/components/schemas/"
-# Bodies by path, and whether the request may come without one.
+# The type of the body by path, and whether the body may be missing.
 BODIES: dict[str, tuple[type, bool]] = {
     "/generate": (GenerateBody, False),
     "/abort_request": (AbortBody, False),
@@ -39,7 +40,8 @@ BODIES: dict[str, tuple[type, bool]] = {
 def describe_app(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI document of ``app`` with :data:`BODIES`."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # routes of two methods share an operation's id; see below
+        # FastAPI warns that a route of two methods uses one operation id twice; the ids are replaced below.
+        warnings.simplefilter("ignore")
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     structs = [_without_raw(kind) for kind, _ in set(BODIES.values()) if issubclass(kind, msgspec.Struct)]
     _, components = msgspec.json.schema_components(structs, ref_template=_REFS + "{name}")
@@ -56,7 +58,7 @@ def describe_app(app: FastAPI) -> dict[str, Any]:
 
 
 def _without_raw(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """``kind`` without fields that are read as they come: they stand there to be refused, or without effect."""
+    """``kind`` without its fields of type Raw: those are refused or have no effect, so they are not documented."""
     shown: list[tuple[str, Any, Any]] = [
         (field.name, field.type, msgspec.NODEFAULT if field.required else field.default)
         for field in msgspec.structs.fields(kind)
@@ -73,8 +75,8 @@ def _body(kind: type, optional: bool) -> dict[str, Any]:
 
 
 def install_docs(app: FastAPI) -> None:
-    """Serve /openapi.json and /docs. The page needs nothing from elsewhere: FastAPI's own loads its program from
-    another site, which a server without the internet cannot show and a careful browser does not run."""
+    """Serve /openapi.json and /docs. The page loads nothing from other sites. FastAPI's own page loads a program from
+    one, which does not work without the internet and which careful browsers block."""
     page = files("fenceline.entrypoints").joinpath("docs_page.html").read_text(encoding="utf-8")
     document: list[dict[str, Any]] = []
 
@@ -86,7 +88,7 @@ def install_docs(app: FastAPI) -> None:
     async def docs(request: Request) -> Response:
         return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY})
 
-    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way of extending it
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI documents this way of extending it
     app.add_route("/docs", docs, methods=["GET"], include_in_schema=False)
 
 

@@ -1,4 +1,4 @@
-"""LayerContext: what every layer of a model is made with, and which part of each layer this process holds."""
+"""LayerContext: what layers are made with, and which part of each layer this process holds."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fenceline.layers.weight import DenseWeight, RMSNorm, Weight
 
 
 class Communicator(Protocol):
-    """What ranks do together, on the current stream. All ranks make the same calls in the same order."""
+    """Collective operations of the ranks, on the current stream. All ranks make the same calls in the same order."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' ``x``, possibly in x's own memory."""
+        """The sum of all ranks' ``x``, possibly in the memory of ``x``."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """All ranks' ``x`` [..., n] side by side in the order of ranks, [..., size * n]."""
+        """All ranks' ``x`` [..., n] concatenated in the order of ranks, [..., size * n]."""
         ...
 
 
@@ -37,7 +37,7 @@ class Shard:
         assert 0 <= self.rank < self.size, f"rank {self.rank} of {self.size}"
 
     def divide(self, total: int, what: str) -> int:
-        """``total / size``. Raises ``ValueError`` naming ``what`` where it does not come out even."""
+        """``total / size``. Raises ``ValueError`` naming ``what`` if ``size`` does not divide it."""
         if total % self.size:
             raise ValueError(
                 f"{what} {total} cannot be split over {self.size} ranks; choose a tensor-parallel size that divides it"
@@ -48,14 +48,14 @@ class Shard:
         """The ranks' partial sums ``x`` added up."""
         if self.size == 1:
             return x
-        assert self.communicator is not None, "partial sums need somebody to add them up"
+        assert self.communicator is not None, "an all-reduce needs a communicator"
         return self.communicator.all_reduce(x)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' columns ``x`` [..., n] side by side."""
+        """The ranks' columns ``x`` [..., n], concatenated."""
         if self.size == 1:
             return x
-        assert self.communicator is not None, "columns of other ranks need somebody to fetch them"
+        assert self.communicator is not None, "an all-gather needs a communicator"
         return self.communicator.all_gather(x)
 
 
@@ -101,7 +101,8 @@ def make_layer_context(device: torch.device, shard: Shard, dtype: torch.dtype) -
 
 
 def torch_context(shard: Shard, dtype: torch.dtype) -> LayerContext:
-    """Torch's operators on any device: what a CPU and the virtual GPU run, and the reference for our own kernels."""
+    """Torch's operators on any device. The CPU and the virtual GPU run them, and they are the reference for our own
+    kernels."""
 
     def dense(out_features: int, in_features: int) -> DenseWeight:
         return DenseWeight(out_features, in_features, dtype)

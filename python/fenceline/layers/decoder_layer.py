@@ -1,4 +1,4 @@
-"""A decoder layer: attention, then the feed-forward half, each from residual stream to residual stream."""
+"""A decoder layer: attention, then the MLP. Each reads the residual stream and adds its result to it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fenceline.memory_order import ArenaField, Role
 class SelfAttention:
     """x += o_proj(attention(rope(qkv_proj(norm(x))))), with queries and keys normalised head by head in some families.
 
-    Only ``attend`` depends on the requests' lengths, so what lies around it can be captured in graphs: ``project`` then
-    ends one piece, ``add_output`` begins the next, and they hand each other ``batch.buffers``.
+    Only ``attend`` depends on the requests' lengths, so what comes before and after it can be captured in graphs:
+    ``project`` then ends one piece, ``add_output`` begins the next, and they share ``batch.buffers``.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class SelfAttention:
         o_bias: bool,
         qk_norm: bool = False,
     ) -> None:
-        """``layer_id`` names its keys and values in the pool. Parameters are uninitialised."""
+        """``layer_id`` is its index in the KV pool. Parameters are uninitialised."""
         head_dim, hidden_size, eps = config.head_dim, config.hidden_size, config.rms_norm_eps
         self.layer_id = layer_id
         self.scale = head_dim**-0.5
@@ -67,7 +67,7 @@ class SelfAttention:
         out = None if buffers is None else buffers.tensors[self._qkv_buffer]
         qkv = self.qkv_proj.forward_normed(x, self.input_norm, out)
         if batch.layer_ready is not None:
-            # Before the store too: the last page loaded may be one that this batch goes on with.
+            # Before storing as well: this batch may write to the last page that is being loaded.
             batch.layer_ready(layer_id)
         self._kernels.rotate_and_store(
             qkv, self.heads, self._norms, self._table, batch.positions,
@@ -76,11 +76,11 @@ class SelfAttention:
         return qkv
 
     def attend(self, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Attention over prefix and new tokens, [T, num_heads * head_dim]."""
+        """Attention over the prefix and the new tokens, [T, num_heads * head_dim]."""
         return batch.attn.forward(self.layer_id, *self.heads.split(qkv), self.scale).flatten(1)
 
     def attend_between_pieces(self, batch: ForwardBatch) -> None:
-        """``attend`` from buffer to buffer."""
+        """``attend``, which reads its input from one buffer and writes its result to another."""
         buffers = batch.buffers
         assert buffers is not None, "only a forward in pieces has buffers"
         views = buffers.views.get(self._views_key)
@@ -107,7 +107,7 @@ class SelfAttention:
         return keys_and_values(self.heads.num_kv_heads, self.heads.head_dim, self._dtype)
 
     def arena_fields(self) -> Sequence[ArenaField]:
-        """The buffers. Attention leaves padded tokens out of its result, so those rows are zeroed before each step."""
+        """The buffers. Attention does not write rows of padded tokens, so those rows are zeroed before each step."""
         widths = sum(self.qkv_proj.sizes), self.heads.num_heads * self.heads.head_dim
         return (
             ArenaField(self._attended_buffer, self._dtype, Role.INPUT, pad=0, shape=widths[1:]),

@@ -12,8 +12,8 @@ from fenceline.layers.weight import RMSNorm, WeightSlots
 class VocabParallelEmbedding:
     """Rows of the vocabulary, ``ceil(vocab_size / size)`` for each rank; the last ranks may hold padding.
 
-    As an embedding the ranks' rows sum to the whole; as a head (its product with hidden states) they concatenate to
-    it, padding last. Padding rows are zero and never named by a token id.
+    As an embedding, the ranks' results are summed. As the head (the product with hidden states) they are concatenated,
+    with the padding last. Padding rows are zero, and no token id selects them.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:

@@ -1,4 +1,4 @@
-"""ForwardBatch: the one value a forward may read. Built once per step by the model runner, then frozen."""
+"""ForwardBatch: all inputs of a forward in one value. The model runner builds it once per step; it is frozen."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class ForwardMode(Enum):
-    """What a step computes: ``EXTEND`` new prompt tokens (after a cached prefix, if any), ``DECODE`` one
-    token for each request."""
+    """What a step computes: ``EXTEND`` computes new prompt tokens (after a cached prefix, if any), ``DECODE`` one token
+    for each request."""
 
     EXTEND = "extend"
     DECODE = "decode"
@@ -26,7 +26,7 @@ class ForwardMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """What an attention backend plans from. Query tokens of request i are the T-axis range
+    """What an attention backend plans from. The query tokens of request i are the range of the T axis
     ``query_lens_cpu[:i].sum()`` .. ``+ query_lens_cpu[i]``; they are the *last* tokens of its sequence."""
 
     mode: ForwardMode
@@ -40,8 +40,8 @@ class AttentionInputs:
 
 @dataclass(frozen=True, slots=True)
 class GraphDecodeInputs:
-    """What a decode step of a captured graph attends from: tensors that stay where they are and whose *values* are read
-    when the graph is replayed. Padded requests have row 0, the sink, and length 1."""
+    """What attention of a captured decode step reads: tensors at fixed addresses, whose *values* are read when the
+    graph is replayed. Padded requests have row 0, the sink, and length 1."""
 
     page_table: torch.Tensor  # [num_rows, max_pages_per_req] int32, all request rows
     rows: torch.Tensor  # [B] int64
@@ -53,15 +53,15 @@ class AttentionPlan(ABC):
     """One batch's attention, the same for all layers."""
 
     def prepare(self) -> None:
-        """Submit what all layers share. Called first thing in a step that a graph captures, so that each replay does it
-        anew with the values of that moment; plans of eager steps have done it when they are made."""
+        """Submit what all layers share. Called at the beginning of a step that a graph captures, so that each replay
+        does it again with the current values. Plans of eager steps do it when they are made."""
         return
 
     @abstractmethod
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Attend causally over prefix and new tokens, all of which are in the pool.
+        """Causal attention over the prefix and the new tokens, all of which are in the pool.
 
         q [T, num_heads, head_dim] and this step's own k, v [T, num_kv_heads, head_dim], possibly strided views whose
         last axis is contiguous → contiguous [T, num_heads, head_dim] in q's dtype. On the current stream (FORWARD).
@@ -76,14 +76,14 @@ class AttentionPlan(ABC):
         scale: float,
         out: torch.Tensor,
     ) -> None:
-        """``forward`` whose result goes to ``out``, contiguous [T, num_heads, head_dim] in q's dtype: memory that the
-        graph of what follows reads."""
+        """``forward`` that writes its result to ``out``, contiguous [T, num_heads, head_dim] in q's dtype, which the
+        graph of the next piece reads."""
         out.copy_(self.forward(layer_id, q, k, v, scale))
 
 
 class PieceBuffers:
-    """One step's part of the arena that the pieces of a forward hand each other their results in: tensors [T, features]
-    by the names of ``CausalLM.arena_fields``. ``views`` is for layers to keep views of them in, once for a step."""
+    """The part of the arena through which the pieces of one step's forward pass on their results: tensors [T, features]
+    by the names of ``CausalLM.arena_fields``. In ``views`` layers keep views of them, made once per step."""
 
     __slots__ = ("tensors", "views")
 
@@ -107,11 +107,11 @@ class ForwardBatch:
     attn: AttentionPlan  # how this batch's attention is computed, planned once for all layers
     kv_pool: KVPool  # where keys and values go
     logits_out: torch.Tensor | None = None  # [L, vocab_size]: where the logits go; None: memory of their own
-    # Called before each layer first touches the pool, outside graphs: FORWARD then waits until that layer of the pages
-    # that are being loaded for this batch has arrived. None: nothing is being loaded.
+    # Called before each layer first reads or writes the pool, outside graphs. FORWARD then waits until that layer of
+    # the pages that are being loaded for this batch is complete. None: nothing is being loaded.
     layer_ready: Callable[[int], None] | None = None
-    # Where the pieces of a forward that is cut at attention leave what the next one reads. None: the forward runs
-    # whole, and such tensors are new ones.
+    # Through these the pieces of a forward that is cut at attention pass on their results. None: the forward runs
+    # whole and allocates such tensors.
     buffers: PieceBuffers | None = None
 
     @property

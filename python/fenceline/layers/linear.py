@@ -1,8 +1,8 @@
-"""Linear layers that know their shard: Megatron-LM's column and row parallel products (arXiv:1909.08053), fused.
+"""Linear layers split over ranks: Megatron-LM's column and row parallel products (arXiv:1909.08053), fused.
 
-A column-parallel layer holds some of the output features, so the ranks' outputs concatenate to the whole; a
-row-parallel one holds some of the input features, so they sum to it. What a matrix is made of and how it is multiplied,
-its Weight knows.
+A column-parallel layer holds some of the output features, so the ranks' outputs are concatenated. A row-parallel layer
+holds some of the input features, so the ranks' outputs are summed. Its Weight defines how a matrix is stored and
+multiplied.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ColumnPart:
 class ColumnParallelLinear:
     """Column-parallel products of one input, fused into one matrix.
 
-    Its product of x [T, in_features] is [T, sum of this rank's parts], part after part.
+    The product of x [T, in_features] is [T, sum of this rank's parts], one part after the other.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         super().__init__(in_features, parts, bias, context)
 
     def forward_gated(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """Of two equal parts, gates and what they gate: silu(gate) * up of norm(x), [T, size of one part]."""
+        """For two equal parts, gate and up: silu(gate) * up of norm(x), [T, size of one part]."""
         return self.weight.gated_product(x, norm, self.bias)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """Queries, keys and values, split by heads; with more ranks than key/value heads, neighbours hold the same one.
+    """Queries, keys and values, split by heads. With more ranks than key/value heads, adjacent ranks hold the same one.
 
     ``num_heads`` and ``num_kv_heads`` are this rank's.
     """
@@ -113,7 +113,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 def split_kv_heads(num_kv_heads: int, shard: Shard) -> tuple[int, int]:
-    """``(heads of this rank, index of its part)``; heads are repeated where there are fewer than ranks.
+    """``(heads of this rank, index of its part)``. Heads are repeated if there are fewer of them than ranks.
 
     Raises ``ValueError`` where neither number divides the other.
     """
@@ -128,7 +128,7 @@ def split_kv_heads(num_kv_heads: int, shard: Shard) -> tuple[int, int]:
 
 
 class RowParallelLinear:
-    """x [T, in_features of this rank] → [T, out_features]: each rank's product is a summand of the whole."""
+    """x [T, in_features of this rank] → [T, out_features]: the whole product is the sum of the ranks' products."""
 
     def __init__(
         self, name: str, in_features: int, out_features: int, bias: bool, context: LayerContext
@@ -143,8 +143,8 @@ class RowParallelLinear:
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """``residual`` [T, out_features] += the whole product of x, in place; returns ``residual``.
 
-        The ranks' products are summed before they are added to the residual stream, which all ranks hold whole. The
-        bias is rank 0's to add: if all added it, the sum would hold it ``size`` times.
+        The ranks' products are summed before they are added to the residual stream, which all ranks hold whole. Only
+        rank 0 adds the bias: if all ranks added it, the sum would contain it ``size`` times.
         """
         if self.shard.size == 1:
             return self.weight.add_product(residual, x, self.bias)

@@ -43,7 +43,7 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     x1, x2 = x.chunk(2, dim=-1)
     rotated = x * cos
     first, second = rotated.chunk(2, dim=-1)
-    # In place on our own product: a third of the temporaries of the textbook form, which the CPU feels.
+    # In place on a tensor of our own: a third of the temporaries of the usual form, which is faster on a CPU.
     first.addcmul_(x2.to(rotated.dtype), sin, value=-1.0)
     second.addcmul_(x1.to(rotated.dtype), sin)
     return rotated.to(x.dtype)
@@ -66,7 +66,8 @@ def inverse_frequencies(
 
 
 def _llama3(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Llama 3.1: long waves are slowed by ``factor``, short ones kept, those between interpolated."""
+    """Llama 3.1: frequencies of long wavelengths are divided by ``factor``, those of short ones are kept, and those
+    between are interpolated."""
     original = scaling.original_max_position_embeddings
     wavelength = 2 * math.pi / inv_freq
     slowed = inv_freq / scaling.factor
@@ -78,7 +79,7 @@ def _llama3(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def _yarn(head_dim: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
-    """YaRN (arXiv:2309.00071, section 3.2): a ramp over dimensions from extrapolation to interpolation."""
+    """YaRN (arXiv:2309.00071, section 3.2): a linear ramp over the dimensions from extrapolation to interpolation."""
 
     def dimension_of(num_rotations: float) -> float:
         ratio = scaling.original_max_position_embeddings / (num_rotations * 2 * math.pi)
@@ -89,7 +90,7 @@ def _yarn(head_dim: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # a ramp of no length would divide by zero
+        high += 0.001  # otherwise a ramp of length 0 would divide by zero
     steps = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
     extrapolated = 1 - ((steps - low) / (high - low)).clamp(0, 1)
     waves = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
@@ -97,7 +98,7 @@ def _yarn(head_dim: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
 
 
 def _yarn_attention_factor(scaling: RopeScaling) -> float:
-    """YaRN's temperature on the attention logits, its square root applied to cos and sin (section 3.3)."""
+    """YaRN's temperature on the attention logits. Cos and sin are each multiplied by its square root (section 3.3)."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 

@@ -1,8 +1,8 @@
 """Parameters: where a checkpoint's tensors go, and the products that read them.
 
-A linear layer holds a Weight and never looks inside. A new number format (FP8, INT4) is a new subclass: it says where
-a checkpoint's tensors go and how it is multiplied. ``product`` is all that it must have. The other products are the
-ones that a decoder layer is made of; a kind whose kernels fuse them overrides them.
+A linear layer holds a Weight and uses its methods alone. A new number format (FP8, INT4) is a new subclass: it says
+where a checkpoint's tensors go and how the matrix is multiplied. ``product`` is all that it must have. The other
+products are those of a decoder layer; a subclass whose kernels fuse them overrides them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class WeightSlot:
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Copy ``tensor`` (any float type and device) into place, converting to the parameter's type.
 
-        Raises ``ValueError`` for a wrong shape or a type that is no plain float (a quantised checkpoint).
+        Raises ``ValueError`` for a wrong shape or a type that is not a plain float (a quantised checkpoint).
         """
         if tuple(tensor.shape) != self.full_shape:
             raise ValueError(
@@ -58,10 +58,10 @@ def fill_slots(
     ignored: Sequence[str] = (),
     ignored_suffix: str | None = None,
 ) -> None:
-    """Load each (name, tensor) pair into the slot of its name, as it comes.
+    """Load each (name, tensor) pair into the slot of its name, one after the other.
 
     Raises ``ValueError`` for a tensor that has no slot (unless its name is in ``ignored`` or ends with
-    ``ignored_suffix``), one that comes twice, one of the wrong shape, and slots that are left empty at the end.
+    ``ignored_suffix``), one that comes twice, one of the wrong shape, and slots that no tensor has filled.
     """
     missing = set(slots)
     unexpected = []
@@ -144,8 +144,8 @@ class Weight(ABC):
         return self.product(norm.forward(x), bias, out)
 
     def gated_product(self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None) -> torch.Tensor:
-        """SwiGLU's product (arXiv:2002.05202) of norm(x): the first half of the rows are gates, the second what they
-        gate. silu(gate) * up, [T, N / 2]."""
+        """SwiGLU's product (arXiv:2002.05202) of norm(x): silu(gate) * up, [T, N / 2]. The first half of the weight's
+        rows makes gate, the second up."""
         return norm.kernels.silu_and_mul(self.normed_product(x, norm, bias))
 
     def add_product(self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -60,9 +60,8 @@ class PageFingerprint:
 
     def root_key(self, extra_key: str = "") -> PageKey:
         """The parent of a first page. ``extra_key`` names an isolated namespace, as in the radix tree."""
-        text = json.dumps(
-            [self.describe(), extra_key]
-        )  # JSON, so that different fields never make the same text
+        # As JSON, so that different fields never make the same text.
+        text = json.dumps([self.describe(), extra_key])
         return hashlib.sha256(_SCHEME + text.encode()).digest()
 
 

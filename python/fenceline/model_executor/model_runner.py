@@ -92,9 +92,8 @@ class ModelRunner:
             self._attention = self._make_attention(config)
         self._inputs = InputRing(device)
         hicache = config.hicache
-        by_forward = (
-            hicache is not None and hicache.io_backend == "direct"
-        )  # its backups keep the copy engine busy
+        # With the direct backend, backups keep the copy engine busy, so FORWARD copies small results itself.
+        by_forward = hicache is not None and hicache.io_backend == "direct"
         self._results = ResultRing(device, small_by_forward=by_forward)
         self.decode = DecodeRunner(
             device,

@@ -92,9 +92,8 @@ def _warm_up_sampler(device: Device, config: EngineConfig) -> None:
         logits = torch.zeros(num_reqs, vocab_size, device=place)
         positions = torch.ones(num_reqs, dtype=torch.int64, device=place)
         for number, fields in enumerate(_SAMPLING):
-            first = _req_sampling(
-                {"temperature": 0.0}, 1, logprobs=number % 2 == 1
-            )  # and mixed with greedy ones
+            # Replaces one request of the batch, so that mixed batches are warmed up too.
+            first = _req_sampling({"temperature": 0.0}, 1, logprobs=number % 2 == 1)
             rest = [_req_sampling(fields, 1)] * num_reqs
             for reqs in (rest, [first, *rest[1:]]):
                 views = {name: torch.from_numpy(a).to(place) for name, a in sampling_arrays(reqs).items()}

@@ -1,4 +1,4 @@
-"""The decoder that Llama and its relatives share: a list of layers, which a family makes and which may differ."""
+"""The decoder that all model families share: a list of layers, which each family makes and which may differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fenceline.memory_order import ArenaField, Role
 class CausalLM(ABC):
     """Embedding, decoder layers, norm and language-model head.
 
-    A forward runs whole (``hidden_states``), or in pieces between which attention runs by itself::
+    A forward runs whole (``hidden_states``), or in pieces with attention between them::
 
         run_piece(0)                embedding, layer 0 as far as attention
         attend(0)                   attention of layer 0
@@ -29,7 +29,8 @@ class CausalLM(ABC):
         ...
         run_piece(num_layers)       the end of the last layer
 
-    A piece depends on the number of tokens alone, so it can be captured; pieces meet in ``batch.buffers``.
+    A piece depends on nothing but the number of tokens, so a graph can capture it. Pieces pass their results to each
+    other in ``batch.buffers``.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
@@ -78,12 +79,12 @@ class CausalLM(ABC):
 
     @property
     def num_layers(self) -> int:
-        """There is one piece more."""
+        """Number of decoder layers. There is one piece more than layers."""
         return len(self.layers)
 
     def run_piece(self, index: int, batch: ForwardBatch) -> None:
-        """What lies between attention of layer ``index - 1`` and of layer ``index``. Leaves the residual stream in the
-        buffer ``hidden``, after the last piece as ``hidden_states`` returns it."""
+        """Run what is between attention of layer ``index - 1`` and attention of layer ``index``. Leaves the residual
+        stream in the buffer ``hidden``; after the last piece that is what ``hidden_states`` returns."""
         assert batch.buffers is not None, "pieces meet in buffers"
         x = batch.buffers.tensors["hidden"]
         if index == 0:
@@ -95,11 +96,11 @@ class CausalLM(ABC):
             self.layers[index].self_attn.project(x, batch)
 
     def attend(self, index: int, batch: ForwardBatch) -> None:
-        """Attention of layer ``index``, of what ``run_piece(index)`` has left."""
+        """Attention of layer ``index`` over what ``run_piece(index)`` has left in the buffers."""
         self.layers[index].self_attn.attend_between_pieces(batch)
 
     def arena_fields(self) -> Sequence[ArenaField]:
-        """The buffers that pieces need, one row a token."""
+        """The buffers that pieces need, with one row for each token."""
         hidden_size = self.config.hidden_size
         fields = [ArenaField("hidden", self.context.dtype, Role.OUTPUT, pad=0, shape=(hidden_size,))]
         for layer in self.layers:
@@ -113,12 +114,12 @@ class CausalLM(ABC):
 
         Raises ``ValueError`` for missing, unexpected, repeated and mis-shaped weights.
         """
-        # A tied head is often stored all the same, and old checkpoints store the rotary table.
+        # Some checkpoints store a tied head a second time, and old ones store the rotary table.
         ignored = ("lm_head.weight",) if self.lm_head is self.embed_tokens else ()
         fill_slots(self.weight_slots(), weights, ignored=ignored, ignored_suffix=".rotary_emb.inv_freq")
 
     def weight_slots(self) -> WeightSlots:
-        """Where each tensor of the checkpoint goes: every parameter is in it."""
+        """Where each tensor of the checkpoint goes. Together the slots cover every parameter."""
         slots = self.embed_tokens.weight_slots("model.embed_tokens")
         for layer_id, layer in enumerate(self.layers):
             slots |= layer.weight_slots(f"model.layers.{layer_id}.")

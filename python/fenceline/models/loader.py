@@ -1,4 +1,4 @@
-"""load_model: from a model directory to a model on its device, weights streamed file by file."""
+"""load_model: makes a model on its device from a model directory; the weights are read file by file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fenceline.models.decoder import CausalLM
 from fenceline.models.registry import make_model
 
 _LOG_EVERY_S = 10.0
-_DUMMY_STD = 0.02  # what most families are initialised with
+_DUMMY_STD = 0.02  # the standard deviation that most families are initialised with
 
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def load_model(
         raise ValueError(f"--load-format {load_format} is not supported; use auto, safetensors or dummy")
     begin = time.perf_counter()
     files = [] if load_format == "dummy" else weight_files(Path(config.model_path))
-    # Allocated where they stay: a large model must not pass through host memory as a whole.
+    # Parameters are allocated on the device at once: a large model may not fit host memory.
     with torch.no_grad(), torch.device(device):
         model = make_model(config, context)
         if load_format == "dummy":
@@ -75,9 +75,9 @@ def read_weights(files: Sequence[Path], progress: bool) -> Iterator[tuple[str, t
                 said = time.perf_counter()
                 logger.info("Loading weights: file %d of %d", number, len(files))
             try:
-                # The default device does not reach into safetensors: its tensors stay on the CPU.
+                # safetensors ignores torch's default device, so its tensors are on the CPU.
                 with safe_open(path, framework="pt", device="cpu") as file:
-                    for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                    for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
                         tensor = file.get_tensor(name)
                         yield name, tensor
                         bar.update(tensor.nbytes)
@@ -85,11 +85,12 @@ def read_weights(files: Sequence[Path], progress: bool) -> Iterator[tuple[str, t
                 raise ValueError(f"{path}: truncated or damaged ({error}); download the file again") from None
             except OSError as error:
                 raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
-        bar.update(total_bytes - bar.n)  # the headers
+        bar.update(total_bytes - bar.n)  # the files' headers
 
 
 def _randomise(model: CausalLM, seed: int) -> None:
-    """Weights that keep activations at a sane size: ones for norms, zeros for biases, small noise elsewhere.
+    """Fill the parameters so that activations stay of moderate size: ones for norms, zeros for biases, small noise
+    elsewhere.
 
     A tensor's values depend on ``seed`` and its name alone, so the ranks of one model hold parts of the same matrices.
     """

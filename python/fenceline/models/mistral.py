@@ -1,6 +1,6 @@
-"""Mistral 7B and its dense successors (arXiv:2310.06825): Llama without biases, with a head_dim of its own.
+"""Mistral 7B and its dense successors (arXiv:2310.06825): Llama without biases, with head_dim given by the config.
 
-The sliding window of the first release never binds: ModelConfig refuses contexts longer than the window.
+The sliding window of the first release has no effect: ModelConfig refuses contexts longer than the window.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from fenceline.models.decoder import CausalLM
 
 
 class Qwen2ForCausalLM(CausalLM):
-    """The biases are part of the architecture: config.json has no switch for them."""
+    """The biases are part of the architecture: config.json has no field for them."""
 
     def make_layer(self, layer_id: int) -> DecoderLayer:
         config, context = self.config, self.context

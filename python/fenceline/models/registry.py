@@ -13,7 +13,7 @@ from fenceline.models.mistral import MistralForCausalLM
 from fenceline.models.qwen2 import Qwen2ForCausalLM
 from fenceline.models.qwen3 import Qwen3ForCausalLM
 
-# Its keys are fenceline.config.model_config.SUPPORTED_ARCHITECTURES; a test keeps the two equal.
+# The keys are those of fenceline.config.model_config.SUPPORTED_ARCHITECTURES; a test compares the two.
 MODELS: Mapping[str, Callable[[ModelConfig, LayerContext], CausalLM]] = MappingProxyType(
     {
         "LlamaForCausalLM": LlamaForCausalLM,

@@ -74,9 +74,8 @@ class VirtualGpu:
         self.rotation = Rotation(self._thread("host"), seed, self.policy.switch_odds)
         self.num_calls = 0
         self.trace: list[Turn] = []
-        self.edges_met: set[tuple[str, str]] = (
-            set()
-        )  # those that somebody was to wait by, cut or not, and where
+        # (edge, function that applies it) of each edge that was reached, severed or not.
+        self.edges_met: set[tuple[str, str]] = set()
 
     # --- agents --------------------------------------------------------------------------------------
 

@@ -40,13 +40,8 @@ from tqdm import tqdm
 from fenceline.vgpu.proving.mutants import PACKAGE, ROOMS, Mutant, all_mutants
 
 KILLED, SURVIVED, UNREACHED, CRASHED = "killed", "survived", "unreached", "crashed"
-_BY_CHANCE = (
-    "tokens",
-    "answers",
-    "invariants",
-    "deadlock",
-    "kernels",
-)  # who says that something is wrong, not what
+# Checks that tell that something is wrong, but not which rule was broken.
+_UNSPECIFIC = ("tokens", "answers", "invariants", "deadlock", "kernels")
 _REVIEW = PACKAGE.parent.parent / "docs" / "mutation_review.json"
 _PAGE = PACKAGE.parent.parent / "docs" / "mutation.md"
 _TABLE = "<!-- written by python -m fenceline.vgpu.mutate --report --write-docs -->"
@@ -116,9 +111,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         )
 
 
-Reached = dict[
-    str, dict[int, list[str]]
-]  # by path and line: the workloads that came there, the quickest first
+# By path and line: the workloads that run this line, the fastest first.
+Reached = dict[str, dict[int, list[str]]]
 
 
 def reached_lines(seeds: int) -> Reached:
@@ -199,7 +193,7 @@ def _by_name(mutant: Mutant, checker: str, named: tuple[str, ...]) -> bool:
     meant = words & {name.lower() for name in (*EDGES, *GUARDS)}
     if meant:
         return bool(meant & {name.partition(":")[0] for name in named})
-    return bool(named) or checker not in _BY_CHANCE
+    return bool(named) or checker not in _UNSPECIFIC
 
 
 def in_child(function: Callable[[int], Reached], argument: int) -> Reached:

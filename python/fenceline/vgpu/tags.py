@@ -242,9 +242,9 @@ class Step:
         slots = slots[memory.page[slots] != _SINK_PAGE]
         if len(slots) == 0:
             return
-        strangers = [page for page in memory.page[slots].tolist() if page not in self._pages]
-        if strangers:
-            self._tags.pages.refuse(strangers, self._readers(), op)
+        foreign = [page for page in memory.page[slots].tolist() if page not in self._pages]
+        if foreign:
+            self._tags.pages.refuse(foreign, self._readers(), op)
         part = int(memory.part[slots[0]])
         unread = self._unread.setdefault(part, [])
         if not unread:

@@ -107,9 +107,8 @@ class FillPlan:
 
     def _check_not_written(self, start: int, end: int, name: str) -> None:
         """What a fill reads it does not write (F9: the source stays as it was; and blocks run in any order)."""
-        before = (
-            bisect.bisect_left(self._spans, (end, 0, "")) - 1
-        )  # the last destination that starts before end
+        # The last destination that starts before ``end``.
+        before = bisect.bisect_left(self._spans, (end, 0, "")) - 1
         if before >= 0 and self._spans[before][1] > start:
             raise ValueError(
                 f"{name}: src overlaps the destination {self._spans[before][2]}: give each its own buffer"

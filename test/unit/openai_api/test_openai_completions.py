@@ -131,12 +131,8 @@ async def test_scoring_with_echo_and_no_new_tokens(serve):
         assert choice.logprobs.token_logprobs == [None, -0.5, -0.5, -0.5]
         assert choice.logprobs.top_logprobs[0] is None
         assert choice.logprobs.top_logprobs[1] == {server.tokenizer.token_text(7): -0.25, "H": -0.5}
-        assert choice.logprobs.text_offset == [
-            0,
-            0,
-            1,
-            1,
-        ]  # <s> is not in the text; half a character has no width
+        # <s> is not in the text, and half a character has no width.
+        assert choice.logprobs.text_offset == [0, 0, 1, 1]
         assert answer.usage.completion_tokens == 0
 
 

@@ -1,4 +1,5 @@
-"""What answers of both endpoints have in common: the served model, their head, usage and finish reasons."""
+"""What the answers of completions and chat completions have in common: the served model, the head, usage and finish
+reasons."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Generator(Protocol):
         """None under --skip-tokenizer-init."""
 
     def reserved_id(self, wanted: str, instead: Callable[[], str]) -> AbstractContextManager[str]:
-        """The id of a request whose client gave none, which nobody else gets meanwhile."""
+        """The id of a request whose client gave none: ``wanted``, or one made by ``instead`` if that is taken. No other
+        request gets the same id while the context is open."""
 
     def check_text_length(self, num_chars: int) -> None:
         """Raise RequestError if a prompt of so many characters cannot fit."""
@@ -105,9 +107,9 @@ class AnswerHead:
 
 
 class TokenIds:
-    """``token_ids`` and ``prompt_token_ids`` of one choice, where a request asked for them.
+    """``token_ids`` and ``prompt_token_ids`` of one choice, for requests that ask for them.
 
-    The prompt's come once: with the first choice of each prompt, in a stream with its first chunk.
+    A prompt's ids are sent once: with the first choice of the prompt, and in a stream with that choice's first chunk.
     """
 
     def __init__(self, with_output: bool, prompt_ids: Sequence[int] | None) -> None:
@@ -116,13 +118,13 @@ class TokenIds:
 
     @classmethod
     def of(cls, body: GenerationBody, group: StreamGroup, index: int) -> TokenIds | None:
-        """Those of choice ``index``, None if the request asked for none."""
+        """The ids of choice ``index``; None if the request asked for none."""
         if not (body.return_token_ids or body.return_prompt_token_ids):
             return None
         return cls(body.return_token_ids, group.streams[index].prompt_ids if index % body.n == 0 else None)
 
     def fields(self, chunk: GenerateChunk) -> dict[str, object]:
-        """What the choice says of ``chunk``, which follows those before."""
+        """The fields for ``chunk``, the next chunk of the choice."""
         fields: dict[str, object] = {}
         if self._prompt_ids is not None:
             fields["prompt_token_ids"] = list(self._prompt_ids)
@@ -135,7 +137,7 @@ class TokenIds:
 class UsageCounter:
     """Token counts of one answer: of each choice and of all together.
 
-    A prompt counts once, however many choices are drawn from it; choices lie prompt by prompt.
+    A prompt counts once, however many choices are sampled from it. The choices of one prompt are adjacent.
     ``cached_tokens_details``: the request asked for the cached tokens by tier, as SGLang's clients do.
     """
 
@@ -152,7 +154,7 @@ class UsageCounter:
         self._cached_tokens_details = cached_tokens_details
 
     def note(self, index: int, chunk: GenerateChunk) -> None:
-        """Take the totals of choice ``index`` from its latest chunk."""
+        """Remember the totals of choice ``index`` that its latest chunk carries."""
         self._counts[index] = _Counts(
             chunk.prompt_tokens, chunk.completion_tokens, chunk.cached_tokens, chunk.cached_tokens_details
         )
@@ -217,7 +219,7 @@ def finish_fields(reason: FinishReason | None) -> dict[str, object]:
 
 
 def required_tokenizer(generator: Generator) -> Tokenizer:
-    """The tokenizer. Raises RequestError (400) if the server runs without."""
+    """The tokenizer. Raises RequestError (400) if the server runs without one."""
     if generator.tokenizer is None:
         raise RequestError(
             400,

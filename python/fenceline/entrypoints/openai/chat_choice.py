@@ -14,7 +14,7 @@ from fenceline.frontend.request_types import GenerateChunk
 
 
 class ChatChoice:
-    """Writes one choice; ``parser`` None where text is not split."""
+    """Writes one choice. ``parser`` is None if reasoning is not separated from the answer."""
 
     def __init__(
         self,
@@ -70,13 +70,13 @@ class ChatChoice:
     # --- streaming
 
     def text_frame(self, shape: StreamShape) -> TextFrame | None:
-        """The prepared frame of chunks that bring nothing but text; None if none are like that."""
+        """The prepared frame for chunks that carry text alone; None if every chunk of this choice carries more."""
         if self._with_logprobs or self._parser is not None or self._ids is not None:
             return None
         return shape.text_frame(self._delta({"content": TextFrame.MARK}))
 
     def frames(self, chunk: GenerateChunk, shape: StreamShape, usage: Mapping[str, object]) -> bytes:
-        """The chunk as events: the role before the first, the finish reason behind the last; maybe nothing."""
+        """The chunk as events, possibly none. The role precedes the first text, the finish reason follows the last."""
         data = b""
         if not self._begun:
             self._begun = True
@@ -109,7 +109,7 @@ class ChatChoice:
         return delta
 
     def _release_reasoning(self, split: Split, finished: bool) -> str:
-        """stream_reasoning false: all of the thinking at once, where the answer begins."""
+        """For ``stream_reasoning: false``: all of the reasoning at once, when the answer begins."""
         self._held_reasoning += split.reasoning
         if not (split.content or finished):
             return ""

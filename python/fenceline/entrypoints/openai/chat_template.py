@@ -22,9 +22,10 @@ from fenceline.frontend.tokenizer import Tokenizer
 
 Message = Mapping[str, object]
 
-# The trailing blank tells a template that keeps the end of a message from one that trims it.
+# Put where the last message ends. Whether its trailing blank is still there shows whether the template trims messages.
 _CUT_HERE = "(the final message goes on here) "
-# What the renderer sets itself; everything else in chat_template_kwargs is the template's own business.
+# Variables that the renderer sets itself, so that a request must not. All others of chat_template_kwargs go to the
+# template as they are.
 _RESERVED = frozenset(
     (
         "messages",
@@ -42,7 +43,7 @@ class ChatTemplate:
     """A compiled chat template. Immutable after construction."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """``special_tokens``: texts by name (``bos_token`` ...). Raises ValueError if ``source`` is no template."""
+        """``special_tokens``: texts by name (``bos_token`` ...). Raises ValueError if ``source`` is not a template."""
         environment = _environment()
         try:
             self._template = environment.from_string(source)
@@ -61,11 +62,11 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt text, special tokens written out: tokenise it without adding any.
+        """The prompt text. It contains the special tokens, so it is tokenised without adding any.
 
         ``continue_final_message`` leaves the last message open, so that the model goes on with it. ``variables`` are
-        the request's ``chat_template_kwargs``. Raises ValueError with the template's own complaint if it has one, and
-        RecursionError for values nested too deeply.
+        the request's ``chat_template_kwargs``. Raises ValueError with the template's message if the template refuses
+        the conversation, and RecursionError for values nested too deeply.
         """
         variables = dict(variables or {})
         if taken := _RESERVED.intersection(variables):
@@ -109,14 +110,14 @@ class ChatTemplate:
             AttributeError,
             ArithmeticError,
         ) as error:
-            # Templates are programs: unexpected values in a message fail inside them like in any other.
+            # A template is a program: an unexpected value in a message can raise any exception in it.
             raise ValueError(
                 f"the chat template cannot render these messages: {type(error).__name__}: {error}"
             ) from error
 
     def _plain(self, message: Message) -> dict[str, object]:
-        """As templates expect it: no None but for a content that they test for it, parts joined unless looped over,
-        call arguments as objects."""
+        """The message as templates expect it: without entries that are None (except a content that the template tests
+        for None), with text parts joined unless the template loops over them, and with call arguments as objects."""
         plain = {name: value for name, value in message.items() if value is not None}
         content = plain.get("content")
         if content is None or (content == "" and plain.get("tool_calls")):
@@ -132,7 +133,7 @@ class ChatTemplate:
 
 
 def chat_template_of(tokenizer: Tokenizer | None, config: EngineConfig) -> ChatTemplate | str:
-    """The template, or why there is none: completions work all the same.
+    """The template, or the reason why there is none. /v1/completions works without one.
 
     Raises ValueError if --chat-template is not a valid template.
     """
@@ -192,7 +193,8 @@ def _cut(text: str) -> str:
 
 
 class _GenerationBlock(Extension):
-    """``{% generation %} ... {% endgeneration %}`` marks the assistant's words for training; here it is transparent."""
+    """``{% generation %} ... {% endgeneration %}`` marks the assistant's words for training. Here its content is
+    rendered as if the tags were not there."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
 
@@ -219,7 +221,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which no model was trained on."""
+    """The filter ``tojson``. Jinja's own escapes HTML, and models were not trained on escaped text."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -236,7 +238,7 @@ def _strftime_now(pattern: str) -> str:
 def _loops_over_content(tree: nodes.Template) -> bool:
     """Whether the template walks a message's content as a list of parts.
 
-    Those that do are handed the parts as the client sent them; the others get one text.
+    Those that do get the parts as the client sent them; the others get one text.
     """
     return any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
 

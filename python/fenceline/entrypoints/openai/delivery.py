@@ -21,7 +21,7 @@ from fenceline.frontend.request_types import TURN_REQUESTS, GenerateChunk, error
 
 @dataclass(frozen=True, slots=True)
 class StreamShape:
-    """What the frames of one stream carry beside their choice."""
+    """What the frames of one stream carry besides their choice."""
 
     fields: Mapping[str, object]
     include_usage: bool
@@ -29,7 +29,7 @@ class StreamShape:
 
     @classmethod
     def of(cls, body: GenerationBody, fields: Mapping[str, object]) -> StreamShape:
-        """As the request's ``stream_options`` say."""
+        """The shape that the request's ``stream_options`` ask for."""
         options = body.stream_options or StreamOptions()
         return cls(fields, bool(options.include_usage), bool(options.continuous_usage_stats))
 
@@ -47,7 +47,7 @@ class StreamShape:
         return event({**self.fields, "choices": [], "usage": usage})
 
     def extension_frame(self, extension: Mapping[str, object]) -> bytes:
-        """The event before that one: what the request asked for beyond OpenAI's fields, if anything."""
+        """The event before the usage: what the request asked for beyond OpenAI's fields, if anything."""
         return event({**self.fields, "choices": [], **extension}) if extension else b""
 
     def text_frame(self, choice_with_mark: Mapping[str, object]) -> TextFrame | None:
@@ -60,7 +60,7 @@ class StreamShape:
 
 @dataclass(frozen=True, slots=True)
 class TextFrame:
-    """The bytes around the text of a frame: the hot path of streaming joins three pieces."""
+    """The bytes before and after the text of a frame, encoded once, so that a chunk of text costs one join."""
 
     before: bytes
     after: bytes
@@ -73,29 +73,29 @@ class TextFrame:
 
 
 class ChoiceWriter(Protocol):
-    """Writes one choice of an answer, either whole or as frames of a stream; keeps what the pieces have in common."""
+    """Writes one choice of an answer, either whole or as frames of a stream, and keeps its state between the frames."""
 
     def whole(self, chunk: GenerateChunk) -> dict[str, object]:
-        """The choice of an answer that does not stream; ``chunk`` is everything."""
+        """The choice of an answer that does not stream; ``chunk`` holds all of its output."""
 
     def frames(self, chunk: GenerateChunk, shape: StreamShape, usage: Mapping[str, object]) -> bytes:
-        """The events that ``chunk`` makes, maybe none (no bytes). ``usage`` is the choice's."""
+        """The events for ``chunk``; no bytes if there is nothing to send. ``usage`` is the choice's."""
 
     def text_frame(self, shape: StreamShape) -> TextFrame | None:
-        """What :meth:`frames` makes of an unfinished chunk from the second one on, prepared; None if it brings more
-        than text."""
+        """A prepared form of what :meth:`frames` returns for an unfinished chunk from the second one on; None if such
+        chunks carry more than text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A submitted request on its way to the client: ``choices[i]`` writes what ``group.streams[i]`` brings."""
+    """The answer to a submitted request: ``choices[i]`` writes what ``group.streams[i]`` yields."""
 
     group: StreamGroup
     choices: Sequence[ChoiceWriter]
     usage: UsageCounter
 
     def stream(self, shape: StreamShape) -> Response:
-        """Answer with events. A RequestError on the way is the last event before the end."""
+        """Answer with events. A RequestError during the stream is sent as the last event before the end."""
         return EventStream(self._events(shape), self.group.close)
 
     async def whole(self, fields: Mapping[str, object], request: Request) -> Response:
@@ -135,7 +135,8 @@ class Answer:
 
 
 def _whole_choice(choice: ChoiceWriter, chunk: GenerateChunk) -> orjson.Fragment:
-    """The choice as JSON: what brings many logprobs is encoded where it is written, beside the event loop."""
+    """The choice as JSON. It is encoded in the thread that calls this: choices with many logprobs in a worker thread,
+    so that they do not block the event loop."""
     return orjson.Fragment(orjson.dumps(choice.whole(chunk)))
 
 

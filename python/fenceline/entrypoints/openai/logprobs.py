@@ -13,7 +13,7 @@ LOWEST_LOGPROB = -9999.0
 
 
 class LegacyLogprobs(TypedDict):
-    """``logprobs`` of a completion choice; the lists run in parallel, one entry per token."""
+    """``logprobs`` of a completion choice; all lists have one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -26,7 +26,7 @@ def _finite(logprob: float) -> float:
 
 
 class LegacyLogprobsWriter:
-    """Writes the legacy object of one choice, piece by piece; text offsets go on from piece to piece.
+    """Writes the legacy object of one choice, piece by piece; text offsets continue from piece to piece.
 
     ``text_offset`` counts characters from the beginning of the choice's text (which includes the prompt where it is
     echoed). Special tokens are zero characters wide where they are left out of the text.
@@ -68,7 +68,7 @@ class LegacyLogprobsWriter:
 
     def _tops(self, positions: TokenLogprobs) -> list[dict[str, float] | None]:
         return [
-            # the first token of a prompt has no condition
+            # the first token of a prompt follows nothing, so it has no logprob
             None if logprob is None else self._top(top, token_id, logprob)
             for token_id, logprob, top in zip(
                 positions.token_ids, positions.logprobs, positions.top_logprobs, strict=True
@@ -77,7 +77,7 @@ class LegacyLogprobsWriter:
 
     def _top(self, top: list[tuple[float, int]], chosen: int, logprob: float) -> dict[str, float]:
         found = {self._texts.look_up(token_id)[0]: _finite(value) for value, token_id in top[: self._num_top]}
-        # As OpenAI does: the chosen token is always listed, even if it is not among the best.
+        # As with OpenAI, the chosen token is always listed, even if it is not among the best.
         found.setdefault(self._texts.look_up(chosen)[0], _finite(logprob))
         return found
 

@@ -1,4 +1,4 @@
-"""From the bytes of a request to a checked body; every mistake becomes one readable line."""
+"""Parses the bytes of a request into a checked body; every mistake becomes an error of one readable line."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def parse_body(body_type: type[Body], raw: bytes, unknown: UnknownFields) -> Bod
     if not isinstance(value, dict):
         raise RequestError(400, "the request's body must be a JSON object")
     rules = _RULES[body_type]
-    if strangers := rules.unknown(value):
-        unknown.note(strangers, rules)
+    if unknown_names := rules.unknown(value):
+        unknown.note(unknown_names, rules)
     if body_type is ChatBody:
-        _judge_messages(value.get("messages"), unknown)
+        _check_message_fields(value.get("messages"), unknown)
     try:
         body = body_type.model_validate({key: item for key, item in value.items() if item is not None})
     except ValidationError as error:
@@ -59,7 +59,8 @@ def parse_body(body_type: type[Body], raw: bytes, unknown: UnknownFields) -> Bod
 
 
 def _check_arguments(body: ChatBody) -> None:
-    """Raise RequestError (400) if the arguments of all tool calls, which are JSON in a text, are too much to parse."""
+    """Raise RequestError (400) if the arguments of all tool calls, which are JSON texts, have too many values to parse.
+    Their number is counted before they are parsed."""
     left = MAX_ARGUMENT_VALUES
     for message in body.messages:
         for call in message.tool_calls or ():
@@ -75,25 +76,25 @@ def _check_arguments(body: ChatBody) -> None:
                 )
 
 
-def _judge_messages(messages: object, unknown: UnknownFields) -> None:
-    """What messages carry beside what templates are given, judged like the fields of the body."""
-    strangers: set[str] = set()
+def _check_message_fields(messages: object, unknown: UnknownFields) -> None:
+    """Check the fields of messages that templates do not get by the same rules as the fields of the body."""
+    unknown_names: set[str] = set()
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         if not isinstance(message, dict) or message.keys() <= _MESSAGE_RULES.declared:
             continue
         try:
-            strangers |= _MESSAGE_RULES.unknown(message)
+            unknown_names |= _MESSAGE_RULES.unknown(message)
         except RequestError as error:
             where = f"messages[{index}]"
             raise RequestError(
                 400, f"{where}: {error.message}", param=f"{where}.{error.param}", code=error.code
             ) from error
-    if strangers:
-        unknown.note(strangers, _MESSAGE_RULES)
+    if unknown_names:
+        unknown.note(unknown_names, _MESSAGE_RULES)
 
 
 def _readable(error: ValidationError) -> RequestError:
-    """The first complaint as ``messages[1].role: ...``, without pydantic's vocabulary."""
+    """The first of pydantic's errors as ``messages[1].role: ...``, without pydantic's vocabulary."""
     first = error.errors(include_url=False, include_context=False)[0]
     steps = [step for step in first["loc"] if not _is_union_tag(step)]
     path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")
@@ -108,7 +109,7 @@ def _readable(error: ValidationError) -> RequestError:
 
 
 def _is_union_tag(step: int | str) -> bool:
-    """pydantic puts the tried member of a union into the path; clients never wrote it."""
+    """Whether ``step`` is the member of a union that pydantic tried. It is in the error's path but not in the body."""
     return isinstance(step, str) and (step in ("str", "dict[str,any]", "dict[str,object]") or "[" in step)
 
 
@@ -119,7 +120,7 @@ def _given(value: object) -> str:
 
 
 def refuse_unavailable(body: GenerationBody) -> None:
-    """Raise RequestError (400) for what the field knows and this server cannot do (yet)."""
+    """Raise RequestError (400) for features of OpenAI's API that this server does not have."""
     kind = (body.response_format or {}).get("type", "text")
     if kind != "text":
         raise RequestError(

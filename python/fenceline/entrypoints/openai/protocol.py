@@ -1,9 +1,9 @@
 """What a client may send: the bodies of /v1/completions and /v1/chat/completions.
 
-Field names are OpenAI's plus SGLang's and vLLM's extras. A field that is absent or null takes its default; what is not
-declared here is judged by :mod:`fenceline.entrypoints.fields`. Types are strict: ``"n": "2"`` is a
-mistake of the client's and is answered as one. Ranges of sampling parameters are checked by ``SamplingParams``. Lists
-fail fast: a million wrong entries are one mistake.
+Field names are OpenAI's, with SGLang's and vLLM's extensions. A field that is absent or null takes its default. Fields
+that are not declared here are checked by :mod:`fenceline.entrypoints.fields`. Types are strict: ``"n": "2"`` is an
+error. Ranges of sampling parameters are checked by ``SamplingParams``. A list is checked up to its first wrong entry,
+so that a million wrong entries cost no more than one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fenceline.config.request_limits import (
 )
 
 MAX_TOP_LOGPROBS = 20
-MAX_MODEL_CHARS = 256  # it is repeated in every chunk
+MAX_MODEL_CHARS = 256  # limited because the name is repeated in every chunk
 
 Prompt = str | list[int]
 JsonObject = dict[str, object]
@@ -88,7 +88,7 @@ def _stop_list(value: object) -> object:
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries beside the text."""
+    """What a stream carries besides the text."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -159,7 +159,7 @@ class TextPart(BaseModel):
 
 
 def _text_parts_only(value: object) -> object:
-    """Say plainly which part of a message is not understood, before the types of its fields are looked at."""
+    """Check the kinds of a message's parts before pydantic checks their fields, for a clear error message."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -177,7 +177,7 @@ def _text_parts_only(value: object) -> object:
 
 
 def _not_too_many(messages: object) -> object:
-    """Limit messages and their parts before any of them is looked at."""
+    """Check the number of messages and of their parts before any of them is validated."""
     if isinstance(messages, list):
         contents = [message.get("content") for message in messages if isinstance(message, dict)]
         num_parts = sum(len(content) for content in contents if isinstance(content, list))

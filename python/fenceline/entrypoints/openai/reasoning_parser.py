@@ -1,8 +1,8 @@
-"""--reasoning-parser: splits a model's thinking from its answer, whole or while it streams.
+"""--reasoning-parser: separates a model's reasoning from its answer, for whole outputs and for streams.
 
-The thinking stands between two tags at the beginning of the output. Blank space around the tags belongs to neither
-part. Text reaches the client as early as possible: only what may still turn out to be (the blank space before) a tag
-is held back. The result does not depend on how the text was cut into chunks.
+The reasoning is between two tags at the beginning of the output. White space around the tags belongs to neither part.
+Text is passed on as early as possible: only text that may still turn out to be a tag, or the white space before one,
+is kept back. The result does not depend on how the text was cut into chunks.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from enum import Enum, auto
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a model marks its thinking. ``assumed``: it thinks from the first token on, tag or no tag."""
+    """How a model marks its reasoning. ``assumed``: the output begins with reasoning even without a start tag."""
 
     start: str
     end: str
     assumed: bool
 
     def is_open_after(self, prompt: str) -> bool:
-        """Whether output that follows ``prompt`` begins inside the thinking.
+        """Whether output that follows ``prompt`` begins inside the reasoning.
 
-        Templates may open the tag themselves, or close it at once where thinking is switched off.
+        A template may write the start tag itself, and also the end tag if reasoning is switched off.
         """
         tail = prompt.rstrip()
         if tail.endswith(self.start):
@@ -31,7 +31,7 @@ class ReasoningFormat:
         return self.assumed and not tail.endswith(self.end)
 
     def is_open_within(self, text: str) -> bool:
-        """Whether ``text``, the beginning of an answer that is to be continued, stops inside the thinking."""
+        """Whether ``text``, the beginning of an answer that is to be continued, ends inside the reasoning."""
         if self.start in text or self.end in text:
             return text.rfind(self.start) > text.rfind(self.end)
         return self.assumed
@@ -54,10 +54,10 @@ class Split:
 
 
 class _Stage(Enum):
-    START = auto()  # no text yet that tells whether the output begins with the tag
-    REASONING_START = auto()  # inside; blank space so far
+    START = auto()  # not enough text yet to tell whether the output begins with the tag
+    REASONING_START = auto()  # inside, only white space so far
     REASONING = auto()
-    CONTENT_START = auto()  # behind the end tag; blank space so far
+    CONTENT_START = auto()  # after the end tag, only white space so far
     CONTENT = auto()
 
 
@@ -67,14 +67,14 @@ class ReasoningParser:
     __slots__ = ("_format", "_held", "_inside", "_stage")
 
     def __init__(self, form: ReasoningFormat, inside: bool) -> None:
-        """``inside``: the output begins within the thinking; a start tag may still come first and is dropped."""
+        """``inside``: the output begins inside the reasoning. A start tag may come all the same and is dropped."""
         self._format = form
         self._inside = inside
         self._stage = _Stage.START
         self._held = ""
 
     def feed(self, text: str) -> Split:
-        """What can be told apart with ``text`` added."""
+        """Add ``text``; returns what can now be assigned to either part."""
         if self._stage is _Stage.CONTENT:
             return Split("", text)
         self._held += text
@@ -88,7 +88,7 @@ class ReasoningParser:
         return Split(reasoning, self._take_held() if self._stage is _Stage.CONTENT else "")
 
     def finish(self) -> Split:
-        """What was held back, now that no more text comes."""
+        """The text that was kept back. No more text comes after this."""
         rest = self._take_held()
         match self._stage:
             case _Stage.START:
@@ -103,7 +103,7 @@ class ReasoningParser:
         if text.startswith(tag):
             self._held = text[len(tag) :]
             self._stage = _Stage.REASONING_START
-        elif not tag.startswith(text):  # neither the tag nor a beginning of it
+        elif not tag.startswith(text):  # neither the tag nor the beginning of it
             self._stage = _Stage.REASONING_START if self._inside else _Stage.CONTENT
 
     def _skip_blank(self, then: _Stage) -> None:

@@ -1,4 +1,4 @@
-"""The routes of the OpenAI API. Handlers read, answer and turn every RequestError into OpenAI's error object."""
+"""The routes of the OpenAI API. Handlers parse the body, answer, and turn a RequestError into OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fenceline.entrypoints.openai.serving_completions import CompletionServing
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.frontend.request_types import RequestError, new_rid
 
-_CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what the access log shows
+_CLIENT_CLOSED_REQUEST = 499  # for the access log; the client has gone
 
 
 def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) -> APIRouter:
@@ -103,7 +103,7 @@ def _add_model_routes(router: APIRouter, model: ServedModel) -> None:
 def _rid(
     prefix: str, body: GenerationBody, request: Request, manager: Generator
 ) -> AbstractContextManager[str]:
-    """The answer's id, by which it can be aborted: the client's own, else made from the HTTP request's id."""
+    """The answer's id, by which it can be aborted: the client's own, or one made from the HTTP request's id."""
     given = body.rid or body.request_id
     if given is not None:
         return nullcontext(given)

@@ -1,4 +1,5 @@
-"""From a body's sampling fields to SamplingParams: OpenAI's defaults under the model's under the request's."""
+"""Makes SamplingParams of a body's fields. A value comes from the request, else from the model, else from OpenAI's
+defaults."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from fenceline.entrypoints.openai.protocol import GenerationBody
 from fenceline.frontend.request_types import RequestError
 from fenceline.sampling.sampling_params import SamplingParams
 
-# What a request may leave to the model's generation_config.json (--sampling-defaults model).
+# Fields for which the model's generation_config.json may give a default (--sampling-defaults model).
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -17,7 +18,7 @@ def sampling_params(
 ) -> SamplingParams:
     """The sampling parameters of a request; ranges are checked when it is submitted.
 
-    ``defaults``: values by ``SamplingParams`` names for what the request leaves out (empty for OpenAI's).
+    ``defaults``: the model's values for fields that the request leaves out, by the names of ``SamplingParams``.
     Raises RequestError (400) for a malformed ``logit_bias``.
     """
     given = {name: value for name in _DEFAULTED if (value := getattr(body, name)) is not None}

@@ -28,7 +28,8 @@ from fenceline.entrypoints.sse import while_connected
 from fenceline.frontend.request_stream import StreamGroup
 from fenceline.frontend.request_types import GenerateInput, RequestError, expand_samples
 
-_INLINE_CHARS, _INLINE_MESSAGES = 1 << 15, 64  # are rendered on the event loop, in a millisecond or two
+# Conversations up to this size are rendered on the event loop, which takes a millisecond or two.
+_INLINE_CHARS, _INLINE_MESSAGES = 1 << 15, 64
 
 
 class ChatServing:
@@ -42,8 +43,7 @@ class ChatServing:
         template: ChatTemplate | str,
         reasoning: ReasoningFormat | None,
     ) -> None:
-        """``template`` is the chat template, or the reason why there is none, which chat requests then get as their
-        error."""
+        """``template`` is the chat template, or the reason why there is none, with which chat requests are refused."""
         self._generator = generator
         self._model = model
         self._texts = texts
@@ -51,7 +51,7 @@ class ChatServing:
         self._reasoning = reasoning
 
     async def respond(self, body: ChatBody, head: AnswerHead, request: Request) -> Response:
-        """The answer, whole or as a stream. Raises RequestError; then nothing was sent."""
+        """The answer, whole or as a stream. Raises RequestError, before anything is sent."""
         required_tokenizer(self._generator)
         refuse_chat(body)
         prompt = await self._prompt(body)
@@ -66,14 +66,14 @@ class ChatServing:
         return await answer.whole(head.fields("chat.completion"), request)
 
     async def _prompt(self, body: ChatBody) -> str | list[int]:
-        """The text of the conversation, or the ids that a client made of it himself."""
+        """The text of the conversation, or its token ids if the client sent those."""
         if body.input_ids:
             return body.input_ids
         return await conversation_text(self._generator, self._template, body)
 
     def _inputs(self, body: ChatBody, prompt: str | list[int], rid: str) -> list[GenerateInput]:
         asked = body.max_completion_tokens or body.max_tokens
-        # Without a limit the answer may fill the context; the manager clips to what the prompt leaves.
+        # Without a limit the answer may fill the context: the tokenizer manager reduces it to what the prompt leaves.
         params = sampling_params(body, asked or self._model.context_length, self._model.sampling_defaults)
         first = GenerateInput(
             text=prompt if isinstance(prompt, str) else None,
@@ -85,7 +85,7 @@ class ChatServing:
             top_logprobs_num=body.top_logprobs or 0,
             extra_key=extra_keys(body.cache_salt, body.extra_key, 1)[0],
             priority=body.priority,
-            add_special_tokens=bool(body.add_special_tokens),  # the template has written its own BOS
+            add_special_tokens=bool(body.add_special_tokens),  # off by default: the template writes them
         )
         return expand_samples(first, body.n)
 
@@ -109,9 +109,9 @@ class ChatServing:
 
 
 async def conversation_text(generator: Generator, template: ChatTemplate | str, body: ChatBody) -> str:
-    """:func:`render_chat`, for a long conversation beside the event loop.
+    """:func:`render_chat`, in a worker thread if the conversation is long.
 
-    Raises RequestError (400) before that for one that cannot fit."""
+    Raises RequestError (400) before rendering for a conversation that cannot fit the context."""
     contents = [message.content for message in body.messages]
     num_chars = sum(
         len(content) if isinstance(content, str) else sum(len(part.text) for part in content or ())
@@ -124,8 +124,8 @@ async def conversation_text(generator: Generator, template: ChatTemplate | str, 
 
 
 def render_chat(template: ChatTemplate | str, body: ChatBody) -> str:
-    """The prompt text of a conversation. Raises RequestError (400) with the template's complaint, or with ``template``
-    where that is why there is none."""
+    """The prompt text of a conversation. Raises RequestError (400) with the template's message if the template refuses
+    the conversation, or with ``template`` if that is the reason why there is none."""
     if isinstance(template, str):
         raise RequestError(400, template)
     variables = dict(body.chat_template_kwargs)
@@ -145,7 +145,7 @@ def render_chat(template: ChatTemplate | str, body: ChatBody) -> str:
 def _template_message(message: ChatMessage) -> dict[str, object]:
     values = message.model_dump(exclude_none=True)
     if message.reasoning is not None:
-        values.setdefault("reasoning_content", message.reasoning)  # the name that templates know
+        values.setdefault("reasoning_content", message.reasoning)  # the name that templates use
     if message.role == "developer":
-        values["role"] = "system"  # the name that templates know
+        values["role"] = "system"  # the name that templates use
     return values

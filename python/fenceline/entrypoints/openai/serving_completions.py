@@ -39,7 +39,7 @@ class CompletionServing:
         self._texts = texts
 
     async def respond(self, body: CompletionBody, head: AnswerHead, request: Request) -> Response:
-        """The answer, whole or as a stream. Raises RequestError; then nothing was sent."""
+        """The answer, whole or as a stream. Raises RequestError, before anything is sent."""
         required_tokenizer(self._generator)
         assert self._texts is not None
         refuse_completion(body)
@@ -70,7 +70,7 @@ class CompletionServing:
         return await answer.whole(fields, request)
 
     async def _echoed(self, body: CompletionBody) -> list[str]:
-        """What comes before the text of each prompt's choices."""
+        """The text that precedes the output of each prompt's choices: the prompt itself if ``echo`` is set."""
         if not body.echo:
             return [""] * len(body.prompt)
         lists = [prompt for prompt in body.prompt if isinstance(prompt, list)]
@@ -116,7 +116,7 @@ class CompletionChoice:
         self._echoed = echoed
 
     def whole(self, chunk: GenerateChunk) -> dict[str, object]:
-        """The choice with the news of ``chunk``; the echoed prompt comes first."""
+        """The choice with the output of ``chunk``; the echoed prompt comes first."""
         text, self._echoed = self._echoed + chunk.text, ""
         return {
             "index": self.index,
@@ -136,14 +136,14 @@ class CompletionChoice:
         )
 
     def text_frame(self, shape: StreamShape) -> TextFrame | None:
-        """The prepared frame of chunks that bring nothing but text; None if none are like that."""
+        """The prepared frame for chunks that carry text alone; None if every chunk of this choice carries more."""
         if self._logprobs is not None or self._ids is not None:
             return None
         choice = {"index": self.index, "text": TextFrame.MARK, "logprobs": None, **finish_fields(None)}
         return shape.text_frame(choice)
 
     def frames(self, chunk: GenerateChunk, shape: StreamShape, usage: Mapping[str, object]) -> bytes:
-        """The chunk as one event, or nothing if it brings nothing."""
+        """The chunk as one event; no bytes if there is nothing to send."""
         choice = self.whole(chunk)
         news = choice["text"] or choice["logprobs"] is not None or choice.get("token_ids")
         if not news and chunk.finish_reason is None:

@@ -1,4 +1,4 @@
-"""The bytes of single tokens, which logprobs report: a token may be half a character."""
+"""The bytes of single tokens, which logprobs report because a token may be half a character."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TokenTexts:
         return token_id in self._tokenizer.special_ids
 
     def look_up(self, token_id: int) -> tuple[str, bytes]:
-        """(display text, bytes). Bytes that are no whole characters show as ``bytes:\\xe2\\x82``."""
+        """(display text, bytes). Bytes that are not whole characters are shown as ``bytes:\\xe2\\x82``."""
         known = self._cache.get(token_id)
         if known is None:
             raw = self._bytes(token_id)

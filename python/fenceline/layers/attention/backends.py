@@ -1,5 +1,5 @@
-"""The attention backends by name. ``auto`` is the one that is fastest on this GPU, measured once at start on shapes of
-the model itself."""
+"""The attention backends by name. ``auto`` takes the one that is fastest on this GPU, measured once at start with the
+shapes of the model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _REFERENCE = "torch"
 _CANDIDATES = ("triton", "fa3", "flashinfer")
 
 logger = logging.getLogger(__name__)
-# A backend that plans on the host costs every decode step a plan and a copy that no kernel time shows. One without is
-# taken unless its kernels are slower by more than this.
+# A backend that plans on the host needs a plan and a copy in every decode step, which kernel times do not contain.
+# Therefore one without a plan step is taken unless its kernels are slower by more than this factor.
 _PLAN_STEP_CREDIT = 1.1
 _PLAN_STEP = frozenset({"flashinfer"})
 _NUM_CALLS = (8, 32)  # a step's attention calls, one for each layer, at least and at most
@@ -34,7 +34,7 @@ _NUM_ROUNDS = 4
 
 @dataclass(frozen=True, slots=True)
 class AttentionSetting:
-    """What a backend is made for: the pool, its device, this rank's query heads, the longest sequence."""
+    """What a backend is made for: the pool, its device, this rank's query heads and the longest sequence."""
 
     kv_pool: KVPool
     device: Device
@@ -44,7 +44,7 @@ class AttentionSetting:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredBatch:
-    """Requests of ``num_tokens`` each: all of them new in EXTEND but for a prefix, one of them in DECODE."""
+    """Requests of ``num_tokens`` each. In EXTEND all of them are new except a prefix, in DECODE only the last is."""
 
     num_requests: int
     num_tokens: int
@@ -93,13 +93,13 @@ _registered: dict[str, Callable[[AttentionSetting], AttentionBackend]] = {}
 
 
 def register_attention_backend(name: str, factory: Callable[[AttentionSetting], AttentionBackend]) -> None:
-    """Let configurations name another backend, one for any device; ``auto`` does not know it. For tests' devices."""
+    """Make another backend available by name, on any device; ``auto`` does not try it. For the devices of tests."""
     _registered[name] = factory
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBackends:
-    """The backends of both kinds of steps, one and the same object where the names are equal."""
+    """The backends for prefill and for decode; the same object if their names are equal."""
 
     prefill: AttentionBackend
     decode: AttentionBackend
@@ -171,8 +171,8 @@ def _chosen(name: str, mode: ForwardMode, setting: AttentionSetting) -> str:
 
 
 def _try(name: str, mode: ForwardMode, setting: AttentionSetting, compile_cold: bool) -> float | str:
-    """Microseconds of one layer, or why there are none. FlashInfer's prefill is worth a minute of compiling, once for
-    each machine; its decode is not while there is another backend."""
+    """Microseconds of one layer, or the reason why it cannot run here. FlashInfer's prefill is worth a minute of
+    compiling, once on each machine; its decode is not if there is another backend."""
     from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend
 
     try:
@@ -185,13 +185,13 @@ def _try(name: str, mode: ForwardMode, setting: AttentionSetting, compile_cold: 
                 return "not compiled yet (name it to have it)"
             logger.info("Compiling FlashInfer's kernels, about a minute, once on this machine")
         return measure_us(backend, setting, mode)
-    except Exception as error:  # whatever keeps one candidate from running here must not keep the others
+    except Exception as error:  # a candidate that fails, for whatever reason, must not stop the others
         logger.warning("Attention backend %s cannot be used", name, exc_info=True)
         return f"failed ({type(error).__name__})"
 
 
 def choose(times_us: Mapping[str, float], mode: ForwardMode) -> str:
-    """The best of the measured backends; in decode one without a plan step has credit."""
+    """The fastest of the measured backends; in decode one without a plan step may be slower by _PLAN_STEP_CREDIT."""
     best = min(times_us, key=lambda name: times_us[name])
     free = {name: us for name, us in times_us.items() if name not in _PLAN_STEP}
     if mode is ForwardMode.DECODE and free:
@@ -207,7 +207,7 @@ def measure_us(
     mode: ForwardMode,
     batch: MeasuredBatch | None = None,
 ) -> float:
-    """Microseconds of one layer's attention, as a graph's replay takes them, over a pool that is not in use yet.
+    """Microseconds of one layer's attention, as in a graph's replay, over a pool that is not in use yet.
 
     Compiles what the backend needs. The pool is only read. Blocks until the device is done.
     """
@@ -232,7 +232,7 @@ def measure_us(
 def _step(
     backend: AttentionBackend, setting: AttentionSetting, mode: ForwardMode, batch: MeasuredBatch
 ) -> tuple[Callable[[], None], int]:
-    """A step's attention over as many layers as the model has, and how many calls that is."""
+    """A function that submits a step's attention calls, one for each layer, and how many calls it submits."""
     pool = setting.kv_pool
     seq_len = min(batch.num_tokens, setting.context_length)
     query_len = seq_len - min(batch.prefix_len, seq_len - 1) if mode is ForwardMode.EXTEND else 1
@@ -264,7 +264,7 @@ def _plan(
     pool = setting.kv_pool
     torch_device = pool.k(0).device
     columns = -(-setting.context_length // pool.page_size)
-    # Distinct pages as far as the pool goes, so that no request finds another's keys in the cache.
+    # Distinct pages as far as the pool has them, so that no request finds another's keys in the L2 cache.
     pages = torch.arange(num_requests * columns, device=torch_device) % (pool.num_pages - 1) + 1
     page_table = pages.view(num_requests, columns).int()
     rows = torch.arange(num_requests, device=torch_device)

@@ -1,4 +1,4 @@
-"""AttentionBackend: plans the attention of a batch once; each layer then runs through the plan."""
+"""AttentionBackend: plans the attention of a batch once; each layer then runs with that plan."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, Forwa
 
 
 class AttentionBackend(ABC):
-    """Makes plans; owns whatever workspace they share."""
+    """Makes plans and owns the workspace that they share."""
 
     @abstractmethod
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """Prepare one eager batch. No host synchronisation."""
 
     def persistent(self, mode: ForwardMode) -> bool:
-        """Whether kernels of that mode hold their SMs until they have worked off all tiles, so that whoever else wants
-        SMs meanwhile is in their way (edge sm_exclusive)."""
+        """Whether kernels of that mode are persistent: they hold their SMs until all tiles are done, so that no other
+        kernel may need SMs at the same time (edge sm_exclusive)."""
         return False
 
     def warm_up(self) -> None:
-        """Load what only some batches need, so that none of them waits for a compiler. Once, at start-up."""
+        """Load what only some batches need, so that none of them waits for a compiler. Called once, at start-up."""
         return
 
     def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
-        """A plan that a graph of this bucket can capture; None: this backend (or this size) cannot be captured.
+        """A plan that a graph of this bucket can capture; None if this backend (or this size) cannot be captured.
 
-        Called once for each bucket, before its capture. What it needs beside ``inputs`` outlives all graphs.
+        Called once for each bucket, before its capture. What it needs besides ``inputs`` outlives all graphs.
         """
         return None
 

@@ -1,7 +1,7 @@
 """FlashAttention-3 as an attention backend: ``flash_attn_with_kvcache`` of the sglang-kernel package.
 
-No plan step on the host: the kernels read lengths and page tables from the device and schedule themselves there, so
-that a graph's replay needs nothing from the host. Queries are the last tokens of their sequences, which is how
+There is no plan step on the host: the kernels read lengths and page tables from device memory and divide the work
+there, so a graph's replay needs nothing from the host. Queries are the last tokens of their sequences, which is how
 FlashAttention aligns its causal mask (bottom right), for prefill and decode alike.
 """
 
@@ -17,7 +17,7 @@ from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, Forwa
 from fenceline.mem_cache.kv_pool import KVPool
 
 _REMEDY = "pip install sglang-kernel, or use --attention-backend flashinfer or triton"
-_TABLE_ALIGN = 16  # columns: rows of the table begin where they can be read several ids at a time
+_TABLE_ALIGN = 16  # columns; aligned rows of the table can be read several ids at a time
 
 
 class FlashAttention(Protocol):
@@ -56,9 +56,9 @@ def load_flash_attention() -> FlashAttention:
 
 
 class Fa3AttentionBackend(AttentionBackend):
-    """Plans over one KV pool. Keeps no state between batches. ``attend`` None: that of the installed package.
+    """Plans over one KV pool. Keeps no state between batches. ``attend``: None takes that of the installed package.
 
-    Raises ValueError with the remedy where it is missing or does not compute in the pool's precision.
+    Raises ValueError with the remedy if it is missing or does not support the pool's dtype.
     """
 
     def __init__(self, kv_pool: KVPool, attend: FlashAttention | None = None) -> None:
@@ -72,7 +72,7 @@ class Fa3AttentionBackend(AttentionBackend):
         self.attend = load_flash_attention() if attend is None else attend
 
     def persistent(self, mode: ForwardMode) -> bool:
-        """One scheduler for both modes: as many blocks as SMs, each of which takes tile after tile."""
+        """Both modes launch as many blocks as there are SMs, and each takes tile after tile."""
         return True
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:

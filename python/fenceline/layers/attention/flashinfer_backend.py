@@ -1,14 +1,13 @@
-"""FlashInfer's kernels as an attention backend: prefill on its FA3 kernels where the GPU is a Hopper, planned decode.
+"""FlashInfer's kernels as an attention backend: prefill with its FA3 kernels on Hopper GPUs, planned decode.
 
 Every batch is planned on the host from its lengths, and the plan is copied to the device. The backend orders that copy
-itself (F12): a slot of a ``PlanRing`` is written, FlashInfer submits the copy on SCHEDULE, and FORWARD waits for it;
-the next plan but one waits on the host until the copy has run, before it rewrites the slot. Pages and offsets into
-them never come from the host: they are gathered from the page table where it lives.
+itself (F12): a slot of a ``PlanRing`` is written, FlashInfer submits the copy on SCHEDULE, and FORWARD waits for it.
+Before a later plan rewrites the slot, it waits on the host until that copy has run. Pages and offsets into them never
+come from the host: they are gathered on the device from the page table.
 
-In a graph the plan that is copied is not the memory that the graph reads (F9): each bucket has an integer workspace,
-brought up to date from the ring's slot before each replay, and pages, offsets and last page lengths that the graph
-itself computes anew. The layout of a bucket's plan depends on the number of requests alone, which is asserted at each
-replay.
+A graph does not read the memory that a plan is copied to (F9). Each bucket has an integer workspace of its own, which
+is updated from the ring's slot before each replay; pages, offsets and last page lengths are computed by the graph in
+each replay. The layout of a bucket's plan depends on the number of requests alone, which is asserted at each replay.
 """
 
 from __future__ import annotations
@@ -36,20 +35,21 @@ from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Device
 from fenceline.memory_order.staging import PlanRing
 
-_INT_BYTES = 8 << 20  # of a plan, as in FlashInfer's own wrappers; what is used of it grows with the batch
+_INT_BYTES = 8 << 20  # for a plan, as in FlashInfer's own wrappers; larger batches use more of it
 _MAX_QUERY_TILE = 128
-# Up to this group the CUDA-core decode kernels read the pool as fast, and need no padding to a tensor core's tile.
+# Up to this group size the CUDA-core decode kernels read the pool as fast as those on tensor cores, without padding
+# the group to a tensor core's tile.
 _MAX_CUDA_CORE_GROUP = 3
 
 Lens = npt.NDArray[np.int64]
 
 
 class FlashInferAttentionBackend(AttentionBackend):
-    """Plans over one KV pool. A plan is good until the next is made: they share the ring and the workspaces.
+    """Plans over one KV pool. A plan is valid until the next is made: they share the ring and the workspaces.
 
-    ``num_heads`` are this rank's query heads. To compare kernels, ``prefill`` names FlashInfer's fa2 or fa3 and
-    ``tensor_cores`` says what decode runs on; None leaves both to what fits the GPU and the model.
-    Raises ValueError with the remedy where FlashInfer is missing or has no kernels for the model.
+    ``num_heads`` is the number of this rank's query heads. To compare kernels, ``prefill`` names FlashInfer's fa2 or
+    fa3 and ``tensor_cores`` says what decode runs on; None chooses what fits the GPU and the model.
+    Raises ValueError with the remedy if FlashInfer is missing or has no kernels for the model.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         load_library()
         self.kv_pool = kv_pool
         pages = (kv_pool.num_pages, kv_pool.page_size, *keys.shape[1:])
-        # Views made once: prefill asks for them layer by layer, and the CPU's time is what a short prompt waits for.
+        # Views made once: prefill needs them for each layer, and a short prompt is bound by the CPU.
         self._layer_pages = [
             (kv_pool.k(layer).view(pages), kv_pool.v(layer).view(pages))
             for layer in range(kv_pool.num_layers)
@@ -80,8 +80,8 @@ class FlashInferAttentionBackend(AttentionBackend):
         self._device = device
         fa3_or_fa2 = prefill or prefill_generation(device.torch_device, self.shape.dtype)
         self.prefill = PrefillKernels(self.shape, fa3_or_fa2)
-        # fa3 has a block for each tile of queries and none for parts of the keys: a few new tokens behind a long prefix
-        # leave most of the GPU idle. fa2 splits the keys.
+        # fa3 has one block for each tile of queries and does not split the keys, so a few new tokens after a long
+        # prefix leave most of the GPU idle. fa2 splits the keys.
         self._few_queries = PrefillKernels(self.shape, "fa2") if prefill is None else self.prefill
         self.decode: DecodeKernels | PrefillKernels = DecodeKernels(self.shape)
         if self.shape.group > _MAX_CUDA_CORE_GROUP if tensor_cores is None else tensor_cores:
@@ -97,7 +97,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         return (self.prefill if mode is ForwardMode.EXTEND else self.decode).is_compiled
 
     def persistent(self, mode: ForwardMode) -> bool:
-        """Its fa3 kernels are, which only prefill runs on; fa2 and the decode kernels have a block for each tile."""
+        """The fa3 kernels are persistent; only prefill uses them. fa2 and decode kernels have a block for each tile."""
         return mode is ForwardMode.EXTEND and self.prefill.generation == "fa3"
 
     def warm_up(self) -> None:
@@ -199,7 +199,7 @@ class FlashInferAttentionBackend(AttentionBackend):
             return _GraphDecodePlan(self, inputs, space, info, pages, max_pages)
 
     def before_replay(self, bucket: int, seq_lens_cpu: Lens) -> None:
-        """Plan for these lengths, padded with 1, and bring the plan to where the graph reads it, on FORWARD."""
+        """Plan for these lengths, padded with 1, and copy the plan to where the graph reads it, on FORWARD."""
         known = self._buckets[bucket]
         lens = np.ones(bucket, dtype=np.int64)
         lens[: len(seq_lens_cpu)] = seq_lens_cpu
@@ -216,20 +216,21 @@ class FlashInferAttentionBackend(AttentionBackend):
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device.torch_device)
 
     def _grow(self, float_bytes: int, num_indices: int) -> None:
-        """What the graphs share, as only one of them runs at a time: partial results and page indices. A larger bucket
-        gets new buffers; graphs captured before have the old ones, which their plans keep alive."""
+        """Make the buffers that all graphs share, since only one runs at a time: partial results and page indices. A
+        larger bucket gets new buffers. Graphs captured before use the old ones, which their plans keep alive."""
         if self._floats.numel() < float_bytes:
             self._floats = self._bytes(float_bytes)
         if self._indices.numel() < num_indices:
             self._indices = _ints(num_indices, self._device.torch_device)
 
     def _float_bytes(self, tiles: int, query_tile: int) -> int:
-        """Partial results and their log-sums, float32, of ``tiles`` of ``query_tile`` queries for each head."""
+        """Bytes of partial results and log-sums, float32, of ``tiles`` of ``query_tile`` queries for each head."""
         return self.shape.num_heads * tiles * query_tile * (self.shape.head_dim + 1) * 4 + 1024
 
     def _eager_float_bytes(self) -> int:
-        """Keys are split only as long as the tiles fit the GPU twice over (PrefillSplitQOKVIndptr) or, on CUDA cores,
-        the blocks fit it at once, at most 32 a multiprocessor (BatchDecode…WorkEstimationDispatched)."""
+        """FlashInfer splits keys only while there are at most two tiles for each multiprocessor
+        (PrefillSplitQOKVIndptr) or, on CUDA cores, while all blocks run at once, at most 32 on a multiprocessor
+        (BatchDecode…WorkEstimationDispatched)."""
         on_tensor_cores = self._float_bytes(2 * self._num_sms // self.shape.num_kv_heads + 1, _MAX_QUERY_TILE)
         return max(on_tensor_cores, self._float_bytes(self._cuda_core_tiles(0), 1))
 
@@ -237,13 +238,13 @@ class FlashInferAttentionBackend(AttentionBackend):
         return max(32 * self._num_sms // self.shape.num_kv_heads + 1, size)
 
     def _tensor_core_tiles(self, size: int) -> int:
-        """Of a graph's launch: what fits the GPU twice, or what the requests alone need."""
+        """Tiles of a graph's launch: two for each multiprocessor, or as many as the requests need without splits."""
         group, tile = self.shape.group, self._query_tile
         return max(2 * self._num_sms // self.shape.num_kv_heads, -(-size * group // tile) + size - 1)
 
     @property
     def _query_tile(self) -> int:
-        """Of one query a request, all heads of a group together (FA2DetermineCtaTileQ)."""
+        """Rows of a tile of one query a request, with all heads of a group (FA2DetermineCtaTileQ)."""
         return next(tile for tile in (16, 64, _MAX_QUERY_TILE) if self.shape.group <= tile)
 
     def _graph_float_bytes(self, size: int) -> int:
@@ -252,14 +253,14 @@ class FlashInferAttentionBackend(AttentionBackend):
         return self._float_bytes(self._tensor_core_tiles(size), self._query_tile)
 
     def _graph_int_bytes(self, size: int) -> int:
-        """Three indices and a flag for each tile, two offsets for each request, each array aligned to 16."""
+        """Bytes of three indices and a flag for each tile and two offsets for each request, in arrays aligned to 16."""
         tiles = max(self._cuda_core_tiles(size), self._tensor_core_tiles(size))
         return (13 * tiles + 8 * (size + 1) + 512 + 15) // 16 * 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """The plan that a captured graph reads: ``ints`` hold what ``info`` says where."""
+    """The plan that a captured graph reads: ``ints`` is its data, ``info`` says where in it each array begins."""
 
     info: PlanInfo
     ints: torch.Tensor
@@ -274,7 +275,7 @@ def _pages_into(indices: torch.Tensor, num_requests: int) -> Pages:
 
 
 class _EagerPlan(AttentionPlan):
-    """Holds a slot of the ring, so it is spent once another plan is made; using it then raises."""
+    """Uses a slot of the ring, so it is invalid once another plan is made; using it then raises."""
 
     def __init__(self, backend: FlashInferAttentionBackend, space: Workspace, info: PlanInfo) -> None:
         self.backend, self.space, self.info = backend, space, info
@@ -303,8 +304,8 @@ class _DecodePlan(_EagerPlan):
 
 
 class _ExtendPlan(_EagerPlan):
-    """Any number of queries a request. ``pages`` None: no request has a prefix, so that this step's own k and v are
-    all there is; the kernels read several of them at a time instead of page by page."""
+    """Any number of queries a request. ``pages`` is None if no request has a prefix: then this step's own k and v are
+    all keys and values, and the kernels read them contiguously instead of page by page."""
 
     def __init__(
         self,
@@ -370,7 +371,7 @@ class _GraphDecodePlan(AttentionPlan):
         self.starts = _one_each(len(inputs.rows), inputs.rows.device)
 
     def prepare(self) -> None:
-        """Pages and offsets of the requests of this moment. See ``AttentionPlan.prepare``."""
+        """Gather pages and offsets of the current requests. See ``AttentionPlan.prepare``."""
         from fenceline.layers.attention.page_gather import gather_page_indices
 
         gather_page_indices(

@@ -1,8 +1,8 @@
 """FlashInfer's compiled kernels, called with memory that we own.
 
-Its wrapper classes would each bring a pinned buffer that ``plan()`` rewrites whether or not the last copy from it has
-run (F12), and copy index arrays from the host that are on the device already. Under the wrappers lie modules with two
-kinds of functions, and those are used here: ``plan``, which reads host lengths, writes its result to a pinned buffer
+Each of FlashInfer's wrapper classes has a pinned buffer that ``plan()`` rewrites whether or not the last copy from it
+has run (F12), and copies index arrays from the host that are on the device already. The wrappers call modules with two
+kinds of functions, and those are called here: ``plan``, which reads host lengths, writes its result to a pinned buffer
 and submits one cudaMemcpyAsync of it to an integer workspace on the current stream (flashinfer/attention/scheduler.cuh:
 DecodePlan, PrefillPlan, PrefillSM90Plan; nothing else of it is asynchronous), and ``run``, which launches.
 """
@@ -22,16 +22,15 @@ import numpy.typing as npt
 import torch
 
 REMEDY = "install the extra with pip install 'fenceline[cuda]', or use --attention-backend triton"
-_VERSIONS = ("0.6.",)  # whose plan and run functions are called here as they are declared there
+_VERSIONS = ("0.6.",)  # versions whose plan and run functions have the signatures used here
 _HEAD_DIMS = (64, 128, 256)
 _NHD, _NON_CAUSAL, _CAUSAL, _NO_POSITIONS, _WHOLE_WINDOW = 0, 0, 1, 0, -1  # its enums' values
-# Programmatic dependent launch lets a kernel begin before the one in front of it has ended. What it then reads is
-# ordered by the kernel's own wait, not by the stream, and everything here relies on the stream.
+# Programmatic dependent launch lets a kernel begin before the preceding one has ended. Its reads are then ordered by a
+# wait inside the kernel and not by the stream, and this code relies on the order of the stream.
 _DEPENDENT_LAUNCH = False
 
-PlanInfo = Sequence[
-    int
-]  # offsets into the integer workspace, and sizes of the launch; as the library returns it
+# Offsets into the integer workspace, and sizes of the launch; as the library returns it.
+PlanInfo = Sequence[int]
 Lens = npt.NDArray[np.int64]
 
 
@@ -53,8 +52,8 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """``floats`` for partial results and ``ints`` for the plan, both uint8 on the device; ``pinned`` is what a plan is
-    written to before it is copied to ``ints``, and no smaller."""
+    """``floats`` for partial results and ``ints`` for the plan, both uint8 on the device. A plan is written to
+    ``pinned``, which is no smaller than ``ints``, and copied to ``ints`` from there."""
 
     floats: torch.Tensor
     ints: torch.Tensor
@@ -86,7 +85,7 @@ def load_library() -> None:
 
 
 def check_shape(shape: AttentionShape) -> None:
-    """Raise ValueError with the remedy for what FlashInfer has no kernels for."""
+    """Raise ValueError with the remedy if FlashInfer has no kernels for ``shape``."""
     if shape.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
             f"--attention-backend flashinfer needs bfloat16 or float16, not {shape.dtype}: use --dtype bfloat16 or "
@@ -102,13 +101,13 @@ def check_shape(shape: AttentionShape) -> None:
 class _Module:
     """A module of kernels, compiled when it is first needed and kept in ~/.cache/flashinfer."""
 
-    def __init__(self, room: str, generate: str, get: str, args: tuple[object, ...]) -> None:
-        self._room, self._generate, self._get, self._args = room, generate, get, args
+    def __init__(self, module: str, generate: str, get: str, args: tuple[object, ...]) -> None:
+        self._module, self._generate, self._get, self._args = module, generate, get, args
         self._functions: Any = None
 
     @property
     def is_compiled(self) -> bool:
-        """Whether using it costs no compilation. Writes its sources to the cache at most."""
+        """Whether it can be used without compiling it. This may write its sources to the cache, nothing else."""
         if self._functions is not None:
             return True
         modules: ModuleType = import_module("flashinfer.jit.attention.modules")
@@ -118,7 +117,7 @@ class _Module:
     def functions(self) -> Any:
         """Its ``plan`` and ``run`` functions. Compiles for up to a minute the first time on a machine."""
         if self._functions is None:
-            self._functions = getattr(import_module(self._room), self._get)(*self._args)
+            self._functions = getattr(import_module(self._module), self._get)(*self._args)
         return self._functions
 
 
@@ -145,7 +144,7 @@ class PrefillKernels:
 
     @property
     def functions(self) -> Any:
-        """What the module has. Compiles for up to a minute the first time on a machine."""
+        """The module's functions. Compiles for up to a minute the first time on a machine."""
         return self._module.functions
 
     def plan(
@@ -170,7 +169,8 @@ class PrefillKernels:
         args += [int(starts[-1]), len(seq_lens), shape.num_heads, shape.num_kv_heads, page_size, graph]
         args += [shape.head_dim, shape.head_dim, causal, _WHOLE_WINDOW]
         if self.generation == "fa2":
-            args += [-1, False, 0]  # keys are split as it sees fit; no other kernel runs beside it
+            # FlashInfer decides how keys are split; no other kernel runs at the same time.
+            args += [-1, False, 0]
         info: PlanInfo = self._module.functions.plan(*args)
         return info
 
@@ -239,7 +239,8 @@ class PrefillKernels:
 
 
 class DecodeKernels:
-    """Attention of one query a request on CUDA cores, which for small groups beats tensor cores half empty."""
+    """Attention of one query a request on CUDA cores. For small groups they are faster than tensor cores, which would
+    be half empty."""
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
@@ -308,7 +309,7 @@ def prefill_generation(device: torch.device, dtype: torch.dtype) -> str:
     return determine(device, _NO_POSITIONS, False, False, dtype, dtype)
 
 
-@cache  # not to be changed
+@cache  # callers must not change the result
 def _common(scale: float, causal: bool) -> dict[str, object]:
     return {
         "maybe_lse": None,
@@ -339,7 +340,7 @@ def _ints(values: Sequence[int] | Lens) -> torch.Tensor:
 
 
 def _starts(lens: Lens) -> torch.Tensor:
-    """[n] → [n + 1] int32 on the host, where each begins."""
+    """Lengths [n] → [n + 1] int32 on the host: where each begins."""
     starts = np.zeros(len(lens) + 1, dtype=np.int32)
     np.cumsum(lens, out=starts[1:])
     return torch.from_numpy(starts)

@@ -1,7 +1,7 @@
-"""What attention libraries want instead of our page table: the batch's pages, gathered on the device in one launch.
+"""Gathers the batch's pages on the device in one launch, in the forms that attention libraries take.
 
-The page table and the lengths live on the device alone, so that the host cannot gather them; inside a graph the launch
-is replayed with the values of the moment.
+The page table and the current lengths are on the device alone, so the host cannot gather them. Inside a graph the
+launch is replayed and reads the values of that replay.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 512  # pages of one step of a program
+_BLOCK = 512  # pages that a program copies at a time
 _MAX_PROGRAMS = 1024
 
 
@@ -34,7 +34,7 @@ def _gather_kernel(
     seq_len = tl.load(seq_lens + request).to(tl.int32)
     num_pages = (seq_len + PAGE_SIZE - 1) // PAGE_SIZE
     if RAGGED:
-        # Each program adds up the pages of the requests before its own: a few loads, against a launch for a scan.
+        # Each program adds up the pages of the requests before its own: a few loads are cheaper than a separate scan.
         start = request * 0
         first = request * 0
         while first < request:
@@ -59,7 +59,7 @@ def _gather_kernel(
         pages = tl.load(source + columns, mask=columns < num_pages, other=0)
         if RAGGED:
             tl.store(target + columns, pages, mask=columns < num_pages)
-        else:  # past the last page the sink, for a kernel that fetches page ids a tile at a time
+        else:  # the sink after the last page, because the kernel reads page ids a tile at a time
             tl.store(target + columns, pages, mask=columns < out_stride)
         column += tl.num_programs(1) * BLOCK
 
@@ -74,7 +74,7 @@ def gather_page_indices(
     indices: torch.Tensor,
     last_page_lens: torch.Tensor,
 ) -> None:
-    """The batch's pages, one request's after the other's, as FlashInfer wants them. On the current stream.
+    """The batch's pages, request after request, as FlashInfer takes them. On the current stream.
 
     page_table [num_rows, columns] int32, rows and seq_lens [B] int64, every length >= 1 and of at most ``max_pages``
     pages → indptr [B + 1], indices [>= all pages], last_page_lens [B], all int32, written.
@@ -90,10 +90,10 @@ def gather_page_rows(
     out: torch.Tensor,
     seq_lens_32: torch.Tensor,
 ) -> None:
-    """The batch's rows of the page table, as FlashAttention wants them. On the current stream.
+    """The batch's rows of the page table, as FlashAttention takes them. On the current stream.
 
-    page_table, rows, seq_lens as above → out [B, pages] int32: a request's pages, the sink after them up to a multiple
-    of 512, the rest untouched and not to be read; seq_lens_32 [B] int32.
+    page_table, rows, seq_lens as above → out [B, pages] int32: a request's pages, then the sink up to a multiple of 512
+    columns; later columns are not written and must not be read. seq_lens_32 [B] int32.
     """
     _launch(page_table, rows, seq_lens, page_size, out.shape[1], out, None, seq_lens_32)
 

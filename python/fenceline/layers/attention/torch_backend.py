@@ -1,10 +1,10 @@
 """The reference attention backend: torch's scaled_dot_product_attention over gathered pages, on any device.
 
-Grouped queries without repeated keys: query heads are laid out as [num_kv_heads, group], so that a group shares its
-key/value head, either as further query rows (decode) or through a stride-0 axis (extend).
+Grouped-query attention without repeating keys: query heads are laid out as [num_kv_heads, group], so that a group
+shares its key/value head, either as further query rows (decode) or through a stride-0 axis (extend).
 
 Nothing here makes the host wait for the device: shapes come from the ``*_cpu`` arrays, indices are computed on the
-device, and what depends on the batch alone is computed once in ``plan``, not once a layer.
+device, and what depends on the batch alone is computed once in ``plan``, not once for each layer.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
 from fenceline.mem_cache.kv_pool import KVPool
 
-# Keys and values gathered at once in decode. On a CPU they should still lie in its cache when they are used: freshly
-# touched memory costs several times the arithmetic. On a GPU the bound only keeps the workspace small.
+# Bytes of keys and values gathered at once in decode. On a CPU they should still be in its cache when they are used:
+# fetching them from memory costs several times the arithmetic. On a GPU the bound only keeps the workspace small.
 _GATHER_BYTES = {"cpu": 2 << 20}
 _GATHER_BYTES_DEFAULT = 256 << 20
-_GRAPH_GATHERS = 4  # in a graph, which gathers all requests at once, this many times as much
+_GRAPH_GATHERS = 4  # a graph gathers all requests at once; it may gather this many times as much
 # Requests share a gather if padding them to its longest adds at most a quarter, or these few tokens.
 _SLACK_TOKENS = 64
 # Rows of the causal mask in extend; longer chunks take several calls, each over only the keys its rows can see.
 _QUERY_BLOCK = 256
-# A gather's masked lanes read the sink page, never a page that may belong to another request by now.
+# Masked elements of a gather read the sink page, never a page that may belong to another request by now.
 _SINK_SLOT = 0
 
 
@@ -45,7 +45,7 @@ class TorchAttentionBackend(AttentionBackend):
             torch.backends.cuda.enable_cudnn_sdp(False)
 
     def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
-        """Pads all requests to the longest there can be, so only small contexts are worth capturing."""
+        """A plan that pads all requests to the longest possible length, so only small contexts can be captured."""
         if len(inputs.rows) * inputs.max_seq_len > _max_gather_tokens(self.kv_pool) * _GRAPH_GATHERS:
             return None
         return _GraphDecodePlan(self.kv_pool, inputs)
@@ -67,7 +67,7 @@ class TorchAttentionBackend(AttentionBackend):
 def _token_slots(
     page_table: torch.Tensor, rows: torch.Tensor, num_tokens: int, page_size: int
 ) -> torch.Tensor:
-    """KV slots of positions 0..num_tokens of ``rows`` [B] → [B, num_tokens] int32; garbage past a row's length."""
+    """KV slots of positions 0..num_tokens of ``rows`` [B] → [B, num_tokens] int32; undefined past a row's length."""
     num_pages = -(-num_tokens // page_size)
     pages = page_table[:, :num_pages].index_select(0, rows)
     if page_size == 1:
@@ -88,9 +88,8 @@ class _DecodeGroup:
     last: int
     num_tokens: int
     slots: torch.Tensor  # [(last - first) * num_tokens] int32
-    mask: (
-        torch.Tensor | None
-    )  # [last - first, 1, 1, num_tokens], 0 or -inf in the pool's dtype; None: no padding
+    # [last - first, 1, 1, num_tokens], 0 or -inf in the pool's dtype; None: no padding.
+    mask: torch.Tensor | None
 
 
 class _DecodePlan(AttentionPlan):
@@ -146,7 +145,7 @@ def _plan_decode(kv_pool: KVPool, inputs: AttentionInputs) -> _DecodePlan:
     ranges = decode_groups(lens, _max_gather_tokens(kv_pool))
     order, rows, seq_lens = None, inputs.rows, inputs.seq_lens
     if len(ranges) > 1:
-        # Sorted on both sides: the host needs the lengths, the device the indices, and neither asks the other.
+        # Sorted on both sides, so that neither waits for the other: the host needs lengths, the device indices.
         order = torch.argsort(seq_lens, descending=True)
         rows, seq_lens = rows.index_select(0, order), seq_lens.index_select(0, order)
     groups = []
@@ -163,8 +162,8 @@ def _plan_decode(kv_pool: KVPool, inputs: AttentionInputs) -> _DecodePlan:
 def _masked(
     kv_pool: KVPool, slots: torch.Tensor, seq_lens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """slots [G, tokens] with the sink's where they are past a request's length, and the additive mask
-    [G, 1, 1, tokens] in the pool's dtype that hides them."""
+    """``slots`` [G, tokens], replaced by the sink's past a request's length, and the additive mask [G, 1, 1, tokens] in
+    the pool's dtype that hides those."""
     positions = torch.arange(slots.shape[1], device=slots.device)
     beyond = positions >= seq_lens.unsqueeze(1)
     mask = torch.zeros(beyond.shape, dtype=kv_pool.k(0).dtype, device=slots.device)
@@ -173,7 +172,7 @@ def _masked(
 
 
 class _GraphDecodePlan(AttentionPlan):
-    """One query for each request, every request padded to the longest there can be: shapes that never change."""
+    """One query for each request. Every request is padded to the longest possible length, so shapes never change."""
 
     def __init__(self, kv_pool: KVPool, inputs: GraphDecodeInputs) -> None:
         self.kv_pool = kv_pool
@@ -202,8 +201,8 @@ class _GraphDecodePlan(AttentionPlan):
 def decode_groups(lens: npt.NDArray[np.int64], max_tokens: int) -> list[tuple[int, int]]:
     """Cut requests with ``lens`` (descending) into ranges ``[first, last)`` to be padded to their longest.
 
-    A range's padding is at most a quarter of its longest request (or ``_SLACK_TOKENS``) for each, and it gathers at
-    most ``max_tokens`` tokens unless it is a single request: a few long requests cost only themselves.
+    In a range each request is padded by at most a quarter of the longest (or ``_SLACK_TOKENS``), so that a few long
+    requests do not make the others expensive. A range gathers at most ``max_tokens`` tokens unless it is one request.
     """
     groups = []
     first = 0
@@ -234,9 +233,8 @@ class _ExtendRequest:
     first: int
     last: int
     num_tokens: int
-    slots: (
-        torch.Tensor | None
-    )  # [num_tokens] int32 into the pool; None: no prefix, this step's k and v are all
+    # [num_tokens] int32 into the pool; None: there is no prefix, so this step's k and v are all keys and values.
+    slots: torch.Tensor | None
 
 
 class _ExtendPlan(AttentionPlan):
@@ -250,8 +248,8 @@ class _ExtendPlan(AttentionPlan):
     ) -> None:
         self.kv_pool = kv_pool
         self.requests = requests
-        # [rows, width], true or 0 where visible, the causal triangle in its bottom right corner. Cut from that corner
-        # it is the mask of any block of queries over any number of keys, so that one serves the whole batch.
+        # [rows, width], true or 0 where visible, with the causal triangle in its bottom right corner. Any block of
+        # queries over any number of keys has as its mask the part in that corner, so one mask serves the whole batch.
         self.mask = mask
 
     def forward(
@@ -338,5 +336,5 @@ def _corner_mask(rows: int, width: int, like: torch.Tensor) -> torch.Tensor | No
     query = torch.arange(rows, device=like.device).unsqueeze(1)
     visible = torch.arange(width, device=like.device) <= query + (width - rows)
     if like.device.type != "cpu":
-        return visible  # made additive on each use, which gives the kernel the alignment that a cut-out lacks
+        return visible  # made additive on each use: a new tensor has the alignment that the kernel needs
     return torch.zeros(visible.shape, dtype=like.dtype).masked_fill_(~visible, float("-inf"))

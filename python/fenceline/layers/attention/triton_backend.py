@@ -1,7 +1,7 @@
-"""The ``triton`` attention backend: our own kernels over the page table as it lies in device memory.
+"""The ``triton`` attention backend: our own kernels over the page table in device memory.
 
-There is no plan step: which tokens a request has, and who works on which, the kernels read from the device when they
-run. A captured decode step therefore needs nothing from the host, whatever its requests and their lengths become.
+There is no plan step: the kernels read requests and lengths from device memory when they run, and divide the work
+there. A captured decode step therefore needs nothing from the host when requests or their lengths change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fenceline.layers.kernels.decode_attention import (
 from fenceline.layers.kernels.extend_attention import ExtendConfig, ExtendGrid, extend_attention, extend_grid
 from fenceline.mem_cache.kv_pool import KVPool
 
-# Workers of a batch for each multiprocessor: as many as run on it at once, so that all are done at the same time.
+# Workers of a batch for each multiprocessor: as many as run on it at once, so that all end at the same time.
 _MAX_WORKERS_PER_SM = 4
 _LARGE_SHARED = (9, 10)  # compute capabilities with 227 KiB of shared memory, enough for blocks of 128 tokens
 
@@ -28,7 +28,7 @@ _LARGE_SHARED = (9, 10)  # compute capabilities with 227 KiB of shared memory, e
 class TritonAttentionBackend(AttentionBackend):
     """Plans over one KV pool; all of them share one workspace, so they run on one stream.
 
-    Raises ValueError for head sizes that are no power of two.
+    Raises ValueError for head sizes that are not a power of two.
     """
 
     def __init__(self, kv_pool: KVPool) -> None:
@@ -52,7 +52,7 @@ class TritonAttentionBackend(AttentionBackend):
         self.workspace = DecodeWorkspace(num_kv_heads, head_dim, max_workers, keys.device)
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
-        """See ``AttentionBackend.plan``; copies nothing, so the plan is true as long as the tensors of ``inputs``."""
+        """See ``AttentionBackend.plan``. Copies nothing: the plan is valid as long as the tensors of ``inputs`` are."""
         assert len(inputs.seq_lens_cpu) > 0, "an empty batch has nothing to attend to"
         assert bool((inputs.query_lens_cpu >= 1).all()), (
             "a request without new tokens does not belong in a batch"
@@ -76,10 +76,10 @@ class TritonAttentionBackend(AttentionBackend):
         return PagedRequests(inputs.page_table, inputs.rows, inputs.seq_lens, self.kv_pool.page_size)
 
     def decode_config(self, batch: int) -> DecodeConfig:
-        """How decode of ``batch`` requests is cut; ``benchmark/kernels/sweep_triton_attention.py`` compares others.
+        """How decode of ``batch`` requests is cut; ``benchmark/kernels/sweep_triton_attention.py`` compares choices.
 
-        The lengths are not known here, and any batch may be one of long requests: all but a single request, which is
-        bound by latency, get enough stages to keep the memory busy.
+        The lengths are not known here, so any batch may have long requests. A single request is bound by latency; all
+        other batches get enough stages to keep the memory busy.
         """
         if self.kv_pool.k(0).element_size() > 2:
             return DecodeConfig(32, self._num_workers(2), 4, 2, self._launch_pdl)
@@ -90,7 +90,7 @@ class TritonAttentionBackend(AttentionBackend):
         return DecodeConfig(64, self._num_workers(2), 4, 5, self._launch_pdl)
 
     def extend_config(self, max_rows: int) -> ExtendConfig:
-        """How prefill is cut whose longest request has ``max_rows`` query rows for each KV head."""
+        """How a prefill is cut whose longest request has ``max_rows`` query rows for each KV head."""
         if self.kv_pool.k(0).element_size() > 2:
             return ExtendConfig(32, 32, 4, 2)
         if max_rows <= 16:
@@ -171,7 +171,7 @@ class _ExtendPlan(AttentionPlan):
 
 
 def _group(q: torch.Tensor, keys: torch.Tensor) -> int:
-    """Query heads for each KV head. Raises ValueError if they are too many."""
+    """Query heads for each KV head. Raises ValueError if there are too many."""
     group = q.shape[1] // keys.shape[1]
     if group > MAX_GROUP:
         raise ValueError(

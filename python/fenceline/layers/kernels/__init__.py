@@ -1,1 +1,1 @@
-"""The arithmetic of layers: one interface, torch's operators as the reference, our own kernels on a GPU."""
+"""The kernels of layers behind one interface: torch's operators as the reference, our own kernels on a GPU."""

@@ -1,4 +1,4 @@
-"""SwiGLU's product (arXiv:2002.05202) in Triton, for rows too many to fuse it behind the projection."""
+"""SwiGLU's product (arXiv:2002.05202) in Triton, for batches of too many rows to fuse it with the projection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ELEMENTS_A_THREAD = 8
 
 
 def silu_and_mul(gate_up: torch.Tensor, pdl: bool = False) -> torch.Tensor:
-    """gate_up [T, 2 I], gates then what they gate → silu(gate) * up, new [T, I] in its dtype; float32 inside.
+    """gate_up [T, 2 I], gate then up → silu(gate) * up, new [T, I] in its dtype; float32 inside.
 
     Contiguous, bfloat16, float16 or float32. Current stream, no host synchronisation. ``pdl``: see ``rms_norm``.
     """

@@ -1,4 +1,4 @@
-"""What layers compute with beside their products: normalisation, activation, rotation into the KV pool."""
+"""What layers compute besides matrix products: normalisation, activation, rotation and storing keys and values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class HeadLayout:
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of qkv [T, size]: q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]."""
         sizes = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        # Methods that are not written in Python: this runs once a layer.
+        # These methods are not written in Python, which is faster: this runs once for each layer.
         heads = qkv.view(qkv.shape[0], sum(sizes), self.head_dim)
         return heads.split_with_sizes(sizes, 1)  # type: ignore[return-value]
 
@@ -44,7 +44,7 @@ class LayerKernels(ABC):
 
     @abstractmethod
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """gate_up [T, 2 I], gates then what they gate → silu(gate) * up, a new tensor [T, I]."""
+        """gate_up [T, 2 I], gate then up → silu(gate) * up, a new tensor [T, I]."""
 
     @abstractmethod
     def rotate_and_store(

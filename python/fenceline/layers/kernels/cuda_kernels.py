@@ -16,9 +16,10 @@ from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, skinny_linear
 from fenceline.layers.kernels.skinny_table import ROW_BUCKETS, CudaConfig, GpuTraits, SkinnyTable, load_table
 from fenceline.layers.weight import DenseWeight, RMSNorm
 
-_FEW_ROWS = ROW_BUCKETS[-1]  # more are never the skinny kernels' to multiply
+_FEW_ROWS = ROW_BUCKETS[-1]  # the skinny kernels never multiply more rows than this
 
-# Shared memory of a block that the skinny GEMM's cuts count on: sm_80, 90 and 100 have it, sm_86, 89 and 120 do not.
+# Shared memory per block that the skinny GEMM's configurations need: sm_80, 90 and 100 have it, sm_86, 89 and 120 do
+# not.
 _SHARED_BYTES = 160 << 10
 
 # x, weight, cut, fusion, output (None: a new one) -> output
@@ -26,10 +27,10 @@ CudaProduct = Callable[[torch.Tensor, torch.Tensor, CudaConfig, Fusion, torch.Te
 
 
 class CudaLayerKernels(LayerKernels):
-    """Triton kernels that start before those in front of them have ended where the GPU can do so (sm_90 on).
+    """Triton kernels that start before the kernel before them has ended, on GPUs that can do so (from sm_90 on).
 
-    What they read before waiting are weights, and in ``rotate_and_store`` also the table, positions and out_slots:
-    write those by a kernel that some other kernel follows before they are used.
+    Before waiting for that kernel they read weights and, in ``rotate_and_store``, also the table, positions and
+    out_slots. So between the kernel that writes those and the one that reads them there must be another kernel.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,19 +57,19 @@ class CudaLayerKernels(LayerKernels):
 
 
 class SkinnyProducts:
-    """Our own products of few rows with a dense weight, fused with what stands around them. The table of measurements
-    says which of them is taken for a shape, if any; the number of rows decides, so a captured graph keeps the choice of
-    its size."""
+    """Our own products of few rows with a dense weight, fused with the operations before and after them. The table of
+    measurements says which kernel is used for a shape, if any. The choice depends on the number of rows, so a captured
+    graph keeps the choice for its size."""
 
     def __init__(self, cuda_product: CudaProduct | None, table: SkinnyTable) -> None:
-        """``cuda_product`` is fenceline_kernel's (None: it is not there); ``table`` must then not name it."""
+        """``cuda_product`` is fenceline_kernel's. If it is None, ``table`` must not name it."""
         self._cuda_product = cuda_product
         self._table = table
 
     def multiply(
         self, x: torch.Tensor, weight: torch.Tensor, fusion: Fusion = PLAIN, out: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """The product, in ``out`` or the residual or a new tensor; None: that is cuBLAS' to do."""
+        """The product, in ``out``, the residual or a new tensor; None if cuBLAS should compute it."""
         if x.dtype == torch.float32:
             return None
         choice = self._table.choose(x.shape[0], weight.shape[0], x.shape[1], fusion.gated)
@@ -81,7 +82,7 @@ class SkinnyProducts:
 
 
 class CudaDenseWeight(DenseWeight):
-    """A dense weight whose products of few rows are fused kernels of our own, where those are the faster ones."""
+    """A dense weight whose products of few rows are computed by fused kernels of our own where those are faster."""
 
     def __init__(
         self, out_features: int, in_features: int, dtype: torch.dtype, products: SkinnyProducts
@@ -141,9 +142,9 @@ def find_skinny_products(device: torch.device) -> SkinnyProducts:
 
 
 def _find_cuda_product(device: torch.device) -> CudaProduct | None:
-    """fenceline_kernel's skinny GEMM, where the package is installed and can be used."""
+    """fenceline_kernel's skinny GEMM; None if the package is not installed or cannot be used."""
     gpu = torch.cuda.get_device_properties(device)
-    if gpu.shared_memory_per_block_optin < _SHARED_BYTES:  # type: ignore[attr-defined]  # of the stubs, not of torch
+    if gpu.shared_memory_per_block_optin < _SHARED_BYTES:  # type: ignore[attr-defined]  # missing in torch's stubs
         return None
     try:
         from fenceline_kernel import KernelUnavailable, load

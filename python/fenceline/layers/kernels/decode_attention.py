@@ -1,18 +1,18 @@
 """Attention of one query token per request over paged keys and values, in Triton: one launch, whatever the lengths.
 
-What bounds it is reading K and V once, so that reading is spread evenly over the GPU by the kernel itself. Every
-request is cut into blocks of ``block_n`` tokens; all blocks of the batch, request after request, are one line, and
-each of the workers that share a KV head takes one stretch of it, all equally long. Which stretch a worker
-takes follows from ``seq_lens`` in device memory alone: the grid never changes, so a captured graph stays balanced
-when lengths change, and nothing is planned on the host.
+Its time is that of reading K and V once, so the kernel spreads these reads evenly over the GPU. Every request is cut
+into blocks of ``block_n`` tokens. All blocks of the batch, request after request, form one sequence, and each of the
+workers that share a KV head takes an equally long section of it. A worker computes its section from ``seq_lens`` in
+device memory alone. So the grid never changes, a captured graph stays balanced when lengths change, and nothing is
+planned on the host.
 
-A request that lies within one stretch is finished by its worker. One that is cut leaves a partial result of each of
-its pieces in the workspace; the worker that finishes last, as an atomic counter tells, merges them in the order of
-the pieces, so results do not depend on timing. Nobody waits for anybody.
+If a request lies within one section, its worker computes the result. Otherwise each worker writes a partial result for
+its piece of the request to the workspace. The worker that ends last, which an atomic counter shows, merges them in the
+order of the pieces, so results do not depend on timing. No worker waits for another.
 
-With ``launch_pdl`` a worker starts while the kernel in front still runs, finds its stretch and has the L2 cache fetch
-the first keys and values of it; q and everything else it reads after the wait. See ``decode_attention`` for what that
-asks of the kernel in front.
+With ``launch_pdl`` a worker starts while the preceding kernel still runs, finds its section and prefetches the first
+keys and values of it into L2. It reads q and everything else after the wait. See ``decode_attention`` for what the
+preceding kernel must and must not do.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-# Query heads of one KV head are the rows of a matrix product, which has at least 16.
+# The query heads of one KV head are the rows of a matrix product, which has at least 16 rows.
 MAX_GROUP = 16
 _LOG2_E = 1.4426950408889634
-_MERGE_ELEMENTS = 2048  # partial results that a warp which merges holds in registers at once
-_SECTOR_BYTES = tl.constexpr(32)  # what a cache fetches at least
-_NO_SCORE = tl.constexpr(-1.0e30)  # below every score, and finite: no NaN from its differences
+_MERGE_ELEMENTS = 2048  # partial results that a merging warp holds in registers at once
+_SECTOR_BYTES = tl.constexpr(32)  # the least that a cache fetches
+_NO_SCORE = tl.constexpr(-1.0e30)  # below every score, and finite so that differences are not NaN
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
     """How a batch is cut: blocks of ``block_n`` tokens (a power of two >= 16), ``num_workers`` for each KV head.
 
-    ``launch_pdl``: overlap the launch with the end of the kernel in front (sm_90 and later), and fetch the first
-    ``num_prefetched`` blocks of each worker into L2 meanwhile. ``max_registers`` of a thread: fewer let more workers
-    run on a multiprocessor at once.
+    ``launch_pdl``: overlap the launch with the end of the preceding kernel (sm_90 and later), and fetch the first
+    ``num_prefetched`` blocks of each worker into L2 meanwhile. ``max_registers``: the most that a thread may use; with
+    fewer, more workers run on a multiprocessor at once.
     """
 
     block_n: int
@@ -60,17 +60,18 @@ class DecodeWorkspace:
         assert max_workers >= 1
         self.max_workers = max_workers
         self.heads = num_kv_heads, head_dim
-        # A worker cuts at most the first and the last request of its stretch.
+        # Of a worker's section, at most the first and the last request are incomplete.
         pieces = num_kv_heads * max_workers * 2
         self.partial = torch.empty(pieces * MAX_GROUP * head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(pieces * 2 * MAX_GROUP, dtype=torch.float32, device=device)
-        # Pieces of a request that are done; kept by the worker that has the first. Zero between launches.
+        # How many pieces of a request are done, at the index of the worker that has the first piece. Zero between
+        # launches.
         self.num_done = torch.zeros(num_kv_heads * max_workers, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class PagedRequests:
-    """Where the tokens of B requests are. Read on the device alone, when a launch runs.
+    """Where the tokens of B requests are. Read on the device, when a launch runs.
 
     Token p of request b is slot ``page_table[rows[b], p // page_size] * page_size + p % page_size``; columns past a
     request's pages are never read.
@@ -97,10 +98,10 @@ def decode_attention(
     dtype; H / Hkv <= 16, D a power of two >= 16. Softmax statistics and sums are float32. One launch on the current
     stream, which a graph may capture; no host synchronisation.
 
-    With ``config.launch_pdl``, ``requests`` and the slots that hold tokens before a request's last are read before the
-    kernel in front is done: it may write q and each request's last slot, nothing else of these, and must let its
-    dependents start (if it does so early at all) only after its own wait, so that whatever came before it is done.
-    ``rotate_and_store`` is such a kernel, and so is every kernel that knows nothing of dependent launches.
+    With ``config.launch_pdl``, ``requests`` and the slots of all tokens but each request's last are read before the
+    preceding kernel has ended. So of these that kernel may write q and each request's last slot only. If it lets its
+    dependents start early, it must do so after its own wait, so that all kernels before it have ended.
+    ``rotate_and_store`` is such a kernel, and so is every kernel that does not use dependent launches.
     """
     batch, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[1]
@@ -132,7 +133,7 @@ def decode_attention(
 
 
 def padded_batch(batch: int) -> int:
-    """Lengths that a worker looks at: few different values, since each is a kernel of its own."""
+    """``batch`` rounded up: the number of lengths that a worker reads. Few values, since each compiles a kernel."""
     return next((size for size in (1, 64, 256) if batch <= size), 0) or triton.next_power_of_2(batch)
 
 
@@ -144,12 +145,12 @@ def _decode_kernel(
     GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, BATCH_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr, MERGE: tl.constexpr, PDL: tl.constexpr, NUM_PREFETCHED: tl.constexpr,
 ):  # fmt: skip
-    # Neighbouring programs read the heads of the same tokens, which are neighbours in memory.
+    # Adjacent programs read the heads of the same tokens, which are adjacent in memory.
     head, worker = tl.program_id(0), tl.program_id(1)
     if PDL:
         tl_cuda.gdc_launch_dependents()
-    # Up to the wait, nothing that the kernel in front writes may be read, and nothing written.
-    if BATCH_PAD == 1:  # nothing to search: what one request waits for is latency
+    # Before the wait nothing may be written, and nothing read that the preceding kernel writes.
+    if BATCH_PAD == 1:  # no search is needed, which lowers the latency of a single request
         request, request_first = 0, 0
         seq_len = tl.load(seq_lens_ptr).to(tl.int32)
         table_row = tl.load(rows_ptr)
@@ -225,9 +226,9 @@ def _prefetch(
     k_ptr, v_ptr, table_ptr, first_block, last_block, seq_len, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, NUM_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Have the first ``NUM_BLOCKS`` of some blocks of a request fetched into L2, but for the request's last token.
+    """Prefetch the first ``NUM_BLOCKS`` of a range of a request's blocks into L2, without the request's last token.
 
-    L2 is where all multiprocessors meet: what is written later is not missed.
+    All multiprocessors share L2, so data that is written after the prefetch is read correctly.
     """
     SECTOR: tl.constexpr = _SECTOR_BYTES * 8 // k_ptr.dtype.element_ty.primitive_bitwidth
     sectors = tl.arange(0, HEAD_DIM // SECTOR if HEAD_DIM > SECTOR else 1) * SECTOR
@@ -294,7 +295,7 @@ def token_slots(
 
 @triton.jit
 def _piece(head, worker, begins, NUM_WORKERS: tl.constexpr):
-    """Where a piece's partial result lies: one that begins its request may follow one that ends another."""
+    """Index of a piece's partial result. A worker may have two: the end of one request and the beginning of another."""
     return (head * NUM_WORKERS + worker) * 2 + tl.where(begins, 1, 0)
 
 
@@ -303,14 +304,14 @@ def _merge(
     out_ptr, partial_ptr, stats_ptr, head, first_worker, last_worker, NUM_WORKERS: tl.constexpr,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """Put the pieces of a request together and store its result at ``out_ptr``, the request's row."""
+    """Merge the pieces of a request and store its result at ``out_ptr``, the request's row."""
     rows = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, HEAD_DIM)
     row_live = rows < GROUP
     acc = tl.zeros([GROUP_PAD, HEAD_DIM], tl.float32)
     top = tl.full([GROUP_PAD], _NO_SCORE, tl.float32)
     norm = tl.zeros([GROUP_PAD], tl.float32)
-    # Rows come first, so that each warp has rows of its own, and a thread adds up pieces without asking others.
+    # Rows are the first axis, so that each warp has its own rows and a thread adds up pieces without other threads.
     for first in tl.range(first_worker, last_worker + 1, MERGE, num_stages=1):
         workers = first + tl.arange(0, MERGE)
         pieces = _piece(head, workers, workers == first_worker, NUM_WORKERS)

@@ -1,9 +1,9 @@
 """Causal attention of new tokens after a prefix, both in the paged pool, in Triton: ragged requests in one launch.
 
-A tile is up to ``block_m`` query rows of one request and one KV head, a row being one query head of one token; heads
-that share a KV head are neighbours in a tile, so that even a few new tokens fill it. Which request a tile belongs to
-is found on the device from ``query_starts``. A few new tokens after a long prefix are too few tiles for a GPU: then
-the keys of each tile are split too, and a second launch merges.
+A tile is up to ``block_m`` query rows of one request and one KV head, a row being one query head of one token. Heads
+that share a KV head are adjacent in a tile, so that even a few new tokens fill it. Which request a tile belongs to is
+found on the device from ``query_starts``. A few new tokens after a long prefix make too few tiles to fill a GPU: then
+the keys of each tile are split as well, and a second launch merges the results.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import triton.language as tl
 from fenceline.layers.kernels.decode_attention import PagedRequests, padded_batch, token_slots
 
 _LOG2_E = 1.4426950408889634
-_NO_SCORE = tl.constexpr(-1.0e30)  # below every score, and finite: no NaN from its differences
+_NO_SCORE = tl.constexpr(-1.0e30)  # below every score, and finite so that differences are not NaN
 
 
-# Keys that a split is worth: partial results cost memory traffic and a launch.
+# A split has at least this many keys, because partial results cost memory traffic and a launch.
 _SPLIT_TOKENS = 512
 
 
@@ -38,7 +38,7 @@ class ExtendConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExtendGrid:
-    """How many programs a batch takes: ``num_tiles`` for each KV head, each with its keys in ``num_splits``."""
+    """How many programs a batch takes: ``num_tiles`` for each KV head, the keys of each tile in ``num_splits``."""
 
     num_tiles: int
     num_splits: int
@@ -115,7 +115,7 @@ def _extend_kernel(
     BATCH_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
-    # Late tiles see the most keys, so they go first.
+    # Late tiles attend to the most keys, so they start first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     ids = tl.arange(0, BATCH_PAD)
     starts = tl.load(query_starts_ptr + ids, mask=ids < batch, other=0)
@@ -182,7 +182,7 @@ def _merge_kernel(
     partial_ptr, stats_ptr, out_ptr, num_splits, num_tokens,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Put the splits of one token's heads of one KV head together. A split of which a row sees no key has weight 0."""
+    """Merge the splits of one token's heads of one KV head. A split in which a row attends to no key has weight 0."""
     group = tl.arange(0, GROUP_PAD)
     live = group < GROUP
     rows = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1) * GROUP + group
@@ -210,9 +210,9 @@ def _attend(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """q [BLOCK_M, HEAD_DIM] over some blocks of keys, of which row r sees those up to ``last_visible`` [BLOCK_M].
+    """q [BLOCK_M, HEAD_DIM] over some blocks of keys; row r attends to those up to ``last_visible`` [BLOCK_M].
 
-    A row that sees none of them is left with ``_NO_SCORE`` at the top, and so without weight in a merge."""
+    A row that attends to none of them keeps ``_NO_SCORE`` as its maximum, and so has no weight in a merge."""
     dims = tl.arange(0, HEAD_DIM)
     for block in tl.range(first_block, last_block):
         positions = block * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,9 +1,9 @@
-"""Launching Triton kernels cheaply: Triton's own launch works out anew each time which compiled variant fits, which
-costs the CPU more than many a kernel takes on the GPU. Here a variant is bound once and then launched directly.
+"""Launches Triton kernels with little CPU time. Triton's own launch finds out each time which compiled variant fits,
+which takes the CPU longer than many kernels run on the GPU. Here a variant is found once and then launched directly.
 
-A kernel launched this way takes its tensors first, then its numbers, then its constants (``tl.constexpr``), and has its
-whole numbers under ``do_not_specialize``, so that the variants of a kernel are as many as its constants and types and
-none is compiled for a number never seen before.
+A kernel launched this way takes its tensors first, then its numbers, then its constants (``tl.constexpr``). Its
+integers are listed under ``do_not_specialize``, so that a variant depends on constants and types alone and none is
+compiled because a number has a new value.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import triton
 
-_ALIGNMENT = 16  # of addresses, on which compiled kernels rely
-# Whose launch functions we know how to call, and how those declare their leading arguments.
+_ALIGNMENT = 16  # of addresses, in bytes; compiled kernels rely on it
+# The version of Triton whose launch functions can be called here, and how those declare their leading arguments.
 _KNOWN_VERSION = "3.6."
 _KNOWN_FORMAT = "iiiKKppOOOOOO"
 
@@ -48,8 +48,8 @@ class KernelVariant:
         pdl: bool = False,
         num_stages: int | None = None,
     ) -> None:
-        """``kernel``: a ``triton.jit`` function; ``pdl``: programmatic dependent launch, see ``rms_norm``;
-        ``num_stages`` of its loops, None: Triton's choice."""
+        """``kernel``: a ``triton.jit`` function. ``pdl``: programmatic dependent launch, see ``rms_norm``.
+        ``num_stages``: of its loops; None leaves them to Triton."""
         self.constants = dict(constants)
         self._kernel = kernel
         self._options: dict[str, int | bool] = {"num_warps": num_warps, "launch_pdl": pdl}
@@ -60,8 +60,8 @@ class KernelVariant:
     def launch(self, grid: Grid, tensors: Tensors, scalars: tuple[float, ...] = ()) -> None:
         """Launch on the current stream of the tensors' device, which is the current device.
 
-        ``grid``: one to three sizes, all at least 1. The first tensor is never None; a number is always an int or
-        always a float. Launch hooks (Triton's profilers) see only what could not be bound.
+        ``grid``: one to three sizes, all at least 1. The first tensor is never None. Each number is of the same type,
+        int or float, in every launch. Launch hooks (Triton's profilers) see only launches that Triton makes itself.
         """
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         first = tensors[0]
@@ -79,11 +79,11 @@ class KernelVariant:
     def _launch_by_triton(
         self, grid: Grid, tensors: Tensors, scalars: tuple[float, ...], key: tuple[object, ...]
     ) -> None:
-        """Triton finds the variant, compiling it if need be; the next launch of its like finds it bound."""
+        """Let Triton find the variant, compiling it if necessary, and remember it for the next launch of the kind."""
         compiled = self._kernel[grid](*tensors, *scalars, **self.constants, **self._options)
         aligned = all(tensor is None or tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)
         if compiled is None or not aligned:
-            return  # run by the interpreter, or an address like which there will hardly be another
+            return  # run by the interpreter, or an unaligned address, which hardly comes again
         numbers = self._kernel.params[len(tensors) : len(tensors) + len(scalars)]
         for number, value in zip(numbers, scalars, strict=True):
             assert isinstance(value, float) or number.do_not_specialize, f"{number.name} chooses a variant"
@@ -93,7 +93,8 @@ class KernelVariant:
 
 
 def _bind(compiled: Any, num_constants: int) -> _Bound | None:
-    """None where this Triton, or what the kernel needs, is not what is known here: Triton launches it then."""
+    """How to launch ``compiled`` directly; None if this version of Triton or this kernel is not known here, in which
+    case Triton launches it."""
     try:
         from triton.backends.nvidia import driver
 

@@ -1,10 +1,10 @@
-"""RMSNorm in Triton: one pass, every element read once and written once.
+"""RMSNorm in Triton: one pass, every element is read once and written once.
 
-``pdl`` in Triton launchers: programmatic dependent launch (sm_90 and later). The kernel may start before the kernel in
-front of it has ended, so that launching costs little; it waits (``griddepcontrol.wait``: until everything in front has
-ended and its writes are visible) before it writes anything and before it reads what a forward computes. What a kernel
-reads *before* its wait its docstring names: whoever writes that must be followed by some kernel launched without pdl
-before this one, because that one begins only when all in front of it have ended.
+``pdl`` in Triton launchers means programmatic dependent launch (sm_90 and later). The kernel may start before the
+preceding kernel has ended, which hides the time of the launch. Before it writes anything, and before it reads what a
+forward computes, it waits with ``griddepcontrol.wait`` until all preceding kernels have ended and their writes are
+visible. A kernel's docstring names what it reads *before* its wait. Between the kernel that writes such data and the
+one that reads it there must be a kernel launched without pdl, which begins only when all kernels before it have ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from fenceline.layers.kernels.launcher import KernelVariant
 
-# Elements one program works on at least: short rows share a program.
+# The fewest elements for one program: short rows share a program.
 _MIN_TILE = 1024
 _ELEMENTS_A_THREAD = 8  # one 16-byte load of bfloat16
 _MAX_WARPS = 16

@@ -1,4 +1,4 @@
-"""Between the projection and attention, in one launch: normalise and rotate queries and keys, store keys and values."""
+"""One launch between projection and attention: normalise and rotate queries and keys, store keys and values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from triton.language.extra import cuda as tl_cuda
 from fenceline.layers.kernels.base import HeadLayout, QKNorm
 from fenceline.layers.kernels.launcher import KernelVariant
 
-# Up to so many tokens latency counts, and a program is one warp with few heads; beyond, bytes in flight do.
+# Up to this many tokens the kernel is bound by latency, so a program is one warp with few heads. With more tokens it is
+# bound by the number of bytes in flight.
 _FEW_TOKENS = 256
 _SMALL_TILE, _LARGE_TILE = 512, 1024
 _ELEMENTS_A_THREAD = 16  # half of them in each half of a head
@@ -117,7 +118,7 @@ def _rotate_and_store_kernel(
     elements = heads[:, None] * HEAD_DIM + lanes[None, :]
     source = qkv + token * ROW + first * HEAD_DIM + elements
 
-    # What the step began with: fetched before the wait, off the critical path.
+    # Written at the beginning of the step, so it can be read before the wait, where it costs no time.
     stored = tl.load(out_slots + token) * (NUM_KV_HEADS * HEAD_DIM) + elements
     angles = table + tl.load(positions + token) * (3 * HALF) + lanes
     cos = tl.load(angles, mask=in_half, other=0.0)[None, :]
@@ -144,7 +145,7 @@ def _rotate_and_store_kernel(
         f1, f2 = x1.to(tl.float32), x2.to(tl.float32)
         if HAS_NORMS:
             factor = tl.rsqrt(tl.sum(f1 * f1 + f2 * f2, axis=1) / HEAD_DIM + eps)[:, None]
-            # Rounded in between, as where norm and rotation are two operators.
+            # Rounded in between, for the same result as with two operators.
             f1 = (f1 * factor * w1.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
             f2 = (f2 * factor * w2.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
         y1 = (f1 * cos - f2 * sin).to(dtype)

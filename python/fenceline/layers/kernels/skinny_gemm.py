@@ -1,8 +1,9 @@
-"""Products of few rows with a large weight, in Triton: what counts is to read the weight once at memory bandwidth.
+"""Products of few rows with a large weight, in Triton. Their time is that of reading the weight once.
 
-Each program owns ``block_n`` output features for all rows and walks the whole of K, so no sum crosses programs and a
-result depends neither on timing nor on the other rows. RMSNorm costs no pass of its own: its weight is applied to x
-on the way in, the squares are summed beside the product, and 1 / rms, one factor for the row, scales the result.
+Each program computes ``block_n`` output features of all rows over the whole of K, so no sum is split over programs and
+a result depends neither on timing nor on the other rows. RMSNorm needs no pass of its own: its weight is applied to x
+when x is loaded, the squares are summed together with the product, and 1 / rms, one factor for the row, scales the
+result.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX_ROWS = 64
 class TritonConfig:
     """How a product is cut: ``block_n`` features and ``block_k`` inputs at a time, both powers of two.
 
-    ``launch_pdl``: start before the kernel in front has ended and fetch the first weights meanwhile (programmatic
+    ``launch_pdl``: start before the preceding kernel has ended and fetch the first weights meanwhile (programmatic
     dependent launch, sm_90 and later).
     """
 
@@ -34,11 +35,11 @@ class TritonConfig:
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """What happens around the product, on its way in and out; each is absent by default.
+    """The operations before and after the product; each is absent by default.
 
-    ``norm_weight`` [K] with ``eps``: rms_norm(x) comes first. ``bias`` [N]. ``gated``: the weight's first half of rows
-    are gates, the second what they gate, and the result is silu(gate) * up [T, N / 2]. ``residual`` [T, N], contiguous:
-    is added to, in place, and is the result.
+    ``norm_weight`` [K] with ``eps``: the product is that of rms_norm(x). ``bias`` [N]. ``gated``: the first half of the
+    weight's rows makes gate, the second up, and the result is silu(gate) * up [T, N / 2]. ``residual`` [T, N],
+    contiguous: the product is added to it in place, and it is the result.
     """
 
     norm_weight: torch.Tensor | None = None
@@ -122,7 +123,7 @@ def _gemv_kernel(
     first = tl.where(live, n, 0).to(tl.int64)[:, None] * K + cols[None, :]
     gate_ptrs = weight_ptr + first
     up_ptrs = gate_ptrs + up_offset
-    # Weights are nobody's output: the first tile travels while the kernel in front is still running.
+    # No kernel writes the weights, so the first tile is loaded while the preceding kernel is still running.
     gate = tl.load(gate_ptrs, mask=(cols < K)[None, :], other=0.0, eviction_policy="evict_first")
     up = gate
     if GATED:
@@ -134,7 +135,7 @@ def _gemv_kernel(
     acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     for k in range(0, K, BLOCK_K):
-        # The next tile is on its way before this one is used; past the end nothing is read.
+        # The next tile is loaded before this one is used; nothing is read past the end.
         more = (k + BLOCK_K + cols < K)[None, :]
         gate_ptrs += BLOCK_K
         next_gate = tl.load(gate_ptrs, mask=more, other=0.0, eviction_policy="evict_first")

@@ -1,8 +1,8 @@
-"""Which kernel multiplies few rows with a weight, and how it is cut: measured where we have measured, else a guess.
+"""Which kernel multiplies few rows with a weight, and in which configuration: measured for some GPUs, else a guess.
 
-The measurements are benchmark/kernels/bench_skinny_gemm.py's, one JSON file for each GPU in ``skinny_configs``:
-``{"entries": {"1x6144x4096": {"kernel": "cuda", "tiles": 4, ...}, ...}}``, keyed by rows, the weight's rows and K, with
-``g`` behind a gated product's; ``{"kernel": "cublas"}`` where ours is not the faster.
+The measurements are made by benchmark/kernels/bench_skinny_gemm.py, one JSON file for each GPU in ``skinny_configs``:
+``{"entries": {"1x6144x4096": {"kernel": "cuda", "tiles": 4, ...}, ...}}``. Keys are rows, the weight's rows and K, with
+``g`` at the end for a gated product. ``{"kernel": "cublas"}`` stands where cuBLAS is faster than our kernels.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from fenceline.layers.kernels.skinny_gemm import TritonConfig
 
-ROW_BUCKETS = (1, 2, 4, 8, 16)  # cuBLAS is the faster with more, measured on an H200
+ROW_BUCKETS = (1, 2, 4, 8, 16)  # with more rows cuBLAS is faster, measured on an H200
 
 
 @dataclass(frozen=True, slots=True)
 class CudaConfig:
-    """The cut of fenceline_kernel's skinny GEMM; the fields are ``fenceline_kernel.skinny.SkinnyConfig``'s."""
+    """The configuration of fenceline_kernel's skinny GEMM: the fields of ``fenceline_kernel.skinny.SkinnyConfig``."""
 
     tiles: int = 4
     warps_n: int = 1
@@ -39,7 +39,7 @@ _CONFIG_TYPES: Mapping[str, type[CudaConfig] | type[TritonConfig]] = {
     "cuda": CudaConfig,
     "triton": TritonConfig,
 }
-# Without a measurement: rows up to which reading the weight is all that counts, so that any kernel of ours gains.
+# Without a measurement: up to this many rows the time is that of reading the weight, so that our kernels are faster.
 _GUESSED_ROWS = 8
 
 
@@ -62,8 +62,8 @@ class SkinnyTable:
         self._entries = dict(entries)
 
     def choose(self, rows: int, weight_rows: int, k: int, gated: bool) -> SkinnyChoice:
-        """How to multiply [rows, k] with a weight [weight_rows, k]; None leaves it to cuBLAS, as no rows are: those are
-        the logits of a step in which no prompt is complete."""
+        """How to multiply [rows, k] with a weight [weight_rows, k]; None leaves it to cuBLAS. ``rows`` is 0 for the
+        logits of a step in which no prompt is complete, which cuBLAS computes too."""
         if rows == 0:
             return None
         bucket = next((size for size in ROW_BUCKETS if rows <= size), None)
@@ -94,7 +94,7 @@ def table_key(rows: int, weight_rows: int, k: int, gated: bool) -> str:
 
 
 def load_table(gpu: GpuTraits, folder: Path = _CONFIGS) -> SkinnyTable:
-    """The table for ``gpu``: measured if there is a file for its name, else guesses alone."""
+    """The table for ``gpu``: its measurements if there is a file with its name, otherwise guesses alone."""
     path = folder / f"{gpu.name.replace(' ', '_')}.json"
     if not path.exists():
         return SkinnyTable(gpu, {})

@@ -1,4 +1,4 @@
-"""LayerKernels of torch's own operators: what a CPU and the virtual GPU run, and the reference for our own."""
+"""LayerKernels made of torch's operators. The CPU and the virtual GPU run them; they are the reference for our own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels around the model's forward: what a decode step derives before it, and how it samples after it.
+"""The kernel before the model's forward: what a decode step derives on the device.
 
-Each has a reference of torch operators (cpu, vgpu) and a Triton kernel (cuda) that is imported when first used.
+It has a reference of torch operators (cpu, vgpu) and a Triton kernel (cuda) that is imported when first used.
 """

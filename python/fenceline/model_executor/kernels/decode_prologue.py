@@ -20,9 +20,10 @@ def decode_prologue(
 ) -> None:
     """Write the inputs of a decode step of B requests. A request in row 0, the sink, is padding.
 
-    ``rows``, ``plan_seq_lens``, ``num_steps`` [B] int64: the request rows, their lengths at step 0, its token included,
-    and the steps since. ``page_table`` [R, max_pages] int32, ``last_tokens`` [R] int64. All outputs [B] int64: length
-    (plan + steps; 1 for padding), position (length - 1), KV slot of that position, and the row's last token.
+    ``rows``, ``plan_seq_lens``, ``num_steps`` [B] int64: the request rows, their lengths at step 0 including that
+    step's token, and the steps since. ``page_table`` [R, max_pages] int32, ``last_tokens`` [R] int64. All outputs are
+    [B] int64: length (plan + steps; 1 for padding), position (length - 1), KV slot of that position, and the row's last
+    token.
     ``out_seq_lens`` may be ``plan_seq_lens`` itself. Positions beyond the page table are not checked.
 
     One launch on the current stream, no host synchronisation, fit for capture. ``pdl`` (cuda): see

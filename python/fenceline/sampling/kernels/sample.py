@@ -32,9 +32,9 @@ def sample_tokens(
     ``last_tokens[rows]`` is set to the tokens where both are given (rows [B] int64; padding repeats row 0, the sink);
     ``steps`` [B] int64 grow by one. NaN logits give some id of the vocabulary.
 
-    The draw is gumbel.py's, a pure function of (logits row, temperature, seed, position), whatever else is in the
-    batch. On the CPU and on vgpu it is the eager sampler's, bit by bit. On CUDA the sampler calls this; there scores
-    are logit / temperature without the maximum taken off first, in float32, to save a pass over the logits.
+    The draw is that of gumbel.py: a function of (logits row, temperature, seed, position) alone, whatever else is in
+    the batch. On the CPU and on vgpu it equals the eager sampler's bit by bit. On CUDA the sampler calls this; there
+    scores are logit / temperature in float32. The maximum is not subtracted first, which saves a pass over the logits.
 
     Current stream, two launches on CUDA, no host synchronisation, fit for capture. ``pdl`` (cuda): see
     ``layers.kernels.rms_norm``; reads all but the logits before its wait.
@@ -63,7 +63,7 @@ def _draw(
     positions: torch.Tensor,
     thresholds: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The sampler's operations in its order."""
+    """The same operations as the sampler's, in the same order."""
     scores = logits.float()
     if seed_keys is None:
         return scores.argmax(dim=-1)

@@ -1,7 +1,7 @@
-"""``sample_tokens`` in Triton: the vocabulary split over programs, then the pieces' winners compared.
+"""``sample_tokens`` in Triton: the vocabulary is split over programs, then the best tokens of the pieces are compared.
 
-The cut of the vocabulary does not depend on the batch. Logarithms are libdevice's, which torch's CUDA operators use
-too, so that the noise is, bit by bit, what ``GumbelSampler`` computes on the same GPU.
+How the vocabulary is split does not depend on the batch. Logarithms are libdevice's, which torch's CUDA operators use
+too, so the noise equals bit by bit what ``GumbelSampler`` computes on the same GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BLOCK = 1024  # 149 programs for the largest vocabularies: one request alone fi
 
 @dataclass(frozen=True, slots=True)
 class DrawInputs:
-    """What decides a draw beside the logits; see ``sample_tokens``. All [B]."""
+    """What a draw depends on besides the logits; see ``sample_tokens``. All [B]."""
 
     temperatures: torch.Tensor | None
     noise_scales: torch.Tensor | None
@@ -41,7 +41,7 @@ def launch(
     steps: torch.Tensor | None,
     pdl: bool = False,
 ) -> None:
-    """See ``sample_tokens``. Logits' rows may be strided. The pieces' winners live in two fresh tensors [B, pieces]."""
+    """See ``sample_tokens``. Rows of the logits may be strided. Allocates two tensors [B, pieces] for partial draws."""
     num_reqs, vocab_size = logits.shape
     assert logits.stride(1) == 1 and next_tokens.is_contiguous() and next_tokens.dtype == torch.int64
     if num_reqs == 0:
@@ -66,7 +66,7 @@ def launch(
 
 @cache
 def _variants(vocab_size: int, stride: int, pdl: bool) -> tuple[int, KernelVariant, KernelVariant]:
-    """The number of pieces, what draws in each of them, and what compares them."""
+    """The number of pieces, the kernel that draws in each of them, and the kernel that compares them."""
     block = min(_BLOCK, max(32, triton.next_power_of_2(vocab_size)))
     pieces = -(-vocab_size // block)
     constants = {"STRIDE": stride, "VOCAB": vocab_size, "BLOCK": block, "PDL": pdl}
@@ -92,7 +92,7 @@ def _piece_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: the winner among BLOCK neighbouring tokens of one request."""
+    """One program: the best among BLOCK consecutive token ids of one request."""
     PIECES: tl.constexpr = (VOCAB + BLOCK - 1) // BLOCK
     req = tl.program_id(0) // PIECES
     piece = tl.program_id(0) % PIECES
@@ -116,13 +116,13 @@ def _piece_kernel(
     scores = values
     if temperatures is not None:
         scores = tl.div_rn(values, tl.zeros_like(values) + temperature)
-    if seed_keys is not None:  # noqa: SIM102 - known when compiling; the other is the request's
+    if seed_keys is not None:  # noqa: SIM102 - known when compiling; the inner condition depends on the request
         if scale != 0.0:
             scores += scale * _gumbel(ids, key_a, key_b)
     if thresholds is not None:
         distance = tl.div_rn(values - maximum, tl.zeros_like(values) + temperature)
         scores = tl.where(distance < threshold, -float("inf"), scores)
-    # NaN is never drawn while anything else is left, and no parameter makes a place beyond the vocabulary win.
+    # NaN is drawn only if there is nothing else, and ids beyond the vocabulary are never drawn.
     scores = tl.where(live & (scores == scores), scores, -float("inf"))
     score, index = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best_scores + req.to(tl.int64) * PIECES + piece, score)
@@ -141,7 +141,7 @@ def _combine_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: the winner of one request's pieces, the lowest piece's among equals."""
+    """One program: the best token of one request's pieces; of equals the one of the lowest piece."""
     req = tl.program_id(0)
     pieces = tl.arange(0, BLOCK)
     live = pieces < PIECES
@@ -153,7 +153,7 @@ def _combine_kernel(
     offsets = req.to(tl.int64) * PIECES + pieces
     scores = tl.load(best_scores + offsets, mask=live, other=-float("inf"))
     ids = tl.load(best_ids + offsets, mask=live, other=2147483647)
-    # Both loads at once, and no third that depends on them: the lowest id among the best scores.
+    # The lowest id among the best scores. Both loads are issued at once, and no third load depends on them.
     token = tl.min(tl.where(scores == tl.max(scores, axis=0), ids, 2147483647), axis=0).to(tl.int64)
     tl.store(next_tokens + req, token)
     if rows is not None:
@@ -164,7 +164,7 @@ def _combine_kernel(
 
 @triton.jit
 def _row_keys(seed_key, position):
-    """splitmix64's finaliser of (seed, position): its upper and lower half, uint32. See gumbel.py."""
+    """splitmix64's finaliser of (seed, position), as its upper and lower half, uint32. See gumbel.py."""
     z = seed_key.to(tl.uint64, bitcast=True) + position.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB

@@ -79,9 +79,8 @@ class Outcome:
     num_tokens: int = 0  # held against the oracle's
     num_close: int = 0  # of them settled otherwise by rounding
     events: frozenset[str] = frozenset()  # that were seen (``events.EVENTS``)
-    applied: frozenset[tuple[str, str]] = (
-        frozenset()
-    )  # parts of edges that were met, and the functions that apply them
+    # (part of an edge, function that applies it) of each edge that was reached.
+    applied: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def clean(self) -> bool:
