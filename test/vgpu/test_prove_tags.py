@@ -19,8 +19,12 @@ from fenceline.mem_cache.host.page_copy import RunCopier
 from fenceline.mem_cache.kv_pool import ReqPool
 from fenceline.mem_cache.page_hash import PageFingerprint
 from fenceline.mem_cache.storage.file_backend import FileBackend
+from fenceline.mem_cache.tree import hiradix_cache
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
+from fenceline.mem_cache.tree.radix_cache import RadixCache
+from fenceline.model_executor import model_runner
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
+from fenceline.scheduler.prefill import PrefillPlanner
 from fenceline.scheduler.request_memory import RequestMemory
 from fenceline.scheduler.scheduler import Scheduler
 from fenceline.vgpu.errors import OwnershipError, TagError
@@ -140,6 +144,18 @@ def _attention_reads_nothing_of_the_last_request(patch: pytest.MonkeyPatch) -> N
     patch.setattr(torch_backend, "_plan_decode", wrong)
 
 
+def _attention_leaves_out_the_last_token(patch: pytest.MonkeyPatch) -> None:
+    """Of each request of a decode step the token that is computed is not attended to."""
+    right = torch_backend._plan_decode
+
+    def wrong(kv_pool: Any, inputs: Any) -> Any:
+        lens, cpu = inputs.seq_lens - 1, inputs.seq_lens_cpu
+        shorter = dataclasses.replace(inputs, seq_lens=lens, seq_lens_cpu=None if cpu is None else cpu - 1)
+        return right(kv_pool, shorter)
+
+    patch.setattr(torch_backend, "_plan_decode", wrong)
+
+
 def _a_host_page_matched_for_another_salt(patch: pytest.MonkeyPatch) -> None:
     right = HiRadixCache.match_prefix
     patch.setattr(
@@ -210,6 +226,79 @@ def _storage_brings_the_wrong_page(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FileBackend, "get", wrong)
 
 
+def _a_request_that_keeps_what_the_tree_has_taken(patch: pytest.MonkeyPatch) -> None:
+    """It goes on as if the whole pages of its prompt were still its own."""
+    right = RequestMemory.cache_prompt
+
+    def wrong(self: RequestMemory, req: Any) -> Any:
+        shared = req.shared_len
+        remap = right(self, req)
+        req.shared_len = shared
+        return remap
+
+    patch.setattr(RequestMemory, "cache_prompt", wrong)
+
+
+def _a_page_that_nobody_has(patch: pytest.MonkeyPatch) -> None:
+    """Who asks for pages uses those behind the ones that it is given."""
+    right = RequestMemory._alloc
+
+    def wrong(self: RequestMemory, num_pages: int) -> Any:
+        pages, after = right(self, num_pages)
+        return pages + 1, after
+
+    patch.setattr(RequestMemory, "_alloc", wrong)
+
+
+def _a_prefix_that_is_a_page_too_long(patch: pytest.MonkeyPatch) -> None:
+    """The first page behind a request's cached prefix is taken for a part of it."""
+    right = RequestMemory.admit
+
+    def wrong(self: RequestMemory, req: Any, prefix: Any) -> Any:
+        after = right(self, req, prefix)
+        req.shared_len += self.page_size
+        return after
+
+    patch.setattr(RequestMemory, "admit", wrong)
+
+
+def _tokens_stored_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    """The slots of a chunk are taken from its end."""
+    right = PrefillPlanner._slots
+    patch.setattr(PrefillPlanner, "_slots", lambda self, *args: right(self, *args)[::-1])
+
+
+def _a_token_sampled_for_the_next_row(patch: pytest.MonkeyPatch) -> None:
+    right = model_runner._extend_arrays
+
+    def wrong(batch: Any) -> Any:
+        arrays = right(batch)
+        return arrays | {"sample_rows": arrays["sample_rows"] + 1}
+
+    patch.setattr(model_runner, "_extend_arrays", wrong)
+
+
+def _a_key_without_the_pages_before(patch: pytest.MonkeyPatch) -> None:
+    """A page's name in storage says what its own tokens are, and not what comes before them."""
+    right = hiradix_cache.page_keys
+
+    def wrong(parent: bytes, tokens: Any, page_size: int) -> list[bytes]:
+        pages = [tokens[first : first + page_size] for first in range(0, len(tokens), page_size)]
+        return [key for page in pages for key in right(bytes(32), page, page_size)]
+
+    patch.setattr(hiradix_cache, "page_keys", wrong)
+
+
+def _the_tree_has_pages_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    """Nobody asks for that prefix again, so nobody reads them."""
+    right = RadixCache._add_leaf
+
+    def wrong(self: RadixCache, parent: Any, tokens: Any, pages: Any, *args: Any) -> Any:
+        return right(self, parent, tokens, pages[::-1].copy(), *args)
+
+    patch.setattr(RadixCache, "_add_leaf", wrong)
+
+
 # --- where they show -----------------------------------------------------------------------------------
 
 HOST = {
@@ -251,6 +340,15 @@ def _stored(random: Random) -> Scenario:
     return script.scenario(**HOST, **flags, hicache_write_policy="write_through")
 
 
+def _stored_apart(random: Random) -> Scenario:
+    """Two prompts of two pages, of which only the second ones are the same, go to storage."""
+    script = Script(random)
+    same = script.prompt(4, 4)
+    for turn in range(2):
+        script.add(16 * turn, script.prompt(4, 4) + same + script.prompt(1, 3), 3)
+    return script.scenario(**HOST, hicache_storage_backend="file", hicache_write_policy="write_through")
+
+
 def _pieces(random: Random) -> Scenario:
     """Prompts whose steps are padded, some of them beside others that decode."""
     script = Script(random)
@@ -286,6 +384,7 @@ def _crowd(random: Random) -> Scenario:
 MORE_WORKLOADS = {
     "tags_reloaded": _reloaded,
     "tags_stored": _stored,
+    "tags_stored_apart": _stored_apart,
     "tags_pieces": _pieces,
     "tags_twins": _twins,
     "tags_crowd": _crowd,
@@ -316,6 +415,9 @@ PLANTED = [
      rf"tags: {K0} .* holds token 0 of (?P<one>{R}), .*: decode step reads it as token 0 of (?!(?P=one))"),
     (_attention_reads_nothing_of_the_last_request, "tags_crowd", TAGS,
      rf"tags: decode step samples for {R} and has not read its layer0\.k\n  sampled by "),
+    (_attention_leaves_out_the_last_token, "tags_reloaded", TAGS,
+     rf"tags: {K0} .* holds token \d+ of (?P<one>{R}) .*: decode step: token \d+ of (?P=one) .* is left out\n"
+     r"  by index_select on forward"),
     (_a_host_page_matched_for_another_salt, "tags_reloaded", TAGS,
      rf"tags: {K0} {SALT_A}: load fills it for token 0 of r4 \(namespace 'b'\)\n  by copy to device on load"),
     (_a_live_slot_written_by_a_padded_row, "tags_pieces", TAGS,
@@ -334,6 +436,24 @@ PLANTED = [
     (_storage_brings_the_wrong_page, "tags_stored", TAGS,
      r"tags: host_pool .*: storage fills it with bytes that it was not given under this key\n"
      r"  by fetch from storage on host:storage-fetch"),
+    (_a_request_that_keeps_what_the_tree_has_taken, "tags_crowd", OWNERSHIP,
+     rf"ownership: KV pages \d+: {R} writes it, though it belongs to the prefix tree\n  submitted at .*\n  leased at "),
+    (_a_page_that_nobody_has, "tags_crowd", OWNERSHIP,
+     rf"ownership: KV pages \d+: {R} uses it, and nobody has leased it\n  submitted at .* in launch"),
+    (_a_prefix_that_is_a_page_too_long, "tags_crowd", OWNERSHIP,
+     rf"ownership: KV pages \d+: {R} uses it, and has neither leased nor shares it\n  submitted at .*\n  leased at "),
+    (_tokens_stored_in_another_order, "tags_crowd", TAGS,
+     rf"tags: {K0} page \d+, slot \d of it, holds .*: prefill step stores token 0 of {R} here, not in slot 0 of page "
+     r"\d+\n  by index_copy_ on forward"),
+    (_a_token_sampled_for_the_next_row, "tags_crowd", TAGS,
+     r"tags: req_pool\.last_tokens row 4 is written by a prefill step that has no request there\n"
+     r"  written by index_put_ on forward"),
+    (_a_key_without_the_pages_before, "tags_stored_apart", TAGS,
+     r"tags: host_pool page \d+, slot 3 of it, holds token 7 of r1, .*: storage is given it under a key that "
+     r"stands for token 7 of r0"),
+    (_the_tree_has_pages_in_another_order, "tags_crowd", TAGS,
+     rf"tags: {K0} page \d+, slot 0 of it, holds token \d+ of (?P<one>{R}), .*: the tree has it for token \d+ of "
+     r"(?P=one)\n  written by index_copy_ on forward"),
 ]  # fmt: skip
 
 
