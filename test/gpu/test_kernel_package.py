@@ -14,7 +14,7 @@ from page_pools import Shape, bytes_of, device_pages, host_pages, make_pools
 
 from fenceline.mem_cache.host.page_copy import CudaCopier, RunCopier, make_page_copier
 from fenceline.memory_order import open_device
-from fenceline.memory_order.pinned import MIN_MAPPED_BYTES
+from fenceline.memory_order.cuda import MIN_MAPPED_BYTES
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from page_pools import MIXED, Shape, host_page, host_pages, make_pools
 from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.host import host_pool as module
 from fenceline.mem_cache.host.host_pool import HostPool, available_host_bytes
-from fenceline.memory_order import Device, open_device, pinned
+from fenceline.memory_order import Device, cuda, open_device
 
 LAYOUTS: tuple[MemLayout, ...] = ("layer_first", "page_first")
 SHAPE = Shape()
@@ -170,7 +170,7 @@ class Registry:
 
 
 def test_a_mapped_buffer_is_pinned_whole_and_touched_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "_TOUCH_BYTES", 1 << 20)
+    monkeypatch.setattr(cuda, "_TOUCH_BYTES", 1 << 20)
     registry, process = Registry(), psutil.Process()
     before, resident = process.memory_info().rss, []
 
@@ -179,7 +179,7 @@ def test_a_mapped_buffer_is_pinned_whole_and_touched_before(monkeypatch: pytest.
         registry.register(address, nbytes)
 
     nbytes = (64 << 20) + 4097  # no multiple of what a thread touches at a time
-    buffer = pinned.pinned_buffer(nbytes, register, registry.unregister)
+    buffer = cuda.pinned_buffer(nbytes, register, registry.unregister)
     assert registry.pinned == {buffer.data_ptr(): nbytes}
     assert resident[0] >= 60 << 20, "pinning finds the memory in place"
     assert (buffer.dtype, buffer.numel(), int(buffer.sum())) == (torch.uint8, nbytes, 0)
@@ -187,7 +187,7 @@ def test_a_mapped_buffer_is_pinned_whole_and_touched_before(monkeypatch: pytest.
 
 def test_a_mapped_buffer_is_unpinned_with_the_last_view() -> None:
     registry = Registry()
-    buffer = pinned.pinned_buffer(1 << 20, registry.register, registry.unregister)
+    buffer = cuda.pinned_buffer(1 << 20, registry.register, registry.unregister)
     view = buffer.view(torch.float32)[100:]
     array = view.numpy()
     del buffer
@@ -209,6 +209,6 @@ def test_memory_that_is_refused_is_given_back_and_never_unregistered() -> None:
 
     before = psutil.Process().memory_info().rss
     with pytest.raises(RuntimeError, match="error 2"):
-        pinned.pinned_buffer(64 << 20, refuse, Registry().unregister)
+        cuda.pinned_buffer(64 << 20, refuse, Registry().unregister)
     gc.collect()
     assert psutil.Process().memory_info().rss - before < 32 << 20

@@ -15,8 +15,7 @@ from fenceline.config import ConfigError
 from fenceline.config.server_args import ServerArgs
 from fenceline.memory_order import Device, InputRing, OrderChecker, OrderError, ResultRing, open_device
 from fenceline.memory_order.access import Memory, PagedMemory
-from fenceline.memory_order.edges import HOST_AFTER_FORWARD, RING_EDGES, Hazard, StreamName
-from fenceline.memory_order.guards import GROWTH_STOP
+from fenceline.memory_order.edges import GROWTH_STOP, HOST_AFTER_FORWARD, RING_EDGES, Hazard, StreamName
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.vgpu import VirtualGpu
 from fenceline.vgpu.device import VgpuDevice

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fenceline.memory_order.order_report import row_numbers
+from fenceline.memory_order.access import row_numbers
 from fenceline.vgpu import RaceError, VirtualGpu, use
 from fenceline.vgpu.layout import contiguous_form, form_of, layout_at
 

@@ -12,7 +12,7 @@ from tiny_model import tiny_driver, tiny_requests
 
 from fenceline.mem_cache.transfer import TransferKind
 from fenceline.memory_order import Device, open_device
-from fenceline.memory_order.guards import ARENA_PAD, GRAPH_POOL, SINK, TOTAL_BUCKETS
+from fenceline.memory_order.edges import ARENA_PAD, GRAPH_POOL, SINK, TOTAL_BUCKETS
 from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.vgpu import VgpuDevice, VirtualGpu

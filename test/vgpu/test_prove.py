@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fenceline.memory_order.edges import EDGE_PARTS, FORWARD_AFTER_LOAD, PROOF_FILE, edge_of
-from fenceline.memory_order.guards import GUARDS
+from fenceline.memory_order.edges import EDGE_PARTS, FORWARD_AFTER_LOAD, GUARDS, PROOF_FILE, edge_of
 from fenceline.vgpu import prove
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.proving.arms import (

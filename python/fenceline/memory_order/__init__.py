@@ -5,9 +5,8 @@ from collections.abc import Callable
 from fenceline.config.server_args import register_kind
 from fenceline.memory_order.arena import Arena, ArenaField, ArenaOutputs, Role
 from fenceline.memory_order.checker import OrderChecker, OrderError
-from fenceline.memory_order.device import Device
+from fenceline.memory_order.device import Device, HostChannel, HostWorker
 from fenceline.memory_order.graph import Graph, GraphError, GraphPool, GraphState
-from fenceline.memory_order.host_threads import HostChannel, HostWorker
 from fenceline.memory_order.lease import LeaseError, LeasePool, page_leases
 from fenceline.memory_order.relocation import RelocationClock, Stamp, comparison
 from fenceline.memory_order.staging import InputRing, ResultLease, ResultRing

@@ -27,13 +27,13 @@ import numpy.typing as npt
 import torch
 
 from fenceline.memory_order.edges import StreamName
-from fenceline.memory_order.order_report import row_numbers
-from fenceline.memory_order.vector_clock import Clock
+from fenceline.memory_order.stream import Clock
 
 Rows = npt.NDArray[np.integer]
 _Ticks = npt.NDArray[np.int64]
 
 _MAX_LOG = 256
+_MAX_RUNS = 6  # of rows, that a report gives
 NUMBERS = {name: number for number, name in enumerate(StreamName)}  # of the agents
 
 
@@ -304,3 +304,11 @@ class PagedMemory(Memory):
             pages = [self.last_pages_of(rows, lengths) for _, rows, lengths in log]
             ticks = np.repeat([tick for tick, _, _ in log], [len(ids) for ids in pages])
             self._table(self._reader, True)[np.concatenate(pages)] = ticks  # of equal ones the last remains
+
+
+def row_numbers(rows: npt.NDArray[np.int64]) -> str:
+    """``17-32, 40`` for those numbers, ascending."""
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    runs = [(int(run[0]), int(run[-1])) for run in np.split(rows, breaks) if len(run)]
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:_MAX_RUNS]]
+    return ", ".join(shown) + (f" and {len(runs) - _MAX_RUNS} more runs" if len(runs) > _MAX_RUNS else "")

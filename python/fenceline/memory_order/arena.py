@@ -15,7 +15,7 @@ from enum import Enum
 import torch
 
 from fenceline.memory_order.device import Device, FillField
-from fenceline.memory_order.guards import ARENA_PAD, PLAN_SOURCE, SINK, TOTAL_BUCKETS, Guard
+from fenceline.memory_order.edges import ARENA_PAD, PLAN_SOURCE, SINK, TOTAL_BUCKETS, Guard
 from fenceline.memory_order.lease import LeaseError
 
 _SINK_ID = 0  # of rows, pages and slots

@@ -16,9 +16,8 @@ from collections.abc import Callable
 from typing import Concatenate, NamedTuple, ParamSpec
 
 from fenceline.memory_order.access import NUMBERS, Accesses, Memory, PagedMemory, Past, Rows
-from fenceline.memory_order.edges import Hazard, StreamName
-from fenceline.memory_order.order_report import fitting_edges, hazard_of, missing_edge
-from fenceline.memory_order.vector_clock import Clock, joined
+from fenceline.memory_order.edges import Hazard, StreamName, fitting_edges, hazard_of, missing_edge
+from fenceline.memory_order.stream import Clock, NoChecker, joined
 
 _NAMES = tuple(StreamName)
 _HOST = NUMBERS[StreamName.HOST]
@@ -72,27 +71,6 @@ class _Agent:
     def now(self) -> Clock:
         """The clock of what happens after all that this agent has done."""
         return (*self.clock[: self.number], self.count, *self.clock[self.number + 1 :])
-
-
-class NoChecker:
-    """``--memory-check off``: nothing is compared, Points carry no clocks."""
-
-    step = 0
-
-    def begin_step(self) -> None:
-        """See :class:`OrderChecker`, as of the other methods."""
-
-    def record(self, name: StreamName) -> Clock:
-        return ()
-
-    def wait(self, name: StreamName, clock: Clock) -> None:
-        return
-
-    def hear(self, clock: Clock) -> None:
-        return
-
-    def hear_all(self) -> None:
-        return
 
 
 class OrderChecker(NoChecker):

@@ -1,26 +1,52 @@
-"""Device: where memory lives and work runs. The engine is written once against it."""
+"""Device: where memory lives and work runs. The engine is written once against it.
+
+It also starts the threads of the host beside the scheduler's, and makes the queues between them and it: on a virtual
+device they are agents that take turns by the seed. What was done before ``put`` happened before what follows the
+``get``, or the ``poll``, that returns the item; nothing else orders two threads.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Concatenate, ParamSpec, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from fenceline.memory_order.access import Accesses, Memory
-from fenceline.memory_order.checker import NoChecker, OrderChecker
-from fenceline.memory_order.edges import EDGE_PARTS, EDGES, StreamName
+from fenceline.memory_order.checker import OrderChecker
+from fenceline.memory_order.edges import EDGE_PARTS, EDGES, GUARDS, Guard, StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
-from fenceline.memory_order.guards import GUARDS, Guard
-from fenceline.memory_order.host_threads import HostChannel as HostChannel
-from fenceline.memory_order.host_threads import HostWorker as HostWorker
-from fenceline.memory_order.host_threads import QueueChannel, ThreadWorker
-from fenceline.memory_order.stream import Stream
+from fenceline.memory_order.stream import NoChecker, Stream
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+logger = logging.getLogger(__name__)
+
+
+class HostWorker(Protocol):
+    """A running thread. It ends with the process, or when what it runs returns."""
+
+    def join(self) -> None:
+        """Wait for its end. Raises what it raised."""
+
+
+class HostChannel(Protocol[T]):
+    """An unbounded queue between threads of the host: first in, first out, any number of threads at either end."""
+
+    def put(self, item: T) -> None:
+        """Add an item; never blocks."""
+
+    def get(self) -> T:
+        """The oldest item; blocks until there is one."""
+
+    def poll(self) -> T | None:
+        """The oldest item, None if there is none now. (Of a channel that carries None itself, use ``get`` alone.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,3 +220,47 @@ class Device(ABC):
 
     @abstractmethod
     def _make_stream(self, name: StreamName) -> Stream: ...
+
+
+class ThreadWorker:
+    """A daemon thread that runs ``run``."""
+
+    def __init__(self, name: str, run: Callable[[], None]) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._guarded, args=(run,), name=name, daemon=True)
+        self._thread.start()
+
+    def _guarded(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException as error:  # raised again by join
+            logger.exception("thread %s has failed", threading.current_thread().name)
+            self._error = error
+
+    def join(self) -> None:
+        """See :class:`HostWorker`."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+class QueueChannel(Generic[T]):
+    """See :class:`HostChannel`."""
+
+    def __init__(self) -> None:
+        self._items: SimpleQueue[T] = SimpleQueue()
+
+    def put(self, item: T) -> None:
+        """See :class:`HostChannel`."""
+        self._items.put(item)
+
+    def get(self) -> T:
+        """See :class:`HostChannel`."""
+        return self._items.get()
+
+    def poll(self) -> T | None:
+        """See :class:`HostChannel`."""
+        try:
+            return self._items.get_nowait()
+        except Empty:
+            return None

@@ -1,6 +1,12 @@
-"""Every cross-stream edge of the system, declared once. Code applies an edge by its name.
+"""What memory relies on: every edge between streams and every guard, declared once. Code applies them by their names.
 
-An edge enters the table with the commit that applies it; ``docs/edges.md`` is generated from the table.
+An edge orders two streams. A guard is anything else that the ordering relies on: a full stop, a copy of one's own, a
+rule about who gets memory next. ``Device(severed=...)`` takes the names of both, so that a test can do without one.
+What a guard does, and what happens in its place where a test has severed it, stands side by side in the file of this
+package that does it: whoever uses it elsewhere calls one thing and asks nothing.
+
+An edge or guard enters its table with the commit that applies it; ``docs/edges.md`` is generated from the tables, with
+the workload that shows each to be necessary. A guard may be dormant instead: kept for a feature that is not there yet.
 """
 
 from __future__ import annotations
@@ -10,8 +16,6 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
-
-from fenceline.memory_order.guards import GUARDS
 
 
 class StreamName(Enum):
@@ -56,10 +60,6 @@ class Edge:
     def source(self) -> StreamName:
         """The first pair's."""
         return self.pairs[0][1]
-
-    def joins(self, waiter: StreamName, source: StreamName) -> bool:
-        """Whether the edge is declared between these two, in this direction."""
-        return (waiter, source) in self.pairs
 
     def part(self, waiter: StreamName, source: StreamName, site: str = "") -> str:
         """The name under which a test cuts the edge between these two alone, at ``site`` alone if given."""
@@ -238,6 +238,139 @@ def pages_edge(waiter: StreamName, source: StreamName) -> Edge:
     return _PAGE_EDGE_OF[waiter, source]
 
 
+# --- what a report of two unordered accesses says -----------------------------------------------------
+
+
+def hazard_of(first_writes: bool, second_writes: bool) -> Hazard:
+    """What order would prevent, of two accesses to the same memory in program order; one of them writes."""
+    if first_writes:
+        return Hazard.WAW if second_writes else Hazard.RAW
+    return Hazard.WAR
+
+
+def fitting_edges(hazard: Hazard, first: str, second: str) -> list[Edge]:
+    """Declared edges that would have ordered an access on stream ``first`` before one on ``second``.
+
+    An exclusive resource may be held by either of the two first.
+    """
+    return [edge for edge in EDGES.values() if hazard in edge.hazards and _fits(edge, hazard, first, second)]
+
+
+def _fits(edge: Edge, hazard: Hazard, first: str, second: str) -> bool:
+    pairs = [(waiter.value, source.value) for waiter, source in edge.pairs]
+    return (second, first) in pairs or (hazard is Hazard.EXCLUSIVE and (first, second) in pairs)
+
+
+def missing_edge(edges: list[Edge], first: str, second: str) -> str:
+    """The last line of a report; ``first`` and ``second`` are where the two accesses were made."""
+    if edges:
+        return f"nothing orders them; missing edge: {' or '.join(edge.name for edge in edges)}"
+    return (
+        "nothing orders them; no edge of memory_order/edges.py fits: "
+        f"{second} has to wait, before 2, for {first} after 1"
+    )
+
+
+# --- guards ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """``protects`` what it does. ``dormant``: why it cannot matter yet, "" if it can."""
+
+    name: str
+    protects: str
+    failure: str = ""  # the F-number of docs/memory_order.md, "" where none has been reported
+    dormant: str = ""
+
+
+STARTUP_STOP = Guard(
+    name="startup_stop",
+    protects="weights, pools and tables, written on the default stream, which is ordered with no other",
+)
+GROWTH_STOP = Guard(
+    name="growth_stop",
+    protects="a ring's slot that goes back to the allocator because a larger one takes its place",
+    failure="F16",
+)
+OWN_COPY = Guard(
+    name="own_copy",
+    protects="inputs that later steps still use: FORWARD has them in memory of its own, not in the device staging",
+    failure="F12",
+)
+SAME_COMPOSITION = Guard(
+    name="same_composition",
+    protects="rows, lengths and sampling parameters on the device: used again only by the same batch of requests",
+)
+RETIRED_AFTER = Guard(
+    name="retired_after",
+    protects="pages that a step or a transfer in flight still touches: leased out again with its Points",
+    failure="F3, F13",
+)
+QUEUED_MATCH = Guard(
+    name="queued_match",
+    protects="where a waiting request's prefix lies: found anew once its pages have moved or gone",
+    failure="F5",
+)
+RESULT_LEASE = Guard(
+    name="result_lease",
+    protects="a result slot that nobody has taken from yet",
+    failure="F8",
+    dormant="the loop has two steps in flight and the ring is two deep",
+)
+ARENA_PAD = Guard(
+    name="arena_pad",
+    protects="the padded rows of a graph's inputs: they hold pads, not what the last batch of that size left",
+    failure="F7",
+)
+OWN_RESULTS = Guard(
+    name="own_results",
+    protects="a step's results: packed into a slot in FORWARD's order, before the next replay overwrites the outputs",
+    failure="F8",
+)
+PLAN_SOURCE = Guard(
+    name="plan_source",
+    protects="what a batch is planned from: replays derive their inputs into other memory than the plan's",
+    failure="F9",
+)
+TOTAL_BUCKETS = Guard(
+    name="total_buckets",
+    protects="batches larger than every captured graph: they run without one, none is cut to fit",
+    failure="F11",
+)
+GRAPH_POOL = Guard(
+    name="graph_pool",
+    protects="the memory of captured graphs: it stays theirs as long as they can be replayed",
+    failure="F17",
+)
+SINK = Guard(
+    name="sink",
+    protects="live pages and rows from writes of padding, which names page 0 and row 0",
+    failure="F18",
+)
+
+GUARDS: dict[str, Guard] = {
+    guard.name: guard
+    for guard in (
+        STARTUP_STOP,
+        GROWTH_STOP,
+        OWN_COPY,
+        SAME_COMPOSITION,
+        RETIRED_AFTER,
+        QUEUED_MATCH,
+        RESULT_LEASE,
+        ARENA_PAD,
+        OWN_RESULTS,
+        PLAN_SOURCE,
+        TOTAL_BUCKETS,
+        GRAPH_POOL,
+        SINK,
+    )
+}
+
+
+# --- docs/edges.md -----------------------------------------------------------------------------------
+
 # What ``python -m fenceline.vgpu.prove --write-docs`` has found, in source trees only.
 PROOF_FILE = Path(__file__).with_name("proof.json")
 
@@ -269,8 +402,7 @@ def edges_markdown() -> str:
         "",
         "## Guards",
         "",
-        "What memory relies on beside the edges, from `python/fenceline/memory_order/guards.py`. A dormant guard is",
-        "kept for a feature that is not there yet.",
+        "What memory relies on beside the edges. A dormant guard is kept for a feature that is not there yet.",
         "",
         "| guard | protects | failure | status | workload, seed | caught by |",
         "|---|---|---|---|---|---|",

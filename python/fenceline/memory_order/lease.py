@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fenceline.memory_order.device import Device
-from fenceline.memory_order.guards import RETIRED_AFTER
+from fenceline.memory_order.edges import RETIRED_AFTER
 from fenceline.memory_order.stream import Points
 
 Ids = npt.NDArray[np.int32]

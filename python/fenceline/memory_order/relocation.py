@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fenceline.memory_order.device import Device
-from fenceline.memory_order.guards import Guard
+from fenceline.memory_order.edges import Guard
 
 Owners = Sequence[int] | npt.NDArray[np.integer]
 _Ints = npt.NDArray[np.int64]

@@ -28,13 +28,15 @@ from fenceline.memory_order.device import Device
 from fenceline.memory_order.edges import (
     COPY_AFTER_FORWARD,
     FORWARD_AFTER_SCHEDULE,
+    GROWTH_STOP,
     HOST_AFTER_COPY,
     HOST_AFTER_FORWARD,
+    OWN_COPY,
+    OWN_RESULTS,
     SCHEDULE_AFTER_FORWARD,
     STAGING_REUSE,
     StreamName,
 )
-from fenceline.memory_order.guards import GROWTH_STOP, OWN_COPY, OWN_RESULTS
 from fenceline.memory_order.lease import LeaseError
 from fenceline.memory_order.stream import Point, Points
 

@@ -38,7 +38,7 @@ from fenceline.memory_order import (
     Role,
     comparison,
 )
-from fenceline.memory_order.guards import SAME_COMPOSITION, SINK, TOTAL_BUCKETS
+from fenceline.memory_order.edges import SAME_COMPOSITION, SINK, TOTAL_BUCKETS
 from fenceline.model_executor.graph_runner import GraphMismatch, GraphRunner
 from fenceline.model_executor.kernels.decode_prologue import decode_prologue
 from fenceline.model_executor.step import DecodeBatch

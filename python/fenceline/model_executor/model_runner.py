@@ -24,8 +24,7 @@ from fenceline.mem_cache.host.cache_controller import HiCacheController, make_hi
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool, ReqPool, check_row_bytes, num_kv_pages
 from fenceline.mem_cache.storage.controller import Storage, make_storage
 from fenceline.memory_order import Device, InputRing, ResultRing, page_leases, wait_for_pages
-from fenceline.memory_order.edges import StreamName
-from fenceline.memory_order.guards import STARTUP_STOP
+from fenceline.memory_order.edges import STARTUP_STOP, StreamName
 from fenceline.model_executor.decode_runner import DecodeRunner, Logits
 from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner

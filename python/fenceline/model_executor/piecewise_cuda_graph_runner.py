@@ -24,7 +24,7 @@ import torch
 from fenceline.layers.forward_batch import AttentionPlan, ForwardBatch, ForwardMode, PieceBuffers
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Arena, ArenaField, Device, Graph, GraphPool, Role
-from fenceline.memory_order.guards import SINK
+from fenceline.memory_order.edges import SINK
 from fenceline.model_executor.graph_runner import GraphMismatch, GraphRunner
 from fenceline.models.decoder import CausalLM
 

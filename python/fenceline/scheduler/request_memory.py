@@ -21,7 +21,7 @@ from fenceline.mem_cache.hicache import HiCache, OffloadedTail, StorageTier
 from fenceline.mem_cache.transfer import Ticket
 from fenceline.mem_cache.tree.radix_cache import InsertResult, MatchResult, RadixCache
 from fenceline.memory_order import LeasePool, Points, comparison
-from fenceline.memory_order.guards import QUEUED_MATCH
+from fenceline.memory_order.edges import QUEUED_MATCH
 from fenceline.memory_order.relocation import RelocationClock
 from fenceline.model_executor.step import Completions, PageWrites, ScheduleBatch, Worker
 from fenceline.scheduler.req import Prefix, QueuedMatch, Req, no_pages

@@ -10,11 +10,9 @@ import torch
 
 from fenceline.memory_order import register_device
 from fenceline.memory_order.access import Accesses, Memory, PagedMemory, Rows, occupies_sm
-from fenceline.memory_order.device import Device
-from fenceline.memory_order.edges import Edge, StreamName
+from fenceline.memory_order.device import Device, HostChannel, HostWorker
+from fenceline.memory_order.edges import GRAPH_POOL, Edge, Guard, StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
-from fenceline.memory_order.guards import GRAPH_POOL, Guard
-from fenceline.memory_order.host_threads import HostChannel, HostWorker
 from fenceline.memory_order.stream import Point, Stream, applied_at
 from fenceline.vgpu.factories import use
 from fenceline.vgpu.gpu import VirtualGpu

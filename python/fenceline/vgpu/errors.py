@@ -26,7 +26,7 @@ class AuditError(VgpuError):
 class CheckError(VgpuError):
     """Memory was used in the right order and in the wrong way; happens-before cannot see that.
 
-    ``checker``: which check says so. ``guard``: what should have prevented it (``memory_order/guards.py``), "" if
+    ``checker``: which check says so. ``guard``: what should have prevented it (``memory_order/edges.py``), "" if
     nobody has said. ``memory``: its name, and rows. ``places``: the source lines concerned, the one to blame last.
     """
 

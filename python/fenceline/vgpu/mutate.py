@@ -184,8 +184,7 @@ def _try_mutant(mutant: Mutant, workloads: Sequence[str], cpu_limit_s: float, ou
 def _by_name(mutant: Mutant, checker: str, named: tuple[str, ...]) -> bool:
     """Whether the objection says what was lost: where the changed line itself names edges or guards, one of them; else
     any, or a checker that says which memory was used how."""
-    from fenceline.memory_order.edges import EDGES
-    from fenceline.memory_order.guards import GUARDS
+    from fenceline.memory_order.edges import EDGES, GUARDS
 
     words = {
         word.lower() for word in "".join(c if c.isalnum() or c == "_" else " " for c in mutant.old).split()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from fenceline.memory_order import access
-from fenceline.memory_order.vector_clock import Clock
+from fenceline.memory_order.stream import Clock
 from fenceline.vgpu.layout import Layout
 
 if TYPE_CHECKING:

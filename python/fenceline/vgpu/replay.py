@@ -17,8 +17,7 @@ from pathlib import Path
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.memory_order import Point, Points
-from fenceline.memory_order.edges import EDGES
-from fenceline.memory_order.guards import GUARDS
+from fenceline.memory_order.edges import EDGES, GUARDS
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import ForwardResult
 from fenceline.vgpu.device import VgpuDevice

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fenceline.memory_order.edges import Edge, Hazard, StreamName
-from fenceline.memory_order.order_report import fitting_edges, hazard_of, missing_edge, row_numbers
+from fenceline.memory_order.access import row_numbers
+from fenceline.memory_order.edges import Edge, Hazard, StreamName, fitting_edges, hazard_of, missing_edge
 from fenceline.vgpu.errors import RaceError
 from fenceline.vgpu.memory import Tag
 from fenceline.vgpu.operation import RELEASE, Operation

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fenceline.memory_order.vector_clock import Clock
+from fenceline.memory_order.stream import Clock
 from fenceline.vgpu.layout import Layout
 
 Units = slice | npt.NDArray[np.int64]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from fenceline.memory_order.vector_clock import Clock, joined
+from fenceline.memory_order.stream import Clock, joined
 from fenceline.vgpu.operation import Access, Operation, Purpose
 
 if TYPE_CHECKING:

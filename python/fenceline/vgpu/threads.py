@@ -13,7 +13,7 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from fenceline.memory_order.vector_clock import Clock
+from fenceline.memory_order.stream import Clock
 from fenceline.vgpu.errors import DeadlockError, VgpuError
 from fenceline.vgpu.streams import HostThread
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fenceline.memory_order.order_report import row_numbers
+from fenceline.memory_order.access import row_numbers
 from fenceline.vgpu.errors import BoundsError, CheckError, FreshnessError, GenerationError, ProtectionError
 from fenceline.vgpu.operation import Access, Bound, Operation, Place
 from fenceline.vgpu.shadow import Rows, units_of

@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fenceline.memory_order.edges import EDGE_PARTS, EDGES, edge_of
-from fenceline.memory_order.guards import GUARDS
+from fenceline.memory_order.edges import EDGE_PARTS, EDGES, GUARDS, edge_of
 from fenceline.vgpu.errors import (
     BoundsError,
     FreshnessError,

@@ -14,8 +14,7 @@ from itertools import chain, count, islice
 
 import torch
 
-from fenceline.memory_order.edges import EDGE_PARTS, EDGES, edge_of
-from fenceline.memory_order.guards import GUARDS
+from fenceline.memory_order.edges import EDGE_PARTS, EDGES, GUARDS, edge_of
 from fenceline.vgpu.proving.arms import Arm, Row, judge, unarmed_rows
 from fenceline.vgpu.proving.branches import measured
 from fenceline.vgpu.proving.events import EVENTS

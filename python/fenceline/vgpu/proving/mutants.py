@@ -34,7 +34,6 @@ LEFT_OUT = (
     ("layers/attention/backends*", "which backend a GPU gets"),
     ("layers/context.py", "what layers are made with; one rank: nothing is summed"),
     ("*stats*", "figures for people"),
-    ("memory_order/order_report.py", "texts for people"),
     ("sampling/sampling_params.py", "checks of a request's fields: unit tests"),
     ("*flight_*", "a record for people"),
     ("scheduler/process.py", "the process around the scheduler: test/server runs it"),
