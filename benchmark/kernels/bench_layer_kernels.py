@@ -17,8 +17,7 @@ from types import ModuleType
 import torch
 
 from fenceline.layers.kernels import activation, rms_norm, rotate_store
-from fenceline.layers.kernels.base import HeadLayout, QKNorm
-from fenceline.layers.kernels.torch_kernels import TorchLayerKernels
+from fenceline.layers.kernels.base import HeadLayout, QKNorm, TorchLayerKernels
 from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.model_executor.kernels.decode_prologue import decode_prologue
 from fenceline.sampling.gumbel import GumbelSampler, mix_seeds

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fenceline.layers.kernels.base import HeadLayout, QKNorm
-from fenceline.layers.kernels.torch_kernels import TorchLayerKernels
+from fenceline.layers.kernels.base import HeadLayout, QKNorm, TorchLayerKernels
 from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.model_executor.kernels.decode_prologue import decode_prologue
 from fenceline.sampling.gumbel import GumbelSampler, _row_keys, mix_seeds

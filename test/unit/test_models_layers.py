@@ -20,13 +20,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from fenceline.config.model_config import ModelConfig, parse_rope
 from fenceline.layers.context import LayerContext, Shard, torch_context
 from fenceline.layers.decoder_layer import SelfAttention
-from fenceline.layers.embedding import VocabParallelEmbedding
 from fenceline.layers.forward_batch import AttentionPlan, ForwardBatch, ForwardMode, PieceBuffers
 from fenceline.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
+    VocabParallelEmbedding,
 )
 from fenceline.layers.rotary import RotaryEmbedding, apply_rotary, rotary_angles
 from fenceline.layers.weight import Weight, WeightSlot, WeightSlots, fill_slots

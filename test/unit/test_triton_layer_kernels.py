@@ -120,8 +120,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_rms_norm() -> None:
+    from fenceline.layers.kernels.base import TorchLayerKernels
     from fenceline.layers.kernels.rms_norm import rms_norm
-    from fenceline.layers.kernels.torch_kernels import TorchLayerKernels
 
     for dtype in DTYPES:
         for rows, size in ((1, 64), (37, 64), (3, 80), (1, 1024), (2, 2560), (0, 64)):
@@ -140,9 +140,8 @@ def check_silu_and_mul() -> None:
 
 
 def check_rotate_and_store() -> None:
-    from fenceline.layers.kernels.base import HeadLayout, QKNorm
+    from fenceline.layers.kernels.base import HeadLayout, QKNorm, TorchLayerKernels
     from fenceline.layers.kernels.rotate_store import rotate_and_store
-    from fenceline.layers.kernels.torch_kernels import TorchLayerKernels
     from fenceline.layers.rotary import RotaryEmbedding
 
     layouts = (HeadLayout(4, 2, 16), HeadLayout(3, 1, 80), HeadLayout(9, 3, 64), HeadLayout(2, 2, 256))

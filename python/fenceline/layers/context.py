@@ -8,8 +8,7 @@ from typing import Protocol
 
 import torch
 
-from fenceline.layers.kernels.base import LayerKernels
-from fenceline.layers.kernels.torch_kernels import TorchLayerKernels
+from fenceline.layers.kernels.base import LayerKernels, TorchLayerKernels
 from fenceline.layers.weight import DenseWeight, RMSNorm, Weight
 
 

@@ -1,4 +1,6 @@
-"""Linear layers split over ranks: Megatron-LM's column and row parallel products (arXiv:1909.08053), fused.
+"""Layers that hold a Weight and are split over ranks: linear layers, the embedding and the language-model head.
+
+Linear layers are Megatron-LM's column and row parallel products (arXiv:1909.08053), fused.
 
 A column-parallel layer holds some of the output features, so the ranks' outputs are concatenated. A row-parallel layer
 holds some of the input features, so the ranks' outputs are summed. Its Weight defines how a matrix is stored and
@@ -11,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from fenceline.layers.context import LayerContext, Shard
 from fenceline.layers.weight import RMSNorm, WeightSlot, WeightSlots
@@ -159,3 +162,41 @@ class RowParallelLinear:
         if self.bias is not None:
             slots[f"{name}.bias"] = WeightSlot(self.bias, (out_features,))
         return slots
+
+
+class VocabParallelEmbedding:
+    """Rows of the vocabulary, ``ceil(vocab_size / size)`` for each rank; the last ranks may hold padding.
+
+    As an embedding, the ranks' results are summed. As the head (the product with hidden states) they are concatenated,
+    with the padding last. Padding rows are zero, and no token id selects them.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:
+        self.vocab_size = vocab_size
+        self.shard = shard = context.shard
+        num_rows = -(-vocab_size // shard.size)
+        self.first_row = min(shard.rank * num_rows, vocab_size)
+        self.num_live_rows = min(num_rows, vocab_size - self.first_row)
+        self.weight = context.dense(num_rows, hidden_size)
+        self.weight.data[self.num_live_rows :].zero_()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [T] int64 in [0, vocab_size) → [T, hidden_size]."""
+        if self.shard.size == 1:
+            return F.embedding(ids, self.weight.data)
+        rows = ids - self.first_row
+        mine = (rows >= 0) & (rows < self.num_live_rows)
+        own = F.embedding(torch.where(mine, rows, 0), self.weight.data) * mine.unsqueeze(-1)
+        return self.shard.all_reduce(own)
+
+    def logits(self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None) -> torch.Tensor:
+        """As the head: norm(x) [L, hidden_size] → logits [L, vocab_size] in x's dtype, in ``out`` if given."""
+        if self.shard.size == 1:
+            return self.weight.normed_product(x, norm, out=out)
+        logits = self.shard.all_gather(self.weight.normed_product(x, norm))[:, : self.vocab_size]
+        return logits if out is None else out.copy_(logits)
+
+    def weight_slots(self, name: str) -> WeightSlots:
+        """The slot of the whole [vocab_size, hidden_size] table, named ``{name}.weight``."""
+        full_shape = (self.vocab_size, self.weight.shape[1])
+        return self.weight.slots(name, slice(self.num_live_rows), full_shape, dim=0, start=self.first_row)

@@ -10,8 +10,8 @@ import torch
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.context import LayerContext
 from fenceline.layers.decoder_layer import DecoderLayer
-from fenceline.layers.embedding import VocabParallelEmbedding
 from fenceline.layers.forward_batch import ForwardBatch
+from fenceline.layers.linear import VocabParallelEmbedding
 from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.layers.weight import WeightSlots, fill_slots
 from fenceline.mem_cache.kv_pool import KVRow

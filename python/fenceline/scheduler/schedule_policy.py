@@ -1,4 +1,4 @@
-"""Which waiting requests go first, and how many fit: order, admission by a token budget, its adaptation."""
+"""Which waiting requests go first, and how many fit: order, admission by a token budget."""
 
 from __future__ import annotations
 
@@ -26,30 +26,6 @@ _STEP_FLOP, _STEP_TOKENS = 15 * 10**11, 250
 _MIN_SHARED_TOKENS = 512
 # Of a longer queue the rest is taken to be like its beginning.
 _MAX_COUNTED = 256
-
-
-class NewTokenRatio:
-    """The share of its remaining tokens that a running request is expected to ask for.
-
-    Starts at 0.7 of ``conservativeness``, sinks to a seventh of that over 600 decode steps, and jumps to
-    what the running requests really needed when memory ran short.
-    """
-
-    _INITIAL, _MIN_FACTOR, _DECAY_STEPS = 0.7, 0.14, 600
-
-    def __init__(self, conservativeness: float) -> None:
-        self._initial = min(self._INITIAL * conservativeness, 1.0)
-        self._min = self._initial * self._MIN_FACTOR
-        self._decay = (self._initial - self._min) / self._DECAY_STEPS
-        self.value = self._initial
-
-    def decay(self) -> None:
-        """One decode step went well."""
-        self.value = max(self.value - self._decay, self._min)
-
-    def after_retraction(self, num_decoded: int, num_running: int, num_max_new: int) -> None:
-        """Memory ran short with ``num_running`` requests left, ``num_decoded`` of ``num_max_new`` tokens in."""
-        self.value = min((num_decoded + 20 * num_running) / max(num_max_new, 1), 1.0)
 
 
 @dataclass(frozen=True, slots=True)

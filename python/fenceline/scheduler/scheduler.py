@@ -58,9 +58,8 @@ from fenceline.scheduler.output import OutputSender, log_output, log_prompt
 from fenceline.scheduler.prefill import CLIP_NEW_TOKENS, PrefillPlan, PrefillPlanner, remap_writes
 from fenceline.scheduler.req import LogprobLog, Req, emit_interval
 from fenceline.scheduler.request_memory import Remap, make_request_memory
-from fenceline.scheduler.running_batch import RunningBatch
+from fenceline.scheduler.running_batch import NewTokenRatio, RunningBatch
 from fenceline.scheduler.schedule_policy import (
-    NewTokenRatio,
     StepSharing,
     loses_least,
     num_waiting_tokens,

@@ -1,4 +1,7 @@
-"""What layers compute besides matrix products: normalisation, activation, rotation and storing keys and values."""
+"""What layers compute besides matrix products: normalisation, activation, rotation and storing keys and values.
+
+LayerKernels says what each of them does. TorchLayerKernels does it with torch's operators.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+
+from fenceline.layers.rotary import apply_rotary, rotary_angles
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +69,38 @@ class LayerKernels(ABC):
         qkv [T, size of ``heads``]; ``table`` [max_positions, 3 * head_dim / 2] float32, cos twice then sin (see
         ``RotaryEmbedding``); positions [T] int64; caches [num_slots, num_kv_heads, head_dim]; out_slots [T] int64.
         """
+
+
+class TorchLayerKernels(LayerKernels):
+    """The CPU and the virtual GPU run these; they are the reference for our own kernels."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        heads: HeadLayout,
+        norms: QKNorm | None,
+        table: torch.Tensor,
+        positions: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out_slots: torch.Tensor,
+    ) -> None:
+        q, k, v = heads.split(qkv)
+        cos, sin = rotary_angles(table, positions)
+        rotated = (q, k)
+        if norms is not None:
+            rotated = (
+                self.rms_norm(q, norms.q_weight, norms.eps),
+                self.rms_norm(k, norms.k_weight, norms.eps),
+            )
+        q.copy_(apply_rotary(rotated[0], cos, sin))
+        k.copy_(apply_rotary(rotated[1], cos, sin))
+        k_cache.index_copy_(0, out_slots, k)
+        v_cache.index_copy_(0, out_slots, v)
