@@ -2,9 +2,9 @@
 
     python benchmark/count_files.py [--running 4] [--list] [--source DIR]
 
-The demo model on the CPU decodes ``--running`` requests, and one turn of ``Scheduler.step`` runs under a profiler.
-Counted are the functions of the package that are entered and the files they are in, by room. ``--source`` names another
-checkout's ``python`` folder, so that two can be compared by the same means.
+The demo model on the CPU decodes ``--running`` requests, and one call of ``Scheduler.step`` runs under a profiler. The
+script counts the functions of the package that are entered and the files that they are in, by folder. ``--source``
+names another checkout's ``python`` folder, so that two can be compared in the same way.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ def main() -> None:
         for file in files:
             names = sorted(name for where, name in calls if where == file)
             print(f"{file} ({lines[file]} lines): {', '.join(names)}")
-    rooms = Counter(file.partition("/")[0] for file in files)
+    folders = Counter(file.partition("/")[0] for file in files)
     print(f"files entered: {len(files)}, of {sum(lines.values())} lines")
     print(f"functions entered: {len(calls)}, by {calls.total()} calls")
-    print("by room: " + ", ".join(f"{room} {num}" for room, num in sorted(rooms.items())))
+    print("by folder: " + ", ".join(f"{folder} {num}" for folder, num in sorted(folders.items())))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Makes what the documentation shows: drawings, charts and the table of files.
 
 Usage: pages.py [--check]. Writes docs/drawings/*.svg from the text beside them (*.txt), docs/results/*.svg from the
-result files beside them (*.json), and docs/rooms.md from the first sentence of each module's docstring. With --check
+result files beside them (*.json), and docs/files.md from the first sentence of each module's docstring. With --check
 nothing is written: files that are out of date are named, and the exit status is 1 if there are any.
 """
 
@@ -178,12 +178,12 @@ def chart(result: dict[str, Any]) -> str:
 # --- the table of files ---------------------------------------------------------------------------------------------
 
 
-def rooms() -> str:
-    """docs/rooms.md: each file of the package in the phrase that its docstring begins with."""
+def files() -> str:
+    """docs/files.md: each file of the package in the phrase that its docstring begins with."""
     lines = [
-        "# The rooms, file by file",
+        "# The files, folder by folder",
         "",
-        "Made by `scripts/pages.py` from the first sentence of each module's docstring; what the rooms are for is in",
+        "Made by `scripts/pages.py` from the first sentence of each module's docstring; what the folders are for is in",
         "[architecture.md](architecture.md). Packages without code of their own are left out.",
     ]
     folders: dict[str, list[Path]] = {}
@@ -216,7 +216,7 @@ def pages() -> Iterator[tuple[Path, Callable[[], str]]]:
         yield source.with_suffix(".svg"), lambda source=source: drawing(source.read_text())  # type: ignore[misc]
     for source in sorted((DOCS / "results").glob("*.json")):
         yield source.with_suffix(".svg"), lambda source=source: chart(json.loads(source.read_text()))  # type: ignore[misc]
-    yield DOCS / "rooms.md", rooms
+    yield DOCS / "files.md", files
 
 
 def main(check: bool) -> int:

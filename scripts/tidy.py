@@ -1,4 +1,4 @@
-"""The walls of the house: imports point down, raw ordering stays inside memory_order, and no test imports a test.
+"""Checks of imports: they point down, raw ordering stays inside memory_order, and no test imports a test.
 
 Usage: tidy.py [SOURCE_DIR [TEST_DIR]], python/ and test/ unless given. Prints one line per violation; exits with 1 if
 there is one.
@@ -14,9 +14,9 @@ from pathlib import Path
 
 PACKAGE = "fenceline"
 
-# Rooms from the ground up; a room may import itself and what stands before it. Rooms of one tuple are neighbours that
-# do not know each other.
-FLOORS: tuple[tuple[str, ...], ...] = (
+# Folders from the lowest up. A folder may import from itself and from those before it; folders of one tuple do not
+# import from each other.
+LEVELS: tuple[tuple[str, ...], ...] = (
     ("memory_order",),
     ("mem_cache",),
     ("layers",),
@@ -26,14 +26,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("scheduler", "frontend"),
     ("entrypoints",),
 )
-# May be imported from anywhere and import no room themselves.
+# May be imported from anywhere, and import from no other folder.
 EVERYWHERE = ("config", "ipc", "sampling.sampling_params", "version")
 # May import everything but vgpu: command lines and tools around the server.
-ATTIC = ("", "__main__", "cli", "launch_server", "bench_serving", "benchmarking", "demo")
-# Nothing outside may import it, it may import everything.
+TOOLS = ("", "__main__", "cli", "launch_server", "bench_serving", "benchmarking", "demo")
+# May import everything; nothing outside may import from it.
 TEST_ONLY = "vgpu"
-# Run in processes, or at moments, where torch must not be loaded. Importing it inside a function is allowed in config
-# alone, to ask for a GPU.
+# Used in processes, or at times, where torch must not be loaded. Only config may import it, inside a function, to find
+# a GPU.
 NO_TORCH = (
     "config",
     "ipc",
@@ -44,11 +44,11 @@ NO_TORCH = (
     "mem_cache.transfer",
     "mem_cache.page_hash",
 )
-# What the proof holds the engine's answers against: it shares nothing with it, types at most.
+# What the proof compares the engine's answers with. It imports nothing of the package except for types.
 INDEPENDENT = ("vgpu.proving.oracle",)
-ORDERING_ROOMS = ("memory_order", TEST_ONLY)
-# Modules that import each other in a circle, in order of names: those that are still there. This list only gets
-# shorter: a circle that is not in it is a violation, and so is one in it that is gone or has become another.
+ORDERING_FOLDERS = ("memory_order", TEST_ONLY)
+# The remaining circles of imports, each with its modules in order of names. This list only gets shorter: a circle that
+# is not in it is a violation, and so is an entry that is no longer a circle.
 ALLOWED_CIRCLES: tuple[tuple[str, ...], ...] = (
     (
         *(
@@ -111,7 +111,7 @@ def violations(source: Path, allowed_circles: Iterable[tuple[str, ...]] = ()) ->
         found += [Violation(path, line, text) for line, text in _direction(module, imports)]
         found += [Violation(path, line, text) for line, text in _torch_free(module, imports)]
         found += [Violation(path, line, text) for line, text in _independent(module, imports)]
-        if _room(module) not in ORDERING_ROOMS:
+        if _folder(module) not in ORDERING_FOLDERS:
             found += [Violation(path, line, text) for line, text in _raw_ordering(tree)]
     return found + list(_circles(paths, all_imports, tuple(allowed_circles)))
 
@@ -127,7 +127,7 @@ def _package_of(module: str, path: Path) -> str:
     return full if path.name == "__init__.py" else full.rpartition(".")[0]
 
 
-def _room(module: str) -> str:
+def _folder(module: str) -> str:
     return module.split(".")[0]
 
 
@@ -167,29 +167,29 @@ def _absolute(node: ast.ImportFrom, package: str) -> str:
 
 
 def _direction(module: str, imports: list[Import]) -> Iterator[tuple[int, str]]:
-    room = _room(module)
+    folder = _folder(module)
     for item in imports:
         target = item.module.removeprefix(PACKAGE + ".") if item.module.startswith(PACKAGE + ".") else None
         if target is None or (item.for_types and not _within(target, (TEST_ONLY,))):
             continue
         if _within(target, (TEST_ONLY,)):
-            if room != TEST_ONLY:
+            if folder != TEST_ONLY:
                 yield item.line, f"imports {item.module}: nothing outside {TEST_ONLY} may"
         elif not _may_import(module, target):
             yield item.line, f"imports {item.module}: imports point down (see docs/architecture.md)"
 
 
 def _may_import(module: str, target: str) -> bool:
-    room, other = _room(module), _room(target)
+    folder, other = _folder(module), _folder(target)
     if _within(module, EVERYWHERE):
         return _within(target, EVERYWHERE)
-    if room in (*ATTIC, TEST_ONLY) or room == other or _within(target, EVERYWHERE):
+    if folder in (*TOOLS, TEST_ONLY) or folder == other or _within(target, EVERYWHERE):
         return True
-    floors = {name: level for level, names in enumerate(FLOORS) for name in names}
-    if room not in floors:
+    levels = {name: level for level, names in enumerate(LEVELS) for name in names}
+    if folder not in levels:
         return False
-    # What is no room is a name of the package itself (fenceline.__version__) or a command line: not for rooms.
-    return other in floors and floors[other] < floors[room]
+    # Anything else is a name of the package itself (fenceline.__version__) or a command line, not for folders.
+    return other in levels and levels[other] < levels[folder]
 
 
 def _torch_free(module: str, imports: list[Import]) -> Iterator[tuple[int, str]]:
@@ -198,7 +198,7 @@ def _torch_free(module: str, imports: list[Import]) -> Iterator[tuple[int, str]]
     for item in imports:
         if item.module.split(".")[0] != "torch" or item.for_types:
             continue
-        if item.at_top or _room(module) != "config":
+        if item.at_top or _folder(module) != "config":
             yield item.line, f"imports torch: {module} runs without it"
 
 
@@ -211,7 +211,7 @@ def _independent(module: str, imports: list[Import]) -> Iterator[tuple[int, str]
 def _circles(
     paths: Mapping[str, Path], imports: Mapping[str, list[Import]], allowed: tuple[tuple[str, ...], ...]
 ) -> Iterator[Violation]:
-    """Modules that import each other, whatever their room, in functions and for types too."""
+    """Modules that import each other, whatever their folder, in functions and for types too."""
     graph = {module: _imported_modules(module, imports) for module in imports}
     circles = _strongly_connected(graph)
     for circle in circles:

@@ -12,7 +12,7 @@ import pages
 import setup_env
 
 DOCS = setup_env.ROOT / "docs"
-DRAWINGS = ("processes", "step", "page", "rooms")
+DRAWINGS = ("processes", "step", "page", "folders")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 

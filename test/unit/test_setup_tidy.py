@@ -42,12 +42,12 @@ def test_no_test_imports_a_test(tmp_path: Path) -> None:
     ]
 
 
-def test_the_rooms_that_rules_name_exist() -> None:
+def test_the_folders_that_rules_name_exist() -> None:
     package = setup_env.ROOT / "python" / tidy.PACKAGE
     rules = (
-        *sum(tidy.FLOORS, ()),
+        *sum(tidy.LEVELS, ()),
         *tidy.EVERYWHERE,
-        *tidy.ATTIC,
+        *tidy.TOOLS,
         tidy.TEST_ONLY,
         *tidy.NO_TORCH,
         *tidy.INDEPENDENT,
@@ -76,7 +76,7 @@ def test_the_rooms_that_rules_name_exist() -> None:
         ("scheduler.scheduler", "from fenceline.launch_server import main"),
         ("config.engine_config", "from fenceline.frontend.tokenizer import Tokenizer"),
         ("ipc.io_struct", "from fenceline.frontend.tokenizer import Tokenizer"),
-        ("unknown_room.x", "from fenceline.models import llama"),
+        ("unknown_folder.x", "from fenceline.models import llama"),
     ],
 )
 def test_imports_that_point_up_are_found(tmp_path: Path, module: str, line: str) -> None:
@@ -212,7 +212,7 @@ FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
             },
             ["layers.a, layers.b, layers.c"],
         ),
-        # Rooms whose own imports all point down, but for types.
+        # Folders whose own imports all point down, but for types.
         (
             {
                 "layers.a": FOR_TYPES + "from fenceline.models.m import M",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fenceline.vgpu.mutate import Result, read_results, report
-from fenceline.vgpu.proving.mutants import LEFT_OUT, PACKAGE, ROOMS, all_mutants, mutants_of
+from fenceline.vgpu.proving.mutants import FOLDERS, LEFT_OUT, PACKAGE, all_mutants, mutants_of
 
 SOURCE = '''
 def move(stream, pool, pages, after, start):
@@ -82,7 +82,9 @@ def test_every_mutant_of_the_engine_is_a_program_of_the_same_lines() -> None:
 
 def test_every_file_that_is_left_out_exists() -> None:
     files = [
-        path.relative_to(PACKAGE).as_posix() for room in ROOMS for path in (PACKAGE / room).rglob("*.py")
+        path.relative_to(PACKAGE).as_posix()
+        for folder in FOLDERS
+        for path in (PACKAGE / folder).rglob("*.py")
     ]
     assert [pattern for pattern, _ in LEFT_OUT if not any(fnmatchcase(file, pattern) for file in files)] == []
 

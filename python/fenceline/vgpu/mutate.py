@@ -37,7 +37,7 @@ import numpy  # noqa: F401
 import torch
 from tqdm import tqdm
 
-from fenceline.vgpu.proving.mutants import PACKAGE, ROOMS, Mutant, all_mutants
+from fenceline.vgpu.proving.mutants import FOLDERS, PACKAGE, Mutant, all_mutants
 
 KILLED, SURVIVED, UNREACHED, CRASHED = "killed", "survived", "unreached", "crashed"
 # Checks that tell that something is wrong, but not which rule was broken.
@@ -116,12 +116,12 @@ Reached = dict[str, dict[int, list[str]]]
 
 
 def reached_lines(seeds: int) -> Reached:
-    """Which workloads execute which lines of the rooms, in ``seeds`` runs of each (five times as many of
+    """Which workloads execute which lines of the folders, in ``seeds`` runs of each (five times as many of
     ``everything``). Needs ``coverage``; a minute or two."""
     import coverage
 
     tracer = coverage.Coverage(
-        data_file=None, config_file=False, include=[f"{PACKAGE}/{room}/*" for room in ROOMS]
+        data_file=None, config_file=False, include=[f"{PACKAGE}/{folder}/*" for folder in FOLDERS]
     )
     tracer.start()
     from fenceline.vgpu.proving.campaign import prepare
@@ -274,13 +274,13 @@ def read_results(path: Path) -> dict[str, Result]:
 
 
 def report(results: dict[str, Result], reviews: dict[str, dict[str, str]]) -> str:
-    """The table by room, and each survivor with its review: Markdown."""
-    by_room: dict[str, list[Result]] = defaultdict(list)
+    """The table by folder, and each survivor with its review: Markdown."""
+    by_folder: dict[str, list[Result]] = defaultdict(list)
     for result in results.values():
-        by_room[result.path.partition("/")[0]].append(result)
-    by_room = {**dict(sorted(by_room.items())), "**all**": list(results.values())}
+        by_folder[result.path.partition("/")[0]].append(result)
+    by_folder = {**dict(sorted(by_folder.items())), "**all**": list(results.values())}
     heads = (
-        "room",
+        "folder",
         "mutants",
         "killed",
         "equivalent",
@@ -289,7 +289,7 @@ def report(results: dict[str, Result], reviews: dict[str, dict[str, str]]) -> st
         "of these by name",
     )
     lines = ["".join(f"| {head} " for head in heads) + "|", "|---" * len(heads) + "|"]
-    lines += [_row(room, mine, reviews) for room, mine in by_room.items()]
+    lines += [_row(folder, mine, reviews) for folder, mine in by_folder.items()]
     checkers = Counter(result.killed_by for result in results.values() if result.killed)
     lines += ["", "Killed by: " + ", ".join(f"{name} {num}" for name, num in checkers.most_common()) + "."]
     lines += ["", "## Survivors", ""]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-if TYPE_CHECKING:  # the rooms whose branches are counted are loaded when counting has been set up
+if TYPE_CHECKING:  # the folders whose branches are counted are loaded when counting has been set up
     from fenceline.vgpu.proving.arms import Arm
     from fenceline.vgpu.proving.campaign import Plan
     from fenceline.vgpu.proving.table import Proof

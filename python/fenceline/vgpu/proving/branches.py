@@ -1,4 +1,4 @@
-"""Branch coverage of the rooms that the proof is about, with the package ``coverage`` where it is installed."""
+"""Branch coverage of the folders that the proof is about, with the package ``coverage`` where it is installed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import fenceline
 
-ROOMS = ("scheduler", "model_executor", "sampling", "mem_cache")
+FOLDERS = ("scheduler", "model_executor", "sampling", "mem_cache")
 
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """How many of a room's branches were taken."""
+    """How many of a folder's branches were taken."""
 
     covered: int
     total: int
@@ -36,9 +36,9 @@ def measured() -> Iterator[dict[str, Branches]]:
     import coverage
 
     package = Path(fenceline.__file__).parent
-    rooms = {room: package / room for room in ROOMS}
+    folders = {folder: package / folder for folder in FOLDERS}
     tracer = coverage.Coverage(
-        branch=True, data_file=None, config_file=False, include=[f"{path}/*" for path in rooms.values()]
+        branch=True, data_file=None, config_file=False, include=[f"{path}/*" for path in folders.values()]
     )
     tracer.start()
     try:
@@ -46,9 +46,9 @@ def measured() -> Iterator[dict[str, Branches]]:
     finally:
         tracer.stop()
     files = _by_file(tracer)
-    for room, path in rooms.items():
+    for folder, path in folders.items():
         mine = [counts for name, counts in files.items() if Path(name).resolve().is_relative_to(path)]
-        found[room] = Branches(sum(covered for covered, _ in mine), sum(total for _, total in mine))
+        found[folder] = Branches(sum(covered for covered, _ in mine), sum(total for _, total in mine))
 
 
 def _by_file(tracer: object) -> dict[str, tuple[int, int]]:

@@ -1,6 +1,6 @@
 """Mutants of the engine: every place in the source where a rule can make a fault, one edit each.
 
-Nobody chooses the faults. A rule looks at the syntax tree of each file of the rooms that the proof is about, and says
+Nobody chooses the faults. A rule looks at the syntax tree of each file of the folders that the proof is about, and says
 how the text at a node is replaced. What a mutant is called does not depend on line numbers, so that a campaign can be
 resumed after other lines have moved.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 import fenceline
 
 PACKAGE = Path(fenceline.__file__).parent
-ROOMS = ("memory_order", "mem_cache", "scheduler", "model_executor", "sampling", "layers")
+FOLDERS = ("memory_order", "mem_cache", "scheduler", "model_executor", "sampling", "layers")
 
 # What the workloads cannot reach, or what has no memory to get wrong. By pattern of the path below the package.
 LEFT_OUT = (
@@ -412,9 +412,9 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
 
 
 def all_mutants() -> list[Mutant]:
-    """Of every file of the rooms that is not left out."""
+    """Of every file of the folders that is not left out."""
     found: list[Mutant] = []
-    for file in sorted(path for room in ROOMS for path in (PACKAGE / room).rglob("*.py")):
+    for file in sorted(path for folder in FOLDERS for path in (PACKAGE / folder).rglob("*.py")):
         path = file.relative_to(PACKAGE).as_posix()
         if not any(fnmatch(path, pattern) for pattern, _ in LEFT_OUT):
             found += mutants_of(path, file.read_text(encoding="utf-8"))

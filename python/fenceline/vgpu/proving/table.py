@@ -75,8 +75,8 @@ def as_text(proof: Proof) -> str:
         lines.append(f"events: {len(proof.events) - len(proof.unseen)} of {len(proof.events)} seen")
         lines += [f"  NOT SEEN: {event} ({EVENTS[event]})".replace(" ()", "") for event in proof.unseen]
     lines += [f"UNDECLARED SITE: {site}: name it in the edge's sites" for site in proof.undeclared]
-    for room, branches in proof.branches.items():
-        lines.append(f"branches of {room} reached: {branches}")
+    for folder, branches in proof.branches.items():
+        lines.append(f"branches of {folder} reached: {branches}")
     rate = proof.num_intact + sum(row.num_runs for row in proof.rows)
     lines.append(f"{rate} runs in {proof.seconds:.0f} s")
     return "\n".join(lines)
@@ -118,7 +118,8 @@ def as_json(proof: Proof) -> dict[str, object]:
         },
         "events": dict(proof.events),
         "branches": {
-            room: {"covered": found.covered, "total": found.total} for room, found in proof.branches.items()
+            folder: {"covered": found.covered, "total": found.total}
+            for folder, found in proof.branches.items()
         },
         "seconds": round(proof.seconds, 1),
     }
