@@ -31,8 +31,10 @@ from fenceline.mem_cache.tree.radix_cache import MatchResult, RadixCache
 from fenceline.model_executor import model_runner
 from fenceline.sampling import filters as sampling_filters
 from fenceline.sampling import gumbel as engine_gumbel
+from fenceline.sampling import sampling_batch
 from fenceline.sampling.sampler import Sampler
 from fenceline.sampling.sampling_params import SamplingParams
+from fenceline.scheduler import prefill, schedule_policy, scheduler
 from fenceline.scheduler.output import OutputSender
 from fenceline.scheduler.prefill import PrefillPlanner
 from fenceline.scheduler.req import Req
@@ -359,6 +361,80 @@ def _goes_on_after_an_abort(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "abort", wrong)
 
 
+def _news_kept_to_the_end(patch: pytest.MonkeyPatch) -> None:
+    """A stream is told everything with its last news."""
+    patch.setattr(OutputSender, "token", lambda self, req: None)
+
+
+def _first_news_late(patch: pytest.MonkeyPatch) -> None:
+    """The first token comes with the second one."""
+    right = OutputSender.token
+    patch.setattr(
+        OutputSender,
+        "token",
+        lambda self, req: None if len(req.output_ids) == 1 else right(self, req),
+    )
+
+
+def _min_tokens_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sampling_batch, "_add_min_tokens", lambda arrays, reqs: None)
+
+
+def _chunks_that_add_up(patch: pytest.MonkeyPatch) -> None:
+    """Each prompt of a step takes as much as the whole step may."""
+    right = PrefillPlanner._add_chunk
+
+    def wrong(self: PrefillPlanner, plan: Any, req: Req, budget: Any) -> None:
+        before = budget.step_tokens
+        right(self, plan, req, budget)
+        budget.step_tokens = before
+
+    patch.setattr(PrefillPlanner, "_add_chunk", wrong)
+
+
+def _the_last_one_first(patch: pytest.MonkeyPatch) -> None:
+    right = Scheduler.order_waiting
+
+    def wrong(self: Scheduler) -> None:
+        right(self)
+        self.waiting.reverse()
+
+    patch.setattr(Scheduler, "order_waiting", wrong)
+
+
+def _the_best_one_is_retracted(patch: pytest.MonkeyPatch) -> None:
+    right = schedule_policy.loses_least
+    for module in (scheduler, prefill):
+        patch.setattr(module, "loses_least", lambda req: tuple(-part for part in right(req)))
+
+
+def _equals_give_way(patch: pytest.MonkeyPatch) -> None:
+    """A request makes room for another that is no better."""
+    right = Scheduler.preempt
+    patch.setattr(Scheduler, "preempt", lambda self, threshold: right(self, -1))
+
+
+def _a_flush_that_says_yes(patch: pytest.MonkeyPatch) -> None:
+    right = Scheduler.flush
+    patch.setattr(Scheduler, "flush", lambda self, storage: (True, right(self, storage)[1]))
+
+
+def _a_flush_that_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """Of those that wait for the last request to leave."""
+    patch.setattr(Scheduler, "flush_when_idle", lambda self: None)
+
+
+def _a_pause_that_goes_on(patch: pytest.MonkeyPatch) -> None:
+    right = Scheduler.pause
+
+    def wrong(self: Scheduler, mode: str) -> tuple[bool, str]:
+        said = right(self, mode)
+        self.paused = False
+        return said
+
+    patch.setattr(Scheduler, "pause", wrong)
+
+
 def _stop_strings_kept(patch: pytest.MonkeyPatch) -> None:
     """A stop string is found and the text before it that had been held back is lost."""
     right = StopScanner.feed
@@ -451,7 +527,20 @@ WRONG = [
     (_stop_strings_kept, "spoken", r"r\d: says '.*' with \d+ tokens and ends with stop"),
     (_stop_strings_armed_early, "spoken", r"r\d: says '.*' with \d+ tokens and ends with stop"),
     (_goes_on_after_an_abort, "aborts", r"r\d goes on after it was aborted"),
-]
+    (_news_kept_to_the_end, "mixed", r"r\d is told \d tokens at once, and 1 are due"),
+    (_first_news_late, "mixed", r"r\d is told 2 tokens at once, and 1 are due"),
+    (_min_tokens_forgotten, "everything", r"r\d: (output \d is \d+, alone it is|ends with stop \d+ after)"),
+    (_chunks_that_add_up, "mixed", r"a prefill step computes \d+ tokens, 8 are allowed"),
+    (_the_last_one_first, "bursts", r"r\d is admitted before r\d, whose turn it is"),
+    (_the_last_one_first, "priorities", r"r\d is admitted before r\d, whose turn it is"),
+    (_the_best_one_is_retracted, "priorities", r"r\d is retracted, and a request of a worse priority runs on"),
+    (_equals_give_way, "priorities", r"r\d gives way, and nobody waits who is better by more than \d+"),
+    (_a_flush_that_says_yes, "bursts",
+     r"'flush' is answered with \(True, 'cache not flushed: (\d) requests are pending'\), and "
+     r"\(False, 'cache not flushed: \1 requests are pending'\) is right"),
+    (_a_flush_that_is_forgotten, "everything", r"'early' was never answered"),
+    (_a_pause_that_goes_on, "bursts", r"r\d goes on while generation is paused"),
+]  # fmt: skip
 
 
 def _first_failure(name: str, num_seeds: int) -> Outcome | None:

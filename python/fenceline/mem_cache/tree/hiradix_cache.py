@@ -262,9 +262,9 @@ class HiRadixCache(RadixCache):
         """Pin the host pages of ``node``, which has some, until :meth:`release_hold`, whatever becomes of it."""
         return self._host.hold(node, self.keys(node) if self._root_key is not None else [])
 
-    def release_hold(self, hold_id: int, after: Points = Points.none()) -> None:
-        """Give back a hold. ``after``: its user's last accesses, where they are work on a stream."""
-        self._host.release(hold_id, after)
+    def release_hold(self, hold_id: int) -> None:
+        """Give back a hold, whose user touches the pages no more."""
+        self._host.release(hold_id)
 
     def keys(self, node: TreeNode) -> list[PageKey]:
         """The storage keys of ``node``'s pages, in token order; none for the root or a node that has left the tree.
@@ -547,16 +547,14 @@ class HostTier:
         self._holds[hold.id] = hold
         return hold
 
-    def release(self, hold_id: int, after: Points) -> None:
-        """Give back a hold. ``after``: its user's last accesses."""
+    def release(self, hold_id: int) -> None:
+        """Give back a hold, whose user touches the pages no more."""
         assert hold_id in self._holds, f"hold {hold_id} is released twice or was never taken"
         hold = self._holds.pop(hold_id)
         for node in hold.nodes:
             node.host_holds = tuple(other for other in node.host_holds if other is not hold)
-            node.host_after = node.host_after.join(after)
             self.lru.push_if_evictable(node)
         for orphan in hold.orphans:
-            orphan.after = orphan.after.join(after)
             orphan.num_holds -= 1
             if orphan.num_holds == 0:
                 self._num_orphan_pages -= len(orphan.pages)

@@ -1,8 +1,9 @@
 """What was asked, what was answered, and whether that is right: each answer is held against the oracle's.
 
 A :class:`Transcript` is kept by the driver, from messages alone: what went into the scheduler and what came out, in
-order. Beside tokens it knows what else a client relies on: every increment once and in order, nothing after the end,
-finish reasons, logprobs, and how much of a prompt may have come from the cache (:class:`Sharing`).
+order. Beside tokens it knows what else a client relies on: every increment once, in order and when it is due, nothing
+after the end or during a pause, finish reasons, logprobs, answers to control messages, and how much of a prompt may
+have come from the cache (:class:`Sharing`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ import numpy.typing as npt
 from fenceline.ipc.io_struct import (
     AbortReq,
     CachedTokensDetails,
+    CancelFlushReq,
+    ContinueGenerationReq,
+    ControlReply,
     FinishReason,
+    FlushCacheReq,
+    GetInternalStateReq,
     Message,
     PauseGenerationReq,
     StrOut,
@@ -56,6 +62,17 @@ class Talk:
         return [token for out in self.outs for token in out.output_ids]
 
 
+@dataclass(slots=True)
+class _Control:
+    """A control message that is to be answered. ``num_pending``: requests that are left when it is carried out.
+    ``waits``: a flush that is carried out when none is."""
+
+    message: FlushCacheReq | PauseGenerationReq | ContinueGenerationReq | GetInternalStateReq
+    num_pending: int
+    paused: bool
+    waits: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Findings:
     """What is wrong with the answers of a run, "" if nothing is; how many tokens were compared, and how many of them
@@ -69,13 +86,22 @@ class Findings:
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What the answers of a server depend on beside its model. ``capacity``: the longest sequence it serves, in tokens.
-    ``timeouts_s``: how long requests may be ``waiting`` and ``running``. ``decodes``: news goes to a detokenizer."""
+    ``timeouts_s``: how long requests may be ``waiting`` and ``running``. ``decodes``: news goes to a detokenizer.
+    ``stream_interval``: tokens in each piece of news. ``has_storage``: there is a tier below the host."""
 
     random_seed: int
     eos_ids: frozenset[int]
     capacity: int
     timeouts_s: Mapping[str, float | None] = field(default_factory=dict)
     decodes: bool = False
+    stream_interval: int = 1
+    has_storage: bool = False
+
+    def num_new_tokens(self, request: TokenizedGenerateReq) -> int:
+        """Most tokens that ``request`` gets; -1 if it is refused."""
+        wanted, num_prompt = request.sampling_params.max_new_tokens, len(request.input_ids)
+        limit = min(wanted, self.capacity - num_prompt)
+        return -1 if num_prompt == 0 or limit < min(wanted, 1) else limit
 
 
 class Transcript:
@@ -86,9 +112,21 @@ class Transcript:
         self._wrong: list[str] = []
         self._seeds = Random(setting.random_seed)  # of requests that bring none, in order of arrival
         self._setting = setting
+        self._open: dict[str, _Control] = {}  # control messages without an answer, by id
+        self._paused = self._quiet = False
+
+    def turn(self) -> None:
+        """The scheduler begins a turn of its loop. What was in flight at a pause has been told in the turn before."""
+        self._quiet = self._paused
 
     def heard(self, message: Message) -> None:
         """``message`` is given to the scheduler, after all those heard before."""
+        match message:
+            case FlushCacheReq() | GetInternalStateReq() | PauseGenerationReq() | ContinueGenerationReq():
+                self._asked(message)
+            case CancelFlushReq() if message.id in self._open:
+                self._open[message.id].waits = False
+                self._open[message.id].num_pending = self._num_pending()
         match message:
             case TokenizedGenerateReq():
                 seed = message.sampling_params.seed
@@ -101,8 +139,57 @@ class Transcript:
             case TickReq():
                 for talk in self._meant(AbortReq(abort_all=True)):
                     talk.ticks.append(message.now)
-            case PauseGenerationReq(mode="abort"):
-                self.heard(AbortReq(abort_all=True))
+            case PauseGenerationReq():
+                self._paused = True
+                if message.mode == "abort":
+                    self.heard(AbortReq(abort_all=True))
+            case ContinueGenerationReq():
+                self._paused = self._quiet = False
+
+    def _asked(
+        self, message: FlushCacheReq | PauseGenerationReq | ContinueGenerationReq | GetInternalStateReq
+    ) -> None:
+        num_pending = self._num_pending()
+        waits = isinstance(message, FlushCacheReq) and message.wait and num_pending > 0
+        self._open[message.id] = _Control(message, num_pending, self._paused, waits)
+
+    def _num_pending(self) -> int:
+        """Requests that are left when the scheduler has taken in all that was heard so far."""
+        refused, talks = self._setting.num_new_tokens, self.talks.values()
+        return sum(not talk.ended and not talk.aborted and refused(talk.request) >= 0 for talk in talks)
+
+    def replied(self, reply: ControlReply) -> None:
+        """The scheduler has answered a control message."""
+        control = self._open.pop(reply.id, None)
+        if control is None:
+            self._wrong.append(f"{reply.id!r} is answered, and nobody waits for that")
+            return
+        if control.waits:
+            control.num_pending = self._num_pending()
+        success, text = self._right_reply(control)
+        if reply.success != success or not reply.message.startswith(text):
+            said, right = (reply.success, reply.message), (success, text)
+            self._wrong.append(f"{reply.id!r} is answered with {said}, and {right} is right")
+        if isinstance(control.message, GetInternalStateReq) and reply.state is not None:
+            num_reqs = reply.state.num_running_reqs + reply.state.num_queue_reqs
+            if (num_reqs, reply.state.paused) != (control.num_pending, control.paused):
+                self._wrong.append(f"{reply.id!r} says {num_reqs} requests, {control.num_pending} are left")
+
+    def _right_reply(self, control: _Control) -> tuple[bool, str]:
+        """Whether it succeeds, and how the text begins."""
+        match control.message:
+            case FlushCacheReq() if control.num_pending:
+                return False, f"cache not flushed: {control.num_pending} requests are pending"
+            case FlushCacheReq(storage=True) if not self._setting.has_storage:
+                return False, "cache not flushed: there is no storage tier"
+            case FlushCacheReq():
+                return True, "cache flushed: "
+            case PauseGenerationReq():
+                return True, f"paused ({control.message.mode})"
+            case ContinueGenerationReq():
+                return True, "generation continues"
+            case GetInternalStateReq():
+                return True, ""
 
     def _meant(self, message: AbortReq) -> list[Talk]:
         rids = list(self.talks) if message.abort_all else [message.rid]
@@ -121,8 +208,19 @@ class Transcript:
             )
         if talk.aborted and (out.finish_reason is None or out.finish_reason.type != "abort"):
             self._wrong.append(f"{out.rid} goes on after it was aborted")
+        if self._quiet and (out.finish_reason is None or out.finish_reason.type != "abort"):
+            self._wrong.append(f"{out.rid} goes on while generation is paused")
+        self._check_interval(talk, out)
         talk.outs.append(out)
         talk.ended = out.finish_reason is not None
+
+    def _check_interval(self, talk: Talk, out: TokenOut) -> None:
+        """Where somebody looks at each piece of news the first brings one token, and each later one an interval's."""
+        request, num = talk.request, len(out.output_ids)
+        if request.stream or request.sampling_params.stop:
+            due = self._setting.stream_interval if any(said.output_ids for said in talk.outs) else 1
+            if num > due or (num < due and out.finish_reason is None):
+                self._wrong.append(f"{out.rid} is told {num} tokens at once, and {due} are due")
 
     def decoded(self, out: StrOut) -> None:
         """The detokenizer has news for the client."""
@@ -135,6 +233,7 @@ class Transcript:
     def compare(self, oracle: Oracle) -> Findings:
         """Hold everything against ``oracle``."""
         wrong, num_tokens, num_close = list(self._wrong), 0, 0
+        wrong += [f"{id!r} was never answered" for id in self._open]
         for rid, talk in self.talks.items():
             comparison = _Comparison(talk, oracle, self._setting)
             difference = comparison.run()
@@ -156,8 +255,8 @@ class _Comparison:
         self._talk = talk
         self._oracle = oracle
         self._setting = setting
-        self._limit = min(params.max_new_tokens, setting.capacity - len(prompt))
-        self._refused = len(prompt) == 0 or self._limit < min(params.max_new_tokens, 1)
+        self._limit = setting.num_new_tokens(talk.request)
+        self._refused = self._limit < 0
         self._forced: tuple[tuple[int, int], ...] = ()
         self._ask = Ask(
             prompt=tuple(prompt),

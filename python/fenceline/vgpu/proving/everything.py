@@ -95,6 +95,7 @@ def _some(script: Script, step: int, prompt: list[int], page_size: int, plain: b
             num_tokens = random.choice((0, 1, 3, 5, 9, 14))
             if num_tokens > 1 and random.random() < 0.2:
                 options["min_new_tokens"] = random.randrange(2, num_tokens + 1)
+                options["stop_token_ids"] = tuple(range(16, VOCAB_SIZE))  # which it would say before that
             if options.get("logprob_start_len", -1) >= len(prompt):
                 options["logprob_start_len"] = len(prompt) - 1
         rid = script.add(step, prompt, num_tokens, **options)

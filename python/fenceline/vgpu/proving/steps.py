@@ -12,7 +12,13 @@ import numpy as np
 from fenceline.config.engine_config import EngineConfig, resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.frontend.detokenizer_manager import Detokenizer
-from fenceline.ipc.io_struct import AbortReq, BatchTokenOut, Message, TokenizedGenerateReq
+from fenceline.ipc.io_struct import (
+    AbortReq,
+    BatchTokenOut,
+    ControlReply,
+    Message,
+    TokenizedGenerateReq,
+)
 from fenceline.mem_cache.hicache import HiCache
 from fenceline.memory_order import Device
 from fenceline.model_executor.model_runner import ModelRunner
@@ -99,7 +105,15 @@ class Loop:
         timeouts_s = {"waiting": args.req_waiting_timeout, "running": args.req_running_timeout}
         eos_ids = frozenset(config.model.eos_token_ids)
         self.transcript = Transcript(
-            Setting(config.random_seed, eos_ids, longest, timeouts_s, decodes=self._decode_lag is not None)
+            Setting(
+                config.random_seed,
+                eos_ids,
+                longest,
+                timeouts_s,
+                decodes=self._decode_lag is not None,
+                stream_interval=args.stream_interval,
+                has_storage=self.runner.storage is not None,
+            )
         )
 
     def _clock(self) -> float:
@@ -120,6 +134,7 @@ class Loop:
     def drain(self, block: bool, timeout_ms: int | None = None) -> Sequence[Message]:
         """See ``scheduler.scheduler.Inbox``. A scheduler that would sleep is taken to the next arrival, one that waits
         for transfers as well gets its turn."""
+        self.transcript.turn()
         messages = self._react()
         if block and timeout_ms is None and self._arrivals and not messages:
             self.step_no = max(self.step_no, self._arrivals[0].step)
@@ -175,6 +190,8 @@ class Loop:
 
     def to_tokenizer(self, message: Message) -> None:
         """See ``scheduler.scheduler.Outbox``."""
+        if isinstance(message, ControlReply):
+            self.transcript.replied(message)
         self._tell(message)
 
     # --- the loop
@@ -207,7 +224,8 @@ class Loop:
         """All answers, held against those of each request alone."""
         found = self.transcript.compare(_oracle(self.scheduler.config.model.model_path))
         shared = self.scheduler.sharing.compare(self.transcript.talks.values())
-        return replace(found, wrong="\n".join(part for part in (found.wrong, shared) if part))
+        parts = (found.wrong, shared, *self.scheduler.wrong)
+        return replace(found, wrong="\n".join(part for part in parts if part))
 
     def _settle(self, tiers: HiCache) -> None:
         """F6: what was submitted ends and is noticed, and then nobody holds anything."""
