@@ -47,30 +47,6 @@ NO_TORCH = (
 # What the proof compares the engine's answers with. It imports nothing of the package except for types.
 INDEPENDENT = ("vgpu.proving.oracle",)
 ORDERING_FOLDERS = ("memory_order", TEST_ONLY)
-# The remaining circles of imports, each with its modules in order of names. This list only gets shorter: a circle that
-# is not in it is a violation, and so is an entry that is no longer a circle.
-ALLOWED_CIRCLES: tuple[tuple[str, ...], ...] = (
-    (
-        *(
-            "vgpu.audit",
-            "vgpu.checks",
-            "vgpu.detector",
-            "vgpu.event",
-            "vgpu.findings",
-            "vgpu.gpu",
-            "vgpu.graph",
-        ),
-        *(
-            "vgpu.memory",
-            "vgpu.operation",
-            "vgpu.policy",
-            "vgpu.report",
-            "vgpu.streams",
-            "vgpu.threads",
-            "vgpu.watch",
-        ),
-    ),
-)
 
 _RAW_CLASSES = {"Stream", "Event", "ExternalStream", "CUDAGraph", "graph", "graph_pool_handle"}
 _RAW_METHODS = {"record_stream", "wait_stream"}
@@ -98,7 +74,7 @@ class Import:
     for_types: bool
 
 
-def violations(source: Path, allowed_circles: Iterable[tuple[str, ...]] = ()) -> list[Violation]:
+def violations(source: Path) -> list[Violation]:
     """Every violation in the package below ``source``, in order of files and lines; circles of imports come last."""
     found: list[Violation] = []
     paths: dict[str, Path] = {}
@@ -113,7 +89,7 @@ def violations(source: Path, allowed_circles: Iterable[tuple[str, ...]] = ()) ->
         found += [Violation(path, line, text) for line, text in _independent(module, imports)]
         if _folder(module) not in ORDERING_FOLDERS:
             found += [Violation(path, line, text) for line, text in _raw_ordering(tree)]
-    return found + list(_circles(paths, all_imports, tuple(allowed_circles)))
+    return found + list(_circles(paths, all_imports))
 
 
 def _module_name(path: Path, source: Path) -> str:
@@ -208,22 +184,14 @@ def _independent(module: str, imports: list[Import]) -> Iterator[tuple[int, str]
             yield item.line, f"imports {item.module}: {module} shares nothing with what it checks"
 
 
-def _circles(
-    paths: Mapping[str, Path], imports: Mapping[str, list[Import]], allowed: tuple[tuple[str, ...], ...]
-) -> Iterator[Violation]:
+def _circles(paths: Mapping[str, Path], imports: Mapping[str, list[Import]]) -> Iterator[Violation]:
     """Modules that import each other, whatever their folder, in functions and for types too."""
     graph = {module: _imported_modules(module, imports) for module in imports}
-    circles = _strongly_connected(graph)
-    for circle in circles:
-        if circle not in allowed:
-            first = circle[0]
-            line, target = min((line, name) for name, line in graph[first].items() if name in circle)
-            text = f"imports {PACKAGE}.{target}, which leads back: {', '.join(circle)} import each other"
-            yield Violation(paths[first], line, text)
-    for circle in allowed:
-        if circle not in circles:
-            text = f"the circle {', '.join(circle)} is gone or another now: take it out of ALLOWED_CIRCLES"
-            yield Violation(Path(__file__), 1, text)
+    for circle in _strongly_connected(graph):
+        first = circle[0]
+        line, target = min((line, name) for name, line in graph[first].items() if name in circle)
+        text = f"imports {PACKAGE}.{target}, which leads back: {', '.join(circle)} import each other"
+        yield Violation(paths[first], line, text)
 
 
 def _imported_modules(module: str, imports: Mapping[str, list[Import]]) -> dict[str, int]:
@@ -301,9 +269,9 @@ def test_violations(tests: Path) -> list[Violation]:
     return found
 
 
-def main(source: Path, tests: Path, allowed_circles: Iterable[tuple[str, ...]] = ()) -> int:
+def main(source: Path, tests: Path) -> int:
     """Print the violations below ``source`` and ``tests``; 1 if there are any."""
-    found = violations(source, allowed_circles) + test_violations(tests)
+    found = violations(source) + test_violations(tests)
     for violation in found:
         print(violation)
     return 1 if found else 0
@@ -312,5 +280,4 @@ def main(source: Path, tests: Path, allowed_circles: Iterable[tuple[str, ...]] =
 if __name__ == "__main__":
     root = Path(__file__).resolve().parent.parent
     given = [Path(argument) for argument in sys.argv[1:]]
-    allowed = ALLOWED_CIRCLES if not given else ()  # those of this repository
-    sys.exit(main(*[*given, *(root / "python", root / "test")[len(given) :]], allowed_circles=allowed))
+    sys.exit(main(*[*given, *(root / "python", root / "test")[len(given) :]]))

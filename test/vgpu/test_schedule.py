@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fenceline.vgpu import DeadlockError, KernelError, Script, Turn, VirtualGpu, use
-from fenceline.vgpu.operation import Operation, here
+from fenceline.vgpu.place import here
 from fenceline.vgpu.policy import POLICIES, Policy, make_policy
+from fenceline.vgpu.streams import Operation
 
 
 def outcome(policy: str | Policy, seed: int = 0, ordered: bool = False) -> tuple[list[float], VirtualGpu]:

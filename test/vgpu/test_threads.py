@@ -19,7 +19,7 @@ def store_pages(seed: int, wait_for_the_copy: bool, policy: str = "random") -> l
     pages = gpu.pinned_buffer(3 * 16).view(torch.float32).view(3, 4)
     kv = torch.zeros(3, 4, device=device)
     store = gpu.stream("store")
-    todo: Channel[tuple[int, object] | None] = Channel(gpu)
+    todo: Channel[tuple[int, object] | None] = gpu.channel()
     stored: list[list[float]] = []
 
     def worker() -> None:
@@ -62,7 +62,7 @@ def test_threads_touching_one_page_without_a_message_race() -> None:
     def run(seed: int, told: bool) -> None:
         gpu = VirtualGpu(seed=seed)
         page = gpu.pinned_buffer(64)
-        done: Channel[int] = Channel(gpu)
+        done: Channel[int] = gpu.channel()
 
         def write(what: str) -> None:
             gpu.host_access(page, True, what)
@@ -89,7 +89,7 @@ def test_turns_depend_on_the_seed_and_nothing_else() -> None:
         def talk(name: str) -> None:
             for _ in range(4):
                 said.append(name)
-                gpu.yield_turn()
+                gpu.rotation.maybe_switch()
 
         threads = [gpu.spawn(name, lambda name=name: talk(name)) for name in "ab"]
         for thread in threads:
@@ -113,7 +113,7 @@ def test_each_thread_has_its_own_current_stream() -> None:
 
 def test_a_message_that_never_comes_is_a_deadlock() -> None:
     gpu = VirtualGpu()
-    channel: Channel[int] = Channel(gpu)
+    channel: Channel[int] = gpu.channel()
     with pytest.raises(DeadlockError, match="waits for a message"):
         channel.get()
     thread = gpu.spawn("waiting", lambda: print(channel.get()))
@@ -159,7 +159,7 @@ def test_threads_of_a_run_that_is_over_end() -> None:
 
     def waits() -> None:
         try:
-            Channel(gpu).get()
+            gpu.channel().get()
         finally:
             done.append("waits")
 

@@ -18,11 +18,9 @@ from fenceline.vgpu.errors import (
     StaleMemoryError,
     VgpuError,
 )
-from fenceline.vgpu.event import Event
 from fenceline.vgpu.factories import use
 from fenceline.vgpu.footprint import declare_rows
-from fenceline.vgpu.gpu import VirtualGpu
-from fenceline.vgpu.graph import Graph
+from fenceline.vgpu.gpu import Event, Graph, VirtualGpu
 from fenceline.vgpu.kernels import Rows, launch
 from fenceline.vgpu.policy import Script, Turn
 from fenceline.vgpu.threads import Channel

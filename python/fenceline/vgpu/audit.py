@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from fenceline.vgpu.errors import AuditError
-from fenceline.vgpu.memory import Region
-from fenceline.vgpu.operation import Access, Accesses, Operation
+from fenceline.vgpu.memory import Access, Accesses, Region
+from fenceline.vgpu.streams import Operation
 
 Mask = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]

@@ -18,7 +18,9 @@ import torch
 
 from fenceline.vgpu import backend
 from fenceline.vgpu.layout import Form, contiguous_form, form_of, layout_of
-from fenceline.vgpu.operation import Access, Operation, here
+from fenceline.vgpu.memory import Access
+from fenceline.vgpu.place import here
+from fenceline.vgpu.streams import Operation
 from fenceline.vgpu.tensor import VTensor, access, new_tensor
 
 

@@ -14,9 +14,9 @@ import torch
 from fenceline.vgpu.errors import RaceError
 from fenceline.vgpu.layout import Layout, layout_of
 from fenceline.vgpu.memory import Tag
-from fenceline.vgpu.operation import Operation
 from fenceline.vgpu.report import Conflict, race_error
 from fenceline.vgpu.shadow import Rows, Shadow
+from fenceline.vgpu.streams import Operation
 
 _NONE: Sequence[RaceError] = ()
 

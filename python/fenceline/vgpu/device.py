@@ -15,12 +15,11 @@ from fenceline.memory_order.edges import GRAPH_POOL, Edge, Guard, StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
 from fenceline.memory_order.stream import Point, Stream, applied_at
 from fenceline.vgpu.factories import use
+from fenceline.vgpu.gpu import Graph as VirtualGraph
 from fenceline.vgpu.gpu import VirtualGpu
-from fenceline.vgpu.graph import Graph as VirtualGraph
 from fenceline.vgpu.memory import whole
-from fenceline.vgpu.operation import Operation, here
-from fenceline.vgpu.streams import VirtualStream
-from fenceline.vgpu.threads import Channel
+from fenceline.vgpu.place import here
+from fenceline.vgpu.streams import Operation, VirtualStream
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -149,7 +148,7 @@ class VgpuDevice(Device):
         return self.gpu.spawn(name, run)
 
     def make_channel(self) -> HostChannel[T]:
-        return Channel(self.gpu)
+        return self.gpu.channel()
 
     def write_host(self, host: torch.Tensor, source: torch.Tensor) -> None:
         self.forward.copy(host, source)

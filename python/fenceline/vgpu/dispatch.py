@@ -17,8 +17,9 @@ from fenceline.vgpu.errors import VgpuError
 from fenceline.vgpu.footprint import Indexes
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.layout import Form, form_of
-from fenceline.vgpu.operation import NO_ACCESS, NO_BOUNDS, Access, Bound, Bounds, here
+from fenceline.vgpu.memory import NO_ACCESS, NO_BOUNDS, Access, Bound, Bounds
 from fenceline.vgpu.operators import Kind, Operator
+from fenceline.vgpu.place import here
 from fenceline.vgpu.tensor import VTensor, access, new_tensor, set_dispatch, wrap
 
 Kwargs = Mapping[str, Any]

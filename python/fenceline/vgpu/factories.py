@@ -12,7 +12,8 @@ from fenceline.vgpu.copies import copy_
 from fenceline.vgpu.dispatch import dispatch
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.layout import contiguous_form, form_of
-from fenceline.vgpu.operation import Access, here
+from fenceline.vgpu.memory import Access
+from fenceline.vgpu.place import here
 from fenceline.vgpu.tensor import new_tensor
 
 _current: list[VirtualGpu] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fenceline.vgpu.errors import CheckError, KernelError, RaceError
-from fenceline.vgpu.operation import Operation
+from fenceline.vgpu.streams import Operation
 
 
 class Findings:

@@ -1,10 +1,12 @@
-"""VirtualGpu: streams whose work runs later, in an order that a seed decides."""
+"""VirtualGpu: streams whose work runs later, in an order that a seed decides; its events and its graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from random import Random
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -12,26 +14,28 @@ from fenceline.vgpu import backend
 from fenceline.vgpu.audit import Auditor
 from fenceline.vgpu.checks import Checks
 from fenceline.vgpu.detector import Detector
-from fenceline.vgpu.errors import AuditError, CaptureError, DeadlockError, RaceError
-from fenceline.vgpu.event import Event
+from fenceline.vgpu.errors import AuditError, CaptureError, DeadlockError, RaceError, StaleMemoryError
 from fenceline.vgpu.findings import Findings
-from fenceline.vgpu.graph import Capture, Graph
 from fenceline.vgpu.layout import Form, layout_at
-from fenceline.vgpu.memory import ALIGN, Allocation, PinnedMemory, Pool, Region, Tag, whole
-from fenceline.vgpu.operation import (
+from fenceline.vgpu.memory import (
+    ALIGN,
     NO_ACCESS,
     NO_BOUNDS,
-    RELEASE,
     Accesses,
+    Allocation,
     Bounds,
-    Operation,
-    Place,
-    Purpose,
-    here,
+    PinnedMemory,
+    Pool,
+    Region,
+    Tag,
+    whole,
 )
+from fenceline.vgpu.place import Place, here
 from fenceline.vgpu.policy import Policy, Turn, make_policy
-from fenceline.vgpu.streams import DEFAULT_STREAM, HostThread, VirtualStream
-from fenceline.vgpu.threads import Rotation, Worker
+from fenceline.vgpu.streams import DEFAULT_STREAM, RELEASE, HostThread, Operation, Purpose, VirtualStream
+from fenceline.vgpu.threads import Channel, Rotation, Worker
+
+T = TypeVar("T")
 
 _DEFAULT_BYTES = 1 << 30
 
@@ -100,12 +104,11 @@ class VirtualGpu:
         """Start a thread of the host that may use the GPU; its current stream is the default stream."""
         agent = self._thread(f"host:{name}")
         agent.hear(self.thread.now())
-        return Worker(self, agent, run)
+        return Worker(self.rotation, agent, run)
 
-    def yield_turn(self) -> None:
-        """Let another host thread go first, perhaps."""
-        if self.rotation.is_shared:
-            self.rotation.maybe_switch()
+    def channel(self) -> Channel[T]:
+        """A queue between threads of the host."""
+        return Channel(self.rotation, self.findings)
 
     @contextmanager
     def on(self, stream: VirtualStream) -> Iterator[None]:
@@ -127,12 +130,12 @@ class VirtualGpu:
         """Memory for a tensor of ``form`` from the current stream's pool: its plain view, and the tenancy."""
         stream = self.thread.current
         self.collect_released()
-        capture = stream.capture
+        capture = self.capturing if stream.is_captured else None
         pool = f"stream {stream.number}" if capture is None else capture.graph.pool
         tag = Tag(self.pool.take(pool, form.nbytes), place, form.shape)
         tag.pool, tag.captured = pool, capture is not None
         tag.region.tenant = tag
-        return tag.region.view(layout_at(form, 0)), Allocation(tag, stream, self._release)
+        return tag.region.view(layout_at(form, 0)), Allocation(tag, partial(self._release, tag, stream))
 
     def _release(self, tag: Tag, stream: VirtualStream) -> None:
         self._released.append((tag, stream))  # may be called at any moment, by Python's collector
@@ -146,7 +149,7 @@ class VirtualGpu:
             op = Operation(RELEASE, tag.place, region.poison, writes=(whole(tag),))
             if not tag.pool.startswith("graph "):
                 self._queue(stream, op)
-            elif stream.capture is not None:
+            elif stream.is_captured:
                 self.enqueue(stream, op)
             # Else a graph's output was dropped after the capture: its replays write there all the same.
             self.pool.put(tag.pool, region)
@@ -222,14 +225,14 @@ class VirtualGpu:
 
     def enqueue(self, stream: VirtualStream, op: Operation, event: Event | None = None) -> None:
         """Put ``op`` into the queue of ``stream``, or into the graph that is being captured."""
-        after = op.after
-        capture = stream.capture or (None if after is None else after.capture)
-        if capture is not None:
-            if stream.capture is None and capture is not self.capturing:
-                raise CaptureError(f"{stream.name} waits for a mark inside a graph, recorded at {after}")
-            capture.add(stream, op, event)
-        else:
+        after, capture = op.after, self.capturing
+        inside = None if after is None else after.capture
+        if not stream.is_captured and inside is None:
             self._queue(stream, op)
+            return
+        if capture is None or (not stream.is_captured and inside is not capture):
+            raise CaptureError(f"{stream.name} waits for a mark inside a graph, recorded at {after}")
+        capture.add(stream, op, event)
 
     def _queue(self, stream: VirtualStream, op: Operation) -> None:
         thread = self.thread
@@ -273,7 +276,7 @@ class VirtualGpu:
 
     def forbid_in_capture(self, what: str, stream: VirtualStream | None = None) -> None:
         """Raise ``CaptureError`` if ``stream`` (default: any) is being captured."""
-        if self.capturing is not None and (stream is None or stream.capture is not None):
+        if self.capturing is not None and (stream is None or stream.is_captured):
             self.capturing.graph.failed = True
             raise CaptureError(f"{what} is not allowed while {self.capturing.graph.name} is being captured")
 
@@ -352,8 +355,7 @@ class VirtualGpu:
         return self.policy.pick(runnable, None if awaited is None else _needed(awaited))
 
     def _begin_call(self) -> None:
-        if self.rotation.is_shared:
-            self.rotation.maybe_switch()
+        self.rotation.maybe_switch()
         self.num_calls += 1
         self.policy.begin_call(self.num_calls)
 
@@ -422,3 +424,214 @@ def _needed(op: Operation) -> VirtualStream:
         assert after.stream is not None, "a mark lies on a stream"
         stream = after.stream
     return stream
+
+
+# --- events and graphs -------------------------------------------------------------------------------
+
+
+class Event:
+    """As CUDA's, for programs that use the virtual GPU by itself.
+
+    A wait is for the latest record at the time of the call; without one it is for nothing.
+
+    ``external`` records and waits, inside a captured graph, concern work outside it: each replay records the event
+    anew, or waits for its latest record at the time of the replay.
+    """
+
+    def __init__(self, gpu: VirtualGpu) -> None:
+        self._gpu = gpu
+        self.mark: Operation | None = None
+
+    def record(self, stream: VirtualStream, external: bool = False) -> None:
+        """Let the event stand for everything submitted to ``stream`` so far."""
+        capture = self._gpu.capturing if external and stream.is_captured else None
+        if capture is not None:
+            capture.add(stream, Operation("external record", here(), None), self)
+        else:
+            self.mark = self._gpu.record(stream)
+
+    def wait(self, stream: VirtualStream, external: bool = False) -> None:
+        """What is submitted to ``stream`` from now on runs after the event's latest record."""
+        capture = self._gpu.capturing if external and stream.is_captured else None
+        if capture is not None:
+            op = Operation("external wait", here(), None)
+            op.after = op  # whatever the event stands for at the replay
+            capture.add(stream, op, self)
+        elif self.mark is not None:
+            self._gpu.wait(stream, self.mark)
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the event's latest record has passed."""
+        if self.mark is not None:
+            self._gpu.synchronize(self.mark)
+
+    def query(self) -> bool:
+        """Whether the event's latest record has passed."""
+        return self.mark is None or self._gpu.query(self.mark)
+
+
+class _Node(NamedTuple):
+    """An operation of branch ``branch``, whose wait, if it is one, is for node ``after`` or an outside ``event``."""
+
+    branch: int
+    op: Operation
+    after: int | None
+    event: Event | None
+
+
+class Graph:
+    """Operations captured once with their memory and scalars, and queued again by each replay.
+
+    ``pool`` names the memory it allocated from; graphs that share one overwrite each other.
+    """
+
+    def __init__(self, gpu: VirtualGpu, name: str, pool: str) -> None:
+        self.name = name
+        self.pool = pool
+        self.num_replays = 0
+        self._gpu = gpu
+        self._nodes: list[_Node] = []
+        self._branches: list[VirtualStream] = []  # those beside the stream of the launch
+        self.failed = False
+        self._uses: dict[Tag, Operation] = {}  # memory, and the first operation that touches it
+        self._writes: dict[Tag, Operation] = {}  # the same of those that write
+        self._ready = False
+        self._last: Operation | None = None  # the end of the latest replay
+
+    @property
+    def num_nodes(self) -> int:
+        """Operations of a replay, marks and waits included."""
+        return len(self._nodes)
+
+    def replay(self) -> None:
+        """Queue everything again on the current stream. Raises ``StaleMemoryError`` if memory it uses was freed,
+        ``ProtectionError`` if it writes what graphs may not.
+
+        It runs after earlier replays of this graph on whatever streams, as ``cudaGraphLaunch`` promises.
+        """
+        gpu = self._gpu
+        if not self._ready:
+            raise CaptureError(f"{self.name} has not been captured")
+        launch = gpu.thread.current
+        if launch.is_captured:
+            raise CaptureError(f"{self.name} is replayed on {launch.name}, which is being captured")
+        gpu.collect_released()
+        self._check_memory()
+        self.num_replays += 1
+        if self._last is not None and self._last.stream is not launch:
+            gpu.wait(launch, self._last)
+        streams = [launch, *self._branches]
+        if self._branches:
+            start = gpu.record(launch)
+            for branch in self._branches:
+                gpu.wait(branch, start)
+        queued: list[Operation] = []
+        for node in self._nodes:
+            queued.append(self._queue(node, streams[node.branch], queued))
+        for branch in self._branches:
+            gpu.wait(launch, gpu.record(branch))
+        self._last = gpu.record(launch)
+
+    def _queue(self, node: _Node, stream: VirtualStream, queued: list[Operation]) -> Operation:
+        gpu, old = self._gpu, node.op
+        if node.event is not None and old.after is None:
+            node.event.mark = gpu.record(stream)
+            return node.event.mark
+        op = Operation(old.label, old.place, old.run, old.reads, old.writes, bounds=old.bounds)
+        op.graph = self.name
+        if node.event is not None:
+            if node.event.mark is None:
+                return op
+            op.after = node.event.mark
+        elif node.after is not None:
+            op.after = queued[node.after]
+        gpu.enqueue(stream, op)
+        return op
+
+    def _check_memory(self) -> None:
+        for tag, op in self._uses.items():
+            if tag.ended and tag.pool != self.pool:
+                text = f"lifetime: {self.name} replays {op.label} on freed memory: {tag}\n  captured at {op.place}"
+                raise StaleMemoryError(text, "", str(tag), (str(op.place),))
+        for tag, op in self._writes.items():
+            self._gpu.checks.graph_write(op, tag, self.name)
+            tenant = tag.region.tenant
+            # Graphs of one owner may share memory; whoever else has it now does not expect them.
+            if tag.ended and tenant is not None and not tenant.ended and not tenant.captured:
+                self._gpu.checks.found(_somebody_elses(self.name, op, tenant))
+
+
+def _somebody_elses(graph: str, op: Operation, tenant: Tag) -> StaleMemoryError:
+    lines = [
+        f"lifetime: {graph} writes {tenant}, which is not its own",
+        f"  captured: {op.label} at {op.place}",
+        "  what it wrote went back to the allocator when the capture ended, and was handed out again at",
+        f"  {tenant.place}",
+        "  missing guard: graph_pool",
+    ]
+    return StaleMemoryError("\n".join(lines), "graph_pool", str(tenant), (str(op.place), str(tenant.place)))
+
+
+class Capture:
+    """A capture in progress, of one or more streams.
+
+    As in CUDA: a stream that waits for a captured mark joins the capture and must be joined again before it ends;
+    whatever makes the host wait, or reads host memory at the call, is refused; memory allocated inside belongs to the
+    graph's pool.
+    """
+
+    def __init__(self, graph: Graph, origin: VirtualStream) -> None:
+        self.graph = graph
+        self._streams = [origin]
+        self._numbers: dict[Operation, int] = {}
+        self._unjoined: dict[VirtualStream, Operation] = {}  # each branch's latest work that nobody waits for
+        origin.is_captured = True
+
+    def add(self, stream: VirtualStream, op: Operation, event: Event | None = None) -> None:
+        """Note ``op``; ``stream`` joins the capture if it waits for something in it."""
+        after = None
+        if op.after is not None and event is None:
+            if op.after.capture is not self:
+                raise CaptureError(
+                    f"{stream.name}, which is being captured, waits for work outside the graph (recorded at "
+                    f"{op.after.place}); use an external event"
+                )
+            after = self._numbers[op.after]
+            self._join(op.after)
+        if stream not in self._streams:
+            self._streams.append(stream)
+            stream.is_captured = True
+        op.stream = stream
+        op.where = stream.name
+        op.capture = self
+        self._numbers[op] = len(self._numbers)
+        nodes = self.graph._nodes
+        nodes.append(_Node(self._streams.index(stream), op, after, event))
+        op.graph = self.graph.name
+        for tag, _, _ in (*op.reads, *op.writes):
+            self.graph._uses.setdefault(tag, op)
+        for tag, _, _ in op.writes:
+            self.graph._writes.setdefault(tag, op)
+            self.graph._gpu.checks.graph_write(op, tag, self.graph.name)
+        if stream is not self._streams[0] and op.run is not None:
+            self._unjoined[stream] = op
+
+    def _join(self, mark: Operation) -> None:
+        assert mark.stream is not None, "a mark lies on a stream"
+        work = self._unjoined.get(mark.stream)
+        if work is not None and self._numbers[work] < self._numbers[mark]:
+            del self._unjoined[mark.stream]
+
+    def end(self, gpu: VirtualGpu, completed: bool) -> None:
+        """Finish. Raises ``CaptureError`` if a branch was not joined."""
+        for stream in self._streams:
+            stream.is_captured = False
+        if not completed:
+            return
+        if self.graph.failed:
+            raise CaptureError(f"the capture of {self.graph.name} was broken by an earlier error")
+        for stream, op in self._unjoined.items():
+            raise CaptureError(f"{stream.name} was not joined: nothing waits for {op.label} at {op.place}")
+        graph = self.graph
+        graph._branches = [gpu.stream(f"{graph.name}/{stream.name}") for stream in self._streams[1:]]
+        graph._ready = True

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fenceline.vgpu.operation import Access, Bound, here
+from fenceline.vgpu.memory import Access, Bound
+from fenceline.vgpu.place import here
 from fenceline.vgpu.tensor import VTensor, access
 
 

@@ -7,19 +7,17 @@ may be handed out there at once, whatever other streams still do with it. Memory
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from fenceline.vgpu.layout import Layout, contiguous_form, layout_at
-from fenceline.vgpu.operation import Access, Place
+from fenceline.vgpu.place import Place
 
 if TYPE_CHECKING:
     from fenceline.vgpu.shadow import Shadow
-    from fenceline.vgpu.streams import VirtualStream
-    from fenceline.vgpu.watch import Watch
 
 # In every type of two bytes or more: NaN, or a number far outside any index range.
 _POISON = 0x7FF8
@@ -65,7 +63,7 @@ class Tag:
     """What reports call one tenancy of a region, and the rows its memory is divided into."""
 
     __slots__ = (
-        "captured", "ended", "is_exclusive", "is_host", "name", "place", "pool", "region", "row_bytes", "shape", "watch"
+        "captured", "ended", "is_exclusive", "is_host", "name", "place", "pool", "region", "row_bytes", "shape"
     )  # fmt: skip
 
     def __init__(self, region: Region, place: Place, shape: tuple[int, ...], is_host: bool = False) -> None:
@@ -78,7 +76,6 @@ class Tag:
         self.pool = ""
         self.ended = False
         self.captured = False  # allocated during a capture
-        self.watch: Watch | None = None  # of memory of which something is asked: see watch
         self.is_exclusive = False  # a resource that bears one user at a time, not memory
 
     def __str__(self) -> str:
@@ -88,20 +85,41 @@ class Tag:
         return f"{kind} {list(self.shape)} allocated at {self.place}"
 
 
+class Access(NamedTuple):
+    """Memory that an operation touches: the bytes of ``layout``, or of its rows named by ``rows`` when it runs."""
+
+    tag: Tag
+    layout: Layout
+    rows: torch.Tensor | None = None
+
+
+class Bound(NamedTuple):
+    """``values`` index ``axis`` of ``tag``'s memory, which has ``size`` there. ``source``: the memory they lie in."""
+
+    tag: Tag
+    axis: int
+    size: int
+    values: torch.Tensor
+    source: Access | None
+
+
+Accesses = Sequence[Access]
+Bounds = Sequence[Bound]
+NO_ACCESS: Accesses = ()
+NO_BOUNDS: Bounds = ()
+
+
 class Allocation:
-    """One tenancy of device memory; it ends with the last tensor that holds it."""
+    """One tenancy of device memory. It ends, with ``release``, when the last tensor that holds it is gone."""
 
-    __slots__ = ("_release", "stream", "tag")
+    __slots__ = ("_release", "tag")
 
-    def __init__(
-        self, tag: Tag, stream: VirtualStream, release: Callable[[Tag, VirtualStream], None]
-    ) -> None:
+    def __init__(self, tag: Tag, release: Callable[[], None]) -> None:
         self.tag = tag
-        self.stream = stream
         self._release = release
 
     def __del__(self) -> None:
-        self._release(self.tag, self.stream)
+        self._release()
 
 
 class Pool:

@@ -17,8 +17,9 @@ import numpy.typing as npt
 
 from fenceline.memory_order import LeasePool
 from fenceline.vgpu.errors import OwnershipError
-from fenceline.vgpu.operation import Operation, Place, here
-from fenceline.vgpu.watch import who as describe
+from fenceline.vgpu.place import Place, here
+from fenceline.vgpu.streams import Operation
+from fenceline.vgpu.streams import who as describe
 
 I32 = npt.NDArray[np.int32]
 

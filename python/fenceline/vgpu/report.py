@@ -11,8 +11,7 @@ from fenceline.memory_order.access import row_numbers
 from fenceline.memory_order.edges import Edge, Hazard, StreamName, fitting_edges, hazard_of, missing_edge
 from fenceline.vgpu.errors import RaceError
 from fenceline.vgpu.memory import Tag
-from fenceline.vgpu.operation import RELEASE, Operation
-from fenceline.vgpu.streams import DEFAULT_STREAM
+from fenceline.vgpu.streams import DEFAULT_STREAM, RELEASE, Operation
 
 
 @dataclass(frozen=True, slots=True)

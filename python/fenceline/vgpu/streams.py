@@ -1,19 +1,82 @@
-"""VirtualStream: a first-in first-out queue of operations, and its vector clock."""
+"""What is done, and who does it: operations, the streams that they are queued on, and the threads of the host.
+
+Streams and threads are agents, each with a vector clock.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol
 
 from fenceline.memory_order.stream import Clock, joined
-from fenceline.vgpu.operation import Access, Operation, Purpose
+from fenceline.vgpu.memory import NO_ACCESS, NO_BOUNDS, Access, Accesses, Bounds
+from fenceline.vgpu.place import Place
 
-if TYPE_CHECKING:
-    from fenceline.vgpu.graph import Capture
-
+RELEASE = "return to the allocator"  # the label of the operation that ends a tensor's memory
 DEFAULT_STREAM = "default"  # the name of the one that there is from the start
 _PATIENCE = 32  # questions in vain about a stream's work, after which it runs
 _REMEMBERED = 1 << 17  # actions of an agent that reports can name
+
+
+class Purpose(Protocol):
+    """What operations are submitted for."""
+
+    def ran(self, op: Operation) -> None:
+        """``op``, submitted for this, has just run; its accesses and their indices are still there."""
+        ...
+
+
+class Operation:
+    """Work on a stream. ``agent`` and ``index`` name it for vector clocks, ``seq`` is its place in program order.
+
+    ``run`` is None for a mark or a wait. ``after`` is the mark that a wait waits for. ``bounds`` are of its indices,
+    ``graph`` the one it was replayed with. Once ``done``, what it needed to run is dropped.
+    """
+
+    __slots__ = (
+        "after", "agent", "bounds", "capture", "clock", "done", "graph", "index", "label", "place", "purpose", "reads",
+        "run", "seq", "stream", "where", "writes",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        label: str,
+        place: Place,
+        run: Callable[[], None] | None,
+        reads: Accesses = NO_ACCESS,
+        writes: Accesses = NO_ACCESS,
+        after: Operation | None = None,
+        bounds: Bounds = NO_BOUNDS,
+    ) -> None:
+        self.label = label
+        self.place = place
+        self.run = run
+        self.reads = reads
+        self.writes = writes
+        self.after = after
+        self.bounds = bounds
+        self.graph = ""
+        self.purpose: Purpose | None = None  # of the thread that submitted it: see ``VirtualGpu.meaning``
+        self.done = False
+        self.capture: object | None = None  # the Capture that it is part of; such a one never runs itself
+        self.stream: VirtualStream | None = None
+        self.agent = self.index = self.seq = 0
+        self.where = ""  # the agent's name
+        self.clock: Clock = ()
+
+    @property
+    def passed(self) -> Clock:
+        """The clock of what happens after this operation."""
+        clock = list(self.clock) + [0] * (self.agent + 1 - len(self.clock))
+        clock[self.agent] = self.index
+        return tuple(clock)
+
+
+def who(op: Operation) -> str:
+    """``op`` as reports name it: what, in which graph, where, and the line that submitted it."""
+    inside = f" in {op.graph}" if op.graph else ""
+    return f"{op.label}{inside} on {op.where} ({op.where}#{op.index}), {op.place}"
 
 
 class Agent:
@@ -94,12 +157,12 @@ class HostThread(Agent):
 class VirtualStream(Agent):
     """Operations run in order, one after the other; between streams nothing is promised."""
 
-    __slots__ = ("_heard", "_num_asked", "capture", "queue")
+    __slots__ = ("_heard", "_num_asked", "is_captured", "queue")
 
     def __init__(self, number: int, name: str) -> None:
         super().__init__(number, name)
         self.queue: deque[Operation] = deque()
-        self.capture: Capture | None = None
+        self.is_captured = False  # what is submitted to it goes into the graph that is being captured
         self._heard: Clock | None = None
         self._num_asked = 0
 

@@ -33,11 +33,11 @@ from fenceline.scheduler.scheduler import Scheduler
 from fenceline.vgpu.errors import CheckError, TagError
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.layout import Layout, layout_of
-from fenceline.vgpu.memory import Tag
-from fenceline.vgpu.operation import Access, Operation, here
+from fenceline.vgpu.memory import Access, Tag
 from fenceline.vgpu.ownership import Leases
+from fenceline.vgpu.place import here
+from fenceline.vgpu.streams import Operation, who
 from fenceline.vgpu.tensor import VTensor
-from fenceline.vgpu.watch import who
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]

@@ -10,8 +10,8 @@ import torch
 from fenceline.vgpu import backend
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.layout import Form, Layout, layout_at, layout_of
-from fenceline.vgpu.memory import Allocation
-from fenceline.vgpu.operation import Access, Place
+from fenceline.vgpu.memory import Access, Allocation
+from fenceline.vgpu.place import Place
 
 _NOTHING: Mapping[str, Any] = {}
 _dispatch: list[

@@ -11,14 +11,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from random import Random
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from fenceline.memory_order.stream import Clock
 from fenceline.vgpu.errors import DeadlockError, VgpuError
+from fenceline.vgpu.findings import Findings
 from fenceline.vgpu.streams import HostThread
-
-if TYPE_CHECKING:
-    from fenceline.vgpu.gpu import VirtualGpu
 
 T = TypeVar("T")
 
@@ -93,6 +91,8 @@ class Rotation:
 
     def maybe_switch(self) -> None:
         """At a call into the GPU: perhaps another thread goes first."""
+        if not self.is_shared:
+            return
         me = self._turns[self.agent.number]
         others = [turn for turn in self._able() if turn is not me]
         if others and self._random.random() < self._odds:
@@ -140,14 +140,14 @@ class Rotation:
 
 
 class Worker:
-    """A thread of the host that :meth:`VirtualGpu.spawn` started."""
+    """A thread of the host that ``VirtualGpu.spawn`` started."""
 
-    def __init__(self, gpu: VirtualGpu, agent: HostThread, run: Callable[[], None]) -> None:
+    def __init__(self, rotation: Rotation, agent: HostThread, run: Callable[[], None]) -> None:
         self.name = agent.name
-        self._gpu = gpu
+        self._rotation = rotation
         self._agent = agent
         self._error: BaseException | None = None
-        gpu.rotation.start(agent, lambda: self._guarded(run))
+        rotation.start(agent, lambda: self._guarded(run))
 
     def _guarded(self, run: Callable[[], None]) -> None:
         try:
@@ -157,10 +157,9 @@ class Worker:
 
     def join(self) -> None:
         """Wait for its end. Raises what it raised."""
-        self._gpu.rotation.block_until(
-            lambda: self._gpu.rotation.finished(self._agent), f"{self.name} to end"
-        )
-        self._gpu.thread.hear(self._agent.now())
+        rotation = self._rotation
+        rotation.block_until(lambda: rotation.finished(self._agent), f"{self.name} to end")
+        rotation.agent.hear(self._agent.now())
         if self._error is not None:
             raise self._error
 
@@ -168,39 +167,40 @@ class Worker:
 class Channel(Generic[T]):
     """An unbounded queue between host threads: what was done before ``put`` happened before what follows ``get``."""
 
-    def __init__(self, gpu: VirtualGpu) -> None:
-        self._gpu = gpu
+    def __init__(self, rotation: Rotation, findings: Findings) -> None:
+        self._rotation = rotation
+        self._findings = findings
         self._items: deque[tuple[T, Clock]] = deque()
         self._num_asked = 0  # in vain, since the last item
 
     def put(self, item: T) -> None:
         """Add an item; never blocks."""
-        thread = self._gpu.thread
+        thread = self._rotation.agent
         self._items.append((item, thread.now()))
-        self._gpu.yield_turn()
+        self._rotation.maybe_switch()
 
     def get(self) -> T:
         """The oldest item; blocks until there is one. Raises ``DeadlockError`` if there never will be."""
         try:
-            self._gpu.rotation.block_until(lambda: bool(self._items), "a message")
+            self._rotation.block_until(lambda: bool(self._items), "a message")
         except DeadlockError:
-            self._gpu.findings.raise_again()  # what has ended the thread that would have sent it is the news
+            self._findings.raise_again()  # what has ended the thread that would have sent it is the news
             raise
         return self._take()
 
     def poll(self) -> T | None:
         """The oldest item, None if there is none now, which orders nothing. Who asks often enough lets others run,
         whatever the policy."""
-        self._gpu.yield_turn()
+        self._rotation.maybe_switch()
         if not self._items:
-            self._gpu.findings.raise_again()
+            self._findings.raise_again()
             self._num_asked += 1
             if self._num_asked >= _PATIENCE:
-                self._gpu.rotation.give_way()
+                self._rotation.give_way()
         return self._take() if self._items else None
 
     def _take(self) -> T:
         self._num_asked = 0
         item, clock = self._items.popleft()
-        self._gpu.thread.hear(clock)
+        self._rotation.agent.hear(clock)
         return item

@@ -25,7 +25,7 @@ from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.scheduler.req import Prefix, Req
 from fenceline.scheduler.scheduler import InFlight, Scheduler
 from fenceline.vgpu.device import VgpuDevice
-from fenceline.vgpu.graph import Graph
+from fenceline.vgpu.gpu import Graph
 
 # The states of a request, for aborts (``state_of``).
 STATES = (

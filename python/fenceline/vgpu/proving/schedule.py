@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fenceline.vgpu.operation import Operation, Place, here
+from fenceline.vgpu.place import Place, here
 from fenceline.vgpu.policy import Script, Turn
-from fenceline.vgpu.streams import VirtualStream
+from fenceline.vgpu.streams import Operation, VirtualStream
 
 
 def shrink(

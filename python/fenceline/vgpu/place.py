@@ -1,0 +1,67 @@
+"""Place: the line of the program that has led to a call into the virtual GPU."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch
+
+from fenceline.memory_order import access
+
+# Who declares an access is of interest, not the function that names it.
+_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), access.__file__)
+_outside: dict[str, bool] = {}  # by file; strings keep their hash, code objects compute it every time
+
+
+def _is_outside(name: str) -> bool:
+    known = _outside[name] = not (name.startswith(_ROOTS) or name.startswith("<") or "contextlib" in name)
+    return known
+
+
+class Place(NamedTuple):
+    """A line of the program, kept as code and instruction: cheap to take, resolved when somebody asks."""
+
+    code: CodeType | None
+    instruction: int
+
+    @property
+    def line(self) -> int:
+        """The line number, 0 if unknown."""
+        if self.code is None:
+            return 0
+        for index, (first, *_) in enumerate(self.code.co_positions()):
+            if index * 2 >= self.instruction:
+                return first or 0
+        return 0
+
+    def __str__(self) -> str:
+        if self.code is None:
+            return "an unknown line"
+        text = linecache.getline(self.code.co_filename, self.line).strip()
+        return f"{_short(self.code.co_filename)}:{self.line} in {self.code.co_name}: {text}"
+
+
+def _short(filename: str) -> str:
+    path = Path(filename)
+    parts = path.parts
+    if "fenceline" in parts:
+        return "/".join(parts[len(parts) - 1 - parts[::-1].index("fenceline") :])
+    return path.name
+
+
+def here() -> Place:
+    """The innermost line outside torch and vgpu that led to this call."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        outside = _outside.get(code.co_filename)
+        if outside is None:
+            outside = _is_outside(code.co_filename)
+        if outside:
+            return Place(code, frame.f_lasti)
+        frame = frame.f_back
+    return Place(None, 0)
