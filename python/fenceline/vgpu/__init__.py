@@ -1,4 +1,4 @@
-"""A virtual GPU for torch: CUDA's asynchronous semantics on a CPU, every interleaving from a seed.
+"""A virtual GPU for torch: CUDA's asynchronous semantics on a CPU, with a schedule that a seed decides.
 
 Importing this package makes ``vgpu`` a device that ``memory_order.open_device`` knows. For tests and debugging only.
 """

@@ -1,4 +1,4 @@
-"""The audit keeps declarations honest: it runs each operation twice and looks at every byte it could reach.
+"""The audit checks declarations of accesses: it runs each operation twice and compares every byte that it could reach.
 
 An operation fails if bytes outside its declared writes changed, or if the values it wrote change when everything that
 it did not declare as read is poisoned first.
@@ -17,7 +17,7 @@ from fenceline.vgpu.streams import Operation
 Mask = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
 
-# Two runs of these differ by intention.
+# Operators that draw random numbers: two runs of these may differ.
 _DRAWING = ("rand", "uniform", "normal", "bernoulli", "multinomial", "dropout", "exponential")
 
 
@@ -28,7 +28,7 @@ class Auditor:
         self.num_audited = 0
 
     def run(self, op: Operation) -> None:
-        """Run ``op`` once for good. Raises ``AuditError`` naming the operation, the memory and the bytes."""
+        """Run ``op``, and again for the check. Raises ``AuditError`` naming the operation, the memory and the bytes."""
         assert op.run is not None, "marks and waits touch no memory"
         regions = {access.tag.region: access.tag for access in (*op.reads, *op.writes)}
         read = {region: _mask(op.reads, region) for region in regions}
@@ -51,7 +51,7 @@ class Auditor:
         poisoned = {region: _bytes(region).copy() for region in regions}
         self._again(op)
         for region, tag in regions.items():
-            # Of what is declared as written some may be left alone, both times.
+            # An operation may leave some of the declared bytes unwritten, in both runs.
             left = (after[region] == before[region]) & (_bytes(region) == poisoned[region])
             differs = (_bytes(region) != after[region]) & written[region] & ~left
             _bytes(region)[:] = after[region]

@@ -1,7 +1,7 @@
-"""The one file that touches torch's private parts: a Python backend called ``vgpu`` on the PrivateUse1 key.
+"""A Python backend of torch called ``vgpu``, on the PrivateUse1 key. Only this file uses torch's private functions.
 
-torch offers this through ``torch.utils.backend_registration`` without promising to keep it; ``test_backend.py`` is the
-smoke test that says so when it changes.
+torch offers this through ``torch.utils.backend_registration`` without guaranteeing that it stays; ``test_backend.py``
+fails if it changes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _libraries: list[torch.library.Library] = []  # torch undoes registrations with 
 def install(kernels: Mapping[str, Kernel], autograd_kernels: Mapping[str, Kernel]) -> torch.device:
     """Make ``vgpu`` a device of torch, once per process.
 
-    ``kernels`` are operators that reach a backend without an argument of ours (factories). ``autograd_kernels`` are
-    composites that must not be taken apart outside inference mode. Raises ``RuntimeError`` if another package has
-    taken torch's one slot for outside backends.
+    ``kernels`` are operators without a tensor argument on this device (factories). ``autograd_kernels`` are composite
+    operators that must not be decomposed outside inference mode. Raises ``RuntimeError`` if another package uses
+    torch's only key for external backends.
     """
     if not _libraries:
         taken = torch._C._get_privateuse1_backend_name()
@@ -48,14 +48,14 @@ def install(kernels: Mapping[str, Kernel], autograd_kernels: Mapping[str, Kernel
 
 
 def make_wrapper(cls: type, form: Form, offset: int) -> Any:
-    """A tensor of class ``cls`` on the vgpu that has sizes but no memory of torch's."""
+    """A tensor of class ``cls`` on the vgpu that has sizes but no memory allocated by torch."""
     return torch.Tensor._make_wrapper_subclass(
         cls, form.shape, strides=form.stride, storage_offset=offset, dtype=form.dtype, device=_DEVICE
     )
 
 
 def inference() -> AbstractContextManager[object]:
-    """Inference mode; whoever is in it already, as the engine is, need not enter it for each operation."""
+    """Inference mode, unless it is on already, as in the engine: then it need not be entered for each operation."""
     return _AS_IT_IS if torch.is_inference_mode_enabled() else torch.inference_mode()
 
 
@@ -63,7 +63,7 @@ _AS_IT_IS = nullcontext()
 
 
 def is_composite(func: torch._ops.OpOverload) -> bool:
-    """Whether torch can express ``func`` by other operators; under inference mode such ones arrive whole."""
+    """Whether torch can decompose ``func`` into other operators. Under inference mode it is not decomposed before."""
     return bool(func._can_decompose())
 
 
@@ -71,7 +71,8 @@ def decompose(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mappin
     """Run ``func`` as those other operators."""
     if _COMPOSITE in func.py_kernels:
         return func.decompose(*args, **kwargs)
-    return func._op_dk(_COMPOSITE, *args, **kwargs)  # ``decompose`` would look up every time whether it can
+    # torch's own ``decompose`` would check on every call whether the operator can be decomposed.
+    return func._op_dk(_COMPOSITE, *args, **kwargs)
 
 
 class NoTorchFunction:

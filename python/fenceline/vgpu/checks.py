@@ -1,13 +1,12 @@
-"""Checks of what happens-before cannot see: memory used in the right order and in the wrong way.
+"""Checks for what happens-before cannot detect: memory used in the right order but in the wrong way.
 
-* freshness: after ``begin_fill`` whoever reads the memory must find rows written since, not what an earlier batch left;
-* generation: a view of such memory that was leased is good until the next ``begin_fill``;
-* protection: no graph may write memory that only the host's plan may;
-* bounds: an index names a row that there is. Torch wraps negative ones around, to a row that is somebody's.
+* freshness: after ``begin_fill``, rows that are read must have been written since, and not by an earlier batch;
+* generation: a leased view of such memory is valid until the next ``begin_fill``;
+* protection: no graph may write memory that only the host's plan may write;
+* bounds: an index names an existing row. Torch counts negative ones from the end, where another request's row is.
 
-What matters is the order of the program: each operation's ``seq``, not when a schedule ran it.
-
-But for bounds, nothing is asked of memory that nobody has named here.
+The checks follow the order of the program, each operation's ``seq``, and not the order of the schedule. Except bounds,
+they apply to memory for which the program has asked for them.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from fenceline.vgpu.shadow import Rows, units_of
 from fenceline.vgpu.streams import Operation, who
 
 _DEFAULT_UNIT_BYTES = 16
-_MAX_FILLS = 256  # that are remembered; operations in flight are younger by far
+_MAX_FILLS = 256  # fills that are kept; operations in flight are much younger
 _MAX_SHOWN = 6
 
 
 class Checks:
-    """Those of one virtual GPU. ``moment`` counts: operations submitted later have a greater ``seq``."""
+    """The checks of one virtual GPU. ``moment`` returns a number less than the ``seq`` of all later operations."""
 
     def __init__(self, findings: Findings, moment: Callable[[], int], enabled: bool) -> None:
         self.enabled = enabled
@@ -43,9 +42,9 @@ class Checks:
         self._watches: dict[Tag, Watch] = {}  # of memory of which something is asked
 
     def begin_fill(self, tensors: Sequence[torch.Tensor], guard: str = "") -> None:
-        """Whoever reads ``tensors`` from now on must find what is written from now on; leased views of them end.
+        """From now on reads of ``tensors`` must find values written from now on; leased views of them become invalid.
 
-        ``guard`` is what reports call the mechanism that sees to it.
+        ``guard`` is the name in reports of the mechanism that ensures this.
         """
         if self.enabled:
             fill = Fill(self._moment(), here(), guard)
@@ -58,14 +57,14 @@ class Checks:
             self._watch(tensor).protected_by = guard
 
     def lease(self, tensor: torch.Tensor) -> None:
-        """``tensor`` and views made of it are good until the next ``begin_fill`` of their memory."""
+        """``tensor`` and views made of it are valid until the next ``begin_fill`` of their memory."""
         if self.enabled:
             tensor.generation = self._watch(tensor).generation  # type: ignore[attr-defined]
 
     # --- for the rest of vgpu --------------------------------------------------------------------------
 
     def run(self, op: Operation) -> None:
-        """``op`` is about to run: what is wrong with that is reported, and what it writes is noted."""
+        """``op`` is about to run: report its errors and record its writes."""
         if self.enabled:
             errors = self._check(op)
             if errors:
@@ -84,7 +83,7 @@ class Checks:
             self.found(_protected_write(op, tag, watch.protected_by, graph))
 
     def found(self, error: CheckError) -> None:
-        """Something is wrong: raise it, or keep it."""
+        """Raise ``error``, or keep it."""
         if self.enabled:
             self._findings.add_errors([error])
 
@@ -123,7 +122,7 @@ class Checks:
 
 
 class Fill(NamedTuple):
-    """The moment ``seq`` of the program after which the memory is filled anew, and who sees to that."""
+    """A fill: it begins at ``seq`` in the program, and a guard ensures that all rows are written."""
 
     seq: int
     place: Place
@@ -131,7 +130,7 @@ class Fill(NamedTuple):
 
 
 class Watch:
-    """What is asked of one tenancy of memory, and who wrote its units last."""
+    """The checks of one allocation of memory, and the last writers of its units."""
 
     __slots__ = ("_fills", "_seqs", "_tag", "_unit", "_writers", "generation", "protected_by")
 
@@ -143,7 +142,7 @@ class Watch:
         self._writers = np.full(num_units, None, dtype=object)
         self._fills: list[Fill] = []
         self.generation = 0  # how often a fill has begun
-        self.protected_by: str | None = None  # the guard that keeps graphs from writing it, None: they may
+        self.protected_by: str | None = None  # the guard that keeps graphs from writing it; None if they may
 
     def begin_fill(self, fill: Fill) -> None:
         """See ``Checks.begin_fill``."""
@@ -164,7 +163,7 @@ class Watch:
         self._writers[units] = op
 
     def check_read(self, op: Operation, access: Access) -> CheckError | None:
-        """What is wrong with reading there now."""
+        """The error if reading there now is wrong."""
         position = bisect_left(self._fills, op.seq, key=lambda fill: fill.seq)
         if position == 0:
             return None
@@ -177,7 +176,7 @@ class Watch:
         return self._stale(op, fill, found)
 
     def last_writer(self, access: Access) -> Operation | None:
-        """Who wrote the first unit there last, None if that was before anybody watched."""
+        """The last writer of the first unit there; None if that was before the memory was checked."""
         units = np.arange(len(self._seqs))[units_of(access.layout, None, self._unit)]
         writer: Operation | None = self._writers[units[0]] if len(units) else None
         return writer

@@ -1,4 +1,4 @@
-"""Copies within the device, and between it and host memory, pageable or pinned, as CUDA has them.
+"""Copies within the device, and between it and host memory, pageable or pinned, with CUDA's semantics.
 
 | copy | host memory | blocks the host | when host memory is touched |
 |---|---|---|---|
@@ -33,7 +33,7 @@ def copy_(dst: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> t
         else:
             _to_device(dst, src, non_blocking)
         return dst
-    assert isinstance(src, VTensor), "a copy between host tensors does not come here"
+    assert isinstance(src, VTensor), "one of the two tensors is on the device"
     _to_host(dst, src, non_blocking)
     return dst
 

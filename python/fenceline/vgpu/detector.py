@@ -29,7 +29,7 @@ class Detector:
         self.num_accesses = 0
 
     def check(self, op: Operation) -> Sequence[RaceError]:
-        """Compare and note what ``op`` touches, just before it runs: when its index values are known."""
+        """Compare and record the accesses of ``op``, just before it runs, when its index values are known."""
         conflicts: list[Conflict] = []
         for tag, layout, index in op.reads:
             rows = None if index is None else _values(index)
@@ -40,7 +40,7 @@ class Detector:
         return [race_error(conflict) for conflict in conflicts] if conflicts else _NONE
 
     def look_ahead(self, op: Operation) -> list[RaceError]:
-        """Compare and note those accesses of ``op``, which has not run, that depend on no index."""
+        """Compare and record those accesses of ``op``, which has not run, that depend on no index."""
         conflicts: list[Conflict] = []
         for accesses, write in ((op.reads, False), (op.writes, True)):
             for tag, layout, index in accesses:
@@ -49,7 +49,7 @@ class Detector:
         return [race_error(conflict) for conflict in conflicts]
 
     def host_access(self, op: Operation, tag: Tag, tensor: torch.Tensor, write: bool) -> list[RaceError]:
-        """Compare and note an access that the host makes now, as its action ``op``."""
+        """Compare and record an access that the host makes now, as its action ``op``."""
         conflicts: list[Conflict] = []
         self._touch(op, tag, layout_of(tensor), None, write, conflicts)
         return [race_error(conflict) for conflict in conflicts]

@@ -1,4 +1,4 @@
-"""The virtual GPU as a Device of memory_order, for the engine to run on unchanged."""
+"""The virtual GPU as a Device of memory_order, on which the engine runs unchanged."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class VgpuGraph(Graph):
 
 
 class _HostAccesses:
-    """What the host does past torch with pinned memory: see ``memory_order.access.Accesses``."""
+    """Accesses of the host to pinned memory that torch does not see: see ``memory_order.access.Accesses``."""
 
     def __init__(self, gpu: VirtualGpu, label: str) -> None:
         self._gpu = gpu
@@ -100,10 +100,10 @@ class _HostAccesses:
         raise AssertionError("tables are written on the device")
 
     def release(self, memory: Memory) -> None:
-        return  # the allocator says so itself
+        return  # the allocator reports it
 
     def occupy_sm(self) -> None:
-        raise AssertionError("the host has none")
+        raise AssertionError("the host has no multiprocessors")
 
     def _touch(self, memory: Memory, write: bool) -> None:
         assert memory.tensor is not None, f"where {memory.name} lies is not known"
@@ -164,7 +164,7 @@ class VgpuDevice(Device):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> None:
-        """What the host does past torch, and who holds the SMs; the rest is seen when it is done."""
+        """Declare accesses of the host that torch does not see, and use of the SMs. Others are seen when made."""
         if stream is StreamName.HOST:
             accesses(_HostAccesses(self.gpu, label), *args, **kwargs)
         elif accesses is occupies_sm:

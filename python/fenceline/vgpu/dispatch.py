@@ -1,7 +1,7 @@
-"""From torch operators to operations in a queue.
+"""Turns torch operators into operations in a queue.
 
-Views are metadata and happen at once. Everything else is queued: its outputs are allocated now, with the shape and
-strides that the CPU's kernel gives, and their values arrive when the operation runs.
+Views are metadata and are made at once. All other operators are queued: their outputs are allocated at the call, with
+the shape and strides that the CPU's kernel gives, and the values are written when the operation runs.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ _outputs: dict[tuple[Any, ...], Any] = {}
 
 
 def _output_forms(call: _Call, operator: Operator, written: list[VTensor]) -> Any:
-    """Form, or tuple of forms, of the new tensors; checks the arguments on the way, as the CPU's kernel does."""
+    """Form, or tuple of forms, of the new tensors. Also checks the arguments, as the CPU's kernel does."""
     key = tuple(call.key)
     try:
         return _outputs[key]
@@ -114,7 +114,7 @@ def _output_forms(call: _Call, operator: Operator, written: list[VTensor]) -> An
 
 
 def _dry_run(call: _Call, operator: Operator, written: list[VTensor]) -> Any:
-    """The kernel's answer to arguments of the right form; their values do not matter."""
+    """The kernel's result for arguments of the right form, whose values do not matter."""
     targets = {id(tensor.plain) for tensor in written}
     for value in (0, 1):
         plain = {id(t.plain): _stand_in(t.plain, id(t.plain) in targets, value) for t in call.tensors}
@@ -226,7 +226,7 @@ def _check_out(operator: Operator, forms: Any, written: list[VTensor]) -> None:
 
 
 def _seeded(operator: Operator, call: _Call) -> Any:
-    """The operator's function; one that draws random numbers takes them from a seed chosen now, not when it runs."""
+    """The operator's function. If it draws random numbers, its seed is chosen at the call, not when it runs."""
     func = operator.func
     if not operator.draws:
         return func
@@ -310,7 +310,7 @@ def _has_mask(args: tuple[Any, ...]) -> bool:
 
 
 def _sync(operator: Operator, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-    """Queue the operator, wait for its answer, and give that answer memory."""
+    """Queue the operator, wait for its result, and allocate memory for that."""
     call = _Call(operator, args, kwargs)
     written = _written(operator, args, kwargs) if operator.mutated else []
     gpu, place = call.gpu, here()

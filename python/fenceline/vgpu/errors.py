@@ -1,4 +1,4 @@
-"""What a virtual GPU raises."""
+"""Errors that a virtual GPU raises."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class AuditError(VgpuError):
 
 
 class CheckError(VgpuError):
-    """Memory was used in the right order and in the wrong way; happens-before cannot see that.
+    """Memory was used in the right order but in the wrong way, which happens-before cannot detect.
 
-    ``checker``: which check says so. ``guard``: what should have prevented it (``memory_order/edges.py``), "" if
-    nobody has said. ``memory``: its name, and rows. ``places``: the source lines concerned, the one to blame last.
+    ``checker``: the check that failed. ``guard``: what should have prevented it (``memory_order/edges.py``), "" if not
+    known. ``memory``: its name, and rows. ``places``: the source lines concerned, the one with the fault last.
     """
 
     checker = ""
@@ -43,13 +43,13 @@ class CheckError(VgpuError):
 
 
 class FreshnessError(CheckError):
-    """Rows were read that nobody has written since their fill began."""
+    """Rows were read that have not been written since their fill began."""
 
     checker = "freshness"
 
 
 class ProtectionError(CheckError):
-    """A graph writes memory that is not a graph's to write."""
+    """A graph writes memory that graphs must not write."""
 
     checker = "protection"
 
@@ -67,19 +67,19 @@ class BoundsError(CheckError):
 
 
 class StaleMemoryError(CheckError):
-    """Memory was used after the tenancy it was meant for had ended."""
+    """Memory was used after the tensor that it belonged to had been freed."""
 
     checker = "lifetime"
 
 
 class TagError(CheckError):
-    """A slot of KV memory holds something else than it must."""
+    """A slot of KV memory holds another token or part than it should."""
 
     checker = "tags"
 
 
 class OwnershipError(CheckError):
-    """A page is touched by somebody who has neither leased nor shares it."""
+    """A page is used by a request that has neither leased nor shares it."""
 
     checker = "ownership"
 

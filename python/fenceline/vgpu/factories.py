@@ -1,4 +1,4 @@
-"""Tensors made on the device from nothing: ``torch.empty(..., device="vgpu")`` and its relatives."""
+"""Functions that make tensors on the device: ``torch.empty(..., device="vgpu")`` and similar ones."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _current: list[VirtualGpu] = []
 
 
 def current_gpu() -> VirtualGpu:
-    """The virtual GPU that ``device="vgpu"`` means. Made on first use, seed 0, if nobody has chosen one."""
+    """The virtual GPU that ``device="vgpu"`` means. If none was chosen, one with seed 0 is made on first use."""
     if not _current:
         use(VirtualGpu())
     return _current[0]
 
 
 def use(gpu: VirtualGpu) -> torch.device:
-    """Let ``device="vgpu"`` mean ``gpu`` from now on; the torch device to name it by."""
+    """Let ``device="vgpu"`` mean ``gpu`` from now on; returns the torch device."""
     _current[:] = [gpu]
     return install()
 
@@ -70,7 +70,7 @@ def _copy_from(src: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False)
 
 
 def _from_cpu(func: Any) -> Callable[..., torch.Tensor]:
-    """The CPU's answer, written by a kernel that reads nothing."""
+    """A factory whose values are computed by the CPU's kernel and written by an operation that reads nothing."""
 
     def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
         kwargs = kwargs | {"device": torch.device("cpu"), "pin_memory": False}

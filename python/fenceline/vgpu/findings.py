@@ -1,4 +1,4 @@
-"""What the checkers of a virtual GPU have found, and what is raised of it."""
+"""The findings of a virtual GPU's checks, and which of them is raised."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from fenceline.vgpu.streams import Operation
 
 
 class Findings:
-    """Raises what is found, and again at every later call; with ``collect`` it only keeps it.
+    """Raises a finding, and again at every later call; with ``collect`` it only keeps findings.
 
-    ``look_ahead``: races of work that is queued. A schedule may show an effect before the cause.
+    ``look_ahead``: returns races of queued work, since a schedule may show an effect before its cause.
     """
 
     def __init__(self, collect: bool, look_ahead: Callable[[], list[RaceError]]) -> None:
@@ -27,14 +27,14 @@ class Findings:
             raise self._failure
 
     def add_races(self, races: Sequence[RaceError]) -> None:
-        """Take in what the detector says of an operation."""
+        """Add races that the detector has found at an operation."""
         if races and not self._collect:
             self._raise_first([*races, *self._look_ahead()])
         if races:
             self._keep(races)
 
     def add_errors(self, errors: Sequence[CheckError]) -> None:
-        """Take in what the other checks say. Where a race has led to it, the race is the news."""
+        """Add findings of the other checks. If a race is the cause, the race is raised instead."""
         if not errors:
             return
         self.errors += errors
@@ -44,7 +44,7 @@ class Findings:
             raise self._failure
 
     def fail(self, op: Operation, error: Exception) -> None:
-        """A kernel failed. Where it read what a race left there, the race is the news."""
+        """A kernel failed. If it read values that a race left there, the race is raised instead."""
         self._raise_first(self._look_ahead())
         self._failure = KernelError(f"{op.label} on {op.where} failed: {error}\n  submitted at {op.place}")
         raise self._failure from error

@@ -1,4 +1,4 @@
-"""What the indexing operators index, and so which rows of it they touch."""
+"""Which tensors and rows the indexing operators access."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-# From an operator's arguments: indexed tensors, each with an axis and the index on it. An index on axis 0 names the
-# rows that are touched; of tensors without one all rows are.
+# The indexed tensors among an operator's arguments, each with an axis and the index on it. An index on axis 0 names the
+# rows that are accessed; without one all rows are.
 Indexes = Sequence[tuple[torch.Tensor, int, torch.Tensor]]
 IndexRule = Callable[[Sequence[Any]], Indexes]
 Rows = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -41,9 +41,9 @@ _RULES: dict[str, IndexRule] = {
 
 
 def declare_rows(name: str, rule: Callable[[Sequence[Any]], Rows]) -> None:
-    """Say which rows (axis 0) the custom operator ``name`` (``library::name``) touches, before it is first called.
+    """Declare which rows (axis 0) the custom operator ``name`` (``library::name``) accesses, before its first call.
 
-    ``rule`` gets the positional arguments, tensors as plain ones whose values are not there yet, and answers with
+    ``rule`` gets the positional arguments, with plain tensors whose values are not computed yet, and returns the
     indexed tensors, each with its index.
     """
     _RULES[name] = lambda args: [(tensor, 0, index) for tensor, index in rule(args)]

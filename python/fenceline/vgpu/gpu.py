@@ -1,4 +1,4 @@
-"""VirtualGpu: streams whose work runs later, in an order that a seed decides; its events and its graphs."""
+"""VirtualGpu: streams whose operations run later, in an order that a seed decides; its events and its graphs."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class VirtualGpu:
 
     ``policy`` is a name of ``policy.POLICIES`` or a Policy. ``detect`` keeps vector clocks and raises ``RaceError`` at
     the first race, or ``CheckError`` where one of ``checks`` fails (``collect``: keeps all in ``findings`` instead).
-    ``audit`` runs everything twice to see that operations touch what they declare and no more. Host threads take
-    turns: see ``spawn``.
+    ``audit`` runs everything twice to check that operations access what they declare and no more. Of the host threads
+    one runs at a time: see ``spawn``.
     """
 
     def __init__(
@@ -138,10 +138,10 @@ class VirtualGpu:
         return tag.region.view(layout_at(form, 0)), Allocation(tag, partial(self._release, tag, stream))
 
     def _release(self, tag: Tag, stream: VirtualStream) -> None:
-        self._released.append((tag, stream))  # may be called at any moment, by Python's collector
+        self._released.append((tag, stream))  # Python's garbage collector may call this at any time
 
     def collect_released(self) -> None:
-        """Take back what tensors that have died meanwhile held."""
+        """Take back the memory of tensors that have been freed since the last call."""
         while self._released:
             tag, stream = self._released.pop(0)
             region = tag.region
@@ -151,29 +151,29 @@ class VirtualGpu:
                 self._queue(stream, op)
             elif stream.is_captured:
                 self.enqueue(stream, op)
-            # Else a graph's output was dropped after the capture: its replays write there all the same.
+            # Otherwise a graph's output was dropped after the capture, and its replays still write there.
             self.pool.put(tag.pool, region)
 
     def pinned_buffer(self, nbytes: int) -> torch.Tensor:
-        """Poisoned host memory [nbytes] uint8 that copies may use while the host goes on."""
+        """Poisoned pinned host memory [nbytes] uint8, which asynchronous copies can use."""
         return self.pinned.buffer(nbytes, here())
 
     def name_memory(self, tensor: torch.Tensor, name: str, row_bytes: int = 0) -> None:
-        """Let reports call the memory of ``tensor``, on the device or pinned, ``name`` and count rows in it."""
+        """Give the memory of ``tensor``, on the device or pinned, a ``name`` for reports, and rows of ``row_bytes``."""
         tag = getattr(tensor, "allocation", None) or self.pinned.find(tensor)
         tag = tag.tag if isinstance(tag, Allocation) else tag
-        assert tag is not None, "pageable memory is nobody's but the host's"
+        assert tag is not None, "only device memory and pinned memory have names"
         tag.name, tag.row_bytes = name, row_bytes
 
     def resource(self, name: str) -> Tag:
-        """Something that bears one user at a time, such as ``sm``: use it with ``using``."""
+        """A resource that may have one user at a time, such as ``sm``: use it with ``using``."""
         tag = Tag(Region(0, ALIGN), here(), ())
         tag.name, tag.is_exclusive = name, True
         return tag
 
     @contextmanager
     def using(self, resource: Tag) -> Iterator[None]:
-        """Inside, whatever this thread submits occupies ``resource`` and must be ordered with its other users."""
+        """Inside, everything that this thread submits uses ``resource`` and must be ordered with its other users."""
         thread = self.thread
         before = thread.resources
         thread.resources = (*before, whole(resource))
@@ -184,7 +184,7 @@ class VirtualGpu:
 
     @contextmanager
     def meaning(self, purpose: Purpose) -> Iterator[None]:
-        """Inside, ``purpose`` is told of each operation that this thread submits, when it has run; in replays too."""
+        """Inside, ``purpose.ran`` is called for each operation that this thread submits, after each of its runs."""
         thread = self.thread
         before, thread.purpose = thread.purpose, purpose
         try:
@@ -194,7 +194,7 @@ class VirtualGpu:
 
     @property
     def races(self) -> list[RaceError]:
-        """Those found so far."""
+        """The races found so far."""
         return self.findings.races
 
     def _moment(self) -> int:
@@ -248,8 +248,8 @@ class VirtualGpu:
         return op
 
     def graph(self, name: str = "graph", pool: Graph | VirtualStream | None = None) -> Graph:
-        """A graph to capture into, with memory of its own or that of ``pool``: another graph's, or a stream's, which
-        hands it to others as soon as the capture has ended."""
+        """A graph to capture into, with its own memory pool or ``pool``: another graph's, or a stream's, from which
+        others can allocate the memory as soon as the capture has ended."""
         self._num_graphs += 1
         if isinstance(pool, VirtualStream):
             return Graph(self, name, f"stream {pool.number}")
@@ -305,8 +305,8 @@ class VirtualGpu:
         return Event(self)
 
     def query(self, op: Operation) -> bool:
-        """Whether ``op`` has run. If so, the calling thread has learned it. Who asks often enough is told yes: a
-        device, unlike some policies, gets on by itself."""
+        """Whether ``op`` has run. If so, what the calling thread does next is ordered after it. After enough calls the
+        answer is yes: a device makes progress by itself, which some policies would not let it do."""
         self.forbid_in_capture("asking whether work is done")
         self._drift()
         if not op.done and op.stream is not None and op.stream.patience_is_over():
@@ -316,11 +316,11 @@ class VirtualGpu:
         return op.done
 
     def host_access(self, tensor: torch.Tensor, write: bool, what: str) -> None:
-        """Declare that the calling thread reads or writes ``tensor``, which lies in pinned memory, now."""
+        """Declare that the calling thread reads or writes ``tensor``, which is in pinned memory, now."""
         self.collect_released()
         if self.detector is not None:
             tag = self.pinned.find(tensor)
-            assert tag is not None, "only pinned memory is touched by both sides"
+            assert tag is not None, "only pinned memory is used by host and device"
             op = Operation(what, here(), None)
             op.seq = self._moment()
             self.thread.act(op)
@@ -334,7 +334,7 @@ class VirtualGpu:
     # --- running -------------------------------------------------------------------------------------
 
     def _drift(self) -> None:
-        """Let the device run as far as the policy wants while the host is free to go on."""
+        """Let the device run as far as the policy wants while the host is not blocked."""
         self._begin_call()
         stream = self._next(None)
         if stream is not None:
@@ -344,7 +344,7 @@ class VirtualGpu:
                     stream = self._next(None)
 
     def _next(self, awaited: Operation | None) -> VirtualStream | None:
-        """Whose head runs next, None: the host goes on, or nothing can run."""
+        """The stream whose head runs next; None if the host continues or nothing can run."""
         runnable = [  # VirtualStream.runnable, which costs a call
             stream
             for stream in self.streams
@@ -404,7 +404,7 @@ class VirtualGpu:
         if self.detector is None:
             return []
         queued = [op for stream in self.streams for op in stream.queue if op.run is not None]
-        queued.sort(key=lambda op: op.seq)  # what happens before something else is looked at before it
+        queued.sort(key=lambda op: op.seq)  # an operation is checked before those that happen after it
         return [race for op in queued for race in self.detector.look_ahead(op)]
 
     def _stuck(self, op: Operation) -> str:
@@ -455,7 +455,7 @@ class Event:
         capture = self._gpu.capturing if external and stream.is_captured else None
         if capture is not None:
             op = Operation("external wait", here(), None)
-            op.after = op  # whatever the event stands for at the replay
+            op.after = op  # stands for the event's latest record at the time of the replay
             capture.add(stream, op, self)
         elif self.mark is not None:
             self._gpu.wait(stream, self.mark)
@@ -471,7 +471,7 @@ class Event:
 
 
 class _Node(NamedTuple):
-    """An operation of branch ``branch``, whose wait, if it is one, is for node ``after`` or an outside ``event``."""
+    """An operation of branch ``branch``. If it is a wait, it waits for node ``after`` or an external ``event``."""
 
     branch: int
     op: Operation
@@ -491,10 +491,10 @@ class Graph:
         self.num_replays = 0
         self._gpu = gpu
         self._nodes: list[_Node] = []
-        self._branches: list[VirtualStream] = []  # those beside the stream of the launch
+        self._branches: list[VirtualStream] = []  # streams besides that of the launch
         self.failed = False
-        self._uses: dict[Tag, Operation] = {}  # memory, and the first operation that touches it
-        self._writes: dict[Tag, Operation] = {}  # the same of those that write
+        self._uses: dict[Tag, Operation] = {}  # memory, and the first operation that accesses it
+        self._writes: dict[Tag, Operation] = {}  # memory, and the first operation that writes it
         self._ready = False
         self._last: Operation | None = None  # the end of the latest replay
 
@@ -556,7 +556,7 @@ class Graph:
         for tag, op in self._writes.items():
             self._gpu.checks.graph_write(op, tag, self.name)
             tenant = tag.region.tenant
-            # Graphs of one owner may share memory; whoever else has it now does not expect them.
+            # Graphs of one owner may share memory, but nothing else may use it.
             if tag.ended and tenant is not None and not tenant.ended and not tenant.captured:
                 self._gpu.checks.found(_somebody_elses(self.name, op, tenant))
 
@@ -575,20 +575,21 @@ def _somebody_elses(graph: str, op: Operation, tenant: Tag) -> StaleMemoryError:
 class Capture:
     """A capture in progress, of one or more streams.
 
-    As in CUDA: a stream that waits for a captured mark joins the capture and must be joined again before it ends;
-    whatever makes the host wait, or reads host memory at the call, is refused; memory allocated inside belongs to the
-    graph's pool.
+    As in CUDA, a stream that waits for a captured mark joins the capture and must be joined again before it ends.
+    Operations that make the host wait, or read host memory at the call, are refused. Memory allocated inside belongs to
+    the graph's pool.
     """
 
     def __init__(self, graph: Graph, origin: VirtualStream) -> None:
         self.graph = graph
         self._streams = [origin]
         self._numbers: dict[Operation, int] = {}
-        self._unjoined: dict[VirtualStream, Operation] = {}  # each branch's latest work that nobody waits for
+        # Each branch's latest operation that nothing waits for.
+        self._unjoined: dict[VirtualStream, Operation] = {}
         origin.is_captured = True
 
     def add(self, stream: VirtualStream, op: Operation, event: Event | None = None) -> None:
-        """Note ``op``; ``stream`` joins the capture if it waits for something in it."""
+        """Record ``op``; ``stream`` joins the capture if it waits for an operation of it."""
         after = None
         if op.after is not None and event is None:
             if op.after.capture is not self:

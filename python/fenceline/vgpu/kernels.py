@@ -1,4 +1,4 @@
-"""Kernels of one's own: any Python function over memory of the device, with a declared footprint."""
+"""Custom kernels: any Python function over memory of the device, with a declared footprint."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def launch(
 ) -> None:
     """Queue ``kernel(*args)`` on the current stream of the tensors' GPU.
 
-    When it runs it gets plain CPU tensors over the memory of the vgpu tensors among ``args``, and works in place.
-    ``reads`` and ``writes`` say which of their bytes it touches; the ids of ``Rows`` are themselves read.
+    When it runs it gets, for the vgpu tensors among ``args``, plain CPU tensors over their memory, and works in place.
+    ``reads`` and ``writes`` declare which of their bytes it accesses; the ids of ``Rows`` count as read.
     """
     tensors = [arg for arg in args if isinstance(arg, VTensor)]
     assert tensors, "a kernel works on at least one tensor of the device"

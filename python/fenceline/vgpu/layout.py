@@ -1,4 +1,4 @@
-"""Form and Layout: what a tensor looks like and which bytes it covers. Interned, so compared by identity."""
+"""Form and Layout: a tensor's shape and which bytes it covers. Interned, so they are compared by identity."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 Ranges = tuple[tuple[int, int], ...]
 
-_MAX_RANGES = 1 << 14  # of one view; a view in more pieces counts as the whole span
+_MAX_RANGES = 1 << 14  # of one view; a view of more pieces counts as the whole span
 
 
 class Form:

@@ -1,8 +1,8 @@
-"""Device memory as a caching allocator hands it out, and the host memory that copies may use asynchronously.
+"""Device memory with a caching allocator, and the host memory that asynchronous copies can use.
 
-A Region is memory; an Allocation is one tenancy of it, ended by Python when the last tensor dies, as in torch. Like
-torch's allocator without ``record_stream``, freed memory goes back to the pool of the stream it was allocated on and
-may be handed out there at once, whatever other streams still do with it. Memory without a value is poisoned.
+A Region is memory. An Allocation is one use of it by tensors, which ends when Python frees the last of them, as in
+torch. As with torch's allocator without ``record_stream``, freed memory goes back to the pool of the stream it was
+allocated on and can be allocated there at once, whatever other streams still do with it. New memory is poisoned.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Region:
 
 
 class Tag:
-    """What reports call one tenancy of a region, and the rows its memory is divided into."""
+    """One use of a region by an allocation: its name in reports, and the rows that its memory is divided into."""
 
     __slots__ = (
         "captured", "ended", "is_exclusive", "is_host", "name", "place", "pool", "region", "row_bytes", "shape"
@@ -86,7 +86,7 @@ class Tag:
 
 
 class Access(NamedTuple):
-    """Memory that an operation touches: the bytes of ``layout``, or of its rows named by ``rows`` when it runs."""
+    """Memory that an operation accesses: the bytes of ``layout``, or of its rows with the ids ``rows`` when it runs."""
 
     tag: Tag
     layout: Layout
@@ -110,7 +110,7 @@ NO_BOUNDS: Bounds = ()
 
 
 class Allocation:
-    """One tenancy of device memory. It ends, with ``release``, when the last tensor that holds it is gone."""
+    """One allocation of device memory. It ends, with ``release``, when the last tensor over it is freed."""
 
     __slots__ = ("_release", "tag")
 
@@ -123,7 +123,7 @@ class Allocation:
 
 
 class Pool:
-    """Free device memory by pool (a stream, or a graph) and size. Reuse is last in, first out: at once."""
+    """Free device memory by pool (a stream, or a graph) and size. What was freed last is allocated first."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
@@ -152,7 +152,7 @@ class Pool:
 
 
 class PinnedMemory:
-    """Host memory handed out by :meth:`buffer`, found again by the address of its storage."""
+    """Host memory allocated by :meth:`buffer`, which is found again by the address of its storage."""
 
     def __init__(self) -> None:
         self._tags: dict[int, Tag] = {}
@@ -164,7 +164,7 @@ class PinnedMemory:
         return region.view(layout_at(contiguous_form((nbytes,), torch.uint8), 0))
 
     def find(self, tensor: torch.Tensor) -> Tag | None:
-        """The memory that ``tensor`` lies in, None if it is pageable."""
+        """The memory that ``tensor`` is in; None if it is pageable."""
         return self._tags.get(tensor.untyped_storage().data_ptr())
 
 

@@ -10,17 +10,17 @@ import torch
 from fenceline.vgpu import backend
 from fenceline.vgpu.footprint import index_rule
 
-# Composites that run as one kernel; all others are taken apart.
+# Composite operators that run as one kernel; all others are decomposed.
 _WHOLE = {
     "aten::linear", "aten::matmul", "aten::rms_norm", "aten::layer_norm", "aten::scaled_dot_product_attention",
     "aten::log_softmax", "aten::softmax", "aten::argsort", "aten::einsum",
 }  # fmt: skip
-# Their output's shape or value is needed by the host, which therefore waits.
+# Operators whose output's shape or value the host needs, so that it waits for them.
 _SYNCHRONISING = {
     "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
     "aten::bincount", "aten::equal", "aten::_local_scalar_dense", "aten::repeat_interleave", "aten::histc",
 }  # fmt: skip
-# In place without a look at what was there.
+# In-place operators that do not read the old values.
 _OVERWRITING = {
     "zero_",
     "fill_",
@@ -83,7 +83,7 @@ class Operator:
         overload = func._overloadname
         self.is_out = overload.endswith("out")
         self.overwrites = self.is_out or (self.label in _OVERWRITING and "reduce" not in overload)
-        # Attention has the tag for its dropout, which inference has not.
+        # Attention has this tag because of its dropout, which inference does not use.
         self.draws = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in self.label
         self.takes_generator = any(a.name == "generator" for a in schema.arguments)
         self.kind = self._find_kind()

@@ -1,9 +1,10 @@
-"""Ownership: whose each page is, and that whoever touches it has leased or shares it.
+"""Ownership: which request owns each page, and whether every use of a page is by its owner or by a request sharing it.
 
-A LeasePool knows which pages are leased, not by whom. Here the leases are followed from outside. A page is a request's
-from the first step in which the request says that it writes there, until the page is retired; what the prefix tree has
-taken belongs to all who share it. Claims are compared with the leases when work is submitted, and the pages that the
-work then touches are compared with its claims when it runs. So a wrong page is found whatever the order of streams.
+A LeasePool knows which pages are leased, but not by whom. The leases are recorded here, outside the engine. A page
+belongs to a request from the first step in which the request writes there until the page is retired. Pages of the
+prefix tree belong to all requests that share them. When work is submitted, its pages are compared with the leases; when
+it runs, the pages that it accesses are compared with those of the submission. So a wrong page is found whatever the
+order of the streams.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Lease:
 
 
 class Leases:
-    """The leases of one pool. ``found`` takes what is wrong."""
+    """The leases of one pool. ``found`` is called with each error."""
 
     def __init__(self, pool: LeasePool, found: Callable[[OwnershipError], None]) -> None:
         self.name = pool.name
@@ -69,8 +70,8 @@ class Leases:
     def claim(
         self, pages: Iterable[int], who: str, owner: Owner | None = None, shared: frozenset[int] = frozenset()
     ) -> None:
-        """``who`` submits work on ``pages``, which have to be leased. With an ``owner`` they have to be its own: nobody
-        else's, and not among ``shared``, those of the prefix tree."""
+        """``who`` submits work on ``pages``, which must be leased. With an ``owner`` they must be its own: no other
+        request's, and not among ``shared``, those of the prefix tree."""
         for page in pages:
             lease = self._of_page[page]
             if lease is None or lease.retired is not None:
@@ -85,14 +86,14 @@ class Leases:
                 self.refuse([page], who)
 
     def share(self, pages: Iterable[int], who: str, shared: frozenset[int]) -> None:
-        """``who`` submits work that reads ``pages``, which have to be among ``shared``."""
+        """``who`` submits work that reads ``pages``, which must be among ``shared``."""
         for page in pages:
             lease = self._of_page[page]
             if lease is None or lease.retired is not None or page not in shared:
                 self.refuse([page], who)
 
     def refuse(self, pages: Iterable[int], who: str, op: Operation | None = None) -> None:
-        """``who`` has no business with the first of ``pages``: ``op`` touches it, or it is claimed."""
+        """Report that ``who`` must not use the first of ``pages``, which ``op`` accesses or the submission names."""
         page = next(iter(pages))
         lease = self._of_page[page]
         if lease is None:

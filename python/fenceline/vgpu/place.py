@@ -12,7 +12,7 @@ import torch
 
 from fenceline.memory_order import access
 
-# Who declares an access is of interest, not the function that names it.
+# Reports name the line that declares an access, not one in the declaring functions of this package.
 _ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), access.__file__)
 _outside: dict[str, bool] = {}  # by file; strings keep their hash, code objects compute it every time
 
@@ -23,7 +23,7 @@ def _is_outside(name: str) -> bool:
 
 
 class Place(NamedTuple):
-    """A line of the program, kept as code and instruction: cheap to take, resolved when somebody asks."""
+    """A line of the program, kept as code and instruction, which takes little time; resolved when it is printed."""
 
     code: CodeType | None
     instruction: int

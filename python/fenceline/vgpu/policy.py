@@ -1,4 +1,4 @@
-"""Who goes next: the host or one of the streams whose head is runnable. Each policy is a function of its seed."""
+"""Policies decide what runs next: the host or the head of one of the streams. Each is a function of its seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fenceline.vgpu.streams import VirtualStream
 
 
 class Policy(ABC):
-    """Chooses the schedule. ``switch_odds``: the chance that another host thread takes over at a call."""
+    """Chooses the schedule. ``switch_odds``: the probability that another host thread runs at a call."""
 
     switch_odds = 0.0
 
@@ -44,7 +44,7 @@ class Eager(Policy):
 
 
 class Laziest(Policy):
-    """Nothing that the host does not need."""
+    """Only operations that the host needs."""
 
     def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
         """See Policy."""
@@ -52,7 +52,7 @@ class Laziest(Policy):
 
 
 class Uniform(Policy):
-    """Any stream, with odds drawn from the seed, so that some runs are lopsided."""
+    """Any stream, with weights drawn from the seed, so that some runs prefer a stream strongly."""
 
     switch_odds = 0.3
 
@@ -78,7 +78,7 @@ class Uniform(Policy):
 
 
 class Pct(Policy):
-    """Priorities with few changes: finds any bug of ``depth`` ordering constraints with a known chance.
+    """Priorities with few changes: finds any bug of ``depth`` ordering constraints with a known probability.
 
     Burckhardt et al., "A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs", ASPLOS 2010. The number
     of choices of a run is not known, so the ``depth - 1`` changes are spread evenly over its order of magnitude, up to
@@ -120,9 +120,9 @@ class Turn(NamedTuple):
 
 
 class Script(Policy):
-    """Repeats ``turns`` (see ``VirtualGpu.trace``), and is the laziest where they say nothing.
+    """Repeats ``turns`` (see ``VirtualGpu.trace``), and is like ``laziest`` otherwise.
 
-    With some turns left out it still is a schedule, which is how a failing one is shrunk.
+    With some turns left out it is still a schedule, so a failing schedule can be shrunk.
     """
 
     def __init__(self, turns: Sequence[Turn]) -> None:

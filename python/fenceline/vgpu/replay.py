@@ -1,8 +1,8 @@
-"""``python -m fenceline.vgpu.replay FILE``: a flight recorder's steps again, on the virtual GPU, under the detector.
+"""``python -m fenceline.vgpu.replay FILE``: runs a flight recorder's steps again on the virtual GPU, with the detector.
 
-What was decided is taken from the dump: who is in each step, rows, pages, lengths, who ends when, and which step was
-still in flight at each launch. The real model runner, rings and sampler execute it with a tiny model, whose values
-are not the recorded ones; what orders the accesses to memory does not depend on values.
+The decisions are taken from the dump: the requests of each step, rows, pages, lengths, ends of requests, and which step
+was still in flight at each launch. The real model runner, rings and sampler execute them with a tiny model. Its values
+are not the recorded ones, but the order of accesses to memory does not depend on values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DEFAULT_SEEDS = 8  # every policy at least once
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """One replay's verdict; None if every checker was silent. ``num_launched``: steps until then."""
+    """The result of one replay. The error is None if no check failed. ``num_launched``: steps until then."""
 
     seed: int
     policy: str
@@ -80,7 +80,7 @@ def _publish(flights: deque[tuple[Decision, ForwardResult]]) -> None:
 
 
 def _points(step: Step, done: dict[int, Point]) -> Points:
-    """The Points that the step's memory came with; those of steps that the ring has forgotten have passed."""
+    """The Points that the step's memory came with. Points of steps that are no longer in the ring have passed."""
     serials = [serial for name, serial in step.after.items() if name == "forward"]
     return Points.of(*[done[serial] for serial in serials if serial in done])
 

@@ -1,4 +1,4 @@
-"""What the detector says: both operations, the memory, the hazard and the missing edge."""
+"""Reports of the detector: both operations, the memory, the hazard and the missing edge."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fenceline.vgpu.streams import DEFAULT_STREAM, RELEASE, Operation
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """``op`` and ``other`` touch ``units`` (of ``unit_bytes`` each) of ``tag``'s memory in no order."""
+    """``op`` and ``other`` access ``units`` (of ``unit_bytes`` each) of ``tag``'s memory and nothing orders them."""
 
     op: Operation
     op_writes: bool
@@ -28,13 +28,13 @@ class Conflict:
 
     @property
     def in_program_order(self) -> tuple[tuple[Operation, bool], tuple[Operation, bool]]:
-        """The two with whether each writes, the one submitted first first, whichever the schedule ran first."""
+        """The two in the order in which they were submitted, each with whether it writes."""
         pair = ((self.other, self.other_wrote), (self.op, self.op_writes))
         return pair if self.other.seq < self.op.seq else (pair[1], pair[0])
 
     @property
     def hazard(self) -> Hazard:
-        """What the missing order would prevent."""
+        """The kind of hazard that the missing order would prevent."""
         if self.tag.is_exclusive:
             return Hazard.EXCLUSIVE
         (_, first_writes), (_, second_writes) = self.in_program_order
@@ -48,7 +48,7 @@ class Conflict:
 
     @property
     def memory(self) -> str:
-        """The memory by its name, with rows where it has any and bytes where not."""
+        """The memory's name, with its rows, or with bytes if it has no rows."""
         if self.tag.is_exclusive:
             return f"resource {self.tag.name}"
         if self.tag.row_bytes == self.unit_bytes:
@@ -84,8 +84,8 @@ def race_error(conflict: Conflict) -> RaceError:
 
 
 def _wrong_stream(conflict: Conflict) -> list[str]:
-    """The report where the second is the end of a tensor: it was used on a stream that its memory does not belong to,
-    which is the mistake, and not that its memory is handed out again."""
+    """The report if the second operation is the release of a tensor. The mistake is then that the tensor was used on a
+    stream that its memory does not belong to, and not that its memory is allocated again."""
     (use, writes), (release, _) = conflict.in_program_order
     if release.label != RELEASE:
         return []
@@ -99,7 +99,7 @@ def _wrong_stream(conflict: Conflict) -> list[str]:
 
 
 def _not_the_engines(first: Operation, second: Operation) -> list[str]:
-    """A hint where one of the two runs on the default stream, which the engine leaves when it has started."""
+    """A hint if one of the two runs on the default stream, which the engine does not use after start-up."""
     for number, op, other in ((1, first, second), (2, second, first)):
         if op.where == DEFAULT_STREAM and other.where in _ENGINE_STREAMS:
             return [

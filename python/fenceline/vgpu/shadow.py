@@ -1,7 +1,7 @@
-"""Shadow: who touched which bytes of a region last, as positions in the agents' own orders.
+"""Shadow: the last accesses to each byte of a region, as positions in the agents' own orders.
 
-Most memory is touched by one agent, or in an order that is plain to see, so accesses are only logged, with the latest
-of each agent kept beside. The log is spread over per-unit arrays when that is not enough to tell.
+Most memory is accessed by one agent, or in an order that the agents' latest accesses show, so accesses are only logged
+together with the latest of each agent. If that does not suffice, the log is entered into per-unit arrays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Entry = tuple[int, int, bool, Layout, Rows | None]
 
 
 class Past(NamedTuple):
-    """An access not known to have happened before: by ``agent``, as its ``action``-th, to ``units``."""
+    """An access that is not known to have happened before: the ``action``-th of ``agent``, to ``units``."""
 
     agent: int
     action: int
@@ -56,7 +56,7 @@ class Shadow:
         self.unit_bytes = 0  # chosen when the arrays are made
         self.last_reads: dict[int, int] = {}  # agent → its latest action that read
         self.last_writes: dict[int, int] = {}
-        # The log: an access to the same bytes by the same agent stands for its earlier ones.
+        # The log: an access to the same bytes by the same agent replaces its earlier ones.
         self._plain: dict[tuple[int, bool, Layout], int] = {}
         self._rows: list[_Entry] = []
         self._past: deque[_Entry] = deque(maxlen=_MAX_LOG)  # no longer needed but for reports
@@ -80,7 +80,7 @@ class Shadow:
         self._plain[key] = index
 
     def forget_before(self, agent: int, index: int, whole: Layout) -> None:
-        """``agent``'s action ``index`` wrote everything after all earlier accesses: it stands for them."""
+        """``agent``'s action ``index`` wrote everything after all earlier accesses, so it replaces them."""
         self.last_reads.clear()
         self.last_writes.clear()
         self.last_writes[agent] = index
@@ -116,7 +116,7 @@ class Shadow:
         return found
 
     def _earliest(self, agent: int, known: int, was_write: bool, units: npt.NDArray[np.int64]) -> Past:
-        """The first of ``agent``'s accesses after ``known`` that met ``units``: nearest to the cause."""
+        """The first of ``agent``'s accesses after ``known`` to any of ``units``, which is nearest to the cause."""
         table = self._writes if was_write else self._reads
         assert table is not None, "the arrays have been made"
         for other, action, write, layout, rows in sorted(self._past, key=lambda entry: entry[1]):
@@ -124,7 +124,7 @@ class Shadow:
                 met = np.intersect1d(units, np.arange(table.shape[1])[self._units(layout, rows)])
                 if len(met):
                     return Past(agent, action, was_write, met)
-        latest = table[agent][units]  # it was forgotten: the earliest of those that stand for it
+        latest = table[agent][units]  # it is no longer logged: take the earliest of those that replaced it
         return Past(agent, int(latest.min()), was_write, units[latest == latest.min()])
 
     def _spread(self, unit: int) -> None:
@@ -169,7 +169,7 @@ def _row_units(layout: Layout, rows: Rows, unit: int) -> Units:
     form = layout.form
     num_rows = form.shape[0]
     rows = np.where(rows < 0, rows + num_rows, rows)
-    rows = rows[(rows >= 0) & (rows < num_rows)]  # the bounds check complains about the others
+    rows = rows[(rows >= 0) & (rows < num_rows)]  # the bounds check reports the others
     step = form.stride[0] * form.itemsize
     starts = layout.offset * form.itemsize + rows * step
     span = form.nbytes - (num_rows - 1) * step

@@ -1,4 +1,4 @@
-"""What is done, and who does it: operations, the streams that they are queued on, and the threads of the host.
+"""Operations, the streams that they are queued on, and the threads of the host.
 
 Streams and threads are agents, each with a vector clock.
 """
@@ -14,13 +14,13 @@ from fenceline.vgpu.memory import NO_ACCESS, NO_BOUNDS, Access, Accesses, Bounds
 from fenceline.vgpu.place import Place
 
 RELEASE = "return to the allocator"  # the label of the operation that ends a tensor's memory
-DEFAULT_STREAM = "default"  # the name of the one that there is from the start
-_PATIENCE = 32  # questions in vain about a stream's work, after which it runs
-_REMEMBERED = 1 << 17  # actions of an agent that reports can name
+DEFAULT_STREAM = "default"  # the name of the stream that exists from the start
+_PATIENCE = 32  # unsuccessful queries of a stream's work, after which it runs
+_REMEMBERED = 1 << 17  # actions of an agent that are kept for reports
 
 
 class Purpose(Protocol):
-    """What operations are submitted for."""
+    """What operations are submitted for: an object that checks them after they have run."""
 
     def ran(self, op: Operation) -> None:
         """``op``, submitted for this, has just run; its accesses and their indices are still there."""
@@ -74,15 +74,15 @@ class Operation:
 
 
 def who(op: Operation) -> str:
-    """``op`` as reports name it: what, in which graph, where, and the line that submitted it."""
+    """``op`` as in reports: its label, graph and stream, and the line that submitted it."""
     inside = f" in {op.graph}" if op.graph else ""
     return f"{op.label}{inside} on {op.where} ({op.where}#{op.index}), {op.place}"
 
 
 class Agent:
-    """Who does things in an order of its own: a stream, or a thread of the host.
+    """A stream or a thread of the host: its actions are ordered.
 
-    ``clock`` says what happened before its next action. Positions of other agents only; its own is ``count``.
+    ``clock``: what happened before its next action, as positions of the other agents. Its own position is ``count``.
     """
 
     __slots__ = ("_forgotten", "_history", "clock", "count", "name", "number")
@@ -111,7 +111,7 @@ class Agent:
             self._forgotten += _REMEMBERED
 
     def action(self, index: int) -> Operation:
-        """The ``index``-th action, from 1; the earliest remembered for one so long ago that it is forgotten."""
+        """The ``index``-th action, from 1; the earliest that is kept if this one is no longer kept."""
         return self._history[max(index - 1 - self._forgotten, 0)]
 
     def now(self) -> Clock:
@@ -128,18 +128,18 @@ class HostThread(Agent):
 
     def __init__(self, number: int, name: str, current: VirtualStream) -> None:
         super().__init__(number, name)
-        self.resources: tuple[Access, ...] = ()  # that whatever it submits occupies
-        self.purpose: Purpose | None = None  # of whatever it submits
+        self.resources: tuple[Access, ...] = ()  # used by everything that it submits
+        self.purpose: Purpose | None = None  # of everything that it submits
         self.current = current  # the stream that torch operations of this thread go to
         self._now: Clock = self.now()
 
     @property
     def submitting(self) -> Clock:
-        """The clock of whatever this thread submits now; the same object until something changes."""
+        """The clock of what this thread submits now; the same object until something changes."""
         return self._now
 
     def heard(self, op: Operation) -> None:
-        """The thread has learned that ``op`` and all before it on its stream have run."""
+        """What the thread does next is ordered after ``op`` and all before it on its stream."""
         self.hear(op.passed)
 
     def hear(self, clock: Clock) -> None:
@@ -148,14 +148,14 @@ class HostThread(Agent):
         self._now = self.now()
 
     def act(self, op: Operation) -> None:
-        """Note an action of the thread itself, such as an access to pinned memory."""
+        """Record an action of the thread itself, such as an access to pinned memory."""
         op.clock = self.clock
         self.note(op)
         self._now = self.now()
 
 
 class VirtualStream(Agent):
-    """Operations run in order, one after the other; between streams nothing is promised."""
+    """A queue of operations, which run in order, one after the other. Streams are not ordered with each other."""
 
     __slots__ = ("_heard", "_num_asked", "is_captured", "queue")
 
@@ -167,7 +167,7 @@ class VirtualStream(Agent):
         self._num_asked = 0
 
     def patience_is_over(self) -> bool:
-        """Somebody has asked in vain whether work has run. True each time that this has been often enough."""
+        """Count an unsuccessful query of whether work has run. True after every ``_PATIENCE`` of them."""
         self._num_asked = (self._num_asked + 1) % _PATIENCE
         return self._num_asked == 0
 

@@ -25,7 +25,7 @@ def set_dispatch(dispatch: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], A
 
 
 class VTensor(backend.NoTorchFunction, torch.Tensor):  # type: ignore[misc]
-    """``plain`` is the memory as a CPU tensor: for kernels when they run, never for the host to look at.
+    """``plain`` is the memory as a CPU tensor, for kernels when they run; the host must not read it.
 
     ``generation`` is the one in which it was leased (``Checks.lease``), 0 if it was not.
     """
@@ -72,7 +72,7 @@ def wrap(
 
 
 def access(tensor: VTensor, index: torch.Tensor | None = None) -> Access:
-    """All of ``tensor``, or its rows ``index``, as something that an operation touches.
+    """All of ``tensor``, or its rows ``index``, as an access of an operation.
 
     Raises ``GenerationError`` for a view that was leased for an earlier fill of its memory.
     """

@@ -1,8 +1,8 @@
-"""Threads of the host as agents: they take turns, and the seed decides when.
+"""Threads of the host as agents: one runs at a time, and the seed decides which.
 
-Only one runs at a time, and another may take over at any call into the virtual GPU, so a run is repeatable. What orders
-them for the detector is what orders real threads: start, join, and messages through a :class:`Channel`. (A lock orders
-them only by chance, so there is none.)
+Another thread may continue at any call into the virtual GPU, and only there, so a run is repeatable. For the detector
+they are ordered by what orders real threads: start, join, and messages through a :class:`Channel`. (There is no lock,
+since a lock orders threads only by chance.)
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fenceline.vgpu.streams import HostThread
 
 T = TypeVar("T")
 
-_PATIENCE = 8  # questions in vain to a channel, after which another thread goes first
+_PATIENCE = 8  # unsuccessful polls of a channel, after which another thread runs
 
 
 class _Turn:
-    """A thread's place in the rotation: it runs while it holds ``baton``."""
+    """A thread's entry in the rotation: it runs while it holds ``baton``."""
 
     def __init__(self, agent: HostThread) -> None:
         self.agent = agent
@@ -34,11 +34,11 @@ class _Turn:
 
 
 class _Abandoned(BaseException):
-    """Ends a thread of a run that is over."""
+    """Ends a thread of a run that has ended."""
 
 
 class Rotation:
-    """Whose turn it is among the host's threads. ``odds``: the chance of a switch at a call."""
+    """Decides which of the host's threads runs. ``odds``: the probability of a switch at a call."""
 
     def __init__(self, main: HostThread, seed: int, odds: float) -> None:
         self._random = Random(seed)
@@ -60,7 +60,7 @@ class Rotation:
         return agent
 
     def start(self, agent: HostThread, run: Callable[[], None]) -> None:
-        """Run ``run`` as ``agent`` in a thread of its own, when its turn comes."""
+        """Run ``run`` as ``agent`` in a new thread, when its turn comes."""
         turn = self._turns[agent.number] = _Turn(agent)
         self.is_shared = True
 
@@ -82,7 +82,7 @@ class Rotation:
         return self._turns[agent.number].finished
 
     def abandon(self) -> None:
-        """End the other threads where they are. The calling one, which need not be one of them, goes on alone."""
+        """End the other threads where they are. Only the calling thread continues; it need not be one of them."""
         self._is_over, self.is_shared = True, False
         caller = getattr(self._local, "agent", None)
         for turn in self._turns.values():
@@ -90,7 +90,7 @@ class Rotation:
                 turn.baton.release()
 
     def maybe_switch(self) -> None:
-        """At a call into the GPU: perhaps another thread goes first."""
+        """Called at a call into the GPU: another thread may run first."""
         if not self.is_shared:
             return
         me = self._turns[self.agent.number]
@@ -99,14 +99,14 @@ class Rotation:
             self._switch(me, self._random.choice(others))
 
     def give_way(self) -> None:
-        """Another thread goes first, if any can."""
+        """Let another thread run first, if any can."""
         me = self._turns[self.agent.number]
         others = [turn for turn in self._able() if turn is not me]
         if others:
             self._switch(me, self._random.choice(others))
 
     def block_until(self, ready: Callable[[], bool], what: str) -> None:
-        """Let others run until ``ready``. Raises ``DeadlockError`` if nobody else can."""
+        """Let others run until ``ready``. Raises ``DeadlockError`` if no other thread can run."""
         me = self._turns[self.agent.number]
         me.ready = ready
         while not ready():
@@ -165,13 +165,13 @@ class Worker:
 
 
 class Channel(Generic[T]):
-    """An unbounded queue between host threads: what was done before ``put`` happened before what follows ``get``."""
+    """An unbounded queue between host threads: everything before ``put`` happens before everything after ``get``."""
 
     def __init__(self, rotation: Rotation, findings: Findings) -> None:
         self._rotation = rotation
         self._findings = findings
         self._items: deque[tuple[T, Clock]] = deque()
-        self._num_asked = 0  # in vain, since the last item
+        self._num_asked = 0  # unsuccessful polls since the last item
 
     def put(self, item: T) -> None:
         """Add an item; never blocks."""
@@ -184,13 +184,13 @@ class Channel(Generic[T]):
         try:
             self._rotation.block_until(lambda: bool(self._items), "a message")
         except DeadlockError:
-            self._findings.raise_again()  # what has ended the thread that would have sent it is the news
+            self._findings.raise_again()  # an error that has ended the sending thread is the cause
             raise
         return self._take()
 
     def poll(self) -> T | None:
-        """The oldest item, None if there is none now, which orders nothing. Who asks often enough lets others run,
-        whatever the policy."""
+        """The oldest item; None if there is none now, which orders nothing. After enough calls without an item other
+        threads run, whatever the policy."""
         self._rotation.maybe_switch()
         if not self._items:
             self._findings.raise_again()
