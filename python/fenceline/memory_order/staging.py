@@ -187,7 +187,7 @@ class ResultLease:
 
     def __init__(
         self,
-        ring: ResultRing,
+        device: Device,
         slot: Slot,
         layout: Mapping[str, _Field],
         nbytes: int,
@@ -197,7 +197,7 @@ class ResultLease:
     ) -> None:
         self.produced = produced
         self._sources = sources  # what is copied to the host stays allocated until it has been (F16)
-        self._ring = ring
+        self._device = device
         self._slot: Slot | None = slot
         self._layout = layout
         self._nbytes = nbytes
@@ -205,7 +205,7 @@ class ResultLease:
 
     def arrived(self) -> bool:
         """Whether :meth:`wait` would not block. Asks the device, so call it once a step; before :meth:`wait`."""
-        return self._ring.has_passed(self._copied)
+        return self._copied.stream.poll(self._copied)
 
     def wait(self) -> dict[str, npt.NDArray[np.generic]]:
         """Block the host until the results are there; arrays of their own, free of the ring.
@@ -215,8 +215,10 @@ class ResultLease:
         if self._slot is None:
             raise LeaseError("these results were already taken")
         slot, self._slot = self._slot, None
-        self._ring.wait_for(self._copied)
-        self._ring.declare_read(slot)
+        device, copied = self._device, self._copied
+        edge = HOST_AFTER_FORWARD if copied.stream is device.forward else HOST_AFTER_COPY
+        copied.stream.synchronize(copied, edge)
+        device.declare(StreamName.HOST, "read of the step's results", reads, slot.host_memory)
         self.produced.stream.note_passed(self.produced)  # the copy ran after it
         host = slot.host.numpy()
         values = {name: field.read(host) for name, field in self._layout.items()}
@@ -279,7 +281,7 @@ class ResultRing(_Ring):
         for place, source in pieces:
             device.copy.copy(place, source)
         sources = [source for _, source in pieces]
-        return ResultLease(self, slot, layout, nbytes, produced, device.copy.record(), sources)
+        return ResultLease(device, slot, layout, nbytes, produced, device.copy.record(), sources)
 
     def _write(
         self, slot: Slot, layout: Mapping[str, _Field], tensors: Mapping[str, torch.Tensor], nbytes: int
@@ -299,7 +301,7 @@ class ResultRing(_Ring):
         if block.nbytes:
             device.write_host(place, block)
         written = device.forward.record()
-        return ResultLease(self, slot, layout, nbytes, written, written, ())
+        return ResultLease(device, slot, layout, nbytes, written, written, ())
 
     def _pack(
         self, slot: Slot, layout: Mapping[str, _Field], tensors: Mapping[str, torch.Tensor], nbytes: int
@@ -311,19 +313,6 @@ class ResultRing(_Ring):
         for name, source in sources.items():
             layout[name].of(slot.device).copy_(source)
         return [(slot.host[:nbytes], slot.device[:nbytes])]
-
-    def wait_for(self, point: Point) -> None:
-        """Block the host until the copy, or the step, that ``point`` ends has run."""
-        edge = HOST_AFTER_FORWARD if point.stream is self._device.forward else HOST_AFTER_COPY
-        point.stream.synchronize(point, edge)
-
-    def has_passed(self, point: Point) -> bool:
-        """Whether the copy, or the step, that ``point`` ends has run."""
-        return point.stream.poll(point)
-
-    def declare_read(self, slot: Slot) -> None:
-        """Say that the host reads results now."""
-        self._device.declare(StreamName.HOST, "read of the step's results", reads, slot.host_memory)
 
 
 def _layout(arrays: Mapping[str, npt.NDArray[np.generic]]) -> tuple[list[int], int]:

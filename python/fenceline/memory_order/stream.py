@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -67,7 +67,7 @@ class Stream(ABC):
         The edge must be declared between these two streams. Points on this stream itself cost nothing:
         program order already holds.
         """
-        for point in after if isinstance(after, Points) else (after,):
+        for point in after.points if isinstance(after, Points) else (after,):
             if point.stream is self:
                 continue
             assert (self.name, point.stream.name) in edge.pairs, (
@@ -193,7 +193,17 @@ class Points:
     @staticmethod
     def of(*points: Point) -> Points:
         """The given Points, joined."""
-        return _joined(points)
+        latest: dict[StreamName, Point] = {}
+        for point in points:
+            if point.passed:
+                continue
+            known = latest.get(point.stream.name)
+            assert known is None or known.stream is point.stream, "Points of two devices do not join"
+            if known is None or known.serial < point.serial:
+                latest[point.stream.name] = point
+        if not latest:
+            return _NONE
+        return Points(tuple(latest[name] for name in sorted(latest, key=lambda n: n.value)))
 
     def join(self, other: Points) -> Points:
         """Both sets' Points, the later one where both have one on a stream. Passed Points are dropped."""
@@ -201,7 +211,7 @@ class Points:
             return self
         if not self.points:
             return other
-        return _joined((*self.points, *other.points))
+        return Points.of(*self.points, *other.points)
 
     @property
     def passed(self) -> bool:
@@ -213,20 +223,6 @@ class Points:
 
 
 _NONE = Points()
-
-
-def _joined(points: Iterable[Point]) -> Points:
-    latest: dict[StreamName, Point] = {}
-    for point in points:
-        if point.passed:
-            continue
-        known = latest.get(point.stream.name)
-        assert known is None or known.stream is point.stream, "Points of two devices do not join"
-        if known is None or known.serial < point.serial:
-            latest[point.stream.name] = point
-    if not latest:
-        return _NONE
-    return Points(tuple(latest[name] for name in sorted(latest, key=lambda n: n.value)))
 
 
 def joined(a: Clock, b: Clock) -> Clock:
@@ -247,7 +243,7 @@ def wait_for_pages(stream: Stream, after: Points) -> None:
 
     Points of ``stream`` itself need none. Raises ``KeyError`` for a Point on a stream that touches no pages.
     """
-    for point in after:
+    for point in after.points:
         if point.stream is not stream:
             stream.wait(point, pages_edge(stream.name, point.stream.name))
 

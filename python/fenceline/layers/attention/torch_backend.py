@@ -113,15 +113,17 @@ class _DecodePlan(AttentionPlan):
         """See ``AttentionPlan.forward``."""
         grouped_q = q.view(len(q), k.shape[1], -1, q.shape[2])
         if self.order is None or self.inverse is None:
-            return self._attend(layer_id, self.groups[0], grouped_q, scale).reshape(q.shape)
+            group = self.groups[0]
+            attended = _attend_gathered(self.kv_pool, layer_id, group.slots, group.mask, grouped_q, scale)
+            return attended.reshape(q.shape)
         sorted_q = grouped_q.index_select(0, self.order)
         outputs = [
-            self._attend(layer_id, group, sorted_q[group.first : group.last], scale) for group in self.groups
+            _attend_gathered(
+                self.kv_pool, layer_id, group.slots, group.mask, sorted_q[group.first : group.last], scale
+            )
+            for group in self.groups
         ]
         return torch.cat(outputs).view(q.shape).index_select(0, self.inverse)
-
-    def _attend(self, layer_id: int, group: _DecodeGroup, q: torch.Tensor, scale: float) -> torch.Tensor:
-        return _attend_gathered(self.kv_pool, layer_id, group.slots, group.mask, q, scale)
 
 
 def _attend_gathered(

@@ -42,7 +42,7 @@ LEFT_OUT = (
 
 _ORDERING = frozenset(
     """
-    wait wait_for wait_for_pages synchronize synchronize_from_worker record join retire release release_hold lock unlock
+    wait wait_for_pages synchronize synchronize_from_worker record join retire release release_hold lock unlock
     hold hold_host lease fill fill_rows begin_fill begin_replay before_replay replay upload download move
     move_all stamp protect_from_graphs register allow_replay retire_departed note_passed host_access
     """.split()  # noqa: SIM905
