@@ -4,7 +4,8 @@
 
 Each figure is the time of one launch in a graph of a chain of them (the best of several replays), so it holds what a
 kernel costs inside a decode step: launch, latency and drain. ``pdl`` is the same chain with programmatic dependent
-launch. Prints a table in Markdown; ``--part`` chooses rows, ``--tune`` also tries other cuts than the built-in ones.
+launch, where the kernel has it. Prints a table in Markdown; ``--part`` chooses rows, ``--tune`` also tries other cuts
+than the built-in ones.
 """
 
 from __future__ import annotations
@@ -140,11 +141,10 @@ def bench_prologue(pdl: bool, tune: bool) -> None:
         plan = torch.ones(3, size, dtype=torch.int64, device=GPU).unbind()
         out = torch.ones(4, size, dtype=torch.int64, device=GPU).unbind()
 
-        def run(p: bool, plan: tuple[torch.Tensor, ...] = plan, out: tuple[torch.Tensor, ...] = out) -> None:
-            decode_prologue(plan[0], plan[1], plan[2], page_table, last_tokens, 64, *out, pdl=p)
+        def run(plan: tuple[torch.Tensor, ...] = plan, out: tuple[torch.Tensor, ...] = out) -> None:
+            decode_prologue(plan[0], plan[1], plan[2], page_table, last_tokens, 64, *out)
 
-        figures = [us_per_launch(lambda p=p: run(p)) for p in (False, pdl)]
-        row(f"decode_prologue {size}", *figures, 0)
+        row(f"decode_prologue {size}", us_per_launch(run), 0, 0)
 
 
 def bench_sample(pdl: bool, tune: bool) -> None:
@@ -155,12 +155,10 @@ def bench_sample(pdl: bool, tune: bool) -> None:
         positions, tokens = seed_keys.clone(), seed_keys.clone()
         ones, rows, last = torch.ones(num_reqs, device=GPU), tokens * 0, torch.zeros_like(tokens)
 
-        def run(scales: torch.Tensor, p: bool, logits: torch.Tensor = logits, keys: torch.Tensor = seed_keys,
+        def run(scales: torch.Tensor, logits: torch.Tensor = logits, keys: torch.Tensor = seed_keys,
                 positions: torch.Tensor = positions, tokens: torch.Tensor = tokens,
                 ones: torch.Tensor = ones, rows: torch.Tensor = rows, last: torch.Tensor = last) -> None:  # fmt: skip
-            sample_tokens(
-                logits, ones, scales, keys, positions, None, rows, last, tokens, pdl=p
-            )  # fmt: skip
+            sample_tokens(logits, ones, scales, keys, positions, None, rows, last, tokens)
 
         plain = us_per_launch(lambda x=logits: x.argmax(dim=-1), length)
         draw = us_per_launch(  # the scores in float32 are not counted
@@ -168,8 +166,8 @@ def bench_sample(pdl: bool, tune: bool) -> None:
             2,
         )
         for name, scales, other in (("greedy", ones * 0, plain), ("drawn", ones, draw)):
-            figures = [us_per_launch(lambda s=scales, p=p: run(s, p), length) for p in (False, pdl)]
-            row(f"sample_tokens {num_reqs}x{VOCAB} {name}", *figures, other, nbytes=logits.nbytes)
+            us = us_per_launch(lambda s=scales: run(s), length)
+            row(f"sample_tokens {num_reqs}x{VOCAB} {name}", us, 0, other, nbytes=logits.nbytes)
 
 
 PARTS = {

@@ -248,7 +248,7 @@ def test_a_long_chain_of_norms_is_the_same_with_dependent_launch() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 32, 160, 512])
-def test_decode_prologue_captured(size: int, pdl: bool) -> None:
+def test_decode_prologue_captured(size: int) -> None:
     generator = torch.Generator().manual_seed(size)
     rows = torch.randperm(600, generator=generator)[:size] + 1
     rows[size - size // 3 :] = 0
@@ -262,7 +262,7 @@ def test_decode_prologue_captured(size: int, pdl: bool) -> None:
     gpu = [t.to(GPU) for t in cpu]
     expected = [torch.empty(size, dtype=torch.int64) for _ in range(4)]
     actual = [t.to(GPU) for t in expected]
-    graph = capture(lambda: decode_prologue(*gpu, 16, *actual, pdl=pdl))
+    graph = capture(lambda: decode_prologue(*gpu, 16, *actual))
     for step in range(5):
         cpu[2].fill_(step)
         gpu[2].copy_(cpu[2])
@@ -287,12 +287,11 @@ def draw(
     noise_scales: torch.Tensor | None = None,
     thresholds: torch.Tensor | None = None,
     maxima: torch.Tensor | None = None,
-    pdl: bool = False,
 ) -> torch.Tensor:
     next_tokens = torch.full_like(positions, -1)
     sample_tokens(
         logits, temperatures, noise_scales, seed_keys, positions, thresholds, None, None, next_tokens,
-        maxima=maxima, pdl=pdl,
+        maxima=maxima,
     )  # fmt: skip
     return next_tokens
 
@@ -310,7 +309,7 @@ def test_noise_is_gumbels_bit_by_bit() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_tokens_are_gumbels_over_1e5_draws(dtype: torch.dtype, pdl: bool) -> None:
+def test_tokens_are_gumbels_over_1e5_draws(dtype: torch.dtype) -> None:
     """Real vocabulary for some, a small one for many: 1e5 draws, none different."""
     for num, vocab, rounds in ((256, VOCAB, 8), (4096, 2000, 25)):
         sampler = GumbelSampler(vocab, GPU)
@@ -322,7 +321,7 @@ def test_tokens_are_gumbels_over_1e5_draws(dtype: torch.dtype, pdl: bool) -> Non
             )
             scaled = logits.float() / temperatures[:, None]
             expected = sampler.draw(scaled, seed_keys, positions)
-            assert torch.equal(draw(logits, seed_keys, positions, temperatures, pdl=pdl), expected)
+            assert torch.equal(draw(logits, seed_keys, positions, temperatures), expected)
 
 
 def test_draws_follow_the_softmax() -> None:
@@ -341,15 +340,15 @@ def test_draws_follow_the_softmax() -> None:
         assert abs(score) < 3.3  # Wilson-Hilferty: about N(0, 1)
 
 
-def test_greedy_takes_the_lowest_id_among_the_best(pdl: bool) -> None:
+def test_greedy_takes_the_lowest_id_among_the_best() -> None:
     for num, vocab in ((1, VOCAB), (64, VOCAB), (5, 24), (3, 32_000)):
         logits = logits_like_a_model(num, vocab)
         expected = torch.from_numpy(logits.float().cpu().numpy().argmax(axis=-1)).to(GPU)  # numpy: the first
         positions = torch.arange(num, device=GPU)
-        assert torch.equal(draw(logits, None, positions, pdl=pdl), expected)
+        assert torch.equal(draw(logits, None, positions), expected)
         seed_keys = torch.from_numpy(mix_seeds(range(num))).to(GPU)
         zeros = torch.zeros(num, device=GPU)
-        assert torch.equal(draw(logits, seed_keys, positions, zeros + 1, zeros, pdl=pdl), expected)
+        assert torch.equal(draw(logits, seed_keys, positions, zeros + 1, zeros), expected)
 
 
 def test_thresholds_keep_what_the_filter_keeps() -> None:
@@ -385,7 +384,7 @@ def test_bad_logits_and_bad_padding_give_a_token_of_the_vocabulary() -> None:
     assert tokens[3] != 5 and tokens[4] == VOCAB - 1
 
 
-def test_captured_steps_advance_the_rows(pdl: bool) -> None:
+def test_captured_steps_advance_the_rows() -> None:
     """Ten replays; the padded requests share row 0, the sink, and no other row is touched."""
     num, live = 16, 11
     logits = logits_like_a_model(num, VOCAB)
@@ -401,7 +400,7 @@ def test_captured_steps_advance_the_rows(pdl: bool) -> None:
     def step() -> None:
         positions.copy_(steps + 100)
         sample_tokens(
-            logits, ones, ones, seed_keys, positions, None, rows, last_tokens, next_tokens, steps, pdl=pdl
+            logits, ones, ones, seed_keys, positions, None, rows, last_tokens, next_tokens, steps
         )  # fmt: skip
 
     graph = capture(step)

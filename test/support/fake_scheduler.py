@@ -247,7 +247,6 @@ class FakeScheduler:
         info = DecodeInfo(
             prompt_tail_ids=req.input_ids[-8:],
             sampling_params=req.sampling_params,
-            stream=req.stream,
             queue_time_s=0.25,
         )
         wants_input = first and req.return_logprob and req.logprob_start_len >= 0

@@ -1,9 +1,13 @@
-"""The scheduler over the proof's tiny model, on any device."""
+"""The proof's tiny model: a scheduler over it on any device, and workloads beside the proof's own."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any
 
+import pytest
 from scheduler_driver import Driver, request
 
 from fenceline.config.engine_config import resolve
@@ -11,7 +15,9 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.memory_order import Device, open_device
 from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.vgpu.proving.script import Scenario, Workload
 from fenceline.vgpu.proving.tiny_model import tiny_model_path
+from fenceline.vgpu.proving.workloads import WORKLOADS
 
 
 def tiny_driver(device: Device | str = "cpu", num_rows: int = 6, **flags: object) -> Driver:
@@ -32,3 +38,14 @@ def tiny_requests(num_tokens: int = 6) -> list[TokenizedGenerateReq]:
         )
         for i, ids in enumerate(prompts)
     ]
+
+
+def more_workloads(makers: Mapping[str, Callable[[Random], Scenario]]) -> Any:
+    """A fixture of a test file: its own workloads, by name, stand beside the proof's while one of its tests runs."""
+
+    @pytest.fixture(autouse=True)
+    def added(monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, make in makers.items():
+            monkeypatch.setitem(WORKLOADS, name, Workload(name, "", make))
+
+    return added

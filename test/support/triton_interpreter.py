@@ -29,6 +29,18 @@ def run_script(script: str, mode: str = "interpret") -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def outcomes_of(script: str, mode: str = "interpret") -> Any:
+    """A fixture of a test file: what each check of ``script`` raised, the empty text where nothing; see
+    :func:`print_outcomes`."""
+
+    @pytest.fixture(scope="module")
+    def outcomes() -> dict[str, str]:
+        loaded: dict[str, str] = run_script(script, mode)
+        return loaded
+
+    return outcomes
+
+
 def print_outcomes(checks: dict[str, Callable[[], None]]) -> None:
     """Run every check from the same seed; the last line of the output says what each raised, the empty text where
     nothing."""

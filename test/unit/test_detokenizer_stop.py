@@ -184,7 +184,7 @@ def serve(
 ) -> tuple[list[StrOut], bool]:
     """All news of one request cut into messages; whether the scheduler was told to release it."""
     detokenizer = Detokenizer(TOKENIZER)
-    info = DecodeInfo(prompt_tail_ids=TOKENIZER.encode("stop: ")[-3:], sampling_params=params, stream=True)
+    info = DecodeInfo(prompt_tail_ids=TOKENIZER.encode("stop: ")[-3:], sampling_params=params)
     outs: list[StrOut] = []
     released = False
     position = 0
@@ -263,7 +263,7 @@ def test_stop_string_cuts_ids_counts_and_logprobs_at_its_token() -> None:
     logprobs = TokenLogprobs(
         token_ids=ids, logprobs=[-1.0] * len(ids), top_logprobs=TokenPairs.of([[]] * len(ids))
     )
-    info = DecodeInfo(prompt_tail_ids=[], sampling_params=SamplingParams(stop=("quick",)), stream=False)
+    info = DecodeInfo(prompt_tail_ids=[], sampling_params=SamplingParams(stop=("quick",)))
     batch, stopped = Detokenizer(TOKENIZER).process(
         BatchTokenOut(outs=[news(ids, len(ids), decode=info, output_logprobs=logprobs)])
     )
@@ -279,7 +279,7 @@ def test_stop_string_cuts_ids_counts_and_logprobs_at_its_token() -> None:
 
 def test_tokens_after_a_stop_string_are_dropped_and_the_id_may_return() -> None:
     detokenizer = Detokenizer(TOKENIZER)
-    info = DecodeInfo(prompt_tail_ids=[], sampling_params=SamplingParams(stop=("fox",)), stream=True)
+    info = DecodeInfo(prompt_tail_ids=[], sampling_params=SamplingParams(stop=("fox",)))
     ids = TOKENIZER.encode("fox")
     first, _ = detokenizer.process(BatchTokenOut(outs=[news(ids, len(ids), decode=info)]))
     assert first.outs[0].token.finish_reason is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from triton_interpreter import print_outcomes, run_script, set_up_interpreter
+from triton_interpreter import outcomes_of, print_outcomes, set_up_interpreter
 
 CHECKS = (
     "indices",
@@ -20,12 +20,7 @@ CHECKS = (
     "fa3_graph",
 )
 
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, str]:
-    """What each check raised, the empty text where nothing."""
-    loaded: dict[str, str] = run_script(__file__)
-    return loaded
+results = outcomes_of(__file__)
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -385,9 +385,7 @@ async def test_the_last_chunk_says_how_long_it_took() -> None:
         prompt_tokens=1,
         completion_tokens=1,
         cached_tokens=0,
-        decode=DecodeInfo(
-            prompt_tail_ids=[], sampling_params=SamplingParams(), stream=False, queue_time_s=0.25
-        ),
+        decode=DecodeInfo(prompt_tail_ids=[], sampling_params=SamplingParams(), queue_time_s=0.25),
     )
     bench.manager.handle(BatchTokenOut(outs=[first]))
     assert (await anext(stream)).times is None

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import SCALE, case, decode, requests_of, spoil
-from triton_interpreter import compile_kernel, print_outcomes, run_script, set_up_interpreter
+from triton_interpreter import compile_kernel, outcomes_of, print_outcomes, set_up_interpreter
 
 INTERPRETED = (
     "decode_at_page_boundaries",
@@ -39,16 +39,8 @@ INTERPRETED = (
 COMPILED = ("sm_80", "sm_90", "sm_100")
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter multiplies no bfloat16 matrices
 
-
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, str]:
-    """What each check raised, the empty text where nothing."""
-    return run_script(__file__)
-
-
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, str]:
-    return run_script(__file__, "compile")
+interpreted = outcomes_of(__file__)
+compiled = outcomes_of(__file__, "compile")
 
 
 @pytest.mark.parametrize("name", INTERPRETED)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import case, decode, spoil
-from triton_interpreter import compile_kernel, print_outcomes, run_script, set_up_interpreter
+from triton_interpreter import compile_kernel, outcomes_of, print_outcomes, set_up_interpreter
 
 INTERPRETED = (
     "nothing_of_the_kernel_in_front_is_read_before_the_wait",
@@ -25,16 +25,8 @@ INTERPRETED = (
 )
 COMPILED = ("decode_attention", "kernel_in_front")
 
-
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, str]:
-    """What each check raised, the empty text where nothing."""
-    return run_script(__file__)
-
-
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, str]:
-    return run_script(__file__, "compile")
+interpreted = outcomes_of(__file__)
+compiled = outcomes_of(__file__, "compile")
 
 
 @pytest.mark.parametrize("name", INTERPRETED)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_model import more_workloads
 
 from fenceline.frontend.detokenizer_manager import StopMatch, StopScanner
 from fenceline.ipc.io_struct import (
@@ -39,11 +40,10 @@ from fenceline.scheduler.output import OutputSender
 from fenceline.scheduler.prefill import PrefillPlanner
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import Scheduler
-from fenceline.vgpu.proving import workloads
 from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
 from fenceline.vgpu.proving.oracle import TOLERANCE, Ask, Model, Oracle, Text, gumbel, spoken
 from fenceline.vgpu.proving.runs import ANSWERS, Outcome, Trial, run
-from fenceline.vgpu.proving.script import Scenario, Script, Workload
+from fenceline.vgpu.proving.script import Scenario, Script
 from fenceline.vgpu.proving.table import Proof
 from fenceline.vgpu.proving.tiny_model import tiny_model_path
 
@@ -110,7 +110,7 @@ def _transcript(ask: Ask, tokens: list[int], setting: Setting = SETTING) -> Tran
     transcript.heard(TokenizedGenerateReq(rid="r", input_ids=list(ask.prompt), sampling_params=params))
     for index, token in enumerate(tokens, 1):
         reason = FinishReason(type="length", length=index) if index == len(tokens) else None
-        decode = DecodeInfo(prompt_tail_ids=[], sampling_params=params, stream=True) if index == 1 else None
+        decode = DecodeInfo(prompt_tail_ids=[], sampling_params=params) if index == 1 else None
         transcript.told(
             TokenOut(
                 rid="r",
@@ -170,7 +170,7 @@ def test_time_is_up_at_the_limit_that_was_set(limit_s: float | None, said: str, 
     transcript.told(
         TokenOut(
             rid="r", output_ids=[], prompt_tokens=3, completion_tokens=0, cached_tokens=0, finish_reason=reason,
-            decode=DecodeInfo(prompt_tail_ids=[], sampling_params=params, stream=True),
+            decode=DecodeInfo(prompt_tail_ids=[], sampling_params=params),
         )
     )  # fmt: skip
     assert (transcript.compare(Oracle(tiny_model_path())).wrong == "") == right
@@ -543,16 +543,13 @@ WRONG = [
 ]  # fmt: skip
 
 
+_more_workloads = more_workloads(MORE_WORKLOADS)
+
+
 def _first_failure(name: str, num_seeds: int) -> Outcome | None:
     # Without the detector the shadow tags, which know most of these faults earlier, do not stop the run.
     outcomes = (run(Trial(name, seed, detect=False)) for seed in range(num_seeds))
     return next((outcome for outcome in outcomes if not outcome.clean), None)
-
-
-@pytest.fixture(autouse=True)
-def _more_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, make in MORE_WORKLOADS.items():
-        monkeypatch.setitem(workloads.WORKLOADS, name, Workload(name, "", make))
 
 
 @pytest.mark.parametrize("name", MORE_WORKLOADS)

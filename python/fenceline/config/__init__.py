@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 
 class ConfigError(ValueError):
     """A configuration that cannot work. The message is one line and names the remedy."""
+
+
+def num_usable_cores() -> int:
+    """Cores that this process may run on: its affinity's where the system tells, else the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

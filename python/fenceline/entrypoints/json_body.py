@@ -1,16 +1,23 @@
-"""Request bodies: JSON to typed structs with errors that say which field is wrong."""
+"""Bodies in JSON: requests' become typed structs, with errors that say which field is wrong; answers are written."""
 
 from __future__ import annotations
 
 from typing import TypeVar
 
 import msgspec
+import orjson
+from starlette.responses import Response
 
 from fenceline.frontend.request_types import RequestError
 
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 64 << 20
+
+
+def json_response(value: object) -> Response:
+    """``value`` as a JSON answer; may hold numpy arrays."""
+    return Response(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
 
 
 def parse_body(data: bytes, kind: type[T]) -> T:

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fenceline.entrypoints.errors import error_response, internal_error
 from fenceline.entrypoints.json_body import MAX_BODY_BYTES
-from fenceline.frontend.request_types import RequestError, new_rid
+from fenceline.frontend.request_types import RequestError, new_rid, shutting_down
 from fenceline.frontend.tokenize_pool import FreedMemory
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class RequestMiddleware:
             await self._app(scope, body.receive, send_with_id)
         except asyncio.CancelledError:  # the server stops and waits no longer
             if not started:
-                await error_response(_stopping())(scope, receive, send_with_id)
+                await error_response(shutting_down())(scope, receive, send_with_id)
         except Exception as defect:
             logger.exception("request %s failed", scope[REQUEST_ID])
             if not started:
@@ -141,7 +141,3 @@ class _Body:
 
 def _too_large() -> RequestError:
     return RequestError(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", code="body_too_large")
-
-
-def _stopping() -> RequestError:
-    return RequestError(503, "the server is shutting down", code="shutting_down")

@@ -12,7 +12,6 @@ from typing import Any, TypeVar, cast
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -28,7 +27,7 @@ from fenceline.entrypoints.fields import (
     parse_known,
 )
 from fenceline.entrypoints.generate_api import generate
-from fenceline.entrypoints.json_body import parse_body
+from fenceline.entrypoints.json_body import json_response, parse_body
 from fenceline.entrypoints.openai.chat_template import chat_template_of
 from fenceline.entrypoints.openai.parsing import parse_body as parse_chat_body
 from fenceline.entrypoints.openai.parsing import refuse_chat
@@ -88,12 +87,6 @@ _RULES: dict[type[msgspec.Struct], FieldRules] = {
     TokenizeBody: FieldRules(TokenizeBody.__struct_fields__, OPENAI),
     DetokenizeBody: FieldRules(DetokenizeBody.__struct_fields__, OPENAI),
 }
-
-
-def json_response(value: object, status: int = 200) -> Response:
-    """``value`` as JSON."""
-    content = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
-    return Response(content, status_code=status, media_type="application/json")
 
 
 def _for_json(ids: Sequence[int]) -> Sequence[int] | npt.NDArray[np.intc]:

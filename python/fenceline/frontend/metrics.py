@@ -155,7 +155,7 @@ class Metrics:
         self._cached_tokens["host"] += details.host
         self._cached_tokens["storage"] += details.storage
 
-    def abandoned(self, entry: RequestEntry) -> None:
+    def abandoned(self) -> None:
         """The consumer of a request went away."""
         self._num_requests += 1
         self._num_aborted += 1

@@ -43,6 +43,11 @@ def not_unicode(name: str) -> RequestError:
     return RequestError(400, f"{name} has half a surrogate pair: it is not Unicode text", param=name)
 
 
+def shutting_down() -> RequestError:
+    """The error of a request that comes, or has not been answered, when the server stops."""
+    return RequestError(503, "the server is shutting down", code="shutting_down")
+
+
 def _request_error(status: int, message: str, param: str | None, code: str | None, type: str) -> RequestError:
     return RequestError(status, message, param=param, code=code, type=type)
 

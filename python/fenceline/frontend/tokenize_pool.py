@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import os
 import sys
 from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, NamedTuple, TypeVar
 
-from fenceline.frontend.request_types import RequestError, not_unicode
+from fenceline.config import num_usable_cores
+from fenceline.frontend.request_types import RequestError, not_unicode, shutting_down
 from fenceline.frontend.tokenizer import PIECE_CHARS, Tokenizer
 
 T = TypeVar("T")
@@ -35,8 +35,7 @@ class TokenizePool:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         # Half of the cores that this process may use: where there are two, one is left to the scheduler.
-        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        num_threads = min(4, max(1, num_cores // 2))
+        num_threads = min(4, max(1, num_usable_cores() // 2))
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
         self._memory = FreedMemory()
         self._closed = False
@@ -108,13 +107,13 @@ class TokenizePool:
 
     async def _run(self, work: Callable[..., T], *arguments: object) -> T:
         if self._closed:
-            raise _closing()
+            raise shutting_down()
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._closed and task is not None and not task.cancelling():
-                raise _closing() from None  # the piece was cancelled, not its caller
+                raise shutting_down() from None  # the piece was cancelled, not its caller
             raise
 
     def _encode(self, group: Sequence[_Piece[str]]) -> list[list[int]]:
@@ -168,10 +167,6 @@ def _too_many(what: str, most: int) -> RequestError:
         param="prompt",
         code="context_length_exceeded",
     )
-
-
-def _closing() -> RequestError:
-    return RequestError(503, "the server is shutting down", code="shutting_down")
 
 
 def trim_memory() -> None:

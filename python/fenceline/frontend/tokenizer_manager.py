@@ -41,6 +41,7 @@ from fenceline.frontend.request_types import (
     RequestError,
     check_num_requests,
     new_rid,
+    shutting_down,
 )
 from fenceline.frontend.tokenize_pool import TokenizePool
 from fenceline.frontend.tokenizer import Tokenizer
@@ -308,7 +309,7 @@ class TokenizerManager:
         if entry is None:
             return
         self._link.send(AbortReq(rid=entry.wire_rid))
-        self.metrics.abandoned(entry)
+        self.metrics.abandoned()
         self._log.abandoned(entry)
         self._note_idle()
 
@@ -316,7 +317,7 @@ class TokenizerManager:
         if self.fatal is not None:
             raise RequestError(503, f"the engine has stopped: {self.fatal}", code="engine_dead")
         if self._draining:
-            raise RequestError(503, "the server is shutting down", code="shutting_down")
+            raise shutting_down()
         if self.limits is None:
             raise RequestError(503, "the server is starting: the model is being loaded", code="starting")
         return self.limits

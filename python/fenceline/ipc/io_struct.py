@@ -247,7 +247,6 @@ class DecodeInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     prompt_tail_ids: list[int]  # last prompt tokens: context for incremental decoding
     sampling_params: SamplingParams
-    stream: bool
     queue_time_s: float | None = None
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import psutil
 import torch
 
+from fenceline.config import num_usable_cores
 from fenceline.memory_order.device import Device
 from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
@@ -76,8 +76,7 @@ class CpuDevice(Device):
         super().__init__(torch.device("cpu"), severed)
         # One core stays for the front end's processes: OpenMP threads that wait for a core that somebody
         # else holds make every operation many times slower. OMP_NUM_THREADS asks for fewer still.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(min(torch.get_num_threads(), max(cores - 1, 1)))
+        torch.set_num_threads(min(torch.get_num_threads(), max(num_usable_cores() - 1, 1)))
 
     def check_order(self) -> None:
         super().check_order()

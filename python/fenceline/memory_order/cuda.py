@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import mmap
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 import numpy as np
 import torch
 
+from fenceline.config import num_usable_cores
 from fenceline.memory_order.device import Device, FillField
 from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
@@ -249,7 +249,6 @@ def _touch(memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
     def touch(start: int) -> None:
         memory[start : start + _TOUCH_BYTES : mmap.PAGESIZE] = 0
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPoolExecutor(min(cores, _MAX_THREADS)) as threads:
+    with ThreadPoolExecutor(min(num_usable_cores(), _MAX_THREADS)) as threads:
         for _ in threads.map(touch, range(0, len(memory), _TOUCH_BYTES)):
             pass

@@ -190,7 +190,6 @@ class ResultLease:
         device: Device,
         slot: Slot,
         layout: Mapping[str, _Field],
-        nbytes: int,
         produced: Point,
         copied: Point,
         sources: Sequence[torch.Tensor],
@@ -200,7 +199,6 @@ class ResultLease:
         self._device = device
         self._slot: Slot | None = slot
         self._layout = layout
-        self._nbytes = nbytes
         self._copied = copied
 
     def arrived(self) -> bool:
@@ -281,7 +279,7 @@ class ResultRing(_Ring):
         for place, source in pieces:
             device.copy.copy(place, source)
         sources = [source for _, source in pieces]
-        return ResultLease(device, slot, layout, nbytes, produced, device.copy.record(), sources)
+        return ResultLease(device, slot, layout, produced, device.copy.record(), sources)
 
     def _write(
         self, slot: Slot, layout: Mapping[str, _Field], tensors: Mapping[str, torch.Tensor], nbytes: int
@@ -301,7 +299,7 @@ class ResultRing(_Ring):
         if block.nbytes:
             device.write_host(place, block)
         written = device.forward.record()
-        return ResultLease(device, slot, layout, nbytes, written, written, ())
+        return ResultLease(device, slot, layout, written, written, ())
 
     def _pack(
         self, slot: Slot, layout: Mapping[str, _Field], tensors: Mapping[str, torch.Tensor], nbytes: int

@@ -75,11 +75,8 @@ def log_output(req: Req, token: int, values: LogprobValues, index: int) -> None:
         _append(req.output_log, token, values, index, req.source)
 
 
-def log_prompt(req: Req, first_position: int, tokens: list[int], values: LogprobValues, start: int) -> None:
-    """Note the logprobs of consecutive prompt ``tokens`` from ``first_position`` on.
-
-    Their values begin at ``start`` in the step's.
-    """
+def log_prompt(req: Req, tokens: list[int], values: LogprobValues, start: int) -> None:
+    """Note the logprobs of the prompt's next ``tokens``; their values begin at ``start`` in the step's."""
     log = req.prompt_log
     if log is None:
         return

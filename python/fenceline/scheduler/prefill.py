@@ -259,7 +259,7 @@ class PrefillPlanner:
                 if plan.num_step_tokens >= self._shared_tokens(plan, num_waiting_tokens):
                     return
             alone = num_running == 0 and not plan.reqs
-            if _wants_prompt_logprobs(req) and budget.scored_tokens <= 0:
+            if req.scores_prompt and budget.scored_tokens <= 0:
                 return
             if not self._admit(plan, req, budget, alone):
                 return
@@ -310,7 +310,7 @@ class PrefillPlanner:
         size = remaining
         if self._chunk_size is not None:
             size = min(size, budget.step_tokens)
-        if _wants_prompt_logprobs(req):
+        if req.scores_prompt:
             unscored = max(req.source.logprob_start_len - req.allocated_len, 0)
             size = min(size, unscored + budget.scored_tokens)
             budget.scored_tokens -= max(size - unscored, 0)
@@ -324,7 +324,7 @@ class PrefillPlanner:
 
     def _seq(self, req: Req, tokens: I64, start: int, end: int, done: bool) -> ExtendSeq:
         params = req.source.sampling_params
-        wants_prompt = _wants_prompt_logprobs(req)
+        wants_prompt = req.scores_prompt
         first_scored = max(req.source.logprob_start_len, start) + 1 if wants_prompt else None
         history = None
         if done and params.needs_penalties:
@@ -351,11 +351,6 @@ class PrefillPlanner:
             return pages
         positions = np.arange(start, end, dtype=np.int64)
         return pages[positions // size - first] * size + positions % size
-
-
-def _wants_prompt_logprobs(req: Req) -> bool:
-    """Whether prompt tokens are scored: asked for, and not already done before a retraction."""
-    return req.source.return_logprob and req.source.logprob_start_len >= 0 and not req.output_ids
 
 
 def remap_writes(remaps: list[Remap]) -> PageWrites:

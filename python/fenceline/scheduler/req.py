@@ -152,6 +152,11 @@ class Req:
         """``allocated_len`` after the last step: the last sampled token needs no KV of its own."""
         return len(self.prompt_ids) + max(self.max_new_tokens, 1) - 1
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether prompt tokens are scored: asked for, and not already done before a retraction."""
+        return self.source.return_logprob and self.source.logprob_start_len >= 0 and not self.output_ids
+
     def token_ids(self) -> I64:
         """Prompt and published output as one array."""
         if not self.output_ids:
@@ -178,7 +183,6 @@ class Req:
         return DecodeInfo(
             prompt_tail_ids=self.prompt_ids[-_DECODE_CONTEXT:].tolist(),
             sampling_params=self.source.sampling_params,
-            stream=self.source.stream,
             queue_time_s=self.queue_time_s,
         )
 

@@ -392,7 +392,7 @@ class RequestMemory:
 def _most_cached(req: Req) -> int:
     """How many leading tokens of ``req`` need not be computed if they are cached; at least one is."""
     limit = req.num_tokens - 1
-    if req.source.return_logprob and req.source.logprob_start_len >= 0 and not req.output_ids:
+    if req.scores_prompt:
         # The first token asked for has no logprob, that of the next one comes from computing it.
         return min(limit, req.source.logprob_start_len)
     return limit

@@ -1,4 +1,4 @@
-"""Which waiting requests go first, and how many fit: order, admission by a token budget."""
+"""The order of waiting requests, how long shared prefill steps are, and how much running requests will ask for."""
 
 from __future__ import annotations
 

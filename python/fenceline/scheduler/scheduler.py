@@ -485,7 +485,7 @@ class Scheduler:
             if first < last and out.prompt_logprobs is not None:
                 position = seq.prefix_len + first + 1
                 targets = req.prompt_ids[position : position + last - first].tolist()
-                log_prompt(req, position, targets, out.prompt_logprobs, scored)
+                log_prompt(req, targets, out.prompt_logprobs, scored)
             if seq.sampling is not None:
                 remap = self.memory.cache_prompt(req)
                 if remap is not None:

@@ -23,7 +23,7 @@ _NO_STORAGE = StorageTierStats(backend=StorageStats())
 
 
 class SchedulerStats:
-    """Counts what happens. Wall-clock is read here and only here, and nothing is decided by it."""
+    """Counts what happens. The clock is read for rates, reports and waiting times, and nothing is decided by it."""
 
     def __init__(self, memory: RequestMemory, worker: Worker, decode_log_interval: int) -> None:
         self._memory = memory

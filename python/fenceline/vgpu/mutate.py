@@ -195,7 +195,7 @@ def _by_name(mutant: Mutant, checker: str, named: tuple[str, ...]) -> bool:
     return bool(named) or checker not in _UNSPECIFIC
 
 
-def in_child(function: Callable[[int], Reached], argument: int) -> Reached:
+def in_new_process(function: Callable[[int], Reached], argument: int) -> Reached:
     """``function``'s result, computed in a process of its own: this one must not have loaded the engine."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, argument).result()
@@ -224,7 +224,7 @@ def _campaign(
                 child = os.fork()
                 if child == 0:
                     os.close(read_end)
-                    _in_child(mutant, _workloads(mutant, reached), cpu_limit_s, write_end)
+                    _run_mutant(mutant, _workloads(mutant, reached), cpu_limit_s, write_end)
                 os.close(write_end)
                 running[read_end] = (child, mutant)
             for read_end in select.select(list(running), [], [])[0]:
@@ -238,7 +238,7 @@ def _campaign(
                 bar.update()
 
 
-def _in_child(mutant: Mutant, workloads: Sequence[str], cpu_limit_s: float, write_end: int) -> None:
+def _run_mutant(mutant: Mutant, workloads: Sequence[str], cpu_limit_s: float, write_end: int) -> None:
     """Never returns: a mutant may break anything, so nothing of the parent's is cleaned up here."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     limit = int(cpu_limit_s + _GRACE_S)
@@ -380,7 +380,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for mutant in mutants:
                 reached[mutant.path][mutant.statement] = args.workload
         else:
-            reached = in_child(reached_lines, args.reach_seeds) if mutants else {}
+            reached = in_new_process(reached_lines, args.reach_seeds) if mutants else {}
         _campaign(mutants, reached, args.jobs, args.cpu_limit, args.results)
     reviews = json.loads(_REVIEW.read_text(encoding="utf-8"))
     results = read_results(args.results)

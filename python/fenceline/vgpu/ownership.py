@@ -75,7 +75,7 @@ class Leases:
         for page in pages:
             lease = self._of_page[page]
             if lease is None or lease.retired is not None:
-                self.refuse([page], who)
+                self.refuse(page, who)
             elif owner is not None and page in shared:
                 self._found(
                     self._error(page, f"{who} writes it, though it belongs to the prefix tree", lease, None)
@@ -83,18 +83,17 @@ class Leases:
             elif owner is not None and lease.owner is None:
                 lease.owner = owner
             elif owner is not None and lease.owner is not owner:
-                self.refuse([page], who)
+                self.refuse(page, who)
 
     def share(self, pages: Iterable[int], who: str, shared: frozenset[int]) -> None:
         """``who`` submits work that reads ``pages``, which must be among ``shared``."""
         for page in pages:
             lease = self._of_page[page]
             if lease is None or lease.retired is not None or page not in shared:
-                self.refuse([page], who)
+                self.refuse(page, who)
 
-    def refuse(self, pages: Iterable[int], who: str, op: Operation | None = None) -> None:
-        """Report that ``who`` must not use the first of ``pages``, which ``op`` accesses or the submission names."""
-        page = next(iter(pages))
+    def refuse(self, page: int, who: str, op: Operation | None = None) -> None:
+        """``who`` has no business with ``page``: ``op`` touches it, or it is claimed."""
         lease = self._of_page[page]
         if lease is None:
             text = f"{who} uses it, and nobody has leased it"

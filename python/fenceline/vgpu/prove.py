@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
+
+from fenceline.config import num_usable_cores
 
 if TYPE_CHECKING:  # the folders whose branches are counted are loaded when counting has been set up
     from fenceline.vgpu.proving.arms import Arm
@@ -49,10 +50,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument("--write-docs", action="store_true", help="write the table into docs/edges.md")
     return parser
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,7 +94,7 @@ def _plan(args: argparse.Namespace, parser: argparse.ArgumentParser, bar: tqdm) 
         first_seed=args.seed,
         num_intact=num_intact,
         num_per_arm=num_per_arm,
-        jobs=max(args.jobs or (_num_cores() if everything else 1), 1),
+        jobs=max(args.jobs or (num_usable_cores() if everything else 1), 1),
         detect=not args.blind,
         deadline=math.inf if args.budget is None else time.monotonic() + args.budget,
         with_unarmed=everything,

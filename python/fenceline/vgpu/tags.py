@@ -242,8 +242,8 @@ class Step:
         slots = slots[memory.page[slots] != _SINK_PAGE]
         if len(slots) == 0:
             return
-        foreign = [page for page in memory.page[slots].tolist() if page not in self._pages]
-        if foreign:
+        foreign = next((page for page in memory.page[slots].tolist() if page not in self._pages), None)
+        if foreign is not None:
             self._tags.pages.refuse(foreign, self._readers(), op)
         part = int(memory.part[slots[0]])
         unread = self._unread.setdefault(part, [])
@@ -336,7 +336,7 @@ class Step:
         seq, position = self._of_token(row)
         name, page = seq.account.name, int(memory.page[slot])
         if page not in seq.pages and page != _SINK_PAGE:
-            self._tags.pages.refuse([page], f"a {self._kind} of {name}", op)
+            self._tags.pages.refuse(page, f"a {self._kind} of {name}", op)
         text = f"{self._kind} stores token {position} of {name} here, not in slot {meant % memory.page_size} of page "
         self._tags.found(memory, slot, text + str(meant // memory.page_size), op)
 

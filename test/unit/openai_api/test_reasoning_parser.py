@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fenceline.config.flags import flags_of
 from fenceline.config.server_args import ServerArgs
-from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS, ReasoningParser, split_reasoning
+from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS, ReasoningParser
 
 QWEN3 = REASONING_FORMATS["qwen3"]
 R1 = REASONING_FORMATS["deepseek-r1"]
@@ -56,8 +56,9 @@ def reference(inside: bool, text: str) -> tuple[str, str]:
     ],
 )
 def test_split(inside, text, reasoning, content):
-    split = split_reasoning(QWEN3, inside, text)
-    assert (split.reasoning, split.content) == (reasoning, content)
+    parser = ReasoningParser(QWEN3, inside)
+    fed, rest = parser.feed(text), parser.finish()
+    assert (fed.reasoning + rest.reasoning, fed.content + rest.content) == (reasoning, content)
     assert reference(inside, text) == (reasoning, content)
 
 

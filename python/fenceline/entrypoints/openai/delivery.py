@@ -12,6 +12,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from fenceline.entrypoints.json_body import json_response
 from fenceline.entrypoints.openai.answer import UsageCounter
 from fenceline.entrypoints.openai.protocol import GenerationBody, StreamOptions
 from fenceline.entrypoints.sse import DONE, EventStream, collect_or_abort, written
@@ -143,8 +144,3 @@ def _whole_choice(choice: ChoiceWriter, chunk: GenerateChunk) -> orjson.Fragment
 def event(value: object) -> bytes:
     """One server-sent event with ``value`` as JSON."""
     return b"data: " + orjson.dumps(value) + b"\n\n"
-
-
-def json_response(value: object) -> Response:
-    """``value`` as a JSON answer."""
-    return Response(orjson.dumps(value), media_type="application/json")

@@ -133,10 +133,3 @@ def _tag_begun(text: str, tag: str) -> int:
         if text.endswith(tag[:length]):
             return length
     return 0
-
-
-def split_reasoning(form: ReasoningFormat, inside: bool, text: str) -> Split:
-    """The two parts of a whole output."""
-    parser = ReasoningParser(form, inside)
-    fed, rest = parser.feed(text), parser.finish()
-    return Split(fed.reasoning + rest.reasoning, fed.content + rest.content)

@@ -12,10 +12,10 @@ from starlette.responses import Response
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.errors import error_response
+from fenceline.entrypoints.json_body import json_response
 from fenceline.entrypoints.middleware import REQUEST_ID
 from fenceline.entrypoints.openai.answer import AnswerHead, Generator, ServedModel
 from fenceline.entrypoints.openai.chat_template import chat_template_of
-from fenceline.entrypoints.openai.delivery import json_response
 from fenceline.entrypoints.openai.parsing import parse_body
 from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody, GenerationBody
 from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS

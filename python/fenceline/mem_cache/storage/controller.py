@@ -270,10 +270,10 @@ class StorageController:
         full = len(self._active) >= self._limits.max_prefetches
         self._active[op] = None
         if not op.keys:
-            self._end(op, Outcome.ABSENT, now, self._own_acks)
+            self._end(op, Outcome.ABSENT, self._own_acks)
             return
         if full or self._num_clears or self._queries.is_stalled or self._fetches.is_stalled:
-            self._end(op, Outcome.DROPPED, now, self._own_acks)
+            self._end(op, Outcome.DROPPED, self._own_acks)
             return
         op.state = PrefetchState.QUERYING
         self._queries.put(QueryJob(op), now)
@@ -299,7 +299,7 @@ class StorageController:
             return
         op.cancelled = True
         if op.state is PrefetchState.FOUND:
-            self._end(op, Outcome.CANCELLED, self._clock(), self._own_acks)
+            self._end(op, Outcome.CANCELLED, self._own_acks)
 
     def may_schedule(self, op: Prefetch) -> bool:
         """Whether the policy lets the request that waits for ``op`` be scheduled now, with what is there."""
@@ -415,15 +415,15 @@ class StorageController:
         if not op.cancelled:
             self._stats.missed += len(op.keys) - event.num_pages
         if op.cancelled:
-            self._end(op, Outcome.CANCELLED, now, acks)
+            self._end(op, Outcome.CANCELLED, acks)
         elif event.cost.crashed:
-            self._end(op, Outcome.SHORT, now, acks)
+            self._end(op, Outcome.SHORT, acks)
         elif event.num_pages == 0:
-            self._end(op, Outcome.ABSENT, now, acks)
+            self._end(op, Outcome.ABSENT, acks)
         else:
             op.num_found = min(event.num_pages, self._max_fetch_pages - self._num_fetch_pages)
             if op.num_found == 0:
-                self._end(op, Outcome.DROPPED, now, acks)
+                self._end(op, Outcome.DROPPED, acks)
                 return
             op.state = PrefetchState.FOUND
             self._num_fetch_pages += op.num_found
@@ -445,11 +445,11 @@ class StorageController:
         if event.short and not op.cancelled:
             self._stats.missed += op.num_found - op.num_fetched
         if event.last and op.cancelled:
-            self._end(op, Outcome.CANCELLED, now, acks)
+            self._end(op, Outcome.CANCELLED, acks)
         elif event.last:
-            self._end(op, Outcome.SHORT if event.short else Outcome.COMPLETE, now, acks)
+            self._end(op, Outcome.SHORT if event.short else Outcome.COMPLETE, acks)
 
-    def _end(self, op: Prefetch, outcome: Outcome, now: float, acks: list[Ack]) -> None:
+    def _end(self, op: Prefetch, outcome: Outcome, acks: list[Ack]) -> None:
         self._num_fetch_pages -= op.num_found
         op.state = PrefetchState.OVER
         op.outcome = outcome

@@ -81,7 +81,7 @@ class Prefetch:
         self.num_fetched = 0
         self.host_pages: I32 = np.empty(0, dtype=np.int32)
         self.after = Points.none()
-        self.cancelled = False  # the only field that a worker reads, between batches
+        self.cancelled = False  # of the fields that change the only one that a worker reads, between batches
         self.timed_out = False
         self.deadline = float("inf")  # seconds of the controller's clock, like heard_at
         self.heard_at: float | None = None  # when the worker that fetches it was last heard from

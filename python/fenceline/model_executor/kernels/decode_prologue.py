@@ -16,7 +16,6 @@ def decode_prologue(
     out_positions: torch.Tensor,
     out_slots: torch.Tensor,
     out_input_ids: torch.Tensor,
-    pdl: bool = False,
 ) -> None:
     """Write the inputs of a decode step of B requests. A request in row 0, the sink, is padding.
 
@@ -26,8 +25,7 @@ def decode_prologue(
     token.
     ``out_seq_lens`` may be ``plan_seq_lens`` itself. Positions beyond the page table are not checked.
 
-    One launch on the current stream, no host synchronisation, fit for capture. ``pdl`` (cuda): see
-    ``layers.kernels.rms_norm``; nothing is read before the wait.
+    One launch on the current stream, no host synchronisation, fit for capture.
     """
     outputs = (out_seq_lens, out_positions, out_slots, out_input_ids)
     assert all(t.shape == rows.shape for t in (plan_seq_lens, num_steps, *outputs))
@@ -35,7 +33,7 @@ def decode_prologue(
     if rows.is_cuda:
         from fenceline.model_executor.kernels.decode_prologue_triton import launch
 
-        launch((rows, plan_seq_lens, num_steps), (page_table, last_tokens), page_size, outputs, pdl)
+        launch((rows, plan_seq_lens, num_steps), (page_table, last_tokens), page_size, outputs)
         return
     out_seq_lens.copy_(torch.where(rows == 0, 1, plan_seq_lens + num_steps))
     out_positions.copy_(out_seq_lens - 1)

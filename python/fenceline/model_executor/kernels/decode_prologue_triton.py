@@ -7,7 +7,6 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as tl_cuda
 
 from fenceline.layers.kernels.launcher import KernelVariant
 
@@ -19,7 +18,6 @@ def launch(
     state: tuple[torch.Tensor, torch.Tensor],
     page_size: int,
     outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    pdl: bool = False,
 ) -> None:
     """See ``decode_prologue``: rows, plan lengths, steps; page table, last tokens; its four outputs."""
     page_table, last_tokens = state
@@ -29,13 +27,12 @@ def launch(
         return
     block = min(_MAX_BLOCK, max(32, triton.next_power_of_2(size)))
     tensors = (*plan, page_table, last_tokens, *outputs)
-    _variant(page_size, block, pdl).launch((-(-size // block),), tensors, (size, page_table.stride(0)))
+    _variant(page_size, block).launch((-(-size // block),), tensors, (size, page_table.stride(0)))
 
 
 @cache
-def _variant(page_size: int, block: int, pdl: bool) -> KernelVariant:
-    constants = {"PAGE_SIZE": page_size, "BLOCK": block, "PDL": pdl}
-    return KernelVariant(_decode_prologue_kernel, constants, block // 32, pdl)
+def _variant(page_size: int, block: int) -> KernelVariant:
+    return KernelVariant(_decode_prologue_kernel, {"PAGE_SIZE": page_size, "BLOCK": block}, block // 32)
 
 
 @triton.jit(do_not_specialize=["size", "max_pages"])
@@ -53,13 +50,9 @@ def _decode_prologue_kernel(
     max_pages,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < size
-    if PDL:
-        tl_cuda.gdc_wait()
-        tl_cuda.gdc_launch_dependents()
     row = tl.load(rows + index, mask=inside, other=0)
     seq_lens = tl.load(plan_seq_lens + index, mask=inside, other=0)
     seq_lens = tl.where(row == 0, 1, seq_lens + tl.load(num_steps + index, mask=inside, other=0))

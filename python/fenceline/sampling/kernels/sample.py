@@ -19,7 +19,6 @@ def sample_tokens(
     next_tokens: torch.Tensor,
     steps: torch.Tensor | None = None,
     maxima: torch.Tensor | None = None,
-    pdl: bool = False,
 ) -> None:
     """Write to ``next_tokens`` [B] int64 a draw from each row of softmax(logits / temperature).
 
@@ -36,8 +35,7 @@ def sample_tokens(
     the batch. On the CPU and on vgpu it equals the eager sampler's bit by bit. On CUDA the sampler calls this; there
     scores are logit / temperature in float32. The maximum is not subtracted first, which saves a pass over the logits.
 
-    Current stream, two launches on CUDA, no host synchronisation, fit for capture. ``pdl`` (cuda): see
-    ``layers.kernels.rms_norm``; reads all but the logits before its wait.
+    Current stream, two launches on CUDA, no host synchronisation, fit for capture.
     """
     assert logits.shape[0] == positions.shape[0] == next_tokens.shape[0]
     assert (rows is None) == (last_tokens is None)
@@ -46,7 +44,7 @@ def sample_tokens(
         from fenceline.sampling.kernels.sample_triton import DrawInputs, launch
 
         inputs = DrawInputs(temperatures, noise_scales, seed_keys, positions, thresholds, maxima)
-        launch(logits, inputs, rows, last_tokens, next_tokens, steps, pdl)
+        launch(logits, inputs, rows, last_tokens, next_tokens, steps)
         return
     next_tokens.copy_(_draw(logits, temperatures, noise_scales, seed_keys, positions, thresholds))
     if rows is not None and last_tokens is not None:

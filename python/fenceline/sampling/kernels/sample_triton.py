@@ -12,7 +12,6 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda as tl_cuda
 from triton.language.extra import libdevice
 
 from fenceline.layers.kernels.launcher import KernelVariant
@@ -39,14 +38,13 @@ def launch(
     last_tokens: torch.Tensor | None,
     next_tokens: torch.Tensor,
     steps: torch.Tensor | None,
-    pdl: bool = False,
 ) -> None:
     """See ``sample_tokens``. Rows of the logits may be strided. Allocates two tensors [B, pieces] for partial draws."""
     num_reqs, vocab_size = logits.shape
     assert logits.stride(1) == 1 and next_tokens.is_contiguous() and next_tokens.dtype == torch.int64
     if num_reqs == 0:
         return
-    pieces, draw, combine = _variants(vocab_size, logits.stride(0), pdl)
+    pieces, draw, combine = _variants(vocab_size, logits.stride(0))
     best_scores = torch.empty(num_reqs, pieces, dtype=torch.float32, device=logits.device)
     best_ids = torch.empty(num_reqs, pieces, dtype=torch.int32, device=logits.device)
     tensors = (
@@ -65,15 +63,15 @@ def launch(
 
 
 @cache
-def _variants(vocab_size: int, stride: int, pdl: bool) -> tuple[int, KernelVariant, KernelVariant]:
+def _variants(vocab_size: int, stride: int) -> tuple[int, KernelVariant, KernelVariant]:
     """The number of pieces, the kernel that draws in each of them, and the kernel that compares them."""
     block = min(_BLOCK, max(32, triton.next_power_of_2(vocab_size)))
     pieces = -(-vocab_size // block)
-    constants = {"STRIDE": stride, "VOCAB": vocab_size, "BLOCK": block, "PDL": pdl}
-    draw = KernelVariant(_piece_kernel, constants, max(1, block // 256), pdl)
+    constants = {"STRIDE": stride, "VOCAB": vocab_size, "BLOCK": block}
+    draw = KernelVariant(_piece_kernel, constants, max(1, block // 256))
     block = max(32, triton.next_power_of_2(pieces))
-    constants = {"PIECES": pieces, "BLOCK": block, "PDL": pdl}
-    return pieces, draw, KernelVariant(_combine_kernel, constants, max(1, min(4, block // 64)), pdl)
+    constants = {"PIECES": pieces, "BLOCK": block}
+    return pieces, draw, KernelVariant(_combine_kernel, constants, max(1, min(4, block // 64)))
 
 
 @triton.jit
@@ -90,7 +88,6 @@ def _piece_kernel(
     STRIDE: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """One program: the best among BLOCK consecutive token ids of one request."""
     PIECES: tl.constexpr = (VOCAB + BLOCK - 1) // BLOCK
@@ -109,9 +106,6 @@ def _piece_kernel(
     if thresholds is not None:
         threshold = tl.load(thresholds + req)
         maximum = tl.load(maxima + req)
-    if PDL:
-        tl_cuda.gdc_wait()
-        tl_cuda.gdc_launch_dependents()
     values = tl.load(logits + req.to(tl.int64) * STRIDE + ids, mask=live, other=-float("inf")).to(tl.float32)
     scores = values
     if temperatures is not None:
@@ -139,7 +133,6 @@ def _combine_kernel(
     steps,
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """One program: the best token of one request's pieces; of equals the one of the lowest piece."""
     req = tl.program_id(0)
@@ -147,9 +140,6 @@ def _combine_kernel(
     live = pieces < PIECES
     if rows is not None:
         row = tl.load(rows + req)
-    if PDL:
-        tl_cuda.gdc_wait()
-        tl_cuda.gdc_launch_dependents()
     offsets = req.to(tl.int64) * PIECES + pieces
     scores = tl.load(best_scores + offsets, mask=live, other=-float("inf"))
     ids = tl.load(best_ids + offsets, mask=live, other=2147483647)

@@ -300,7 +300,7 @@ class Watch:
 
     def _watch_tiers(self, tiers: HiCache, tree: HiRadixCache) -> None:
         self._tiers, self._tree = tiers, tree
-        self._num_loading = self._num_nodes_to_load = 0
+        self._num_loading = 0
         around(tree, "begin_load", before=self._begins_load)
         around(tree, "_adopt", after=lambda num, *args: self.note("adopted page", num))
         around(tree, "begin_backup", after=self._began_backup)

@@ -200,7 +200,7 @@ def _lost_points(file: _File, node: ast.AST) -> None:
     if callee == "retire" and len(arguments) == 2:
         file.add("points", arguments[1], _NO_POINTS, ordering=True)
     for keyword in node.keywords:
-        if keyword.arg in ("after", "points", "until", "retired_after"):
+        if keyword.arg == "after":
             file.add("points", keyword.value, _NO_POINTS, ordering=True)
         elif keyword.arg == "pad":
             file.add("pad", keyword.value, f"({file.text(keyword.value)}) + 1")
