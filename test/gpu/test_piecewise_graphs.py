@@ -11,7 +11,7 @@ import torch
 from guarded_runs import SPIN_CYCLES, EagerCudaDevice
 from late_loads import differences
 from step_traces import FULL, PLAIN, TraceShape, random_trace
-from trace_runner import check_same, clear, first_difference, make_runner, play
+from trace_runner import check_same, clear, first_difference, make_runner, play, prefill_stats
 
 from fenceline.memory_order import Device, open_device
 from fenceline.model_executor.graph_runner import GraphStats
@@ -44,11 +44,6 @@ def runner_of(device: Device, page_size: int = 16, **flags: object) -> ModelRunn
     return make_runner(device, shape, piecewise_cuda_graph_tokens=SIZES, **flags)
 
 
-def stats_of(runner: ModelRunner) -> GraphStats:
-    assert runner.prefill_graphs is not None
-    return runner.prefill_graphs.stats
-
-
 def check_counts(stats: GraphStats, batches: Sequence[ScheduleBatch]) -> None:
     nums = [sum(len(s.token_ids) for s in batch.seqs) for batch in batches if isinstance(batch, ExtendBatch)]
     assert stats.replays == stats.eligible_steps == sum(num <= SIZES[-1] for num in nums)
@@ -60,7 +55,7 @@ def test_random_steps_are_bit_identical_to_their_pieces_without_graphs(page_size
     batches = random_trace(300 + page_size, NUM_STEPS, trace_shape(page_size))
     guarded = runner_of(open_device("cuda"), page_size)
     check_same(runner_of(EagerCudaDevice(), page_size), guarded, batches)
-    check_counts(stats_of(guarded), batches)
+    check_counts(prefill_stats(guarded), batches)
 
 
 def test_flashinfers_steps_are_bit_identical_too() -> None:
@@ -69,7 +64,7 @@ def test_flashinfers_steps_are_bit_identical_too() -> None:
     flags = {"prefill_attention_backend": "flashinfer", "decode_attention_backend": "triton"}
     guarded = runner_of(open_device("cuda"), **flags)
     check_same(runner_of(EagerCudaDevice(), **flags), guarded, batches)
-    check_counts(stats_of(guarded), batches)
+    check_counts(prefill_stats(guarded), batches)
 
 
 def test_every_replay_equals_its_step_without_the_graphs() -> None:
@@ -77,7 +72,7 @@ def test_every_replay_equals_its_step_without_the_graphs() -> None:
     runner = runner_of(open_device("cuda"), debug_cuda_graph=True)
     batches = random_trace(330, 200, trace_shape(16))
     play(runner, batches)
-    check_counts(stats_of(runner), batches)
+    check_counts(prefill_stats(runner), batches)
 
 
 def test_padding_costs_no_precision() -> None:

@@ -9,11 +9,7 @@ import httpx
 import orjson
 import pytest
 from fake_scheduler import Seed
-from live_server import WAIT_S, LiveServer, wait_for
-
-
-def state(client: httpx.Client) -> dict:
-    return client.get("/get_server_info").json()["internal_states"][0]
+from live_server import WAIT_S, LiveServer, scheduler_state, wait_for
 
 
 def hanging(rid: str) -> dict[str, object]:
@@ -23,9 +19,9 @@ def hanging(rid: str) -> dict[str, object]:
 
 def test_health_and_health_generate(client: httpx.Client) -> None:
     assert client.get("/health").status_code == 200
-    before = state(client)["num_generated_tokens"]
+    before = scheduler_state(client)["num_generated_tokens"]
     assert client.get("/health_generate").status_code == 200
-    assert state(client)["num_generated_tokens"] == before + 1
+    assert scheduler_state(client)["num_generated_tokens"] == before + 1
 
 
 def test_model_and_server_info(client: httpx.Client) -> None:
@@ -66,7 +62,7 @@ def test_request_id_is_echoed_and_names_the_request(client: httpx.Client) -> Non
 
 def test_abort_by_id_ends_the_request_with_its_own_reason(server: LiveServer, client: httpx.Client) -> None:
     answer = server.post_in_thread(hanging("abort-me"))
-    wait_for(lambda: state(client)["num_running_reqs"] == 1)
+    wait_for(lambda: scheduler_state(client)["num_running_reqs"] == 1)
     assert client.post("/abort_request", json={"rid": "abort-me"}).status_code == 200
     assert answer.result(WAIT_S).status_code == 200
     assert answer.result(WAIT_S).json()["meta_info"]["finish_reason"]["type"] == "abort"
@@ -75,7 +71,7 @@ def test_abort_by_id_ends_the_request_with_its_own_reason(server: LiveServer, cl
 
 def test_abort_all(server: LiveServer, client: httpx.Client) -> None:
     answers = [server.post_in_thread(hanging(f"all-{index}")) for index in range(3)]
-    wait_for(lambda: state(client)["num_running_reqs"] == 3)
+    wait_for(lambda: scheduler_state(client)["num_running_reqs"] == 3)
     assert client.post("/abort_request", json={"abort_all": True}).status_code == 200
     for answer in answers:
         assert answer.result(WAIT_S).json()["meta_info"]["finish_reason"]["type"] == "abort"
@@ -85,7 +81,7 @@ def test_abort_all(server: LiveServer, client: httpx.Client) -> None:
 def test_a_client_that_goes_away_aborts_its_requests(
     server: LiveServer, client: httpx.Client, stream: bool
 ) -> None:
-    before = state(client)["num_aborts"]
+    before = scheduler_state(client)["num_aborts"]
     seed = Seed.HELD if stream else Seed.HANG
     body = orjson.dumps({
         # No end-of-sequence id among them: the answers echo the prompts and must not end by themselves.
@@ -94,11 +90,11 @@ def test_a_client_that_goes_away_aborts_its_requests(
     address = urlsplit(server.base_url)
     with socket.create_connection((address.hostname, address.port)) as raw:
         raw.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        wait_for(lambda: state(client)["num_running_reqs"] == 2)
+        wait_for(lambda: scheduler_state(client)["num_running_reqs"] == 2)
         if stream:
             assert raw.recv(16) == b"HTTP/1.1 200 OK\r"
-    wait_for(lambda: state(client)["num_running_reqs"] == 0)
-    assert state(client)["num_aborts"] == before + 2
+    wait_for(lambda: scheduler_state(client)["num_running_reqs"] == 0)
+    assert scheduler_state(client)["num_aborts"] == before + 2
     wait_for(lambda: client.get("/server_info").json()["num_active_requests"] == 0)
 
 
@@ -110,7 +106,7 @@ def test_flush_is_refused_while_busy_and_forgets_prefixes_when_idle(
     for _ in range(2):
         cached.append(client.post("/generate", json=ask).json()["meta_info"]["cached_tokens"])
     answer = server.post_in_thread(hanging("busy"))
-    wait_for(lambda: state(client)["num_running_reqs"] == 1)
+    wait_for(lambda: scheduler_state(client)["num_running_reqs"] == 1)
     refused = client.post("/flush_cache")
     assert refused.status_code == 400
     assert "running" in refused.json()["error"]["message"]
@@ -124,8 +120,8 @@ def test_flush_is_refused_while_busy_and_forgets_prefixes_when_idle(
 def test_pause_and_continue(server: LiveServer, client: httpx.Client) -> None:
     assert client.post("/pause_generation", json={"mode": "in_place"}).json()["success"] is True
     answer = server.post_in_thread({"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
-    wait_for(lambda: state(client)["num_queue_reqs"] == 1)
-    assert state(client)["paused"] is True
+    wait_for(lambda: scheduler_state(client)["num_queue_reqs"] == 1)
+    assert scheduler_state(client)["paused"] is True
     assert not answer.done()
     client.post("/continue_generation")
     assert answer.result(WAIT_S).status_code == 200

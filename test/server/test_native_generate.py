@@ -8,6 +8,7 @@ import httpx
 import orjson
 import pytest
 from fake_scheduler import Seed
+from live_server import tokens_of
 
 TEXT = "The quick brown fox: 12 + 30 = 42."
 
@@ -31,12 +32,8 @@ def iter_events(client: httpx.Client, **body: object) -> Iterator[dict]:
         yield orjson.loads(line[6:])
 
 
-def ids_of(client: httpx.Client, text: str) -> list[int]:
-    return client.post("/tokenize", json={"prompt": text}).json()["tokens"]
-
-
 def test_answer_has_text_ids_and_meta_info(client: httpx.Client) -> None:
-    ids = ids_of(client, TEXT)
+    ids = tokens_of(client, TEXT)
     answer = ask(client, text=TEXT, rid="answer-1", sampling_params={"max_new_tokens": len(ids)}).json()
     assert answer["text"] == TEXT
     assert answer["output_ids"] == ids
@@ -60,7 +57,7 @@ def test_input_ids_and_cached_tokens(client: httpx.Client) -> None:
 
 
 def test_stream_is_cumulative_and_ends_with_done(client: httpx.Client) -> None:
-    ids = ids_of(client, TEXT)
+    ids = tokens_of(client, TEXT)
     got = events(client, text=TEXT, sampling_params={"max_new_tokens": len(ids), "seed": Seed.SLOW})
     assert len(got) > 1
     for before, after in zip(got, got[1:], strict=False):
@@ -128,7 +125,7 @@ def test_logprobs_of_a_stream_grow(client: httpx.Client) -> None:
 
 @pytest.mark.parametrize("seed", [None, Seed.SLOW, Seed.BURST])
 def test_stop_string_ends_and_is_trimmed(client: httpx.Client, seed: int | None) -> None:
-    ids = ids_of(client, TEXT)
+    ids = tokens_of(client, TEXT)
     params = {"max_new_tokens": len(ids), "stop": ["nothing", "fox: 1"], "seed": seed}
     got = events(client, text=TEXT, sampling_params=params)
     assert got[-1]["text"] == "The quick brown "
@@ -162,7 +159,7 @@ def test_stop_token_is_not_shown_but_counted(client: httpx.Client) -> None:
 
 def test_utf8_characters_stream_whole(client: httpx.Client) -> None:
     text = "naïve 漢字 🙂🙃 Ωμέγα " * 3
-    ids = ids_of(client, text)
+    ids = tokens_of(client, text)
     got = events(client, text=text, sampling_params={"max_new_tokens": len(ids), "ignore_eos": True})
     assert got[-1]["text"] == text
     assert all("\ufffd" not in event["text"] for event in got)

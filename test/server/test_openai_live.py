@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-import httpx
 import openai
 import pytest
 from fake_scheduler import Seed
-from live_server import WAIT_S, LiveServer
+from live_server import WAIT_S, LiveServer, tokens_of
 
 TEXT = "The quick brown fox: 12 + 30 = 42. Grüße, 你好!"
 HI = [{"role": "user", "content": "Say hello."}]
@@ -40,12 +39,8 @@ def model(api: openai.OpenAI) -> str:
     return api.models.list().data[0].id
 
 
-def ids_of(client: httpx.Client, text: str) -> list[int]:
-    return client.post("/tokenize", json={"prompt": text}).json()["tokens"]
-
-
 def test_completion_whole_and_streamed(api, model, client):
-    length = len(ids_of(client, TEXT))
+    length = len(tokens_of(client, TEXT))
     whole = api.completions.create(model=model, prompt=TEXT, max_tokens=length)
     assert whole.choices[0].text == TEXT
     assert whole.choices[0].finish_reason == "length"
@@ -61,7 +56,7 @@ def test_completion_whole_and_streamed(api, model, client):
 
 
 def test_token_ids_and_batches(api, model, client):
-    batch = [ids_of(client, "one"), ids_of(client, "two three")]
+    batch = [tokens_of(client, "one"), tokens_of(client, "two three")]
     answer = api.completions.create(model=model, prompt=batch, max_tokens=1, n=2, echo=True)
     firsts = [client.post("/detokenize", json={"tokens": ids[:1]}).json()["text"] for ids in batch]
     expected = ["one" + firsts[0]] * 2 + ["two three" + firsts[1]] * 2
@@ -80,7 +75,7 @@ def test_stop_strings_never_leak(api, model):
 
 
 def test_scoring(api, model, client):
-    ids = ids_of(client, TEXT)
+    ids = tokens_of(client, TEXT)
     answer = api.completions.create(model=model, prompt=TEXT, max_tokens=0, echo=True, logprobs=1)
     choice = answer.choices[0]
     assert choice.text == TEXT

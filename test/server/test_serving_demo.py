@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from live_server import LiveServer, wait_for
+from live_server import LiveServer, scheduler_state, wait_for
 
 NUM_REQUESTS = 200
 
@@ -38,10 +38,6 @@ async def ask_all(base_url: str, indices: range, at_once: int) -> list[list[int]
         answers = await asyncio.gather(*(client.post("/generate", json=body(i)) for i in indices))
     assert [a.status_code for a in answers] == [200] * len(answers), answers[0].text
     return [a.json()["output_ids"] for a in answers]
-
-
-def state(client: httpx.Client) -> dict[str, object]:
-    return client.get("/get_server_info").json()["internal_states"][0]
 
 
 PHASES = (
@@ -77,7 +73,7 @@ def test_the_log_names_each_phase_of_the_start(tight: LiveServer) -> None:
 def test_two_hundred_at_once_answer_as_alone(tight: LiveServer) -> None:
     together = asyncio.run(ask_all(tight.base_url, range(NUM_REQUESTS), NUM_REQUESTS))
     with tight.client() as client:
-        after = state(client)
+        after = scheduler_state(client)
         assert client.post("/flush_cache").status_code == 200, "idle again, nothing is held"
     assert after["num_retractions"] > 0, "the pool was meant to be too small"
     assert after["num_running_reqs"] == after["num_queue_reqs"] == after["num_used_tokens"] == 0
@@ -89,12 +85,17 @@ def test_two_hundred_at_once_answer_as_alone(tight: LiveServer) -> None:
 def test_a_client_that_leaves_gives_its_memory_back(tight: LiveServer) -> None:
     params = {"temperature": 0, "max_new_tokens": 2000, "ignore_eos": True}
     with tight.client() as client:
-        before = state(client)["num_aborts"]
+        before = scheduler_state(client)["num_aborts"]
         with client.stream(
             "POST", "/generate", json={"text": "Hello", "stream": True, "sampling_params": params}
         ) as answer:
             next(answer.iter_lines())
-        wait_for(lambda: state(client)["num_aborts"] > before and not state(client)["num_used_tokens"])
-        now = state(client)
+
+        def is_over() -> bool:
+            state = scheduler_state(client)
+            return state["num_aborts"] > before and not state["num_used_tokens"]
+
+        wait_for(is_over)
+        now = scheduler_state(client)
         assert now["num_aborts"] == before + 1
         assert now["num_running_reqs"] == now["num_used_tokens"] == 0

@@ -14,6 +14,12 @@ POISON = int(torch.full((4,), 0x7FF8, dtype=torch.int16).view(torch.int64)[0])
 NUM_LARGE = 16
 
 
+def make_gpu(policy: str = "random", seed: int = 0, **options: Any) -> tuple[VirtualGpu, torch.device]:
+    """A virtual GPU, and what "vgpu" means to torch from now on."""
+    gpu = VirtualGpu(seed=seed, policy=policy, **options)
+    return gpu, use(gpu)
+
+
 class VgpuEvent:
     """An event that is external or not by nature, as torch's are."""
 

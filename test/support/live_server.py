@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -32,6 +33,18 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)  # the server needs the CPU that asking takes
+
+
+def tokens_of(client: httpx.Client, text: str) -> list[int]:
+    """The ids of ``text``."""
+    tokens: list[int] = client.post("/tokenize", json={"prompt": text}).json()["tokens"]
+    return tokens
+
+
+def scheduler_state(client: httpx.Client) -> dict[str, Any]:
+    """What the scheduler tells of itself."""
+    state: dict[str, Any] = client.get("/get_server_info").json()["internal_states"][0]
+    return state
 
 
 class LiveServer:

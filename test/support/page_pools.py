@@ -44,6 +44,11 @@ class Shape:
         return KVLayout.uniform(self.page_size, self.num_layers, *self.heads, self.dtype)
 
 
+def ids(*numbers: int) -> np.ndarray:
+    """Page numbers, int32."""
+    return np.array(numbers, dtype=np.int32)
+
+
 def make_pools(device: Device, mem_layout: MemLayout, shape: Shape, seed: int = 0) -> tuple[KVPool, HostPool]:
     """Pools full of noise, random bytes that are no NaN in any dtype; the device is idle."""
     kv_pool = KVPool(shape.num_device_pages, shape.layout, device.torch_device)

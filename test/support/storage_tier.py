@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pytest
 from page_pools import Shape, fill_host_page, make_pools
 from storage_cases import content, key
 
@@ -218,9 +218,9 @@ def make_tier(
 Make = Callable[..., Tier]
 
 
-@contextmanager
-def closed_at_the_end() -> Iterator[Make]:
-    """``make_tier``, whose tiers are closed when the block ends."""
+@pytest.fixture
+def tiers_of_one_test() -> Iterator[Make]:
+    """``make_tier``, whose tiers are closed when the test ends."""
     tiers: list[Tier] = []
 
     def make(*args: object, **kwargs: object) -> Tier:

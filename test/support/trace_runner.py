@@ -21,6 +21,7 @@ from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.layers.context import Shard, torch_context
 from fenceline.memory_order import Device
+from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import DecodeBatch, ForwardResult, LogprobValues, ScheduleBatch, StepOutput
 from fenceline.models.registry import make_model
@@ -191,3 +192,10 @@ def check_same(expected: ModelRunner, got: ModelRunner, batches: Sequence[Schedu
     assert first_difference(answers, play(got, batches)) == ""
     assert same_memory(expected, got), "keys and values differ"
     return answers
+
+
+def prefill_stats(runner: ModelRunner) -> GraphStats:
+    """Counts of prefill steps in pieces, of a runner that has such graphs."""
+    stats = runner.prefill_graph_stats
+    assert stats is not None
+    return stats

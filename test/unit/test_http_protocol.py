@@ -14,6 +14,7 @@ import httptools
 import orjson
 import pytest
 import uvicorn
+from fake_transport import Wire
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
@@ -39,42 +40,6 @@ from fenceline.entrypoints.middleware import MAX_BODIES_BYTES, RequestMiddleware
 from fenceline.frontend.request_types import RequestError
 
 MIB = 1 << 20
-
-
-class Wire(asyncio.Transport):
-    """A transport without a network. ``untaken``: bytes that the kernel has not taken."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent = b""
-        self.untaken = 0
-        self.closing = False
-        self.aborted = False
-        self.reading = True
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.sent += bytes(data)
-
-    def get_write_buffer_size(self) -> int:
-        return self.untaken
-
-    def get_extra_info(self, name: str, default: object = None) -> object:
-        return ("127.0.0.1", 1) if name in ("sockname", "peername") else default
-
-    def close(self) -> None:
-        self.closing = True
-
-    def abort(self) -> None:
-        self.closing = self.aborted = True
-
-    def is_closing(self) -> bool:
-        return self.closing
-
-    def pause_reading(self) -> None:
-        self.reading = False
-
-    def resume_reading(self) -> None:
-        self.reading = True
 
 
 class Server:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import zmq
+from fake_transport import Wire
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -28,28 +29,6 @@ from fenceline.ipc.io_struct import (
 )
 from fenceline.ipc.sockets import Inbox, ZmqLink, make_ports, remove_ports
 from fenceline.sampling.sampling_params import SamplingParams
-
-
-class Wire(asyncio.Transport):
-    """Notes what reaches the kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[bytes | str] = []
-        self.is_lost = False
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        assert not self.is_lost, "uvloop raises here"
-        self.calls.append(bytes(data))
-
-    def is_closing(self) -> bool:
-        return self.is_lost
-
-    def close(self) -> None:
-        self.calls.append("close")
-
-    def abort(self) -> None:
-        self.calls.append("abort")
 
 
 async def test_writes_of_one_turn_are_one_write_and_come_before_the_end() -> None:

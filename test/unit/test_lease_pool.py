@@ -8,15 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
+from page_pools import ids
 from recording_device import LaggingStream
 
 from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.lease import LeaseError, LeasePool
 from fenceline.memory_order.stream import Points
-
-
-def ids(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.int32)
 
 
 @pytest.fixture

@@ -7,20 +7,12 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from hicache_tiers import prompt
 
 from fenceline.mem_cache.tree.radix_cache import RadixCache, TreeNode
 from fenceline.memory_order.lease import LeasePool
 
 PAGE = 4
-
-
-def ids(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.int32)
-
-
-def prompt(*symbols: int) -> np.ndarray:
-    """One page for each symbol; pages share all tokens but the last."""
-    return np.array([[9, 9, 9, s] for s in symbols]).reshape(-1)
 
 
 class Tree:

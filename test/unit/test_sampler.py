@@ -26,11 +26,6 @@ NUM_ROWS = 16
 LOWEST = torch.finfo(torch.float32).min
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def make_batch(reqs: Sequence[ReqSampling]) -> SamplingBatch:
     views = {name: torch.from_numpy(array) for name, array in sampling_arrays(reqs).items()}
     return SamplingBatch.from_views(reqs, views | {"input_ids": torch.zeros(3)})

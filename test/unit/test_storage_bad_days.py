@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -22,10 +21,10 @@ from storage_tier import (
     Gate,
     Make,
     Tier,
-    closed_at_the_end,
     file_backend,
     make_tier,
     tier_fingerprint,
+    tiers_of_one_test,
 )
 
 from fenceline.config.server_args import PrefetchPolicy
@@ -43,15 +42,9 @@ from fenceline.mem_cache.storage.controller import (
 from fenceline.mem_cache.storage.worker import I32, Outcome, Prefetch, PrefetchState
 from fenceline.memory_order import Points
 
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    """make_tier, closed at the end."""
-    with closed_at_the_end() as make:
-        yield make
-
-
 # --- pages that do not come --------------------------------------------------------------------------
+
+make = tiers_of_one_test
 
 
 def test_a_damaged_page_ends_the_prefix(make: Make, tmp_path: Path) -> None:

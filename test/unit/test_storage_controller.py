@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,8 @@ from storage_tier import (
     TWO_PAGES,
     Gate,
     Make,
-    closed_at_the_end,
     file_backend,
+    tiers_of_one_test,
 )
 
 from fenceline.config.server_args import MemLayout, PrefetchPolicy
@@ -24,12 +23,7 @@ from fenceline.mem_cache.storage.controller import Done, Fetched, Found, Storage
 from fenceline.mem_cache.storage.worker import Outcome, Prefetch, PrefetchState
 from fenceline.memory_order import Points
 
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    """make_tier, closed at the end."""
-    with closed_at_the_end() as make:
-        yield make
+make = tiers_of_one_test
 
 
 # --- pages come back ---------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conformance_vgpu import make_gpu
 
 from fenceline.vgpu import (
     BoundsError,
@@ -22,11 +23,6 @@ from fenceline.vgpu import (
 POLICIES = ("fifo", "eager", "laziest", "random", "pct")
 
 
-def make(policy: str = "random", **options: bool) -> tuple[VirtualGpu, torch.device]:
-    gpu = VirtualGpu(policy=policy, **options)
-    return gpu, use(gpu)
-
-
 def field(gpu: VirtualGpu, device: torch.device, name: str = "field", rows: int = 6) -> torch.Tensor:
     tensor = torch.zeros(rows, dtype=torch.int64, device=device)
     gpu.name_memory(tensor, name, row_bytes=8)
@@ -37,7 +33,7 @@ def field(gpu: VirtualGpu, device: torch.device, name: str = "field", rows: int 
 
 
 def test_pads_of_the_beginning_are_fresh_until_a_fill_begins() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     x = field(gpu, device)
     assert x.sum() == 0
     gpu.checks.begin_fill([x], "pads")
@@ -52,7 +48,7 @@ def test_pads_of_the_beginning_are_fresh_until_a_fill_begins() -> None:
 
 
 def test_the_stale_writer_is_named() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     x = field(gpu, device)
     gpu.checks.begin_fill([x])
     x.fill_(3)
@@ -79,7 +75,7 @@ def test_each_reader_is_held_to_the_fill_before_it(policy: str) -> None:
 
 
 def test_rows_named_by_an_index_are_looked_at_alone() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     x = field(gpu, device)
     fresh, stale = torch.tensor([0, 2], device=device), torch.tensor([2, 3], device=device)
     gpu.checks.begin_fill([x])
@@ -90,7 +86,7 @@ def test_rows_named_by_an_index_are_looked_at_alone() -> None:
 
 
 def test_a_replay_reads_and_writes_like_everybody() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     x, y = field(gpu, device, "x"), field(gpu, device, "y")
     graph = gpu.graph("advance")
     with gpu.capture(graph):
@@ -107,7 +103,7 @@ def test_a_replay_reads_and_writes_like_everybody() -> None:
 
 
 def test_memory_without_rows_is_named_by_bytes() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     x = torch.zeros(16, device=device)
     gpu.name_memory(x, "blob")
     gpu.checks.begin_fill([x])
@@ -134,7 +130,7 @@ def test_a_race_that_makes_memory_stale_is_the_news() -> None:
 
 
 def test_a_leased_view_and_what_is_made_of_it_end_with_the_next_fill() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     x = field(gpu, device)
     gpu.checks.begin_fill([x])
     x.fill_(1)
@@ -151,7 +147,7 @@ def test_a_leased_view_and_what_is_made_of_it_end_with_the_next_fill() -> None:
 
 
 def test_a_copy_to_the_host_of_an_outlived_view_is_refused() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     x, host = field(gpu, device), gpu.pinned_buffer(48).view(torch.int64)
     gpu.checks.begin_fill([x])
     x.fill_(1)
@@ -167,7 +163,7 @@ def test_a_copy_to_the_host_of_an_outlived_view_is_refused() -> None:
 
 
 def test_a_graph_may_read_what_is_protected_and_the_host_may_write_it() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     plan, out = field(gpu, device, "plan"), field(gpu, device, "out")
     gpu.checks.protect_from_graphs(plan)
     graph = gpu.graph()
@@ -179,7 +175,7 @@ def test_a_graph_may_read_what_is_protected_and_the_host_may_write_it() -> None:
 
 
 def test_a_capture_that_writes_what_is_protected_is_refused() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     plan = field(gpu, device, "plan")
     gpu.checks.protect_from_graphs(plan, "own_plan")
     with pytest.raises(
@@ -190,7 +186,7 @@ def test_a_capture_that_writes_what_is_protected_is_refused() -> None:
 
 
 def test_memory_protected_after_the_capture_is_found_at_the_replay() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     plan = field(gpu, device, "plan")
     graph = gpu.graph("step")
     with gpu.capture(graph):
@@ -219,7 +215,7 @@ INDEXING = {
 @pytest.mark.parametrize("wrong", [-1, 4])
 @pytest.mark.parametrize("name", INDEXING)
 def test_an_index_outside_is_reported_by_name(name: str, wrong: int) -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     x = torch.zeros(4, 4, device=device)
     gpu.name_memory(x, "table", row_bytes=16)
     index = torch.tensor([1, wrong], device=device)
@@ -235,7 +231,7 @@ def test_an_index_outside_is_reported_by_name(name: str, wrong: int) -> None:
 
 
 def test_an_index_is_looked_at_each_time_it_is_replayed() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     x, index = field(gpu, device), torch.tensor([1, 2], device=device)
     graph = gpu.graph("put")
     with gpu.capture(graph):
@@ -253,7 +249,7 @@ def test_an_index_is_looked_at_each_time_it_is_replayed() -> None:
 
 def test_memory_of_a_graph_stays_its_own_unless_its_pool_is_a_streams() -> None:
     for private in (True, False):
-        gpu, device = make()
+        gpu, device = make_gpu()
         x = torch.ones(64, device=device)
         graph = gpu.graph("step", pool=None if private else gpu.default_stream)
         with gpu.capture(graph):
@@ -271,7 +267,7 @@ def test_memory_of_a_graph_stays_its_own_unless_its_pool_is_a_streams() -> None:
 
 
 def test_a_graph_may_go_on_when_whoever_had_its_memory_is_gone() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     x = torch.ones(64, device=device)
     graph = gpu.graph(pool=gpu.default_stream)
     with gpu.capture(graph):
@@ -287,7 +283,7 @@ def test_a_graph_may_go_on_when_whoever_had_its_memory_is_gone() -> None:
 
 def test_a_replay_occupies_what_its_capture_did() -> None:
     for ordered in (True, False):
-        gpu, device = make()
+        gpu, device = make_gpu()
         sm, other = gpu.resource("sm"), gpu.stream("other")
         x, page = torch.zeros(4, device=device), torch.zeros(4, device=device)
         gpu.synchronize_all()
@@ -315,13 +311,13 @@ def broken(gpu: VirtualGpu, device: torch.device) -> None:
 
 
 def test_collected_findings_do_not_stop_the_program() -> None:
-    gpu, device = make(collect=True)
+    gpu, device = make_gpu(collect=True)
     broken(gpu, device)
     assert [error.checker for error in gpu.findings.errors] == ["bounds", "freshness"]
 
 
 def test_a_finding_is_raised_again() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     with pytest.raises(CheckError):
         broken(gpu, device)
     with pytest.raises(BoundsError):
@@ -329,5 +325,5 @@ def test_a_finding_is_raised_again() -> None:
 
 
 def test_without_the_detector_nothing_is_checked() -> None:
-    gpu, device = make(detect=False)
+    gpu, device = make_gpu(detect=False)
     broken(gpu, device)

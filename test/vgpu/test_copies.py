@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conformance_vgpu import make_gpu
 
-from fenceline.vgpu import RaceError, VirtualGpu, use
-
-
-def make(policy: str = "laziest", detect: bool = False) -> tuple[VirtualGpu, torch.device]:
-    gpu = VirtualGpu(policy=policy, detect=detect)
-    return gpu, use(gpu)
+from fenceline.vgpu import RaceError, VirtualGpu
 
 
 def pinned_floats(gpu: VirtualGpu, *values: float) -> torch.Tensor:
@@ -21,7 +17,7 @@ def pinned_floats(gpu: VirtualGpu, *values: float) -> torch.Tensor:
 
 
 def test_pageable_to_device_is_staged_at_the_call() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu("laziest", detect=False)
     x, host = torch.zeros(2, device=device), torch.tensor([1.0, 2.0])
     before = gpu.num_run
     x.copy_(host, non_blocking=True)
@@ -31,7 +27,7 @@ def test_pageable_to_device_is_staged_at_the_call() -> None:
 
 
 def test_blocking_copy_to_device_waits_for_its_stream_alone() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu("laziest", detect=False)
     x, y = torch.zeros(2, device=device), torch.zeros(2, device=device)
     gpu.synchronize_all()
     other = gpu.stream("other")
@@ -43,7 +39,7 @@ def test_blocking_copy_to_device_waits_for_its_stream_alone() -> None:
 
 
 def test_pinned_to_device_reads_host_memory_when_it_runs() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu("laziest", detect=False)
     x, host = torch.zeros(2, device=device), pinned_floats(gpu, 1.0, 2.0)
     x.copy_(host, non_blocking=True)
     host.fill_(9.0)
@@ -51,7 +47,7 @@ def test_pinned_to_device_reads_host_memory_when_it_runs() -> None:
 
 
 def test_device_to_pinned_arrives_when_it_runs() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu("laziest", detect=False)
     x, host = torch.ones(2, device=device), pinned_floats(gpu, 5.0, 5.0)
     host.copy_(x, non_blocking=True)
     assert host.tolist() == [5.0, 5.0]
@@ -61,21 +57,21 @@ def test_device_to_pinned_arrives_when_it_runs() -> None:
 
 @pytest.mark.parametrize("non_blocking", [True, False])
 def test_device_to_pageable_blocks(non_blocking: bool) -> None:
-    _, device = make()
+    _, device = make_gpu("laziest", detect=False)
     x, host = torch.ones(2, device=device), torch.zeros(2)
     host.copy_(x, non_blocking=non_blocking)
     assert host.tolist() == [1.0, 1.0]
 
 
 def test_blocking_copy_to_pinned_blocks() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu("laziest", detect=False)
     x, host = torch.ones(2, device=device), pinned_floats(gpu, 0.0, 0.0)
     host.copy_(x)
     assert host.tolist() == [1.0, 1.0]
 
 
 def test_to_cpu_without_blocking_gives_pinned_memory_that_is_not_there_yet() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu("laziest", detect=False)
     x = torch.ones(2, device=device)
     host = x.to("cpu", non_blocking=True)
     assert host.isnan().all()
@@ -84,7 +80,7 @@ def test_to_cpu_without_blocking_gives_pinned_memory_that_is_not_there_yet() -> 
 
 
 def test_copies_convert_and_broadcast() -> None:
-    _, device = make()
+    _, device = make_gpu("laziest", detect=False)
     x = torch.zeros(2, 3, dtype=torch.float64, device=device)
     x.copy_(torch.tensor([1, 2, 3]))
     assert x.tolist() == [[1.0, 2.0, 3.0]] * 2
@@ -95,7 +91,7 @@ def test_copies_convert_and_broadcast() -> None:
 
 def test_a_blocked_host_knows_what_ran() -> None:
     """What follows a blocking copy may use memory of any stream that the copy waited for."""
-    gpu, device = make("random", detect=True)
+    gpu, device = make_gpu("random", detect=True)
     x = torch.zeros(2, device=device)
     gpu.synchronize_all()
     a, b = gpu.stream("a"), gpu.stream("b")
@@ -110,7 +106,7 @@ def test_a_blocked_host_knows_what_ran() -> None:
 
 @pytest.mark.parametrize("policy", ["laziest", "eager", "random"])
 def test_host_access_to_pinned_memory_is_watched(policy: str) -> None:
-    gpu, device = make(policy, detect=True)
+    gpu, device = make_gpu(policy, detect=True)
     x, host = torch.ones(2, device=device), pinned_floats(gpu, 0.0, 0.0)
     host.copy_(x, non_blocking=True)
     with pytest.raises(RaceError, match="RAW on pinned memory"):
@@ -119,7 +115,7 @@ def test_host_access_to_pinned_memory_is_watched(policy: str) -> None:
 
 
 def test_a_query_that_succeeds_orders_the_host() -> None:
-    gpu, device = make("eager", detect=True)
+    gpu, device = make_gpu("eager", detect=True)
     x, host = torch.ones(2, device=device), pinned_floats(gpu, 0.0, 0.0)
     host.copy_(x, non_blocking=True)
     assert gpu.query(gpu.record(gpu.default_stream))
@@ -128,7 +124,7 @@ def test_a_query_that_succeeds_orders_the_host() -> None:
 
 
 def test_two_halves_of_a_pinned_buffer_do_not_meet() -> None:
-    gpu, device = make("laziest", detect=True)
+    gpu, device = make_gpu("laziest", detect=True)
     buffer = pinned_floats(gpu, *[0.0] * 8)
     x = torch.ones(4, device=device)
     buffer[:4].copy_(x, non_blocking=True)

@@ -6,15 +6,11 @@ import gc
 
 import pytest
 import torch
+from conformance_vgpu import make_gpu
 
-from fenceline.vgpu import CaptureError, Graph, RaceError, StaleMemoryError, VirtualGpu, use
+from fenceline.vgpu import CaptureError, Graph, RaceError, StaleMemoryError, VirtualGpu
 
 POLICIES = ("fifo", "eager", "laziest", "random", "pct")
-
-
-def make(policy: str = "random", seed: int = 0) -> tuple[VirtualGpu, torch.device]:
-    gpu = VirtualGpu(seed=seed, policy=policy)
-    return gpu, use(gpu)
 
 
 def captured_double(gpu: VirtualGpu, x: torch.Tensor) -> tuple[Graph, torch.Tensor]:
@@ -26,7 +22,7 @@ def captured_double(gpu: VirtualGpu, x: torch.Tensor) -> tuple[Graph, torch.Tens
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replay_computes_again_on_the_same_memory(policy: str) -> None:
-    gpu, device = make(policy)
+    gpu, device = make_gpu(policy)
     x = torch.zeros(3, device=device)
     graph, y = captured_double(gpu, x)
     for value in (1.0, 5.0):
@@ -37,14 +33,14 @@ def test_replay_computes_again_on_the_same_memory(policy: str) -> None:
 
 
 def test_capture_runs_nothing() -> None:
-    gpu, device = make("eager")
+    gpu, device = make_gpu("eager")
     x = torch.ones(3, device=device)
     _, y = captured_double(gpu, x)
     assert y.isnan().all(), "outputs hold no values before the first replay"
 
 
 def test_scalars_are_baked_in() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     x = torch.zeros(2, device=device)
     scale = torch.tensor(3.0)
     graph = gpu.graph()
@@ -58,7 +54,7 @@ def test_scalars_are_baked_in() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_forked_streams_join_the_capture_and_keep_their_order(policy: str) -> None:
     for seed in range(6):
-        gpu, device = make(policy, seed)
+        gpu, device = make_gpu(policy, seed)
         side = gpu.stream("side")
         x = torch.zeros(4, device=device)
         gpu.synchronize_all()
@@ -78,7 +74,7 @@ def test_forked_streams_join_the_capture_and_keep_their_order(policy: str) -> No
 
 
 def test_a_missing_edge_inside_a_graph_is_reported() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     side = gpu.stream("side")
     x = torch.zeros(4, device=device)
     gpu.synchronize_all()
@@ -96,7 +92,7 @@ def test_a_missing_edge_inside_a_graph_is_reported() -> None:
 
 
 def test_a_branch_that_is_not_joined_is_refused() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     side = gpu.stream("side")
     x = torch.zeros(4, device=device)
     gpu.synchronize_all()
@@ -120,7 +116,7 @@ FORBIDDEN = {
 
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_what_cannot_be_captured_is_refused(name: str) -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     x = torch.zeros(4, device=device)
     gpu.synchronize_all()
     graph = gpu.graph()
@@ -134,7 +130,7 @@ def test_what_cannot_be_captured_is_refused(name: str) -> None:
 
 
 def test_an_error_inside_breaks_the_capture_even_if_it_is_caught() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     x = torch.zeros(4, device=device)
     with pytest.raises(CaptureError, match="broken by an earlier error"):
         with gpu.capture(gpu.graph()):
@@ -143,7 +139,7 @@ def test_an_error_inside_breaks_the_capture_even_if_it_is_caught() -> None:
 
 
 def test_waiting_for_work_outside_the_graph_needs_an_external_event() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     other = gpu.stream("other")
     mark = gpu.record(other)
     with pytest.raises(CaptureError, match="outside the graph"):
@@ -155,7 +151,7 @@ def test_waiting_for_work_outside_the_graph_needs_an_external_event() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_external_events_order_each_replay_with_the_outside(policy: str) -> None:
     for seed in range(5):
-        gpu, device = make(policy, seed)
+        gpu, device = make_gpu(policy, seed)
         load, reader = gpu.stream("load"), gpu.stream("reader")
         page, out = torch.zeros(4, device=device), torch.zeros(4, device=device)
         seen = torch.zeros(4, device=device)
@@ -183,7 +179,7 @@ def test_external_events_order_each_replay_with_the_outside(policy: str) -> None
 
 
 def test_replay_on_freed_memory_is_refused() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     x = torch.ones(4, device=device)
     graph, y = captured_double(gpu, x)
     del x
@@ -195,7 +191,7 @@ def test_replay_on_freed_memory_is_refused() -> None:
 
 
 def test_temporaries_of_a_graph_share_memory_and_outputs_stay() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     x = torch.ones(4, device=device)
     graph = gpu.graph()
     with gpu.capture(graph):
@@ -210,7 +206,7 @@ def test_temporaries_of_a_graph_share_memory_and_outputs_stay() -> None:
 
 def test_graphs_of_one_pool_overwrite_each_other() -> None:
     """F17: the second graph's output lies where the first one's was."""
-    gpu, device = make()
+    gpu, device = make_gpu()
     x = torch.ones(4, device=device)
     first = gpu.graph("first")
     with gpu.capture(first):

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conformance_vgpu import make_gpu
 from scheduler_driver import answers
 from tiny_model import tiny_driver, tiny_requests
 
 from fenceline.vgpu import AuditError, RaceError, Rows, VgpuDevice, VirtualGpu, declare_rows, launch, use
-
-
-def make(policy: str = "random", **options: bool) -> tuple[VirtualGpu, torch.device]:
-    gpu = VirtualGpu(policy=policy, **options)
-    return gpu, use(gpu)
 
 
 def store_rows(pool: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
@@ -20,7 +16,7 @@ def store_rows(pool: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> 
 
 
 def test_a_kernel_runs_in_its_streams_order_on_the_rows_it_names() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     pool = torch.zeros(8, 4, device=device)
     values = torch.ones(2, 4, device=device)
     streams = [gpu.stream("a"), gpu.stream("b")]
@@ -34,7 +30,7 @@ def test_a_kernel_runs_in_its_streams_order_on_the_rows_it_names() -> None:
 
 
 def test_rows_that_meet_are_a_race_and_the_index_is_read() -> None:
-    gpu, device = make(collect=True)
+    gpu, device = make_gpu(collect=True)
     pool, values = torch.zeros(8, 4, device=device), torch.ones(2, 4, device=device)
     gpu.name_memory(pool, "pool", row_bytes=16)
     a, b = gpu.stream("a"), gpu.stream("b")
@@ -56,7 +52,7 @@ def test_a_custom_operator_of_torch_may_declare_its_rows() -> None:
         pool[rows] = values
 
     declare_rows("vgpu_test::put_rows", lambda args: [(args[0], args[1])])
-    gpu, device = make()
+    gpu, device = make_gpu()
     pool, values = torch.zeros(8, 4, device=device), torch.ones(1, 4, device=device)
     indexes = [torch.tensor([row], device=device) for row in (3, 5)]
     streams = [gpu.stream("a"), gpu.stream("b")]
@@ -94,7 +90,7 @@ def test_users_of_an_exclusive_resource_must_be_ordered() -> None:
 
 
 def test_audit_finds_an_undeclared_write() -> None:
-    gpu, device = make(audit=True)
+    gpu, device = make_gpu(audit=True)
     x = torch.zeros(8, device=device)
 
     def kernel(x: torch.Tensor) -> None:
@@ -106,7 +102,7 @@ def test_audit_finds_an_undeclared_write() -> None:
 
 
 def test_audit_finds_an_undeclared_read() -> None:
-    gpu, device = make(audit=True)
+    gpu, device = make_gpu(audit=True)
     x, y = torch.ones(8, device=device), torch.zeros(4, device=device)
 
     def kernel(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -118,7 +114,7 @@ def test_audit_finds_an_undeclared_read() -> None:
 
 
 def test_audit_finds_an_accumulation_declared_as_a_write() -> None:
-    gpu, device = make(audit=True)
+    gpu, device = make_gpu(audit=True)
     x = torch.ones(4, device=device)
     launch("kernel", lambda x: x.add_(1), [x], reads=[], writes=[x])
     with pytest.raises(AuditError, match="depends on memory"):
@@ -127,7 +123,7 @@ def test_audit_finds_an_accumulation_declared_as_a_write() -> None:
 
 @pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
 def test_accumulating_operators_of_torch_declare_that_they_read() -> None:
-    _, device = make(audit=True)
+    _, device = make_gpu(audit=True)
     x, rows = torch.ones(4, 2, device=device), torch.tensor([1, 1, 3], device=device)
     x.index_put_((rows,), torch.ones(3, 2, device=device), accumulate=True)
     x.scatter_(0, torch.zeros(1, 2, dtype=torch.int64, device=device), x[1:2].clone(), reduce="add")
@@ -136,7 +132,7 @@ def test_accumulating_operators_of_torch_declare_that_they_read() -> None:
 
 
 def test_audit_is_content_with_honest_kernels() -> None:
-    gpu, device = make(audit=True)
+    gpu, device = make_gpu(audit=True)
     pool, values = torch.zeros(8, 4, device=device), torch.ones(2, 4, device=device)
     rows = torch.tensor([1, 2], device=device)
     launch("store_rows", store_rows, [pool, rows, values], reads=[values], writes=[Rows(pool, rows)])

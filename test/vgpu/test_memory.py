@@ -6,29 +6,25 @@ import gc
 
 import pytest
 import torch
+from conformance_vgpu import make_gpu
 
 from fenceline.vgpu import BoundsError, KernelError, RaceError, VirtualGpu, use
 
 
-def make(policy: str = "random", **options: object) -> tuple[VirtualGpu, torch.device]:
-    gpu = VirtualGpu(policy=policy, **options)  # type: ignore[arg-type]
-    return gpu, use(gpu)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_memory_without_a_value_is_nan(dtype: torch.dtype) -> None:
-    _, device = make()
+    _, device = make_gpu()
     assert torch.empty(5, dtype=dtype, device=device).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
 def test_integers_without_a_value_are_beyond_any_index(dtype: torch.dtype) -> None:
-    _, device = make()
+    _, device = make_gpu()
     assert (torch.empty(5, dtype=dtype, device=device) > 30_000).all()
 
 
 def test_an_index_that_nobody_wrote_is_an_illegal_access() -> None:
-    _, device = make()
+    _, device = make_gpu()
     table, index = torch.zeros(100, device=device), torch.empty(2, dtype=torch.int64, device=device)
     with pytest.raises(BoundsError, match="index_select"):
         table.index_select(0, index).cpu()
@@ -39,7 +35,7 @@ def test_an_index_that_nobody_wrote_is_an_illegal_access() -> None:
 
 
 def test_freed_memory_is_handed_out_again_at_once_and_poisoned() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     x = torch.ones(64, device=device)
     region = x.allocation.tag.region
     view = x[2:]
@@ -54,7 +50,7 @@ def test_freed_memory_is_handed_out_again_at_once_and_poisoned() -> None:
 
 
 def test_memory_returns_to_the_stream_it_was_allocated_on() -> None:
-    gpu, device = make()
+    gpu, device = make_gpu()
     a, b = gpu.stream("a"), gpu.stream("b")
     with gpu.on(a):
         x = torch.ones(64, device=device)
@@ -69,7 +65,7 @@ def test_memory_returns_to_the_stream_it_was_allocated_on() -> None:
 
 def test_reuse_on_one_stream_is_ordered_by_the_stream() -> None:
     """A tensor that is dropped while queued work still needs it keeps its values for that work."""
-    gpu, device = make("laziest")
+    gpu, device = make_gpu("laziest")
     total = torch.zeros(64, device=device)
     for value in range(5):
         total += torch.full((64,), float(value), device=device)
@@ -79,7 +75,7 @@ def test_reuse_on_one_stream_is_ordered_by_the_stream() -> None:
 @pytest.mark.parametrize("policy", ["fifo", "eager", "laziest", "random", "pct"])
 def test_dropping_a_tensor_that_another_stream_uses_is_a_race(policy: str) -> None:
     for seed in range(3):
-        gpu, device = make(policy, seed=seed)
+        gpu, device = make_gpu(policy, seed=seed)
         other = gpu.stream("other")
         x = torch.ones(64, device=device)
         gpu.synchronize_all()
@@ -94,7 +90,7 @@ def test_dropping_a_tensor_that_another_stream_uses_is_a_race(policy: str) -> No
 
 def test_without_the_detector_it_gives_wrong_values_on_some_schedules() -> None:
     def wrong(seed: int) -> bool:
-        gpu, device = make("random", seed=seed, detect=False)
+        gpu, device = make_gpu("random", seed=seed, detect=False)
         other = gpu.stream("other")
         x = torch.ones(64, device=device)
         gpu.synchronize_all()
@@ -108,7 +104,7 @@ def test_without_the_detector_it_gives_wrong_values_on_some_schedules() -> None:
 
 
 def test_out_of_memory_is_torchs_error() -> None:
-    gpu, device = make(total_bytes=1 << 20)
+    gpu, device = make_gpu(total_bytes=1 << 20)
     kept = torch.empty(1 << 17, device=device)
     with pytest.raises(torch.OutOfMemoryError, match="524288 of 1048576 left"):
         torch.empty(1 << 18, device=device)
@@ -118,7 +114,7 @@ def test_out_of_memory_is_torchs_error() -> None:
 
 
 def test_names_appear_with_rows_or_bytes() -> None:
-    gpu, device = make(collect=True)
+    gpu, device = make_gpu(collect=True)
     table, blob = torch.zeros(10, 4, device=device), torch.zeros(64, device=device)
     gpu.name_memory(table, "table", row_bytes=16)
     gpu.name_memory(blob, "blob")

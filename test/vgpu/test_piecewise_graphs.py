@@ -9,11 +9,11 @@ from random import Random
 import pytest
 from scheduler_driver import answers
 from tiny_model import tiny_driver, tiny_requests
+from trace_runner import prefill_stats
 
 from fenceline.mem_cache.transfer import TransferKind
 from fenceline.memory_order import Device, open_device
 from fenceline.memory_order.edges import ARENA_PAD, GRAPH_POOL, SINK, TOTAL_BUCKETS
-from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.vgpu import VgpuDevice, VirtualGpu
 from fenceline.vgpu.errors import BoundsError, CheckError, FreshnessError, RaceError, StaleMemoryError
@@ -33,14 +33,9 @@ def run(device: Device, **flags: object) -> list[list[int]]:
     second = answers(driver, tiny_requests(4))
     worker = driver.scheduler.worker
     assert isinstance(worker, ModelRunner)
-    stats = stats_of(worker)
+    stats = prefill_stats(worker)
     assert stats.replays == stats.eligible_steps > 3 and not stats.fallbacks
     return first + second
-
-
-def stats_of(runner: ModelRunner) -> GraphStats:
-    assert runner.prefill_graphs is not None
-    return runner.prefill_graphs.stats
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +108,7 @@ def play(device: Device, make: Callable[[Random], Scenario], seed: int) -> Loop:
 @pytest.mark.parametrize("seed", range(len(POLICIES)))
 def test_loads_in_flight_disturb_no_piece(seed: int) -> None:
     loop = play(VgpuDevice(gpu=VirtualGpu(seed=seed, policy=POLICIES[seed])), conversations, seed)
-    stats = stats_of(loop.runner)
+    stats = prefill_stats(loop.runner)
     assert stats.replays == stats.eligible_steps > 3
     assert loop.runner.hicache is not None
     assert loop.runner.hicache.counts[TransferKind.LOAD].num_transfers > 0

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_model import more_workloads
 
 from fenceline.ipc.io_struct import FlushCacheReq
 from fenceline.layers.attention import torch_backend
@@ -28,9 +29,8 @@ from fenceline.scheduler.prefill import PrefillPlanner
 from fenceline.scheduler.request_memory import RequestMemory
 from fenceline.scheduler.scheduler import Scheduler
 from fenceline.vgpu.errors import OwnershipError, TagError
-from fenceline.vgpu.proving import workloads
 from fenceline.vgpu.proving.runs import ANSWERS, TOKENS, Outcome, Trial, run
-from fenceline.vgpu.proving.script import Scenario, Script, Workload
+from fenceline.vgpu.proving.script import Scenario, Script
 
 torch.set_num_threads(1)
 
@@ -457,10 +457,7 @@ PLANTED = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _more_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, make in MORE_WORKLOADS.items():
-        monkeypatch.setitem(workloads.WORKLOADS, name, Workload(name, "", make))
+_more_workloads = more_workloads(MORE_WORKLOADS)
 
 
 def _first_failure(name: str, detect: bool = True) -> Outcome | None:
