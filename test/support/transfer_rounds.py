@@ -15,7 +15,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from page_pools import Shape, device_pages, fill_host_page, host_page, make_pools
+from page_pools import Shape, device_pages, fill_host_page, host_page, ids, make_pools
 
 from fenceline.config.hicache import IoBackend
 from fenceline.config.server_args import MemLayout
@@ -36,10 +36,6 @@ kinds = pytest.mark.parametrize("kind", ["cpu", "vgpu", pytest.param("cuda", mar
 asynchronous = pytest.mark.parametrize("kind", ["vgpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 layouts = pytest.mark.parametrize("layout", ["layer_first", "page_first"])
 io_backends = pytest.mark.parametrize("io_backend", ["kernel", "direct"])
-
-
-def ids(*numbers: int) -> np.ndarray:
-    return np.array(numbers, dtype=np.int32)
 
 
 class LateCopier(PageCopier):
@@ -109,7 +105,7 @@ class Rounds:
     ) -> Point:
         """A step reads ``page`` layer by layer, as attention does, into ``read_out``; its Point."""
         wait_for_pages(self.device.forward, after)
-        ready = self.controller.layer_ready(loads)
+        ready = self.controller.layer_ready(loads, self.kv_pool.num_layers)
         if late:
             self.spin(self.device.forward)
         with torch.inference_mode(), self.device.forward.active():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
-from page_pools import Shape, device_pages, host_pages, make_pools
+from page_pools import Shape, device_pages, host_pages, ids, make_pools
 
 from fenceline.config.hicache import IoBackend
 from fenceline.config.server_args import MemLayout
@@ -19,10 +18,6 @@ from fenceline.memory_order.edges import Edge
 
 SHAPE = Shape()
 LOAD, STORE = TransferKind.LOAD, TransferKind.STORE
-
-
-def ids(*numbers: int) -> np.ndarray:
-    return np.array(numbers, dtype=np.int32)
 
 
 class Rig:
@@ -105,7 +100,7 @@ def test_without_pages_nothing_happens() -> None:
     assert rig.controller.num_in_flight == 0 and rig.controller.drain_acks() == []
     assert (rig.device.load.serial, rig.device.store.serial) == serials
     assert rig.controller.counts[LOAD].num_transfers == rig.controller.counts[STORE].num_transfers == 0
-    rig.controller.layer_ready((load,))(0)  # nothing to wait for
+    rig.controller.layer_ready((load,), SHAPE.num_layers)(0)  # nothing to wait for
 
 
 def test_lists_that_do_not_pair_up_are_refused() -> None:
@@ -175,11 +170,25 @@ def test_forward_waits_for_each_layer_of_the_loads_it_reads(monkeypatch: pytest.
     rig = Rig(checked())
     read, other = rig.load([1], [0]), rig.load([2], [1])
     waits = Waits(rig.device, monkeypatch)
-    ready = rig.controller.layer_ready((read,))
+    ready = rig.controller.layer_ready((read,), SHAPE.num_layers)
     for layer in range(SHAPE.num_layers):
         ready(layer)
     assert waits.seen == [("forward", "forward_after_load", repr(point)) for point in read.layer_points]
     assert repr(other.layer_points[0]) not in str(waits.seen)
+
+
+def test_a_model_of_fewer_layers_than_the_pool_waits_for_whole_pages_at_its_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A draft's layers lie behind the target's: what comes after the target's step may read them."""
+    rig = Rig(checked())
+    read = rig.load([1], [0])
+    waits, arrived = Waits(rig.device, monkeypatch), []
+    ready = rig.controller.layer_ready((read,), SHAPE.num_layers - 1, lambda: arrived.append(len(waits.seen)))
+    for layer in range(SHAPE.num_layers - 1):
+        ready(layer)
+    assert waits.seen[-1] == ("forward", "forward_after_load", repr(read.layer_points[-1]))
+    assert arrived == [SHAPE.num_layers - 1], "once, after the last layer's wait"
 
 
 @pytest.mark.parametrize("io_backend", ["kernel", "direct"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
 from page_pools import MIXED, Shape, host_page, host_pages, make_pools
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.host import host_pool as module
@@ -80,6 +82,30 @@ def test_what_storage_writes_into_the_parts_is_in_the_pool(device: Device, layou
     after = host_pages(pool)
     assert not after[7].any()
     assert torch.equal(after[torch.arange(15) != 7], before[torch.arange(15) != 7])
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations, views among them."""
+
+    num = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_host_access_costs_no_tensor_operation_unless_somebody_watches(
+    device: Device, layout: MemLayout, watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, pool = make_pools(device, layout, SHAPE)
+    seen: list[int] = []
+    monkeypatch.setattr(device, "watches_host", watched)
+    monkeypatch.setattr(device, "host_access", lambda view, write, what: seen.append(view.numel()))
+    with Operations() as operations:
+        pool.host_access(3, True, "a test")
+    assert (sum(seen), operations.num > 0) == ((pool.page_nbytes, True) if watched else (0, False))
 
 
 @pytest.mark.parametrize("page", [-1, 15])

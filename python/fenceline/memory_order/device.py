@@ -68,6 +68,7 @@ class Device(ABC):
 
     kind: str
     tolerates_repairs = True  # tests' devices raise where a replay's precondition had to be repaired
+    watches_host = False  # whether anybody learns of what :meth:`host_access` says
 
     def __init__(self, torch_device: torch.device, severed: frozenset[str] = frozenset()) -> None:
         unknown = severed - EDGES.keys() - GUARDS.keys() - set(EDGE_PARTS)
@@ -190,7 +191,8 @@ class Device(ABC):
     def host_access(self, buffer: torch.Tensor, write: bool, what: str) -> None:
         """The calling thread, of :meth:`start_worker`, reads or writes ``buffer``, from :meth:`host_buffer`, now.
 
-        The scheduler's thread declares what it does by :meth:`declare`. For devices that watch their memory.
+        The scheduler's thread declares what it does by :meth:`declare`. For devices that ``watches_host``; who would
+        have to make ``buffer`` first need not call others.
         """
         return
 

@@ -245,7 +245,7 @@ class ModelRunner:
             declare()
             return None
         assert self.hicache is not None, "without a host tier nothing is loaded"
-        return self.hicache.layer_ready(batch.loads, declare)
+        return self.hicache.layer_ready(batch.loads, self.model.num_layers, declare)
 
     def _begin_penalties(self, batch: ExtendBatch, views: Views) -> None:
         for index, seq in enumerate(batch.seqs):

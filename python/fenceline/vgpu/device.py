@@ -115,6 +115,7 @@ class VgpuDevice(Device):
 
     kind = "vgpu"
     tolerates_repairs = False
+    watches_host = True
 
     def __init__(self, severed: frozenset[str] = frozenset(), gpu: VirtualGpu | None = None) -> None:
         self.gpu = VirtualGpu() if gpu is None else gpu

@@ -154,19 +154,24 @@ class HiCacheController:
     # --- FORWARD -------------------------------------------------------------------------------------
 
     def layer_ready(
-        self, loads: Sequence[Ticket], arrived: Callable[[], None] | None = None
+        self, loads: Sequence[Ticket], num_layers: int, arrived: Callable[[], None] | None = None
     ) -> Callable[[int], None]:
         """What a step that reads the pages of ``loads`` calls before each layer first touches the pool: FORWARD then
-        waits until that layer has arrived, and after the last one calls ``arrived``. Every other step runs undisturbed
-        (F4)."""
+        waits until that layer has arrived. Every other step runs undisturbed (F4).
+
+        ``num_layers`` of the step's model: the pool may hold a draft's layers behind them. At the last one FORWARD
+        waits until the pages are there as a whole, and then ``arrived`` is called.
+        """
         device, forward = self._device, self._device.forward
-        loads, last_layer = [ticket for ticket in loads if ticket.layer_points], self._num_layers - 1
+        loads = [ticket for ticket in loads if ticket.layer_points]
 
         def ready(layer: int) -> None:
+            is_last = layer == num_layers - 1
             for ticket in loads:
-                forward.wait(ticket.layer_points[layer], FORWARD_AFTER_LOAD)  # RAW: the layer's pages
+                point = ticket.layer_points[-1 if is_last else layer]
+                forward.wait(point, FORWARD_AFTER_LOAD)  # RAW: the layer's pages
             device.declare(StreamName.FORWARD, "layer of a prefill step", self._layer_accesses, layer, loads)
-            if layer == last_layer and arrived is not None:
+            if is_last and arrived is not None:
                 arrived()
 
         return ready
