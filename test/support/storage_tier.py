@@ -17,7 +17,7 @@ from fenceline.config.server_args import MemLayout, PrefetchPolicy
 from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.page_hash import PageFingerprint, PageKey
 from fenceline.mem_cache.storage.backend import PageParts, StorageBackend, StorageStats
-from fenceline.mem_cache.storage.controller import Ack, Done, Failed, StorageController, StorageLimits
+from fenceline.mem_cache.storage.controller import Ack, Done, StorageController, StorageLimits, apply
 from fenceline.mem_cache.storage.file_backend import FileBackend
 from fenceline.mem_cache.storage.worker import I32, Prefetch
 from fenceline.memory_order import Device, Points, open_device
@@ -69,6 +69,8 @@ class Tier:
 
     def drain(self) -> list[Ack]:
         new = self.controller.drain()
+        for ack in new:
+            apply(ack)
         self.acks += new
         return new
 
@@ -114,7 +116,7 @@ class Tier:
         """Wait for the closing ack, judge the pages, give them back. Returns how many came."""
 
         def closing() -> list[Ack]:
-            return [ack for ack in self.acks if isinstance(ack, (Done, Failed)) and ack.op is op]
+            return [ack for ack in self.acks if isinstance(ack, Done) and ack.op is op]
 
         self.until(lambda: bool(closing()))
         assert op.over and len(closing()) == 1

@@ -33,13 +33,13 @@ from fenceline.mem_cache.storage.backend import Reason
 from fenceline.mem_cache.storage.controller import (
     Ack,
     Done,
-    Failed,
     Fetched,
+    Found,
     StorageLimits,
     TimedOut,
     Written,
 )
-from fenceline.mem_cache.storage.worker import I32, Outcome, Prefetch, PrefetchState
+from fenceline.mem_cache.storage.worker import I32, Outcome, Prefetch
 from fenceline.memory_order import Points
 
 # --- pages that do not come --------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def test_a_damaged_page_ends_the_prefix(make: Make, tmp_path: Path) -> None:
     flip(path_of(tmp_path, tier_fingerprint(), KEYS[3]), 80, 1)
     op = tier.start_fetch(KEYS[:6])
     assert tier.finish(op) == 3 and op.outcome is Outcome.SHORT
-    assert tier.acks[-3:] == [Fetched(op, 0, 2), Fetched(op, 2, 1), Failed(op)]
+    assert tier.acks[-3:] == [Fetched(op, 0, 2), Fetched(op, 2, 1), Done(op, Outcome.SHORT)]
     assert tier.controller.stats().backend.errors == {Reason.CHECKSUM: 1}
     assert tier.prefetch(KEYS[:6]) == 3, "next time it is known to be missing"
     assert tier.controller.stats().prefetches == {Outcome.SHORT: 1, Outcome.COMPLETE: 1}
@@ -109,7 +109,7 @@ def test_a_backend_that_raises_costs_a_miss(make: Make, tmp_path: Path) -> None:
         backend.call = call
         op = tier.start_fetch(KEYS[:4])
         assert tier.finish(op) == 0 and op.outcome is Outcome.SHORT
-        assert tier.acks[-1] == Failed(op)
+        assert tier.acks[-1] == Done(op, Outcome.SHORT)
     backend.call = "set"
     tier.write(KEYS[4:8], handle=5)
     tier.settle()
@@ -179,8 +179,8 @@ def test_a_storage_that_hangs_holds_nobody_up(policy: PrefetchPolicy, make: Make
 
     dropped = tier.query(KEYS[:4], handle=3)
     tier.controller.write(KEYS[8:10], pages, Points.none(), 2)
+    assert tier.drain() == [Done(dropped, Outcome.DROPPED), Written(2, 0)]
     assert dropped.outcome is Outcome.DROPPED and may(dropped)
-    assert tier.drain() == [Done(dropped), Written(2, 0)]
     stats = tier.controller.stats()
     assert (stats.dropped, stats.num_queued, stats.stalls) == (2, 2, 2)
 
@@ -228,6 +228,7 @@ def test_clear_and_close_do_not_wait_for_ever(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not answer: it will be emptied"):
         tier.controller.clear()
     asked = tier.query(KEYS[:4])
+    tier.drain()
     assert asked.outcome is Outcome.DROPPED, "what is about to be cleared is not found any more"
     gate.open()
     tier.settle()
@@ -339,13 +340,8 @@ class Server:
     def step(self) -> None:
         for ack in self.tier.drain():
             self.take(ack)
-        for op in self.ops:
-            if op.state is PrefetchState.FOUND:
-                leased = self.tier.pool.pages.alloc(self.random.randint(1, op.num_found))
-                if leased is not None:
-                    self.tier.controller.fetch(op, *leased)
-            cancelled = op in self.impatient and self.random.random() < 0.004
-            if op.state is PrefetchState.FOUND or cancelled:
+        for op in self.impatient:
+            if self.random.random() < 0.004:
                 self.tier.controller.cancel(op)
 
     def serve_until_at_most(self, num_outstanding: int) -> None:
@@ -358,11 +354,17 @@ class Server:
         match ack:
             case Written():
                 self.tier.retire(self.writing.pop(ack.handle))
+            case Found(op, num):
+                leased = self.tier.pool.pages.alloc(self.random.randint(1, num))
+                if leased is None:
+                    self.tier.controller.cancel(op)
+                else:
+                    self.tier.controller.fetch(op, *leased)
             case Fetched(op, first, num):
                 end = first + num
                 self.tier.assert_right(op.host_pages[first:end], op.keys[first:end])
                 self.came += num
-            case Done(op) | Failed(op):
+            case Done(op):
                 self.tier.retire(op.host_pages)
                 self.ops.remove(op)
                 if op in self.impatient:

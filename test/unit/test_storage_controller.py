@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from storage_tier import (
     KEYS,
     NUM_PAGES,
     PAGE,
+    PATIENCE_S,
     TWO_PAGES,
     Gate,
     Make,
@@ -19,8 +21,17 @@ from storage_tier import (
 )
 
 from fenceline.config.server_args import MemLayout, PrefetchPolicy
-from fenceline.mem_cache.storage.controller import Done, Fetched, Found, StorageLimits, TimedOut, Written
-from fenceline.mem_cache.storage.worker import Outcome, Prefetch, PrefetchState
+from fenceline.mem_cache.storage.controller import (
+    Ack,
+    Done,
+    Fetched,
+    Found,
+    StorageLimits,
+    TimedOut,
+    Written,
+    apply,
+)
+from fenceline.mem_cache.storage.worker import Outcome, Prefetch
 from fenceline.memory_order import Points
 
 make = tiers_of_one_test
@@ -43,8 +54,9 @@ def test_pages_come_back_in_another_server(
     reader = make(file_backend(tmp_path), layout=read_by, limits=TWO_PAGES)
     op = reader.start_fetch([*KEYS[:5], *KEYS[100:102]])
     assert reader.finish(op) == 5
-    assert reader.acks == [Found(op, 5), Fetched(op, 0, 2), Fetched(op, 2, 2), Fetched(op, 4, 1), Done(op)]
-    assert op.outcome is Outcome.COMPLETE and op.state is PrefetchState.OVER
+    fetched = [Fetched(op, 0, 2), Fetched(op, 2, 2), Fetched(op, 4, 1)]
+    assert reader.acks == [Found(op, 5), *fetched, Done(op, Outcome.COMPLETE)]
+    assert op.outcome is Outcome.COMPLETE and op.over
     assert reader.pool.pages.num_leased == 0
 
     stats = reader.controller.stats()
@@ -75,7 +87,25 @@ def test_a_prefetch_of_no_page_is_over_at_once(make: Make, tmp_path: Path) -> No
     tier = make(file_backend(tmp_path))
     op = tier.query([])
     tier.settle()
-    assert tier.acks == [Done(op)] and op.outcome is Outcome.ABSENT
+    assert tier.acks == [Done(op, Outcome.ABSENT)] and op.outcome is Outcome.ABSENT
+
+
+def test_what_is_known_of_a_prefetch_is_what_acks_have_said(make: Make, tmp_path: Path) -> None:
+    """Whoever is given the same acks, another rank or a replay of a recording, knows the same."""
+    tier = make(file_backend(tmp_path), "wait_complete", limits=TWO_PAGES)
+    tier.store(KEYS[:4])
+    op = tier.start_fetch(KEYS[:4])
+    acks: list[Ack] = []
+    deadline = time.monotonic() + PATIENCE_S
+    while not any(isinstance(ack, Done) for ack in acks):
+        assert time.monotonic() < deadline, f"nothing came: {acks}"
+        acks += tier.controller.drain()
+    assert (op.num_fetched, op.over, tier.controller.may_schedule(op)) == (0, False, False)
+    known = []
+    for ack in acks:
+        apply(ack)
+        known.append((op.num_fetched, op.over, tier.controller.may_schedule(op)))
+    assert known == [(2, False, False), (4, False, False), (4, True, True)]
 
 
 # --- policies ----------------------------------------------------------------------------------------
@@ -148,9 +178,8 @@ def test_what_is_there_is_taken_and_the_rest_cancelled(make: Make, tmp_path: Pat
     assert not op.over, "a worker still writes its pages"
     gate.open()
     assert tier.finish(op) == 2 and op.outcome is Outcome.CANCELLED
-    assert tier.acks[-1] == Done(op) and [a for a in tier.acks if isinstance(a, Fetched)] == [
-        Fetched(op, 0, 2)
-    ]
+    assert tier.acks[-1] == Done(op, Outcome.CANCELLED)
+    assert [ack for ack in tier.acks if isinstance(ack, Fetched)] == [Fetched(op, 0, 2)]
     assert backend.num_gets == 2, "batches after the cancellation are not read"
     stats = tier.controller.stats()
     assert (stats.found, stats.fetched, stats.fetched_in_vain) == (8, 2, 2)
@@ -166,7 +195,6 @@ def test_cancelled_in_every_state(make: Make, tmp_path: Path) -> None:
     found = tier.query(KEYS[:2])
     tier.until(lambda: found.num_found > 0)
     tier.controller.cancel(found)
-    assert found.over
     assert tier.finish(found) == 0
     tier.settle()
     over = tier.query(KEYS[5:6])
@@ -220,6 +248,7 @@ def test_prefetches_are_bounded_in_number(make: Make, tmp_path: Path) -> None:
     gate = Gate()
     tier = make(FaultyBackend(file_backend(tmp_path), pause=gate), limits=StorageLimits(max_prefetches=2))
     ops = [tier.query(KEYS[:4], handle) for handle in range(3)]
+    tier.drain()
     assert [op.over for op in ops] == [False, False, True] and ops[2].outcome is Outcome.DROPPED
     gate.open()
     tier.settle()

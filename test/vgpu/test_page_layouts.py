@@ -25,7 +25,7 @@ from fenceline.mem_cache.host.page_copy import make_page_copier
 from fenceline.mem_cache.kv_pool import KVLayout, KVRow, keys_and_values, latent
 from fenceline.mem_cache.page_hash import PageFingerprint, PageKey, page_keys
 from fenceline.mem_cache.storage.backend import Reason
-from fenceline.mem_cache.storage.controller import StorageController, StorageLimits, Written
+from fenceline.mem_cache.storage.controller import StorageController, StorageLimits, Written, apply
 from fenceline.mem_cache.storage.file_backend import FileBackend
 from fenceline.mem_cache.storage.worker import Outcome, Prefetch
 from fenceline.mem_cache.transfer import Ticket
@@ -114,7 +114,9 @@ class Server:
             if ready():
                 return
             self.transfers.drain_acks()
-            self.acks += self.storage.drain()
+            for ack in self.storage.drain():
+                apply(ack)
+                self.acks.append(ack)
         raise AssertionError(f"nothing came: {self.acks}")
 
 

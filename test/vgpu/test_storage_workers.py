@@ -14,7 +14,7 @@ from storage_tier import Clock, DictBackend
 from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.host.cache_controller import HiCacheController
 from fenceline.mem_cache.host.page_copy import make_page_copier
-from fenceline.mem_cache.storage.controller import Fetched, StorageController, StorageLimits, Written
+from fenceline.mem_cache.storage.controller import Fetched, StorageController, StorageLimits, Written, apply
 from fenceline.mem_cache.storage.worker import Outcome, Prefetch
 from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Points
@@ -91,7 +91,9 @@ class Machine:
                 return
             if self.hears_transfers:
                 self.transfers.drain_acks()
-            self.acks += self.storage.drain()
+            for ack in self.storage.drain():
+                apply(ack)
+                self.acks.append(ack)
         raise AssertionError(f"nothing came: {self.acks}")
 
     def prefetch(self) -> Prefetch:

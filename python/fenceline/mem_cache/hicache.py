@@ -20,13 +20,13 @@ from fenceline.mem_cache.page_hash import page_keys
 from fenceline.mem_cache.storage.controller import (
     Ack,
     Done,
-    Failed,
     Fetched,
     Found,
     Storage,
     StorageTierStats,
     TimedOut,
     Written,
+    apply,
 )
 from fenceline.mem_cache.storage.worker import Prefetch
 from fenceline.mem_cache.transfer import PageMove, Ticket, TransferKind
@@ -366,6 +366,7 @@ class StorageTier:
     def complete(self, acks: Sequence[Ack]) -> None:
         """Take in what the workers have done. Every step."""
         for ack in acks:
+            apply(ack)
             match ack:
                 case Written():
                     self._tree.release_hold(ack.handle)
@@ -373,7 +374,7 @@ class StorageTier:
                     self._fetch(ack.op)
                 case Fetched():
                     self._settle(ack.op, ack.num_pages)
-                case Done() | Failed():
+                case Done():
                     self._end(ack.op)
                 case TimedOut():  # ``may_schedule`` knows
                     pass

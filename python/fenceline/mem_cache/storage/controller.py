@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.hicache import HiCacheStorageConfig, storage_key
@@ -32,7 +33,6 @@ from fenceline.mem_cache.storage.worker import (
     Job,
     Outcome,
     Prefetch,
-    PrefetchState,
     QueryJob,
     Read,
     StopFlag,
@@ -80,16 +80,11 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Closing ack: complete, nothing found, cancelled or dropped (``op.outcome``)."""
+    """Closing ack: how ``op`` ended. ``SHORT``: pages that storage said it had did not come; those that came before
+    them are good."""
 
     op: Prefetch
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Closing ack: pages that storage said it had did not come. Those that came before them are good."""
-
-    op: Prefetch
+    outcome: Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +94,21 @@ class TimedOut:
     op: Prefetch
 
 
-Ack = Written | Found | Fetched | Done | Failed | TimedOut
+Ack = Written | Found | Fetched | Done | TimedOut
+
+
+def apply(ack: Ack) -> None:
+    """Make what ``ack`` says true of its :class:`Prefetch`. Whoever takes acks in calls it for each, in their order, so
+    that all the scheduler knows of storage is in acks."""
+    match ack:
+        case Found(op, num_pages):
+            op.num_found = num_pages
+        case Fetched(op, _, num_pages):
+            op.num_fetched += num_pages
+        case Done(op, outcome):
+            op.outcome = outcome
+        case TimedOut(op):
+            op.timed_out = True
 
 
 # --- the controller ---------------------------------------------------------------------------------
@@ -135,6 +144,26 @@ class StorageTierStats:
         own = {reason.value: num for reason, num in self.backend.errors.items()}
         ours = {"dropped": self.dropped, "crash": self.crashes}
         return own | {reason: num for reason, num in ours.items() if num}
+
+
+class _State(StrEnum):
+    """Where a prefetch stands, as far as events have been taken in."""
+
+    QUERYING = "querying"  # a worker asks which pages are there
+    FOUND = "found"  # the caller is to call fetch or cancel
+    FETCHING = "fetching"  # a worker fills host pages, which nobody else may touch
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What is known of a prefetch that is not over: ahead of what acks have told the scheduler."""
+
+    deadline: float  # seconds of the controller's clock, like heard_at
+    state: _State = _State.QUERYING
+    num_found: int = 0
+    num_fetched: int = 0
+    timed_out: bool = False
+    heard_at: float | None = None  # when the worker that fetches it was last heard from
 
 
 class _Queue:
@@ -220,7 +249,7 @@ class StorageController:
         self._num_fetch_pages = 0
         self._num_clears = 0
         self._num_gone = 0
-        self._active: dict[Prefetch, None] = {}  # an ordered set, in the order of their queries
+        self._active: dict[Prefetch, _Progress] = {}  # in the order of their queries
         self._own_acks: list[Ack] = []
         self._next_look = 0.0
         self._stats = StorageTierStats()
@@ -263,42 +292,42 @@ class StorageController:
 
     def query(self, op: Prefetch) -> None:
         """Ask which pages of ``op`` are there: :class:`Found`, or a closing ack if it comes to nothing."""
-        assert op.state is PrefetchState.NEW, f"{op!r} was queried before"
+        assert op not in self._active and not op.over, f"{op!r} was queried before"
         assert not self._stop.is_set, "storage is closed"
         now = self._clock()
-        op.deadline = now + self._timeout_s
         full = len(self._active) >= self._limits.max_prefetches
-        self._active[op] = None
+        self._active[op] = _Progress(now + self._timeout_s)
         if not op.keys:
             self._end(op, Outcome.ABSENT, self._own_acks)
             return
         if full or self._num_clears or self._queries.is_stalled or self._fetches.is_stalled:
             self._end(op, Outcome.DROPPED, self._own_acks)
             return
-        op.state = PrefetchState.QUERYING
         self._queries.put(QueryJob(op), now)
 
     def fetch(self, op: Prefetch, host_pages: I32, after: Points) -> None:
         """Fill ``host_pages`` [1 .. op.num_found], leased with ``after``, with the leading pages found.
 
         They belong to a worker until the closing ack, but for those that :class:`Fetched` names."""
-        assert op.state is PrefetchState.FOUND, f"{op!r} has nothing to fetch"
-        assert 1 <= len(host_pages) <= op.num_found, f"{op!r}: {len(host_pages)} host pages"
-        self._num_fetch_pages -= op.num_found - len(host_pages)
-        op.num_found = len(host_pages)
+        progress = self._active.get(op)
+        assert progress is not None and progress.state is _State.FOUND, f"{op!r} has nothing to fetch"
+        assert 1 <= len(host_pages) <= progress.num_found, f"{op!r}: {len(host_pages)} host pages"
+        self._num_fetch_pages -= progress.num_found - len(host_pages)
+        progress.num_found = len(host_pages)
+        progress.state = _State.FETCHING
         op.host_pages = host_pages.copy()
         op.after = after
-        op.state = PrefetchState.FETCHING
-        job = FetchJob(op, op.keys[: op.num_found], op.host_pages, after)
+        job = FetchJob(op, op.keys[: len(host_pages)], op.host_pages, after)
         self._fetches.put(job, self._clock())
 
     def cancel(self, op: Prefetch) -> None:
         """Nobody waits for ``op`` any more. What it has fetched until now stays good; the closing ack tells when its
         other pages are free. Nothing happens to one that is over."""
-        if op.over or op.cancelled:
+        progress = self._active.get(op)
+        if progress is None or op.cancelled:
             return
         op.cancelled = True
-        if op.state is PrefetchState.FOUND:
+        if progress.state is _State.FOUND:
             self._end(op, Outcome.CANCELLED, self._own_acks)
 
     def may_schedule(self, op: Prefetch) -> bool:
@@ -385,7 +414,7 @@ class StorageController:
                 self._take_asked(event, now, acks)
             case Began():
                 self._fetches.heard(now, finished=False)
-                event.op.heard_at = now
+                self._active[event.op].heard_at = now
             case Read():
                 self._take_read(event, now, acks)
             case Cleared():
@@ -421,41 +450,39 @@ class StorageController:
         elif event.num_pages == 0:
             self._end(op, Outcome.ABSENT, acks)
         else:
-            op.num_found = min(event.num_pages, self._max_fetch_pages - self._num_fetch_pages)
-            if op.num_found == 0:
+            num_found = min(event.num_pages, self._max_fetch_pages - self._num_fetch_pages)
+            if num_found == 0:
                 self._end(op, Outcome.DROPPED, acks)
                 return
-            op.state = PrefetchState.FOUND
-            self._num_fetch_pages += op.num_found
-            self._stats.found += op.num_found
-            acks.append(Found(op, op.num_found))
+            progress = self._active[op]
+            progress.state, progress.num_found = _State.FOUND, num_found
+            self._num_fetch_pages += num_found
+            self._stats.found += num_found
+            acks.append(Found(op, num_found))
 
     def _take_read(self, event: Read, now: float, acks: list[Ack]) -> None:
-        op = event.op
+        op, progress = event.op, self._active[event.op]
         self._fetches.heard(now, finished=event.last)
         self._stats.read_seconds += event.cost.seconds
         self._stats.crashes += event.cost.crashed
-        op.heard_at = now
+        progress.heard_at = now
         if op.cancelled:
             self._stats.fetched_in_vain += event.num_pages
         elif event.num_pages:
-            acks.append(Fetched(op, op.num_fetched, event.num_pages))
-            op.num_fetched += event.num_pages
+            acks.append(Fetched(op, progress.num_fetched, event.num_pages))
+            progress.num_fetched += event.num_pages
             self._stats.fetched += event.num_pages
         if event.short and not op.cancelled:
-            self._stats.missed += op.num_found - op.num_fetched
+            self._stats.missed += progress.num_found - progress.num_fetched
         if event.last and op.cancelled:
             self._end(op, Outcome.CANCELLED, acks)
         elif event.last:
             self._end(op, Outcome.SHORT if event.short else Outcome.COMPLETE, acks)
 
     def _end(self, op: Prefetch, outcome: Outcome, acks: list[Ack]) -> None:
-        self._num_fetch_pages -= op.num_found
-        op.state = PrefetchState.OVER
-        op.outcome = outcome
-        del self._active[op]
+        self._num_fetch_pages -= self._active.pop(op).num_found
         self._stats.prefetches[outcome] += 1
-        acks.append(Failed(op) if outcome is Outcome.SHORT else Done(op))
+        acks.append(Done(op, outcome))
 
     # --- time ----------------------------------------------------------------------------------------
 
@@ -470,20 +497,20 @@ class StorageController:
                 )
         if self._policy == "best_effort":
             return  # nobody waits
-        for op in self._active:
-            if not op.timed_out and (now >= op.deadline or self._is_stalled(op, now)):
-                op.timed_out = True
+        for op, progress in self._active.items():
+            if not progress.timed_out and (now >= progress.deadline or self._is_stalled(progress, now)):
+                progress.timed_out = True
                 self._stats.timeouts += 1
                 acks.append(TimedOut(op))
 
-    def _is_stalled(self, op: Prefetch, now: float) -> bool:
-        if op.state is PrefetchState.QUERYING:
+    def _is_stalled(self, progress: _Progress, now: float) -> bool:
+        if progress.state is _State.QUERYING:
             return self._queries.is_stalled
-        if op.state is not PrefetchState.FETCHING:
+        if progress.state is not _State.FETCHING:
             return False
-        if op.heard_at is None:  # its turn has not come
+        if progress.heard_at is None:  # its turn has not come
             return self._fetches.is_stalled
-        return now - op.heard_at > self._limits.stall_s
+        return now - progress.heard_at > self._limits.stall_s
 
 
 # --- from the flags ---------------------------------------------------------------------------------

@@ -35,16 +35,6 @@ _NOTHING: list[bool] = []
 # --- prefetches --------------------------------------------------------------------------------------
 
 
-class PrefetchState(StrEnum):
-    """Where a prefetch stands, as far as the scheduler has taken in events."""
-
-    NEW = "new"
-    QUERYING = "querying"  # a worker asks which pages are there
-    FOUND = "found"  # the caller is to call fetch or cancel
-    FETCHING = "fetching"  # a worker fills host pages, which nobody else may touch
-    OVER = "over"  # no worker touches its pages any more
-
-
 class Outcome(StrEnum):
     """How a prefetch ended."""
 
@@ -56,43 +46,40 @@ class Outcome(StrEnum):
 
 
 class Prefetch:
-    """A prefix that a waiting request would like to have. It belongs to the scheduler's thread, and only the controller
-    changes it.
+    """A prefix that a waiting request would like to have, as the scheduler knows it: what has become of it is what acks
+    have said (``StorageController.drain``), each when it was taken in (``controller.apply``).
 
     ``keys``: of the pages wanted, in order, the first right behind what device and host have. Pages come in order, so
-    at any time ``host_pages[:num_fetched]`` hold their KV. Once ``cancel`` was called ``num_fetched`` does not grow any
-    more. All of ``host_pages`` stay leased until the closing ack (:class:`Done` or :class:`Failed`); those not used are
-    then retired after ``after``, which the worker may not have waited for. Those used keep it: the worker has waited,
-    the streams that touch them next have not.
+    at any time ``host_pages[:num_fetched]`` hold their KV. After ``cancel`` no more come than had come by then. All of
+    ``host_pages`` stay leased until the closing ack (:class:`Done`); those not used are then retired after ``after``,
+    which the worker may not have waited for. Those used keep it: the worker has waited, the streams that touch them
+    next have not.
     """
 
     __slots__ = (
-        "after", "cancelled", "deadline", "handle", "heard_at", "host_pages", "keys", "num_fetched", "num_found",
-        "outcome", "state", "timed_out"
+        "after", "cancelled", "handle", "host_pages", "keys", "num_fetched", "num_found", "outcome", "timed_out"
     )  # fmt: skip
 
     def __init__(self, handle: int, keys: Sequence[PageKey]) -> None:
         """``handle``: the number by which the caller knows this prefetch."""
         self.handle = handle
         self.keys = tuple(keys)
-        self.state = PrefetchState.NEW
-        self.outcome: Outcome | None = None  # set when over
         self.num_found = 0  # pages that may be fetched
         self.num_fetched = 0
-        self.host_pages: I32 = np.empty(0, dtype=np.int32)
+        self.timed_out = False
+        self.outcome: Outcome | None = None  # set by the closing ack
+        self.host_pages: I32 = np.empty(0, dtype=np.int32)  # these two by ``fetch``
         self.after = Points.none()
         self.cancelled = False  # of the fields that change the only one that a worker reads, between batches
-        self.timed_out = False
-        self.deadline = float("inf")  # seconds of the controller's clock, like heard_at
-        self.heard_at: float | None = None  # when the worker that fetches it was last heard from
 
     @property
     def over(self) -> bool:
         """Whether no worker touches ``host_pages`` any more."""
-        return self.state is PrefetchState.OVER
+        return self.outcome is not None
 
     def __repr__(self) -> str:
-        return f"prefetch {self.handle} ({self.state.value}, {self.num_fetched} of {self.num_found} pages)"
+        state = "under way" if self.outcome is None else self.outcome.value
+        return f"prefetch {self.handle} ({state}, {self.num_fetched} of {self.num_found} pages)"
 
 
 # --- jobs --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 
 from fenceline.ipc.io_struct import AbortReq, TokenOut
 from fenceline.mem_cache.hicache import HiCache
-from fenceline.mem_cache.storage.controller import Ack, Done, Failed, Fetched
+from fenceline.mem_cache.storage.controller import Ack, Done, Fetched
 from fenceline.mem_cache.storage.worker import Outcome
 from fenceline.mem_cache.transfer import PageMove, Ticket, TransferKind
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
@@ -346,9 +346,9 @@ class Watch:
                 case Fetched():
                     self.note("fetch")
                     self.note("fetch of several pages", ack.num_pages > 1)
-                case Done() | Failed():
-                    self.note("prefetch of all", ack.op.outcome is Outcome.COMPLETE)
-                    self.note("prefetch of nothing", ack.op.outcome is Outcome.ABSENT)
+                case Done():
+                    self.note("prefetch of all", ack.outcome is Outcome.COMPLETE)
+                    self.note("prefetch of nothing", ack.outcome is Outcome.ABSENT)
 
 
 def _size(graph: str) -> int:
