@@ -1,11 +1,11 @@
-"""``python -m fenceline.vgpu.mutate``: would the proof notice? Faults made by rule, one at a time, until a run fails.
+"""``python -m fenceline.vgpu.mutate``: tests the proof with faults made by rules, one at a time, until a run fails.
 
-Each mutant (``proving/mutants.py``) runs in a process of its own, in which the changed file is what is imported: the
-workloads whose intact runs came to that line, seed after seed, until a checker objects or the mutant has had its CPU
-time. One that is still alive then is a survivor, and so is one whose line no run came to: a person reviews it
-(``docs/mutation_review.json``), as equivalent (no run can tell it from the original), benign (it costs work, and no
-answer) or a hole in the proof. Results are added to a file as they come, so a campaign can be stopped, gone on with,
-and shared out.
+Each mutant (``proving/mutants.py``) runs in a separate process, in which the changed file is imported: the workloads
+whose intact runs execute that line, seed after seed, until a check fails or the mutant has used its CPU time. In the
+second case it is a survivor, and so is one whose line no run executes. A person reviews survivors
+(``docs/mutation_review.json``) as equivalent (no run can tell it from the original), benign (it costs work, but changes
+no answer) or a hole in the proof. Results are added to a file as they come, so a campaign can be stopped, continued and
+divided over machines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from random import Random
 from types import CodeType, ModuleType
 from typing import IO
 
-# What takes long to load and is no mutant's: every mutant's process is forked with it loaded.
+# Modules that take long to load and have no mutants: every mutant's process is forked with them loaded.
 import numpy  # noqa: F401
 import torch
 from tqdm import tqdm
@@ -45,12 +45,12 @@ _UNSPECIFIC = ("tokens", "answers", "invariants", "deadlock", "kernels")
 _REVIEW = PACKAGE.parent.parent / "docs" / "mutation_review.json"
 _PAGE = PACKAGE.parent.parent / "docs" / "mutation.md"
 _TABLE = "<!-- written by python -m fenceline.vgpu.mutate --report --write-docs -->"
-_GRACE_S = 30.0  # of CPU beyond the time for a mutant: a run that hangs is one that failed
+_GRACE_S = 30.0  # of CPU time beyond a mutant's limit; a run that takes longer hangs, and has failed
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a mutant. ``killed_by``: the checker; ``named``: the edges and guards that it names."""
+    """The result of a mutant. ``killed_by``: the check that failed; ``named``: the edges and guards in its report."""
 
     id: str
     path: str
@@ -71,7 +71,7 @@ class Result:
 
     @property
     def killed(self) -> bool:
-        """Whether something objected."""
+        """Whether a check failed."""
         return self.state in (KILLED, CRASHED)
 
     @property
@@ -82,7 +82,7 @@ class Result:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a module from changed source, and no compiled file of it."""
+    """Loads a module from changed source, never from a compiled file."""
 
     def __init__(self, mutant: Mutant) -> None:
         path = PACKAGE / mutant.path
@@ -148,7 +148,7 @@ def reached_lines(seeds: int) -> Reached:
 
 
 def _try_mutant(mutant: Mutant, workloads: Sequence[str], cpu_limit_s: float, out: IO[str]) -> None:
-    """In the mutant's own process: make runs until one fails or the time is over, and write what came of it."""
+    """In the mutant's own process: make runs until one fails or the time is over, and write the result."""
     began = time.process_time()
     for name in [name for name in sys.modules if name.partition(".")[0] == "fenceline"]:
         del sys.modules[name]
@@ -182,8 +182,8 @@ def _try_mutant(mutant: Mutant, workloads: Sequence[str], cpu_limit_s: float, ou
 
 
 def _by_name(mutant: Mutant, checker: str, named: tuple[str, ...]) -> bool:
-    """Whether the objection says what was lost: where the changed line itself names edges or guards, one of them; else
-    any, or a checker that says which memory was used how."""
+    """Whether the report says what is missing: if the changed line names edges or guards, one of them; otherwise any
+    edge or guard, or a check that says which memory was used how."""
     from fenceline.memory_order.edges import EDGES, GUARDS
 
     words = {
@@ -196,7 +196,7 @@ def _by_name(mutant: Mutant, checker: str, named: tuple[str, ...]) -> bool:
 
 
 def in_new_process(function: Callable[[int], Reached], argument: int) -> Reached:
-    """``function``'s result, computed in a process of its own: this one must not have loaded the engine."""
+    """``function``'s result, computed in a separate process, because this one must not load the engine."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, argument).result()
 
@@ -239,11 +239,11 @@ def _campaign(
 
 
 def _run_mutant(mutant: Mutant, workloads: Sequence[str], cpu_limit_s: float, write_end: int) -> None:
-    """Never returns: a mutant may break anything, so nothing of the parent's is cleaned up here."""
+    """Run a mutant in a forked process. Never returns: a mutant may break anything, so nothing is cleaned up."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     limit = int(cpu_limit_s + _GRACE_S)
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
-    signal.setitimer(signal.ITIMER_REAL, 10 * limit)  # one that waits for ever uses no CPU time
+    signal.setitimer(signal.ITIMER_REAL, 10 * limit)  # one that waits forever uses no CPU time
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)

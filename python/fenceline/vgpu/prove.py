@@ -1,4 +1,4 @@
-"""``python -m fenceline.vgpu.prove``: the intact engine is clean on all schedules tried, every edge is necessary."""
+"""``python -m fenceline.vgpu.prove``: the engine is clean on all schedules tried, and every edge is necessary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tqdm import tqdm
 
 from fenceline.config import num_usable_cores
 
-if TYPE_CHECKING:  # the folders whose branches are counted are loaded when counting has been set up
+# Not imported at run time here: modules whose branches are counted must be loaded after counting has begun.
+if TYPE_CHECKING:
     from fenceline.vgpu.proving.arms import Arm
     from fenceline.vgpu.proving.campaign import Plan
     from fenceline.vgpu.proving.table import Proof

@@ -1,13 +1,13 @@
-"""Shadow tags: what each slot of KV memory holds, kept beside its bytes, and held against what it must hold.
+"""Shadow tags: a record of what each slot of KV memory holds, which is compared with what it must hold.
 
-A tag names a token prefix (all tokens up to the slot's own, in one namespace) and a part of the page (a layer's keys,
-say). It is written when a step stores keys and values, travels with every copy between the tiers, to storage and back,
-and is looked at when somebody reads the slot. All of it happens when the operation itself runs, in the order of its
-stream and in replays too. So a page in the wrong place is named by the first operation that puts or finds it there,
-with who wrote it, long before a token is wrong.
+A tag names a token prefix (all tokens up to the slot's own, in one namespace) and a part of the page (for example a
+layer's keys). It is written when a step stores keys and values, copied with every copy between the tiers, to storage
+and back, and compared when the slot is read. All of this happens when the operation itself runs, in the order of its
+stream and in replays too. So a page in the wrong place is reported at the first operation that puts or finds it there,
+with the operation that wrote it, long before a token is wrong.
 
-What a slot must hold comes from a ledger of each request's tokens outside the engine's memory: its prompt as it
-arrived, and what each step has sampled for it, entered when that step samples.
+What a slot must hold follows from a list of each request's tokens outside the engine's memory: its prompt as it
+arrived, and what each step has sampled for it, added when that step samples.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
 _SINK_PAGE = 0
-_NOTHING = 0  # the tag of a slot that nobody has written
+_NOTHING = 0  # the tag of a slot that has not been written
 
 
 class Prefixes:
@@ -51,18 +51,19 @@ class Prefixes:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, int | str], int] = {}
-        self._ends: list[tuple[int, str]] = [(0, "")]  # of each: its length, and who it was first made for
+        # Of each prefix: its length, and the request that it was first made for.
+        self._ends: list[tuple[int, str]] = [(0, "")]
 
     def root(self, namespace: str) -> int:
         """The prefix without a token."""
         return self._number((0, namespace), 0, f"namespace {namespace!r}")
 
     def then(self, prefix: int, token: int, owner: str) -> int:
-        """``prefix`` and one more token, of a request that reports call ``owner``."""
+        """``prefix`` and one more token, of a request called ``owner`` in reports."""
         return self._number((prefix, token), self._ends[prefix][0] + 1, owner)
 
     def length(self, prefix: int) -> int:
-        """Its tokens."""
+        """Its number of tokens."""
         return self._ends[prefix][0]
 
     def describe(self, prefix: int) -> str:
@@ -79,10 +80,10 @@ class Prefixes:
 
 
 class Account:
-    """One request in the ledger: the prefixes that end at its tokens 0, 1, ..., as far as they are known."""
+    """The tokens of one request: the prefixes that end at its tokens 0, 1, ..., as far as they are known."""
 
     def __init__(self, source: TokenizedGenerateReq, prefixes: Prefixes) -> None:
-        self.source = source  # kept, so that nobody else gets its identity
+        self.source = source  # kept, so that no other object gets its id()
         self.name = source.rid + (f" (namespace {source.extra_key!r})" if source.extra_key else "")
         self._prefixes = prefixes
         self._root = prefixes.root(source.extra_key)
@@ -91,16 +92,16 @@ class Account:
             self.ends.append(prefixes.then(self.ends[-1] if self.ends else self._root, token, self.name))
 
     def sampled(self, position: int, token: int) -> None:
-        """A step has sampled its token at ``position``. What it had from there on falls away: it was retracted."""
+        """A step has sampled its token at ``position``. Tokens from there on are removed: the request was retracted."""
         del self.ends[position:]
         self.ends.append(self._prefixes.then(self.ends[-1], token, self.name))
 
 
 class SlotMemory:
-    """A piece of memory that KV slots lie in, in the order of their bytes: what each slot is for, and what it holds."""
+    """A piece of memory with KV slots, in the order of their bytes: what each slot is for, and what it holds."""
 
     def __init__(self, name: str, page_size: int, parts: Mapping[int, Layout]) -> None:
-        """``parts``: where in the memory each part lies, uint8 [num_pages, bytes of a page's part], by its number."""
+        """``parts``: the bytes of each part in the memory, uint8 [num_pages, bytes of a page's part], by its number."""
         self.name = name
         self.page_size = page_size
         starts, numbers, pages, offsets = [], [], [], []
@@ -116,12 +117,12 @@ class SlotMemory:
         self._starts = np.concatenate(starts)[order]
         self.part, self.page, self.offset = (np.concatenate(a)[order] for a in (numbers, pages, offsets))
         self.held: I64 = np.full(len(order), _NOTHING, np.int64)
-        self.writers = np.full(len(order), None, object)  # who put it there
-        self.origins = np.full(len(order), None, object)  # who computed it
+        self.writers = np.full(len(order), None, object)  # the operation that put it there
+        self.origins = np.full(len(order), None, object)  # the operation that computed it
         self._of_layout: dict[Layout, I64] = {}
 
     def slots(self, access: Access) -> I64:
-        """The slots that an operation touches, in the order in which it names them."""
+        """The slots that an operation accesses, in the order in which it names them."""
         if access.rows is not None:
             return self._of_rows(access.layout, access.rows)
         slots = self._of_layout.get(access.layout)
@@ -131,7 +132,7 @@ class SlotMemory:
         return slots
 
     def between(self, starts: I64, nbytes: int) -> I64:
-        """Those of the pieces of ``nbytes`` bytes that begin at ``starts``."""
+        """The slots of the pieces of ``nbytes`` bytes that begin at ``starts``."""
         first = np.searchsorted(self._starts, starts, side="right") - 1
         num = np.searchsorted(self._starts, starts + nbytes) - first
         if (num == 1).all():
@@ -150,7 +151,7 @@ class SlotMemory:
         )
 
     def write(self, slots: I64, tags: I64 | int, op: Operation) -> None:
-        """``op`` has computed what ``slots`` now hold."""
+        """``op`` has computed the present contents of ``slots``."""
         self.held[slots] = tags
         self.writers[slots] = self.origins[slots] = op
 
@@ -159,7 +160,7 @@ class SlotMemory:
         return f"{self.name} page {self.page[slot]}, slot {self.offset[slot]} of it"
 
     def history(self, slot: int) -> list[str]:
-        """Lines of a report: who wrote there."""
+        """Lines of a report: the operations that wrote there."""
         writer, origin = self.writers[slot], self.origins[slot]
         if writer is None:
             return ["  written by nobody since it is watched"]
@@ -230,7 +231,7 @@ class Step:
                 self._sample(op, access)
 
     def _prefixes(self, seq: Seq) -> I64:
-        """Those that end at each of its tokens; all steps before this one have sampled."""
+        """The prefixes that end at each of its tokens; all steps before this one have sampled."""
         if self._ends is None:
             self._ends = [np.array(s.account.ends[: s.length], np.int64) for s in self._seqs]
         return self._ends[self._seqs.index(seq)]
@@ -238,7 +239,7 @@ class Step:
     # --- reading
 
     def _read(self, op: Operation, memory: SlotMemory, slots: I64) -> None:
-        """Attention reads the slots of one request after the other, in order, the sink's where there is nothing."""
+        """Check a read of attention: the slots of one request after the other, in order; padding reads the sink's."""
         slots = slots[memory.page[slots] != _SINK_PAGE]
         if len(slots) == 0:
             return
@@ -265,8 +266,8 @@ class Step:
             slots = slots[seq.length :]
 
     def _candidates(self, unread: Sequence[Seq], in_order: bool) -> Iterator[Seq]:
-        """Whose turn it may be: the first's; in prefill steps whoever has no prefix may be left out; a decode step that
-        attends in groups may go by length."""
+        """The requests that may be read next: the first; in prefill steps those without a prefix may be left out; a
+        decode step that attends in groups may sort by length."""
         for seq in unread:
             yield seq
             if self._decodes or seq.first > 0:
@@ -310,7 +311,7 @@ class Step:
     # --- writing
 
     def _write(self, op: Operation, memory: SlotMemory, slots: I64) -> None:
-        """The step's tokens are stored in order, part by part; rows behind them are padding."""
+        """Check a store: the step's tokens are stored in order, part by part; rows after them are padding."""
         tags, part = self._tags, self._next_part
         self._next_part = (part + 1) % tags.num_parts
         size = memory.page_size
@@ -341,7 +342,7 @@ class Step:
         self._tags.found(memory, slot, text + str(meant // memory.page_size), op)
 
     def _of_token(self, row: int) -> tuple[Seq, int]:
-        """Whose the step's token ``row`` is, and its position."""
+        """The request of the step's token ``row``, and the token's position."""
         for seq in self._seqs:
             if row < seq.length - seq.first:
                 return seq, seq.first + row
@@ -361,7 +362,7 @@ class Step:
         for row in self._rows(access):
             seq = self._by_row.get(row)
             if seq is None:
-                continue  # a request that has left, or another step's: nobody reads it in this one
+                continue  # of a request that has left, or of another step: not read in this one
             wrong = np.flatnonzero(table[row, : len(seq.pages)] != seq.pages)
             if len(wrong):
                 column = int(wrong[0])
@@ -391,7 +392,7 @@ class Step:
 
 class Transfer:
     """The purpose of the copies of one transfer. ``expected``: what pages at the destination must get, as prefixes by
-    token, as far as somebody knows; behind that anything goes."""
+    token, as far as it is known; later tokens may be anything."""
 
     def __init__(
         self, tags: Tags, kind: TransferKind, pairs: set[tuple[int, int]], expected: Mapping[int, I64]
@@ -443,7 +444,7 @@ _NO_ENDS: I64 = np.zeros(0, np.int64)
 
 
 class _Kept(NamedTuple):
-    """A page that storage was given: its bytes, the tags of its slots in their order, and who computed them."""
+    """A page that storage has: its bytes, the tags of its slots in order, and the operations that computed them."""
 
     digest: bytes
     tags: I64
@@ -451,7 +452,7 @@ class _Kept(NamedTuple):
 
 
 class Tags:
-    """The tags of an engine's KV memory on every tier, the ledger, and the leases of its pages."""
+    """The tags of an engine's KV memory on every tier, the requests' tokens, and the leases of its pages."""
 
     def __init__(self, gpu: VirtualGpu, runner: ModelRunner) -> None:
         pool, req_pool = runner.kv_pool, runner.req_pool
@@ -465,7 +466,7 @@ class Tags:
         self._gpu = gpu
         self._page_size = pool.page_size
         self._accounts: dict[int, Account] = {}
-        self._kept: dict[bytes, list[_Kept]] = {}  # what storage was given, by key
+        self._kept: dict[bytes, list[_Kept]] = {}  # what was written to storage, by key
         self._scheduler: Scheduler | None = None
         for number, (name, part) in enumerate(zip(self.part_names, pool.parts, strict=True)):
             tag, layout = _memory(part)
@@ -481,11 +482,11 @@ class Tags:
             self.memories[host_tag] = self._host
 
     def watch(self, scheduler: Scheduler) -> None:
-        """Requests and tree are ``scheduler``'s. Before its first step."""
+        """Use the requests and the tree of ``scheduler``. Called before its first step."""
         self._scheduler = scheduler
 
     def tag(self, ends: I64 | int, part: int) -> I64:
-        """Of slots whose prefixes are ``ends``."""
+        """The tags of slots of ``part`` whose prefixes are ``ends``."""
         return np.asarray(ends, np.int64) * self.num_parts + part
 
     # --- what is submitted
@@ -531,7 +532,7 @@ class Tags:
             yield
 
     def _wanted(self, pages: set[int]) -> dict[int, I64]:
-        """What requests have those of ``pages`` for that are to be loaded: prefixes of the tokens that are not new."""
+        """The prefixes by token, except of new tokens, that requests need in ``pages``, which are to be loaded."""
         assert self._scheduler is not None, "there is a scheduler"
         found = {}
         for req in self._scheduler.reqs.values():
@@ -543,7 +544,7 @@ class Tags:
         return found
 
     def _cached(self, tier: str) -> dict[int, I64]:
-        """What the tree has the pages of a tier for (``pages`` or ``host_pages``): prefixes by token."""
+        """What the pages of a tier (``pages`` or ``host_pages``) hold according to the tree: prefixes by token."""
         found: dict[int, I64] = {}
         size = self._page_size
         ends: dict[TreeNode, int] = {}
@@ -588,7 +589,7 @@ class Tags:
         target.held[b], target.origins[b], target.writers[b] = source.held[a], source.origins[a], op
 
     def storing(self, keys: Sequence[bytes], pages: Sequence[Sequence[npt.NDArray[np.uint8]]]) -> None:
-        """Storage is about to be given the bytes of host pages."""
+        """The bytes of host pages are about to be written to storage."""
         for key, parts in zip(keys, pages, strict=True):
             slots = self._slots_of(parts)
             self.host_pages.claim([int(self._host.page[slots[0]])], "a write to storage")
@@ -601,7 +602,7 @@ class Tags:
     def fetched(
         self, found: Sequence[bool], keys: Sequence[bytes], pages: Sequence[Sequence[npt.NDArray[np.uint8]]]
     ) -> None:
-        """Storage has brought pages, where it says so."""
+        """Storage has read pages: those for which ``found`` is true."""
         for there, key, parts in zip(found, keys, pages, strict=True):
             if not there:
                 continue
@@ -624,7 +625,7 @@ class Tags:
     # --- findings
 
     def audit(self) -> None:
-        """At the end, when nothing is under way: the pages of the tree hold what it has them for."""
+        """At the end, when nothing is in transfer: check that the pages of the tree hold what the tree says."""
         for tier in ("pages", "host_pages"):
             expected = self._cached(tier)
             for memory in self.memories.values():
@@ -650,8 +651,8 @@ class Tags:
         op: Operation | None = None,
         source: tuple[SlotMemory, int] | None = None,
     ) -> None:
-        """``slot`` is not what it should be: ``text`` says what ``op`` does with it, or what it should be. ``source``:
-        the slot that it is a copy of."""
+        """``slot`` does not hold what it should: ``text`` says what ``op`` does with it, or what it should hold.
+        ``source``: the slot that it is a copy of."""
         place = memory.describe(slot)
         lines = [f"tags: {place}, holds {self._describe(int(memory.held[slot]))}: {text}"]
         places = []
@@ -674,7 +675,7 @@ class Tags:
         return f"{self.prefixes.describe(end)}, {self.part_names[part]}"
 
     def add(self, error: CheckError) -> None:
-        """Raise what is wrong; without the detector keep it for who finds the tokens wrong."""
+        """Raise ``error``; without the detector keep it, for a report of wrong tokens."""
         if self._gpu.detector is None:
             self._gpu.findings.errors.append(error)
         else:
@@ -682,7 +683,7 @@ class Tags:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Tag, Layout]:
-    """Where a tensor of the device lies."""
+    """The memory of a tensor of the device."""
     assert isinstance(tensor, VTensor), "the engine runs on the virtual GPU"
     return tensor.allocation.tag, tensor.layout_
 

@@ -1,9 +1,9 @@
-"""What was asked, what was answered, and whether that is right: each answer is held against the oracle's.
+"""Compares each answer of a run with the oracle's.
 
-A :class:`Transcript` is kept by the driver, from messages alone: what went into the scheduler and what came out, in
-order. Beside tokens it knows what else a client relies on: every increment once, in order and when it is due, nothing
-after the end or during a pause, finish reasons, logprobs, answers to control messages, and how much of a prompt may
-have come from the cache (:class:`Sharing`).
+The driver keeps a :class:`Transcript` of the messages to and from the scheduler, in order. Besides tokens it checks
+everything else that a client relies on: every increment once, in order and when it is due, nothing after the end or
+during a pause, finish reasons, logprobs, answers to control messages, and how much of a prompt may have come from the
+cache (:class:`Sharing`).
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from fenceline.vgpu.proving.tiny_model import PIECES
 F64 = npt.NDArray[np.float64]
 
 LOGPROB_TOLERANCE = 1e-4
-_LOWEST = float(np.finfo(np.float32).min)  # what probability 0 reads as
-# Answers that rounding settled otherwise: at most so many of the tokens compared, beside one in each run.
+_LOWEST = float(np.finfo(np.float32).min)  # the logprob of probability 0
+# At most this share of the compared tokens may differ because of rounding, in addition to one in each run.
 MAX_CLOSE_SHARE = 1e-3
 
 
 @dataclass(slots=True)
 class Talk:
-    """One request: what was asked, what has been said so far, and who ended it if it did not end by itself."""
+    """One request: its message, its output so far, and what ended it if it did not end by itself."""
 
     request: TokenizedGenerateReq
     seed: int
     outs: list[TokenOut] = field(default_factory=list)
-    texts: list[StrOut] = field(default_factory=list)  # what the detokenizer made of them, where there is one
-    aborted: AbortReq | None = None  # somebody asked for its end
+    texts: list[StrOut] = field(default_factory=list)  # the detokenizer's texts, if there is a detokenizer
+    aborted: AbortReq | None = None  # the message that aborted it
     ticks: list[float] = field(default_factory=list)  # times that the scheduler was told since it arrived
     ended: bool = False
 
     @property
     def tokens(self) -> list[int]:
-        """Everything that was said."""
+        """All output tokens so far."""
         return [token for out in self.outs for token in out.output_ids]
 
 
@@ -75,8 +75,8 @@ class _Control:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What is wrong with the answers of a run, "" if nothing is; how many tokens were compared, and how many of them
-    differ because it was close."""
+    """The first error in the answers of a run, "" if there is none; the number of tokens that were compared, and of
+    those that differ because of rounding."""
 
     wrong: str = ""
     num_tokens: int = 0
@@ -85,7 +85,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the answers of a server depend on beside its model. ``capacity``: the longest sequence it serves, in tokens.
+    """What the answers of a server depend on besides its model. ``capacity``: its longest sequence, in tokens.
     ``timeouts_s``: how long requests may be ``waiting`` and ``running``. ``decodes``: news goes to a detokenizer.
     ``stream_interval``: tokens in each piece of news. ``has_storage``: there is a tier below the host."""
 
@@ -105,7 +105,7 @@ class Setting:
 
 
 class Transcript:
-    """Messages in and news out."""
+    """The messages to and from the scheduler."""
 
     def __init__(self, setting: Setting) -> None:
         self.talks: dict[str, Talk] = {}
@@ -120,7 +120,7 @@ class Transcript:
         self._quiet = self._paused
 
     def heard(self, message: Message) -> None:
-        """``message`` is given to the scheduler, after all those heard before."""
+        """Record ``message``, which the scheduler gets next."""
         match message:
             case FlushCacheReq() | GetInternalStateReq() | PauseGenerationReq() | ContinueGenerationReq():
                 self._asked(message)
@@ -231,7 +231,7 @@ class Transcript:
             self._wrong.append(f"{out.token.rid} has text after its end: {out.text!r}")
 
     def compare(self, oracle: Oracle) -> Findings:
-        """Hold everything against ``oracle``."""
+        """Compare everything with ``oracle``."""
         wrong, num_tokens, num_close = list(self._wrong), 0, 0
         wrong += [f"{id!r} was never answered" for id in self._open]
         for rid, talk in self.talks.items():
@@ -247,7 +247,7 @@ class Transcript:
 
 
 class _Comparison:
-    """One request's."""
+    """The comparison of one request."""
 
     def __init__(self, talk: Talk, oracle: Oracle, setting: Setting) -> None:
         params, prompt = talk.request.sampling_params, talk.request.input_ids
@@ -276,7 +276,7 @@ class _Comparison:
         )
 
     def run(self) -> str:
-        """What is wrong, "" if nothing is."""
+        """The first error, "" if there is none."""
         talk = self._talk
         if not talk.ended:
             return "was never answered"

@@ -1,4 +1,4 @@
-"""Arms: one edge or guard severed on the workload that isolates its path, and what that must come to."""
+"""Arms: runs with one edge or guard severed, on the workload that isolates its path, and the failure they must show."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fenceline.vgpu.errors import (
 from fenceline.vgpu.proving.runs import HAPPENS_BEFORE, Outcome, Trial, named_races
 
 NECESSARY, REDUNDANT, DORMANT = "necessary", "redundant", "dormant"
-MISNAMED = "misnamed"  # severed it fails, but no checker says why
+MISNAMED = "misnamed"  # with it severed runs fail, but no report names it
 UNPROVEN = "unproven"  # no arm, or no run
 
 _EDGE_WORKLOADS = {
@@ -58,7 +58,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is known of one edge or guard. ``seeds_needed``: runs until the first failure of the right name."""
+    """The result for one edge or guard. ``seeds_needed``: runs until the first failure that names it."""
 
     name: str
     kind: str
@@ -73,7 +73,7 @@ class Row:
 
     @property
     def fine(self) -> bool:
-        """Whether it deserves its place."""
+        """Whether it is necessary, or there is a reason for keeping it."""
         explained = self.name in EDGE_PARTS and EDGE_PARTS[self.name].covered
         return self.status in (NECESSARY, DORMANT) or (self.status == REDUNDANT and bool(explained))
 
@@ -83,7 +83,7 @@ def _by_edge(name: str) -> Callable[[Outcome], bool]:
     if not pair:
         return lambda outcome: outcome.checker == HAPPENS_BEFORE and edge in outcome.edges
     waiter, source = pair.split("-")
-    # The one that should have waited comes second.
+    # The stream that should have waited is listed second.
     order = re.compile(rf"^  1\. .* on {source} \((.|\n)*^  2\. .* on {waiter}[: ]", re.MULTILINE)
     return lambda outcome: (
         outcome.checker == HAPPENS_BEFORE and edge in outcome.edges and bool(order.search(outcome.report))
@@ -95,7 +95,7 @@ def _by_report(pattern: str) -> Callable[[Outcome], bool]:
 
 
 def _by_owner(outcome: Outcome) -> bool:
-    """A page is used by somebody whose it is not, or not any more."""
+    """A page is used by a request that does not own it, or no longer."""
     return outcome.checker == OwnershipError.checker
 
 
@@ -104,7 +104,7 @@ def _by_guard(checker: str, name: str) -> Callable[[Outcome], bool]:
 
 
 def _by_effect(outcome: Outcome) -> bool:
-    """Program order is not happens-before's business: wrong tokens, or shapes that do not fit."""
+    """For a guard of program order, which happens-before does not check: wrong tokens, or shapes that do not fit."""
     return not outcome.clean and outcome.checker != HAPPENS_BEFORE
 
 
@@ -139,7 +139,7 @@ def all_arms() -> list[Arm]:
 
 
 def judge(arm: Arm, outcomes: Sequence[Outcome]) -> Row:
-    """The verdict of an arm's runs, in order of seeds. May make further runs to find out why nothing failed."""
+    """The result of an arm's runs, in order of seeds. May make further runs to find out why nothing failed."""
     row = Row(arm.name, arm.kind, UNPROVEN, arm.workload, num_runs=len(outcomes))
     if not outcomes:
         return replace(row, report="there was no time for a run")
@@ -169,9 +169,9 @@ def _caught_by(arm: Arm, outcome: Outcome) -> str:
 
 
 def covered_by(trials: Sequence[Trial]) -> str:
-    """Which other edges make up for the one that ``trials`` sever: those without which its race appears.
+    """Which other edges cover the one that ``trials`` sever: those without which its race appears.
 
-    Several trials, because an engine that computes with wrong values may stop before the race is due.
+    Several trials, because an engine that computes with wrong values may stop before the race happens.
     """
     (name,) = trials[0].severed
     edge = edge_of(name)
@@ -192,7 +192,7 @@ def _appears(name: str, trial: Trial, other: str) -> bool:
 
 
 def unarmed_rows() -> list[Row]:
-    """Dormant guards, and whatever has entered the tables without an arm."""
+    """Rows for dormant guards, and for edges and guards without an arm."""
     armed = {arm.name for arm in all_arms()}
     rows = []
     for kind, names in (("edge", EDGE_PARTS), ("guard", tuple(GUARDS))):

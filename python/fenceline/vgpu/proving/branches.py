@@ -1,4 +1,4 @@
-"""Branch coverage of the folders that the proof is about, with the package ``coverage`` where it is installed."""
+"""Branch coverage of the folders that the proof is about, with the package ``coverage`` if it is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The campaign: which runs are made, on how many processes, for how long."""
+"""The campaign: which runs are made, in how many processes, for how long."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from fenceline.vgpu.proving.table import Proof
 from fenceline.vgpu.proving.workloads import WORKLOADS
 
 _MEASURED_ROUNDS = 1  # of all workloads, in this process, with branches counted
-# From so many runs of the workload with everything on, every event must have been seen. What has not been gets so many
-# more: which seeds reach a rare one moves with every change to the engine.
+# From this many runs of the workload ``everything`` on, every event must have been seen. For events that have not been,
+# up to this many runs are added, because every change to the engine changes which seeds reach a rare event.
 _RUNS_FOR_EVENTS, _MORE_RUNS_FOR_EVENTS = 20, 100
 
 
@@ -174,8 +174,8 @@ def _outcomes(trials: Iterator[Trial], plan: Plan) -> Iterator[Outcome]:
 
 
 def prepare() -> None:
-    """Set up a process for runs: one thread of torch, no log lines about retraction and the like, and a collector
-    that looks at what runs leave, not at torch."""
+    """Set up a process for runs: one thread of torch, no log lines, and a garbage collector that does not look at the
+    objects of torch."""
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
     gc.collect()

@@ -1,6 +1,6 @@
-"""Decisions of a run, in the order they were taken, and their execution one after the other on the CPU.
+"""The decisions of a run, in the order in which they were taken, and their execution one after the other on the CPU.
 
-Whatever the schedule, the bytes must be those of this order: answers step by step, and at the end the pages that the
+Whatever the schedule, the bytes must equal those of this order: answers step by step, and at the end the pages that the
 tree owns, in both tiers.
 """
 
@@ -28,7 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(slots=True)
 class Decision:
-    """One launched step: what the scheduler decided, and what the device answered (None until published)."""
+    """One launched step: the scheduler's decision, and the step's results (None until published)."""
 
     batch: ScheduleBatch
     output: StepOutput | None = None
@@ -36,7 +36,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
-    """Pages that were sent from one tier to the other, pairwise."""
+    """Pages that were copied from one tier to the other, pairwise."""
 
     kind: TransferKind
     device_pages: I32
@@ -45,7 +45,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """Host pages that storage was told to keep under ``keys``."""
+    """Host pages that were written to storage under ``keys``."""
 
     keys: tuple[PageKey, ...]
     host_pages: I32
@@ -53,7 +53,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetched:
-    """Host pages that storage has filled, with what it put there: ``pages[i]`` are the bytes of ``host_pages[i]``."""
+    """Host pages that were read from storage: ``pages[i]`` are the bytes of ``host_pages[i]``."""
 
     keys: tuple[PageKey, ...]
     host_pages: I32
@@ -98,7 +98,7 @@ def execute(
 
     ``prepare`` is called before the first, with a runner that has done nothing yet.
     """
-    if config.hicache is not None:  # what storage brought is told; nobody asks it again
+    if config.hicache is not None:  # what storage returned is recorded, so no storage is needed
         config = dataclasses.replace(config, hicache=dataclasses.replace(config.hicache, storage=None))
     runner = ModelRunner(config, open_device("cpu"), show_progress=False)
     prepare(runner)
@@ -121,7 +121,7 @@ class _Execution:
         self._num_transfers = 0
 
     def carry_out(self, event: Event) -> str:
-        """What is different, "" if nothing is."""
+        """The first difference, "" if there is none."""
         match event:
             case Decision():
                 return self._step(event)
@@ -140,7 +140,7 @@ class _Execution:
         return self._runner.hicache.host_pool
 
     def _step(self, decision: Decision) -> str:
-        # The CPU is synchronous: what the batch's memory was used for before has been done, and so have its loads.
+        # The CPU is synchronous: all earlier uses of the batch's memory have ended, and so have its loads.
         batch = dataclasses.replace(decision.batch, after=Points.none())
         if isinstance(batch, ExtendBatch):
             batch = dataclasses.replace(batch, loads=())
@@ -164,7 +164,7 @@ class _Execution:
         return ""
 
     def _fetch(self, event: Fetched) -> str:
-        """A page may have been computed twice, in batches of different shapes: storage has one of the two."""
+        """A page may have been computed twice, in batches of different shapes; storage has one of the two."""
         pool = self._host_pool
         for key, number, page in zip(event.keys, event.host_pages.tolist(), event.pages, strict=True):
             if not any(np.array_equal(page, kept) for kept in self._kept.get(key, ())):

@@ -18,9 +18,9 @@ from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE, tiny_model_path
 
 
 class InProcess:
-    """An EngineBackend and its link: the scheduler's loop turns when the front end waits for news.
+    """An EngineBackend and its link: the scheduler's loop runs when the front end waits for news.
 
-    All of it happens on the engine's own thread, which is therefore the one that opens the device.
+    All of it runs in the engine's own thread, which therefore opens the device.
     """
 
     def __init__(self, config: EngineConfig, open_device: Callable[[], Device]) -> None:
@@ -34,7 +34,7 @@ class InProcess:
 
     @property
     def loop(self) -> Loop:
-        """The scheduler's loop. The front end has waited for news before anybody asks."""
+        """The scheduler's loop. Called after the front end has waited for news."""
         assert self._loop is not None, "the engine is up"
         return self._loop
 
@@ -69,7 +69,7 @@ class InProcess:
                     self._sent.clear()
                     await self._sent.wait()
                 self.loop.step()
-                await asyncio.sleep(0)  # whoever wants to abort gets a chance
+                await asyncio.sleep(0)  # gives tasks that want to abort a turn
         except Exception as error:
             self.error = error
             raise
@@ -118,7 +118,7 @@ def run_engine(random: Random, kind: str, open_device: Callable[[], Device]) -> 
                 [random.randrange(1, VOCAB_SIZE) for _ in range(random.randint(1, 14))] for _ in range(4)
             ]
             params = {"max_new_tokens": random.randint(2, 5), "temperature": random.choice((0.0, 0.9))}
-            with suppress(RuntimeError):  # the front end's word for the error that is raised below
+            with suppress(RuntimeError):  # the front end's error; its cause is raised below
                 engine.generate(input_ids=prompts, sampling_params=params)
             if backends[0].error is not None:
                 break

@@ -1,8 +1,8 @@
-"""What must have happened in the runs of the workload with everything, and who sees it happen.
+"""Events that must have happened in the runs of the workload ``everything``, and how they are seen.
 
-A workload is as good as what it reaches. Each event is a decision, or a coincidence of several, that could go wrong in
-a way of its own. They are seen from outside, by methods wrapped here and by what was replayed; nothing in the engine
-counts for this. To add one: a line in :data:`EVENTS`, and a call of ``note`` where it shows.
+Each event is a decision, or a coincidence of several, that could go wrong in its own way. Events are seen from outside,
+by wrapping methods of the engine here and from what was replayed; the engine contains no counters for this. To add one:
+a line in :data:`EVENTS`, and a call of ``note`` where it can be seen.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ EVENTS: dict[str, str] = {
 
 
 def state_of(scheduler: Scheduler, req: Req) -> str:
-    """Where a request is on its way, one of :data:`STATES`."""
+    """The state of a request, one of :data:`STATES`."""
     if req.row == 0:
         if req.num_retractions:
             return "retracted" if req.tail is None else "retracted with a tail"
@@ -132,7 +132,7 @@ def state_of(scheduler: Scheduler, req: Req) -> str:
 
 
 class Watch:
-    """Sees events of one run happen. Made before the model runner, so that it knows what is captured."""
+    """Records the events of one run. Made before the model runner, so that it sees which graphs are captured."""
 
     def __init__(self, device: Device) -> None:
         self.seen: set[str] = set()
@@ -144,13 +144,13 @@ class Watch:
             around(device.gpu, "graph", after=lambda graph, *args: self._graphs.append(graph))
 
     def note(self, event: str, happened: object = True) -> None:
-        """``event`` has happened, if it has."""
+        """Record ``event`` if ``happened`` is true."""
         assert event in EVENTS, f"{event!r} is not in the list"
         if happened:
             self.seen.add(event)
 
     def watch(self, scheduler: Scheduler) -> None:
-        """See what ``scheduler`` does."""
+        """Wrap the methods of ``scheduler`` in which events are seen."""
         self._scheduler = scheduler
         memory = scheduler.memory
         around(scheduler, "launch", after=self._launched)
@@ -370,7 +370,7 @@ def around(
     before: Callable[..., object] = lambda *args, **kwargs: None,
     after: Callable[..., object] = lambda result, *args, **kwargs: None,
 ) -> None:
-    """Have the method ``name`` of ``owner`` announced, with its arguments; and again, with its result in front."""
+    """Wrap the method ``name`` of ``owner``: ``before`` gets its arguments, ``after`` its result and then these."""
     method = getattr(owner, name)
 
     def announced(*args: Any, **kwargs: Any) -> Any:

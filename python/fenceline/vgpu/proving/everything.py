@@ -1,7 +1,7 @@
-"""The workload with everything: each run is a random product of all features that exist.
+"""The workload ``everything``: each run is a random combination of all features.
 
-What a request may ask for, how an engine may be set up and what may happen to both are lists of independent choices
-below. A new feature is one more line in one of them, and an event or two in ``events.EVENTS``.
+The fields of requests, the flags of the engine and the messages of control are lists of independent choices below. A
+new feature is one more line in one of them, and an event or two in ``events.EVENTS``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STOP_STRINGS = ("a", "th", "on", "ne", "e t", "é", "r.")
 
 
 def _request(random: Random, page_size: int) -> dict[str, Any]:
-    """What one request asks for: each feature by itself."""
+    """The options of one request, each chosen independently."""
 
     def wants(share: float) -> bool:
         return random.random() < share
@@ -63,11 +63,11 @@ def _request(random: Random, page_size: int) -> dict[str, Any]:
 
 
 def _requests(script: Script, page_size: int) -> None:
-    """Bursts of requests of a few families, some of them twins, with a pause between bursts in which all may end. What
-    the last burst wants the device has forgotten over the one before.
+    """Bursts of requests of a few families with common prefixes, some of them twins (with equal prompts). All may end
+    in the pause between bursts. The burst before the last evicts the prefixes of the last one from the device.
 
-    In some runs all requests are plain: of whole families, greedy and in one namespace. They ask for little, and more
-    becomes of them together: they share more, hold more memory, and twins say the same.
+    In some runs all requests are plain: they share a whole family's prefix, are greedy and in one namespace. Such
+    requests share more and hold more memory together, and twins get equal answers.
     """
     random, step = script.random, 0
     plain = random.random() < 0.4
@@ -80,18 +80,18 @@ def _requests(script: Script, page_size: int) -> None:
             _some(script, step + random.choice((0, 0, 0, 2)), prompt, page_size, plain)
         step += random.choice((random.randint(4, 10), random.randint(16, 30)))
     if random.random() < 0.15:
-        script.add(random.randrange(step), script.prompt(120, 130), 1)  # fits nowhere
+        script.add(random.randrange(step), script.prompt(120, 130), 1)  # larger than the pool
 
 
 def _some(script: Script, step: int, prompt: list[int], page_size: int, plain: bool) -> None:
-    """A request, or two of the same prompt, alike in all but their seeds or in nothing else."""
+    """A request, or two with the same prompt. The two have equal options except the seed, or independent ones."""
     random = script.random
     num_twins = random.choice((1, 1, 1, 2))
     alike = plain or random.random() < 0.5
     for index in range(num_twins):
         if index == 0 or not alike:
             options: dict[str, Any] = {"ignore_eos": True} if plain else _request(random, page_size)
-            options["priority"] = random.choice((0, step, 20))  # read where the engine has priorities
+            options["priority"] = random.choice((0, step, 20))  # used if the engine has priorities
             num_tokens = random.choice((0, 1, 3, 5, 9, 14))
             if num_tokens > 1 and random.random() < 0.2:
                 options["min_new_tokens"] = random.randrange(2, num_tokens + 1)
@@ -104,7 +104,7 @@ def _some(script: Script, step: int, prompt: list[int], page_size: int, plain: b
 
 
 def _control(script: Script) -> None:
-    """What happens to them from outside."""
+    """Pauses, aborts, flushes and ticks that arrive while the requests run."""
     random = script.random
     step = 0
     for number in range(random.choice((0, 1, 2, 2))):
@@ -124,12 +124,12 @@ def _control(script: Script) -> None:
         script.send(step, FlushCacheReq(id="early", wait=random.random() < 0.5))
         if random.random() < 0.3:
             script.send(step + random.randint(1, 8), CancelFlushReq(id="early"))
-    for step in range(0, 60, 2):  # where the engine has time-outs
+    for step in range(0, 60, 2):  # used if the engine has time-outs
         script.send(step, TickReq(now=step / 2))
 
 
 def _flags(random: Random, page_size: int, most: int, tiers: bool = False) -> Flags:
-    """How the engine is set up: each flag by itself, but for those that need each other."""
+    """The engine's flags, each chosen independently except those that need each other."""
     flags: dict[str, Flag] = {
         "page_size": page_size,
         "context_length": GRAPH_CONTEXT,
@@ -180,7 +180,7 @@ def _tiers(random: Random) -> Flags:
 
 
 def _loads_meet(script: Script, page_size: int) -> Flags:
-    """A set piece: two prefixes that are on the host alone are wanted at once, one of them twice."""
+    """An arranged run: two prefixes that are on the host alone are needed at once, one of them twice."""
     random, size = script.random, 3 * page_size
     first, second = script.prompt(size, size), script.prompt(size, size)
     filler = script.prompt(9 * page_size, 9 * page_size)
@@ -198,8 +198,8 @@ def _loads_meet(script: Script, page_size: int) -> Flags:
 
 
 def _overtaken(script: Script, page_size: int) -> Flags:
-    """A set piece: of two twins one gives way to a better request. Or both do, since the better one is large, and it
-    drives what they left from a host that is small, so that nobody has use for their tails."""
+    """An arranged run: of two twins one is preempted by a request of higher priority. Or both are, because that request
+    is large, and it evicts their pages from a small host tier, so that their tails cannot be used."""
     random = script.random
     large = random.random() < 0.6
     prompt = script.prompt(2 * page_size, 2 * page_size + 2)
@@ -229,7 +229,7 @@ def _everything(random: Random) -> Scenario:
     script = Script(random)
     page_size = random.choice((1, 2, 4, 4, 8))
     script.decode_lag = random.randrange(3)
-    if random.random() < 0.25:  # what hardly comes about by chance
+    if random.random() < 0.25:  # arranged, for events that rarely happen by chance
         page_size = random.choice((2, 4))
         piece = random.choice(_SET_PIECES)(script, page_size)
         most = int(str(piece["max_running_requests"]))

@@ -1,4 +1,4 @@
-"""Workloads of several tiers: what fits on no single one of them comes back from the one below.
+"""Workloads of several tiers: prefixes that do not fit one tier come back from the one below.
 
 As in ``workloads``, each is a function of a seed, and small. ``hicache_ratio`` makes a host tier of a few pages.
 """
@@ -17,7 +17,7 @@ _LAYOUTS = ("layer_first", "page_first")
 
 
 def _tiers(random: Random, **flags: Flag) -> Flags:
-    """Flags of a host tier, anything that they do not say by chance."""
+    """Flags of a host tier; those that are not given are chosen at random."""
     chosen: dict[str, Flag] = {
         "enable_hierarchical_cache": True,
         "hicache_write_policy": random.choice(_POLICIES),
@@ -31,7 +31,7 @@ def _tiers(random: Random, **flags: Flag) -> Flags:
 
 
 def _conversations(random: Random) -> Scenario:
-    """More conversations than both tiers hold, of several turns each; some end early, some are forgotten."""
+    """More conversations than both tiers hold, of several turns each; some end early, some are evicted."""
     script = Script(random)
     for index in range(4):
         rid = script.add(index * random.randint(0, 3), script.prompt(6, 14), random.randint(2, 6))
@@ -54,7 +54,7 @@ def _conversations(random: Random) -> Scenario:
 
 
 def _spill(random: Random) -> Scenario:
-    """write_back: pages are copied to the host at the moment when somebody else is given them."""
+    """write_back: pages are copied to the host when they are leased to another request."""
     script = Script(random)
     families = [script.prompt(9, 17) for _ in range(4)]
     for turn in range(7):
@@ -69,7 +69,7 @@ def _spill(random: Random) -> Scenario:
 
 
 def _queued(random: Random) -> Scenario:
-    """F5: of requests that wait together all prefixes are looked up; the first admitted drives the other's away."""
+    """F5: the prefixes of all requests that wait together are looked up; the first one admitted evicts the other's."""
     script = Script(random)
     families = [script.prompt(13, 14) for _ in range(2)]
     for turn in range(3):
@@ -91,7 +91,7 @@ def _queued(random: Random) -> Scenario:
 
 
 def _offload(random: Random) -> Scenario:
-    """F1: running requests lose their memory, the page that the step in flight writes included, and bring it back."""
+    """F1: running requests are offloaded, including the page that the step in flight writes, and loaded again."""
     script = Script(random)
     for _ in range(4):
         script.add(random.randrange(3), script.prompt(3, 8), random.randint(5, 9), ignore_eos=True)
@@ -112,7 +112,7 @@ def _offload(random: Random) -> Scenario:
 
 
 def _namespaces(random: Random) -> Scenario:
-    """The same prompts in several namespaces on all three tiers; better requests send others to the host."""
+    """The same prompts in several namespaces on all three tiers; requests of higher priority preempt others."""
     script = Script(random)
     family = script.prompt(13, 17)
     for turn in range(8):
@@ -162,8 +162,8 @@ def _storage(random: Random) -> Scenario:
 
 
 def _swap(random: Random) -> Scenario:
-    """F3: the pool holds one request. It ends on a stop token that nobody foresaw, and the next one's pages come from
-    the host into its own, which its next step still uses."""
+    """F3: the pool holds one request. It ends on a stop token, which is known only one step later. The next request's
+    pages are loaded from the host into its pages, which its step in flight still uses."""
     script = Script(random)
     families = [script.prompt(12, 15) for _ in range(3)]
     for turn in range(5):
@@ -181,16 +181,16 @@ def _swap(random: Random) -> Scenario:
 
 
 def _overwritten(random: Random) -> Scenario:
-    """F15: a request leaves while its pages are being loaded; the host pages that they come from are the only ones that
-    may be given up when the next request drives somebody else's from the device.
+    """F15: a request leaves while its pages are being loaded. The host pages that they come from are the only ones that
+    can be evicted when the next request evicts another prompt from the device.
 
-    The device has room for two prompts and a page, the host for one: whose was driven from the device last.
+    The device holds two prompts and a page, the host one: the prompt that was evicted from the device last.
     """
     script = Script(random)
     prompts = [script.prompt(13, 14) for _ in range(3)]
     for index, prompt in enumerate(prompts):
         script.add(6 * index, prompt, 1)
-    del prompts[1]  # is lost in the first round
+    del prompts[1]  # it is evicted from both tiers in the first round
     for turn in range(4):
         step = 18 + 8 * turn
         rid = script.add(step, prompts[turn], 1)
@@ -206,7 +206,7 @@ def _overwritten(random: Random) -> Scenario:
 
 
 def _persistent(random: Random) -> Scenario:
-    """F2: backups on the multiprocessors, and attention that holds them."""
+    """F2: backups by SMs, and persistent attention."""
     script = Script(random)
     for index in range(5):
         script.add(2 * index, script.prompt(4, 12), random.randint(2, 5))
@@ -228,7 +228,7 @@ def _persistent(random: Random) -> Scenario:
 def _refill(random: Random) -> Scenario:
     """F15: a request leaves while its page is being loaded, and storage fills the host page that it comes from.
 
-    The device has three pages and the host one: whose page was driven from the device last has it there.
+    The device has three pages and the host one: the page that was evicted from the device last.
     """
     script = Script(random)
     gone, here = script.prompt(5, 6), script.prompt(5, 6)
@@ -241,8 +241,8 @@ def _refill(random: Random) -> Scenario:
             script.add(step, script.prompt(5, 6), 1)
             step += 10
         rid = script.add(step, here, 1)
-        # The thread may answer at once. Flushing is refused, since somebody waits; but then what the aborted request
-        # held is free before the answers of this turn are looked at.
+        # Storage's thread may answer at once. The flush is refused because a request waits, but it makes the scheduler
+        # release the aborted request's pages before it reads the acks of this step.
         script.add(step + 1, gone, 1)
         script.send(step + 1, AbortReq(rid=rid))
         script.send(step + 1, FlushCacheReq(id=f"flush-{step}"))
@@ -268,7 +268,7 @@ HICACHE_WORKLOADS: tuple[Workload, ...] = (
         "overwritten",
         "F15: backups into host pages that are being loaded",
         _overwritten,
-        policies=("laziest", "random", "fifo", "pct"),  # a load that nobody knows to have ended
+        policies=("laziest", "random", "fifo", "pct"),  # so that the load is not known to have ended
     ),
     Workload("persistent", "F2: backups and persistent attention on the same multiprocessors", _persistent),
     Workload("namespaces", "prompts in several namespaces, priorities, three tiers", _namespaces, share=2),
@@ -277,6 +277,6 @@ HICACHE_WORKLOADS: tuple[Workload, ...] = (
         "refill",
         "F15: storage fills host pages that are being loaded",
         _refill,
-        policies=("random",),  # the others hardly let storage's threads go first
+        policies=("random",),  # with the others storage's threads hardly ever run first
     ),
 )

@@ -1,8 +1,7 @@
 """Mutants of the engine: every place in the source where a rule can make a fault, one edit each.
 
-Nobody chooses the faults. A rule looks at the syntax tree of each file of the folders that the proof is about, and says
-how the text at a node is replaced. What a mutant is called does not depend on line numbers, so that a campaign can be
-resumed after other lines have moved.
+A rule looks at the syntax tree of each file of the folders that the proof is about, and says how the text at a node is
+replaced. A mutant's id does not depend on line numbers, so that a campaign can be resumed after other lines have moved.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import fenceline
 PACKAGE = Path(fenceline.__file__).parent
 FOLDERS = ("memory_order", "mem_cache", "scheduler", "model_executor", "sampling", "layers")
 
-# What the workloads cannot reach, or what has no memory to get wrong. By pattern of the path below the package.
+# Files that the workloads cannot reach, or that handle no memory, by patterns of the path below the package.
 LEFT_OUT = (
     (
         "memory_order/cuda*",
@@ -157,7 +156,7 @@ class _File:
 
 
 def _dropped_call(file: _File, node: ast.AST) -> None:
-    """A call for its effect alone is not made."""
+    """A call that is made only for its effect is not made."""
     call = node.value if isinstance(node, ast.Expr) else None
     if isinstance(call, ast.Call) and not _SILENT.search(ast.unparse(call.func)):
         file.add("drop", node, "pass", _callee(call) in _ORDERING)
@@ -188,7 +187,7 @@ def _shifted_call(file: _File, node: ast.AST) -> None:
 
 
 def _lost_points(file: _File, node: ast.AST) -> None:
-    """Points to wait for are forgotten: one side of a join, the second argument of retire, ``after=``."""
+    """Points to wait for are dropped: one side of a join, the second argument of retire, ``after=``."""
     if not isinstance(node, ast.Call):
         return
     callee, arguments = _callee(node), node.args
@@ -228,7 +227,7 @@ def _lost_field(file: _File, node: ast.AST) -> None:
 
 
 def _arithmetic(file: _File, node: ast.AST) -> None:
-    """Lengths, pages and slots: plus for minus, rounding the other way, one more and one less."""
+    """Lengths, pages and slots: plus for minus, rounding in the other direction, one more and one less."""
     if not isinstance(node, ast.BinOp) or not _about_memory(node):
         return
     left, right = file.text(node.left), file.text(node.right)
@@ -246,7 +245,7 @@ def _arithmetic(file: _File, node: ast.AST) -> None:
 
 
 def _running_sum(file: _File, node: ast.AST) -> None:
-    """What is added to a length or a position is taken from it, and the other way round; or forgotten."""
+    """What is added to a length or a position is subtracted, and the other way round; or it is left out."""
     if isinstance(node, ast.AugAssign) and isinstance(node.op, (ast.Add, ast.Sub)) and _about_memory(node):
         sign = "-=" if isinstance(node.op, ast.Add) else "+="
         file.add("arithmetic", node, f"{file.text(node.target)} {sign} {file.text(node.value)}")
@@ -263,7 +262,7 @@ def _constant(file: _File, node: ast.AST) -> None:
 
 
 def _comparison(file: _File, node: ast.AST) -> None:
-    """An order that includes its bound excludes it, and the other way round; equal for not equal."""
+    """A comparison that includes its bound excludes it, and the other way round; equal for not equal."""
     if not isinstance(node, ast.Compare) or len(node.ops) != 1 or not _about_memory(node):
         return
     other = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
@@ -300,7 +299,7 @@ def _turned_copy(file: _File, node: ast.AST) -> None:
 
 
 def _shorter_key(file: _File, node: ast.AST) -> None:
-    """Of what makes a key, a part is left out."""
+    """A part of a key is left out."""
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or not _KEYS.search(node.name):
         return
     for inner in ast.walk(node):
@@ -314,7 +313,7 @@ def _shorter_key(file: _File, node: ast.AST) -> None:
 
 
 def _turned_condition(file: _File, node: ast.AST) -> None:
-    """What orders or moves memory happens where it should not, and does not where it should."""
+    """The condition of a statement that orders or moves memory is negated."""
     if not isinstance(node, (ast.If, ast.IfExp)) or "TYPE_CHECKING" in ast.unparse(node.test):
         return
     body = node.body if isinstance(node.body, list) else [node.body]
@@ -382,8 +381,8 @@ def _direct_constants(node: ast.BinOp | ast.Compare | ast.Subscript) -> Iterator
 
 
 def mutants_of(path: str, source: str) -> list[Mutant]:
-    """All mutants of one file, in order of its text: of what functions do, without errors, assertions, texts and Triton
-    kernels."""
+    """All mutants of one file, in the order of its text: of the bodies of functions, except errors, assertions, texts
+    and Triton kernels."""
     file = _File(path, source)
 
     def visit(node: ast.AST, inside: bool) -> None:
@@ -412,7 +411,7 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
 
 
 def all_mutants() -> list[Mutant]:
-    """Of every file of the folders that is not left out."""
+    """The mutants of every file of the folders that is not left out."""
     found: list[Mutant] = []
     for file in sorted(path for folder in FOLDERS for path in (PACKAGE / folder).rglob("*.py")):
         path = file.relative_to(PACKAGE).as_posix()

@@ -1,10 +1,11 @@
-"""The oracle: what a request's answer is, computed alone and from scratch.
+"""The oracle: a request's answer, computed alone and from scratch.
 
-One forward over plain arrays, one request, no cache, no batch, no graphs, no scheduler; and the draw by its published
-formula. Nothing here comes from the package (scripts/tidy.py sees to that): where the engine and this page agree, two
-implementations agree. Weights are read from the model's folder by their names in the checkpoint (Qwen3's).
+It is one forward over plain arrays for one request, without cache, batch, graphs or scheduler, and the sampling formula
+as it is documented. Nothing is imported from the package (scripts/tidy.py checks it): if the engine and the oracle
+agree, two independent implementations agree. Weights are read from the model's folder by their names in the checkpoint
+(Qwen3's).
 
-The arithmetic is float64, so that what differs from the engine's float32 is the engine's rounding alone. Angles of
+The arithmetic is float64, so that the only difference from the engine's float32 is the engine's rounding. Angles of
 rotary positions are float32 by definition.
 """
 
@@ -25,10 +26,10 @@ from safetensors.numpy import load_file
 F64 = npt.NDArray[np.float64]
 U32 = npt.NDArray[np.uint32]
 
-# Scores (logits over temperature, with noise) that lie within this of each other may change places in float32.
+# Scores (logits over temperature, with noise) that differ by less than this may change their order in float32.
 TOLERANCE = 1e-5
 _TOP_P_SLACK = 1e-6  # the same for sums of probabilities
-_CHUNK = 256  # prompt tokens at once: attention's scores are so many rows
+_CHUNK = 256  # prompt tokens computed at once, which bounds the size of attention's scores
 _GREEDY_BELOW = 1e-6
 _M64 = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, splitmix64's step
@@ -36,7 +37,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, splitmix64's step
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Everything that an answer depends on. ``stop_ids``: end-of-sequence ids included, if they end it."""
+    """Everything that an answer depends on. ``stop_ids`` include end-of-sequence ids if these end the answer."""
 
     prompt: tuple[int, ...]
     seed: int
@@ -54,7 +55,7 @@ class Ask:
 
     @property
     def greedy(self) -> bool:
-        """Whether nothing is drawn."""
+        """Whether the token with the largest score is always taken."""
         return self.temperature < _GREEDY_BELOW or self.top_k == 1
 
 
@@ -69,7 +70,7 @@ class Step:
 
 
 class Model:
-    """The weights in a folder as Hugging Face writes it."""
+    """The weights of a model in a folder with Hugging Face's layout."""
 
     def __init__(self, folder: str | Path) -> None:
         config = json.loads((Path(folder) / "config.json").read_text())
@@ -113,7 +114,7 @@ class Model:
 
 
 class Answer:
-    """One request's answer, computed as far as it is asked for. Tokens in ``forced`` are not its own choice."""
+    """One request's answer, computed as far as it is needed. Tokens in ``forced`` are given and not computed."""
 
     def __init__(self, model: Model, ask: Ask, forced: tuple[tuple[int, int], ...] = ()) -> None:
         self.ask = ask
@@ -197,7 +198,7 @@ class Oracle:
         self._answers: OrderedDict[tuple[Ask, tuple[tuple[int, int], ...]], Answer] = OrderedDict()
 
     def answer(self, ask: Ask, forced: tuple[tuple[int, int], ...] = ()) -> Answer:
-        """``forced``: (index, token) of outputs that were settled otherwise, because it was close."""
+        """``forced``: (index, token) of outputs for which the engine's rounding gave another token."""
         key = (ask, forced)
         found = self._answers.get(key)
         if found is None:
@@ -242,8 +243,8 @@ def _adjusted(logits: F64, ask: Ask, outputs: list[int]) -> F64:
 
 
 def _kept(scaled: F64, ask: Ask) -> tuple[npt.NDArray[np.bool_], ...]:
-    """[V] each: which tokens top_k, top_p and min_p leave, which they leave whatever the rounding, and which they may
-    leave. Each filter looks at the whole distribution, and ties with the last token kept are kept."""
+    """[V] each: which tokens top_k, top_p and min_p keep, which they keep with any rounding, and which they may keep.
+    Each filter uses the whole distribution, and tokens that tie with the last one kept are kept."""
     lowest = _lowest_kept(scaled, ask, 0.0)
     kept = scaled >= lowest
     low, high = _lowest_kept(scaled, ask, _TOP_P_SLACK), _lowest_kept(scaled, ask, -_TOP_P_SLACK)
@@ -280,7 +281,7 @@ def _log_softmax(scores: F64) -> F64:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What ``num_tokens`` tokens say, up to the stop string ``stop`` if they come to one."""
+    """The text of ``num_tokens`` tokens, up to the stop string ``stop`` if it contains one."""
 
     text: str
     num_tokens: int

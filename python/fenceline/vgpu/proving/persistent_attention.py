@@ -1,7 +1,7 @@
-"""Attention as persistent kernels compute it: the reference's values by work that holds the multiprocessors.
+"""An attention backend that behaves like persistent kernels: the reference's values, computed while holding the SMs.
 
-Importing this module lets configurations name the backend :data:`PERSISTENT`, on any device. Its prefill and its decode
-both hold them, as FlashAttention-3's do.
+Importing this module makes the backend :data:`PERSISTENT` available on any device. Both its prefill and its decode hold
+the SMs, as FlashAttention-3's do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PERSISTENT = "torch_persistent"
 
 
 class PersistentAttentionBackend(AttentionBackend):
-    """The torch backend, each layer of whose plans occupies the resource ``sm``."""
+    """The torch backend, with plans whose every layer uses the resource ``sm``."""
 
     def __init__(self, setting: AttentionSetting) -> None:
         self._device = setting.device

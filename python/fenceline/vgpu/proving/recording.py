@@ -1,8 +1,8 @@
 """A flight recorder's dump as decisions that the tiny model can execute: the same rows, pages and lengths.
 
-What is not told is made up: tokens (of prompts that were withheld, and modulo the tiny vocabulary), and the history
-that the ring has forgotten: rows and pages that are in use when it begins hold zeros, and page tables name the pages
-that their requests are known to have had.
+What the dump does not contain is made up: tokens of prompts that were not kept (and all tokens modulo the tiny
+vocabulary), and the history before the ring begins: rows and pages that are in use then hold zeros, and page tables
+name the pages that their requests are known to have had.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Recording:
         )
         columns = max(columns, *(len(pages) for pages in self.page_table.values()), 0)
         context = max(longest, columns * self.page_size) + self.page_size
-        # The same graphs without those that nobody needed: each batch finds its size again.
+        # Only the graphs that were used: each batch runs in the same size as before.
         graphs = {"cuda_graph_bs": self.graph_sizes} if self.graph_sizes else {}
         return {
             **graphs,
@@ -92,7 +92,7 @@ class Recording:
 
     @torch.inference_mode()
     def prepare(self, runner: ModelRunner) -> None:
-        """Give a fresh runner the history that the ring has forgotten, and wait until the device has it."""
+        """Write the history from before the ring begins to a new runner, and wait until the device has it."""
         table = runner.req_pool.page_table
         device = runner.device
         with device.forward.active():
@@ -165,10 +165,10 @@ class _Reader:
         fitting = (next((size for size in sizes if size >= batch), None) for batch in batches)
         return {size for size in fitting if size is not None and (not exact or size in batches)}
 
-    # --- what the ring has forgotten
+    # --- the history before the ring begins
 
     def _forgotten_pages(self) -> dict[int, list[int]]:
-        """Pages of the rows that are in use when the ring begins, as far as somebody still knew them."""
+        """Pages of the rows that are in use when the ring begins, as far as the dump shows them."""
         known: dict[int, list[int]] = {}
         begun: set[int] = set()
         for step in self._steps:
@@ -202,7 +202,7 @@ class _Reader:
     # --- pages
 
     def _page_ids(self) -> dict[int, int]:
-        """The id that each page gets: its own in a pool of bearable size, else its rank among those in use."""
+        """The id that each page gets: its own if the pool is small enough, otherwise its rank among those in use."""
         named = set(range(1, 2))
         for pages in self._base.values():
             named |= set(pages)
@@ -216,7 +216,7 @@ class _Reader:
         return {0: 0} | {page: rank for rank, page in enumerate(sorted(named - {0}), 1)}
 
     def _stale_pages(self) -> Iterable[str]:
-        """Steps that use a page after it was retired and before anybody leased it again: wrong without any race."""
+        """Steps that use a page after it was retired and before it was leased again: an error even without a race."""
         table = {row: dict(enumerate(pages)) for row, pages in self._base.items()}
         retired: set[int] = set()
         for number, step in enumerate(self._steps):
@@ -234,7 +234,7 @@ class _Reader:
                     yield f"step {number}: {rid} in row {row} uses pages {stale[:8]}, which are retired"
 
     def _late_results(self) -> Iterable[str]:
-        """Steps launched while results that had arrived were not published: first tokens waited for nothing."""
+        """Steps launched before results that had arrived were published: first tokens waited without need."""
         for number, step in enumerate(self._steps):
             arrived = [e for e in step["events"] if e["event"] == "completions" and e["results_arrived"]]
             if arrived and step["in_flight"]:

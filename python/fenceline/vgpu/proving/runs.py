@@ -1,4 +1,4 @@
-"""One run: a workload's scenario on a virtual GPU, and the verdict of every checker."""
+"""One run: a workload's scenario on a virtual GPU, and the results of all checks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fenceline.vgpu.proving.script import Flags
 from fenceline.vgpu.proving.steps import Loop, make_config
 from fenceline.vgpu.proving.workloads import ENGINE, WORKLOADS
 
-# A seed's policy. Lopsided random schedules find most, the extremes find what randomness hardly reaches.
+# Policies by seed. Random schedules find most faults; the extreme policies find those that random ones hardly reach.
 _POLICIES = ("random", "pct", "random", "laziest", "random", "pct", "eager", "fifo")
 
 HAPPENS_BEFORE = "happens-before"
@@ -33,13 +33,13 @@ _CHECKERS: tuple[tuple[type[Exception], str], ...] = (
     (KernelError, "kernels"),
     (DeadlockError, "deadlock"),
 )
-INVARIANTS = "invariants"  # assertions, and the scheduler's books
-TOKENS = "tokens"  # not those of the same decisions one after the other
-ANSWERS = "answers"  # not those of each request alone
+INVARIANTS = "invariants"  # assertions, and the scheduler's accounts
+TOKENS = "tokens"  # differ from those of the same decisions executed one after the other
+ANSWERS = "answers"  # differ from those of each request alone
 
 
 def policy_of(seed: int, policies: tuple[str, ...] = _POLICIES) -> str:
-    """The name of the policy that a seed stands for."""
+    """The name of a seed's policy."""
     return policies[seed % len(policies)]
 
 
@@ -50,7 +50,7 @@ class Trial:
     workload: str
     seed: int
     severed: frozenset[str] = frozenset()
-    detect: bool = True  # without the detector a race shows only where it makes tokens wrong
+    detect: bool = True  # without the detector a race is found only if it makes tokens wrong
 
     @property
     def policy(self) -> str:
@@ -59,7 +59,7 @@ class Trial:
 
     @property
     def command(self) -> str:
-        """What repeats it."""
+        """The command that repeats it."""
         edges = "".join(f" --edge {name}" for name in sorted(self.severed))
         blind = "" if self.detect else " --blind"
         which = f"--workload {self.workload} --seed {self.seed} --seeds 1"
@@ -68,7 +68,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A run's verdict. ``checker`` is "" if all were silent; ``edges``: edges and guards that its report names."""
+    """A run's result. ``checker``: the check that failed, "" if none did. ``edges``: edges and guards in its report."""
 
     trial: Trial
     checker: str = ""
@@ -76,19 +76,19 @@ class Outcome:
     memory: str = ""
     report: str = ""
     num_steps: int = 0
-    num_tokens: int = 0  # held against the oracle's
-    num_close: int = 0  # of them settled otherwise by rounding
+    num_tokens: int = 0  # compared with the oracle's
+    num_close: int = 0  # of them, those that differ because of rounding
     events: frozenset[str] = frozenset()  # that were seen (``events.EVENTS``)
     # (part of an edge, function that applies it) of each edge that was reached.
     applied: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def clean(self) -> bool:
-        """Whether every checker was silent."""
+        """Whether no check failed."""
         return not self.checker
 
     def same_failure(self, other: Outcome) -> bool:
-        """Whether both failed, in the eyes of the same checker, over the same memory."""
+        """Whether both failed in the same check, over the same memory."""
         return (self.checker, self.edges, self.memory) == (other.checker, other.edges, other.memory)
 
 
@@ -98,7 +98,7 @@ def run(trial: Trial) -> Outcome:
 
 
 def _run(trial: Trial, policy: Policy, only_races: bool = False) -> tuple[Outcome, VirtualGpu]:
-    """``only_races``: all that there are, and no look at the answers."""
+    """``only_races``: find all races, and do not compare the answers."""
     gpus: list[VirtualGpu] = []
 
     def open_device() -> VgpuDevice:
@@ -113,17 +113,17 @@ def _run(trial: Trial, policy: Policy, only_races: bool = False) -> tuple[Outcom
             loop = _run_steps(trial, open_device())
         outcome = Outcome(trial) if only_races else _judge(trial, loop, gpus[0])
     except Exception as error:
-        if not gpus:  # not a finding of the run: it has not begun
+        if not gpus:  # the run has not begun, so this is not a finding
             raise
         outcome = _failure(trial, error)
-        gpus[0].rotation.abandon()  # storage's threads would wait for their turn for ever
+        gpus[0].rotation.abandon()  # otherwise storage's threads would wait for their turn forever
     return replace(outcome, applied=frozenset(gpus[0].edges_met)), gpus[0]
 
 
 def _judge(trial: Trial, loop: Loop, gpu: VirtualGpu) -> Outcome:
-    """Both oracles are asked. Where the same decisions in order give something else, bytes went wrong on the way; where
-    only the answers are wrong, the decisions are. Without the detector wrong tags have not stopped the run; the first
-    one is the news then."""
+    """Make both comparisons. If the same decisions in order give other tokens, bytes went wrong during execution; if
+    only the answers are wrong, decisions are wrong. Without the detector wrong tags have not stopped the run; then the
+    first of them is reported."""
     report, found = execute(loop.scheduler.config, loop.decisions), loop.compare_answers()
     checker = TOKENS if report else ANSWERS if found.wrong else ""
     wrong = [part for part in (report, found.wrong) if part]
@@ -152,7 +152,7 @@ def _run_steps(trial: Trial, device: VgpuDevice) -> Loop:
 
 @contextmanager
 def storage_directory(flags: Flags) -> Iterator[Flags]:
-    """``flags`` with a directory of the run's own, which nobody has used, where they ask for storage."""
+    """``flags`` with a new, empty directory for this run if they ask for storage."""
     if flags.get("hicache_storage_backend", "none") == "none":
         yield flags
         return
@@ -162,7 +162,7 @@ def storage_directory(flags: Flags) -> Iterator[Flags]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Which checker an exception stands for, and what it says."""
+    """The check that an exception belongs to, and its report."""
 
     checker: str
     edges: tuple[str, ...]
@@ -171,7 +171,7 @@ class Verdict:
 
 
 def verdict_of(error: Exception) -> Verdict:
-    """What an engine's failure on the virtual GPU means."""
+    """The check that has failed if the engine on the virtual GPU raises ``error``."""
     text = str(error) or type(error).__name__
     if isinstance(error, CheckError):
         return Verdict(error.checker, (error.guard,) if error.guard else (), error.memory, text)
@@ -193,15 +193,15 @@ def _origin(error: Exception) -> str:
 
 
 def named_races(trial: Trial) -> tuple[set[str], set[str]]:
-    """The edges that any race of a run names, the run going on after each for as long as it can; and the edges that it
-    came across, cut or not."""
-    # On wrong values the engine fails in any way it likes; the races are what was asked for.
+    """The edges that any race of a run names, where the run continues after each race as long as it can; and the edges
+    that it reached, severed or not."""
+    # With wrong values the engine may fail in any way; only the races matter here.
     _, gpu = _run(trial, make_policy(trial.policy, trial.seed), only_races=True)
     return {edge for race in gpu.races for edge in race.edges}, {edge_of(part) for part, _ in gpu.edges_met}
 
 
 def explain(outcome: Outcome) -> str:
-    """What a failing run's schedule comes down to: the few context switches that matter."""
+    """The few context switches of a failing run's schedule that are needed for the failure."""
     trial = outcome.trial
     again, gpu = _run(trial, make_policy(trial.policy, trial.seed))
     if not again.same_failure(outcome):

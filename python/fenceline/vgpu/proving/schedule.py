@@ -1,4 +1,4 @@
-"""What of a failing run's schedule matters: its turns (``VirtualGpu.trace``) shrunk to the few that are needed."""
+"""Shrinks a failing run's schedule: its turns (``VirtualGpu.trace``) are reduced to the few that are needed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def shrink(
 ) -> list[Turn] | None:
     """A small part of ``turns`` with which the run still fails, None if not even all of them make it fail.
 
-    Without a turn the device does that work later, when the host needs it. Delta debugging (Zeller and Hildebrandt,
-    "Simplifying and Isolating Failure-Inducing Input", TSE 2002), stopped after ``max_runs`` runs.
+    If a turn is left out, the device does that work later, when the host needs it. Delta debugging (Zeller and
+    Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", TSE 2002), stopped after ``max_runs`` runs.
     """
     if fails(()):
         return []
@@ -41,7 +41,7 @@ def shrink(
 
 
 class Narrator(Script):
-    """Plays ``turns`` and writes down, in ``lines``, where the host was at each and what ran."""
+    """Repeats ``turns`` and records, in ``lines``, where the host was at each and what ran."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         super().__init__(turns)
@@ -66,7 +66,7 @@ class Narrator(Script):
 
     @property
     def lines(self) -> list[str]:
-        """One for each turn that was played."""
+        """One line for each turn that was repeated."""
         found = []
         for (_, name), (place, operations) in self._told.items():
             first, last = operations[0], operations[-1]

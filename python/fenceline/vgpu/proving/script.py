@@ -1,4 +1,4 @@
-"""Scenarios: what arrives at which step of the scheduler's loop, with which flags; how workloads build them."""
+"""Scenarios: the messages that arrive at each step of the scheduler's loop, and the flags; how workloads make them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OF_THE_MESSAGE = frozenset(TokenizedGenerateReq.__struct_fields__)  # the rest 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """``message`` is in the inbox when the loop begins its ``step``-th turn."""
+    """``message`` is in the inbox when the loop begins its ``step``-th step."""
 
     step: int
     message: Message
@@ -27,8 +27,8 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class FollowUp:
-    """The next turn of a conversation: ``pause`` steps after the answer, all that was said and ``words`` are the prompt
-    of ``request``, which brings none of its own."""
+    """The next turn of a conversation: ``pause`` steps after the answer, ``request`` is sent with all tokens so far and
+    ``words`` as its prompt."""
 
     pause: int
     words: tuple[int, ...]
@@ -47,9 +47,9 @@ class Reaction:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One run's input: flags of the engine, arrivals in order of steps, what follows the answers of which rid, and what
-    arrives when something is seen. With ``decode_lag`` a detokenizer makes text of the answers and ends them at stop
-    strings; the scheduler hears of it so many steps later."""
+    """One run's input: flags of the engine, arrivals in order of steps, follow-ups by rid, and reactions to states of
+    requests. With ``decode_lag`` a detokenizer turns the answers into text and ends them at stop strings; the scheduler
+    is told this many steps later."""
 
     flags: Flags
     arrivals: tuple[Arrival, ...]
@@ -82,17 +82,17 @@ class Script:
     num_reqs: int = 0
 
     def prompt(self, shortest: int, longest: int) -> list[int]:
-        """So many random tokens."""
+        """Random tokens, from ``shortest`` to ``longest`` of them."""
         return [self.random.randrange(1, VOCAB_SIZE) for _ in range(self.random.randint(shortest, longest))]
 
     def add(self, step: int, prompt: list[int], num_tokens: int, **options: Any) -> str:
-        """A request; its rid. Options not of the message are of its sampling parameters."""
+        """Add a request and return its rid. Options that are not fields of the message are sampling parameters."""
         message = self._request(prompt, num_tokens, options)
         self.send(step, message)
         return message.rid
 
     def follow(self, rid: str, pause: int, words: list[int], num_tokens: int, **options: Any) -> str:
-        """The turn after ``rid``'s of the same conversation; its rid."""
+        """Add the turn after ``rid``'s of the same conversation and return its rid."""
         message = self._request([], num_tokens, options)
         self.follow_ups[rid] = FollowUp(pause, tuple(words), message)
         return message.rid
@@ -111,7 +111,7 @@ class Script:
         self.arrivals.append(Arrival(step, message))
 
     def abort_when(self, state: str, step: int) -> None:
-        """Whoever is seen in ``state`` first, from ``step`` on, is aborted."""
+        """Abort the first request that is seen in ``state`` from ``step`` on."""
         self.reactions.append(Reaction(step, state))
 
     def when_idle(self, step: int, message: Message) -> None:
@@ -119,7 +119,7 @@ class Script:
         self.reactions.append(Reaction(step, "", message))
 
     def scenario(self, **flags: Flag) -> Scenario:
-        """What has been built."""
+        """The scenario that has been built."""
         arrivals = tuple(sorted(self.arrivals, key=lambda arrival: arrival.step))
         return Scenario(flags, arrivals, self.follow_ups, tuple(self.reactions), self.decode_lag)
 
@@ -127,7 +127,7 @@ class Script:
         """In a share of the runs, decode in graphs of ``sizes``; a few of them without padding."""
         if self.random.random() >= share:
             return {}
-        # The model's own context would only make every captured attention long.
+        # With the model's own context length every captured attention would be long.
         flags: dict[str, Flag] = {"cuda_graph_bs": sizes, "context_length": GRAPH_CONTEXT}
         return flags | ({"disable_cuda_graph_padding": True} if self.random.random() < 0.2 else {})
 
@@ -136,7 +136,7 @@ class Script:
         return {"disable_overlap_schedule": True} if self.random.random() < 0.15 else {}
 
     def options(self) -> dict[str, object]:
-        """How a request samples: mostly greedy, the rest of everything."""
+        """Sampling options of a request: mostly greedy, otherwise one of all kinds."""
         return dict(
             self.random.choice(
                 (

@@ -1,4 +1,4 @@
-"""Drives the real Scheduler and ModelRunner one turn at a time, and keeps what they decided."""
+"""Drives the real Scheduler and ModelRunner one step at a time, and records their decisions."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def _oracle(model_path: str) -> Oracle:
 
 
 def make_config(flags: Flags, device: str) -> EngineConfig:
-    """The engine's configuration with the tiny model. What the command line does not allow: smaller pages, attention
-    that is persistent without a GPU, and no prefix is too short to be brought from a lower tier."""
+    """The engine's configuration with the tiny model. Beyond the command line it allows smaller pages, persistent
+    attention without a GPU, and loads of prefixes of any length from a lower tier."""
     return _config(tuple(sorted({"device": device, **flags}.items())))
 
 
@@ -85,7 +85,7 @@ class Loop:
         self._reactions = list(scenario.reactions)
         self._decode_lag = scenario.decode_lag
         self._detokenizer = Detokenizer(tiny_tokenizer())
-        self._said: dict[str, list[int]] = {}  # of requests that are followed by another
+        self._said: dict[str, list[int]] = {}  # outputs of requests that are followed by another
         self._tell = tell
         self._flight: InFlight | None = None
         self.watch = Watch(device)
@@ -117,7 +117,7 @@ class Loop:
         )
 
     def _clock(self) -> float:
-        """Seconds, by steps: a run that is to be repeated has no other time. Two looks are not quite at once."""
+        """Seconds, computed from the number of steps so that runs are repeatable. Each call returns a later time."""
         self._num_looks += 1
         return self.step_no * _STEP_S + self._num_looks * 1e-6
 
@@ -132,8 +132,8 @@ class Loop:
     # --- inbox and outbox of the scheduler
 
     def drain(self, block: bool, timeout_ms: int | None = None) -> Sequence[Message]:
-        """See ``scheduler.scheduler.Inbox``. A scheduler that would sleep is taken to the next arrival, one that waits
-        for transfers as well gets its turn."""
+        """See ``scheduler.scheduler.Inbox``. If the scheduler would block, the run skips to the next arrival; if it
+        also waits for transfers, it continues."""
         self.transcript.turn()
         messages = self._react()
         if block and timeout_ms is None and self._arrivals and not messages:
@@ -147,7 +147,7 @@ class Loop:
         return messages
 
     def _react(self) -> list[Message]:
-        """Messages of the reactions whose moment has come."""
+        """Messages of the reactions that are due."""
         messages, waiting = [], []
         for reaction in self._reactions:
             message = self._due(reaction) if reaction.step <= self.step_no else None
@@ -202,14 +202,14 @@ class Loop:
         return bool(self._arrivals or self._flight is not None or self.scheduler.reqs)
 
     def step(self) -> None:
-        """One turn of the scheduler's loop."""
+        """One step of the scheduler's loop."""
         assert self.step_no < _MAX_STEPS, f"not done after {_MAX_STEPS} steps"
         self._flight = self.scheduler.step(self._flight)
         self.step_no += 1
         self.scheduler.memory.tree.check()
 
     def run(self) -> None:
-        """Until everything that arrives is answered and every transfer has ended. Raises what the engine raises."""
+        """Run until all requests are answered and every transfer has ended. Raises what the engine raises."""
         while self.busy:
             self.step()
         tiers = self.scheduler.memory.tiers
@@ -221,14 +221,14 @@ class Loop:
             self._tags.audit()
 
     def compare_answers(self) -> Findings:
-        """All answers, held against those of each request alone."""
+        """Compare all answers with those of each request alone."""
         found = self.transcript.compare(_oracle(self.scheduler.config.model.model_path))
         shared = self.scheduler.sharing.compare(self.transcript.talks.values())
         parts = (found.wrong, shared, *self.scheduler.wrong)
         return replace(found, wrong="\n".join(part for part in parts if part))
 
     def _settle(self, tiers: HiCache) -> None:
-        """F6: what was submitted ends and is noticed, and then nobody holds anything."""
+        """F6: all transfers end, their acks are drained, and then nothing is held."""
         while tiers.num_outstanding:
             self.step()
         tree = tiers.tree

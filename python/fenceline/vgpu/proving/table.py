@@ -1,4 +1,4 @@
-"""What the proof says: a table for people, JSON for programs, and the record that ``docs/edges.md`` is made of."""
+"""The proof's results: a table for people, JSON for programs, and the record that ``docs/edges.md`` is made of."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class Proof:
 
     rows: list[Row] = field(default_factory=list)
     num_intact: int = 0
-    num_tokens: int = 0  # of the intact engine, held against the oracle's
-    num_close: int = 0  # of them settled otherwise by rounding
-    # In how many runs of the workload with everything each event was seen; empty where too few were made to ask for it.
+    num_tokens: int = 0  # of the intact engine, compared with the oracle's
+    num_close: int = 0  # of them, those that differ because of rounding
+    # In how many runs of ``everything`` each event was seen; empty if too few runs were made to expect all events.
     events: Mapping[str, int] = field(default_factory=dict)
     runs_by_workload: dict[str, int] = field(default_factory=dict)
     failures: list[Outcome] = field(default_factory=list)
-    telling: list[Outcome] = field(default_factory=list)  # failed runs whose schedule is worth a look
+    telling: list[Outcome] = field(default_factory=list)  # failed runs whose schedules are explained
     branches: Mapping[str, Branches] = field(default_factory=dict)
-    # Functions that apply an edge of which the table of edges does not know: each is to be severed by itself.
+    # Functions that apply an edge without being named in the table of edges: each must be severed separately.
     undeclared: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def clean(self) -> bool:
-        """Something was run, the intact engine is clean, everything that should happen did, and every edge and guard
-        deserves its place."""
+        """Whether runs were made, the intact engine is clean, all events have happened, and every edge and guard is
+        necessary or has a reason."""
         any_run = self.num_intact > 0 or any(row.num_runs for row in self.rows)
         fine = self.few_close and not self.unseen and all(row.fine for row in self.rows)
         return any_run and fine and not self.failures and not self.undeclared
@@ -49,7 +49,7 @@ class Proof:
 
     @property
     def few_close(self) -> bool:
-        """Whether rounding settles as few tokens as it may."""
+        """Whether few enough tokens differ because of rounding."""
         return self.num_close <= 1 + self.num_tokens * MAX_CLOSE_SHARE
 
 
@@ -126,7 +126,7 @@ def as_json(proof: Proof) -> dict[str, object]:
 
 
 def record(rows: Sequence[Row]) -> list[dict[str, object]]:
-    """What is kept of the rows in the repository: only what is the same in every run."""
+    """The part of the rows that is kept in the repository: what is the same in every run."""
     return [
         {
             "name": row.name,

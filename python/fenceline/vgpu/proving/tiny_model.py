@@ -1,5 +1,8 @@
-"""A Qwen3 model so small that hundreds of engine runs take a minute; random weights, written to a folder once. And its
-tokenizer, byte-level: letters, pairs of letters, and pieces of longer characters."""
+"""A Qwen3 model so small that hundreds of engine runs take a minute, and its tokenizer.
+
+The weights are random and written to a folder once. The tokenizer is byte-level: letters, pairs of letters, and bytes
+of longer characters.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def tiny_model_path() -> str:
 _LETTERS = "abcdefghijklmnopqrstuvwxyz .,!"
 _PAIRS = (*("th he in er an re on at en nd ti es or te of ed is it al ar st to nt".split()), "e ", " a")  # noqa: SIM905
 _BYTES = (b"\xc3", b"\xa9", b"\xe2", b"\x82\xac", b"\xe2\x82", b"\xac", b"\xf0\x9f", b"\x99\x82")
-# The bytes of each id. The first, the end-of-sequence token, is special and makes no text.
+# The bytes of each id. The first, the end-of-sequence token, is special and has no text.
 PIECES = (b"", *(text.encode() for text in (*_LETTERS, *_PAIRS)), *_BYTES)
 assert len(PIECES) == len(set(PIECES)) == VOCAB_SIZE and not PIECES[EOS_TOKEN], "one piece for each id"
 

@@ -1,7 +1,7 @@
-"""The scheduler as the proof sees it: the real one, which says what it does to whoever keeps the books beside it.
+"""The real scheduler, which also reports what it does to the proof's records.
 
-Its own choices are looked at too, where the documentation settles them: how many tokens of prompts a step takes, who is
-admitted before whom, and who has to go.
+Its choices are checked too, where the documentation defines them: how many prompt tokens a step takes, the order of
+admission, and which requests are retracted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The scheduler's Worker as the proof sees it: a ModelRunner whose decisions are written down as they are taken."""
+"""The scheduler's Worker in the proof: a ModelRunner that records decisions as they are taken."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ I32 = npt.NDArray[np.int32]
 
 
 class Witness:
-    """A ModelRunner whose launches and transfers, and what is published of them, are written into ``events``."""
+    """A ModelRunner that adds its launches, its transfers and the published results to ``events``."""
 
     def __init__(self, runner: ModelRunner, events: list[Event], tags: Tags | None = None) -> None:
         self.device = runner.device
@@ -73,7 +73,7 @@ class Witness:
 
 
 class _Noted:
-    """A flight's result on its way through the driver's hands: what ``publish`` takes is written down."""
+    """A step's result that records what ``publish`` takes from it."""
 
     def __init__(self, result: ForwardResult, decision: Decision) -> None:
         self.done = result.done
@@ -89,7 +89,7 @@ class _Noted:
 
 
 class NotedTransfers:
-    """A HiCacheController whose transfers are written down."""
+    """A HiCacheController that records its transfers."""
 
     def __init__(self, controller: HiCacheController, events: list[Event], tags: Tags | None) -> None:
         self._controller = controller
@@ -132,7 +132,7 @@ class NotedTransfers:
 
 
 class NotedStorage:
-    """A StorageController: what it is told to keep and what it brings are written down."""
+    """A StorageController that records what is written to storage and what is read from it."""
 
     def __init__(
         self, controller: StorageController, transfers: HiCacheController, events: list[Event]
@@ -168,8 +168,8 @@ class NotedStorage:
         return self._controller.num_outstanding
 
     def drain(self) -> list[Ack]:
-        """See StorageController. The pages of a :class:`Fetched` ack are the scheduler's from here on, so this is when
-        their bytes can be looked at."""
+        """See StorageController. The scheduler owns the pages of a :class:`Fetched` ack from here on, so their bytes
+        can be read now."""
         acks = self._controller.drain()
         for ack in acks:
             if isinstance(ack, FetchedAck):

@@ -1,6 +1,6 @@
-"""Workloads of one tier: what arrives at which step of the scheduler's loop, and with which flags the engine runs.
+"""Workloads of one tier: the messages that arrive at each step of the scheduler's loop, and the engine's flags.
 
-Each is a function of a seed. Sizes are small on purpose: a hazard needs two steps in flight, not a thousand requests.
+Each is a function of a seed. Sizes are small because a hazard needs two steps in flight, not a thousand requests.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _retraction(random: Random) -> Scenario:
 
 
 def _priorities(random: Random) -> Scenario:
-    """Running requests are retracted for better ones, with steps of theirs in flight; prefixes in two namespaces."""
+    """Running requests are preempted by ones of higher priority, with steps in flight; prefixes in two namespaces."""
     script = Script(random)
     family = script.prompt(8, 12)
     for index in range(6):
@@ -137,7 +137,7 @@ def _bursts(random: Random) -> Scenario:
 
 
 def _row_reuse(random: Random) -> Scenario:
-    """F13: one row; its owner ends on a stop token that nobody foresaw while its next step is in flight."""
+    """F13: one row; its owner ends on a stop token, which is known only while its next step is in flight."""
     script = Script(random)
     for _ in range(4):
         stop = tuple(random.sample(range(1, VOCAB_SIZE), 24))
@@ -202,7 +202,7 @@ def _graphs(random: Random) -> Scenario:
 
 
 def _buckets(random: Random) -> Scenario:
-    """F11: batches of one to five requests, which need nothing but a draw, and graphs of one to three."""
+    """F11: batches of one to five requests, which need no filters or penalties, and graphs of one to three."""
     script = Script(random)
     for index in range(6):
         start, options = index * random.randint(0, 2), random.choice(({}, {"temperature": 0.8}))
@@ -218,7 +218,7 @@ def _buckets(random: Random) -> Scenario:
 
 
 def _outputs(random: Random) -> Scenario:
-    """F8: every decode step a replay, whose next tokens go to the host as they are."""
+    """F8: every decode step is a replay, whose next tokens are copied to the host from the graph's outputs."""
     script = Script(random)
     for index in range(4):
         options = {"temperature": 1.0, "ignore_eos": True}
