@@ -759,6 +759,33 @@ async def test_idle_connections_give_way_and_it_is_logged_once(caplog: pytest.Lo
     assert status_of(busy_wire) == 200, "who is being answered stays"
 
 
+async def test_a_turn_makes_room_once_for_all_that_it_accepts() -> None:
+    """A closed connection is there until the turn is over; what was accepted after it needs no other one's place."""
+    server = Server(App(), max_connections=800)
+    wires = [server.connect()[1] for _ in range(800)]
+    for _ in range(30):
+        before = sum(wire.closing for wire in wires)
+        wires += [server.connect()[1] for _ in range(limits.MAX_ACCEPTED)]
+        assert sum(wire.closing for wire in wires) - before <= 800 // 16 + 1
+        for connection in list(server.state.connections):
+            if connection.transport.is_closing():
+                connection.connection_lost(None)  # type: ignore[union-attr]
+        assert len(server.state.connections) <= 800 + limits.MAX_ACCEPTED
+    assert not server.limits.num_leaving
+
+
+async def test_who_still_takes_his_answer_does_not_give_way() -> None:
+    """Closed, he would keep his place until he has taken it."""
+    server = Server(App(), max_connections=2)
+    slow, slow_wire = server.connect()
+    slow.data_received(b"GET / HTTP/1.1\r\n\r\n")
+    await settle()
+    slow_wire.untaken = 1
+    _, idle_wire = server.connect()
+    server.connect()
+    assert (slow_wire.closing, idle_wire.closing) == (False, True)
+
+
 async def test_where_all_are_busy_only_health_gets_in() -> None:
     app = App()
     app.gate = asyncio.Event()

@@ -201,6 +201,7 @@ class ConnectionLimits:
 
     def __init__(self, max_connections: int) -> None:
         self.max_connections = max_connections
+        self.num_leaving = 0  # closed to make room, and gone as soon as the event loop comes to them
         self.now = 0.0
         self.left = TURN_BYTES  # of this turn
         self._looked_at = float("inf")
@@ -324,6 +325,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._waits_for_turn = False
         self._unstarted: Any = None  # the application, where it waits for the request's body
         self._crowded = False  # there is room for /health alone
+        self._leaves = False  # counted in the limits' num_leaving
         self._periods_taken = 0  # how much of the answers the kernel had taken when it last took enough
         self._taken_at = 0.0
 
@@ -332,7 +334,8 @@ class HttpProtocol(HttpToolsProtocol):
         self.access_logger = cast(logging.Logger, LateLogger(self.access_logger, self.loop))
         super().connection_made(JoiningTransport(transport, self.loop))
         self._pace_at = self._taken_at = self._limits.now
-        if len(self.connections) > self._limits.max_connections and not self._make_room():
+        num_staying = len(self.connections) - self._limits.num_leaving
+        if num_staying > self._limits.max_connections and not self._make_room():
             self._crowded = True
             self.app = partial(_only_health, self.app)  # type: ignore[assignment]  # uvicorn's types and starlette's
 
@@ -342,6 +345,9 @@ class HttpProtocol(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         self._unparsed, self._unstarted = b"", None
+        if self._leaves:
+            self._leaves = False
+            self._limits.num_leaving -= 1
         super().connection_lost(exc)
 
     # --- sizes
@@ -544,19 +550,23 @@ class HttpProtocol(HttpToolsProtocol):
     # --- number of connections
 
     def _make_room(self) -> bool:
-        """Close some of the connections that wait for their client, those that have waited longest. False: there are
-        none."""
+        """Close some of the connections that wait for their client, those that have waited longest: they leave before
+        the next ones are accepted. False: there are none."""
         others = cast("set[HttpProtocol]", self.connections)
         idle = [other for other in others if other is not self and other._is_idle()]
         self._limits.warn(self._limits.max_connections, len(idle))
         idle.sort(key=lambda other: other._pace_at)
         for other in idle[: len(idle) // _EVICTED_SHARE + 1]:
+            other._leaves = True
+            self._limits.num_leaving += 1
             other.transport.close()
         return bool(idle)
 
     def _is_idle(self) -> bool:
         waits = self._unstarted is not None or (self._in_head and self._is_answered())
-        return waits and not self.transport.is_closing()
+        transport = cast(JoiningTransport, self.transport)
+        # With an answer that its client has not taken, a closed connection would stay.
+        return waits and not transport.is_closing() and not transport.get_write_buffer_size()
 
 
 async def _only_health(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
