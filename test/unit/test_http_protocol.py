@@ -14,6 +14,7 @@ import httptools
 import orjson
 import pytest
 import uvicorn
+import uvloop
 from fake_transport import Wire
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints import http_protocol as limits
 from fenceline.entrypoints.http_protocol import (
+    BoundedReader,
     ConnectionLimits,
     HttpProtocol,
     Listener,
@@ -442,6 +444,62 @@ async def test_a_turn_parses_a_share_and_every_connection_gets_on() -> None:
     assert health_turn is not None and health_turn < 8
     assert app.bodies.count(262144) == 200
     assert all(wire.reading for wire in wires)
+
+
+def test_a_turn_reads_a_share_of_what_has_come_for_all_connections() -> None:
+    """100 clients whose bodies wait in the system's buffers when the server begins to read."""
+    num_clients, body_bytes = 100, 1 << 20
+    app, read = App(), [0]
+
+    class Counted(HttpProtocol):
+        def data_received(self, data: bytes) -> None:
+            read[-1] += len(data)
+            super().data_received(data)
+
+    async def run() -> None:
+        server, loop = Server(app), asyncio.get_running_loop()
+
+        def make() -> BoundedReader:
+            counted = Counted(
+                config=server.config, server_state=server.state, app_state={}, limits=server.limits
+            )
+            return BoundedReader(counted, server.limits)
+
+        request = b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % body_bytes + bytes(body_bytes)
+        with (
+            contextlib.ExitStack() as stack,
+            socket.create_server(("127.0.0.1", 0), backlog=num_clients) as sock,
+        ):
+            clients, accepted, rests = [], [], []
+            for _ in range(num_clients):
+                clients.append(stack.enter_context(socket.create_connection(sock.getsockname())))
+                clients[-1].setblocking(False)
+                accepted.append(sock.accept()[0])
+                rests.append(request[clients[-1].send(request) :])
+
+            def count_turn() -> None:
+                read.append(0)
+                if len(app.bodies) < num_clients:
+                    loop.call_soon(count_turn)
+
+            count_turn()
+            await asyncio.gather(*(loop.connect_accepted_socket(make, one) for one in accepted))
+            sending = [
+                asyncio.ensure_future(loop.sock_sendall(client, rest))
+                for client, rest in zip(clients, rests, strict=True)
+            ]
+            while len(app.bodies) < num_clients:
+                await asyncio.sleep(0)
+            await asyncio.gather(*sending)
+            for connection in list(server.state.connections):
+                connection.transport.abort()
+            while server.state.connections:
+                await asyncio.sleep(0)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(run(), 60))
+    assert set(app.bodies) == {body_bytes}
+    assert max(read) <= limits.TURN_BYTES + num_clients * limits._READ_BYTES
 
 
 async def test_a_turn_parses_a_share_of_a_body_of_tiny_chunks() -> None:

@@ -69,7 +69,7 @@ _PIECE_BYTES = 16 << 10  # of a request that is parsed in one go
 TURN_BYTES = 1 << 20
 _HEAD_BYTES = 16 << 10  # a request: the application's work for it
 _CALL_BYTES = 1 << 9  # a part of a body, however short: one byte if it is sent in chunks of one
-_READ_BYTES = 64 << 10  # reading on where reading had stopped: what it will bring is not known yet
+_READ_BYTES = 64 << 10  # read at a time; reading on where it had stopped counts before it is known what comes
 _NEW_SHARE = 4  # of a turn, 1 in 4 is for what has just come, not for what has waited
 _SMALL_BYTES = 2 << 10  # what has waited with less goes first
 MAX_ACCEPTED = 16  # connections that are accepted in one turn
@@ -204,6 +204,7 @@ class ConnectionLimits:
         self.num_leaving = 0  # closed to make room, and gone as soon as the event loop comes to them
         self.now = 0.0
         self.left = TURN_BYTES  # of this turn
+        self.buffer = memoryview(bytearray(_READ_BYTES))  # where each connection reads to
         self._looked_at = float("inf")
         self._warned_at = float("-inf")
         self._turn_planned = False
@@ -252,7 +253,10 @@ class Listener:
     in the system's queue; libuv would close them all."""
 
     def __init__(
-        self, sock: socket.socket, make_protocol: Callable[[], asyncio.Protocol], has_room: Callable[[], bool]
+        self,
+        sock: socket.socket,
+        make_protocol: Callable[[], asyncio.BaseProtocol],
+        has_room: Callable[[], bool],
     ) -> None:
         self._sock = sock
         self._make_protocol = make_protocol
@@ -567,6 +571,41 @@ class HttpProtocol(HttpToolsProtocol):
         transport = cast(JoiningTransport, self.transport)
         # With an answer that its client has not taken, a closed connection would stay.
         return waits and not transport.is_closing() and not transport.get_write_buffer_size()
+
+
+class BoundedReader(asyncio.BufferedProtocol):
+    """``connection``, which gets 64 KiB at a time.
+
+    uvloop reads 256 KiB from each connection that has so much before the connection can pause it: from all that were
+    accepted together, megabytes in one turn."""
+
+    def __init__(self, connection: HttpProtocol, limits: ConnectionLimits) -> None:
+        self._connection = connection
+        self._buffer = limits.buffer
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where to read to."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """So many bytes have come."""
+        self._connection.data_received(bytes(self._buffer[:nbytes]))
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """As the connection; so are the others."""
+        self._connection.connection_made(cast(asyncio.Transport, transport))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.connection_lost(exc)
+
+    def eof_received(self) -> None:
+        self._connection.eof_received()
+
+    def pause_writing(self) -> None:
+        self._connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._connection.resume_writing()
 
 
 async def _only_health(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:

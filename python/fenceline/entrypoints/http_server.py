@@ -8,7 +8,6 @@ import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import cast
 
 import uvicorn
@@ -20,7 +19,13 @@ from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.direct_routes import DirectRoutes, handlers_of
 from fenceline.entrypoints.errors import install_error_handlers
 from fenceline.entrypoints.fields import UnknownFields
-from fenceline.entrypoints.http_protocol import ConnectionLimits, HttpProtocol, Listener, check_paces
+from fenceline.entrypoints.http_protocol import (
+    BoundedReader,
+    ConnectionLimits,
+    HttpProtocol,
+    Listener,
+    check_paces,
+)
 from fenceline.entrypoints.middleware import RequestMiddleware
 from fenceline.entrypoints.native_api import NativeApi
 from fenceline.entrypoints.openai.router import create_router
@@ -95,16 +100,15 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections on ``sockets``, which listen already."""
-        make_protocol = partial(
-            HttpProtocol,
-            config=self.config,
-            server_state=self.server_state,
-            app_state={},
-            limits=self._limits,
-        )
-        listeners = [Listener(sock, make_protocol, self._has_room) for sock in sockets or ()]
+        listeners = [Listener(sock, self._make_protocol, self._has_room) for sock in sockets or ()]
         self.servers = cast("list[asyncio.Server]", listeners)  # which uvicorn closes and waits for
         self.started = True
+
+    def _make_protocol(self) -> BoundedReader:
+        connection = HttpProtocol(
+            config=self.config, server_state=self.server_state, app_state={}, limits=self._limits
+        )
+        return BoundedReader(connection, self._limits)
 
     def _has_room(self) -> bool:
         return len(self.server_state.connections) < self._max_accepted
