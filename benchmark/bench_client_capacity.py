@@ -4,9 +4,9 @@
 
 A second process answers each request with a prepared stream, one server-sent event per token, as an inference
 server would: every stream gets one event per step. With ``--step-ms 0`` steps follow one another as fast as the
-responder can write; when the client is behind, several events then come in one read, which is cheaper, so judge by
-reads/s as well. With ``--step-ms 10`` the load is that of a server with a decode step of 10 ms, and the client's
-CPU share says how much is left.
+responder can write. If the client is slower, several events come in one read, which takes less time, so look at reads/s
+as well. With ``--step-ms 10`` the load is that of a server with a decode step of 10 ms, and the client's CPU share
+shows how much capacity is left.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def respond(kind: Kind, output_len: int, step_s: float, ready: Connection) -> No
         ready.send(server.sockets[0].getsockname()[1])
         due = time.perf_counter()
         while True:
-            due = max(due + step_s, time.perf_counter() - step_s)  # a late step is not made up for in a burst
+            due = max(due + step_s, time.perf_counter() - step_s)  # after a late step there is no burst
             await asyncio.sleep(max(0.0, due - time.perf_counter()) if streams else 0.001)
             for stream in [s for s in streams if s.writable]:
                 stream.transport.write(chunks[stream.position])

@@ -5,10 +5,10 @@ null scheduler emits one token for every stream per step, at a given total rate 
 
     python benchmark/bench_frontend.py --streams 256 --rates 10000,30000,0 --endpoint completions
 
-For each rate (0: as fast as possible) it prints tokens per second delivered between the first byte and the
-last, tokens per event (more than 1: the front end was behind and merged), the time between events as a
-client sees it, and the CPU time that each process spent per delivered token. Clients are processes of their
-own that only count bytes; ``benchmark/bench_client_capacity.py`` measures what they can take.
+For each rate (0: as fast as possible) it prints the tokens per second delivered between the first byte and the
+last, tokens per event (more than 1 if the front end was too slow and merged tokens), the time between events as
+measured by a client, and the CPU time that each process spent per delivered token. Clients are separate processes that
+only count bytes; ``benchmark/bench_client_capacity.py`` measures their capacity.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FIRST_TOKEN_ID, NUM_TOKEN_IDS = 300, 400  # ordinary words of the demo model's v
 
 @dataclass(slots=True)
 class NullRequest:
-    """A request and how many of its tokens are out."""
+    """A request and how many of its tokens have been sent."""
 
     req: TokenizedGenerateReq
     num_out: int = 0
@@ -75,7 +75,7 @@ class NullRequest:
 
 
 def run_null_scheduler(config: EngineConfig, ports: PortArgs, rate: float, streams: int) -> None:
-    """A scheduler process' entry. Waits for ``streams`` requests, then serves all at ``rate`` tokens/s."""
+    """The entry of a scheduler process. Waits for ``streams`` requests, then serves all at ``rate`` tokens/s."""
     prepare_child("scheduler", config.server_args.log_level, ports)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox = Inbox(context, ports.scheduler, SCHEDULER_DECODER)
@@ -118,7 +118,7 @@ def run_null_scheduler(config: EngineConfig, ports: PortArgs, rate: float, strea
 
 @dataclass(frozen=True, slots=True)
 class ClientResult:
-    """What one client process saw."""
+    """The measurements of one client process."""
 
     first: float
     last: float
@@ -177,7 +177,7 @@ async def drive(host: str, port: int, request: bytes, streams: int) -> ClientRes
 
 
 def run_client(results: Connection, host: str, port: int, request: bytes, streams: int) -> None:
-    """A client process' entry."""
+    """The entry of a client process."""
     import uvloop
 
     results.send(uvloop.run(drive(host, port, request, streams)))

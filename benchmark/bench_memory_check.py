@@ -2,9 +2,10 @@
 
     python benchmark/bench_memory_check.py [--running 1,16,64,256] [--prompt-len 64] [--steps 600]
 
-The model alone is free. The loop runs with ``order`` on, or with the recorder alone, and every call into them is timed
-where the loop makes it, caches as cold as they are there: the cost is the sum over the calls of a step, each at its
-median. The step beside it is without the checker: scheduler, rings, page tables, sampler.
+Only the model is replaced by one that computes nothing. The loop runs with ``order`` on, or with the recorder alone,
+and every call into them is timed where the loop makes it, with the caches as cold as they are there. The cost is the
+sum of the medians of a step's calls. The step that it is compared with runs without the checker: scheduler, rings, page
+tables, sampler.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from fenceline.scheduler.scheduler import InFlight, Scheduler
 
 
 class NullModel:
-    """Logits that were there before: the first token of the vocabulary wins."""
+    """A model that returns prepared logits, with which the first token of the vocabulary is sampled."""
 
     nbytes = 0
 
@@ -93,12 +94,12 @@ class Stopwatch:
         self._times: dict[str, list[float]] = {}
 
     def start(self) -> None:
-        """From now on."""
+        """Begin to time calls."""
         for owner, name in self._methods:
             setattr(owner, name, self._timed(getattr(owner, name), f"{owner.__name__}.{name}"))
 
     def stop(self) -> dict[str, list[float]]:
-        """The seconds of each call by method; nothing is timed any more."""
+        """Stop timing. Returns the seconds of each call by method."""
         for owner, name in self._methods:
             setattr(owner, name, getattr(owner, name).__wrapped__)
         return self._times

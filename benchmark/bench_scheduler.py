@@ -38,12 +38,12 @@ from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.scheduler.scheduler import InFlight, Scheduler
 
 _TOKEN = 42
-_BLOCK = 16  # steps of one scheduler before it is the other's turn: noise of the machine lasts longer
+_BLOCK = 16  # steps of one scheduler before the other runs; noise of the machine lasts longer
 _RING = 512
 
 
 class NullResult:
-    """A step that was done before it began."""
+    """The result of a step that has ended when it is launched."""
 
     def __init__(self, num_tokens: int, done: Point) -> None:
         self._num_tokens = num_tokens
@@ -57,7 +57,7 @@ class NullResult:
 
 
 class NullWorker:
-    """Answers every step with the same token and touches no memory."""
+    """A worker whose steps all return the same token and use no memory."""
 
     def __init__(self, num_pages: int, num_rows: int) -> None:
         self.device = open_device("cpu")
@@ -83,7 +83,7 @@ class NullWorker:
 
 
 class NullBox:
-    """An inbox that hands over what it was given, an outbox that encodes and forgets."""
+    """An inbox that returns the given messages, and an outbox that encodes messages and drops them."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self.messages = messages
@@ -160,7 +160,7 @@ def compare_flight_recorder(sizes: Sequence[int], num_steps: int, repeats: int, 
             else:
                 second = on.run(_BLOCK)
                 pairs.append((off.run(_BLOCK), second))
-        # A busy machine only ever adds time: the fast blocks are the undisturbed ones.
+        # Other load only ever adds time, so the fast blocks are those without it.
         base, kept = (statistics.quantiles(times, n=10)[0] for times in zip(*pairs, strict=True))
         median = statistics.median(pair[1] / pair[0] for pair in pairs)
         print(f"{size:>8} {base:>12.1f} {kept:>9.1f} {kept - base:>9.2f} {kept / base:>7.4f} {median:>13.4f}")

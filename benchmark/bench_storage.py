@@ -25,7 +25,7 @@ BATCH = 32
 
 
 def best_of(rounds: list[float]) -> float:
-    """The quietest round."""
+    """The round with the least time, which other load has disturbed least."""
     return min(rounds)
 
 
@@ -94,7 +94,7 @@ def measure_keys(num_pages: int = 4096) -> str:
 
 
 def measure_clean(root: Path, num_files: int) -> str:
-    """Microseconds a file that a scan costs: what a writer waits for when the directory is full."""
+    """Microseconds per file of a scan, for which a writer waits when the directory is full."""
     fingerprint = PageFingerprint("bench", "clean", 16)
     keys = page_keys(fingerprint.root_key(), np.arange(64 * num_files), 64)
     page = [np.zeros(16, np.uint8)]
@@ -102,7 +102,7 @@ def measure_clean(root: Path, num_files: int) -> str:
     for key in keys:
         backend.set([key], [page])
     started = time.perf_counter()
-    again = FileBackend(root, fingerprint, 1 << 30)  # takes stock of all files
+    again = FileBackend(root, fingerprint, 1 << 30)  # scans all files
     seconds = time.perf_counter() - started
     again.clear()
     return f"{seconds / num_files * 1e6:.2f} us a file, {num_files} files"

@@ -2,11 +2,11 @@
 
     python benchmark/bench_ttft.py [--loads 1x1024,32x128] [--rounds 60] [--client lean,bench]
 
-The server is the real one over HTTP with the real scheduler (tree, pages, batches), whose worker computes nothing
-and is done at once. A load ``32x128`` sends 32 prompts of 128 random token ids together, as ids, streamed, waits for
-all answers, and again, ``--rounds`` times. ``lean`` is a bare socket that looks for the first token, so its figures
-are the server's; ``bench`` is bench_serving's own client, which is part of what bench_serving reports. Both connect
-anew for each request. CPU time is each process' own, per request.
+The server is the real one over HTTP with the real scheduler (tree, pages, batches), whose worker computes nothing and
+ends at once. A load ``32x128`` sends 32 prompts of 128 random token ids together, as ids, streamed, waits for all
+answers, and repeats this ``--rounds`` times. ``lean`` is a plain socket that looks for the first token, so its figures
+are the server's; ``bench`` is bench_serving's own client, whose time is part of what bench_serving reports. Both make a
+new connection for each request. CPU time is that of each process, per request.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Send = Callable[[list[int]], Awaitable[float]]  # one prompt; seconds until its 
 
 
 def run_scheduler(config: EngineConfig, ports: PortArgs) -> None:
-    """The scheduler process' entry."""
+    """The entry of the scheduler process."""
     prepare_child("scheduler", config.server_args.log_level, ports)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox = ZmqInbox(Inbox(context, ports.scheduler, SCHEDULER_DECODER), Watchdog(0.0, lambda reason: None))
@@ -142,7 +142,7 @@ class Load:
         return cls(int(num), int(length))
 
     def prompts(self, rng: random.Random) -> list[list[int]]:
-        """One round's prompts; no two share a prefix worth speaking of."""
+        """One round's prompts, without long common prefixes."""
         return [[rng.randrange(1000, NUM_PLAIN_TOKENS) for _ in range(self.length)] for _ in range(self.num)]
 
 
@@ -194,7 +194,7 @@ async def measure(
 
 
 def _fast(times: Sequence[float]) -> float:
-    """The first decile: a busy machine only ever adds time."""
+    """The first decile: other load only ever adds time."""
     return round(quantiles(times, n=10)[0], 2)
 
 

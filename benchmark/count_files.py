@@ -1,4 +1,4 @@
-"""Files and functions that a steady decode step enters: how far someone must go who reads one.
+"""Counts the files and functions that a steady decode step enters: what one must read to follow it.
 
     python benchmark/count_files.py [--running 4] [--list] [--source DIR]
 
@@ -22,7 +22,7 @@ _WARM_STEPS = 40  # the prompts are computed, and pages have been allocated ahea
 
 
 def steady_step(num_running: int) -> Callable[[], None]:
-    """A turn of the loop in which every one of ``num_running`` requests gets a token and nothing else happens."""
+    """A step of the loop in which each of ``num_running`` requests gets a token and nothing else happens."""
     import fenceline
     from fenceline.config.engine_config import resolve
     from fenceline.config.server_args import ServerArgs

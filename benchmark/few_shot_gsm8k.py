@@ -50,7 +50,7 @@ class Scores:
 def read_problems(path: Path, count: int) -> list[Problem]:
     """The first `count` problems of a JSONL file (fewer where it has fewer).
 
-    Raises ValueError where the file is missing or a row is no problem.
+    Raises ValueError if the file is missing or a row is not a problem.
     """
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

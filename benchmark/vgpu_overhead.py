@@ -1,4 +1,4 @@
-"""What the virtual GPU costs an operation, in CPU time: ``python benchmark/vgpu_overhead.py``."""
+"""The CPU time of operations on the virtual GPU: ``python benchmark/vgpu_overhead.py``."""
 
 from __future__ import annotations
 

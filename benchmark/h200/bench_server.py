@@ -28,8 +28,8 @@ class ServerDied(Exception):
 class BenchServer:
     """``python -m fenceline.launch_server`` on a free port. Use it in a ``with`` block.
 
-    ``launcher``: what Python runs, a stand-in of launch_server that takes its flags. Raises ServerDied on entering if
-    the server is not healthy after ``start_timeout_s``.
+    ``launcher``: what Python runs: launch_server or a replacement that takes its flags. Raises ServerDied on entering
+    if the server is not healthy after ``start_timeout_s``.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class BenchServer:
         return "\n".join(f"  | {line}" for line in lines)
 
     def stop(self) -> None:
-        """Ask, then kill whatever is left of the session."""
+        """Send SIGTERM, then kill the remaining processes of the session."""
         process = self._process
         if process is None:
             return

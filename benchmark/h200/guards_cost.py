@@ -1,14 +1,14 @@
-"""What the guards of --memory-check off cost: throughput with them, and in a build for benchmarks without them.
+"""What the guards of --memory-check off cost: the throughput with them, and in a build for benchmarks without them.
 
     python benchmark/h200/guards_cost.py [--shape 0.6b] [--batch 64,256] [--turns 9]
 
-Three processes, one with guards and two without, are alive at the same time and take turns, so that what drifts, the
-GPU's clock first of all, drifts for all; the idle ones wait for their turn. In a turn --rounds times a batch of
-requests of unequal length pass through the scheduler's real loop (admission, decode, finish, prefix tree, retirement),
-and the tokens per second from the first full batch to the last one are taken. A ratio is the median over the turns of
-what a process does over what the first one without guards does; that of the second one without is the noise, which
-one process differs by from another that does the same. "CPU" is the loop's own time per step, which mostly hides
-behind the GPU: a difference shows there first. unguarded.py says what is taken out.
+Three processes, one with guards and two without, exist at the same time and run in turns, so that drift, above all of
+the GPU's clock, affects all of them; the others wait meanwhile. In a turn, --rounds times, a batch of requests of
+unequal length passes through the scheduler's real loop (admission, decode, finish, prefix tree, retirement), and the
+tokens per second from the first full batch to the last one are measured. A ratio is the median over the turns of a
+process's throughput over that of the first one without guards. The ratio of the second one without guards is the noise:
+the difference between two processes that do the same. "CPU" is the loop's own time per step. Most of it overlaps with
+the GPU's, so it shows a difference first. unguarded.py lists what is removed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Figures = dict[str, list[float]]  # batch → tokens per second, CPU microsecond
 
 
 def child(args: argparse.Namespace) -> None:
-    """One of the three engines, in this process: for each batch size read from stdin a turn, and a line with its
-    figures; the first line, an empty list, says that it is ready. Libraries print to stdout, so the lines go to
-    ``--answers``."""
+    """One of the three engines, in this process. For each batch size read from stdin it makes a turn and writes a line
+    with its figures; the first line, an empty list, says that it is ready. Libraries print to stdout, so the lines go
+    to ``--answers``."""
     import torch
     from in_process import InProcessEngine
 
@@ -56,7 +56,7 @@ def child(args: argparse.Namespace) -> None:
     answers = open(args.answers, "w", buffering=1)  # noqa: SIM115 - until the process ends
     with torch.inference_mode(), InProcessEngine(model, flags) as engine:
         for batch in batches:
-            _pass_through(engine, batch, batch + 1, args.prompt_len)  # what the first time costs
+            _pass_through(engine, batch, batch + 1, args.prompt_len)  # warm-up
         print("[]", file=answers)
         for line in sys.stdin:
             batch = int(line)
@@ -113,12 +113,12 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # and the process that takes its messages
+            os.killpg(self._process.pid, signal.SIGKILL)  # also the process that receives its messages
         self._process.wait()
         self._answers.close()
 
     def answer(self) -> list[float]:
-        """What it says next."""
+        """Its next line."""
         if not select.select([self._answers], [], [], self._timeout_s)[0]:
             raise RuntimeError(
                 f"the engine {self._which} has said nothing for {self._timeout_s:g} s (--timeout)"
@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.child:
         child(args)
         return 0
-    make_model_dir(args.shape, args.models)  # once, before three want it
+    make_model_dir(args.shape, args.models)  # once, before three processes need it
     words = list(sys.argv[1:] if argv is None else argv)
     names = ["without", "with", "without again"]
     runs: dict[str, list[Figures]] = {name: [] for name in names}

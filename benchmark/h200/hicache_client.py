@@ -1,4 +1,4 @@
-"""What the HiCache benchmarks share: a client of /generate that sends ids and sees tiers and logprobs, and flags."""
+"""Code that the HiCache benchmarks share: a client of /generate that sends ids and reads tiers and logprobs; flags."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Answer:
 
 
 class RequestFailed(Exception):
-    """The server refused, broke off, or gave something other than what was asked for."""
+    """The server refused the request, closed the connection, or returned something else than was asked for."""
 
 
 class Client:

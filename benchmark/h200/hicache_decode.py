@@ -1,14 +1,15 @@
-"""What HiCache does to decode: throughput while pages travel, and the cost of its edges while none do.
+"""The effect of HiCache on decode: throughput while pages are copied, and the cost of its edges while none are.
 
     python benchmark/h200/hicache_decode.py transfers --shape 0.6b --batch 64 --io-backend direct,kernel
     python benchmark/h200/hicache_decode.py idle --shape 0.6b --batch 1,64
 
 transfers: requests decode in steady state in the scheduler's real loop, without HTTP. Blocks of steps without transfers
-take turns with blocks in which backups, loads or both keep their streams busy: pages that no request uses, through the
-same controller and therefore by the same edges. The ratio is the throughput with over without, medians of blocks.
+alternate with blocks in which backups, loads or both keep their streams busy: pages that no request uses, copied by the
+same controller and therefore with the same edges. The ratio is the throughput with transfers over that without, medians
+of blocks.
 
-idle: three engines in one process, one with HiCache and two without, take turns of --steps steps on the same batch;
-nothing is moved. "off again" is the noise that the ratio of "on" stands in. "CPU" is the loop's own time per step.
+idle: three engines in one process, one with HiCache and two without, run --steps steps in turns on the same batch;
+nothing is copied. "off again" shows the noise of the ratio of "on". "CPU" is the loop's own time per step.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Block:
 
 
 class Traffic:
-    """Keeps LOAD and STORE busy with pages of its own. The scheduler does not see its tickets."""
+    """Keeps LOAD and STORE busy with pages that it has leased. The scheduler does not see its tickets."""
 
     def __init__(self, engine: InProcessEngine, num_pages: int) -> None:
         controller = engine.runner.hicache
@@ -70,7 +71,7 @@ class Traffic:
             self._pages[kind], self._after[kind] = (device, host), device_after.join(host_after)
         self._num_in_flight = dict.fromkeys(TransferKind, 0)
         self._num = 0
-        self._others: list[Ticket] = []  # the scheduler's, until it asks
+        self._others: list[Ticket] = []  # the scheduler's tickets, until it drains them
         self._drain = controller.drain_acks
         controller.drain_acks = self._drain_others  # type: ignore[method-assign]
 
@@ -157,7 +158,7 @@ def median_block(blocks: Sequence[Block]) -> Block:
 
 
 def measure_transfers(io: str, args: argparse.Namespace) -> dict[str, list[Block]]:
-    """Blocks by what travels; "nothing" between any two."""
+    """Blocks by what is copied, with "nothing" between any two."""
     flags = [*args.tokens, "--enable-hierarchical-cache", "--hicache-io-backend", io, *args.host]
     model = make_model_dir(args.shape, args.models)
     blocks: dict[str, list[Block]] = {what: [] for what in ("nothing", *_WHATS)}
@@ -171,7 +172,7 @@ def measure_transfers(io: str, args: argparse.Namespace) -> dict[str, list[Block
             for what, kinds in _WHATS.items():
                 blocks["nothing"].append(run_block(engine, args.steps))
                 blocks[what].append(_busy_block(engine, traffic, kinds, args.steps))
-        assert len(engine.scheduler.running) == args.batch[0], "nobody has left"
+        assert len(engine.scheduler.running) == args.batch[0], "no request has left"
         traffic.close()
         engine.abort_all()
         if engine.graphs is not None:
@@ -192,7 +193,7 @@ def _busy_block(
 
 
 def attention_of(engine: InProcessEngine) -> str:
-    """The kernels of decode, as they were chosen."""
+    """The attention backend that was chosen for decode."""
     return type(engine.runner._attention.decode).__name__.removesuffix("Backend")
 
 
@@ -274,7 +275,7 @@ def idle(args: argparse.Namespace) -> tuple[str, list[object]]:
 def idle_blocks(
     engines: dict[str, InProcessEngine], batch: int, args: argparse.Namespace
 ) -> dict[str, list[Block]]:
-    """Blocks in turns; the order within a turn changes, as clocks and temperature drift."""
+    """Blocks in turns; the order within a turn changes, because clocks and temperature drift."""
     for engine in engines.values():
         start_batch(engine, batch, args.repeats * (args.steps + 1), args.prompt_len)
     blocks: dict[str, list[Block]] = {name: [] for name in engines}

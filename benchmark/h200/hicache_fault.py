@@ -2,9 +2,9 @@
 
     python benchmark/h200/hicache_fault.py --faults none,zero --fault-log FILE [launch_server flags]
 
-The faults take turns over the loads from the host: ``none``, ``zero`` (one of the load's host pages is zeroed before it
-is copied) and ``stale`` (one page of the device gets the bytes of another page, as an index that is no longer true
-would have it). Each load writes a line to the log. It is how the soak's check proves that it can see one wrong page.
+The faults alternate over the loads from the host: ``none``, ``zero`` (one of the load's host pages is zeroed before it
+is copied) and ``stale`` (one page of the device gets the bytes of another page, as with a stale index). Each load
+writes a line to the log. With this the soak's check shows that it can detect one wrong page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS = ("none", "zero", "stale")
 
 
 def run_planted_scheduler(faults: Sequence[str], log: Path, config: EngineConfig, ports: PortArgs) -> None:
-    """The scheduler process' entry."""
+    """The entry of the scheduler process."""
     import numpy as np
     import numpy.typing as npt
 
@@ -63,7 +63,7 @@ def run_planted_scheduler(faults: Sequence[str], log: Path, config: EngineConfig
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line: two options of its own, the rest is launch_server's."""
+    """The command line: two options defined here, all others are launch_server's."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--faults", required=True, help=f"comma-separated, of {', '.join(KINDS)}")
     parser.add_argument("--fault-log", type=Path, required=True)

@@ -1,4 +1,4 @@
-"""Where the HiCache soak runs and how hard: one H200, or anywhere to see whether it works at all."""
+"""Sizes of the HiCache soak: for one H200, or for any machine to see whether it works."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens, drawn uniformly: a conversation's first prompt, each further message, each answer. A conversation that
-    would grow beyond ``longest`` is over."""
+    """Tokens, drawn uniformly: a conversation's first prompt, each further message, each answer. A conversation ends
+    before it would grow beyond ``longest``."""
 
     first: Range
     message: Range
@@ -45,7 +45,7 @@ class Preset:
         return [*self.tiers, "--hicache-size", str(self.host_gb[0])]
 
     def fault_tiers(self) -> list[str]:
-        """Those of the server with planted faults."""
+        """HiCache's flags of the server with planted faults."""
         return [*self.tiers, "--hicache-size", str(self.host_gb[1])]
 
 

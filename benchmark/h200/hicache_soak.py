@@ -4,11 +4,11 @@
     python benchmark/h200/hicache_soak.py verify --out DIR               # waits for it; quiet server, planted faults
     python benchmark/h200/hicache_soak.py run --preset cpu --minutes 0.2 --out DIR    # anywhere: whether it works
 
-The load: conversations of several turns, 64 at a time, from a population that the device has no room for and the
-host hardly has; whoever comes back finds its prefix on the device, on the host, or nowhere. Everything is stored
-(write_through) and evicted all the time, through the kernel io backend, beside FlashInfer's persistent fa3 prefill.
-The run is in order if no request failed, no decode step fell back from its graph, nothing had to be repaired, no window
-of the run passed without an eviction, and at the end no node is locked. verify: see hicache_verify.py.
+The load: conversations of several turns, 64 at a time, from a population that does not fit the device and hardly fits
+the host. A conversation that comes back finds its prefix on the device, on the host, or nowhere. Everything is backed
+up (write_through) and evicted all the time, with the kernel io backend, together with FlashInfer's persistent fa3
+prefill. The run has passed if no request failed, no decode step fell back from its graph, nothing had to be repaired,
+every window of the run had an eviction, and no node is locked at the end. verify: see hicache_verify.py.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from hicache_verify import Sample, verify
 from shapes import make_model_dir, num_plain_tokens
 
 _WINDOW_S = 5.0
-_MOST_ERRORS = 20  # the run ends early: there is nothing more to learn
+_MOST_ERRORS = 20  # after this many the run ends early
 _LONGEST_ABORT_S = 0.1
 
 
 @dataclass(slots=True)
 class Conversation:
-    """``ids``: everything said so far."""
+    """``ids``: all tokens so far."""
 
     ids: list[int]
     num_turns: int = 0
@@ -45,7 +45,7 @@ class Conversation:
 
 @dataclass(slots=True)
 class Tally:
-    """What the client saw."""
+    """The client's counts."""
 
     num_visits: int = 0
     num_turns: int = 0
@@ -93,14 +93,15 @@ class Load:
                 self._resting.append(conversation)
 
     def _next_conversation(self) -> Conversation:
-        """One that rests, the longest-resting half of the time; a new one while there are few."""
+        """A conversation that is not running, half of the time the one that has waited longest; a new one while there
+        are few."""
         if len(self._resting) + self._preset.concurrency < self._preset.population:
             return Conversation(random_ids(self._rng, self._draw(self._lengths.first), self._vocab))
         index = 0 if self._rng.random() < 0.5 else self._rng.randrange(len(self._resting))
         return self._resting.pop(index)
 
     async def _turn(self, conversation: Conversation) -> bool:
-        """One message and its answer. False: the conversation is over."""
+        """One message and its answer. False if the conversation has ended."""
         message = random_ids(self._rng, self._draw(self._lengths.message), self._vocab)
         num_tokens = self._draw(self._lengths.answer)
         prompt = conversation.ids + message
@@ -108,7 +109,7 @@ class Load:
             return False
         elapsed = time.monotonic() - self._begin
         sampled = len(self.samples) * self._sample_every_s <= elapsed
-        if sampled:  # its place is taken before it is there, or the whole wave would be one sample
+        if sampled:  # counted before the answer has come, so that not all requests of one wave are samples
             self.samples.append(Sample.empty())
             place = len(self.samples) - 1
         try:
@@ -125,7 +126,7 @@ class Load:
         return True
 
     async def _ask(self, prompt: list[int], num_tokens: int, sampled: bool) -> Answer | None:
-        """None: it was aborted half-way, as clients do."""
+        """The answer; None if the request was aborted half-way, as clients do."""
         if sampled or self._rng.random() >= self._abort_share:
             return await self._client.generate(prompt, num_tokens, logprobs=sampled)
         limit_s = self._rng.random() * _LONGEST_ABORT_S
@@ -147,7 +148,7 @@ class Load:
 
 
 async def run_load(server: BenchServer, preset: Preset, args: argparse.Namespace) -> dict[str, object]:
-    """The load, watched; then what the server says when all is quiet."""
+    """Run the load while recording the server's state; then the server's state when nothing runs."""
     windows: list[dict[str, object]] = []
     async with Client(server.url) as client:
         load = Load(client, preset, args)
@@ -173,7 +174,7 @@ async def run_load(server: BenchServer, preset: Preset, args: argparse.Namespace
 
 
 async def _watch(server: BenchServer, load: Load, windows: list[dict[str, object]], out: Path) -> None:
-    """Note the server's state every few seconds, and say so in progress.json."""
+    """Record the server's state every few seconds, and write it to progress.json."""
     while True:
         await asyncio.sleep(_WINDOW_S)
         try:
@@ -228,7 +229,7 @@ def _number(value: object, *keys: str) -> float:
 
 
 def failures(result: Mapping[str, object], tiers: bool) -> list[str]:
-    """What was not in order, one line each. ``tiers``: the server had HiCache."""
+    """The failures of the run, one line each. ``tiers``: the server had HiCache."""
     state, tally, windows = result["settled"], result["tally"], result["windows"]
     assert isinstance(state, dict) and isinstance(tally, dict) and isinstance(windows, list)
     graphs = state.get("cuda_graphs") or {}
@@ -348,7 +349,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 if everything was in order."""
+    """Returns the exit code: 0 if there was no failure."""
     args = parse(argv)
     return run(args) if args.what == "run" else verify(args)
 

@@ -4,11 +4,11 @@
     python benchmark/h200/hicache_ttft.py --io-backend direct --via in-process
     python benchmark/h200/hicache_ttft.py --shape tiny --prefix 512 --page-size 16 --server-args "--device cpu"
 
-A prompt is a prefix of random ids and a short new suffix. Per repeat, with a prefix of its own: after a flush it is
-computed; asked again with another suffix it is on the device; then a prompt as large as the pool drives it out, and
-asked once more it comes from the host. The answer's own figures must say so, else the run fails. Nothing else runs;
-the client is a bare socket whose bytes are ready before the clock starts. The floor is what torch needs to copy the
-prefix' bytes from pinned memory to the device, measured before. Figures are medians.
+A prompt is a prefix of random ids and a short new suffix. Each repeat has a new prefix: after a flush it is computed;
+sent again with another suffix it is on the device; then a prompt as large as the pool evicts it, and sent once more it
+is loaded from the host. The run fails if the answers' own counts say otherwise. Nothing else runs; the client is a
+plain socket whose bytes are ready before the clock starts. The floor is the time in which torch copies the prefix's
+bytes from pinned memory to the device, measured before. Figures are medians.
 
 SGLang's figures: version 0.5.16 on one H200, Llama-3.1-8B's shape, page size 64.
 """
@@ -46,7 +46,7 @@ Ask = Callable[[list[int]], Asked]
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Milliseconds, medians; ``floor_ms`` for the prefix' bytes over the link."""
+    """Milliseconds, medians; ``floor_ms`` is the time to copy the prefix's bytes over the link."""
 
     io_backend: str
     via: str
@@ -111,7 +111,7 @@ def check_tiers(what: str, tiers: Mapping[str, int], prefix: int) -> None:
 def repeat(
     ask: Ask, flush_all: Callable[[], None], rng: random.Random, prefix: int, args: argparse.Namespace
 ) -> dict[str, float]:
-    """One prefix in its three places; milliseconds by place."""
+    """One prefix computed, on the device and on the host; milliseconds by place."""
     vocab = num_plain_tokens(args.shape)
     ids = random_ids(rng, prefix, vocab)
     times: dict[str, float] = {}

@@ -1,15 +1,16 @@
-"""Are a soak's answers right? Each one is teacher-forced through a quiet server with the same weights.
+"""Checks a soak's answers: each one is teacher-forced through a quiet server with the same weights.
 
-The answers were greedy, so each of their tokens had the largest logit of its step. The quiet server (no HiCache, room
-for everything) computes prompt and answer as one prompt; what it thinks of every token of the answer gives
+The answers were greedy, so each of their tokens had the largest logit of its step. The quiet server (without HiCache,
+with memory for everything) computes prompt and answer as one prompt. Its logprobs of every token of the answer give
 
-    gap    its largest logprob minus the token's: 0 where both chose the same
-    KL     of the soak's distribution over tokens from the quiet one's, over the alternatives that both returned
+    gap    its largest logprob minus the token's: 0 if both chose the same token
+    KL     of the soak's distribution over tokens from the quiet server's, over the alternatives that both returned
 
-Neither is zero in bf16: the same sums in other shapes round otherwise. Calibration says by how much: conversations of
-the same lengths on the quiet server itself, 64 at a time, scored in the same way. A sample passes if its largest gap,
-mean gap and mean KL are at most twice the largest that calibration saw. What the check can see is shown by a second
-server in which every other prefix comes back from the host with one page wrong (hicache_fault.py).
+Neither is zero in bf16, because the same sums in other shapes are rounded differently. Calibration measures by how
+much: conversations of the same lengths on the quiet server itself, 64 at a time, are scored in the same way. A sample
+passes if its largest gap, mean gap and mean KL are at most twice the largest of the calibration. A second server, in
+which every other prefix is loaded from the host with one page wrong (hicache_fault.py), shows what the check can
+detect.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ from hicache_presets import PRESETS, Preset
 from shapes import make_model_dir, num_plain_tokens
 
 _FAULTS = "none,zero,none,stale"
-_SCORED_AT_ONCE = 4  # other batches than those in which the answers were made
+_SCORED_AT_ONCE = 4  # batches of another size than those in which the answers were made
 _MARGIN = 2.0
-# One step of a logit between 1 and 2 in bf16, once in 32 tokens: a calibration without any gap knows less than that.
+# One rounding step of a logit between 1 and 2 in bf16, once in 32 tokens: the least that is allowed if the calibration
+# finds no gap.
 _LEAST_BOUND = {"largest gap": 2.0**-7, "mean gap": 2.0**-12}
-_LEAST_SEEN = 0.9  # of wrong pages
+_LEAST_SEEN = 0.9  # the share of wrong pages that must be detected
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """An answer as the server under test gave it."""
+    """An answer of the server under test."""
 
     prompt: list[int]
     output_ids: list[int]
@@ -54,7 +56,7 @@ class Sample:
 
     @classmethod
     def empty(cls) -> Sample:
-        """One that has not come yet."""
+        """A sample whose answer has not come yet."""
         return cls([], [], [], [], {}, "")
 
     @classmethod
@@ -67,7 +69,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One sample beside the quiet server. Natural logarithms."""
+    """One sample compared with the quiet server. Natural logarithms."""
 
     label: str
     largest_gap: float
@@ -88,7 +90,7 @@ _REPORTED: dict[str, Measure] = MEASURES | {"mean difference of logprobs": lambd
 
 
 def divergence(p: Alternatives, q: Alternatives) -> float:
-    """KL of p from q over the tokens that both list, and all others as one: never above that of the whole."""
+    """KL of p from q over the tokens that both list, with all others as one token: at most the KL of the whole."""
     others = {token: value for value, token in q}
     shared = [(value, others[token]) for value, token in p if token in others]
     rest_p = 1.0 - sum(math.exp(value) for value, _ in shared)
@@ -128,7 +130,7 @@ async def score_all(url: str, samples: Sequence[Sample]) -> list[Score]:
 
 
 def prompt_of(rng: random.Random, preset: Preset) -> list[int]:
-    """A conversation of a length that occurs."""
+    """A prompt of a length that occurs in the soak."""
     lengths = preset.lengths
     num = rng.randint(lengths.first[0], lengths.longest - lengths.message[1] - lengths.answer[1])
     return random_ids(rng, num, num_plain_tokens(preset.shape))
@@ -151,7 +153,7 @@ async def second_turns(
 
 
 async def calibrate(url: str, preset: Preset) -> list[Score]:
-    """What rounding alone does: the quiet server's own answers, made in large batches, scored in small ones."""
+    """The effect of rounding alone: the quiet server's own answers, made in large batches, scored in small ones."""
     rng = random.Random(11)
     prompts = [prompt_of(rng, preset) for _ in range(preset.num_calibrations)]
     async with Client(url, timeout_s=600.0) as client:
@@ -160,8 +162,8 @@ async def calibrate(url: str, preset: Preset) -> list[Score]:
 
 
 async def controls(url: str, preset: Preset, log: Path) -> list[Sample]:
-    """Prompts that have been driven out to the host, asked one by one of the server with planted faults. Labels are
-    what was done to their load."""
+    """Prompts that have been evicted to the host, sent one by one to the server with planted faults. Their labels are
+    the faults of their loads."""
     rng = random.Random(13)
     prompts = [prompt_of(rng, preset) for _ in range(preset.num_controls)]
     samples = []
@@ -183,7 +185,7 @@ def _lines(log: Path) -> list[str]:
 
 
 def bounds_of(calibration: Sequence[Score]) -> dict[str, float]:
-    """The most that a right answer may show."""
+    """The largest values allowed for a right answer."""
     return {
         name: max(_MARGIN * max(map(measure, calibration)), _LEAST_BOUND.get(name, 0.0))
         for name, measure in MEASURES.items()
@@ -228,7 +230,7 @@ def _separation(measure: Measure, right: Sequence[Score], wrong: Sequence[Score]
 def verdicts(
     groups: Mapping[str, Sequence[Score]], bounds: Mapping[str, float]
 ) -> tuple[list[str], list[str]]:
-    """(what was seen, what was not in order), one line each."""
+    """(results, failures), one line each."""
     said, missed = [], []
     for group, scores in groups.items():
         num_passed = sum(passes(score, bounds) for score in scores)

@@ -1,6 +1,6 @@
-"""The scheduler's process without HTTP: the real loop and model runner, and a process that takes their messages.
+"""The scheduler's process without HTTP: the real loop and model runner, and a process that receives their messages.
 
-Messages are encoded and sent over the same sockets as in a server, so a step costs this process what it costs a
+Messages are encoded and sent over the same sockets as in a server, so a step takes this process as long as it takes a
 server's scheduler.
 """
 
@@ -92,12 +92,12 @@ class InProcessEngine:
 
     @property
     def decode(self) -> DecodeRunner:
-        """What runs decode steps."""
+        """The runner of decode steps."""
         return self.runner.decode
 
     @property
     def graphs(self) -> DecodeRunner | None:
-        """The captured decode steps."""
+        """The runner of decode steps if there are captured graphs, else None."""
         return self.decode if self.decode.has_graphs else None
 
     def submit(self, num_reqs: int, prompt_len: int, output_lens: Sequence[int]) -> None:
@@ -119,16 +119,16 @@ class InProcessEngine:
         return rid
 
     def flush(self) -> None:
-        """Empty the prefix cache, all tiers; no request may be there."""
+        """Empty the prefix cache, all tiers; no request may run or wait."""
         self._inbox.messages.append(FlushCacheReq(id="flush"))
         self.step()
 
     def step(self) -> None:
-        """One turn of the loop: submits a step, and waits for the one before it."""
+        """One step of the loop: submits a step, and waits for the one before it."""
         self._flight = self.scheduler.step(self._flight)
 
     def step_until(self, condition: Callable[[], bool]) -> None:
-        """Turns until ``condition``."""
+        """Step until ``condition`` is true."""
         while not condition():
             self.step()
 
@@ -139,7 +139,7 @@ class InProcessEngine:
         self.step_until(lambda: self._flight is None and not self.scheduler.reqs)
 
     def _time_waiting(self) -> None:
-        """Note how long the host waits for results: the rest of a step is its own work."""
+        """Measure how long the host waits for results: the rest of a step is its own work."""
         for stream in (self.device.copy, self.device.forward):
             stream.synchronize = self._timed(stream.synchronize)  # type: ignore[method-assign]
 

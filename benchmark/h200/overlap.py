@@ -1,12 +1,12 @@
-"""Does the GPU wait for the CPU? A decode step of the server's loop beside the bare replay of its graph.
+"""Does the GPU wait for the CPU? Compares a decode step of the server's loop with the replay of its graph alone.
 
     python benchmark/h200/overlap.py                           # both shapes, batches of 1, 16, 64 and 256
     python benchmark/h200/overlap.py --shape 8b --batch 64 --server-args "--decode-attention-backend triton"
 
 N requests decode in steady state in the scheduler's real loop (receive, plan, launch, publish, send), and the wall time
-of --steps steps is taken. Then the graph of that batch is replayed as often with nothing else, from the same state on:
-the same positions, the same pages. The bar is a ratio of 1.05. "CPU" is what the loop computes per step, with
-its waiting for results taken out: what has to hide behind the replay.
+of --steps steps is measured. Then the graph of that batch is replayed as often with nothing else, from the same state:
+the same positions, the same pages. The bar is a ratio of 1.05. "CPU" is the loop's CPU time per step without its waits
+for results, which must be less than the time of the replay.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WARM_STEPS = 30
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Milliseconds per step; ``replay_ms`` None where the batch has no graph."""
+    """Milliseconds per step; ``replay_ms`` is None if the batch has no graph."""
 
     shape: str
     batch: int
@@ -83,7 +83,7 @@ def measure(engine: InProcessEngine, shape: str, batch: int, args: argparse.Name
         cpus.append((elapsed - (engine.blocked_s - blocked)) / args.steps)
         if state is not None:
             replays.append(state.time_replays(args.steps))
-    assert len(engine.scheduler.running) == batch, "nobody has left"
+    assert len(engine.scheduler.running) == batch, "no request has left"
     engine.abort_all()
     replay_ms = statistics.median(replays) * 1e3 if replays else None
     return Overlap(
@@ -92,7 +92,7 @@ def measure(engine: InProcessEngine, shape: str, batch: int, args: argparse.Name
 
 
 class _ReplayState:
-    """What replays change, as it was before the steps that are timed: how many there have been, the last tokens."""
+    """The state that replays change, saved before the timed steps: the number of steps, and the last tokens."""
 
     def __init__(self, engine: InProcessEngine, size: int) -> None:
         graphs = engine.graphs

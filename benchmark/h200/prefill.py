@@ -4,8 +4,8 @@
     python benchmark/h200/prefill.py --shape 8b --tokens 8192 --kernels --functions
 
 One prompt at a time goes through the scheduler's real loop without HTTP. "submit" is the loop's own time until the step
-is submitted, "step" the time until its token is there. ``--kernels`` prints the GPU's time by kernel, ``--functions``
-the CPU's by function.
+is submitted, "step" the time until its token has arrived. ``--kernels`` prints the GPU's time by kernel,
+``--functions`` the CPU's by function.
 """
 
 from __future__ import annotations

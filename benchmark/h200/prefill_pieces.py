@@ -24,7 +24,7 @@ _REPEATS = 11
 
 
 class _Timed:
-    """Stands where the model's layers are run and notes their CPU and GPU time."""
+    """Runs the model's layers and measures their CPU and GPU time."""
 
     def __init__(self, engine: InProcessEngine, graphs: PiecewiseCudaGraphRunner | None) -> None:
         self._inner = graphs or engine.runner.model

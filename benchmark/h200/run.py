@@ -1,4 +1,4 @@
-"""Serving speed on one H200 beside SGLang's: our server, driven over HTTP by our bench_serving.
+"""Serving speed on one H200, compared with SGLang's: our server, driven over HTTP by our bench_serving.
 
     python benchmark/h200/run.py                                   # both shapes, the three loads: about 3 minutes
     python benchmark/h200/run.py --shape 8b --load 32 --server-args "--decode-attention-backend triton"
@@ -29,7 +29,7 @@ from shapes import SHAPES, make_model_dir, num_plain_tokens
 
 _WARMUP_OUTPUT_LEN = 16
 _MOST_WARMUP_PROMPTS = 64
-_DYING_S = 3.0  # a server whose scheduler died ends itself; requests fail a little earlier
+_DYING_S = 3.0  # a server whose scheduler has died ends by itself; requests fail a little earlier
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Load:
     num_prompts: int
 
     def eighth(self) -> Load:
-        """A load to try things with."""
+        """A smaller load, for --quick."""
         lens = (max(self.input_len // 8, 1), max(self.output_len // 8, 2))
         return Load(*lens, max(self.concurrency // 8, 1), max(self.num_prompts // 8, 2))
 
@@ -72,7 +72,7 @@ SGLANG = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured load; ``figures`` None if it failed, ``error`` then says how."""
+    """One measured load; ``figures`` is None if it failed, and then ``error`` says how."""
 
     shape: str
     load: str
@@ -85,7 +85,7 @@ class Row:
 def bench(
     server: BenchServer, load: Load, vocab: int, out: Path, name: str, seed: int, timeout_s: float
 ) -> dict[str, object]:
-    """bench_serving's JSON line. Raises ServerDied, or RuntimeError with its last words."""
+    """bench_serving's JSON line. Raises ServerDied, or RuntimeError with the end of bench_serving's output."""
     file = out / f"{name}.bench.json"
     file.unlink(missing_ok=True)
     command = [
@@ -244,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     for shape in shapes:
         for row in run_shape(shape, keys, args):
-            rows.append(row)  # written at once: what was measured stays measured
+            rows.append(row)  # written at once, so that it is kept if a later load fails
             print(table_row(row), *([row.error] if row.error else []), sep="\n", flush=True)
             (args.out / "result.json").write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")
     print("", HEADER, *[table_row(row) for row in rows], "", f"logs and figures: {args.out}", sep="\n")

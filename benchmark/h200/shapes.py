@@ -1,7 +1,7 @@
 """Model directories to serve with dummy weights: a real config.json and a tokenizer of the real size, made here.
 
-The tokenizer is byte-level BPE with as many tokens as Qwen3's, of about four letters each, and Qwen3's special tokens
-under their ids, so that requests, streams and detokenization weigh what they weigh with the real one.
+The tokenizer is byte-level BPE with as many tokens as Qwen3's, of about four letters each, and with Qwen3's special
+tokens and their ids, so that requests, streams and detokenization cost as much as with the real one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def num_plain_tokens(shape: str) -> int:
 
 
 def kv_bytes_per_token(shape: str) -> int:
-    """Of keys and values, all layers, in 16 bits."""
+    """Bytes of keys and values of one token, all layers, in 16 bits."""
     config = _config(shape)
     return 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2
 

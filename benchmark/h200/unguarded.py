@@ -1,8 +1,8 @@
-"""A build for benchmarks alone: what guards memory and costs something at --memory-check off, taken out.
+"""A build for benchmarks alone, without the guards that cost something at --memory-check off.
 
-What orders the device stays: waits, Points, copies, pads, the arena's fill; without them tokens would be wrong. What
-goes are the checks that only ever raise, and the books that are kept for them. Run with ``python -O``, which takes the
-assertions out as well, and with --flight-recorder-steps 0.
+Everything that orders the device stays: waits, Points, copies, pads, the arena's fill; without them tokens would be
+wrong. Removed are the checks that can only raise, and the records that are kept for them. Run with ``python -O``, which
+removes the assertions as well, and with --flight-recorder-steps 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _synchronize(self: Stream, point: Point, edge: object) -> None:
 
 
 class _NoBooks:
-    """Stands for the bitmap of leased ids."""
+    """Takes the place of the bitmap of leased ids."""
 
     def __setitem__(self, key: object, value: object) -> None:
         return
@@ -51,7 +51,7 @@ def _make_lease_pool(self: LeasePool, *args: object, **kwargs: object) -> None:
 
 _INIT_LEASE_POOL = LeasePool.__init__
 
-# (class, method, what stands in its place)
+# (class, method, its replacement)
 STUBS = (
     (LeasePool, "__init__", _make_lease_pool),
     (LeasePool, "_check", _nothing),  # retired twice, never leased, reserved
@@ -69,7 +69,7 @@ STUBS = (
 
 
 def strip() -> None:
-    """Take the guards out of this process. Before anything is made."""
+    """Remove the guards from this process. Called before anything is made."""
     for owner, name, stub in STUBS:
         assert name in vars(owner), f"{owner.__name__}.{name} is gone: bring this list up to date"
         setattr(owner, name, stub)

@@ -1,9 +1,9 @@
-"""Attention kernels side by side: microseconds of one layer, as a graph's replay takes them.
+"""Compares attention kernels: microseconds of one layer, in a graph's replay.
 
     python benchmark/kernels/bench_attention.py [--models 0.6B 8B] [--page-size 1]
 
-Decode reads its keys and values once: the table also says how much of the bytes a second that is. Extend's figure is in
-TFLOP/s of the causal half.
+For decode, which reads its keys and values once, the table also has the bytes per second; for extend the TFLOP/s of the
+causal half.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CONTEXT_LENGTH = 32768
 
 
 def backends(setting: AttentionSetting, mode: ForwardMode) -> dict[str, Callable[[], AttentionBackend]]:
-    """What is compared in steps of that kind."""
+    """The backends that are compared in steps of that kind."""
     pool, device, heads = setting.kv_pool, setting.device, setting.num_heads
 
     def flashinfer(prefill: str | None = None, tensor_cores: bool | None = None) -> AttentionBackend:
@@ -98,7 +98,7 @@ def compare(name: str, heads: Heads, page_size: int, device: Device) -> None:
                 try:
                     us = measure_us(make(), setting, mode, batch)
                     cells.append(f"{us:8.1f} us {rate(heads, mode, batch, us)}")
-                except Exception as error:  # one that is missing must not keep the others
+                except Exception as error:  # one that cannot run must not stop the others
                     cells.append(f"{type(error).__name__}: {str(error)[:80]}")
                     break
             print(f"  {label:24}", " | ".join(cells), flush=True)
@@ -110,7 +110,7 @@ def compare(name: str, heads: Heads, page_size: int, device: Device) -> None:
 
 
 def plan_cost(device: Device) -> None:
-    """What planning a decode step costs the CPU, of which the kernels' times say nothing."""
+    """The CPU time of planning a decode step, which the kernels' times do not contain."""
     heads = MODELS["8B"]
     pool = KVPool(
         4096, KVLayout.uniform(16, 1, heads.kv, heads.head_dim, torch.bfloat16), device.torch_device

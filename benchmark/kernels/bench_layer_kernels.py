@@ -1,11 +1,11 @@
-"""Our Triton kernels beside attention and products, timed in captured graphs.
+"""Times our Triton kernels other than attention and products, in captured graphs.
 
 ``python benchmark/kernels/bench_layer_kernels.py [--part norm silu rotate prologue sample] [--tune]``
 
-Each figure is the time of one launch in a graph of a chain of them (the best of several replays), so it holds what a
-kernel costs inside a decode step: launch, latency and drain. ``pdl`` is the same chain with programmatic dependent
-launch, where the kernel has it. Prints a table in Markdown; ``--part`` chooses rows, ``--tune`` also tries other cuts
-than the built-in ones.
+Each figure is the time of one launch in a graph of a chain of them (the best of several replays), so it contains all
+that a kernel costs inside a decode step: launch, latency and drain. ``pdl`` is the same chain with programmatic
+dependent launch, if the kernel has it. Prints a table in Markdown; ``--part`` chooses rows, ``--tune`` also tries other
+configurations than the built-in ones.
 """
 
 from __future__ import annotations

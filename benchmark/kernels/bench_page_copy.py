@@ -1,12 +1,12 @@
-"""Page copies between the KV pool and pinned host memory, as a share of what the link gives one plain copy.
+"""Page copies between the KV pool and pinned host memory, as a share of the rate of one plain copy.
 
     python benchmark/kernels/bench_page_copy.py [--models llama-3.1-8b,qwen3-0.6b] [--tokens 8192] [--skip sweeps]
 
 For each model's shape (bf16): both io backends and layouts, pages of 1, 16 and 64 tokens, anywhere or in a row, to the
 device and to the host; loads layer by layer with the CPU's time for submitting them; how many CTAs a kernel copy needs;
-from how many pages in a row the copy engine had better take them as one strided copy; what copies take from products
-that run beside them. The copies are those of ``PageCopier`` on LOAD and STORE. GB = 1e9 bytes; the median of several
-copies, timed by CUDA events; copies of one-token pages move fewer tokens.
+from how many pages in a row one strided copy is faster; how much copies slow down products that run at the same time.
+The copies are those of ``PageCopier`` on LOAD and STORE. GB = 1e9 bytes; the median of several copies, timed by CUDA
+events; copies of one-token pages move fewer tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ONE_TOKEN_SHARE = 4  # pages of one token: a fourth of the tokens
 
 
 class SharedHostDevice(CudaDevice):
-    """All host pools lie in one piece of pinned memory: one after the other, they need not be pinned each."""
+    """Puts all host pools into one piece of pinned memory, one after the other, so that it is pinned only once."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
@@ -50,14 +50,14 @@ class SharedHostDevice(CudaDevice):
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Of one transfer: seconds on its stream, seconds of the CPU."""
+    """Times of one transfer: seconds on its stream, seconds of the CPU."""
 
     seconds: float
     cpu_seconds: float
 
 
 def timed(work: Callable[[], object], stream: torch.cuda.Stream, repeats: int = 3) -> Timed:
-    """Medians of ``work``, which submits to ``stream``, after one run for warmth."""
+    """Medians of ``work``, which submits to ``stream``, after one run as warm-up."""
     seconds, cpu = [], []
     for i in range(repeats + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -207,7 +207,7 @@ def page_pools(kv_pool: KVPool, host_pool: HostPool, io_backend: str) -> PagePoo
 
 
 def layout_of(page_size: int, num_layers: int) -> KVLayout:
-    """Of a page of a model with so many layers."""
+    """The layout of a page of a model with ``num_layers`` layers."""
     return KVLayout.uniform(page_size, num_layers, HEADS, HEAD_DIM, torch.bfloat16)
 
 

@@ -1,12 +1,12 @@
-"""Products of few rows on a GPU: cuBLAS against ours on the shapes of two models, all of it in captured graphs.
+"""Products of few rows on a GPU: compares cuBLAS with our kernels on the shapes of two models, in captured graphs.
 
 Usage: bench_skinny_gemm.py [--models 0.6B 8B] [--rows 1 2 ...] [--seconds 2] [--triton] [--table FILE] [--skip-sweep]
 
-The sweep looks for the best cut of each product: a graph runs it over as many copies of the weight as make 400 MB, so
-that each is read from memory. Then the model's whole chain of products, every layer with weights of its own, is timed
-with cuBLAS, with Triton alone (guessed cuts) and with the winners. Times are medians over replays; the floor is the
-weights' bytes over the rate of a device-to-device copy, measured in the same run. The winners go to --table, in the
-format of layers/kernels/skinny_table.py.
+The sweep looks for the best configuration of each product: a graph runs it over as many copies of the weight as make
+400 MB, so that each is read from memory. Then the model's whole chain of products, every layer with its own weights, is
+timed with cuBLAS, with Triton alone (guessed configurations) and with the best ones. Times are medians over replays;
+the floor is the weights' bytes divided by the rate of a device-to-device copy, measured in the same run. The best
+configurations are written to --table, in the format of layers/kernels/skinny_table.py.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class FixedTable(SkinnyTable):
 
 
 class Activations:
-    """What the products of one model read and write beside the weights."""
+    """What the products of one model read and write besides the weights."""
 
     def __init__(self, products: Iterable[Product], rows: int) -> None:
         products = list(products)
@@ -196,7 +196,7 @@ def weight_over(values: torch.Tensor, products: SkinnyProducts) -> CudaDenseWeig
 
 
 def time_product(bench: Bench, product: Product, rows: int, products: SkinnyProducts) -> float:
-    """Microseconds for one product, its weight cold, behind others like it."""
+    """Microseconds for one product after others like it, with its weight not in L2."""
     copies = max(2, min(100, -(-COLD_BYTES // product.nbytes)))
     size = product.weight_rows * product.k
     views = [bench.buffer[i * size : (i + 1) * size].view(-1, product.k) for i in range(copies)]
@@ -229,7 +229,8 @@ def time_chain(bench: Bench, model: Model, rows: int, products: SkinnyProducts) 
 
 
 class Sweep:
-    """The search for one product's cut: coarse over the shape of a CTA, then each other dial around the best few."""
+    """The search for one product's configuration: first over the shape of a CTA, then the other parameters around the
+    best few."""
 
     def __init__(self, bench: Bench, product: Product, rows: int, seconds: float) -> None:
         self.bench, self.product, self.rows = bench, product, rows
@@ -330,7 +331,7 @@ class Sweep:
 def sweep_model(
     bench: Bench, model: Model, rows: Sequence[int], seconds: float, triton: bool, rate: float
 ) -> dict[str, SkinnyChoice]:
-    """The winners by table_key."""
+    """The best configurations by table_key."""
     winners: dict[str, SkinnyChoice] = {}
     print(f"{model.name}\n{'product':8} rows   floor   cuBLAS  ours (us); the winner, of how many")
     for product in model.products:

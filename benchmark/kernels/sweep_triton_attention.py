@@ -1,12 +1,12 @@
-"""Which cut of our Triton attention is fastest on the GPU at hand: every configuration, one layer in a captured graph.
+"""Finds the fastest configurations of our Triton attention on this GPU: each is timed as one layer in captured graphs.
 
     python benchmark/kernels/sweep_triton_attention.py [--models 0.6B 8B] [--page-size 1] [--batches 1x1150 8x512]
         [--jobs 8] [--top 4]
 
-Prints, for each batch, the fastest configurations, and the backend's own choice (marked ``*``) wherever it ranks.
-Decode in GB/s of keys and values, extend in TFLOP/s of what the causal mask leaves. Decode runs behind
-``rotate_and_store``, as in a model, whose time alone is taken off: what overlaps with it is part of the figure.
-Compiling takes most of the time, so ``--jobs`` processes do it first, side by side.
+Prints, for each batch, the fastest configurations, and the backend's own choice (marked ``*``) with its rank. Decode is
+in GB/s of keys and values, extend in TFLOP/s of what the causal mask leaves. Decode runs after ``rotate_and_store``, as
+in a model, and the time of that kernel alone is subtracted, so the figure includes the gain of overlapping with it.
+Compiling takes most of the time, so ``--jobs`` processes do it first, in parallel.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Heads:
 
 
 MODELS = {"0.6B": Heads(16, 8, 128), "8B": Heads(32, 8, 128)}
-LATENCY_BOUND = (1, 2)  # batches that try the cuts for few requests
+LATENCY_BOUND = (1, 2)  # batches for which the configurations for few requests are tried
 DECODE = (
     (1, 512), (1, 1150), (1, 4096), (4, 1150), (8, 512), (8, 16384), (16, 1150), (32, 384), (32, 1150), (64, 1150),
     (256, 512), (256, 1150),
@@ -111,7 +111,7 @@ def time_us(step: Step, pool: KVPool) -> float:
     """Microseconds of ``step`` of a layer in a graph of all layers; the best of several replays."""
     num_layers = pool.num_layers
     step(pool.k(0), pool.v(0))
-    # A graph is captured and replayed on whatever stream: all that it reads must have been written before.
+    # A graph may be captured and replayed on any stream: everything that it reads must have been written before.
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -130,7 +130,7 @@ def time_us(step: Step, pool: KVPool) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """``rotate_and_store`` of one token for each of ``requests``, the kernel in front of decode attention."""
+    """``rotate_and_store`` of one token for each of ``requests``, the kernel before decode attention."""
 
     heads: Heads
     requests: PagedRequests
@@ -174,7 +174,7 @@ class Front:
 
 
 def decode_configs(batch: int, num_sms: int, heads: Heads) -> list[DecodeConfig]:
-    """What is tried for a batch, with the launches overlapped as in the backend."""
+    """The configurations to try for a batch, with overlapped launches as in the backend."""
     cuts = FEW if batch in LATENCY_BOUND else MANY
     return [
         DecodeConfig(
@@ -206,7 +206,7 @@ def describe(config: Config) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """One model's. ``shard``: only compile, and of each batch's configurations those."""
+    """The sweep of one model. ``shard``: only compile, and only these of each batch's configurations."""
 
     name: str
     heads: Heads
@@ -277,7 +277,7 @@ class Sweep:
                     step(pool.k(0), pool.v(0))
                 else:
                     results[describe(config)] = time_us(step, pool) - front_us
-            except Exception as error:  # a cut that does not fit must not end the sweep
+            except Exception as error:  # a configuration that does not fit must not end the sweep
                 print(f"{title} {describe(config)}: {str(error)[:120]}", file=sys.stderr)
         if not self.shard:
             report(f"{self.name} {title}", results, describe(own), work, unit, self.top)

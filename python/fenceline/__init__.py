@@ -13,7 +13,7 @@ __all__ = ["Engine", "__version__", "demo_model_path"]
 
 
 def demo_model_path() -> str:
-    """The directory of the demo model that ships inside the package; what ``--model-path demo`` means."""
+    """The directory of the demo model inside the package, which ``--model-path demo`` stands for."""
     from fenceline.config.model_files import demo_model_path as path
 
     return path()

@@ -14,10 +14,10 @@ PROG = "python -m fenceline.launch_server"
 
 def main(argv: Sequence[str], prog: str = PROG) -> None:
     """Serve until stopped; the process ends with a non-zero status if the engine fails. Wrong flags end it with one
-    line on stderr and status 2, Ctrl-C before the server minds signals itself with status 130."""
+    line on stderr and status 2, Ctrl-C before the server handles signals itself with status 130."""
     try:
         config = resolve(parse_args(argv, prog))
-        # Imported late: wrong flags and --help answer at once.
+        # Imported late, so that --help and errors in flags are printed at once.
         from fenceline.entrypoints.supervisor import serve_until_stopped
 
         status = serve_until_stopped(config)

@@ -1,8 +1,8 @@
-"""The HTTP client: sends one request and reads its reply as it comes, a time for each token.
+"""The HTTP client: sends one request and reads its reply as it arrives, with a time for each token.
 
-What reads replies (SSE framing, and times out of chunks that may carry several tokens) is synchronous and takes the
-clock as an argument, so that the arithmetic can be tested exactly. One call of ``feed`` is one read of the socket;
-events that came in one read count as one arrival.
+The code that reads replies (SSE framing, and times of tokens from chunks that may carry several) is synchronous and
+takes the time as an argument, so that the arithmetic can be tested exactly. One call of ``feed`` is one read of the
+socket; events that came in one read count as one arrival.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def error_text(event: object) -> str | None:
 
 
 class NativeRecorder:
-    """Reads /generate. Its events hold everything so far, so only the last one of a read is looked at.
+    """Reads /generate. Its events hold everything so far, so only the last one of a read is parsed.
 
     A server that streams increments instead is recognised by its second event, whose ids are fewer than
     ``completion_tokens``. SGLang has both a mode where ids and text and one where only ids are increments.
@@ -277,14 +277,15 @@ def _count(source: dict[str, Any], key: str) -> int | None:
 
 
 _TIMEOUT_S = 6 * 60 * 60
-_READ_BUFFER_BYTES = 10 * 1024**2  # a slow event loop must not push back on the server it measures
+# Large, so that a slow event loop of the client does not slow down the server that it measures.
+_READ_BUFFER_BYTES = 10 * 1024**2
 
 
 def open_session(headers: dict[str, str]) -> aiohttp.ClientSession:
     """A session without a connection limit. The caller closes it.
 
-    Each request has its own connection: a kept one may be closed by the server just as it is picked, and a POST
-    is not retried.
+    Each request has its own connection: the server may close a kept one just when it is used again, and a POST is not
+    retried.
     """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -295,7 +296,7 @@ def open_session(headers: dict[str, str]) -> aiohttp.ClientSession:
 
 
 def raise_file_limit(wanted: int = 65535) -> None:
-    """Raise the soft limit of open files, as far as the hard limit lets us: each request is a socket."""
+    """Raise the soft limit of open files as far as the hard limit allows: each request is a socket."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < target:

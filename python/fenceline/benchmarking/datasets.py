@@ -1,4 +1,4 @@
-"""What is asked: synthetic prompts made from a seed on this machine, or those of a file (ShareGPT's layout, custom JSON
+"""The requests: synthetic prompts made from a seed on this machine, or those of a file (ShareGPT's layout, custom JSON
 or JSONL). Nothing is ever downloaded.
 """
 
@@ -48,7 +48,7 @@ WORDS: tuple[str, ...] = tuple(_TEXT.split())
 
 
 _USER_ROLES = ("human", "user")
-_DEFAULT_OUTPUT_LEN = 256  # of a custom line that names none
+_DEFAULT_OUTPUT_LEN = 256  # for custom records without output_len
 
 
 def requests_from_file(args: BenchArgs, tokenizer: Tokenizer, rng: np.random.Generator) -> list[BenchRequest]:
@@ -228,7 +228,7 @@ class TextMaker:
     def _fitted(self, num_tokens: int) -> list[str]:
         """Words whose joined text is ``num_tokens`` tokens long; off by a few only if words cannot make it."""
         words = self._words(max(1, num_tokens - self._num_special))
-        for _ in range(8):  # tokens of neighbours may merge, so measure and correct
+        for _ in range(8):  # tokens of adjacent words may merge, so the length is measured and corrected
             excess = self.count(" ".join(words)) - num_tokens
             if excess == 0:
                 break

@@ -1,4 +1,4 @@
-"""--check-determinism: replay a sample of the answered prompts alone and compare what comes back."""
+"""--check-determinism: sends a sample of the answered prompts again, one at a time, and compares the answers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _first_difference(
 
 
 def _excerpt(items: list[int] | list[str], position: int, num: int = 8) -> str:
-    """What stands at ``position`` and after, or a word that the output had ended there."""
+    """The items at ``position`` and after it, or a note that the output had ended there."""
     part = items[position : position + num]
     if not part:
         return f"(ended after {len(items)})"

@@ -1,4 +1,4 @@
-"""Backends: which URL a backend speaks to and what a request's body looks like there."""
+"""Backends: the URL of each backend and the format of its requests' bodies."""
 
 from __future__ import annotations
 

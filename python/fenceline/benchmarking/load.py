@@ -1,4 +1,4 @@
-"""The load: requests that arrive at a rate, conversations turn by turn, a cap on concurrency, a progress bar."""
+"""The load: requests that arrive at a rate, conversations turn by turn, a limit of concurrency, a progress bar."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ async def run_load(
         start = time.perf_counter()
         tasks: list[asyncio.Task[list[RequestOutput]]] = []
         for index, arrival in enumerate(arrivals):
-            # Against the start, not the previous arrival: lateness must not add up.
+            # Relative to the start and not to the previous arrival, so that delays do not add up.
             delay = start + float(arrival) - time.perf_counter()
             if delay > 0:
                 await asyncio.sleep(delay)

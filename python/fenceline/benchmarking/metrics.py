@@ -1,4 +1,4 @@
-"""From replies to figures. The names are SGLang's; every latency is in milliseconds."""
+"""Computes the figures of a run from its replies. The names are SGLang's; every latency is in milliseconds."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class BenchmarkMetrics:
 
 
 def calculate_metrics(result: LoadResult, tokenizer: Tokenizer | None) -> BenchmarkMetrics:
-    """Work out the figures of a run; with a tokenizer, output text is counted once more by it."""
+    """Compute the figures of a run; with a tokenizer, the tokens of the output text are counted once more."""
     good = [output for output in result.outputs if output.reply.success]
     replies = [output.reply for output in good]
     cached = [reply.cached_tokens for reply in replies if reply.cached_tokens is not None]

@@ -1,4 +1,4 @@
-"""The values that travel through a benchmark: what to ask, and what came back."""
+"""The values of a benchmark: its requests, and their replies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What one HTTP request gave. Times are seconds; ``start_time`` is on ``time.perf_counter``'s clock.
+    """The result of one HTTP request. Times are seconds; ``start_time`` is of ``time.perf_counter``.
 
     ``prompt_tokens`` and ``cached_tokens`` are the server's counts, None where it reports none. ``ttft`` is 0
     for a reply without tokens. ``itl`` has one entry per token after those of the first chunk.

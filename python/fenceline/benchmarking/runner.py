@@ -1,4 +1,4 @@
-"""One benchmark run from arguments to result: the server is asked what it serves, warmed up, loaded and reported on."""
+"""One benchmark run from arguments to result: finds out what the server serves, warms it up, runs the load, reports."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def get_server_info(
         return None, None
     try:
         info = await get_json(session, root + "/get_server_info")
-    except ValueError:  # the run is over; a server that went away shows in the failures
+    except ValueError:  # the run is over; if the server has gone, requests have failed
         return None, None
     if info is None:
         return None, None
@@ -237,7 +237,7 @@ async def _measure(
         request_rate=args.request_rate,
         max_concurrency=args.max_concurrency,
         seed=args.seed,
-        # A replay can only repeat a random draw whose seed it knows.
+        # A request with random sampling can only be repeated with its seed.
         sampling_seed=args.seed if args.check_determinism and is_sampled(args.extra_body) else None,
         lora_names=args.lora_name,
         show_progress=not args.disable_tqdm,

@@ -1,4 +1,4 @@
-"""The little of a tokenizer that the benchmark needs, loaded without importing torch where possible."""
+"""The functions of a tokenizer that the benchmark needs, loaded without importing torch if possible."""
 
 from __future__ import annotations
 

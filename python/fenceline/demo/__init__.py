@@ -1,4 +1,4 @@
-"""The demo model's data: what it was trained on, and the held-out items it is judged by.
+"""The demo model's data: what it was trained on, and the held-out items that it is tested with.
 
 Nothing here imports torch: training, the evaluation client and the tests share this package.
 

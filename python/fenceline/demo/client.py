@@ -1,4 +1,4 @@
-"""A small asynchronous client: many prompts to one OpenAI-compatible server, so many at a time."""
+"""A small asynchronous client: sends many prompts to one OpenAI-compatible server, a limited number at a time."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ async def ask_all(
 ) -> list[Reply]:
     """Posts each body to `endpoint` (/v1/completions or /v1/chat/completions), at most `concurrency` at once.
 
-    Replies come in the order of the bodies; a failed request is a Reply with its error. `on_reply` hears
-    of each as it arrives.
+    Replies are in the order of the bodies; a failed request is a Reply with its error. `on_reply` is called with each
+    reply as it arrives.
     """
     gate = asyncio.Semaphore(concurrency)
     connector = aiohttp.TCPConnector(limit=0)

@@ -1,4 +1,4 @@
-"""Items laid out as the model meets them: few-shot text, chat conversations, GSM8K-like problems.
+"""Items in the layouts that the model is trained on: few-shot text, chat conversations, GSM8K-like problems.
 
 A document is a list of segments (text, is_answer). Every segment starts where the tokenizer splits
 anyway (a space, a newline, a special token), so encoding segments one by one equals encoding the text.
@@ -99,13 +99,13 @@ def chat(turns: list[tuple[str, str]], system: str = "") -> Document:
     return document
 
 
-def _few_shot_document(rng: random.Random, room: int) -> Document:
+def _few_shot_document(rng: random.Random, max_tokens: int) -> Document:
     category = None if rng.random() < 0.35 else rng.choices(_NAMES, cum_weights=_CUMULATIVE)[0]
     header = "Answer the questions.\n\n" if rng.random() < 0.2 else ""
     return few_shot([train_item(rng, category) for _ in range(rng.randrange(2, 13))], header)
 
 
-def _chat_document(rng: random.Random, room: int) -> Document:
+def _chat_document(rng: random.Random, max_tokens: int) -> Document:
     turns = []
     for _ in range(rng.randrange(1, 7)):
         if rng.random() < 0.25:
@@ -117,18 +117,18 @@ def _chat_document(rng: random.Random, room: int) -> Document:
     return chat(turns, system)
 
 
-def _gsm_document(rng: random.Random, room: int) -> Document:
+def _gsm_document(rng: random.Random, max_tokens: int) -> Document:
     category = "word" if rng.random() < 0.7 else "mul"
     return gsm_shots([train_item(rng, category) for _ in range(rng.randrange(2, 9))])
 
 
-def _equations_document(rng: random.Random, room: int) -> Document:
+def _equations_document(rng: random.Random, max_tokens: int) -> Document:
     items = [train_item(rng, "add" if rng.random() < 0.5 else "sub") for _ in range(rng.randrange(3, 16))]
     return equations([item for item in items if item.keys])
 
 
 def _ledger_items(rng: random.Random, ledger: Ledger, count: int) -> list[Item]:
-    # Each fact is asked for once: an earlier answer would be an easier place to find it than the ledger.
+    # Each fact is asked for once: an earlier answer would be easier to find than the ledger's statement.
     facts = rng.sample(ledger.facts, len(ledger.facts))
     items: list[Item] = []
     for fact in facts[:count]:
@@ -146,9 +146,9 @@ def _ask_ledger(rng: random.Random, ledger: Ledger, num_questions: int) -> Docum
     return chat(turns)
 
 
-def ledger_document(rng: random.Random, room: int) -> Document:
-    """A ledger of up to `room` tokens with its questions, as few-shot text or as a chat."""
-    num_tokens = int(room * rng.uniform(0.25, 1.0))
+def ledger_document(rng: random.Random, max_tokens: int) -> Document:
+    """A ledger of up to `max_tokens` tokens with its questions, as few-shot text or as a chat."""
+    num_tokens = int(max_tokens * rng.uniform(0.25, 1.0))
     num_questions = min(3 + num_tokens // 120, 32)
     text_tokens = max(num_tokens - num_questions * 32, num_tokens // 2)
     most = min(64, text_tokens // 10)
@@ -156,8 +156,8 @@ def ledger_document(rng: random.Random, room: int) -> Document:
     return _ask_ledger(rng, make_ledger(rng, num_facts, text_tokens, TRAIN), num_questions)
 
 
-def _small_ledger_document(rng: random.Random, room: int) -> Document:
-    # One to six facts close to their questions: recall is learned here before it is stretched.
+def _small_ledger_document(rng: random.Random, max_tokens: int) -> Document:
+    # One to six facts close to their questions: recall is learned here before it is learned over long distances.
     num_facts = rng.randrange(1, 7)
     num_tokens = num_facts * 10 + rng.randrange(0, 60)
     return _ask_ledger(rng, make_ledger(rng, num_facts, num_tokens, TRAIN), rng.randrange(1, 5))

@@ -1,6 +1,6 @@
 """Held-out prompts, the scores of answers to them, and the comparison of two runs item by item.
 
-A prompt is a few-shot prefix of trained items in front of a question that was not trained on.
+A prompt is a few-shot prefix of trained items, followed by a question that was not trained on.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def held_out_items(seed: int, num_items: int, categories: tuple[str, ...] = CATE
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One item as answered: `prompt_hash` names what was asked, so that runs compare like with like."""
+    """One item with its answer. `prompt_hash` identifies the prompt, so that only equal prompts are compared."""
 
     item_id: str
     category: str
@@ -122,7 +122,7 @@ def normalize(text: str) -> str:
 
 
 def score(item: EvalItem, prompt_text: str, reply: Reply) -> Answer:
-    """Right means: the whole answer, character for character (white space around it aside)."""
+    """Score a reply. It is right if the whole answer is equal, except for white space around it."""
     digest = hashlib.blake2b(prompt_text.encode(), digest_size=8).hexdigest()
     text = normalize(reply.text)
     return Answer(

@@ -49,7 +49,7 @@ def tale(name: str) -> str:
 
 
 def filler_sentence(rng: random.Random) -> str:
-    """A sentence of no consequence, to put distance between a fact and its question."""
+    """A sentence without meaning for the questions, to put distance between a fact and its question."""
     r = rng.random
     name = NAMES[int(r() * 64)]
     word = WORDS[int(r() * len(WORDS))]
@@ -72,7 +72,7 @@ def filler_sentence(rng: random.Random) -> str:
 
 
 def add_key(a: int, b: int) -> tuple[str, ...]:
-    """The key of a + b, in either order; none for two digits, which are facts to know by heart."""
+    """The key of a + b, in either order; none for two digits, whose sums are always trained."""
     low, high = (a, b) if a <= b else (b, a)
     return (f"add:{low}+{high}",) if high >= 10 else ()
 

@@ -49,9 +49,9 @@ HELD_OUT = "held_out"
 class Item:
     """A question with its only right answer.
 
-    `keys` name the operands, whatever template words the question: keys[0] the item's own, the rest
-    those of its steps (a product is worked out by an addition). No keys: a fact to know by heart, such
-    as a sum of two digits, that is always trained and never asked.
+    `keys` name the operands, whatever template the question uses: keys[0] the item's own, the others
+    those of its steps (a product is worked out by an addition). No keys: a basic fact, such as a sum of
+    two digits, that is always trained and never asked in the evaluation.
     """
 
     category: str
@@ -64,7 +64,7 @@ Maker = Callable[[random.Random], Item]
 
 
 def is_held_out(key: str) -> bool:
-    """Whether the operands named by `key` belong to the held-out set (a hash, the same for ever)."""
+    """Whether the operands named by `key` belong to the held-out set (by a hash, which never changes)."""
     digest = blake2b(key.encode(), digest_size=8, person=b"fenceline-demo").digest()
     return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 

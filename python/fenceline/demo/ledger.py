@@ -1,4 +1,4 @@
-"""Long-range recall: facts strewn over a long text, and questions about some of them at its end."""
+"""Long-range recall: facts scattered over a long text, and questions about some of them at its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ("code", "locker", "password")
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """`value` is stated of `name`; `kind` picks the wording of statement and question."""
+    """`value` is stated of `name`; `kind` chooses the wording of statement and question."""
 
     kind: int
     name: str
@@ -81,18 +81,18 @@ def make_fact(rng: random.Random, name: str, split: str) -> Fact:
 
 
 def make_ledger(rng: random.Random, num_facts: int, num_tokens: int, split: str) -> Ledger:
-    """A text of about `num_tokens` tokens (facts first, then as much filler as fits) on different names.
+    """A text of about `num_tokens` tokens: facts about different names, and as much filler as fits.
 
     Facts and filler are shuffled; every (name, value) pair belongs to `split`.
     """
     names = rng.sample(NAMES, min(num_facts, MAX_FACTS))
     facts = tuple(make_fact(rng, name, split) for name in names)
     statements = [fact.statement() for fact in facts]
-    room = int(num_tokens * CHARS_PER_TOKEN) - sum(map(len, statements)) - len(statements)
+    num_left = int(num_tokens * CHARS_PER_TOKEN) - sum(map(len, statements)) - len(statements)
     filler: list[str] = []
-    while room > 0:
+    while num_left > 0:
         filler.append(filler_sentence(rng))
-        room -= len(filler[-1]) + 1
+        num_left -= len(filler[-1]) + 1
     slots = sorted(rng.sample(range(len(statements) + len(filler)), len(statements)))
     sentences = filler
     for slot, statement in zip(slots, statements, strict=True):

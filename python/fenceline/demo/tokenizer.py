@@ -1,4 +1,4 @@
-"""The demo model's tokenizer: byte-level BPE, every digit a token of its own, ChatML template."""
+"""The demo model's tokenizer: byte-level BPE, every digit a separate token, ChatML template."""
 
 from __future__ import annotations
 
