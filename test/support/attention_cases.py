@@ -1,4 +1,4 @@
-"""Batches in a page pool whose attention is known from the textbook in float64."""
+"""Batches in a page pool whose attention is computed in float64 by its definition."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Case:
         for tensor in (self.pool.k(1), self.pool.v(1)):
             tensor[page_size:] = float("nan")
         free = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()
-        # Columns past a request's pages name other requests' pages: a table is not cleared when rows change hands.
+        # Columns past a request's pages name other requests' pages: a row is not cleared when it is leased again.
         self.page_table = torch.randint(
             1, num_pages, (len(seq_lens) + 2, max(pages) + 2), generator=generator
         ).int()
@@ -99,7 +99,7 @@ class Case:
 
 
 def case(seq_lens: list[int], query_lens: list[int], page_size: int, heads: tuple[int, int], **options):  # type: ignore[no-untyped-def]
-    """A ``Case``, which knows the textbook's result; every slot that is nobody's holds NaN."""
+    """A ``Case``, which computes the expected result; every slot that belongs to no request holds NaN."""
     return Case(seq_lens, query_lens, page_size, heads, **({"seed": 1, "head_dim": 16} | options))
 
 

@@ -1,4 +1,4 @@
-"""The real scheduler process with a defect: its books do not add up, or a step never ends."""
+"""The real scheduler process with a defect: its accounts of pages are wrong, or a step never ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run_wrong_books(config: EngineConfig, ports: PortArgs) -> None:
 
 
 def run_hanging_step(config: EngineConfig, ports: PortArgs) -> None:
-    """Never publishes a decode step, and says when it begins not to."""
+    """Never publishes a decode step, and prints a line when the first one should be published."""
     from fenceline.scheduler.process import run_scheduler_process
     from fenceline.scheduler.scheduler import Scheduler
 

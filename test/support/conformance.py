@@ -1,8 +1,8 @@
 """Small programs about streams, events, copies, memory and graphs, and the outcomes that CUDA allows each of them.
 
-They are written once, against ``Machine``: the virtual GPU (``test_conformance.py``) has to reach exactly what is
-allowed, a real GPU (``test/gpu/test_conformance_gpu.py``) nothing else. A program is named by its function; the
-docstring says which promise, or which absence of one, it is about.
+They are written once, against ``Machine``. The virtual GPU (``test_conformance.py``) must reach exactly the allowed
+outcomes, and a real GPU (``test/gpu/test_conformance_gpu.py``) no other. A program is named by its function; the
+docstring says which guarantee, or which missing guarantee, it is about.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Event(Protocol):
 
 
 class Machine(Protocol):
-    """What the programs need of a GPU; all tensors are int64."""
+    """The functions of a GPU that the programs use; all tensors are int64."""
 
     capture_errors: type[Exception]  # what a forbidden act during a capture raises
 
@@ -44,18 +44,18 @@ class Machine(Protocol):
         """A new tensor [1] on the current stream."""
 
     def large(self, value: int) -> torch.Tensor:
-        """A new tensor large enough for its memory to be reused whole; only its first cell is looked at."""
+        """A new tensor large enough for its memory to be reused whole; only its first cell is read."""
 
     def pinned(self, value: int, large: bool = False) -> torch.Tensor: ...
     def pageable(self, value: int, large: bool = False) -> torch.Tensor: ...
     def peek(self, host: torch.Tensor) -> int:
-        """Look at the first cell of pinned memory, whatever the device does meanwhile."""
+        """Read the first cell of pinned memory, whatever the device does meanwhile."""
 
     def poke(self, host: torch.Tensor, value: int) -> None:
         """Fill pinned memory, whatever the device does meanwhile."""
 
     def value(self, tensor: torch.Tensor) -> int | str:
-        """The first cell, "undefined" if nobody has written it; waits for the current stream."""
+        """The first cell, "undefined" if it has not been written; waits for the current stream."""
 
     def address(self, tensor: torch.Tensor) -> int: ...
     def is_pinned(self, tensor: torch.Tensor) -> bool: ...
@@ -66,10 +66,10 @@ class Machine(Protocol):
         """Run it in another host thread, to its end."""
 
     def lag(self, name: str) -> None:
-        """A place in the current stream at which the device may be held up."""
+        """A place in the current stream at which the device may be delayed."""
 
     def host_lag(self, name: str) -> None:
-        """A place at which the host may be held up."""
+        """A place at which the host may be delayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def settled(m: Machine, *tensors: torch.Tensor) -> Outcome:
 
 
 def start(m: Machine, *values: int) -> list[torch.Tensor]:
-    """Cells with these values, known to everybody."""
+    """Cells with these values, written before all streams continue."""
     cells = [m.cell(value) for value in values]
     m.synchronize()
     return cells

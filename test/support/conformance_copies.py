@@ -1,4 +1,4 @@
-"""Conformance programs: copies between host and device, and memory that is handed out again."""
+"""Conformance programs: copies between host and device, and memory that is allocated again."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def freed_memory_is_not_handed_out_on_another_stream(m: Machine) -> Outcome:
 
 @program(1, 2, "undefined", lags="ab", race="always")
 def freed_while_another_stream_reads(m: Machine) -> Outcome:
-    """Without ``record_stream`` nothing keeps the new tenant's values from the old reader."""
+    """Without ``record_stream`` the old reader may see the values of the new tensor."""
     (seen,) = start(m, 0)
     a, b = m.stream(), m.stream()
     with m.on(a):
@@ -236,7 +236,7 @@ def freed_after_waiting_for_the_reader(m: Machine) -> Outcome:
 
 @program(1, 2, lags="ab", race="always")
 def freed_while_another_stream_writes(m: Machine) -> Outcome:
-    """The old tenant's write lands in the new one's memory."""
+    """The write to the old tensor goes to the new one's memory."""
     a, b = m.stream(), m.stream()
     with m.on(a):
         x = m.large(0)

@@ -16,7 +16,7 @@ NUM_LARGE = 2 << 20  # 16 MiB: torch's allocator hands it out whole
 
 
 class CudaMachine:
-    """See ``conformance.Machine``. It holds up the lags named in ``lags``; a name doubled is held up twice."""
+    """See ``conformance.Machine``. It delays at the lags named in ``lags``; a doubled name is delayed twice as long."""
 
     capture_errors: type[Exception] = RuntimeError
 
@@ -121,7 +121,7 @@ class _Graph:
 
 
 def run_in_new_process(name: str) -> Any:
-    """The outcome of the program ``name``, from a process that may be spoilt by it."""
+    """The outcome of the program ``name``, run in a new process, which it may leave unusable."""
     import conformance_copies  # noqa: F401 - their programs register themselves
     import conformance_graphs  # noqa: F401
     import conformance_streams  # noqa: F401

@@ -257,7 +257,7 @@ def an_external_wait_is_not_for_a_record_after_the_replay(m: Machine) -> Outcome
 
 @program((5, 0), (5, 1), lags="abc", race="always")
 def an_external_record_inside_a_graph(m: Machine) -> Outcome:
-    """Each replay records anew: who waits sees what is before the record, perhaps what is behind it."""
+    """Each replay records again: a waiter sees what is before the record, and possibly what is after it."""
     page, out, tail, seen, seen_tail = start(m, 0, 0, 0, 0, 0)
     s, b, graph = m.stream(), m.stream(), m.graph()
     computed = m.event(external=True)
@@ -281,7 +281,7 @@ def an_external_record_inside_a_graph(m: Machine) -> Outcome:
 
 @program((1, 2), (2, 2), lags="ah", race="always")
 def a_captured_copy_reads_pinned_memory_at_each_replay(m: Machine) -> Outcome:
-    """(a replay behind which the host rewrites at once, a replay before which it waited)"""
+    """(a replay after which the host rewrites at once, a replay before which it waited)"""
     (x,) = start(m, 0)
     host = m.pinned(0)
     s, graph = m.stream(), m.graph()
@@ -331,7 +331,7 @@ def a_stream_beside_a_capture_works_on(m: Machine) -> Outcome:
 
 @program((False, 7), lags="a")
 def memory_of_a_capture_is_the_graph_s(m: Machine) -> Outcome:
-    """Even when nobody holds the tensor: (whether it is handed out again, the new tensor's value after a replay)"""
+    """Even when no tensor is left: (whether it is allocated again, the new tensor's value after a replay)"""
     (x,) = start(m, 1)
     s, graph = m.stream(), m.graph()
     with m.capture(graph, s):
@@ -379,7 +379,7 @@ def graphs_of_one_pool_leave_what_is_held(m: Machine) -> Outcome:
 
 
 def attempt(m: Machine, act: Callable[[Any, torch.Tensor], object]) -> Outcome:
-    """Capture ``act(stream, x)``: whether it is refused, and the value of x = 1 afterwards, by working means."""
+    """Capture ``act(stream, x)``: whether it is refused, and the value of x = 1 afterwards, read without a graph."""
     (x,) = start(m, 1)
     s, graph = m.stream(), m.graph()
     try:

@@ -33,7 +33,7 @@ def one_stream_is_in_order(m: Machine) -> Outcome:
 
 @program(1, 2, lags="ab", race="always")
 def the_default_stream_orders_nothing(m: Machine) -> Outcome:
-    """torch's streams are not blocking ones: the default stream is one among them."""
+    """torch's streams are non-blocking: the default stream is like the others."""
     (x,) = start(m, 0)
     m.lag("a")
     x.fill_(1)
@@ -186,7 +186,7 @@ def synchronize_covers_what_came_before_the_record(m: Machine) -> Outcome:
 
 @program((True, 1), (False, 0), (False, 1), lags="ah", race="sometimes")
 def a_query_tells_the_truth(m: Machine) -> Outcome:
-    """A record that has passed has everything before it done; one that has not may have in a moment."""
+    """If a record has passed, everything before it is done; if not, it may pass at any time."""
     (x,) = start(m, 1)
     host = m.pinned(0)
     a, done = m.stream(), m.event()

@@ -21,7 +21,7 @@ def make_gpu(policy: str = "random", seed: int = 0, **options: Any) -> tuple[Vir
 
 
 class VgpuEvent:
-    """An event that is external or not by nature, as torch's are."""
+    """An event that is external or not from its creation, as torch's are."""
 
     def __init__(self, event: Event, external: bool) -> None:
         self._event = event
@@ -36,7 +36,7 @@ class VgpuEvent:
 
 
 class VgpuMachine:
-    """See ``conformance.Machine``. Lags are the schedule's affair."""
+    """See ``conformance.Machine``. Lags do nothing here: the schedule varies instead."""
 
     capture_errors: type[Exception] = CaptureError
 

@@ -1,7 +1,7 @@
-"""A stand-in for torch.cuda that runs nothing: it writes down each call with the stream that was current.
+"""A replacement for torch.cuda that runs nothing: it records each call with the stream that was current.
 
-``install(monkeypatch)`` puts it where ``memory_order.cuda`` looks, so that CudaDevice can be made on a laptop. Memory
-is the host's; :class:`Buffer` stands for tensors whose copies are of interest.
+``install(monkeypatch)`` puts it where ``memory_order.cuda`` imports it, so that CudaDevice can be made on a laptop.
+Memory is the host's; :class:`Buffer` takes the place of tensors whose copies matter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Call = tuple[object, ...]
 
 
 class Machine:
-    """What was asked of the device: ``calls``, oldest first. ``current`` is the stream that work goes to."""
+    """The calls to the device: ``calls``, oldest first. ``current`` is the stream that work goes to."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []

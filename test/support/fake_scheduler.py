@@ -2,8 +2,8 @@
 
 The answer to prompt ids p is p[0], p[1], ..., p[0], ...; an end-of-sequence id or a stop token id among
 them ends it, as does ``max_new_tokens``. The logprob of token t is ``-(t % 8) / 8``. A prompt seen before is
-cached except for its last token; with HiCache it is found on the device, or in the storage after a flush that spared
-that. Special seeds ask for trouble: see ``Seed``.
+cached except for its last token; with HiCache it is found on the device, or in the storage after a flush that kept
+the storage. Special seeds make it misbehave: see ``Seed``.
 """
 
 from __future__ import annotations
@@ -75,19 +75,19 @@ class Seed:
     HANG = 7001  # never answers; holds its place until aborted
     HELD = 7002  # its first token; the others when the scheduler process is sent ``RELEASE``
     RAISE = 7003  # the scheduler fails with an exception
-    DIE = 7004  # the scheduler process ends without a word
+    DIE = 7004  # the scheduler process ends without a message
     REFUSE = 7005  # ends in an error of its own, status 507
     BURST = 7006  # all tokens in one message
     SLOW = 7007  # one token every 20 ms
 
 
 class FakeFailure(Exception):
-    """What ``Seed.RAISE`` asks for."""
+    """Raised for ``Seed.RAISE``."""
 
 
 @dataclass(slots=True)
 class Running:
-    """One request: what was asked and how many tokens are out."""
+    """One request: its message and how many tokens have been sent."""
 
     req: TokenizedGenerateReq
     cached_tokens: int
@@ -97,7 +97,7 @@ class Running:
 
 
 class FakeScheduler:
-    """The requests and the answers; knows no sockets."""
+    """The requests and the answers, without sockets."""
 
     def __init__(self, eos_ids: tuple[int, ...], *, has_tiers: bool = False) -> None:
         self.eos_ids = frozenset(eos_ids)
@@ -365,7 +365,7 @@ class FakeProcess:
 
 
 def run_fake_scheduler(config: EngineConfig, ports: PortArgs) -> None:
-    """A scheduler process' entry."""
+    """The entry of a scheduler process."""
     prepare_child("scheduler", config.server_args.log_level, ports)
     eos_ids = config.model.eos_token_ids
     scheduler = FakeScheduler(eos_ids, has_tiers=config.hicache is not None)
@@ -384,6 +384,6 @@ def run_stillborn_scheduler(config: EngineConfig, ports: PortArgs) -> None:
 
 
 def run_never_ready_scheduler(config: EngineConfig, ports: PortArgs) -> None:
-    """A scheduler process that loads its model for ever."""
+    """A scheduler process that loads its model forever."""
     prepare_child("scheduler", config.server_args.log_level, ports)
     threading.Event().wait()

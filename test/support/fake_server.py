@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-# The server's children run this file too, as spawned processes do: what it imports would cost each of them a second.
+# The server's spawned children run this file too, and importing here would take each of them a second.
 if __name__ == "__main__":
     import broken_scheduler
     import fake_scheduler

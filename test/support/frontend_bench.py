@@ -1,4 +1,4 @@
-"""A tokenizer manager without sockets: tests read what it sends and hand it the answers."""
+"""A tokenizer manager without sockets: tests read what it sends and pass it the answers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What the regression tests share: a runner with its guards on beside its reference, runners with one guard less, and
-spins of the device that hold a window open.
+"""Code that the regression tests share: a runner with all guards and its reference, runners with one guard severed, and
+spins of the device that make a race last longer.
 
-On a GPU the reference runs the very same step functions over the same padded arena and plan, eagerly, one step at a
-time, so that every bit must agree. On the CPU, where a capture is no more than that anyway, it is a runner without
-graphs, and tokens must agree.
+On a GPU the reference runs the same step functions over the same padded arena and plan, eagerly, one step at a time, so
+that every bit must be equal. On the CPU, where a capture does no more than that, it is a runner without graphs, and
+tokens must be equal.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from fenceline.memory_order.cuda import CudaDevice, CudaStream
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import ScheduleBatch, StepOutput
 
-SPIN_CYCLES = (
-    20_000_000  # of the device's clock, about 10 ms: longer than the host takes to launch the next step
-)
+# Cycles of the device's clock, about 10 ms: longer than the host takes to launch the next step.
+SPIN_CYCLES = 20_000_000
 SHORT_SPIN_CYCLES = 200_000  # about 100 us
 SIZES = (1, 2, 4, 8)
 NUM_STEPS = {"cpu": 120, "cuda": 1000}
@@ -51,7 +50,7 @@ class EagerCudaDevice(CudaDevice):
 
 
 def raw(stream: object) -> CudaStream:
-    """The stream as what it is on a GPU."""
+    """``stream`` as the CudaStream that it is on a GPU."""
     assert isinstance(stream, CudaStream)
     return stream
 
@@ -64,7 +63,7 @@ def trace_shape(page_size: int, num_rows: int = 12, **fields: object) -> TraceSh
 
 @cache
 def runners(kind: str, page_size: int, num_rows: int = 12) -> tuple[ModelRunner, ModelRunner]:
-    """A reference and a runner with graphs and all guards. Whoever uses them plays the same trace on both."""
+    """A reference and a runner with graphs and all guards. Callers run the same trace on both."""
     shape = trace_shape(page_size, num_rows)
     if kind == "cuda":
         return make_runner(EagerCudaDevice(), shape, SIZES), make_runner(open_device("cuda"), shape, SIZES)
@@ -74,7 +73,7 @@ def runners(kind: str, page_size: int, num_rows: int = 12) -> tuple[ModelRunner,
 def check_guarded(
     kind: str, page_size: int, batches: Sequence[ScheduleBatch], num_rows: int = 12
 ) -> list[StepOutput]:
-    """With all guards on the answers (and on a GPU all memory) are the reference's. Returns them."""
+    """Check that with all guards the answers (and on a GPU all memory) equal the reference's. Returns them."""
     reference, guarded = runners(kind, page_size, num_rows)
     if kind == "cuda":
         return check_same(reference, guarded, batches)
@@ -89,7 +88,7 @@ def check_random_steps(
 ) -> None:
     """:func:`check_guarded` for random steps, 1,000 of them on a GPU, and no step was without its graph or repaired.
 
-    Done once for the same arguments: with all guards on it is one and the same run for whichever of them.
+    Done once for the same arguments, because with all guards on the run is the same for each of them.
     """
     _, guarded = runners(kind, page_size, num_rows)
     assert guarded.decode.has_graphs
@@ -110,7 +109,7 @@ def unguarded(kind: str, name: str, page_size: int, num_rows: int = 12) -> Model
 
 
 def corruption(expected: Sequence[StepOutput], runner: ModelRunner, batches: Sequence[ScheduleBatch]) -> str:
-    """Where ``runner`` answers something else; "" if nowhere."""
+    """Where the answers of ``runner`` differ; "" if nowhere."""
     return first_difference(expected, play(runner, batches))
 
 
@@ -121,8 +120,8 @@ def play_spinning(
     spin: Callable[[Device], None],
     severed: str = "",
 ) -> list[StepOutput]:
-    """The first steps one by one; then, with ``spin`` on the device and without the edge or guard ``severed``, the
-    rest, two in flight. Setup ends with a step like those that follow: staging must hold what is valid for them."""
+    """Run the first steps one by one; then, with ``spin`` on the device and without the edge or guard ``severed``, the
+    others, two in flight. The setup ends with a step like those that follow, so that staging holds valid values."""
     device = runner.device
     outputs = play(runner, batches[:num_setup], overlap=False)
     device.synchronize()
@@ -137,7 +136,7 @@ def play_spinning(
 
 
 def spin_before_copies(stream: object, cycles: int = SPIN_CYCLES) -> None:
-    """Each copy on ``stream`` is submitted behind a spin."""
+    """Submit a spin before each copy on ``stream``."""
     slow = raw(stream)
     copy = slow.copy
 
@@ -149,7 +148,7 @@ def spin_before_copies(stream: object, cycles: int = SPIN_CYCLES) -> None:
 
 
 def spin_after_waits(stream: object, cycles: int = SPIN_CYCLES) -> None:
-    """What follows each wait of ``stream`` is submitted behind a spin."""
+    """Submit a spin after each wait of ``stream``."""
     slow = raw(stream)
     wait = slow.wait
 
@@ -161,7 +160,7 @@ def spin_after_waits(stream: object, cycles: int = SPIN_CYCLES) -> None:
 
 
 def spin_after_points(stream: object, cycles: int = SPIN_CYCLES) -> None:
-    """What follows each Point on ``stream`` is submitted behind a spin."""
+    """Submit a spin after each Point on ``stream``."""
     slow = raw(stream)
     record = slow.record
 

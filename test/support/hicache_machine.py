@@ -1,7 +1,7 @@
-"""A machine that drives the tree of two tiers and a naive model side by side.
+"""A state machine that drives the tree of two tiers and a naive model with the same operations.
 
-Requests match, load, compute, insert, read on and leave; backups, write-back spills, prefetches, holds and evictions
-of both tiers go on meanwhile. Each operation checks the bytes it reads when it runs (hicache_world).
+Requests match, load, compute, insert, decode and leave, with backups, write-back spills, prefetches, holds and
+evictions of both tiers in between. Each operation checks the bytes that it reads when it runs (hicache_world).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Running:
 
 @dataclass
 class Queued:
-    """A match that waits to be used, and the model's pages at the time: each with its moves."""
+    """A match that waits to be used, and the model's pages at that time, each with its number of moves."""
 
     match: MatchResult
     prefix: Prefix
@@ -92,9 +92,8 @@ class TwoTierMachine(RuleBasedStateMachine):
         self.queued: list[Queued] = []
         self.held: list[Held] = []
         self.prefetches: list[tuple[Prefix, np.ndarray]] = []
-        self.touched: list[
-            TreeNode
-        ] = []  # nodes that inserts returned: splits and evictions go on below them
+        # Nodes that inserts returned; splits and evictions continue below them.
+        self.touched: list[TreeNode] = []
         self.leaving: set[Prefix] = set()
 
     # --- requests ------------------------------------------------------------------------------------
@@ -106,7 +105,7 @@ class TwoTierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.queued)
     @rule(pick=picks, load_back=mostly, launch=mostly)
     def begin(self, pick: int, load_back: bool, launch: bool) -> None:
-        """A queued match is used, if it still holds, by a request that goes on behind it, at once or later."""
+        """A queued match is used, if it is still valid, by a request that continues after it, at once or later."""
         queued = self.queued.pop(pick % len(self.queued))
         match, (space, symbols) = queued.match, queued.prefix
         if not self.is_current(queued):
@@ -151,7 +150,7 @@ class TwoTierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(pick=picks, more=picks)
     def publish_part(self, pick: int, more: int) -> None:
-        """A chunk is done: its pages go into the tree, the request moves onto the tree's."""
+        """A chunk is done: its pages go into the tree, and the request moves onto the tree's."""
         req = self.running[pick % len(self.running)]
         self.insert(req, req.num_shared + more % (len(req.pages) - req.num_shared + 1))
 
@@ -214,7 +213,7 @@ class TwoTierMachine(RuleBasedStateMachine):
         self.store(nodes)
 
     def store(self, nodes: list[TreeNode]) -> None:
-        """Back up what the tree makes room for."""
+        """Back up the nodes for which the tree can evict host pages."""
         ticket, ends = self.ticket(TransferKind.STORE), [self.prefix_of(node) for node in nodes]
         protected = self.leaving | {end for node in nodes for end in self.ends_above(node)}
         move = self.tree.begin_backup(nodes, ticket)
@@ -417,7 +416,7 @@ class TwoTierMachine(RuleBasedStateMachine):
     # --- steps shared by the rules -------------------------------------------------------------------
 
     def tokens(self, symbols: tuple[int, ...]) -> np.ndarray:
-        """Pages that differ in their last token only, so that a mismatch hides late in the page."""
+        """Pages that differ in their last token only, so that a mismatch is at the end of the page."""
         pages = np.full((len(symbols), self.page_size), 7)
         pages[:, -1] = symbols
         return pages.reshape(-1)
@@ -467,7 +466,7 @@ class TwoTierMachine(RuleBasedStateMachine):
         req.loads, req.unwritten, req.own_after = (), [], Points.none()
 
     def insert(self, req: Running, upto: int, leaving: bool = False) -> None:
-        """Offer the first ``upto`` pages, retire the duplicates, move the lock and the request, or let it go."""
+        """Insert the first ``upto`` pages, retire the duplicates, and move the lock and the request, or end it."""
         if req.unwritten:
             self.flight(req)
         tokens, offered = self.tokens(req.symbols[:upto]), np.array(req.pages[:upto])
@@ -492,7 +491,7 @@ class TwoTierMachine(RuleBasedStateMachine):
     def leave(self, req: Running) -> None:
         self.running.remove(req)
         own = np.array(req.pages[req.num_shared :], dtype=np.int32)
-        # Pages that it never came to write: whom it would have waited for, the next owner has to.
+        # Pages that it has not written: their next owner must wait for what it would have waited for.
         self.pool.retire(own, req.last_flight.join(req.own_after))
         self.tree.unlock(req.node, req.last_flight)
         self.model.lock(req.prefix(req.num_shared), -1)

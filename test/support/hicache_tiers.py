@@ -98,7 +98,7 @@ class Tiers:
 
 
 def after_of(pool: LeasePool, pages: Sequence[int] | np.ndarray) -> set[Points]:
-    """What free ``pages`` wait for."""
+    """The Points that free ``pages`` carry."""
     wanted = {int(page) for page in pages}
     found = {after for ids, after in pool._pending if wanted & set(ids.tolist())}
     ready = set(pool._ready[: pool._num_ready].tolist())

@@ -1,7 +1,7 @@
-"""A world for the tree of two tiers: streams that run when told, memories whose bytes are prefixes, a naive tree.
+"""A model of the tree's environment: streams that run when told, memories whose bytes are prefixes, a naive tree.
 
-What a page holds is the prefix whose last page it is. Every operation that runs checks what it reads: a page handed
-out too early, a transfer that waits too little or a wrong page number shows as a wrong prefix.
+A page holds the prefix whose last page it is. Every operation that runs checks what it reads, so a page that is leased
+too early, a transfer that lacks a wait or a wrong page number leads to a wrong prefix.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class WorldStream(Stream):
     def __init__(self, name: StreamName) -> None:
         super().__init__(name, frozenset())
         self.ops: deque[tuple[Points, Callable[[], None], int]] = deque()
-        self.ran = 0  # the serial that has really been reached; the host may know less
+        self.ran = 0  # the serial that has been reached; the host may know of an earlier one only
 
     def submit(self, after: Points, action: Callable[[], None]) -> Point:
         point = self.record()
@@ -66,7 +66,7 @@ def reached(after: Points, stream: Stream | None = None) -> bool:
 
 
 class SpyPool(LeasePool):
-    """A page pool that writes down who was retired, in order, and after what."""
+    """A page pool that records which ids were retired, in order, and after which Points."""
 
     def __init__(self, name: str, size: int, reserved: int = 1) -> None:
         super().__init__(name, size, reserved)
@@ -83,7 +83,7 @@ class SpyPool(LeasePool):
 
 
 class World:
-    """Two memories and the streams that touch them."""
+    """Two memories and the streams that access them."""
 
     def __init__(self) -> None:
         self.forward = WorldStream(StreamName.FORWARD)
@@ -117,7 +117,7 @@ class World:
         return (self.load if to_device else self.store).submit(after, run)
 
     def run_until(self, after: Points) -> None:
-        """As a host thread that waits: whatever else runs meanwhile."""
+        """Run operations until ``after`` has passed, like a host thread that waits; others may run too."""
         while not reached(after):
             assert any(stream.run_one() for stream in self.streams), f"nothing can run before {after}"
 
@@ -205,7 +205,7 @@ class TwoTierModel:
         return [e for (s, t), e in self.pages.items() if s == space and t[:-1] == symbols]
 
     def oldest_on_device(self, gone: list[Prefix]) -> Prefix | None:
-        """Whose device pages go next, if those of ``gone`` are going already."""
+        """The node whose device pages are evicted next, if those of ``gone`` are evicted already."""
         ends = [
             end
             for end in self.ends
@@ -222,7 +222,7 @@ class TwoTierModel:
         return on_device and one != other and one[0] == other[0] and one[1][: len(other[1])] == other[1]
 
     def host_candidates(self, protected: set[Prefix]) -> list[Prefix]:
-        """Whose host pages may go."""
+        """The nodes whose host pages may be evicted."""
         found = []
         for end in self.ends - protected:
             entry, below = self.pages[end], self.children(end)
@@ -232,7 +232,7 @@ class TwoTierModel:
         return found
 
     def leave_host(self, pages: list[int], protected: set[Prefix]) -> None:
-        """The tree has retired ``pages``: it must have been the turn of their node."""
+        """The tree has retired ``pages``: their node must have been the next to be evicted."""
         ends = self.host_candidates(protected)
         end = next((e for e in ends if [entry.host for entry in self.entries(e)] == pages), None)
         assert end is not None, f"host pages {pages} were not to go"

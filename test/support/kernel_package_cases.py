@@ -1,4 +1,4 @@
-"""Random cases for the CUDA package and what they must give: on the CPU under emulation, on a GPU for real."""
+"""Random cases for the CUDA package and their expected results: on the CPU under emulation, and on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DTYPES = (
 
 @dataclass
 class FillCase:
-    """Fields to fill, destinations holding noise."""
+    """Fields to fill, whose destinations hold random bytes."""
 
     fields: list[FillField]
 
@@ -27,7 +27,7 @@ class FillCase:
         return min(len(t) for f in self.fields for t in (f.dst, f.src) if t is not None)
 
     def check(self, num_live: int) -> None:
-        """Every destination is live rows of its source and padding, in torch's own words."""
+        """Check that every destination holds the live rows of its source and padding, as computed with torch."""
         for one in self.fields:
             expected = torch.full_like(one.dst, one.pad)
             if one.src is not None:

@@ -27,7 +27,7 @@ def late_loads(tiers: Tiers, cycles: int) -> None:
 def differences(
     severed: str, num_rounds: int, spin_cycles: int, io_backend: str = "direct", **flags: object
 ) -> list[str]:
-    """Prompts whose prefix is loaded: once on an idle device, once late. Where the answers differ."""
+    """Compute prompts whose prefix is loaded, once on an idle device and once late; returns where answers differ."""
     device = open_device("cuda", frozenset({severed} if severed else ()))
     tiers = Tiers(hicache_runner(device, hicache_io_backend=io_backend, **flags))
     found = []

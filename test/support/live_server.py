@@ -1,7 +1,7 @@
-"""Servers under test as the operating system sees them: started, asked, signalled, waited for.
+"""Servers under test as processes: started, asked, signalled, waited for.
 
-Nothing here depends on how fast the machine is: whoever waits does so for what the server tells, and the limits are far
-beyond what any step takes on a machine with other work (``pytest --busy-loops 4`` provides it).
+Nothing here depends on how fast the machine is: waits are for a sign of the server, and the limits are much longer than
+any step takes on a machine with other load (which ``pytest --busy-loops 4`` makes).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import httpx
 import psutil
 
 FAKE_SERVER = str(Path(__file__).with_name("fake_server.py"))
-WAIT_S = 200.0  # for anything: only a test that fails waits so long
-WATCHDOG_S = 8  # for tests in which a process is silent; the others must have a turn within that time
+WAIT_S = 200.0  # for anything; only a failing test waits this long
+WATCHDOG_S = 8  # for tests in which a process hangs; the others must get CPU time within it
 _ADDRESS = re.compile(r" at (http://\S+)")
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Ask again until true: the outcome of something that a server does on its own."""
+    """Wait until ``condition`` is true, for something that a server does by itself."""
     deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.005)  # the server needs the CPU that asking takes
+        time.sleep(0.005)  # leaves the CPU to the server
 
 
 def tokens_of(client: httpx.Client, text: str) -> list[int]:
@@ -42,7 +42,7 @@ def tokens_of(client: httpx.Client, text: str) -> list[int]:
 
 
 def scheduler_state(client: httpx.Client) -> dict[str, Any]:
-    """What the scheduler tells of itself."""
+    """The scheduler's own state."""
     state: dict[str, Any] = client.get("/get_server_info").json()["internal_states"][0]
     return state
 
@@ -93,7 +93,7 @@ class LiveServer:
 
     @classmethod
     def real(cls, *flags: str, env: dict[str, str] | None = None) -> LiveServer:
-        """What a user starts, on a free port."""
+        """The server that a user starts, on a free port."""
         return cls([sys.executable, "-m", "fenceline.launch_server", "--port", "0", *flags], env)
 
     @property
@@ -143,7 +143,7 @@ class LiveServer:
         return sorted(children, key=lambda child: child.create_time())
 
     def last_lines(self, num: int = 4) -> str:
-        """The end of the output. Python's own tracker may mourn what a process that died had open: left out."""
+        """The end of the output, without messages of Python's resource tracker about processes that died."""
         lines = [
             line for line in self.lines if "resource_tracker" not in line and "warnings.warn" not in line
         ]

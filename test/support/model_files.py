@@ -1,4 +1,4 @@
-"""A model's directory as far as configuration reads it: a small Llama's config.json, and weights of no bytes."""
+"""A model's directory as far as configuration reads it: a small Llama's config.json, and an empty file of weights."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def reference_logits(
 
 
 class PagedModel:
-    """Our model with a KV pool whose pages are handed out in random order."""
+    """Our model with a KV pool whose pages are leased in random order."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class PagedModel:
         num_pages = num_rows * pages_per_row + 1
         config = self.config
         self.pool = KVPool(num_pages, KVLayout(page_size, self.model.kv_rows), self.device)
-        # Whatever nobody wrote must not matter: only the sink stays finite.
+        # Slots that have not been written must not matter: only the sink is finite.
         for layer in range(config.num_layers):
             self.pool.k(layer)[page_size:] = float("nan")
             self.pool.v(layer)[page_size:] = float("nan")
@@ -200,7 +200,7 @@ def check_parity(
         for (i, start, end), logits in zip(work, results, strict=True):
             torch.testing.assert_close(logits, expected[i][start:end], atol=1e-4, rtol=rtol)
 
-    # One request in three chunks, beside others that prefill at once.
+    # One request in three chunks, together with others that are prefilled at once.
     run([(0, 0, 53), (1, 0, 2)], ForwardMode.EXTEND)
     run([(2, 0, 61), (0, 53, 54), (3, 0, 1)], ForwardMode.EXTEND)
     run([(0, 54, 140)], ForwardMode.EXTEND)

@@ -1,4 +1,4 @@
-"""A model runner with a host tier: requests whose pages the test names, transfers between them and the host's pages."""
+"""A model runner with a host tier: requests whose pages the test chooses, and transfers between them and the host's."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Tiers:
         prefix_len: int = 0,
         loads: tuple[Ticket, ...] = (),
     ) -> ForwardResult:
-        """The same; the step is in flight."""
+        """The same without waiting: the step is in flight."""
         positions = np.arange(prefix_len, len(tokens))
         sampling = ReqSampling(GREEDY, 1, row, len(tokens), (0,), True, 2)
         seq = ExtendSeq(
@@ -111,7 +111,7 @@ def prompt(seed: int, num_tokens: int) -> np.ndarray:
 def through_the_host(tiers: Tiers, last: int = 7) -> tuple[StepOutput, StepOutput]:
     """A prompt computed in one piece, and the same with a prefix whose pages went to the host and back to others.
 
-    The prefix ends within a page, which the second request goes on with, as after a retraction.
+    The prefix ends within a page, which the second request continues, as after a retraction.
     """
     tokens = prompt(1, PREFIX_PAGES * PAGE + last)
     prefix_len = PREFIX_PAGES * PAGE - 3

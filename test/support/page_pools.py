@@ -1,4 +1,4 @@
-"""A small KV pool and a host pool of noise, and what copies between them must leave behind."""
+"""A small KV pool and a host pool with random contents, and the expected contents after copies between them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIXED = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of both pools. ``layers``: instead of ``num_layers`` with keys and values of ``heads``, these."""
+    """The shape of both pools. ``layers``: take the place of ``num_layers`` with keys and values of ``heads``."""
 
     num_device_pages: int = 12
     num_host_pages: int = 15
@@ -50,7 +50,7 @@ def ids(*numbers: int) -> np.ndarray:
 
 
 def make_pools(device: Device, mem_layout: MemLayout, shape: Shape, seed: int = 0) -> tuple[KVPool, HostPool]:
-    """Pools full of noise, random bytes that are no NaN in any dtype; the device is idle."""
+    """Pools filled with random bytes that are not NaN in any dtype; the device is idle."""
     kv_pool = KVPool(shape.num_device_pages, shape.layout, device.torch_device)
     host_pool = HostPool(device, shape.num_host_pages, kv_pool.layout, mem_layout)
     draw = np.random.default_rng(seed)

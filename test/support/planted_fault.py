@@ -1,7 +1,7 @@
 """The real server with a planted fault: python test/support/planted_fault.py [launch_server flags].
 
 After some decode steps one request's page table names a page that does not exist, as a stale index would: the attention
-kernel of the next step, in a graph or not, reads what is not there. It is how the way of docs/debugging.md was walked.
+kernel of the next step, in a graph or not, reads unmapped memory. The steps of docs/debugging.md are tested with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NO_SUCH_PAGE = (1 << 31) - 1
 
 
 def run_planted_scheduler(config: EngineConfig, ports: PortArgs) -> None:
-    """The scheduler process' entry."""
+    """The entry of the scheduler process."""
     from fenceline.model_executor.model_runner import ModelRunner
     from fenceline.model_executor.step import DecodeBatch
     from fenceline.scheduler.process import run_scheduler_process

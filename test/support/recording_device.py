@@ -1,4 +1,4 @@
-"""Streams and a device on which nothing happens by itself, and which note the waits that had to be made."""
+"""Streams and a device whose Points pass only when the host waits for them, and which record the necessary waits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LaggingStream(Stream):
 
 
 class RecordingStream(LaggingStream):
-    """Runs copies at once, and notes every wait that really had to be made."""
+    """Runs copies at once, and records every wait for a Point that had not passed."""
 
     def __init__(self, name: StreamName, severed: frozenset[str]) -> None:
         super().__init__(name, severed)

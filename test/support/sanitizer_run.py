@@ -1,9 +1,9 @@
-"""A short life of a model runner, to be watched by compute-sanitizer:
+"""A short run of a model runner, for compute-sanitizer:
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python test/support/sanitizer_run.py
 
 Requests join and leave, decode steps replay graphs, every sampling feature is used. ``--eager`` runs the same steps
-without captures; with PYTORCH_NO_CUDA_MEMORY_CACHING=1 every tensor is then an allocation of its own, whose bounds the
+without captures; with PYTORCH_NO_CUDA_MEMORY_CACHING=1 every tensor is then a separate allocation, whose bounds the
 sanitizer knows.
 """
 

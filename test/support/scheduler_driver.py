@@ -31,7 +31,7 @@ from fenceline.scheduler.scheduler import InFlight, Scheduler
 
 @dataclass
 class Answer:
-    """What the detokenizer was told about one request."""
+    """The output of one request that was sent to the detokenizer."""
 
     output_ids: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
@@ -61,7 +61,7 @@ class Driver:
             "the scheduler blocks although requests are waiting for it"
         )
         if block and timeout_ms is not None and not self.pending:
-            time.sleep(timeout_ms / 1000)  # as a poll of the socket: workers of the storage get their turn
+            time.sleep(timeout_ms / 1000)  # like a poll of the socket, so that workers of the storage can run
         messages, self.pending = list(self.pending), deque()
         return messages
 
@@ -88,14 +88,14 @@ class Driver:
         self.pending.extend(messages)
 
     def step(self) -> None:
-        """One turn of the loop; nothing if the scheduler would sleep."""
+        """One step of the loop; nothing if the scheduler would block."""
         scheduler = self.scheduler
         if self.pending or self.flight is not None or not scheduler.idle or scheduler.memory.num_outstanding:
             self.flight = self.scheduler.step(self.flight)
             self.scheduler.memory.tree.check()
 
     def run(self, max_steps: int = 5000) -> None:
-        """Until everything is answered; the books are then checked page by page."""
+        """Run until everything is answered; then check the scheduler's accounts page by page."""
         for _ in range(max_steps):
             if not (self.pending or self.scheduler.reqs or self.flight is not None):
                 break
@@ -155,7 +155,7 @@ def request(rid: str, prompt: list[int], seed: int = 0, **params: object) -> Tok
 
 
 def expected_output(req: TokenizedGenerateReq, capacity: int, eos: int = 0) -> list[int]:
-    """What ``req`` must answer, computed alone."""
+    """The expected output of ``req``, computed alone."""
     params = req.sampling_params
     history, output = list(req.input_ids), []
     assert params.seed is not None
@@ -178,7 +178,7 @@ def make_tiered_driver(
     max_step_tokens: int = 1,
     **flags: object,
 ) -> Driver:
-    """As :func:`make_driver`, with a host tier under the tree. ``seed``: what runs when; see TokenTransfers."""
+    """Like :func:`make_driver`, with a host tier. ``seed`` decides what runs when; see TokenTransfers."""
     driver = make_driver(num_pages, page_size, num_rows, enable_hierarchical_cache=True, **flags)
     worker = TokenWorker(num_pages, page_size, num_rows, driver.config.model.context_length, max_step_tokens)
     TokenTransfers(worker, num_host_pages, Random(seed))

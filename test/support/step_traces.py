@@ -1,5 +1,5 @@
-"""Steps made up without a scheduler: requests that join, decode in ever other batches, and leave their rows and pages
-to whoever comes next. What a step does never depends on a token, so one trace runs on any device, guarded or not.
+"""Steps made without a scheduler: requests that join, decode in changing batches, and leave their rows and pages to the
+next ones. A step never depends on a token, so one trace runs on any device, with or without guards.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fenceline.sampling.sampling_params import SamplingParams
 VOCAB_SIZE = 256
 GREEDY = SamplingParams(temperature=0.0)
 PLAIN = (GREEDY, SamplingParams(temperature=0.8), SamplingParams(temperature=1.3))
-# The draw of a captured step is enough for those above; these need the whole sampler.
+# The requests above can be sampled inside a captured step; these need the whole sampler.
 FULL = (
     SamplingParams(temperature=0.9, top_k=12, top_p=0.9, min_p=0.01),
     SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2),
@@ -69,7 +69,7 @@ class TraceReq:
 
 
 class TraceMaker:
-    """Hands out rows and pages, the latest returned first, and writes down steps."""
+    """Leases rows and pages, those released last first, and records steps."""
 
     def __init__(self, shape: TraceShape, random: Random) -> None:
         self.shape = shape
@@ -78,7 +78,7 @@ class TraceMaker:
         self.live: list[TraceReq] = []
         self._rows = list(range(shape.num_rows, 0, -1))
         self._pages = list(range(shape.num_pages, 0, -1))
-        self._promised = 0  # pages that the live will still need
+        self._promised = 0  # pages that the live requests will still need
         self._composition = 0
         self._decoded: list[TraceReq] = []
 
@@ -126,7 +126,7 @@ class TraceMaker:
         )
 
     def leave(self, req: TraceReq) -> None:
-        """Its row and pages are the next to be given away, in the very next step."""
+        """End ``req``. Its row and pages are the next to be leased, in the next step."""
         self.live.remove(req)
         self._promised -= math.ceil(req.until / self.shape.page_size) - len(req.pages)
         self._rows.append(req.row)
@@ -211,7 +211,7 @@ def _random_req(maker: TraceMaker) -> TraceReq | None:
 
 
 def swap_trace(seed: int, num_steps: int, batch: int = 4, prompt_len: int = 6) -> list[ScheduleBatch]:
-    """Two sets of requests take turns: every step uploads, always the same layout, so that a step that gets another
+    """Two sets of requests alternate: every step uploads, always with the same layout, so that a step that gets another
     step's values computes valid addresses from them. Pages of one token."""
     shape = TraceShape(page_size=1, num_rows=2 * batch, num_pages=2 * batch * (prompt_len + num_steps))
     maker = TraceMaker(shape, Random(seed))
@@ -239,7 +239,7 @@ def steady_trace(
 
 
 def row_reuse_trace(seed: int, num_reqs: int, prompt_len: int = 6) -> list[ScheduleBatch]:
-    """One row and one set of pages: each request ends with its first token, the next one takes them at once."""
+    """One row and one set of pages: each request ends with its first token, and the next one gets them at once."""
     maker = TraceMaker(TraceShape(page_size=1, num_rows=1, num_pages=prompt_len), Random(seed))
     for _ in range(num_reqs):
         req = maker.new_req(prompt_len, 0, PLAIN[1])

@@ -1,4 +1,4 @@
-"""What the storage tests share: keys whose pages' bytes follow from the key, so that a hit can always be judged."""
+"""Code that the storage tests share: keys from which their pages' bytes follow, so that every hit can be checked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Page = list[NDArray[np.uint8]]
 
 
 def fingerprint(page_nbytes: int, model_id: str = "tiny", tp_rank: int = 0) -> PageFingerprint:
-    """Of a model whose pages have so many bytes."""
+    """The fingerprint of a model whose pages have ``page_nbytes`` bytes."""
     return PageFingerprint(model_id, "a layout", page_nbytes, tp_rank=tp_rank, tp_size=2)
 
 
@@ -63,12 +63,12 @@ def temp_files(root: Path) -> list[Path]:
 
 
 def path_of(root: Path, backend_fingerprint: PageFingerprint, name: PageKey) -> Path:
-    """Where the page of a key lies."""
+    """The path of a key's page."""
     return root / backend_fingerprint.directory_name() / name.hex()[:2] / f"{name.hex()}.page"
 
 
 def books_of(root: Path) -> tuple[int, int]:
-    """Bytes in files, and bytes that the books count. Sweeps what dead writers left."""
+    """Bytes in files, and bytes counted in ``usage``. Removes files of dead writers."""
     directory = StorageDirectory(root, lock_timeout_s=30.0)
     with directory.locked() as books:
         used = books.used

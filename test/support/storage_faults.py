@@ -1,4 +1,4 @@
-"""A storage backend on a bad day, for tests of whoever uses one."""
+"""A storage backend with faults, for tests of its callers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class FaultyBackend:
     """``inner`` with faults, of which each call or page draws its own from ``seed``.
 
     ``pause`` runs at the start of every call: a slow disk (let it wait for an event that the test sets). ``fail``: the
-    chance that a page is not found, read or written. ``full``: nothing is written. ``damage`` with the chance
-    ``corrupt`` for each page written: spoils what is stored. ``crash``: the chance that a call raises ``OSError``,
-    which no backend should, and no caller should die of.
+    probability that a page is not found, read or written. ``full``: nothing is written. ``damage`` is called with
+    probability ``corrupt`` for each page written and changes what is stored. ``crash``: the probability that a call
+    raises ``OSError``, which no backend should do, and which no caller should die of.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ CALLS = ("open", "close", "write", "writev", "pwrite", "ftruncate", "rename", "u
 
 
 def write_until_killed(root: Path, seed: int) -> None:
-    """Sets batches of random pages, for ever."""
+    """Write batches of random pages, forever."""
     random = Random(seed)
     backend = FileBackend(root, fingerprint(WRITER_PAGE), WRITER_BOUND, lock_timeout_s=30.0)
     batches = [[key(n) for n in random.sample(range(16), 3)] for _ in range(8)]
@@ -53,7 +53,7 @@ def write_until_killed(root: Path, seed: int) -> None:
 
 
 def share(root: Path, seed: int, num_calls: int = 700) -> None:
-    """A server among several, of one of two models; prints its errors."""
+    """Act as one of several servers, of one of two models; prints its errors."""
     random = Random(seed)
     model = fingerprint(SHARED_PAGE, model_id=f"model {seed % 2}")
     backend = FileBackend(root, model, SHARED_BOUND, lock_timeout_s=30.0)
@@ -71,7 +71,7 @@ def share(root: Path, seed: int, num_calls: int = 700) -> None:
 
 
 def scene(root: Path) -> None:
-    """A bit of everything: pages written, a damaged one found, room made, the model's pages cleared, new ones."""
+    """All kinds of calls: pages are written, a damaged one is found, pages are evicted, cleared, and written again."""
     backend = FileBackend(root, fingerprint(SCENE_PAGE), SCENE_BOUND, fsync=True)
     names = [key(n) for n in range(2)]
     backend.set(names, contents(names, SCENE_PAGE))
@@ -84,7 +84,7 @@ def scene(root: Path) -> None:
 
 
 def die_at(turn: int, name: str, call: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:
-    """``call``, but the process is killed before the ``turn``-th of all such calls, and in the midst of writes."""
+    """``call``, but the process is killed before the ``turn``-th of all such calls, and in the middle of writes."""
 
     def killing(*args: Any, **kwargs: Any) -> Any:
         seen[0] += 1
@@ -98,7 +98,7 @@ def die_at(turn: int, name: str, call: Callable[..., Any], seen: list[int]) -> C
 
 
 def die_in_scene(root: Path, turn: int) -> bool:
-    """Play the scene in a child that dies at its ``turn``-th system call; False if it has fewer."""
+    """Run the scene in a child that dies at its ``turn``-th system call; False if it has fewer."""
     child = os.fork()
     if child == 0:
         seen = [0]
@@ -117,11 +117,11 @@ def die_in_scene(root: Path, turn: int) -> bool:
 
 
 def die_at_each_call(root: Path, _: int) -> None:
-    """After each death: nothing wrong is read, the bound holds, a new server works and leaves no rubbish."""
+    """After each death: nothing wrong is read, the bound holds, and a new server works and leaves no other files."""
     turn = 1
     while die_in_scene(root, turn):
         if (root / "usage").exists() and (root / "usage").stat().st_size:
-            # Before the next scan sweeps them, the dead writer's files count too (not the model's description).
+            # The dead writer's files (not the model's description) count too until the next scan removes them.
             sizes = [path.stat().st_size for path in (*temp_files(root), *page_files(root))]
             on_disk = sum(size for size in sizes if size >= SCENE_PAGE)
             assert on_disk <= books_of(root)[1] <= SCENE_BOUND, f"call {turn}"

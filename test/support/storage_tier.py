@@ -32,7 +32,7 @@ TWO_PAGES = StorageLimits(batch_bytes=2 * PAGE)
 
 @dataclass
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that moves when a test says so."""
 
     now: float = 0.0
 
@@ -42,7 +42,7 @@ class Clock:
 
 @dataclass
 class Tier:
-    """A controller and what it works on. ``clock`` stands still unless a test moves it."""
+    """A controller and its pools. ``clock`` stands still unless a test moves it."""
 
     pool: HostPool
     controller: StorageController
@@ -80,7 +80,7 @@ class Tier:
         while not ready():
             assert time.monotonic() < deadline, f"nothing came: {self.acks}"
             if not self.drain():
-                time.sleep(0.0002)  # the workers' turn; nothing depends on how long
+                time.sleep(0.0002)  # lets the workers run; nothing depends on how long
 
     def write(self, keys: Sequence[PageKey], handle: int = 0) -> I32:
         """Pages on their way to storage. They stay leased."""
@@ -90,7 +90,7 @@ class Tier:
         return pages
 
     def settle(self) -> None:
-        """Until nothing is under way."""
+        """Drain until nothing is outstanding."""
         self.until(lambda: self.controller.num_outstanding == 0)
 
     def store(self, keys: Sequence[PageKey]) -> None:
@@ -113,7 +113,7 @@ class Tier:
         return op
 
     def finish(self, op: Prefetch) -> int:
-        """Wait for the closing ack, judge the pages, give them back. Returns how many came."""
+        """Wait for the last ack, check the pages and release them. Returns how many were read."""
 
         def closing() -> list[Ack]:
             return [ack for ack in self.acks if isinstance(ack, Done) and ack.op is op]
@@ -130,7 +130,7 @@ class Tier:
 
 
 class Gate:
-    """Holds up whoever passes, until it is opened. Tells when somebody has come."""
+    """Blocks its callers until it is opened. Tells when a thread has called it."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -148,7 +148,7 @@ class Gate:
 
 
 class DictBackend:
-    """The least that a backend can be: pages in a dictionary, which never fails."""
+    """The simplest backend: pages in a dictionary, which never fails."""
 
     def __init__(self, page_nbytes: int) -> None:
         self.page_nbytes = page_nbytes
@@ -190,7 +190,7 @@ def get_bytes(pool: HostPool, page: int) -> np.ndarray:
 
 
 def tier_fingerprint() -> PageFingerprint:
-    """Of the pages of ``SHAPE``."""
+    """The fingerprint of the pages of ``SHAPE``."""
     return PageFingerprint("tiny", SHAPE.layout.describe(), PAGE)
 
 
@@ -209,7 +209,7 @@ def make_tier(
     limits: StorageLimits | None = None,
     device: Device | None = None,
 ) -> Tier:
-    """A tier on the CPU (or ``device``). Whoever makes it closes its controller."""
+    """A tier on the CPU (or ``device``). The caller closes its controller."""
     _, pool = make_pools(open_device("cpu") if device is None else device, layout, SHAPE)
     assert pool.page_nbytes == PAGE
     clock = Clock()

@@ -1,4 +1,4 @@
-"""Servers' storage tiers in processes of their own: one that is killed while it writes, one whose disk hangs. Run as a
+"""Servers' storage tiers in separate processes: one that is killed while it writes, one whose disk hangs. Run as a
 script: ``MODE ROOT SEED``."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NUM_KEYS = 64
 
 
 def write_until_killed(root: Path, seed: int) -> None:
-    """Prefixes of eight pages, for ever; a line for each that is written."""
+    """Write prefixes of eight pages, forever; prints a line for each that is written."""
     random = Random(seed)
     tier = make_tier(file_backend(root, 1 << 16))
     while True:

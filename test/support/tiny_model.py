@@ -1,4 +1,4 @@
-"""The proof's tiny model: a scheduler over it on any device, and workloads beside the proof's own."""
+"""The proof's tiny model: a scheduler over it on any device, and workloads in addition to the proof's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tiny_requests(num_tokens: int = 6) -> list[TokenizedGenerateReq]:
 
 
 def more_workloads(makers: Mapping[str, Callable[[Random], Scenario]]) -> Any:
-    """A fixture of a test file: its own workloads, by name, stand beside the proof's while one of its tests runs."""
+    """A fixture of a test file: adds its workloads, by name, to the proof's while one of its tests runs."""
 
     @pytest.fixture(autouse=True)
     def added(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Real tokenizers, tiny, trained on the spot: byte-level BPE, sentencepiece-like with byte fallback, WordPiece."""
+"""Tiny real tokenizers, trained by the test: byte-level BPE, sentencepiece-like with byte fallback, WordPiece."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def byte_level() -> Tokenizer:
-    """As GPT-2, Llama 3 and Qwen have it; one added token has letters that mean bytes in GPT-2's alphabet."""
+    """Like those of GPT-2, Llama 3 and Qwen; one added token has letters that mean bytes in GPT-2's alphabet."""
     backend = RustTokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -32,7 +32,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2 and Mistral have it: spaces are ▁, unknown characters are <0x..> bytes."""
+    """Like those of Llama 2 and Mistral: spaces are ▁, unknown characters are <0x..> bytes."""
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
     pieces += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
     words = ["▁the", "▁quick", "▁fox", "▁", "the", "stop", "▁stop", "fox", "▁▁", *"stopeé漢."]
@@ -52,7 +52,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """A tokenizer that is no table of bytes: whether a space stands before a piece depends on the piece."""
+    """A tokenizer whose tokens have no fixed bytes: whether a space precedes a piece depends on the piece."""
     words = sorted({word for line in CORPUS for word in line.split()})
     letters = sorted({letter for word in words for letter in word})
     vocab = ["[UNK]", *letters, *[f"##{letter}" for letter in letters], *[w for w in words if len(w) > 1]]

@@ -1,9 +1,9 @@
-"""A worker without a model whose "KV" is the tokens themselves, so that one wrong page shows in the output.
+"""A worker without a model whose "KV" is the tokens themselves, so that one wrong page leads to a wrong output.
 
 Every slot of its pool stores the token whose KV it would hold. The next token is a hash of the request's
-whole history *as read back through the page table*: a page lost, shared wrongly or overwritten gives another
-token. Steps run only when their result is waited for, as on a device that is always behind. What a batch is
-given anew must come with the Points of whoever touched it last.
+whole history *as read back through the page table*: a page that is lost, shared wrongly or overwritten gives another
+token. Steps run only when their result is waited for, as on a device that always runs behind the host. Pages and rows
+that a batch gets must come with the Points of their last users.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fenceline.model_executor.step import (
 from fenceline.sampling.sampling_batch import ReqSampling
 
 VOCAB_SIZE = 211
-_REJECTED = -2  # no token: whoever reads it says something that nobody expects
+_REJECTED = -2  # not a token: a step that reads it produces an unexpected output
 
 
 def next_token(history: list[int], seed: int) -> int:
@@ -45,7 +45,7 @@ def next_token(history: list[int], seed: int) -> int:
 
 
 class TokenResult:
-    """A step that runs, with all before it, when it is waited for."""
+    """The result of a step that runs, with all before it, when it is waited for."""
 
     def __init__(
         self, worker: TokenWorker, run: Callable[[], StepOutput], done: Point, waits: tuple[Point, ...] = ()
@@ -67,13 +67,13 @@ class TokenResult:
 
 
 class AuditedPool(LeasePool):
-    """Notes which steps touch which ids, and that ids handed out again come with those steps' Points."""
+    """Records which steps use which ids, and checks that ids leased again come with those steps' Points."""
 
     def __init__(self, name: str, size: int) -> None:
         super().__init__(name, size, reserved=1)
         self._fresh: set[int] = set()
         self._touched: dict[Stream, np.ndarray] = {}  # serial of the last work on each stream
-        # What each stream has waited for, by way of others too, now and when a Point was recorded.
+        # What each stream has waited for, also through others, now and when a Point was recorded.
         self._clocks: dict[Stream, dict[Stream, int]] = {}
         self._clock_at: dict[tuple[Stream, int], dict[Stream, int]] = {}
 
@@ -84,8 +84,8 @@ class AuditedPool(LeasePool):
         return leased
 
     def submitted(self, touched: np.ndarray, done: Point, after: Points) -> None:
-        """Work that touches ``touched`` is submitted. What was handed out since the last step is for it, or, where it
-        is a transfer, what it touches of that."""
+        """Work that uses ``touched`` is submitted. Ids leased since the last step are for it; of these a transfer gets
+        those that it uses."""
         is_step = done.stream.name is StreamName.FORWARD
         fresh = set(self._fresh) if is_step else self._fresh & set(touched.tolist())
         clock = self._clocks.setdefault(done.stream, {})
@@ -106,20 +106,20 @@ class AuditedPool(LeasePool):
         self.touched(touched, done)
 
     def touched(self, ids: np.ndarray, done: Point) -> None:
-        """Note that work up to ``done`` touches ``ids``."""
+        """Record that work up to ``done`` uses ``ids``."""
         if done.stream not in self._touched:
             self._touched[done.stream] = np.zeros(self.size, dtype=np.int64)
         self._touched[done.stream][ids] = done.serial
 
 
 class TokenWorker:
-    """Stands in for a ModelRunner (see the module's docstring)."""
+    """Takes the place of a ModelRunner (see the module's docstring)."""
 
     def __init__(
         self, num_pages: int, page_size: int, num_rows: int, context_length: int, max_step_tokens: int = 1
     ) -> None:
-        """``max_step_tokens``: of which a decode step yields for each request as many as its history decides, as if
-        drafts had been accepted; what it had drafted beyond lies in the slots behind, and must not be read."""
+        """``max_step_tokens``: a decode step yields up to this many tokens for each request, depending on its history,
+        as if drafts had been accepted. Rejected drafts are in the slots after those, and must not be read."""
         self.device = open_device("cpu")
         self.page_size = page_size
         self.max_step_tokens = max_step_tokens
@@ -135,7 +135,8 @@ class TokenWorker:
         self.hicache: TokenTransfers | None = None
         self.storage = None
         self.forward = LaggingStream(StreamName.FORWARD, frozenset())
-        self.is_quick: Callable[[], bool] = lambda: False  # whether a step has run when that is asked
+        # Whether a step has run already when its result is polled.
+        self.is_quick: Callable[[], bool] = lambda: False
         self.num_steps = 0
         self.slots = np.full((num_pages + 1) * page_size, -1, dtype=np.int64)
         self._queue: deque[TokenResult] = deque()
@@ -246,7 +247,7 @@ class TokenWorker:
         return out if self.max_step_tokens == 1 else dataclasses.replace(out, counts=np.array(counts))
 
     def _decode_row(self, row: int, most: int, sampling: ReqSampling) -> list[int]:
-        """The step of one request, whose length may be ``most`` afterwards."""
+        """The step of one request, whose length is at most ``most`` afterwards."""
         first = self._lens[row]
         assert first < most <= first + 2 * self.max_step_tokens, "the step before, this one, and no more"
         end = min(first + self.max_step_tokens, most)
@@ -267,7 +268,7 @@ class TokenWorker:
 
 
 def _logprobs(tokens: list[int], sampling: Sequence[ReqSampling]) -> LogprobValues | None:
-    """A token's "logprob" is the token; there is one if anybody in the batch asked, as the runner does it."""
+    """A token's "logprob" is the token; there are logprobs if any request of the batch asks, as in the runner."""
     return _values([-float(t) for t in tokens]) if any(s.return_logprob for s in sampling) else None
 
 
@@ -279,9 +280,9 @@ def _values(chosen: list[float]) -> LogprobValues:
 
 
 class TokenTransfers:
-    """A HiCacheController's stand-in over a TokenWorker: each stream runs its copies in order, each after what it waits
-    for and no later than somebody waits for it. ``random`` decides what runs earlier: a copy that lacks a wait then
-    reads or writes a page before its time."""
+    """Takes the place of a HiCacheController over a TokenWorker: each stream runs its copies in order, each after what
+    it waits for, and at the latest when something waits for it. ``random`` decides which run earlier, so that a copy
+    that lacks a wait reads or writes a page too early."""
 
     def __init__(self, worker: TokenWorker, num_host_pages: int, random: Random) -> None:
         self.host_pages = LeasePool("host KV pages", num_host_pages, reserved=0)
@@ -336,7 +337,7 @@ class TokenTransfers:
         self._advance()
 
     def _advance(self) -> None:
-        """Some of what could run by now."""
+        """Run some of the copies that can run now."""
         while self._random.random() < 0.5:
             stream = self._random.choice([self.load_stream, self.store_stream, self._worker.forward])
             if stream is self._worker.forward:

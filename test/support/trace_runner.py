@@ -1,4 +1,4 @@
-"""Plays traces of steps (see ``step_traces``) on a ModelRunner with a small random model, and compares outcomes."""
+"""Runs traces of steps (see ``step_traces``) on a ModelRunner with a small random model, and compares outcomes."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ MODEL = {
 
 @lru_cache
 def random_model_path() -> str:
-    """A folder with the model, the same in every process, deleted when this one ends. What it says depends on every
-    token it has seen: attention is sharp, and embeddings are not what logits are made of."""
+    """A folder with the model, the same in every process, deleted when this one ends. Its output depends on every token
+    before: attention is sharp, and the head does not share the embedding's weights."""
     folder = Path(tempfile.mkdtemp(prefix="fenceline-random-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "config.json").write_text(json.dumps(MODEL))
@@ -75,7 +75,7 @@ def make_runner(
 ) -> ModelRunner:
     """A runner whose memory is ``shape``'s, graphs for ``sizes`` (empty: none); ``flags`` are ServerArgs fields."""
     if device.kind == "cuda":
-        # Prefill in pieces is padded, whose products round otherwise: only where a test asks for it.
+        # Prefill in pieces is padded, so its products are rounded differently: only if a test asks for it.
         pieces = {"disable_piecewise_cuda_graph": "piecewise_cuda_graph_tokens" not in flags}
         flags = {"attention_backend": "triton", "dtype": "bfloat16"} | pieces | flags
     args = ServerArgs(
@@ -106,7 +106,7 @@ def play(
     after_launch: Callable[[ScheduleBatch], None] = lambda batch: None,
     overlap: bool = True,
 ) -> list[StepOutput]:
-    """Launch all steps, each (with ``overlap``, as the scheduler does) before the one in front has been waited for."""
+    """Launch all steps, each (with ``overlap``, as the scheduler does) before the preceding one has been waited for."""
     outputs: list[StepOutput] = []
     flight: ForwardResult | None = None
     known: dict[int, int] = {}

@@ -53,9 +53,8 @@ class Machine:
         )
         self.acks: list[object] = []
         self.num_tickets = 0
-        self.hears_transfers = (
-            True  # a scheduler that knows a copy to have passed orders whoever it tells something
-        )
+        # If the scheduler knows that a copy has passed, its messages order the worker after that copy.
+        self.hears_transfers = True
 
     def ticket(self, kind: TransferKind) -> Ticket:
         self.num_tickets += 1

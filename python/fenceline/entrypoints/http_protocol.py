@@ -52,9 +52,8 @@ MAX_PIPELINED = 16  # requests that have come before the answer to the one in fr
 HEAD_TIMEOUT_S = 10.0  # for a request's head, and for a new connection to say anything
 BODY_PERIOD_S = 20.0  # a body brings BODY_PERIOD_BYTES in each such period, or ends
 BODY_PERIOD_BYTES = 20 << 10
-WRITE_PERIOD_S = (
-    60.0  # in each such period the client takes WRITE_PERIOD_BYTES of its answer, or all that is there
-)
+# In each such period the client must read WRITE_PERIOD_BYTES of its answer, or all that is ready.
+WRITE_PERIOD_S = 60.0
 WRITE_PERIOD_BYTES = 16 << 10
 _MAX_LOOK_INTERVAL_S = 2.0
 _MAX_CLOSED_AT_ONCE = 64  # of the connections that have not kept pace, in one turn

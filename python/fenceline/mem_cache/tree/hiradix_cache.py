@@ -199,9 +199,8 @@ class HiRadixCache(RadixCache):
             assert node.parent is not None, "the root is never evicted"
             victims.append(node)
             num_evicted += node.num_device_pages
-            node.parent.num_device_children -= (
-                1  # so that the parent may be chosen next; its pages go further down
-            )
+            # The parent may be chosen next. The pages of all victims are evicted after this loop.
+            node.parent.num_device_children -= 1
             self._lru.push_if_evictable(node.parent)
         self._spill_all(victims)
         for node in victims:  # children before parents
