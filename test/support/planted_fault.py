@@ -18,23 +18,26 @@ NO_SUCH_PAGE = (1 << 31) - 1
 
 
 def run_planted_scheduler(config: EngineConfig, ports: PortArgs) -> None:
-    """The entry of the scheduler process."""
+    """The scheduler process' entry."""
+    import torch
+
     from fenceline.model_executor.model_runner import ModelRunner
-    from fenceline.model_executor.step import DecodeBatch
+    from fenceline.model_executor.step import DecodeBatch, ForwardResult, ScheduleBatch
     from fenceline.scheduler.process import run_scheduler_process
 
-    launch_decode = ModelRunner._launch_decode
+    launch = ModelRunner.launch
     num_steps = 0
 
-    def planted(self: ModelRunner, batch: DecodeBatch) -> object:
+    @torch.inference_mode()
+    def planted(self: ModelRunner, batch: ScheduleBatch) -> ForwardResult:
         nonlocal num_steps
-        num_steps += 1
-        if num_steps == NUM_GOOD_STEPS:
+        num_steps += isinstance(batch, DecodeBatch)
+        if isinstance(batch, DecodeBatch) and num_steps == NUM_GOOD_STEPS:
             with self.device.forward.active():
                 self.req_pool.page_table[int(batch.rows[0]), :2] = NO_SUCH_PAGE
-        return launch_decode(self, batch)
+        return launch(self, batch)
 
-    ModelRunner._launch_decode = planted  # type: ignore[method-assign, assignment]
+    ModelRunner.launch = planted  # type: ignore[method-assign]
     run_scheduler_process(config, ports)
 
 

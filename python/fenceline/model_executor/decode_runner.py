@@ -44,6 +44,7 @@ from fenceline.model_executor.kernels.decode_prologue import decode_prologue
 from fenceline.model_executor.step import DecodeBatch
 from fenceline.models.decoder import CausalLM
 from fenceline.sampling.kernels.sample import sample_tokens
+from fenceline.sampling.logprobs import OutputLogprobs
 from fenceline.sampling.sampling_batch import SamplingBatch, sampling_arrays
 
 Arrays = dict[str, npt.NDArray[np.generic]]
@@ -60,12 +61,12 @@ class RepairError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """What the forward of a step leaves for the sampler: S requests whose next tokens are to be drawn. Good until the
-    next step is submitted.
+    """What the first phase of a step, its forward, leaves for the second, which samples: S requests whose next tokens
+    are to be drawn. Good until the next step is submitted.
 
-    ``tokens`` [S] int64: the step has drawn them itself, which it can where requests need a temperature at most; there
-    are no other fields then. Else ``values`` [S, vocab_size] in the model's dtype, ``positions`` and ``rows`` [S]
-    int64, and the requests' ``sampling``.
+    ``tokens`` [S] int64: the forward has drawn them itself, which a replay can where requests need a temperature at
+    most. Else ``values`` [S, vocab_size] in the model's dtype, ``positions`` and ``rows`` [S] int64, and the requests'
+    ``sampling``. ``prompt_logprobs`` are of the prompts' tokens that are scored, which no choice of tokens changes.
     """
 
     tokens: torch.Tensor | None = None
@@ -73,6 +74,7 @@ class Logits:
     positions: torch.Tensor | None = None
     rows: torch.Tensor | None = None
     sampling: SamplingBatch | None = None
+    prompt_logprobs: OutputLogprobs | None = None
 
 
 def plan_arrays(batch: DecodeBatch, sampling: Mapping[str, npt.NDArray[np.generic]]) -> Arrays:

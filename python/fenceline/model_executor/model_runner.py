@@ -30,7 +30,6 @@ from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from fenceline.model_executor.step import (
     Completions,
-    DecodeBatch,
     ExtendBatch,
     ExtendSeq,
     ForwardResult,
@@ -172,9 +171,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: ScheduleBatch) -> ForwardResult:
-        """Submit one step: its forward, which leaves Logits, and the sampling of them. Does not wait for the device.
+        """Submit one step in its two phases: the forward, which leaves Logits, and the sampling of them. Does not wait
+        for the device.
 
-        Nobody needs the CPU between the two, so they are one submission. A decode step whose requests need a
+        Nothing needs the CPU between the two, so they are one submission. A decode step whose requests need a
         temperature at most is one replay, which draws for itself.
         """
         wait_for_pages(self.device.forward, batch.after)  # WAR, WAW: transfers may still use retired pages
@@ -185,37 +185,57 @@ class ModelRunner:
             exclusive = None
         if exclusive is not None:
             exclusive.before_persistent_forward()
-        result = self._launch_extend(batch) if isinstance(batch, ExtendBatch) else self._launch_decode(batch)
+        views = self._upload(batch)
+        with self.device.forward.active():
+            result = self._sample(self._forward(batch, views))
         if exclusive is not None:
             exclusive.after_persistent_forward(result.done)
         return result
 
+    def _upload(self, batch: ScheduleBatch) -> Views:
+        """The inputs of a step on the device, all in one upload; none where a decode step has nothing new."""
+        arrays = _extend_arrays(batch) if isinstance(batch, ExtendBatch) else self.decode.arrays(batch)
+        if len(batch.page_writes):
+            arrays |= _page_write_arrays(batch)
+        return self._inputs.upload(arrays) if arrays else {}
+
+    # --- the two phases, both on FORWARD, which is current -------------------------------------------
+
+    def _forward(self, batch: ScheduleBatch, views: Views) -> Logits:
+        """The first phase: write the page table and the KV, and compute what the second phase needs. ``views``: of
+        :meth:`_upload`."""
+        if isinstance(batch, ExtendBatch):
+            return self._extend(batch, views)
+        self.device.declare(StreamName.FORWARD, "decode step", self._accesses.decode, batch)
+        self._write_pages(views)
+        return self.decode.forward(batch, views)
+
+    def _sample(self, logits: Logits) -> ForwardResult:
+        """The second phase: draw the next tokens, unless the forward has, keep them as the last tokens of their rows,
+        and start to bring the results of both phases to the host."""
+        if logits.tokens is not None:
+            results = {"next_tokens": logits.tokens}
+        else:
+            assert logits.values is not None and logits.positions is not None and logits.sampling is not None
+            out = self.sampler.forward(logits.values.float(), logits.positions, logits.sampling)
+            self.req_pool.last_tokens[logits.rows] = out.next_tokens
+            results = {"next_tokens": out.next_tokens}
+            if out.logprobs is not None:
+                results |= _logprob_results("out", out.logprobs)
+        if logits.prompt_logprobs is not None:
+            results |= _logprob_results("prompt", logits.prompt_logprobs)
+        return ForwardResult(self._results.download(results))
+
+    def _write_pages(self, views: Views) -> None:
+        if "page_rows" in views:
+            self.req_pool.write_pages(views["page_rows"], views["page_columns"], views["page_ids"])
+
     # --- extend --------------------------------------------------------------------------------------
 
-    def _launch_extend(self, batch: ExtendBatch) -> ForwardResult:
-        arrays = _extend_arrays(batch)
-        sampled = [seq.sampling for seq in batch.seqs if seq.sampling is not None]
-        arrays |= sampling_arrays(sampled)
-        views = self._inputs.upload(arrays)
+    def _extend(self, batch: ExtendBatch, views: Views) -> Logits:
         layer_ready = self._layer_ready(batch)
-        with self.device.forward.active():
-            self._write_pages(views)
-            self._begin_penalties(batch, views)
-            values = self._forward_extend(batch, views, layer_ready)
-            num_sampled = len(sampled)
-            results: Views = {}
-            if num_sampled:
-                sampling = SamplingBatch.from_views(sampled, views)
-                positions, rows = views["sample_positions"], views["sample_rows"]
-                results |= self._sample(Logits(None, values[:num_sampled], positions, rows, sampling))
-            if "prompt_targets" in views:
-                results |= _score_prompts(batch, views, values[num_sampled:])
-        return self._finish(results)
-
-    def _forward_extend(
-        self, batch: ExtendBatch, views: Views, layer_ready: Callable[[int], None] | None
-    ) -> torch.Tensor:
-        """Logits of the rows that are sampled, then of those that score a prompt, in the model's dtype."""
+        self._write_pages(views)
+        self._begin_penalties(batch, views)
         forward_batch = ForwardBatch(
             mode=ForwardMode.EXTEND,
             input_ids=views["input_ids"],
@@ -227,10 +247,24 @@ class ModelRunner:
             layer_ready=layer_ready,
         )
         layers = self.prefill_graphs or self.model
-        logits = self.model.compute_logits(layers.hidden_states(forward_batch), forward_batch)
+        values = self.model.compute_logits(layers.hidden_states(forward_batch), forward_batch)
         for ticket in batch.loads:
             ticket.waited = True  # FORWARD has: what is submitted from now on comes after them
-        return logits
+        sampled = [seq.sampling for seq in batch.seqs if seq.sampling is not None]
+        num_sampled = len(sampled)
+        prompts = None
+        if "prompt_targets" in views:
+            prompts = _score_prompts(batch, views, values[num_sampled:])
+        if not sampled:
+            none = torch.empty(0, dtype=torch.int64, device=self.device.torch_device)
+            return Logits(tokens=none, prompt_logprobs=prompts)
+        return Logits(
+            values=values[:num_sampled],
+            positions=views["sample_positions"],
+            rows=views["sample_rows"],
+            sampling=SamplingBatch.from_views(sampled, views),
+            prompt_logprobs=prompts,
+        )
 
     def _layer_ready(self, batch: ExtendBatch) -> Callable[[int], None] | None:
         """What makes FORWARD wait for ``batch.loads``, layer by layer; None if there are none.
@@ -252,42 +286,6 @@ class ModelRunner:
             if seq.history is not None:
                 prompt, output = views[f"history_prompt_{index}"], views[f"history_output_{index}"]
                 self.sampler.begin_request(seq.row, prompt, output)
-
-    # --- decode --------------------------------------------------------------------------------------
-
-    def _launch_decode(self, batch: DecodeBatch) -> ForwardResult:
-        arrays = self.decode.arrays(batch)
-        if len(batch.page_writes):
-            arrays |= _page_write_arrays(batch)
-        views = self._inputs.upload(arrays) if arrays else {}
-        self.device.declare(StreamName.FORWARD, "decode step", self._accesses.decode, batch)
-        with self.device.forward.active():
-            self._write_pages(views)
-            return self._finish(self._sample(self.decode.forward(batch, views)))
-
-    # --- both ----------------------------------------------------------------------------------------
-
-    def _write_pages(self, views: Views) -> None:
-        if "page_rows" in views:
-            self.req_pool.write_pages(views["page_rows"], views["page_columns"], views["page_ids"])
-
-    def _sample(self, logits: Logits) -> Views:
-        """Draw the next tokens, where the forward has not, and keep them as the rows' last tokens."""
-        if logits.tokens is not None:
-            return {"next_tokens": logits.tokens}
-        assert logits.values is not None and logits.positions is not None and logits.sampling is not None
-        out = self.sampler.forward(logits.values.float(), logits.positions, logits.sampling)
-        self.req_pool.last_tokens[logits.rows] = out.next_tokens
-        results = {"next_tokens": out.next_tokens}
-        if out.logprobs is not None:
-            results |= _logprob_results("out", out.logprobs)
-        return results
-
-    def _finish(self, results: Views) -> ForwardResult:
-        if "next_tokens" not in results:
-            none = torch.empty(0, dtype=torch.int64, device=self.device.torch_device)
-            results = {"next_tokens": none} | results
-        return ForwardResult(self._results.download(results))
 
 
 @contextmanager
@@ -318,14 +316,14 @@ def _logprob_results(prefix: str, values: OutputLogprobs) -> Views:
     return results if values.named is None else results | {f"{prefix}_named": values.named}
 
 
-def _score_prompts(batch: ExtendBatch, views: Views, logits: torch.Tensor) -> Views:
+def _score_prompts(batch: ExtendBatch, views: Views, logits: torch.Tensor) -> OutputLogprobs:
     """Logprobs of prompt tokens. ``logits`` [N, vocab_size] are not made float32 whole: of a chunk of 8,192 tokens that
     would be 5 GB with a vocabulary of 150,000."""
     top_k = max(seq.prompt_top_logprobs for seq in batch.seqs)
     named_ids = None
     if "prompt_named_rows" in views:
         named_ids = views["prompt_named_ids"].view(len(batch.seqs), -1)[views["prompt_named_rows"]]
-    return _logprob_results("prompt", prompt_logprobs(logits, views["prompt_targets"], top_k, named_ids))
+    return prompt_logprobs(logits, views["prompt_targets"], top_k, named_ids)
 
 
 def _page_write_arrays(batch: ScheduleBatch) -> Arrays:
@@ -334,7 +332,7 @@ def _page_write_arrays(batch: ScheduleBatch) -> Arrays:
 
 
 def _extend_arrays(batch: ExtendBatch) -> Arrays:
-    """All host inputs of an extend step, to be packed into one upload."""
+    """The host inputs of an extend step, but for its page writes."""
     seqs = batch.seqs
     starts = np.cumsum([0] + [len(seq.token_ids) for seq in seqs])
     sampled = [i for i, seq in enumerate(seqs) if seq.sampling is not None]
@@ -365,9 +363,7 @@ def _extend_arrays(batch: ExtendBatch) -> Arrays:
     for i, seq in enumerate(seqs):
         if seq.history is not None:
             arrays[f"history_prompt_{i}"], arrays[f"history_output_{i}"] = seq.history
-    if len(batch.page_writes):
-        arrays |= _page_write_arrays(batch)
-    return arrays
+    return arrays | sampling_arrays([seq.sampling for seq in seqs if seq.sampling is not None])
 
 
 def _prompt_targets(seq: ExtendSeq, first: int, last: int) -> npt.NDArray[np.int64]:
