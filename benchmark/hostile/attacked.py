@@ -27,7 +27,8 @@ FLAGS += ("--log-level-http", "warning")
 
 class AttackedServer:
     """``python -m fenceline.launch_server`` of the tree whose packages are in ``python_path``, in a folder of its own
-    where all that it writes ends up. ``nofile``: soft and hard limit of its descriptors. Use it in a ``with`` block."""
+    where all that it writes ends up. ``nofile``: soft and hard limit of its descriptors. The ``with`` block begins when
+    the process has been started, :meth:`wait_ready` returns when it serves."""
 
     def __init__(
         self, python_path: Path, flags: Sequence[str] = (), nofile: tuple[int, int] | None = None
@@ -67,13 +68,16 @@ class AttackedServer:
                 start_new_session=True,
                 preexec_fn=self._limit,
             )
+        return self
+
+    def wait_ready(self) -> None:
+        """Until it answers. Raises SystemExit with its log if it does not start."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while " at http://" not in self.log_text():
             if not self.alive or time.monotonic() > deadline:
                 self._stop()
                 raise SystemExit(f"the server did not start:\n{self.log_text()[-4000:]}")
             time.sleep(0.1)
-        return self
 
     def _limit(self) -> None:
         if self._nofile is not None:

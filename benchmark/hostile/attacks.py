@@ -127,6 +127,12 @@ def _nothing() -> Run:
     return lambda target: asyncio.sleep(5)
 
 
+@attack("nothing for a minute", limit_s=70.0)
+def _nothing_for_long() -> Run:
+    """What the worst moment of a long attack is to be compared with."""
+    return lambda target: asyncio.sleep(60)
+
+
 # --- cost before validation
 
 one("/tokenize, 5,000 texts", "/tokenize", lambda: {"prompt": [words(2000)] * 5000})
@@ -1048,3 +1054,21 @@ def _profiles() -> Run:
         )
     ]
     return lambda target: target.send_all(bodies, 1, wait_s=30)
+
+
+# Those that have been outside the mark once, on the code of their day, and those that were measured late.
+WATCHED = frozenset(
+    (
+        "nothing", "nothing for a minute",
+        "/tokenize, a text of 60 MB", "/tokenize, 1 MB a hundred times", "/detokenize, 100,000 ids a hundred times",
+        "/generate, 50 MB of text, left after 1 s", "64 bodies of 60 MB of ids at once",
+        "640 bodies of 130,000 ids, 64 at once", "640 bodies of 1.9 MB of text, 64 at once",
+        "a chunked body of a million one-byte chunks", "HTTP/1.0, a thousand",
+        "1,100 half heads, 1,024 descriptors (hard limit)", "1,100 half bodies, 1,024 descriptors (hard limit)",
+        "1,100 silent connections, 1,024 descriptors (hard limit)", "200 half bodies of 32 MB",
+        "300 slow bodies, a byte every 0.2 s", "n=128 with a prompt of 3,900 tokens",
+        "completions, n=128 for 8 long prompts", "4,096 prompts of 3,900 tokens, left after 5 s",
+        "4,096 short prompts, left after 5 s", "2,000 streams, each left after its first bytes",
+        *list(ATTACKS)[list(ATTACKS).index("64 streams that are never read") :],
+    )
+)  # fmt: skip

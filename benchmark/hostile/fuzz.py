@@ -588,6 +588,7 @@ def run_fuzz(args: argparse.Namespace) -> int:
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     with AttackedServer(args.python_path, [*FLAGS, *args.flags]) as server:
+        server.wait_ready()
         clients = [
             context.Process(target=misbehave, args=(name, server.port, stop), daemon=True)
             for name in MISBEHAVING[: args.misbehaving]
@@ -630,6 +631,7 @@ def _replay(args: argparse.Namespace) -> int:
     fuzz = fuzzed(seed, index)
     print(fuzz)
     with AttackedServer(args.python_path, [*FLAGS, *args.flags]) as server:
+        server.wait_ready()
         answer = asyncio.run(sent(server.port, fuzz))
         print(
             outcome(answer),

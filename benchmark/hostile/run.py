@@ -3,13 +3,18 @@
     python benchmark/hostile/run.py attacks                             # every attack, this tree
     python benchmark/hostile/run.py attacks --only "tokenize;header"
     python benchmark/hostile/run.py attacks --python-path OLD/python NEW/python --output both.jsonl
+    python benchmark/hostile/run.py attacks --watched --output new.jsonl   # those that were outside the mark once
+    python benchmark/hostile/run.py attacks --resume --output new.jsonl    # what is not in this file yet
     python benchmark/hostile/run.py table both.jsonl                    # Markdown, the trees side by side
+    python benchmark/hostile/run.py table --outside new.jsonl           # of those that are outside the mark
     python benchmark/hostile/run.py fuzz --num 10000 --seed 1
     python benchmark/hostile/run.py fuzz --replay 1 4711
 
-Each attack meets a server of its own, so that one attack's memory is not the next one's. With several trees the attacks
-are made in turns: both trees, then the next attack. Everything goes to 127.0.0.1, is bounded, and stops by itself. The
-mark for 2 cores: /health within 100 ms, tokens at most 100 ms late, memory back to within 100 MB five seconds later.
+Each attack meets a server of its own, so that one attack's memory is not the next one's. Servers are started some at a
+time, since starting takes longer than most attacks; then one after the other is attacked, while the others have nothing
+to do. With several trees the attacks are made in turns: both trees, then the next attack. Everything goes to 127.0.0.1,
+is bounded, and stops by itself. The mark for 2 cores: /health within 100 ms, tokens at most 100 ms late, memory back to
+within 100 MB five seconds later.
 """
 
 from __future__ import annotations
@@ -29,11 +34,11 @@ from pathlib import Path
 
 import fuzz
 from attacked import AttackedServer
-from attacks import ATTACKS, Attack, Target
+from attacks import ATTACKS, WATCHED, Attack, Target
 from beside import PATIENCE_S, Observed, Observer, usual, worst
 
 TREE = Path(__file__).parents[2] / "python"
-BEFORE_S = 4.0  # the neighbour alone
+BEFORE_S = 3.0  # the neighbour alone
 AFTER_S = 5.0  # what is still in memory then is kept
 MARK_MS, MARK_MB = 100.0, 100.0
 
@@ -84,7 +89,7 @@ def attack_process(pipe: Connection, name: str, port: int) -> None:
 
 
 class Attacker:
-    """The process of one attack. Its payload is built when the ``with`` block begins."""
+    """The process of one attack. It begins to build its payload with the ``with`` block."""
 
     def __init__(self, name: str, port: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -94,8 +99,11 @@ class Attacker:
 
     def __enter__(self) -> Attacker:
         self._process.start()
-        self._here.recv()
         return self
+
+    def wait_ready(self) -> None:
+        """Until its payload has been built."""
+        self._here.recv()
 
     def run(self) -> dict[str, int]:
         """Attack, and wait for the end; outcomes with their counts."""
@@ -113,24 +121,47 @@ class Attacker:
         self._process.join()
 
 
-def measure(attack: Attack, tree: Path, label: str, flags: Sequence[str]) -> Row:
-    """One attack on a server of its own."""
-    with AttackedServer(tree, [*flags, *attack.flags], attack.nofile) as server:
-        with Attacker(attack.name, server.port) as attacker, Observer(server.port, server.pid) as observer:
+class Site:
+    """A server and the attacker that will attack it, both being started when the ``with`` block begins."""
+
+    def __init__(self, attack: Attack, tree: Path, label: str, flags: Sequence[str]) -> None:
+        self.attack = attack
+        self.label = label
+        self._server = AttackedServer(tree, [*flags, *attack.flags], attack.nofile)
+        self._attacker = Attacker(attack.name, self._server.port)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Site:
+        self._stack.enter_context(self._server)
+        self._stack.enter_context(self._attacker)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def wait_ready(self) -> None:
+        """Until the attack can begin."""
+        self._server.wait_ready()
+        self._attacker.wait_ready()
+
+    def measure(self) -> Row:
+        """The attack. Afterwards both processes are gone."""
+        server = self._server
+        with self._stack, Observer(server.port, server.pid) as observer:
             time.sleep(BEFORE_S)
             log_bytes = server.log.stat().st_size
             begin = time.monotonic()
-            outcomes = attacker.run()
+            outcomes = self._attacker.run()
             end = time.monotonic()
             time.sleep(AFTER_S)
             seen = observer.look()
             serves = _serves_again(server, observer, end)
             if serves and (late := observer.look()).health and time.monotonic() - end > 2 * AFTER_S:
                 seen = late  # it was blocked for longer
-        log = server.log_text()
-        return _row(
-            attack, label, seen, outcomes, (begin, end), len(log) - log_bytes, log.count("Traceback"), serves
-        )
+            log = server.log_text()
+            new_log_bytes, tracebacks = len(log) - log_bytes, log.count("Traceback")
+            span = begin, end
+            return _row(self.attack, self.label, seen, outcomes, span, new_log_bytes, tracebacks, serves)
 
 
 def _serves_again(server: AttackedServer, observer: Observer, since: float) -> bool:
@@ -219,6 +250,8 @@ def run_attacks(args: argparse.Namespace) -> int:
     """The attacks, tree by tree in turns; 1 if the last tree missed the mark."""
     wanted = [part.strip() for part in args.only.split(";")] if args.only else [""]
     chosen = [attack for name, attack in ATTACKS.items() if any(part in name for part in wanted)]
+    if args.watched:
+        chosen = [attack for attack in chosen if attack.name in WATCHED]
     if not chosen:
         raise SystemExit(f"no attack has {args.only!r} in its name; --list shows them all")
     if args.list:
@@ -226,25 +259,53 @@ def run_attacks(args: argparse.Namespace) -> int:
         return 0
     trees = [Path(path).resolve() for path in args.python_path]
     labels = args.label or (["before", "after"] if len(trees) == 2 else [str(i) for i in range(len(trees))])
-    missed = 0
+    if args.resume and args.output is None:
+        raise SystemExit("--resume needs the --output that it goes on with")
+    done = read_rows(args.output) if args.resume and args.output.exists() else []
+    known = {(row.attack, row.tree) for row in done}
+    plan = [
+        (attack, tree, label)
+        for attack in chosen
+        for tree, label in zip(trees, labels, strict=True)
+        if (attack.name, label) not in known
+    ]
+    rows: list[Row] = []
     with args.output.open("a") if args.output else contextlib.nullcontext() as file:
-        for attack in chosen:
-            for tree, label in zip(trees, labels, strict=True):
-                row = measure(attack, tree, label, args.flags)
-                print_row(row)
-                missed += tree is trees[-1] and bool(misses(row))
-                if file is not None:
-                    print(json.dumps(asdict(row)), file=file, flush=True)
-    print(f"{missed} of {len(chosen)} attacks missed the mark in the last tree")
+        for start in range(0, len(plan), args.ahead):
+            with contextlib.ExitStack() as stack:
+                sites = [
+                    stack.enter_context(Site(attack, tree, label, args.flags))
+                    for attack, tree, label in plan[start : start + args.ahead]
+                ]
+                for site in sites:
+                    site.wait_ready()
+                for site in sites:
+                    rows.append(site.measure())
+                    print_row(rows[-1])
+                    if file is not None:
+                        print(json.dumps(asdict(rows[-1])), file=file, flush=True)
+    last = [row for row in rows if row.tree == labels[-1]]
+    missed = [row for row in last if misses(row)]
+    print(f"{len(missed)} of {len(last)} attacks missed the mark in the last tree; {len(known)} were known")
     return 1 if missed else 0
+
+
+def read_rows(file: Path) -> list[Row]:
+    """The measurements in a file of --output."""
+    return [Row(**json.loads(line)) for line in file.read_text().splitlines()]
 
 
 def print_table(args: argparse.Namespace) -> int:
     """Markdown: a line for each attack, the trees side by side."""
     rows: dict[str, dict[str, Row]] = {}
-    for line in args.file.read_text().splitlines():
-        row = Row(**json.loads(line))
+    for row in read_rows(args.file):
         rows.setdefault(row.attack, {})[row.tree] = row
+    if args.outside:
+        rows = {
+            name: of
+            for name, of in rows.items()
+            if name.startswith("nothing") or any(map(misses, of.values()))
+        }
     labels = list(dict.fromkeys(label for of in rows.values() for label in of))
     columns = ("/health ms", "token late ms", "memory peak / kept MB", "answers")
     heading = ["attack", *(f"{column}, {label}" for column in columns for label in labels)]
@@ -284,16 +345,26 @@ def main() -> int:
     attacks.add_argument(
         "--only", help="attacks whose names contain one of these words, separated by semicolons"
     )
+    attacks.add_argument(
+        "--watched", action="store_true", help="of these, those that were outside the mark once, or new"
+    )
     attacks.add_argument("--list", action="store_true", help="show the attacks' names and stop")
     attacks.add_argument(
         "--python-path", nargs="+", default=[TREE], help="folders with the package fenceline"
     )
     attacks.add_argument("--label", nargs="+", help="names of these trees; before and after for two")
     attacks.add_argument("--output", type=Path, help="append a JSON line for each measurement")
+    attacks.add_argument(
+        "--resume", action="store_true", help="leave out what --output has already, to go on after a break"
+    )
+    attacks.add_argument("--ahead", type=int, default=4, help="servers that are started together (default 4)")
     attacks.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="flags of the server, last")
     attacks.set_defaults(run=run_attacks)
     table = commands.add_parser("table", help="the measurements of --output as a Markdown table")
     table.add_argument("file", type=Path)
+    table.add_argument(
+        "--outside", action="store_true", help="only what is outside the mark, and nothing's lines"
+    )
     table.set_defaults(run=print_table)
     fuzz.add_arguments(
         commands.add_parser("fuzz", help="random requests with eight misbehaving clients beside them")

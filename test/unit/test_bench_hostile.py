@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -61,3 +64,32 @@ def test_late_is_what_ends_late() -> None:
     assert usual(samples, until=6.0) == 0.02
     assert worst(samples, since=3.0, less=1.0) == 4.0
     assert worst(samples, since=7.5) == 0.02
+
+
+def test_what_is_watched_and_what_is_known_already(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import run
+    from attacks import ATTACKS, WATCHED
+
+    assert set(ATTACKS) >= WATCHED
+    row = run.Row(
+        attack="nothing", tree="0", outcomes={}, took_s=5.0, health_ms=1.0, kept_health_ms=1.0, token_late_ms=1.0,
+        memory_peak_mb=0.0, memory_kept_mb=0.0, log_kb=0.0, tracebacks=0, failures=[], serves=True,
+        usual_health_ms=1.0, usual_token_ms=1.0, observer_lag_ms=0.0,
+    )  # fmt: skip
+    rows = [row] + [replace(row, attack=name, **late) for name, late in (
+        ("within", {}), ("late", {"token_late_ms": 101.0}), ("big", {"memory_kept_mb": 101.0}),
+    )]  # fmt: skip
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    assert run.read_rows(file) == rows
+    run.print_table(argparse.Namespace(file=file, outside=True))
+    names = [line.split(" | ")[0].strip("| ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert names == ["nothing", "late", "big"]
+    known = argparse.Namespace(
+        only="nothing", watched=True, list=False, python_path=["."], label=None, output=file, resume=True, ahead=4,
+        flags=[],
+    )  # fmt: skip
+    file.write_text("".join(json.dumps(asdict(replace(row, attack=name))) + "\n" for name in ATTACKS))
+    assert run.run_attacks(known) == 0, "nothing is left to do"
