@@ -397,18 +397,18 @@ PLANTED = [
      r"\n  by copy to device on load .*\n  from host_pool page \d+, slot 0 of it\n  written by copy to host on store"),
     (_pages_backed_up_in_a_wrong_order, "tags_reloaded", TAGS,
      rf"tags: host_pool page \d+, slot 0 of it, holds token \d+ of {R} .*: store fills it for token \d+ of {R} .*"
-     rf"\n  by copy to host on store .*\n  from {K0} page \d+, slot 0 of it\n  written by index_copy_ on forward"),
+     rf"\n  by copy to host on store .*\n  from {K0} page \d+, slot 0 of it\n  written by rotate_and_store on forward"),
     (_halves_swapped_on_the_way_to_the_host, "tags_reloaded", TAGS,
      r"tags: host_pool .*: store brings layer0\.k to layer0\.v\n  by copy to host on store"),
     (_a_copy_that_takes_the_neighbour_page, "tags_reloaded", TAGS,
      rf"tags: host_pool .*: store brings {K0} page \d+, which does not go here\n  by copy to host on store"),
     (_rows_stored_under_the_neighbour_layer, "tags_crowd", TAGS,
-     r"tags: kv_pool\.layer1\.k .*: prefill step stores layer0\.k in layer1\.k\n  by index_copy_ on forward"),
+     r"tags: kv_pool\.layer1\.k .*: prefill step stores layer0\.k in layer1\.k\n  by rotate_and_store on forward"),
     (_a_page_table_off_by_one_page, "tags_crowd", TAGS,
      rf"tags: the page table of {R} \(row \d+\), column 0, names page 0, not \d+\n  written by index_put_ on forward"),
     (_attention_reads_one_page_too_far, "tags_crowd", TAGS,
      rf"tags: {K0} .* holds token 4 of (?P<one>{R}), .*: decode step reads it as token 0 of (?P=one)\n"
-     r"  by index_select on forward .*\n  written by index_copy_ on forward"),
+     r"  by index_select on forward .*\n  written by rotate_and_store on forward"),
     (_attention_reads_in_another_order, "tags_crowd", TAGS,
      rf"tags: {K0} .*: decode step reads it as token 0 of {R}\n  by index_select on forward"),
     (_attention_reads_another_request, "tags_crowd", TAGS,
@@ -422,7 +422,7 @@ PLANTED = [
      rf"tags: {K0} {SALT_A}: load fills it for token 0 of r4 \(namespace 'b'\)\n  by copy to device on load"),
     (_a_live_slot_written_by_a_padded_row, "tags_pieces", TAGS,
      rf"tags: {K0} page 1, slot 1 .*: row \d of prefill step, which is padding \(\d are live\), writes it\n"
-     r"  by index_copy_ in prefill\[8\]"),
+     r"  by rotate_and_store in prefill\[8\]"),
     (_a_page_used_after_it_was_retired, "tags_twins", OWNERSHIP,
      rf"ownership: KV pages \d+: a decode step of {R}.* uses it after it was retired\n  used by index_select on "
      r"forward .*\n  leased at .*_alloc.*\n  retired at .* in cache_prompt"),
@@ -444,7 +444,7 @@ PLANTED = [
      rf"ownership: KV pages \d+: {R} uses it, and has neither leased nor shares it\n  submitted at .*\n  leased at "),
     (_tokens_stored_in_another_order, "tags_crowd", TAGS,
      rf"tags: {K0} page \d+, slot \d of it, holds .*: prefill step stores token 0 of {R} here, not in slot 0 of page "
-     r"\d+\n  by index_copy_ on forward"),
+     r"\d+\n  by rotate_and_store on forward"),
     (_a_token_sampled_for_the_next_row, "tags_crowd", TAGS,
      r"tags: req_pool\.last_tokens row 4 is written by a prefill step that has no request there\n"
      r"  written by index_put_ on forward"),
@@ -453,7 +453,7 @@ PLANTED = [
      r"stands for token 7 of r0"),
     (_the_tree_has_pages_in_another_order, "tags_crowd", TAGS,
      rf"tags: {K0} page \d+, slot 0 of it, holds token \d+ of (?P<one>{R}), .*: the tree has it for token \d+ of "
-     r"(?P=one)\n  written by index_copy_ on forward"),
+     r"(?P=one)\n  written by rotate_and_store on forward"),
 ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch
 
 from fenceline.layers.kernels.base import LayerKernels, TorchLayerKernels
 from fenceline.layers.weight import DenseWeight, RMSNorm, Weight
+from fenceline.memory_order.kernel import is_watched
 
 
 class Communicator(Protocol):
@@ -75,10 +76,13 @@ class LayerContext:
 
 
 def make_layer_context(device: torch.device, shard: Shard, dtype: torch.dtype) -> LayerContext:
-    """Our own kernels on an NVIDIA GPU (compiled on first use, which takes seconds, once), torch's operators elsewhere.
+    """Our own kernels on an NVIDIA GPU (compiled on first use, which takes seconds, once), their launches where a
+    device watches its memory, torch's operators elsewhere.
 
     Raises ``ValueError`` with the remedy for a GPU without Triton.
     """
+    if is_watched(device):
+        return _launched_context(shard, dtype)
     if device.type != "cuda":
         return torch_context(shard, dtype)
     try:
@@ -99,9 +103,17 @@ def make_layer_context(device: torch.device, shard: Shard, dtype: torch.dtype) -
     return LayerContext(shard, CudaLayerKernels(device), dtype, dense, dense)
 
 
+def _launched_context(shard: Shard, dtype: torch.dtype) -> LayerContext:
+    from fenceline.layers.kernels.launched import LaunchedDenseWeight, LaunchedLayerKernels
+
+    def dense(out_features: int, in_features: int) -> DenseWeight:
+        return LaunchedDenseWeight(out_features, in_features, dtype)
+
+    return LayerContext(shard, LaunchedLayerKernels(), dtype, dense, dense)
+
+
 def torch_context(shard: Shard, dtype: torch.dtype) -> LayerContext:
-    """Torch's operators on any device. The CPU and the virtual GPU run them, and they are the reference for our own
-    kernels."""
+    """Torch's operators on any device. The CPU runs them, and they are the reference for our own kernels."""
 
     def dense(out_features: int, in_features: int) -> DenseWeight:
         return DenseWeight(out_features, in_features, dtype)

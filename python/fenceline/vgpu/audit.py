@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from fenceline.vgpu.errors import AuditError
-from fenceline.vgpu.memory import Access, Accesses, Region
+from fenceline.vgpu.memory import Access, Accesses, Region, row_values
 from fenceline.vgpu.streams import Operation
 
 Mask = npt.NDArray[np.bool_]
@@ -97,8 +96,8 @@ def _ranges(access: Access) -> list[tuple[int, int]]:
     form, num_rows = access.layout.form, access.layout.form.shape[0]
     step = form.stride[0] * form.itemsize
     start, span = access.layout.offset * form.itemsize, form.nbytes - (num_rows - 1) * step
-    rows = access.rows.reshape(-1).to(torch.int64)
-    rows = torch.where(rows < 0, rows + num_rows, rows)
+    rows = row_values(access.rows)
+    rows = np.where(rows < 0, rows + num_rows, rows)
     return [(start + row * step, start + row * step + span) for row in rows.tolist() if 0 <= row < num_rows]
 
 

@@ -22,7 +22,7 @@ import torch
 from fenceline.memory_order.access import row_numbers
 from fenceline.vgpu.errors import BoundsError, CheckError, FreshnessError, GenerationError, ProtectionError
 from fenceline.vgpu.findings import Findings
-from fenceline.vgpu.memory import Access, Bound, Tag
+from fenceline.vgpu.memory import Access, Bound, Tag, row_values
 from fenceline.vgpu.place import Place, here
 from fenceline.vgpu.shadow import Rows, units_of
 from fenceline.vgpu.streams import Operation, who
@@ -249,7 +249,4 @@ def _outlived(tag: Tag, watch: Watch, generation: int, place: Place) -> Generati
 
 
 def _values(access: Access) -> Rows | None:
-    if access.rows is None:
-        return None
-    values: Rows = access.rows.reshape(-1).numpy().astype(np.int64)
-    return values
+    return None if access.rows is None else row_values(access.rows)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from fenceline.vgpu.errors import RaceError
 from fenceline.vgpu.layout import Layout, layout_of
-from fenceline.vgpu.memory import Tag
+from fenceline.vgpu.memory import Tag, row_values
 from fenceline.vgpu.report import Conflict, race_error
 from fenceline.vgpu.shadow import Rows, Shadow
-from fenceline.vgpu.streams import Operation
+from fenceline.vgpu.streams import RELEASE, Operation
 
 _NONE: Sequence[RaceError] = ()
 
@@ -32,10 +31,10 @@ class Detector:
         """Compare and record the accesses of ``op``, just before it runs, when its index values are known."""
         conflicts: list[Conflict] = []
         for tag, layout, index in op.reads:
-            rows = None if index is None else _values(index)
+            rows = None if index is None else row_values(index)
             self._touch(op, tag, layout, rows, False, conflicts)
         for tag, layout, index in op.writes:
-            rows = None if index is None else _values(index)
+            rows = None if index is None else row_values(index)
             self._touch(op, tag, layout, rows, True, conflicts)
         return [race_error(conflict) for conflict in conflicts] if conflicts else _NONE
 
@@ -75,6 +74,11 @@ class Detector:
         if doubtful:
             for past in shadow.unordered(agent, clock, write, layout, rows, tag.row_bytes):
                 other = self._history_of(past.agent, past.action)
+                if other.label == RELEASE and op.is_ahead:
+                    # Its stream has got the memory since; who has written it there is of interest.
+                    other = self._history_of(past.agent, writers.get(past.agent, past.action))
+                elif op.label == RELEASE and other.is_ahead and other.seq > op.seq:
+                    continue  # the same the other way round: who writes it then comes later
                 conflicts.append(
                     Conflict(op, write, other, past.was_write, tag, past.units, shadow.unit_bytes)
                 )
@@ -90,8 +94,3 @@ def _beyond(latest: dict[int, int], agent: int, clock: tuple[int, ...]) -> bool:
         if other != agent and (other >= len(clock) or index > clock[other]):
             return True
     return False
-
-
-def _values(index: torch.Tensor) -> Rows:
-    values: Rows = index.numpy().astype(np.int64).reshape(-1)  # a copy, in a fraction of torch's time
-    return values

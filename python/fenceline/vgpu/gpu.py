@@ -212,16 +212,37 @@ class VirtualGpu:
         place: Place | None = None,
         stream: VirtualStream | None = None,
         bounds: Bounds = NO_BOUNDS,
+        after: Operation | None = None,
+        starts_next: bool = False,
     ) -> Operation:
-        """Queue an operation on ``stream`` (default: the current one). The device may run some work now."""
+        """Queue an operation on ``stream`` (default: the current one). The device may run some work now.
+
+        ``after``: what it has done ahead of its turn. ``starts_next``: see ``Operation``."""
         thread = self.thread
         if thread.resources:
             writes = (*writes, *thread.resources)
-        op = Operation(label, here() if place is None else place, run, reads, writes, bounds=bounds)
+        place = here() if place is None else place
+        op = Operation(label, place, run, reads, writes, after, bounds, starts_next)
         self.collect_released()
         self.enqueue(thread.current if stream is None else stream, op)
         self._drift()
         return op
+
+    def submit_ahead(self, op: Operation) -> bool:
+        """Queue ``op``: what the kernel that is submitted to the current stream next does before it waits for the one
+        in front of it. False, and nothing is done, where it begins in its turn."""
+        self.collect_released()
+        stream = self.thread.current
+        if stream.front is None:
+            return False
+        if stream.ahead is None:
+            stream.ahead = self.stream(f"{stream.name} ahead")
+            stream.ahead.is_ahead_of = stream.name
+        for mark in stream.joined:
+            self.enqueue(stream.ahead, Operation("wait", op.place, None, after=mark))
+        op.after = stream.front
+        self.enqueue(stream.ahead, op)
+        return True
 
     def enqueue(self, stream: VirtualStream, op: Operation, event: Event | None = None) -> None:
         """Put ``op`` into the queue of ``stream``, or into the graph that is being captured."""
@@ -236,7 +257,7 @@ class VirtualGpu:
 
     def _queue(self, stream: VirtualStream, op: Operation) -> None:
         thread = self.thread
-        op.seq, op.purpose = self._moment(), thread.purpose
+        op.seq, op.purpose = self._moment(), None if stream.is_ahead_of else thread.purpose
         stream.append(op, thread.submitting)
 
     def record(self, stream: VirtualStream) -> Operation:
@@ -531,13 +552,16 @@ class Graph:
         for branch in self._branches:
             gpu.wait(launch, gpu.record(branch))
         self._last = gpu.record(launch)
+        launch.begin_anew(self._last)
 
     def _queue(self, node: _Node, stream: VirtualStream, queued: list[Operation]) -> Operation:
         gpu, old = self._gpu, node.op
         if node.event is not None and old.after is None:
             node.event.mark = gpu.record(stream)
             return node.event.mark
-        op = Operation(old.label, old.place, old.run, old.reads, old.writes, bounds=old.bounds)
+        op = Operation(
+            old.label, old.place, old.run, old.reads, old.writes, None, old.bounds, old.starts_next
+        )
         op.graph = self.name
         if node.event is not None:
             if node.event.mark is None:
@@ -587,6 +611,7 @@ class Capture:
         # Each branch's latest operation that nothing waits for.
         self._unjoined: dict[VirtualStream, Operation] = {}
         origin.is_captured = True
+        origin.begin_anew(None)
 
     def add(self, stream: VirtualStream, op: Operation, event: Event | None = None) -> None:
         """Record ``op``; ``stream`` joins the capture if it waits for an operation of it."""
@@ -602,6 +627,8 @@ class Capture:
         if stream not in self._streams:
             self._streams.append(stream)
             stream.is_captured = True
+            stream.begin_anew(None)
+        stream.follow(op)
         op.stream = stream
         op.where = stream.name
         op.capture = self
@@ -620,13 +647,14 @@ class Capture:
     def _join(self, mark: Operation) -> None:
         assert mark.stream is not None, "a mark lies on a stream"
         work = self._unjoined.get(mark.stream)
-        if work is not None and self._numbers[work] < self._numbers[mark]:
+        if work is not None and self._numbers[work] <= self._numbers[mark]:
             del self._unjoined[mark.stream]
 
     def end(self, gpu: VirtualGpu, completed: bool) -> None:
         """Finish. Raises ``CaptureError`` if a branch was not joined."""
         for stream in self._streams:
             stream.is_captured = False
+            stream.begin_anew(None)
         if not completed:
             return
         if self.graph.failed:
@@ -635,4 +663,6 @@ class Capture:
             raise CaptureError(f"{stream.name} was not joined: nothing waits for {op.label} at {op.place}")
         graph = self.graph
         graph._branches = [gpu.stream(f"{graph.name}/{stream.name}") for stream in self._streams[1:]]
+        for branch, stream in zip(graph._branches, self._streams[1:], strict=True):
+            branch.is_ahead_of = stream.is_ahead_of
         graph._ready = True

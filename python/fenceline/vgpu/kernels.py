@@ -1,14 +1,20 @@
-"""Custom kernels: any Python function over memory of the device, with a declared footprint."""
+"""Custom kernels: any Python function over memory of the device, with a declared footprint; and those of the engine,
+which declare themselves (``memory_order.kernel``)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from fenceline.memory_order.kernel import Compute, Kernel, register_launcher
+from fenceline.vgpu import backend
 from fenceline.vgpu.memory import Access, Bound
 from fenceline.vgpu.place import here
+from fenceline.vgpu.streams import Operation
 from fenceline.vgpu.tensor import VTensor, access
 
 
@@ -52,3 +58,136 @@ def _bound(part: Rows) -> Bound:
     tensor, ids = part
     assert isinstance(tensor, VTensor) and isinstance(ids, VTensor), "checked with the access"
     return Bound(tensor.allocation.tag, 0, tensor.shape[0], ids.plain, access(ids))
+
+
+# --- declared kernels ------------------------------------------------------------------------------------
+
+
+class _Reads:
+    """What a launch reads in one of its parts, before its wait or after it."""
+
+    def __init__(self) -> None:
+        self.accesses: list[Access] = []
+        self.bounds: list[Bound] = []
+        self.tensors: set[int] = set()  # by identity
+
+    def add(self, tensor: VTensor, rows: torch.Tensor | None = None) -> None:
+        """All of ``tensor``, or ``rows`` of it, which are read too."""
+        part = tensor if rows is None else Rows(tensor, rows)
+        self.accesses.append(_access(part))
+        self.tensors.add(id(tensor))
+        if isinstance(part, Rows):
+            self.bounds.append(_bound(part))
+            assert isinstance(rows, VTensor), "an index lies on the device"
+            self.add(rows)
+
+
+class _Told:
+    """What a declaration tells of one launch: see ``KernelAccesses``."""
+
+    def __init__(self) -> None:
+        self.ahead: _Reads | None = None
+        self.reads = _Reads()
+        self.writes: list[Access] = []
+        self.bounds: list[Bound] = []
+        self.starts_next = False
+
+    def read(self, tensor: torch.Tensor | None, rows: torch.Tensor | None = None) -> None:
+        if tensor is not None:
+            assert isinstance(tensor, VTensor), "a footprint lies on the device"
+            self.reads.add(tensor, rows)
+
+    def write(self, tensor: torch.Tensor | None, rows: torch.Tensor | None = None) -> None:
+        if tensor is None:
+            return
+        part = tensor if rows is None else Rows(tensor, rows)
+        self.writes.append(_access(part))
+        if isinstance(part, Rows):
+            self.bounds.append(_bound(part))
+            self.read(rows)
+
+    def read_tokens(
+        self,
+        cache: torch.Tensor,
+        page_table: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        page_size: int,
+        but_last: bool = False,
+    ) -> None:
+        self.read(page_table, rows)
+        self.read(lengths)
+        plain = [tensor.plain for tensor in (page_table, rows, lengths) if isinstance(tensor, VTensor)]
+        assert isinstance(cache, VTensor) and len(plain) == 3, "a footprint lies on the device"
+        at = _TokenSlots(plain[0], plain[1], plain[2], page_size, but_last)
+        self.reads.accesses.append(access(cache)._replace(rows=at))
+        self.reads.tensors.add(id(cache))
+
+    def wait(self) -> None:
+        assert self.ahead is None and not self.writes, "it waits once, before it writes"
+        self.ahead, self.reads = self.reads, _Reads()
+
+    def start_dependents(self) -> None:
+        self.starts_next = self.ahead is None
+
+
+class _TokenSlots(NamedTuple):
+    """See ``KernelAccesses.read_tokens``: the slots, one request's after the other's."""
+
+    page_table: torch.Tensor
+    requests: torch.Tensor
+    lengths: torch.Tensor
+    page_size: int
+    but_last: bool
+
+    def __call__(self) -> npt.NDArray[np.int64]:
+        table, size = self.page_table.numpy(), self.page_size
+        slots = [np.zeros(0, np.int64)]
+        for row, length in zip(self.requests.tolist(), self.lengths.tolist(), strict=True):
+            # What is out of bounds here the checks have found; a race may bring anything.
+            length = min(max(length - self.but_last, 0), table.shape[1] * size)
+            row = row if -len(table) <= row < len(table) else 0
+            pages = table[row, : -(-length // size)].astype(np.int64)
+            slots.append((pages[:, None] * size + np.arange(size)).reshape(-1)[:length])
+        return np.concatenate(slots)
+
+
+def launch_declared(kernel: Kernel, compute: Compute, operands: tuple[Any, ...]) -> None:
+    """Queue a launch of ``kernel`` on the current stream: see ``Kernel.launch``.
+
+    What it reads before its wait it reads when it begins, which may be before the kernel in front has run; what it does
+    not read again after the wait keeps the value that it had then.
+    """
+    told = _Told()
+    kernel.accesses(told, *operands)
+    gpu = next(operand.gpu for operand in operands if isinstance(operand, VTensor))
+    values = [operand.plain if isinstance(operand, VTensor) else operand for operand in operands]
+    begun, reads, place = None, told.reads, here()
+    if told.ahead is not None:
+        early = told.ahead.tensors - reads.tensors
+        kept = [(i, values[i]) for i, operand in enumerate(operands) if id(operand) in early]
+
+        def begin() -> None:
+            for i, plain in kept:
+                values[i] = plain.clone()
+
+        if told.ahead.accesses:
+            label = f"{kernel.name}, before it waits for the kernel in front,"
+            begun = Operation(label, place, begin, told.ahead.accesses, bounds=told.ahead.bounds)
+            begun = begun if gpu.submit_ahead(begun) else None
+        if begun is None:
+            reads.accesses += told.ahead.accesses
+            reads.bounds += told.ahead.bounds
+    gpu.submit(
+        kernel.name,
+        lambda: compute(*values),
+        reads.accesses,
+        told.writes,
+        place,
+        bounds=(*reads.bounds, *told.bounds),
+        after=begun,
+        starts_next=told.starts_next and begun is not None,
+    )
+
+
+register_launcher(backend.NAME, launch_declared)

@@ -8,9 +8,10 @@ allocated on and can be allocated there at once, whatever other streams still do
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fenceline.vgpu.layout import Layout, contiguous_form, layout_at
@@ -85,12 +86,27 @@ class Tag:
         return f"{kind} {list(self.shape)} allocated at {self.place}"
 
 
+class RowsOf(Protocol):
+    """Rows that follow from memory, read when the operation is about to run."""
+
+    def __call__(self) -> npt.NDArray[np.int64]:
+        """[N]."""
+
+
 class Access(NamedTuple):
     """Memory that an operation accesses: the bytes of ``layout``, or of its rows with the ids ``rows`` when it runs."""
 
     tag: Tag
     layout: Layout
-    rows: torch.Tensor | None = None
+    rows: torch.Tensor | RowsOf | None = None
+
+
+def row_values(rows: torch.Tensor | RowsOf) -> npt.NDArray[np.int64]:
+    """The numbers of an access's rows at this moment, [N], a copy."""
+    if not isinstance(rows, torch.Tensor):
+        return rows()
+    values: npt.NDArray[np.int64] = rows.numpy().astype(np.int64).reshape(-1)  # in a fraction of torch's time
+    return values
 
 
 class Bound(NamedTuple):

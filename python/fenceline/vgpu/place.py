@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from fenceline.memory_order import access
+from fenceline.memory_order import access, kernel
 
 # Reports name the line that declares an access, not one in the declaring functions of this package.
-_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), access.__file__)
+_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), access.__file__, kernel.__file__)
 _outside: dict[str, bool] = {}  # by file; strings keep their hash, code objects compute it every time
 
 

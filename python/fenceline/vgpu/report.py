@@ -58,7 +58,7 @@ class Conflict:
 
 
 def _stream_name(op: Operation) -> str:
-    return StreamName.HOST.value if op.stream is None else op.where
+    return StreamName.HOST.value if op.stream is None else _where(op)
 
 
 def race_error(conflict: Conflict) -> RaceError:
@@ -69,7 +69,7 @@ def race_error(conflict: Conflict) -> RaceError:
         f"race: {conflict.hazard.value} on {conflict.memory}",
         f"  1. {_describe(conflict, first, first_writes)}",
         f"  2. {_describe(conflict, second, second_writes)}",
-        f"  {missing_edge(edges, first.where, second.where)}",
+        f"  {_missing_wait(first, second) or missing_edge(edges, _where(first), _where(second))}",
         *_not_the_engines(first, second),
     ]
     return RaceError(
@@ -98,13 +98,25 @@ def _wrong_stream(conflict: Conflict) -> list[str]:
     ]
 
 
+def _where(op: Operation) -> str:
+    """The agent, or the stream of the kernel that did it ahead of its turn."""
+    return op.where if op.stream is None else op.stream.is_ahead_of or op.where
+
+
+def _missing_wait(first: Operation, second: Operation) -> str:
+    """What would order two kernels of one stream."""
+    if _where(first) != _where(second):
+        return ""
+    return "nothing orders them: 2 may begin before 1 has ended; read after the wait, or let another kernel come first"
+
+
 def _not_the_engines(first: Operation, second: Operation) -> list[str]:
     """A hint if one of the two runs on the default stream, which the engine does not use after start-up."""
     for number, op, other in ((1, first, second), (2, second, first)):
-        if op.where == DEFAULT_STREAM and other.where in _ENGINE_STREAMS:
+        if op.where == DEFAULT_STREAM and _where(other) in _ENGINE_STREAMS:
             return [
                 f"  wrong stream? No edge joins {DEFAULT_STREAM}: {number} belongs on a stream of the engine "
-                f"(where the other one runs: {other.where}), or a full stop after it"
+                f"(where the other one runs: {_where(other)}), or a full stop after it"
             ]
     return []
 
@@ -114,4 +126,4 @@ _ENGINE_STREAMS = frozenset(name.value for name in StreamName if name is not Str
 
 def _describe(conflict: Conflict, op: Operation, writes: bool) -> str:
     verb = "occupies" if conflict.tag.is_exclusive else "writes" if writes else "reads"
-    return f"{op.label} {verb} it on {op.where} ({op.where}#{op.index}), {op.place}"
+    return f"{op.label} {verb} it on {_where(op)} ({op.where}#{op.index}), {op.place}"

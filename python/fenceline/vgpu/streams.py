@@ -30,13 +30,14 @@ class Purpose(Protocol):
 class Operation:
     """Work on a stream. ``agent`` and ``index`` name it for vector clocks, ``seq`` is its place in program order.
 
-    ``run`` is None for a mark or a wait. ``after`` is the mark that a wait waits for. ``bounds`` are of its indices,
-    ``graph`` the one it was replayed with. Once ``done``, what it needed to run is dropped.
+    ``run`` is None for a mark or a wait. ``after`` is the mark that a wait waits for, or what a kernel has done ahead
+    of its turn. ``bounds`` are of its indices, ``graph`` the one it was replayed with. ``starts_next``: it lets the
+    kernel behind it begin before it has waited for those in front. Once ``done``, what it needed to run is dropped.
     """
 
     __slots__ = (
         "after", "agent", "bounds", "capture", "clock", "done", "graph", "index", "label", "place", "purpose", "reads",
-        "run", "seq", "stream", "where", "writes",
+        "run", "seq", "starts_next", "stream", "where", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -48,6 +49,7 @@ class Operation:
         writes: Accesses = NO_ACCESS,
         after: Operation | None = None,
         bounds: Bounds = NO_BOUNDS,
+        starts_next: bool = False,
     ) -> None:
         self.label = label
         self.place = place
@@ -56,6 +58,7 @@ class Operation:
         self.writes = writes
         self.after = after
         self.bounds = bounds
+        self.starts_next = starts_next
         self.graph = ""
         self.purpose: Purpose | None = None  # of the thread that submitted it: see ``VirtualGpu.meaning``
         self.done = False
@@ -64,6 +67,11 @@ class Operation:
         self.agent = self.index = self.seq = 0
         self.where = ""  # the agent's name
         self.clock: Clock = ()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it is what a kernel does before it waits for the one in front."""
+        return self.stream is not None and bool(self.stream.is_ahead_of)
 
     @property
     def passed(self) -> Clock:
@@ -155,9 +163,17 @@ class HostThread(Agent):
 
 
 class VirtualStream(Agent):
-    """A queue of operations, which run in order, one after the other. Streams are not ordered with each other."""
+    """A queue of operations, which run in order, one after the other. Streams are not ordered with each other.
 
-    __slots__ = ("_heard", "_num_asked", "is_captured", "queue")
+    What a kernel that is launched programmatically does before it waits for the one in front runs on another stream,
+    ``ahead``, after ``front`` and the marks ``joined``. ``front``: everything up to there has ended when the kernel
+    begins, because the last one on the stream began after it. None if there is no such kernel: the next one begins in
+    its turn. ``is_ahead_of``: the name of the stream that this one is the ``ahead`` of, or "".
+    """
+
+    __slots__ = (
+        "_heard", "_latest", "_num_asked", "ahead", "front", "is_ahead_of", "is_captured", "joined", "queue"
+    )  # fmt: skip
 
     def __init__(self, number: int, name: str) -> None:
         super().__init__(number, name)
@@ -165,11 +181,33 @@ class VirtualStream(Agent):
         self.is_captured = False  # what is submitted to it goes into the graph that is being captured
         self._heard: Clock | None = None
         self._num_asked = 0
+        self.ahead: VirtualStream | None = None
+        self.is_ahead_of = ""
+        self.begin_anew(None)
 
     def patience_is_over(self) -> bool:
         """Count an unsuccessful query of whether work has run. True after every ``_PATIENCE`` of them."""
         self._num_asked = (self._num_asked + 1) % _PATIENCE
         return self._num_asked == 0
+
+    def begin_anew(self, latest: Operation | None) -> None:
+        """What follows ``latest`` begins in its turn: behind a graph's launch, and first in a capture."""
+        self._latest = latest
+        self.front: Operation | None = None
+        self.joined: list[Operation] = []
+
+    def follow(self, op: Operation) -> None:
+        """``op`` is the stream's latest, queued or captured."""
+        if op.label == RELEASE:  # memory goes back to the allocator, no kernel runs
+            return
+        if op.run is None:
+            if op.after is not None:
+                self.joined.append(op.after)
+        else:
+            self.joined.clear()
+            if not op.starts_next:
+                self.front = self._latest
+        self._latest = op
 
     @property
     def runnable(self) -> bool:
@@ -189,4 +227,5 @@ class VirtualStream(Agent):
         op.stream = self
         op.clock = self.clock
         self.note(op)
+        self.follow(op)
         self.queue.append(op)

@@ -33,7 +33,7 @@ from fenceline.scheduler.scheduler import Scheduler
 from fenceline.vgpu.errors import CheckError, TagError
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.layout import Layout, layout_of
-from fenceline.vgpu.memory import Access, Tag
+from fenceline.vgpu.memory import Access, Tag, row_values
 from fenceline.vgpu.ownership import Leases
 from fenceline.vgpu.place import here
 from fenceline.vgpu.streams import Operation, who
@@ -124,7 +124,7 @@ class SlotMemory:
     def slots(self, access: Access) -> I64:
         """The slots that an operation accesses, in the order in which it names them."""
         if access.rows is not None:
-            return self._of_rows(access.layout, access.rows)
+            return self._of_rows(access.layout, row_values(access.rows))
         slots = self._of_layout.get(access.layout)
         if slots is None:
             starts, nbytes = _pieces(access.layout)
@@ -141,10 +141,9 @@ class SlotMemory:
             [np.arange(f, f + n) for f, n in zip(first.tolist(), num.tolist(), strict=True)]
         )
 
-    def _of_rows(self, layout: Layout, rows: torch.Tensor) -> I64:
+    def _of_rows(self, layout: Layout, rows: I64) -> I64:
         form = layout.form
-        numbers = rows.reshape(-1).numpy().astype(np.int64)
-        numbers = np.clip(np.where(numbers < 0, numbers + form.shape[0], numbers), 0, form.shape[0] - 1)
+        numbers = np.clip(np.where(rows < 0, rows + form.shape[0], rows), 0, form.shape[0] - 1)
         step = form.stride[0] * form.itemsize
         return self.between(
             layout.offset * form.itemsize + numbers * step, form.nbytes - (form.shape[0] - 1) * step
@@ -354,7 +353,7 @@ class Step:
     def _rows(self, access: Access) -> list[int]:
         if access.rows is None:
             return list(self._by_row)
-        return np.unique(access.rows.reshape(-1).numpy()).tolist()
+        return np.unique(row_values(access.rows)).tolist()
 
     def _enter_pages(self, op: Operation, access: Access) -> None:
         """Page tables have been written."""

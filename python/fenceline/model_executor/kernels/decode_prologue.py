@@ -4,6 +4,29 @@ from __future__ import annotations
 
 import torch
 
+from fenceline.memory_order.kernel import Kernel, KernelAccesses, is_watched
+
+
+def _accesses(
+    op: KernelAccesses,
+    rows: torch.Tensor,
+    plan_seq_lens: torch.Tensor,
+    num_steps: torch.Tensor,
+    page_table: torch.Tensor,
+    last_tokens: torch.Tensor,
+    page_size: int,
+    *outputs: torch.Tensor,
+) -> None:
+    op.read(plan_seq_lens)
+    op.read(num_steps)
+    op.read(page_table, rows)
+    op.read(last_tokens, rows)
+    for output in outputs:
+        op.write(output)
+
+
+KERNEL = Kernel("decode_prologue", _accesses)
+
 
 def decode_prologue(
     rows: torch.Tensor,
@@ -35,6 +58,26 @@ def decode_prologue(
 
         launch((rows, plan_seq_lens, num_steps), (page_table, last_tokens), page_size, outputs)
         return
+    operands = (rows, plan_seq_lens, num_steps, page_table, last_tokens, page_size, *outputs)
+    if is_watched(rows.device):
+        KERNEL.launch(_derive, *operands)
+    else:
+        _derive(*operands)
+
+
+def _derive(
+    rows: torch.Tensor,
+    plan_seq_lens: torch.Tensor,
+    num_steps: torch.Tensor,
+    page_table: torch.Tensor,
+    last_tokens: torch.Tensor,
+    page_size: int,
+    out_seq_lens: torch.Tensor,
+    out_positions: torch.Tensor,
+    out_slots: torch.Tensor,
+    out_input_ids: torch.Tensor,
+) -> None:
+    """By torch's operators."""
     out_seq_lens.copy_(torch.where(rows == 0, 1, plan_seq_lens + num_steps))
     out_positions.copy_(out_seq_lens - 1)
     pages = page_table[rows, out_positions // page_size].long()

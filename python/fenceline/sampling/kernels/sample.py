@@ -4,7 +4,47 @@ from __future__ import annotations
 
 import torch
 
+from fenceline.memory_order.kernel import Kernel, KernelAccesses, is_watched
 from fenceline.sampling.gumbel import GumbelSampler
+
+
+def _pieces(
+    op: KernelAccesses,
+    logits: torch.Tensor,
+    temperatures: torch.Tensor | None,
+    noise_scales: torch.Tensor | None,
+    seed_keys: torch.Tensor | None,
+    positions: torch.Tensor,
+    thresholds: torch.Tensor | None,
+    maxima: torch.Tensor | None,
+    best_scores: torch.Tensor,
+    best_ids: torch.Tensor,
+) -> None:
+    for read in (logits, temperatures, noise_scales, seed_keys, positions, thresholds, maxima):
+        op.read(read)
+    op.write(best_scores)
+    op.write(best_ids)
+
+
+def _combine(
+    op: KernelAccesses,
+    best_scores: torch.Tensor,
+    best_ids: torch.Tensor,
+    rows: torch.Tensor | None,
+    last_tokens: torch.Tensor | None,
+    next_tokens: torch.Tensor,
+    steps: torch.Tensor | None,
+) -> None:
+    for read in (best_scores, best_ids, steps):
+        op.read(read)
+    op.write(next_tokens)
+    op.write(last_tokens, rows)
+    op.write(steps)
+
+
+# The two launches of a draw. Their winners lie in two tensors [B, pieces of the vocabulary], float32 and int32.
+PIECES = Kernel("draw_from_pieces", _pieces)
+COMBINE = Kernel("combine_pieces", _combine)
 
 
 def sample_tokens(
@@ -46,7 +86,35 @@ def sample_tokens(
         inputs = DrawInputs(temperatures, noise_scales, seed_keys, positions, thresholds, maxima)
         launch(logits, inputs, rows, last_tokens, next_tokens, steps)
         return
-    next_tokens.copy_(_draw(logits, temperatures, noise_scales, seed_keys, positions, thresholds))
+    drawn = (logits, temperatures, noise_scales, seed_keys, positions, thresholds)
+    kept = (rows, last_tokens, next_tokens, steps)
+    if is_watched(logits.device):  # as on CUDA, with a vocabulary in one piece
+        best_scores = logits.new_empty(logits.shape[0], 1, dtype=torch.float32)
+        best_ids = positions.new_empty(logits.shape[0], 1, dtype=torch.int32)
+        PIECES.launch(_draw_whole, *drawn, maxima, best_scores, best_ids)
+        COMBINE.launch(_keep_whole, best_scores, best_ids, *kept)
+    else:
+        _keep(_draw(*drawn), *kept)
+
+
+def _draw_whole(*operands: torch.Tensor) -> None:
+    *drawn, _, best_scores, best_ids = operands
+    best_ids[:, 0] = _draw(*drawn)
+    best_scores.zero_()
+
+
+def _keep_whole(best_scores: torch.Tensor, best_ids: torch.Tensor, *kept: torch.Tensor) -> None:
+    _keep(best_ids[:, 0].long(), *kept)
+
+
+def _keep(
+    tokens: torch.Tensor,
+    rows: torch.Tensor | None,
+    last_tokens: torch.Tensor | None,
+    next_tokens: torch.Tensor,
+    steps: torch.Tensor | None,
+) -> None:
+    next_tokens.copy_(tokens)
     if rows is not None and last_tokens is not None:
         last_tokens.index_copy_(0, rows, next_tokens)
     if steps is not None:

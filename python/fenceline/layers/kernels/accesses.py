@@ -1,0 +1,168 @@
+"""What the kernels of layers read and write, in Triton and in CUDA, and what of it before they wait for the kernel in
+front of them: see ``memory_order.kernel``."""
+
+from __future__ import annotations
+
+import torch
+
+from fenceline.memory_order.kernel import KernelAccesses, declare_kernel
+
+
+@declare_kernel
+def rms_norm(op: KernelAccesses, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """See ``rms_norm.rms_norm``."""
+    op.read(weight)
+    op.wait()
+    op.start_dependents()
+    op.read(x)
+    op.write(out)
+
+
+@declare_kernel
+def silu_and_mul(op: KernelAccesses, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+    """See ``activation.silu_and_mul``."""
+    op.wait()
+    op.start_dependents()
+    op.read(gate_up)
+    op.write(out)
+
+
+@declare_kernel
+def rotate_and_store(
+    op: KernelAccesses,
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out_slots: torch.Tensor,
+) -> None:
+    """See ``rotate_store.rotate_and_store``."""
+    op.read(out_slots)
+    op.read(table, positions)
+    op.read(q_weight)
+    op.read(k_weight)
+    op.wait()
+    op.start_dependents()
+    op.read(qkv)
+    op.write(qkv)
+    op.write(k_cache, out_slots)
+    op.write(v_cache, out_slots)
+
+
+@declare_kernel
+def skinny_linear(
+    op: KernelAccesses,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """``skinny_gemm.skinny_linear`` and fenceline_kernel's ``SkinnyGemm``, which reads the norm's weight early. ``out``
+    is the residual where there is one."""
+    op.read(weight)
+    op.read(norm_weight)
+    op.start_dependents()
+    op.wait()
+    op.read(x)
+    op.read(bias)
+    op.read(residual)
+    op.write(out)
+
+
+@declare_kernel
+def decode_attention(
+    op: KernelAccesses,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    partial: torch.Tensor,
+    stats: torch.Tensor,
+    num_done: torch.Tensor,
+    page_size: int,
+) -> None:
+    """See ``decode_attention.decode_attention``. Before its wait it has L2 fetch keys and values of some tokens, of
+    which the last one of each request is being written by the kernel in front."""
+    op.start_dependents()
+    for cache in (k_cache, v_cache):
+        op.read_tokens(cache, page_table, rows, seq_lens, page_size, but_last=True)
+    op.wait()
+    op.read(q)
+    for cache in (k_cache, v_cache):
+        op.read_tokens(cache, page_table, rows, seq_lens, page_size)
+    op.read(num_done)
+    for written in (out, partial, stats, num_done):
+        op.write(written)
+
+
+@declare_kernel
+def extend_attention(
+    op: KernelAccesses,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    stats: torch.Tensor | None,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    page_size: int,
+) -> None:
+    """The first launch of ``extend_attention.extend_attention``. Where keys are split, ``out`` are partial results, and
+    ``stats`` belong to them."""
+    op.read(query_starts)
+    op.read(q)
+    for cache in (k_cache, v_cache):
+        op.read_tokens(cache, page_table, rows, seq_lens, page_size)
+    op.write(out)
+    op.write(stats)
+
+
+@declare_kernel
+def merge_splits(op: KernelAccesses, partial: torch.Tensor, stats: torch.Tensor, out: torch.Tensor) -> None:
+    """The second launch of ``extend_attention.extend_attention``."""
+    op.read(partial)
+    op.read(stats)
+    op.write(out)
+
+
+@declare_kernel
+def gather_page_indices(
+    op: KernelAccesses,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    last_page_lens: torch.Tensor,
+) -> None:
+    """See ``attention.page_gather.gather_page_indices``."""
+    op.read(page_table, rows)
+    op.read(seq_lens)
+    for written in (indptr, indices, last_page_lens):
+        op.write(written)
+
+
+@declare_kernel
+def gather_page_rows(
+    op: KernelAccesses,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    seq_lens_32: torch.Tensor,
+) -> None:
+    """See ``attention.page_gather.gather_page_rows``."""
+    op.read(page_table, rows)
+    op.read(seq_lens)
+    op.write(out)
+    op.write(seq_lens_32)

@@ -1,0 +1,102 @@
+"""Layers on a device that watches its memory: the launches of a GPU, with what our kernels declare, and the values of
+torch's operators."""
+
+from __future__ import annotations
+
+import torch
+
+from fenceline.layers.kernels import accesses
+from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm, TorchLayerKernels
+from fenceline.layers.weight import DenseWeight, RMSNorm
+
+_FEW_ROWS = 8  # of which a GPU that has not been measured multiplies with our own kernels (skinny_table)
+_TORCH = TorchLayerKernels()
+
+
+class LaunchedLayerKernels(LayerKernels):
+    """A launch for each method, as ``CudaLayerKernels`` makes them."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        def compute(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+            out.copy_(_TORCH.rms_norm(x, weight, eps))
+
+        out = torch.empty_like(x)
+        accesses.rms_norm.launch(compute, x, weight, out)
+        return out
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        def compute(gate_up: torch.Tensor, out: torch.Tensor) -> None:
+            out.copy_(_TORCH.silu_and_mul(gate_up))
+
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        accesses.silu_and_mul.launch(compute, gate_up, out)
+        return out
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        heads: HeadLayout,
+        norms: QKNorm | None,
+        table: torch.Tensor,
+        positions: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out_slots: torch.Tensor,
+    ) -> None:
+        def compute(
+            qkv: torch.Tensor, q: torch.Tensor | None, k: torch.Tensor | None, *rest: torch.Tensor
+        ) -> None:
+            plain = None if norms is None or q is None or k is None else QKNorm(q, k, norms.eps)
+            _TORCH.rotate_and_store(qkv, heads, plain, *rest)
+
+        weights = (None, None) if norms is None else (norms.q_weight, norms.k_weight)
+        operands = (qkv, *weights, table, positions, k_cache, v_cache, out_slots)
+        accesses.rotate_and_store.launch(compute, *operands)
+
+
+class LaunchedDenseWeight(DenseWeight):
+    """Products of few rows as one launch each, as ``CudaDenseWeight`` makes them where our own are the faster ones;
+    others are torch's, and cuBLAS' there."""
+
+    def normed_product(
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if x.shape[0] > _FEW_ROWS:
+            return super().normed_product(x, norm, bias, out)
+        return self._launch(x, norm, bias, out, gated=False)
+
+    def gated_product(self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None) -> torch.Tensor:
+        if x.shape[0] > _FEW_ROWS:
+            return super().gated_product(x, norm, bias)
+        return self._launch(x, norm, bias, None, gated=True)
+
+    def add_product(self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if x.shape[0] > _FEW_ROWS:
+            return super().add_product(residual, x, bias)
+
+        def compute(
+            x: torch.Tensor, weight: torch.Tensor, _: None, bias: torch.Tensor | None, *sums: torch.Tensor
+        ) -> None:
+            sums[0].add_(torch.nn.functional.linear(x, weight, bias))
+
+        accesses.skinny_linear.launch(compute, x, self.data, None, bias, residual, residual)
+        return residual
+
+    def _launch(
+        self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None, out: torch.Tensor | None, gated: bool
+    ) -> torch.Tensor:
+        def compute(
+            x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor, bias: torch.Tensor | None,
+            _: None, out: torch.Tensor,
+        ) -> None:  # fmt: skip
+            product = torch.nn.functional.linear(_TORCH.rms_norm(x, norm_weight, norm.eps), weight, bias)
+            out.copy_(_TORCH.silu_and_mul(product) if gated else product)
+
+        if out is None:
+            out = x.new_empty(x.shape[0], self.shape[0] // (2 if gated else 1))
+        accesses.skinny_linear.launch(compute, x, self.data, norm.weight, bias, None, out)
+        return out
