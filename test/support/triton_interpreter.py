@@ -11,7 +11,8 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -99,6 +100,29 @@ def patch_once_a_launch() -> None:
         return scope
 
     interpreter._patch_lang = patched
+
+
+@contextmanager
+def interpreted_logarithms() -> Iterator[None]:
+    """The interpreter has no libdevice: numpy's float32 logarithms in its place."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    from fenceline.sampling.kernels import sample_triton
+
+    def elementwise(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[tl.tensor], tl.tensor]:
+        return lambda x: tl.tensor(TensorHandle(function(x.handle.data), tl.float32), x.type)
+
+    class Logarithms:
+        log = staticmethod(elementwise(np.log))
+        log1p = staticmethod(elementwise(np.log1p))
+
+    original, sample_triton.libdevice = sample_triton.libdevice, Logarithms  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sample_triton.libdevice = original
 
 
 def compile_kernel(

@@ -7,13 +7,12 @@ not leak into other tests. Under pytest it starts that script once and reports e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from triton_interpreter import outcomes_of, print_outcomes, set_up_interpreter
+from triton_interpreter import interpreted_logarithms, outcomes_of, print_outcomes, set_up_interpreter
 
 CHECKS = (
     "rms_norm",
@@ -187,29 +186,6 @@ def check_decode_prologue() -> None:
             column, offset = divmod(length - 1, page_size)
             slot = int(page_table[rows[b], column]) * page_size + offset
             assert [int(t[b]) for t in actual] == [length, length - 1, slot, int(last_tokens[rows[b]])]
-
-
-@contextmanager
-def interpreted_logarithms() -> Iterator[None]:
-    """The interpreter has no libdevice: numpy's float32 logarithms in its place."""
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime.interpreter import TensorHandle
-
-    from fenceline.sampling.kernels import sample_triton
-
-    def elementwise(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[tl.tensor], tl.tensor]:
-        return lambda x: tl.tensor(TensorHandle(function(x.handle.data), tl.float32), x.type)
-
-    class Logarithms:
-        log = staticmethod(elementwise(np.log))
-        log1p = staticmethod(elementwise(np.log1p))
-
-    original, sample_triton.libdevice = sample_triton.libdevice, Logarithms  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        sample_triton.libdevice = original
 
 
 def check_noise() -> None:

@@ -1,0 +1,67 @@
+"""Our Triton kernels, compiled, and the CUDA products read and write what they declare: ``test/unit/
+test_kernel_accesses.py`` says how, and does the same in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_surroundings import Launch, check
+
+from fenceline.layers.kernels import accesses
+from fenceline.layers.kernels.cuda_kernels import CudaProduct, _find_cuda_product
+from fenceline.layers.kernels.skinny_gemm import Fusion
+from fenceline.layers.kernels.skinny_table import CudaConfig
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "pdl"])
+def pdl(request: pytest.FixtureRequest) -> bool:
+    """Programmatic dependent launch, where the GPU has it."""
+    wanted: bool = request.param
+    if wanted and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("programmatic dependent launch needs compute capability 9")
+    return wanted
+
+
+def test_triton_kernels_touch_what_they_declare(pdl: bool) -> None:
+    from kernel_launches import launches
+
+    torch.manual_seed(0)
+    checked = set()
+    for launch in launches():
+        check(launch, "cuda", pdl)
+        checked.add(launch.kernel.name)
+    assert len(checked) == 12, checked
+
+
+@pytest.fixture(scope="module")
+def product() -> CudaProduct:
+    found = _find_cuda_product(torch.device("cuda"))
+    if found is None:
+        pytest.skip("fenceline_kernel cannot be used here")
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("kind", ["norm", "gated", "residual"])
+def test_cuda_products_touch_what_they_declare(product: CudaProduct, kind: str, rows: int, pdl: bool) -> None:
+    torch.manual_seed(0)
+    for k, num_out in ((72, 24), (1032, 1000)):
+        gated, adds = kind == "gated", kind == "residual"
+        width = num_out * (2 if gated else 1)
+        x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((rows, k), (width, k), (width,)))
+        norm = None if adds else torch.randn(k).bfloat16()
+        out = torch.randn(rows, num_out).bfloat16()
+
+        def run(
+            pdl: bool, x: Any, weight: Any, norm: Any, bias: Any, residual: Any, out: Any, gated: bool = gated
+        ) -> None:
+            fusion = Fusion(norm, 1e-6, bias, gated, residual)
+            config = CudaConfig(tiles=2, warps_k=4, pdl=pdl, prefetch_bytes=512)
+            product(x, weight, config, fusion, None if residual is not None else out)
+
+        operands = (x, weight, norm, bias, out if adds else None, out)
+        check(Launch(f"skinny {kind} {rows}", accesses.skinny_linear, operands, run), "cuda", pdl)

@@ -1,0 +1,288 @@
+"""One launch or several of each Triton kernel, small, with the operands that it declares for: see
+``kernel_surroundings``. Import it where Triton is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from kernel_surroundings import Launch
+
+from fenceline.layers.attention import page_gather
+from fenceline.layers.kernels import (
+    accesses,
+    activation,
+    decode_attention,
+    extend_attention,
+    rms_norm,
+    rotate_store,
+    skinny_gemm,
+)
+from fenceline.layers.kernels.base import HeadLayout, QKNorm
+from fenceline.model_executor.kernels import decode_prologue, decode_prologue_triton
+from fenceline.sampling.gumbel import mix_seeds
+from fenceline.sampling.kernels import sample, sample_triton
+
+_SCALE = 0.3
+
+
+def launches() -> Iterator[Launch]:
+    """All of them. The first of each kernel does without no operand."""
+    yield from _norms()
+    yield from _activations()
+    yield from _rotations()
+    yield from _products()
+    yield from _decodes()
+    yield from _extends()
+    yield from _gathers()
+    yield from _prologues()
+    yield from _draws()
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+def _norms() -> Iterator[Launch]:
+    for rows, size, dtype in ((5, 48, torch.float32), (1, 64, torch.bfloat16), (2, 2560, torch.float16)):
+        x, weight = _random(rows, size, dtype=dtype), _random(size, dtype=dtype)
+        out = torch.empty_like(x)
+
+        def run(pdl: bool, x: Any, weight: Any, out: Any) -> None:
+            rms_norm.rms_norm(x, weight, 1e-6, pdl)
+
+        yield Launch(f"rms_norm {rows}x{size}", accesses.rms_norm, (x, weight, out), run, [out], rms_norm)
+
+
+def _activations() -> Iterator[Launch]:
+    for rows, size in ((3, 40), (1, 1100)):
+        gate_up, out = _random(rows, 2 * size), torch.empty(rows, size)
+
+        def run(pdl: bool, gate_up: Any, out: Any) -> None:
+            activation.silu_and_mul(gate_up, pdl)
+
+        name = f"silu_and_mul {rows}x{size}"
+        yield Launch(name, accesses.silu_and_mul, (gate_up, out), run, [out], activation)
+
+
+def _rotations() -> Iterator[Launch]:
+    shapes = (
+        (HeadLayout(3, 1, 8), 2, True),
+        (HeadLayout(4, 2, 40), 1, False),
+        (HeadLayout(2, 2, 8), 3, True),
+    )
+    for heads, num_tokens, has_norms in shapes:
+        dim = heads.head_dim
+        qkv = _random(num_tokens, (heads.num_heads + 2 * heads.num_kv_heads) * dim)
+        weights = (_random(dim), _random(dim)) if has_norms else (None, None)
+        table = _random(20, 3 * dim // 2)
+        caches = [_random(12, heads.num_kv_heads, dim) for _ in range(2)]
+        positions, slots = torch.randperm(20)[:num_tokens], torch.randperm(12)[:num_tokens]
+
+        def run(
+            pdl: bool, qkv: Any, q: Any, k: Any, table: Any, positions: Any, k_cache: Any, v_cache: Any, slots: Any,
+            heads: HeadLayout = heads,
+        ) -> None:  # fmt: skip
+            norms = None if q is None else QKNorm(q, k, 1e-6)
+            rotate_store.rotate_and_store(qkv, heads, norms, table, positions, k_cache, v_cache, slots, pdl)
+
+        operands = (qkv, *weights, table, positions, *caches, slots)
+        name = f"rotate_and_store {num_tokens} tokens of {heads}"
+        yield Launch(name, accesses.rotate_and_store, operands, run, waits_in=rotate_store)
+
+
+def _products() -> Iterator[Launch]:
+    # Rows, K, outputs, norm, bias, gated, residual.
+    shapes = (
+        (1, 72, 20, True, True, False, True),
+        (3, 40, 24, True, True, False, True),
+        (1, 64, 12, True, False, True, False),
+        (2, 48, 9, False, True, True, False),
+    )
+    for rows, k, num_out, has_norm, has_bias, gated, adds in shapes:
+        width = num_out * (2 if gated else 1)
+        x, weight = _random(rows, k), _random(width, k)
+        norm = _random(k) if has_norm else None
+        bias = _random(width) if has_bias else None
+        out = _random(rows, num_out)
+
+        def run(
+            pdl: bool, x: Any, weight: Any, norm: Any, bias: Any, residual: Any, out: Any, gated: bool = gated
+        ) -> None:
+            config = skinny_gemm.TritonConfig(8, 32, 4, launch_pdl=pdl)
+            fusion = skinny_gemm.Fusion(norm, 1e-6, bias, gated, residual)
+            skinny_gemm.skinny_linear(x, weight, config, fusion, None if residual is not None else out)
+
+        operands = (x, weight, norm, bias, out if adds else None, out)
+        name = f"skinny_linear {rows}x{k}x{width}{' gated' * gated}"
+        yield Launch(name, accesses.skinny_linear, operands, run, waits_in=skinny_gemm)
+
+
+def _paged(lens: list[int], page_size: int, heads: tuple[int, int]) -> tuple[Any, ...]:
+    """Keys, values, page table, rows and lengths of requests that lie anywhere in a pool."""
+    pages = [-(-n // page_size) for n in lens]
+    num_pages = sum(pages) + 3
+    caches = [_random(num_pages * page_size, heads[1], 16) for _ in range(2)]
+    table = torch.zeros(len(lens) + 2, max(pages) + 2, dtype=torch.int32)
+    rows = torch.randperm(len(lens) + 2)[: len(lens)]
+    free = (torch.randperm(num_pages - 1) + 1).tolist()
+    for row, count in zip(rows, pages, strict=True):
+        table[row, :count] = torch.tensor([free.pop() for _ in range(count)])
+    return *caches, table, rows, torch.tensor(lens)
+
+
+def _decodes() -> Iterator[Launch]:
+    for lens, page_size, heads in (([34, 1], 4, (2, 1)), ([50], 1, (6, 2)), ([17, 1, 33], 16, (2, 2))):
+        k_cache, v_cache, table, rows, seq_lens = _paged(lens, page_size, heads)
+        q = _random(len(lens), heads[0], 16)
+        out = torch.empty_like(q)
+        workspace = decode_attention.DecodeWorkspace(heads[1], 16, 4, torch.device("cpu"))
+        scratch = (workspace.partial, workspace.stats, workspace.num_done)
+
+        def run(
+            pdl: bool, q: Any, k: Any, v: Any, out: Any, table: Any, rows: Any, seq_lens: Any, partial: Any,
+            stats: Any, num_done: Any, page_size: int,
+        ) -> None:  # fmt: skip
+            space = decode_attention.DecodeWorkspace.__new__(decode_attention.DecodeWorkspace)
+            space.max_workers, space.heads = 4, (k.shape[1], 16)
+            space.partial, space.stats, space.num_done = partial, stats, num_done
+            config = decode_attention.DecodeConfig(
+                16, 3, 4, 2, pdl, num_prefetched=0 if k.device.type == "cpu" else 2
+            )
+            requests = decode_attention.PagedRequests(table, rows, seq_lens, page_size)
+            decode_attention.decode_attention(q, k, v, requests, _SCALE, space, config)
+
+        operands = (q, k_cache, v_cache, out, table, rows, seq_lens, *scratch, page_size)
+        name = f"decode_attention of {lens}, pages of {page_size}"
+        yield Launch(name, accesses.decode_attention, operands, run, [out], decode_attention)
+
+
+def _extends() -> Iterator[Launch]:
+    shapes = (([34, 3], [2, 3], 4, (2, 1), 2), ([20, 5], [6, 5], 4, (4, 2), 1), ([33], [1], 16, (2, 1), 1))
+    for lens, query_lens, page_size, heads, num_splits in shapes:
+        k_cache, v_cache, table, rows, seq_lens = _paged(lens, page_size, heads)
+        q = _random(sum(query_lens), heads[0], 16)
+        starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+        shape = (num_splits,) if num_splits > 1 else ()
+        out = torch.empty(*shape, *q.shape)
+        stats = torch.empty(num_splits, 2, *q.shape[:2]) if num_splits > 1 else None
+        tiles = sum(-(-n * heads[0] // heads[1] // 16) for n in query_lens)
+        name = f"extend_attention of {lens} in {num_splits}"
+        grid = extend_attention.ExtendGrid(tiles, num_splits)
+
+        def run(
+            pdl: bool, q: Any, k: Any, v: Any, out: Any, stats: Any, table: Any, rows: Any, seq_lens: Any,
+            starts: Any, page_size: int, grid: extend_attention.ExtendGrid = grid,
+        ) -> None:  # fmt: skip
+            requests = decode_attention.PagedRequests(table, rows, seq_lens, page_size)
+            config = extend_attention.ExtendConfig(16, 16, 4, 2)
+            merged = None if grid.num_splits == 1 else torch.zeros_like(q)
+            target = out if merged is None else merged
+            extend_attention.extend_attention(q, k, v, requests, starts, grid, _SCALE, config, target)
+
+        operands = (q, k_cache, v_cache, out, stats, table, rows, seq_lens, starts, page_size)
+        outputs = [out, stats] if stats is not None else []
+        yield Launch(name, accesses.extend_attention, operands, run, outputs)
+    partial, out = _random(2, 5, 4, 16), torch.empty(5, 4, 16)
+    stats = torch.rand(2, 2, 5, 4) + 0.5
+
+    def merge(pdl: bool, partial: Any, stats: Any, out: Any) -> None:
+        extend_attention._merge_kernel[(5, 2)](
+            partial, stats, out, 2, 5, NUM_HEADS=4, HEAD_DIM=16, GROUP=2, GROUP_PAD=2, num_warps=4
+        )
+
+    yield Launch("merge_splits", accesses.merge_splits, (partial, stats, out), merge)
+
+
+def _gathers() -> Iterator[Launch]:
+    for lens, page_size in (([9, 1, 40, 16], 4), ([70], 1)):
+        _, _, table, rows, seq_lens = _paged(lens, page_size, (1, 1))
+        num_pages = [-(-n // page_size) for n in lens]
+        sizes = len(lens) + 1, sum(num_pages), len(lens)
+        ragged = [torch.zeros(size, dtype=torch.int32) for size in sizes]
+
+        def indices(
+            pdl: bool,
+            table: Any,
+            rows: Any,
+            lens: Any,
+            *out: Any,
+            size: int = page_size,
+            most: int = max(num_pages),
+        ) -> None:
+            page_gather.gather_page_indices(table, rows, lens, size, most, *out)
+
+        name = f"gather_page_indices of {lens}"
+        yield Launch(name, accesses.gather_page_indices, (table, rows, seq_lens, *ragged), indices)
+        padded = torch.zeros(len(lens), 80, dtype=torch.int32), torch.zeros(len(lens), dtype=torch.int32)
+
+        def to_rows(pdl: bool, table: Any, rows: Any, lens: Any, *out: Any, size: int = page_size) -> None:
+            page_gather.gather_page_rows(table, rows, lens, size, *out)
+
+        yield Launch(
+            f"gather_page_rows of {lens}",
+            accesses.gather_page_rows,
+            (table, rows, seq_lens, *padded),
+            to_rows,
+        )
+
+
+def _prologues() -> Iterator[Launch]:
+    for size, page_size in ((5, 4), (40, 1)):
+        rows = torch.randperm(50)[:size]
+        plan = rows, torch.randint(1, 30, (size,)), torch.randint(0, 9, (size,))
+        table = torch.randint(0, 1000, (50, 40), dtype=torch.int32)
+        state = table, torch.randint(0, 1000, (50,))
+        outputs = [torch.zeros(size, dtype=torch.int64) for _ in range(4)]
+
+        def run(
+            pdl: bool,
+            rows: Any,
+            lens: Any,
+            steps: Any,
+            table: Any,
+            tokens: Any,
+            page_size: int,
+            *outputs: Any,
+        ) -> None:
+            four = outputs[0], outputs[1], outputs[2], outputs[3]
+            decode_prologue_triton.launch((rows, lens, steps), (table, tokens), page_size, four)
+
+        operands = (*plan, *state, page_size, *outputs)
+        yield Launch(f"decode_prologue of {size}", decode_prologue.KERNEL, operands, run)
+
+
+def _draws() -> Iterator[Launch]:
+    for num_reqs, vocab_size, has_all in ((3, 1100, True), (3, 40, False)):
+        logits = _random(num_reqs, vocab_size) * 3
+        some = (
+            torch.rand(num_reqs) + 0.5,
+            torch.ones(num_reqs),
+            torch.from_numpy(mix_seeds(range(num_reqs))),
+            torch.arange(num_reqs) * 7 + 3,
+            torch.full((num_reqs,), -1.5),
+            logits.amax(-1),
+        )
+        inputs = some if has_all else (None, None, None, some[3], None, None)
+        pieces = _draw_variants(vocab_size)[0]
+        best = torch.zeros(num_reqs, pieces), torch.zeros(num_reqs, pieces, dtype=torch.int32)
+
+        def draw(pdl: bool, logits: Any, *rest: Any) -> None:
+            _draw_variants(logits.shape[1])[1].launch((rest[-1].numel(),), (logits, *rest))
+
+        name = f"draw_from_pieces {num_reqs}x{vocab_size}"
+        yield Launch(name, sample.PIECES, (logits, *inputs, *best), draw)
+        scores, ids = torch.rand(num_reqs, pieces), torch.randint(0, vocab_size, (num_reqs, pieces)).int()
+        rows, tokens = torch.randperm(9)[:num_reqs], torch.zeros(9, dtype=torch.int64)
+        nexts, steps = torch.zeros(num_reqs, dtype=torch.int64), torch.randint(0, 9, (num_reqs,))
+
+        def combine(pdl: bool, *operands: Any, vocab_size: int = vocab_size) -> None:
+            _draw_variants(vocab_size)[2].launch((len(operands[0]),), operands)
+
+        kept = (scores, ids, rows, tokens, nexts, steps)
+        yield Launch(f"combine_pieces {num_reqs}", sample.COMBINE, kept, combine)
+
+
+def _draw_variants(vocab_size: int) -> Any:
+    return sample_triton._variants(vocab_size, vocab_size)

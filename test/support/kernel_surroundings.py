@@ -1,0 +1,243 @@
+"""Whether what a kernel declares is true: it runs among garbage, which changes, and touches nothing of it.
+
+Each operand is a view in the middle of a larger buffer. Whatever is not declared as read is garbage, in another run
+other garbage: what the kernel writes must be the same. Whatever is not declared as written must be as it was.
+
+In Triton's interpreter each program of a kernel that is launched programmatically also begins among garbage, but for
+what it declares to read early. The rest is there once it waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from fenceline.memory_order.kernel import Kernel
+
+_MARGIN = 64  # elements before and behind an operand; addresses stay aligned to 16 bytes and more
+# Indices among garbage name something that there is, lest a kernel that should not follow them ends the process. What
+# is to be written begins as something else, so that a copy of garbage shows.
+_FLOATS, _INTS = (float("nan"), 3e4), (0, 1)
+_OTHER_FLOATS, _OTHER_INTS = (-1.5, 2e4), (-7, -9)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """``run(pdl, *operands)`` launches the kernel on operands like these, ``operands`` being what it declares for.
+
+    ``outputs``: those operands that the launching function would allocate itself, in that order. ``waits_in``: the
+    module whose ``tl_cuda`` the kernel waits with, None for one that is not launched programmatically.
+    """
+
+    name: str
+    kernel: Kernel
+    operands: Sequence[Any]
+    run: Callable[..., object]
+    outputs: Sequence[torch.Tensor] = ()
+    waits_in: ModuleType | None = None
+
+
+class Touched:
+    """See ``KernelAccesses``: which elements of each operand's buffer are read, read early, and written."""
+
+    def __init__(self, operands: Sequence[Any], but: torch.Tensor | None = None) -> None:
+        """``but``: an operand of which nothing is noted, as if it were forgotten."""
+        tensors = {id(t): t for t in operands if isinstance(t, torch.Tensor)}
+        self._at = {key: _places(t) for key, t in tensors.items()}
+        sizes = {key: _size(t) for key, t in tensors.items()}
+        self.read_there, self.early_there, self.written_there = (
+            {key: np.zeros(size, np.bool_) for key, size in sizes.items()} for _ in range(3)
+        )
+        self.waits = False
+        self.starts_before_wait = False
+        self._but = but
+
+    def _mark(self, masks: dict[int, Any], tensor: torch.Tensor | None, rows: Any) -> None:
+        if tensor is not None and tensor is not self._but:
+            at = self._at[id(tensor)]
+            masks[id(tensor)][(at if rows is None else at[rows]).reshape(-1)] = True
+
+    def read(self, tensor: torch.Tensor | None, rows: torch.Tensor | None = None) -> None:
+        if rows is not None:
+            self.read(rows)
+        self._mark(self.read_there, tensor, None if rows is None else rows.numpy())
+
+    def write(self, tensor: torch.Tensor | None, rows: torch.Tensor | None = None) -> None:
+        self._mark(self.written_there, tensor, None if rows is None else rows.numpy())
+        if rows is not None:
+            self.read(rows)
+
+    def read_tokens(
+        self,
+        cache: torch.Tensor,
+        page_table: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        page_size: int,
+        but_last: bool = False,
+    ) -> None:
+        self.read(page_table, rows)
+        self.read(lengths)
+        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+            at = np.arange(length - but_last)
+            pages = page_table[row].numpy()[at // page_size].astype(np.int64)
+            self._mark(self.read_there, cache, pages * page_size + at % page_size)
+
+    def wait(self) -> None:
+        assert not self.waits, "it waits once"
+        self.waits = True
+        self.early_there = {key: mask.copy() for key, mask in self.read_there.items()}
+
+    def start_dependents(self) -> None:
+        self.starts_before_wait = not self.waits
+
+
+def _size(tensor: torch.Tensor) -> int:
+    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return span + 2 * _MARGIN
+
+
+def _places(tensor: torch.Tensor) -> Any:
+    """The index of each element in the operand's buffer."""
+    flat = torch.arange(_size(tensor))
+    return flat.as_strided(tensor.shape, tensor.stride(), _MARGIN).numpy()
+
+
+def _garbage(size: int, dtype: torch.dtype, number: int) -> torch.Tensor:
+    return torch.full((size,), (_FLOATS if dtype.is_floating_point else _INTS)[number], dtype=dtype)
+
+
+def check(launch: Launch, device: str = "cpu", pdl: bool = False, but: torch.Tensor | None = None) -> None:
+    """Raises AssertionError where the kernel does not keep to its declaration. ``but``: see ``Touched``."""
+    touched = Touched(launch.operands, but)
+    launch.kernel.accesses(touched, *launch.operands)
+    runs = [_run(launch, touched, device, pdl, number) for number in range(2)]
+    changed = False
+    for key, written in touched.written_there.items():
+        name = f"operand {[id(t) for t in launch.operands].index(key)} of {launch.name}"
+        left = np.ones(len(written), np.bool_)
+        for before, after in runs:
+            kept = _same(before[key], after[key])
+            assert kept[~written].all(), f"{name} is written where that is not declared"
+            left &= kept
+        equal = _same(runs[0][1][key], runs[1][1][key])
+        assert (equal | left)[written].all(), f"{name} depends on what is not declared as read"
+        changed = changed or not left.all()
+    assert changed, f"{launch.name} writes nothing"
+
+
+def check_forgetting(launch: Launch) -> None:
+    """A declaration that forgets any one operand is found to be untrue: each is needed, and ``check`` can fail."""
+    for number, operand in enumerate(launch.operands):
+        if isinstance(operand, torch.Tensor):
+            try:
+                check(launch, but=operand)
+            except AssertionError:
+                continue
+            raise AssertionError(f"operand {number} of {launch.name} need not be declared")
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> Any:
+    """Element by element, bit by bit."""
+    width = a.element_size()
+    raw = [t.contiguous().view(torch.uint8).view(-1, width).numpy() for t in (a, b)]
+    return (raw[0] == raw[1]).all(axis=1)
+
+
+Buffers = dict[int, torch.Tensor]
+
+
+def _run(launch: Launch, touched: Touched, device: str, pdl: bool, number: int) -> tuple[Buffers, Buffers]:
+    """One launch among garbage; all buffers before it and after it."""
+    before: Buffers = {}
+    for operand in launch.operands:
+        if isinstance(operand, torch.Tensor):
+            buffer = _garbage(_size(operand), operand.dtype, number)
+            read = torch.from_numpy(touched.read_there[id(operand)])
+            at = torch.from_numpy(_places(operand))
+            real = buffer.clone()
+            real[at.reshape(-1)] = operand.reshape(-1)
+            other = _OTHER_FLOATS if operand.dtype.is_floating_point else _OTHER_INTS
+            written = torch.from_numpy(touched.written_there[id(operand)])
+            before[id(operand)] = torch.where(read, real, buffer.masked_fill_(written, other[number]))
+    there = {key: buffer.to(device, copy=True) for key, buffer in before.items()}
+
+    def view(operand: Any) -> Any:
+        if not isinstance(operand, torch.Tensor):
+            return operand
+        return there[id(operand)].as_strided(operand.shape, operand.stride(), _MARGIN)
+
+    with _allocating([view(output) for output in launch.outputs]):
+        if pdl and device == "cpu":
+            with _overlapped(launch, touched, there, number):
+                launch.run(True, *map(view, launch.operands))
+        else:
+            launch.run(pdl, *map(view, launch.operands))
+    return before, {key: buffer.cpu() for key, buffer in there.items()}
+
+
+@contextmanager
+def _allocating(outputs: Sequence[torch.Tensor]) -> Iterator[None]:
+    """The next tensors that are allocated are ``outputs``."""
+    coming = list(outputs)
+
+    def instead(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocate(*args: Any, **options: Any) -> torch.Tensor:
+            return coming.pop(0) if coming else real(*args, **options)
+
+        return allocate
+
+    with (
+        mock.patch.object(torch, "empty", instead(torch.empty)),
+        mock.patch.object(torch, "empty_like", instead(torch.empty_like)),
+        mock.patch.object(torch.Tensor, "new_empty", instead(torch.Tensor.new_empty)),
+    ):
+        yield
+    assert not coming, "the launch has memory of its own"
+
+
+@contextmanager
+def _overlapped(launch: Launch, touched: Touched, there: Buffers, number: int) -> Iterator[None]:
+    """In Triton's interpreter: each program begins when the kernel in front has not written yet."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    hidden: Buffers = {}
+    counts = {"programs": 0, "waits": 0, "starts": 0}
+
+    def begin(x: int, y: int, z: int) -> None:
+        assert not hidden, "every program waits: kernels behind count on it"
+        counts["programs"] += 1
+        for key, buffer in there.items():
+            hidden[key] = buffer.clone()
+            late = torch.from_numpy(~touched.early_there[key])
+            buffer.copy_(torch.where(late, _garbage(len(buffer), buffer.dtype, number), buffer))
+        set_grid_idx(x, y, z)
+
+    def wait() -> None:
+        counts["waits"] += 1
+        for key, buffer in there.items():
+            early = torch.from_numpy(touched.early_there[key])
+            assert _same(buffer, hidden[key])[early.numpy()].all(), "nothing is written before the wait"
+            buffer.copy_(hidden[key])
+        hidden.clear()
+
+    def start() -> None:
+        assert bool(hidden) is touched.starts_before_wait, "it starts others before its wait or after it"
+        counts["starts"] += 1
+
+    assert launch.waits_in is not None
+    set_grid_idx = interpreter_builder.set_grid_idx
+    tl_cuda = SimpleNamespace(gdc_wait=wait, gdc_launch_dependents=start)
+    with (
+        mock.patch.object(launch.waits_in, "tl_cuda", tl_cuda),
+        mock.patch.object(interpreter_builder, "set_grid_idx", begin),
+    ):
+        yield
+    assert counts["programs"] == counts["waits"] == counts["starts"] > 0, counts

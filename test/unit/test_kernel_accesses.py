@@ -1,0 +1,87 @@
+"""Our Triton kernels read and write what they declare, and before their wait what they declare to read there: in
+Triton's interpreter. ``test/gpu/test_kernel_accesses_gpu.py`` runs the same on a GPU.
+
+Run as a script this file is the checks themselves, for the interpreter is chosen when triton is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from kernel_surroundings import Launch, check, check_forgetting
+from triton_interpreter import interpreted_logarithms, outcomes_of, print_outcomes, set_up_interpreter
+
+from fenceline.layers.kernels import accesses
+from fenceline.memory_order.kernel import Kernel
+from fenceline.model_executor.kernels import decode_prologue
+from fenceline.sampling.kernels import sample
+
+LAYERS = [value for value in vars(accesses).values() if isinstance(value, Kernel)]
+KERNELS = [kernel.name for kernel in (*LAYERS, decode_prologue.KERNEL, sample.PIECES, sample.COMBINE)]
+PROGRAMMATIC = ["rms_norm", "silu_and_mul", "rotate_and_store", "skinny_linear", "decode_attention"]
+KINDS = {
+    "among_garbage": KERNELS,
+    "each_operand_is_needed": KERNELS,
+    "before_the_kernel_in_front_has_ended": PROGRAMMATIC,
+}
+
+
+results = outcomes_of(__file__)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_touches_what_it_declares(kernel: str, results: dict[str, str]) -> None:
+    assert results[f"among_garbage {kernel}"] == ""
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_declaration_without_one_of_the_operands_is_untrue(kernel: str, results: dict[str, str]) -> None:
+    assert results[f"each_operand_is_needed {kernel}"] == ""
+
+
+@pytest.mark.parametrize("kernel", PROGRAMMATIC)
+def test_before_its_wait_a_kernel_reads_what_it_declares(kernel: str, results: dict[str, str]) -> None:
+    assert results[f"before_the_kernel_in_front_has_ended {kernel}"] == ""
+
+
+# --- the checks, run in the script -------------------------------------------------------------------------------
+
+
+def main() -> None:
+    from kernel_launches import launches
+
+    set_up_interpreter()
+    by_kernel: dict[str, list[Launch]] = {}
+    for launch in launches():
+        by_kernel.setdefault(launch.kernel.name, []).append(launch)
+
+    def among_garbage(kernel: str) -> None:
+        for launch in by_kernel[kernel]:
+            check(launch)
+
+    def each_operand_is_needed(kernel: str) -> None:
+        check_forgetting(by_kernel[kernel][0])
+
+    def before_the_kernel_in_front_has_ended(kernel: str) -> None:
+        for launch in by_kernel[kernel]:
+            check(launch, pdl=True)
+
+    kinds: tuple[Callable[[str], None], ...] = (
+        among_garbage,
+        each_operand_is_needed,
+        before_the_kernel_in_front_has_ended,
+    )
+    with interpreted_logarithms():
+        print_outcomes(
+            {
+                f"{kind.__name__} {name}": partial(kind, name)
+                for kind in kinds
+                for name in KINDS[kind.__name__]
+            }
+        )
+
+
+if __name__ == "__main__":
+    main()
