@@ -1,7 +1,7 @@
-"""Builds the wheel: the CUDA sources always, the compiled library where nvcc is.
+"""Builds the wheel, with the CUDA sources and, if nvcc is installed, the compiled libraries.
 
-With nvcc the wheel is for one platform and any Python 3; without, it is pure and compiles on first use. So does an
-editable installation, from the checkout's sources.
+With nvcc the wheel is for one platform and any Python 3; without, it is pure and compiles on first use. An editable
+installation compiles on first use too, from the checkout's sources.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from setuptools.command.build_py import build_py
 from setuptools.command.install import install
 
 ROOT = Path(__file__).resolve().parent
-# An isolated build has no torch, which fenceline_kernel/__init__.py imports: take its compiler modules without it.
+# An isolated build has no torch, which fenceline_kernel/__init__.py imports, so its compiler modules are imported
+# alone.
 _package = types.ModuleType("fenceline_kernel")
 _package.__path__ = [str(ROOT / "python" / "fenceline_kernel")]
 sys.modules["fenceline_kernel"] = _package
@@ -43,7 +44,7 @@ class BuildKernels(build_py):
         if self.editable_mode:
             return
         package = Path(self.build_lib) / "fenceline_kernel"
-        for folder in ("_src", "_lib"):  # of an earlier build
+        for folder in ("_src", "_lib"):  # left by an earlier build
             shutil.rmtree(package / folder, ignore_errors=True)
         for folder in ("include", "csrc"):
             shutil.copytree(ROOT / folder, package / "_src" / folder)
@@ -53,7 +54,7 @@ class BuildKernels(build_py):
 
 
 class AnyPythonWheel(bdist_wheel):
-    """The library is loaded through ctypes: any Python 3 will do."""
+    """The wheel is for any Python 3, because the library is loaded through ctypes."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return ("py3", "none", super().get_tag()[2])
@@ -65,7 +66,7 @@ class AnyPythonWheel(bdist_wheel):
 
 
 class Install(install):
-    """A compiled library belongs to the platform's packages."""
+    """Installs into the platform's packages, because of the compiled library."""
 
     def finalize_options(self) -> None:
         super().finalize_options()

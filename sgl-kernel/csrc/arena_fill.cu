@@ -9,7 +9,7 @@ namespace {
 constexpr uint32_t kThreads = 256;
 constexpr uint32_t kMaxBlocksPerField = 64;
 
-// Grid (blocks, fields): a field's units are dealt to the blocks of its row of the grid.
+// Grid (blocks, fields): a field's units are divided among the blocks of its row of the grid.
 __global__ void __launch_bounds__(kThreads) arena_fill_kernel(const __grid_constant__ FillParams params) {
   const int64_t num_live = params.num_live_ptr != nullptr ? *params.num_live_ptr : params.num_live;
   fill_any_field(params.fields[blockIdx.y], num_live, blockIdx.x * kThreads + threadIdx.x, gridDim.x * kThreads);

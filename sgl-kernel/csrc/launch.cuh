@@ -1,4 +1,4 @@
-// One kernel launch whose error is its own: cudaGetLastError would also report what somebody else left behind.
+// One kernel launch that returns its own error: cudaGetLastError would also report errors of earlier calls.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -6,12 +6,13 @@
 namespace fenceline {
 namespace {
 
-// The link's latency (1 to 2 us) times its rate wants about 100 KB in flight: 64 KB per CTA, before any store waits.
+// To use the link's full rate with its latency (1 to 2 us), about 100 KB must be in flight: 64 KB per CTA are loaded
+// before the first store.
 constexpr uint32_t kThreads = 512;
 constexpr uint32_t kUnroll = 8;
 
-// The bytes pass once: no line of theirs is worth keeping in L1. Not .nc, though nobody writes the source while the kernel
-// runs: the assembler would move such loads behind the stores of those before and keep one or two in flight.
+// Every byte is read once, so nothing is kept in L1. These loads are not .nc, although the source is not written while the
+// kernel runs: the assembler would move such loads after the stores of earlier ones and keep only one or two in flight.
 __device__ __forceinline__ Unit16 load_unit(const Unit16* from) {
   Unit16 unit;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -41,8 +42,8 @@ __global__ void __launch_bounds__(kThreads) page_copy_kernel(const __grid_consta
   const uint32_t num_units = params.shape.num_units;
   const uint32_t step = gridDim.x * kThreads * kUnroll;
   for (uint32_t base = blockIdx.x * kThreads * kUnroll + threadIdx.x; base < num_units; base += step) {
-    // Addresses first: were the page numbers' loads among the bytes' loads, waiting for one could mean waiting for all.
-    // Past the end the last unit is copied again, the same bytes to the same place: with branches they would be.
+    // Addresses first: if loads of page numbers were mixed with loads of bytes, waiting for one could mean waiting for all.
+    // Past the end the last unit is copied again, the same bytes to the same place, because branches would mix the loads.
     const Unit* from[kUnroll];
     Unit* to[kUnroll];
 #pragma unroll

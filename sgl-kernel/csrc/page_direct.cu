@@ -8,8 +8,8 @@
 namespace fenceline {
 namespace {
 
-// Copies handed over at a time. The engine copies one lot while the CPU describes the next: all 8,192 of 8,192 tokens at
-// once reach 82 % of the link, lots of 256 to 512 98 %.
+// Copies submitted at a time. The engine executes one batch while the CPU prepares the next: all 8,192 copies of 8,192
+// tokens in one batch reach 82 % of the link's rate, batches of 256 to 512 reach 98 %.
 constexpr size_t kMaxBatch = 512;
 
 const char* text_of(cudaError_t error) {
@@ -18,7 +18,7 @@ const char* text_of(cudaError_t error) {
   return cudaGetErrorString(error);
 }
 
-// Plain copies, enqueued together. CUDA 12.8 takes them in one call, without a launch gap between one and the next.
+// Plain copies, enqueued together. CUDA 12.8 takes them in one call, without gaps between them.
 class Batch {
  public:
   Batch(bool to_host, cudaStream_t stream, size_t expected) : to_host_(to_host), stream_(stream) {
@@ -54,7 +54,7 @@ class Batch {
     if (stream_ == nullptr || stream_ == cudaStreamLegacy) return cudaErrorNotSupported;  // the batch call refuses it
     cudaMemcpyAttributes attributes{};
     attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;  // a store reads what this stream has waited for
-    attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;   // the copy engine's business, not the SMs'
+    attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;   // by the copy engine and not by SMs
     size_t first = 0;
 #if CUDART_VERSION >= 13000
     return cudaMemcpyBatchAsync(to_.data(), from_.data(), sizes_.data(), sizes_.size(), &attributes, &first, 1, stream_);

@@ -1,4 +1,4 @@
-// What the skinny GEMM asks of the GPU beyond C++: copies into shared memory, the tensor core, order between kernels.
+// The functions of the GPU that the skinny GEMM uses: copies into shared memory, the tensor core, order between kernels.
 // tests/skinny_emulation.cpp has the same functions for the CPU.
 #pragma once
 
@@ -13,13 +13,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes to shared memory, zeros if not `live`. L1 is passed by.
+// 16 bytes to shared memory, zeros if not `live`. L1 is bypassed.
 __device__ __forceinline__ void copy_async(uint32_t to, const char* from, bool live) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(live ? 16 : 0)
                : "memory");
 }
 
-// The same for weights, which pass once: they leave L2 first, so that activations and KV stay.
+// The same for weights, which are read once: they are evicted from L2 first, so that activations and KV stay.
 __device__ __forceinline__ void copy_weight_async(uint32_t to, const char* from, bool live, uint64_t policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
                "r"(live ? 16 : 0), "l"(policy)
@@ -28,7 +28,7 @@ __device__ __forceinline__ void copy_weight_async(uint32_t to, const char* from,
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until at most `depth` - 1 groups of this thread's copies are still on their way.
+// Waits until at most `depth` - 1 groups of this thread's copies are still running.
 __device__ __forceinline__ void wait_for_oldest(uint32_t depth) {
   switch (depth) {
     case 2: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
@@ -82,7 +82,7 @@ __device__ __forceinline__ void cluster_barrier() {
 #endif
 }
 
-// The float at the same place in the shared memory of CTA `rank` of the cluster.
+// The float at the same address in the shared memory of CTA `rank` of the cluster.
 __device__ __forceinline__ float load_from_cta(const float* mine, uint32_t rank) {
   float v = 0;
 #if __CUDA_ARCH__ >= 900

@@ -24,7 +24,7 @@ Kernel with_norm(bool norm) {
   return norm ? skinny_gemm_kernel<kRowTiles, kTiles, true> : skinny_gemm_kernel<kRowTiles, kTiles, false>;
 }
 
-// What some GPU was fastest with, and no more: every case is two kernels to compile for each architecture.
+// Only configurations with which some GPU was fastest: every case is two kernels to compile for each architecture.
 Kernel find_kernel(const SkinnyGemmRequest& r) {
   const bool norm = r.norm_weight != nullptr, few = r.rows <= 8;
   switch (r.tiles) {
@@ -69,7 +69,7 @@ extern "C" const char* fenceline_skinny_gemm(const fenceline::SkinnyGemmRequest*
   using namespace fenceline;
   if (const char* wrong = check_skinny_gemm(*request)) return wrong;
   const Kernel kernel = find_kernel(*request);
-  assert(kernel != nullptr);  // check_skinny_gemm knows the same tiles
+  assert(kernel != nullptr);  // check_skinny_gemm accepts the same tiles
   SkinnyGemmParams params = plan_skinny_gemm(*request);
   const cudaError_t error = launch_skinny(kernel, *request, params, stream);
   if (error == cudaSuccess) return nullptr;

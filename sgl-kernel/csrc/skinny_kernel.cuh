@@ -1,5 +1,5 @@
-// The skinny GEMM's algorithm (see fenceline/skinny_gemm.h), in terms of the functions of skinny_device.cuh, which whoever
-// includes this has included before.
+// The skinny GEMM's algorithm (see fenceline/skinny_gemm.h), in terms of the functions of skinny_device.cuh, which must be
+// included before this file.
 #pragma once
 
 #include "fenceline/skinny_gemm.h"
@@ -27,9 +27,9 @@ __device__ __forceinline__ uint4 times(const uint4& a, const uint4& b) {
 
 // kRowTiles: groups of 8 rows of x (1 or 2); kTiles: groups of 8 rows of the weight for each warp.
 //
-// Lane (g, t) = (lane / 4, lane % 4) holds row g of a tile and elements 8 t to 8 t + 7 of 32. The tensor core wants
-// elements 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of 16 there; as x and the weight are permuted alike, the sum is the same, and
-// every access is one of 16 bytes.
+// Lane (g, t) = (lane / 4, lane % 4) holds row g of a tile and elements 8 t to 8 t + 7 of 32. The tensor core expects
+// elements 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of 16 there. Since x and the weight are permuted in the same way, the sum is the
+// same, and every access has 16 bytes.
 template <int kRowTiles, int kTiles, bool kNorm>
 class SkinnyGemm {
  public:
@@ -53,7 +53,7 @@ class SkinnyGemm {
   __device__ __forceinline__ void run() {
     fill_block = first_block;
     locate_rows(fill_block);
-    // Weights are nobody's output: they travel while the kernel in front is still running.
+    // No kernel writes the weights, so they are loaded while the preceding kernel is still running.
     for (uint32_t i = 0, k = first_k; i < p.depth; ++i, k += step_k()) {
       if (i < p.steps) copy_weights(ring + i * p.stage_bytes, k);
     }
@@ -61,7 +61,7 @@ class SkinnyGemm {
     prefetch_first_block();
     let_next_kernel_start();
     wait_for_previous_kernel();
-    // Past the end of a block the ring goes on with the next one.
+    // Past the end of a block the ring continues with the next one.
     fill_step = min(p.depth, p.steps);
     if (fill_step == p.steps) start_fill_block();
     for (uint32_t i = 0; i < p.depth; ++i) {
@@ -127,7 +127,7 @@ class SkinnyGemm {
     }
   }
 
-  // The next stage, wherever the ring's head stands; nothing after the last block.
+  // Loads the next stage into the ring; nothing after the last block.
   __device__ __forceinline__ void copy_stage(uint32_t stage) {
     if (fill_block < p.num_blocks) {
       const uint32_t k = first_k + fill_step * step_k();
@@ -171,7 +171,7 @@ class SkinnyGemm {
     __syncthreads();
     if (p.cluster > 1) join_cluster();
     write_block(block, residual);
-    if (p.cluster > 1) cluster_barrier();  // the others have read this CTA's sums
+    if (p.cluster > 1) cluster_barrier();  // until the other CTAs have read this CTA's sums
     __syncthreads();
   }
 
@@ -225,7 +225,7 @@ class SkinnyGemm {
     }
   }
 
-  // Each CTA's sums over its warps, in place, where the other CTAs then read them.
+  // Sums each CTA's partial sums over its warps, in place, where the other CTAs then read them.
   __device__ __forceinline__ void join_cluster() {
     const uint32_t size = p.rows * p.sum_stride;
     for (uint32_t i = threadIdx.x; i < size; i += blockDim.x) {
@@ -294,7 +294,7 @@ class SkinnyGemm {
   float* squares;
   uint32_t first_k;  // of this lane in step 0
   uint64_t policy;
-  uint32_t fill_block, fill_step;  // what the ring is filled with next
+  uint32_t fill_block, fill_step;  // the stage to load next
   uint32_t row_units[kTiles];      // weight rows of fill_block, in units of 16 bytes from the weight's start
   bool squares_joined = false;
 };

@@ -1,6 +1,6 @@
 """Every kernel path once, small: ``compute-sanitizer --tool memcheck python sgl-kernel/tests/sanitizer_case.py``.
 
-Destinations and sources end where their allocations end, so that one access too many is seen.
+Destinations and sources end where their allocations end, so that an access beyond them is reported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-// The skinny GEMM on the CPU, line for line above skinny_device.cuh: every CUDA thread of a cluster is a fiber, and what
-// the GPU leaves open happens as unkindly as it may.
-//   eager 0: an asynchronous copy lands when it is waited for, and until then its place holds NaN
-//   eager 1: it lands at once, over whatever was still to be read there
-// x and the residual hold NaN until every thread of a cluster waits for the kernel in front.
+// The skinny GEMM on the CPU, with the same code except skinny_device.cuh: every CUDA thread of a cluster is a fiber. Where
+// the GPU allows several orders, the emulation takes the one in which an error shows.
+//   eager 0: an asynchronous copy ends when it is waited for, and until then its destination holds NaN
+//   eager 1: it ends at once, over whatever was still to be read there
+// x and the residual hold NaN until every thread of a cluster waits for the preceding kernel.
 //   g++ -std=c++17 -O1 -shared -fPIC -I include -I csrc tests/skinny_emulation.cpp
 #include <ucontext.h>
 
@@ -58,7 +58,7 @@ struct Fiber {
   bool done = false;
 };
 
-// The kernel in front: its outputs appear once everybody waits for it.
+// The preceding kernel: its outputs appear once all threads wait for it.
 struct Front {
   std::vector<uint16_t> x, residual;
   uint16_t* x_at = nullptr;
@@ -78,7 +78,7 @@ struct Cluster {
   std::vector<Fiber> fibers;
   std::vector<Cta> ctas;
   Barrier barrier;
-  Barrier at_front;  // where all wait for the kernel in front
+  Barrier at_front;  // where all wait for the preceding kernel
   const Front* front = nullptr;
   ucontext_t scheduler;
   uint32_t current = 0;
@@ -316,7 +316,7 @@ void run_cluster(uint32_t first_block, uint32_t num_warps, const Front& front) {
 
 }  // namespace
 
-// As fenceline_skinny_gemm, on the CPU; num_ctas 0 is one block for each CTA there as here.
+// Like fenceline_skinny_gemm, on the CPU; num_ctas 0 means one block for each CTA, as there.
 extern "C" const char* fenceline_emulate_skinny_gemm(const SkinnyGemmRequest* asked, int32_t eager) {
   if (const char* wrong = check_skinny_gemm(*asked)) return wrong;
   SkinnyGemmRequest own = *asked;

@@ -16,11 +16,11 @@ constexpr int kMaxFillFields = 32;
 
 // Part of the C ABI: python/fenceline_kernel/library.py mirrors it.
 struct FillField {
-  const char* src;          // may be null where src_rows is 0: nothing but padding
+  const char* src;          // may be null if src_rows is 0: then everything is padding
   char* dst;
   uint64_t pad;             // eight bytes, the pad value repeated
   uint32_t src_rows;
-  uint32_t src_row_bytes;   // <= row_bytes: what is missing on the right is padding (a page table's columns)
+  uint32_t src_row_bytes;   // <= row_bytes: the rest of each row is padding (a page table's columns)
   uint32_t src_row_stride;  // bytes
   uint32_t size;            // rows of dst
   uint32_t row_bytes;
@@ -28,7 +28,7 @@ struct FillField {
 };
 static_assert(sizeof(FillField) == 48, "mirrored in Python");
 
-// The kernel's argument, passed by value: no copy to the device before the launch. 1,560 of the 4,096 bytes allowed.
+// The kernel's argument, passed by value, so nothing is copied to the device before the launch. 1,560 of 4,096 bytes.
 struct FillParams {
   FillField fields[kMaxFillFields];
   const int64_t* num_live_ptr;  // null: num_live counts
@@ -36,7 +36,7 @@ struct FillParams {
   int32_t num_fields;
 };
 
-// Copies the descriptors, chooses the access widths. Null, or what is wrong with the arguments.
+// Copies the descriptors and chooses the access widths. Returns null, or what is wrong with the arguments.
 inline const char* plan_fill(const FillField* fields, int32_t num_fields, int64_t num_live,
                              const int64_t* num_live_ptr, FillParams* params) {
   if (num_fields < 1 || num_fields > kMaxFillFields) return "arena_fill takes 1 to 32 fields";

@@ -1,5 +1,5 @@
-// What every header here shares. No torch, no CUDA headers: a host compiler reads these files as well, and the tests run
-// the kernels' own address arithmetic on the CPU.
+// Definitions that the headers share. They include neither torch nor CUDA headers, so a host compiler reads them as well,
+// and the tests run the kernels' own address arithmetic on the CPU.
 #pragma once
 
 #include <cstdint>

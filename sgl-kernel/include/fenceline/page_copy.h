@@ -6,11 +6,11 @@
 //   device chunk (page p, layer l, c = 0 keys | 1 values):  buffers[2 * l + c] + p * chunk_bytes
 //   host chunk   (page p, layer l, c):  host + p * host_page_stride + l * host_layer_stride + c * host_kv_stride
 // which covers layer_first, host [layers][k|v][slot], and page_first, host [page][layer][k|v][token].
-// For i < num_pages: page device_pages[i] of the device and page host_pages[i] of the host become equal. A page named twice
-// as a destination gets either source. A request that names a page out of bounds does nothing.
+// For i < num_pages: page device_pages[i] of the device and page host_pages[i] of the host become equal. A page that is
+// listed twice as a destination gets either source. A request with a page out of bounds does nothing.
 //
 // The lists are host memory, read before the call returns: SMs get them as kernel arguments, so nothing is uploaded and
-// there is no staging memory to guard.
+// there is no staging memory to protect.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ struct PageCopyRequest {
   int64_t num_pages;
   int64_t bad_pair;             // out: the first pair that is out of bounds, -1 if there is none
   int32_t num_layers;
-  int32_t num_ctas;             // SMs only: upper bound; the rest of the SMs stay with whoever else runs
+  int32_t num_ctas;             // SMs only: upper bound, so that other kernels can use the other SMs
   int32_t to_host;              // 1: device -> host, 0: host -> device
   int32_t min_rows;             // copy engine only: from how many pages in a row one strided copy takes them
 };
@@ -48,7 +48,7 @@ struct PagePair {
   int32_t host;
 };
 
-// What the launches of a copy need besides the pages.
+// The values that the launches of a copy need besides the pages.
 struct PageCopyShape {
   char* buffers[2 * kMaxPageCopyLayers];
   char* host;
@@ -61,7 +61,7 @@ struct PageCopyShape {
   uint32_t num_units;
 };
 
-// The kernel's argument, passed by value. Two sizes: the larger takes what CUDA 12.1 allows from sm_70 on.
+// The kernel's argument, passed by value. There are two sizes; the larger is the maximum of CUDA 12.1 from sm_70 on.
 template <int kMaxPages>
 struct PageCopyParams {
   PageCopyShape shape;
@@ -91,7 +91,7 @@ FENCELINE_HD PageUnit locate_unit(const PageCopyShape& s, const PagePair* pages,
                       (part & 1) * s.host_kv_stride + offset};
 }
 
-// Null, or what is wrong with the request; sets bad_pair.
+// Returns null, or what is wrong with the request; sets bad_pair.
 inline const char* check_page_copy(PageCopyRequest& r) {
   r.bad_pair = -1;
   if (r.num_layers < 1 || r.num_pages < 0) return "num_layers or num_pages is out of range";
@@ -114,14 +114,14 @@ inline uint32_t page_copy_unit(const PageCopyRequest& r) {
                   reinterpret_cast<uintptr_t>(r.host);
   for (int32_t i = 0; i < 2 * r.num_layers; ++i) bits |= reinterpret_cast<uintptr_t>(r.buffers[i]);
   const uint32_t width = widest_unit(bits);
-  return width == 16 ? 16 : width >= 4 ? 4 : 1;  // narrower ones are for odd tests, not for speed
+  return width == 16 ? 16 : width >= 4 ? 4 : 1;  // the narrower widths occur in tests only
 }
 
 // The part of a request that one launch does: layers [first_layer, +num_layers), pages [first_page, +num_pages).
 template <int kMaxPages>
 PageCopyParams<kMaxPages> page_copy_params(const PageCopyRequest& r, int32_t first_layer, int32_t num_layers,
                                            int64_t first_page, int64_t num_pages, uint32_t unit_bytes) {
-  PageCopyParams<kMaxPages> p;  // not cleared: only what is used is read
+  PageCopyParams<kMaxPages> p;  // not cleared: unused entries are never read
   PageCopyShape& s = p.shape;
   std::copy_n(r.buffers + 2 * first_layer, 2 * num_layers, s.buffers);
   s.host = r.host + first_layer * r.host_layer_stride;
@@ -138,7 +138,7 @@ PageCopyParams<kMaxPages> page_copy_params(const PageCopyRequest& r, int32_t fir
   return p;
 }
 
-// Calls launch(params, unit_bytes) -> const char* for each launch; null, or what went wrong.
+// Calls launch(params, unit_bytes) -> const char* for each launch. Returns null, or what went wrong.
 // One launch unless there are more than 3,824 pages, 128 layers or 2^31 units (32 GiB).
 template <typename Launch>
 const char* copy_pages(PageCopyRequest& r, Launch launch) {

@@ -1,4 +1,4 @@
-// Which copies a copy engine makes of a page copy: pages that follow each other on both sides travel together.
+// Divides a page copy into copies of the copy engine: pages that are consecutive on both sides are copied together.
 #pragma once
 
 #include "fenceline/page_copy.h"
@@ -17,7 +17,7 @@ struct CopyPiece {
 
 constexpr int64_t kMaxPitch = 2147483647;  // cudaDeviceProp::memPitch of every GPU so far
 
-// How many pairs from the i-th on name pages that follow each other on both sides.
+// How many pairs from the i-th on are pages that are consecutive on both sides.
 inline int64_t run_length(const PageCopyRequest& r, int64_t i) {
   int64_t n = 1;
   while (i + n < r.num_pages && r.device_pages[i + n] == r.device_pages[i] + n && r.host_pages[i + n] == r.host_pages[i] + n) {
@@ -38,7 +38,7 @@ inline int64_t even_stride(const PageCopyRequest& r) {
   return stride;
 }
 
-// Calls emit(piece) -> const char* for each piece; null, or what went wrong.
+// Calls emit(piece) -> const char* for each piece. Returns null, or what went wrong.
 template <typename Emit>
 const char* direct_pieces(PageCopyRequest& r, Emit emit) {
   if (const char* wrong = check_page_copy(r)) return wrong;
@@ -46,7 +46,7 @@ const char* direct_pieces(PageCopyRequest& r, Emit emit) {
   const int64_t stride = parts >= r.min_rows ? even_stride(r) : 0;
   for (int64_t i = 0, n = 0; i < r.num_pages; i += n) {
     n = run_length(r, i);
-    const bool plain = r.host_page_stride == r.chunk_bytes;  // pages lie side by side on the host as well
+    const bool plain = r.host_page_stride == r.chunk_bytes;  // pages are contiguous on the host as well
     const int64_t row_bytes = plain ? n * r.chunk_bytes : r.chunk_bytes;
     if (stride > 0 && (plain ? row_bytes <= stride : n <= parts)) {  // all layers of a page, or of a run, in one piece
       for (int64_t done = 0; done < n; done += plain ? n : 1) {
@@ -57,7 +57,7 @@ const char* direct_pieces(PageCopyRequest& r, Emit emit) {
       }
       continue;
     }
-    const int64_t pages = plain || n < r.min_rows ? 1 : n;  // in each piece, but for plain ones
+    const int64_t pages = plain || n < r.min_rows ? 1 : n;  // in each piece that is not plain
     for (int32_t part = 0; part < parts; ++part) {
       char* device = r.buffers[part] + r.device_pages[i] * r.chunk_bytes;
       char* host = r.host + r.host_pages[i] * r.host_page_stride + (part >> 1) * r.host_layer_stride +

@@ -1,5 +1,5 @@
-// Skinny GEMM: few rows times a large weight, bfloat16 in and out, float32 sums. What counts is to read the weight once at
-// memory bandwidth; everything else hides behind that.
+// Skinny GEMM: few rows times a large weight, bfloat16 in and out, float32 sums. Its time is that of reading the weight
+// once at memory bandwidth; everything else overlaps with that.
 //
 //   y[m, n] = sum_k norm(x)[m, k] * weight[n, k] + bias[n]        m < rows <= 16
 //   out[m, n] = y[m, n]                                           plain:    weight [num_out, k]
@@ -7,14 +7,14 @@
 //             = silu(y[m, n]) * y[m, num_out + n]                 gated:    weight [2 * num_out, k], gates first
 // norm is absent or RMSNorm over k: x / sqrt(mean(x^2) + eps) * norm_weight.
 //
-// A CTA of warps_n * warps_k warps owns warps_n * tiles * 8 rows of the weight (a block) at a time and takes blocks
-// blockIdx, blockIdx + num_ctas, ... The warps_k warps of a row share K between them, 64 elements in turn; `cluster` CTAs
-// may share it further. Each lane copies the 16-byte pieces that it will itself multiply into its own ring of `depth`
-// stages in shared memory, so the stream needs no barrier and runs on across blocks. The partial sums meet in shared
+// A CTA of warps_n * warps_k warps processes warps_n * tiles * 8 rows of the weight (a block) at a time and takes blocks
+// blockIdx, blockIdx + num_ctas, ... The warps_k warps of a row divide K among them, 64 elements in turn; `cluster` CTAs
+// may divide it further. Each lane copies the 16-byte pieces that it will multiply itself into its own ring of `depth`
+// stages in shared memory, so the loads need no barrier and continue across blocks. The partial sums are added in shared
 // memory in a fixed order: results do not depend on timing, nor one row on the others.
 //
-// With `pdl` the launch may begin while the kernel in front of it in the stream is still running. The weight, norm_weight
-// and bias are read at once, and must have been written earlier than that kernel; x, residual and out are touched
+// With `pdl` the launch may begin while the preceding kernel of the stream is still running. The weight, norm_weight
+// and bias are read at once, and must have been written before that kernel; x, residual and out are accessed
 // only after it has ended.
 #pragma once
 
@@ -44,7 +44,7 @@ struct SkinnyGemmRequest {
   int32_t depth;            // 2, 3, 4 or 6 stages in flight
   int32_t cluster;          // CTAs along K: 1, 2, 4 or 8 (sm_90 on)
   int32_t num_ctas;         // upper bound of the grid, a multiple of cluster; 0: one block of rows for each CTA
-  int32_t prefetch_bytes;   // of each row of the CTA's first block, beyond the ring, asked into L2 at the start (sm_90 on)
+  int32_t prefetch_bytes;   // of each row of the CTA's first block, beyond the ring, prefetched into L2 (sm_90 on)
   int32_t pdl;              // 1 or 0 (sm_90 on)
   int32_t reserved;
 };
@@ -62,14 +62,14 @@ struct SkinnyGemmParams {
   float eps;
   uint32_t gated, warps_k, depth, cluster;
   uint32_t block_rows;   // of the weight: warps_n * tiles * 8
-  uint32_t sum_stride;   // floats from one row of partial sums to the next, off the same banks
+  uint32_t sum_stride;   // floats from one row of partial sums to the next, so that rows use different banks
   uint32_t num_blocks;
   uint32_t steps;        // for each warp and block
   uint32_t stage_bytes;  // for each warp: tiles * 1024 + rows * 128 (+ 128 with norm)
   uint32_t prefetch_bytes;
 };
 
-// Null, or what is wrong with the request.
+// Returns null, or what is wrong with the request.
 inline const char* check_skinny_gemm(const SkinnyGemmRequest& r) {
   if (r.rows < 1 || r.rows > kMaxSkinnyRows) return "skinny_gemm takes 1 to 16 rows";
   const bool known_tiles = r.tiles == 2 || (r.tiles == 3 && r.rows <= 8) || r.tiles == 4 || r.tiles == 6;

@@ -1,8 +1,8 @@
 """Fenceline's own CUDA C++ kernels: compiled on first use, called through a plain C ABI.
 
-``available()`` says whether they can be used here; everything else raises ``KernelUnavailable`` with the remedy where
-they cannot. Every call enqueues on a stream and returns; whoever owns the tensors keeps them alive, and unwritten by
-others, until that stream has passed the call.
+``available()`` says whether they can be used here; if not, everything else raises ``KernelUnavailable`` with the
+remedy. Every call enqueues on a stream and returns. The caller keeps the tensors alive, and does not let others write
+them, until that stream has passed the call.
 """
 
 from fenceline_kernel.errors import KernelUnavailable

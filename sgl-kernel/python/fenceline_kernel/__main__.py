@@ -11,7 +11,7 @@ from fenceline_kernel.toolchain import WHEEL_ARCHS, find_nvcc
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Say what was asked; 1 if the kernels cannot be used or built, 2 if the question is none.
+    """Run the command line. Returns 1 if the kernels cannot be used or built, 2 for wrong arguments.
 
     ``build`` needs nvcc but no GPU and compiles every kernel for ``arguments`` (80, 90a, 100 unless given) into
     ``_lib`` beside this file, where ``load`` looks first."""

@@ -1,9 +1,9 @@
-"""The compile cache: each .cu file is a shared library of its own, one for each combination of what it is made of,
-compiler and GPU architecture. A slow or broken kernel is nobody's business who does not call it.
+"""The compile cache: each .cu file is a separate shared library, one for each combination of sources, compiler and GPU
+architecture. So a kernel that is slow to compile, or does not compile, matters only to its callers.
 
-It lies in ``$XDG_CACHE_HOME/fenceline/kernels``, by default ``~/.cache/fenceline/kernels``. Several processes may ask
-for the same library at once: one compiles under a lock, the others wait and find it; a library appears under its
-name whole or not at all. Deleting the folder is always safe.
+The cache is in ``$XDG_CACHE_HOME/fenceline/kernels``, by default ``~/.cache/fenceline/kernels``. If several processes
+need the same library at once, one compiles it under a lock and the others wait. A library appears under its name whole
+or not at all. The folder can always be deleted.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def find_sources() -> Sources:
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Where compiled libraries are kept. A relative XDG_CACHE_HOME counts as none, as its specification says.
+    """Where compiled libraries are kept. A relative XDG_CACHE_HOME is ignored, as its specification says.
 
-    Raises KernelUnavailable for a user without a home, as containers have them."""
+    Raises KernelUnavailable for a user without a home directory, as in some containers."""
     environ = os.environ if environ is None else environ
     base = Path(environ.get("XDG_CACHE_HOME", ""))
     try:
@@ -89,8 +89,8 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def cache_key(sources: Sources, unit: str, nvcc: Nvcc, archs: Sequence[str]) -> str:
-    """What a library depends on: sources, compiler, flags; 24 hexadecimal digits."""
-    command = nvcc.command(archs, Path("include"), Path("source"), Path("out"))[1:]  # not where things lie
+    """A hash of all that a library depends on (sources, compiler, flags); 24 hexadecimal digits."""
+    command = nvcc.command(archs, Path("include"), Path("source"), Path("out"))[1:]  # without real paths
     text = "\0".join((sources.digest(unit), nvcc.version, *command))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -124,7 +124,7 @@ def compile_library(sources: Sources, unit: str, nvcc: Nvcc, archs: Sequence[str
 
 
 def build_ahead(sources: Sources, nvcc: Nvcc, archs: Sequence[str], folder: Path) -> None:
-    """Compile every unit for ``archs`` into ``folder``, with build.json saying what from. Raises KernelUnavailable."""
+    """Compile every unit for ``archs`` into ``folder``; build.json names the sources. Raises KernelUnavailable."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "build.json").unlink(missing_ok=True)
     for unit in sources.units():

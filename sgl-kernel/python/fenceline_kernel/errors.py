@@ -1,4 +1,4 @@
-"""The one error of this package that is not the caller's."""
+"""The error of this package that is not caused by a caller's arguments."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ class FillField:
     ``dst`` [size, *row], on the GPU, contiguous: what the graph reads.
     ``src`` [rows, *row], same dtype, on the same GPU or in pinned host memory; each row contiguous, any stride between
     rows. With two dimensions its rows may be shorter than dst's: the missing columns are padded. None: all padding.
-    ``pad``: the value of every element that is not live. ``name`` stands in error messages.
-    Who writes and reads the tensors besides is the caller's to order; a FillPlan keeps them alive.
+    ``pad``: the value of every element that is not live. ``name`` is used in error messages.
+    The caller orders other reads and writes of the tensors; a FillPlan keeps them alive.
     """
 
     dst: torch.Tensor
@@ -33,7 +33,7 @@ class FillField:
 
 
 class FillPlan:
-    """Destinations and pads checked once, filled many times: one launch each, and no descriptor travels to the GPU."""
+    """Destinations and pads, checked once and filled many times, in one launch each and without uploads."""
 
     def __init__(self, fields: Sequence[FillField], library: KernelLibrary | None = None) -> None:
         """Raises ValueError naming the field and the remedy; KernelUnavailable if there are no kernels."""
@@ -47,7 +47,7 @@ class FillPlan:
             raise ValueError(
                 f"{fields[0].name}: dst is on {self.device}: it must be on {self._library.device_type}"
             )
-        self._fields = tuple(fields)  # the addresses below stay theirs
+        self._fields = tuple(fields)  # keeps the tensors alive whose addresses are used below
         self._targets = [_make_target(field, self.device) for field in fields]
         self._spans = sorted(target.span for target in self._targets)
         for (_, end, _), (start, _, name) in itertools.pairwise(self._spans):
@@ -65,9 +65,9 @@ class FillPlan:
         """Copy rows [0, num_live) of every source and pad every other row, on ``stream`` (None: torch's current one).
 
         ``num_live``: an int is fixed when a graph is captured; an int64 tensor of one element on the same GPU is read
-        when the kernel runs and taken as at most each field's rows. ``sources``: one for each field, None for nothing
-        but padding, instead of those that the plan was made with: a ring's next slot. They are the caller's to keep
-        alive. Raises ValueError if something does not fit, RuntimeError if the launch fails.
+        when the kernel runs and limited to each field's rows. ``sources``: one for each field (None: only padding),
+        used instead of those that the plan was made with, for example a ring's next slot. The caller keeps them alive.
+        Raises ValueError if something does not fit, RuntimeError if the launch fails.
         """
         packed, max_live = (self._packed, self.max_live) if sources is None else self._bind(sources)
         if isinstance(num_live, torch.Tensor):
@@ -83,7 +83,7 @@ class FillPlan:
         self._library.arena_fill(packed, len(self._targets), number, pointer, self.device, stream)
 
     def _bind(self, sources: Sequence[torch.Tensor | None]) -> tuple[bytes, int]:
-        """Descriptors for ``sources``, and the most rows that every field has room for and every source holds."""
+        """Descriptors for ``sources``, and the largest number of rows that all fields and sources have."""
         if len(sources) != len(self._targets):
             raise ValueError(
                 f"{len(sources)} sources for {len(self._targets)} fields: give one, or None, for each"
@@ -106,7 +106,7 @@ class FillPlan:
         return b"".join(packed), max_live
 
     def _check_not_written(self, start: int, end: int, name: str) -> None:
-        """What a fill reads it does not write (F9: the source stays as it was; and blocks run in any order)."""
+        """Check that a fill does not write what it reads (F9: sources must not change; and blocks run in any order)."""
         # The last destination that starts before ``end``.
         before = bisect.bisect_left(self._spans, (end, 0, "")) - 1
         if before >= 0 and self._spans[before][1] > start:
@@ -127,7 +127,7 @@ def arena_fill(
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What a descriptor says of a destination; ``row`` is a row's shape, ``span`` its first byte, end and name."""
+    """The part of a descriptor for a destination; ``row`` is a row's shape, ``span`` its first byte, end and name."""
 
     name: str
     dtype: torch.dtype
@@ -170,7 +170,7 @@ def _check_source(target: _Target, src: torch.Tensor, device: torch.device) -> N
     name, row, wanted = target.name, src.shape[1:], target.row
     if src.dtype is not target.dtype:
         raise ValueError(f"{name}: src is {src.dtype}, dst is {target.dtype}: make them equal")
-    if src.device != device and src.numel() > 0 and not src.is_pinned():  # nothing is pinned of nothing
+    if src.device != device and src.numel() > 0 and not src.is_pinned():  # an empty tensor is never pinned
         raise ValueError(
             f"{name}: src is on {src.device}: put it on {device} or into pinned memory (pin_memory())"
         )

@@ -25,8 +25,8 @@ class KernelLibrary:
     """The kernels for GPUs of one capability, for tensors of one device type (``cpu`` in this package's own tests)."""
 
     def __init__(self, find: Callable[[str], Path], device_type: str = "cuda") -> None:
-        """``find`` gives the shared library of a unit (a .cu file's name), compiling it if need be. The fill is loaded
-        now, other units when their functions are asked for. Raises KernelUnavailable."""
+        """``find`` returns the shared library of a unit (a .cu file's name), compiling it if necessary. The fill is
+        loaded now, other units when their functions are first used. Raises KernelUnavailable."""
         self._find = find
         self.device_type = device_type
         self._fill = self.function("arena_fill", "fenceline_arena_fill")
@@ -35,7 +35,7 @@ class KernelLibrary:
         )  # fmt: skip
 
     def function(self, unit: str, name: str) -> ctypes._NamedFuncPointer:
-        """A function of library ``unit`` that returns null or a text; argtypes are the caller's to set.
+        """A function of library ``unit`` that returns null or a text; the caller sets its argtypes.
 
         Raises KernelUnavailable if the unit does not compile or cannot be loaded."""
         path = self._find(unit)
@@ -72,8 +72,8 @@ class KernelLibrary:
     def call(
         self, name: str, call: Callable[[int], bytes | None], device: torch.device, stream: int | None
     ) -> None:
-        """``call(stream)`` with ``device`` current and None replaced by torch's current stream; what it returns is null
-        or a text. Raises RuntimeError with the text."""
+        """Run ``call(stream)`` with ``device`` as the current one and None replaced by torch's current stream. It
+        returns null or a text. Raises RuntimeError with the text."""
         if self.device_type != "cuda":
             error = call(0)
         elif torch.cuda.current_device() == device.index:
@@ -115,7 +115,7 @@ def available(device: torch.device | int | None = None) -> bool:
 
 @functools.cache
 def _load(capability: tuple[int, int]) -> KernelLibrary | KernelUnavailable:
-    """Failures are remembered like successes: a compiler is not tried again by each call."""
+    """The library for ``capability``, or why there is none. Failures are cached, so that not every call compiles."""
     try:
         return KernelLibrary(functools.partial(find_library, capability))
     except KernelUnavailable as error:

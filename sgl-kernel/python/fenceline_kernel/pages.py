@@ -1,8 +1,8 @@
 """Page copies between the device's KV pool and pinned host memory (include/fenceline/page_copy.h).
 
-``kernel``: SMs read and write host memory through unified addressing: all layers of a set of pages in one launch,
-however the pages lie; ``num_ctas`` bounds the SMs that a copy holds. ``direct``: the copy engine; pages that follow
-each other on both sides travel together, and what cannot travel together is handed over in one batch.
+``kernel``: SMs read and write host memory through unified addressing: all layers of any set of pages in one launch;
+``num_ctas`` bounds the SMs that a copy uses. ``direct``: the copy engine; pages that are consecutive on both sides are
+copied together, and all others are submitted as one batch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fenceline_kernel.library import KernelLibrary, load
 HostLayout = Literal["layer_first", "page_first"]
 IoBackend = Literal["kernel", "direct"]
 Pages = npt.NDArray[np.int32]
-# Reach over 92 % of the link; each SM that a copy holds is missed by whoever runs beside it.
+# These reach over 92 % of the link's rate; more would take SMs from kernels that run at the same time.
 DEFAULT_NUM_CTAS = 4
 MAX_NUM_CTAS = 1024
-# From how many pages in a row one strided copy takes less time than as many plain ones of a batch.
+# From this many consecutive pages on, one strided copy takes less time than as many plain ones of a batch.
 DEFAULT_MIN_ROWS = 16
 # io backend -> (unit, function)
 _FUNCTIONS = {
@@ -62,8 +62,8 @@ class PagePools:
     ``k[i]``, ``v[i]``: [num_slots, num_kv_heads, head_dim] on one GPU, contiguous; slot = page * page_size + offset.
     ``host``: pinned, same dtype, either ``layer_first`` [num_layers, 2, num_host_slots, num_kv_heads, head_dim] or
     ``page_first`` [num_host_pages, num_layers, 2, page_size, num_kv_heads, head_dim]; a page of one layer's keys or
-    values is contiguous, the strides around it are free (target and draft may share a page_first buffer).
-    Keeps the tensors alive; owns no page: whoever copies holds the leases of the pages it names.
+    values is contiguous, all other strides are free (target and draft may share a page_first buffer).
+    Keeps the tensors alive but owns no page: callers of ``copy`` hold the leases of the pages that they pass.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class PagePools:
 
         Both lists: int32 [n], contiguous, read before this returns. ``to_host``: which side is written. Enqueued on
         ``stream`` (a cudaStream_t; None: torch's current one): the host may read what was written, and write what was
-        read, once that stream has passed it. ``num_ctas``: the most SMs that a ``kernel`` copy holds. ``min_rows``: a
-        ``direct`` copy takes at least so many pieces in a row as one strided copy: pages, or the layers of a page
-        where they lie evenly apart on the device. Raises ValueError before anything is copied, naming the remedy or
+        read, once that stream has passed it. ``num_ctas``: the most SMs that a ``kernel`` copy uses. ``min_rows``: a
+        ``direct`` copy makes one strided copy of at least this many consecutive pieces: pages, or the layers of a page
+        if they are evenly spaced on the device. Raises ValueError before anything is copied, naming the remedy or
         the pages out of bounds; RuntimeError if CUDA refuses.
         """
         layers = range(self.num_layers) if layers is None else layers
@@ -192,7 +192,7 @@ def _check_pool(tensors: Sequence[torch.Tensor], page_size: int, device_type: st
 def _host_strides(
     k: Sequence[torch.Tensor], host: torch.Tensor, page_size: int, layout: HostLayout
 ) -> tuple[int, int, int]:
-    """Bytes between pages, layers, and keys and values of ``host``; ValueError if its shape is another."""
+    """Bytes between pages, layers, and keys and values of ``host``. Raises ValueError for a wrong shape."""
     heads, size = tuple(k[0].shape[1:]), host.element_size()
     if layout == "layer_first":
         fits = host.dim() == 5 and tuple(host.shape[:2]) == (len(k), 2) and tuple(host.shape[3:]) == heads

@@ -41,13 +41,13 @@ class SkinnyGemmRequestC(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
-    """How the product is cut over the GPU; every choice gives the same sums up to their order.
+    """How the product is divided over the GPU; every choice gives the same sums except for their order.
 
     A CTA of ``warps_n * warps_k`` warps takes ``warps_n * tiles * 8`` rows of the weight at a time; its ``warps_k``
     warps, and ``cluster`` CTAs, share K. ``tiles`` is 2, 4 or 6, or 3 for up to 8 rows of x. ``depth`` stages of 64
-    elements of K are in flight for each warp.
-    ``num_ctas``: upper bound of the grid (0: none). ``prefetch_bytes`` of each row of a CTA's first block are asked
-    into L2 before the kernel in front has ended. ``pdl``: start before it has ended.
+    elements of K are in flight for each warp. ``num_ctas``: upper bound of the grid (0: none). ``prefetch_bytes`` of
+    each row of a CTA's first block are prefetched into L2 before the preceding kernel has ended. ``pdl``: start before
+    it has ended.
     """
 
     tiles: int = 4
@@ -87,7 +87,7 @@ class SkinnyGemm:
         ``norm_weight`` [K] with ``eps``: rms_norm(x) comes first. ``bias`` [N]. ``residual`` [T, N] is added; it may
         be ``out``. ``gated``: weight [2 N, K], gates first, bias [2 N], and ``out`` is silu(gate) * up. All tensors are
         bfloat16, contiguous, on the current GPU; operands start at multiples of 16 bytes. With ``config.pdl``, weight,
-        norm_weight and bias must not have been written by the launch just in front. Raises RuntimeError where the
+        norm_weight and bias must not have been written by the preceding launch. Raises RuntimeError if the
         configuration does not fit the GPU or the launch fails.
         """
         rows, k = x.shape

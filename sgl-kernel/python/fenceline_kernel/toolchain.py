@@ -1,6 +1,6 @@
-"""nvcc: where it is, which version, and the flags that the kernels are compiled with.
+"""nvcc: its path, its version, and the flags that the kernels are compiled with.
 
-Environment read here, and nowhere else but in ``cache``: CUDA_HOME, CUDA_PATH, PATH.
+Environment variables are read here (CUDA_HOME, CUDA_PATH, PATH) and in ``cache``, and nowhere else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fenceline_kernel.errors import KernelUnavailable
 
-# What a wheel carries: each runs on every GPU of its major version from its minor version on, sm_90a on 9.0 alone.
+# The code in a wheel: each runs on every GPU of its major version from its minor version on, sm_90a on 9.0 alone.
 WHEEL_ARCHS = ("80", "90a", "100")
 _FLAGS = (
     "-shared",
@@ -38,7 +38,7 @@ _NO_NVCC = (
 
 @dataclass(frozen=True, slots=True)
 class Nvcc:
-    """A CUDA compiler. ``version`` is the text it prints of itself, its build included."""
+    """A CUDA compiler. ``version`` is the text that it prints with --version, including its build."""
 
     path: Path
     version: str
@@ -49,8 +49,8 @@ class Nvcc:
 
 
 def check_driver(nvcc: Nvcc, driver: int | None) -> None:
-    """Raises KernelUnavailable where what ``nvcc`` makes cannot run: its runtime is of a newer major version than the
-    driver (``driver_version``; None: unknown, nothing is said)."""
+    """Raises KernelUnavailable if the output of ``nvcc`` cannot run because its runtime is of a newer major version
+    than the driver (``driver_version``; None: unknown, not checked)."""
     release = re.search(r"release (\d+)\.", nvcc.version)
     if driver is not None and release is not None and int(release.group(1)) > driver // 1000:
         raise KernelUnavailable(
@@ -93,7 +93,8 @@ def runs_on(archs: Sequence[str], capability: tuple[int, int]) -> bool:
 
 
 def find_nvcc(environ: Mapping[str, str] | None = None) -> Nvcc:
-    """The nvcc of CUDA_HOME or CUDA_PATH, else of PATH, /usr/local/cuda, or NVIDIA's compiler wheel beside us.
+    """The nvcc of CUDA_HOME or CUDA_PATH, else of PATH, /usr/local/cuda, or NVIDIA's compiler wheel in this
+    environment.
 
     Raises KernelUnavailable if there is none, if CUDA_HOME names a folder without one, or if it does not run.
     """
