@@ -97,7 +97,7 @@ def test_the_intact_engine_is_clean_and_every_edge_is_necessary(tmp_path: Path) 
             assert row["caught_by"].startswith(CHECKERS.get(row["name"], HAPPENS_BEFORE))
         if row["name"] == "own_results":
             assert "WAR on decode.next_tokens" in row["report"]
-    assert all(found["covered"] > 0 for found in proof["branches"].values()) and len(proof["branches"]) == 4
+    assert all(found["covered"] > 0 for found in proof["branches"].values()) and len(proof["branches"]) == 7
     kept = ("name", "status", "workload", "seed", "caught_by")
     found = [{name: row[name] for name in kept} for row in proof["edges"]]
     assert json.loads(PROOF_FILE.read_text()) == found, "run: python -m fenceline.vgpu.prove --write-docs"

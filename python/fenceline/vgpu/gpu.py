@@ -330,7 +330,8 @@ class VirtualGpu:
         answer is yes: a device makes progress by itself, which some policies would not let it do."""
         self.forbid_in_capture("asking whether work is done")
         self._drift()
-        if not op.done and op.stream is not None and op.stream.patience_is_over():
+        hurries = self.policy.asked(op, self._seq)
+        if not op.done and (hurries or (op.stream is not None and op.stream.patience_is_over())):
             self._run_until(op)
         if op.done:
             self.thread.heard(op)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
 
-from fenceline.vgpu.streams import VirtualStream
+from fenceline.vgpu.streams import Operation, VirtualStream
 
 
 class Policy(ABC):
@@ -17,6 +17,10 @@ class Policy(ABC):
 
     def begin_call(self, call: int) -> None:  # noqa: B027 - most policies do not count
         """The host makes its ``call``-th call into the GPU; the picks that follow belong to it."""
+
+    def asked(self, mark: Operation, moment: int) -> bool:
+        """The host asks whether ``mark`` has run, at ``moment`` of its program. True: it runs now, if it has not."""
+        return False
 
     @abstractmethod
     def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
@@ -49,6 +53,32 @@ class Laziest(Policy):
     def pick(self, runnable: Sequence[VirtualStream], needed: VirtualStream | None) -> VirtualStream | None:
         """See Policy."""
         return needed
+
+
+class Answers(NamedTuple):
+    """What the host is told when it asks whether work has run: ``usual``, but the opposite at its questions number
+    ``others`` (from 0, ascending). Questions with one possible answer are not counted, nor those that are asked again
+    before anything else has happened."""
+
+    usual: bool
+    others: tuple[int, ...] = ()
+
+
+class Answering(Laziest):
+    """The laziest, but for what the host is told. ``num_questions``: those that have been counted."""
+
+    def __init__(self, answers: Answers) -> None:
+        self.num_questions = 0
+        self._usual, self._others = answers.usual, frozenset(answers.others)
+        self._asked: dict[int, int] = {}  # when last, by the mark's place in the program
+
+    def asked(self, mark: Operation, moment: int) -> bool:
+        """See Policy."""
+        if mark.done or self._asked.get(mark.seq) == moment:
+            return self._usual
+        self._asked[mark.seq] = moment
+        self.num_questions += 1
+        return self._usual != (self.num_questions - 1 in self._others)
 
 
 class Uniform(Policy):

@@ -43,6 +43,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--blind", action="store_true", help="without the detector: races show by wrong tokens only"
     )
+    parser.add_argument(
+        "--exhaustive", action="store_true",
+        help="all schedules with up to two preemptions of a few small workloads, and nothing else",
+    )  # fmt: skip
     parser.add_argument("--workload", metavar="NAME", help="only this workload")
     parser.add_argument(
         "--jobs", type=int, metavar="N",
@@ -57,13 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
-    from fenceline.vgpu.proving.campaign import carry_out, prepare
+    from fenceline.vgpu.proving.campaign import carry_out, explore, prepare
     from fenceline.vgpu.proving.table import as_json, as_text, write_docs
 
     prepare()
     with tqdm(total=None, unit="run", disable=None) as bar:
         plan = _plan(args, parser, bar)
-        proof = carry_out(plan)
+        proof = explore(plan) if args.exhaustive else carry_out(plan)
     _explain(proof)
     print(as_text(proof))
     if args.json is not None:
@@ -78,20 +82,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _plan(args: argparse.Namespace, parser: argparse.ArgumentParser, bar: tqdm) -> Plan:
     from fenceline.vgpu.proving.arms import all_arms
     from fenceline.vgpu.proving.campaign import Plan
+    from fenceline.vgpu.proving.small_workloads import SMALL_WORKLOADS
     from fenceline.vgpu.proving.workloads import WORKLOADS
 
-    if args.workload is not None and args.workload not in WORKLOADS:
-        parser.error(f"--workload {args.workload}: choose one of {', '.join(WORKLOADS)}")
+    workloads = SMALL_WORKLOADS if args.exhaustive else WORKLOADS
+    if args.workload is not None and args.workload not in workloads:
+        parser.error(f"--workload {args.workload}: choose one of {', '.join(workloads)}")
+    if args.exhaustive and (args.edge is not None or args.write_docs):
+        parser.error("--exhaustive: goes without --edge and --write-docs")
     arms = _arms(args, parser) if args.edge is not None else [] if args.workload else all_arms()
     num_intact = _DEFAULT_SEEDS if args.seeds is None and args.budget is None else args.seeds
     num_per_arm = _SEEDS_PER_ARM if num_intact is None else max(_SEEDS_PER_ARM, num_intact // 40)
     if args.edge is not None:
         num_per_arm, num_intact = args.seeds or _SEEDS_PER_ARM, 0
     everything = args.edge is None and args.workload is None
-    bar.total = None if num_intact is None else num_intact + num_per_arm * len(arms)
+    bar.total = None if num_intact is None or args.exhaustive else num_intact + num_per_arm * len(arms)
     return Plan(
         arms=tuple(arms),
-        workloads=tuple(WORKLOADS) if args.workload is None else (args.workload,),
+        workloads=tuple(workloads) if args.workload is None else (args.workload,),
         first_seed=args.seed,
         num_intact=num_intact,
         num_per_arm=num_per_arm,

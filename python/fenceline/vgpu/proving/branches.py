@@ -12,7 +12,7 @@ from pathlib import Path
 
 import fenceline
 
-FOLDERS = ("scheduler", "model_executor", "sampling", "mem_cache")
+FOLDERS = ("scheduler", "model_executor", "sampling", "models", "layers", "mem_cache", "memory_order")
 
 
 @dataclass(frozen=True, slots=True)

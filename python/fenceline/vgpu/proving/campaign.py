@@ -7,7 +7,7 @@ import logging
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
@@ -15,6 +15,7 @@ from itertools import chain, count, islice
 import torch
 
 from fenceline.memory_order.edges import EDGE_PARTS, EDGES, GUARDS, edge_of
+from fenceline.vgpu.policy import Answers
 from fenceline.vgpu.proving.arms import Arm, Row, judge, unarmed_rows
 from fenceline.vgpu.proving.branches import measured
 from fenceline.vgpu.proving.events import EVENTS
@@ -27,6 +28,9 @@ _MEASURED_ROUNDS = 1  # of all workloads, in this process, with branches counted
 # From this many runs of the workload ``everything`` on, every event must have been seen. For events that have not been,
 # up to this many runs are added, because every change to the engine changes which seeds reach a rare event.
 _RUNS_FOR_EVENTS, _MORE_RUNS_FOR_EVENTS = 20, 100
+
+
+_MAX_PREEMPTIONS = 2  # answers that differ from the usual one in a schedule that ``explore`` tries
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,44 @@ def carry_out(plan: Plan) -> Proof:
     _judge(plan, tally, proof)
     proof.seconds = time.monotonic() - started
     return proof
+
+
+def explore(plan: Plan) -> Proof:
+    """All schedules of ``plan.workloads``, small ones, in which the host hears the latest or the earliest possible
+    answers, but for up to two of them."""
+    started, proof = time.monotonic(), Proof()
+    trials = [
+        Trial(name, plan.first_seed, detect=plan.detect, answers=Answers(usual))
+        for name in plan.workloads
+        for usual in (False, True)
+    ]
+    for num_others in range(_MAX_PREEMPTIONS + 1):
+        outcomes = list(_outcomes(iter(trials), plan))
+        for outcome in outcomes:
+            name = outcome.trial.workload
+            proof.schedules[name] = proof.schedules.get(name, 0) + 1
+            proof.num_tokens += outcome.num_tokens
+            proof.num_close += outcome.num_close
+        plan.progress(len(outcomes))
+        proof.failures += [outcome for outcome in outcomes if not outcome.clean]
+        if proof.failures or len(outcomes) < len(trials) or num_others == _MAX_PREEMPTIONS:
+            break  # the first failures have the fewest preemptions
+        trials = [trial for outcome in outcomes for trial in _one_more(outcome)]
+    proof.telling = list(proof.failures)
+    proof.explored = len(outcomes) == len(trials)
+    proof.seconds = time.monotonic() - started
+    return proof
+
+
+def _one_more(outcome: Outcome) -> Sequence[Trial]:
+    """The schedules that differ from the outcome's in one later answer."""
+    answers = outcome.trial.answers
+    assert answers is not None, "a schedule of answers"
+    last = answers.others[-1] if answers.others else -1
+    return [
+        replace(outcome.trial, answers=Answers(answers.usual, (*answers.others, question)))
+        for question in range(last + 1, outcome.num_questions)
+    ]
 
 
 def _judge(plan: Plan, tally: _Tally, proof: Proof) -> None:
@@ -182,4 +224,4 @@ def prepare() -> None:
     gc.freeze()
 
 
-__all__ = ["Plan", "Row", "carry_out", "prepare"]
+__all__ = ["Plan", "Row", "carry_out", "explore", "prepare"]

@@ -15,11 +15,12 @@ from fenceline.memory_order.edges import edge_of
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.errors import CheckError, DeadlockError, KernelError, RaceError
 from fenceline.vgpu.gpu import VirtualGpu
-from fenceline.vgpu.policy import Policy, Script, make_policy
+from fenceline.vgpu.policy import Answering, Answers, Policy, Script, make_policy
 from fenceline.vgpu.proving.decisions import execute, num_steps
 from fenceline.vgpu.proving.engine import run_engine
 from fenceline.vgpu.proving.schedule import Narrator, shrink
-from fenceline.vgpu.proving.script import Flags
+from fenceline.vgpu.proving.script import Flags, Workload
+from fenceline.vgpu.proving.small_workloads import SMALL_WORKLOADS
 from fenceline.vgpu.proving.steps import Loop, make_config
 from fenceline.vgpu.proving.workloads import ENGINE, WORKLOADS
 
@@ -51,17 +52,29 @@ class Trial:
     seed: int
     severed: frozenset[str] = frozenset()
     detect: bool = True  # without the detector a race is found only if it makes tokens wrong
+    answers: Answers | None = None  # the schedule that gives them, in place of the seed's
+
+    @property
+    def scenarios(self) -> Workload:
+        """What its scenario is made by."""
+        return WORKLOADS.get(self.workload) or SMALL_WORKLOADS[self.workload]
 
     @property
     def policy(self) -> str:
         """The name of the seed's policy."""
-        return policy_of(self.seed, WORKLOADS[self.workload].policies or _POLICIES)
+        return policy_of(self.seed, self.scenarios.policies or _POLICIES)
+
+    def make_policy(self) -> Policy:
+        """The schedule's."""
+        return make_policy(self.policy, self.seed) if self.answers is None else Answering(self.answers)
 
     @property
     def command(self) -> str:
         """The command that repeats it."""
         edges = "".join(f" --edge {name}" for name in sorted(self.severed))
         blind = "" if self.detect else " --blind"
+        if self.answers is not None:
+            return f"python -m fenceline.vgpu.prove --exhaustive --workload {self.workload}{blind}"
         which = f"--workload {self.workload} --seed {self.seed} --seeds 1"
         return f"python -m fenceline.vgpu.prove {which}{edges}{blind}"
 
@@ -81,6 +94,7 @@ class Outcome:
     events: frozenset[str] = frozenset()  # that were seen (``events.EVENTS``)
     # (part of an edge, function that applies it) of each edge that was reached.
     applied: frozenset[tuple[str, str]] = frozenset()
+    num_questions: int = 0  # of the host whether work has run, where ``answers`` were given
 
     @property
     def clean(self) -> bool:
@@ -94,7 +108,7 @@ class Outcome:
 
 def run(trial: Trial) -> Outcome:
     """Make a run under its seed's policy."""
-    return _run(trial, make_policy(trial.policy, trial.seed))[0]
+    return _run(trial, trial.make_policy())[0]
 
 
 def _run(trial: Trial, policy: Policy, only_races: bool = False) -> tuple[Outcome, VirtualGpu]:
@@ -117,7 +131,9 @@ def _run(trial: Trial, policy: Policy, only_races: bool = False) -> tuple[Outcom
             raise
         outcome = _failure(trial, error)
         gpus[0].rotation.abandon()  # otherwise storage's threads would wait for their turn forever
-    return replace(outcome, applied=frozenset(gpus[0].edges_met)), gpus[0]
+    num_questions = policy.num_questions if isinstance(policy, Answering) else 0
+    applied = frozenset(gpus[0].edges_met)
+    return replace(outcome, applied=applied, num_questions=num_questions), gpus[0]
 
 
 def _judge(trial: Trial, loop: Loop, gpu: VirtualGpu) -> Outcome:
@@ -141,7 +157,7 @@ def _judge(trial: Trial, loop: Loop, gpu: VirtualGpu) -> Outcome:
 
 
 def _run_steps(trial: Trial, device: VgpuDevice) -> Loop:
-    scenario = WORKLOADS[trial.workload].make(Random(trial.seed))
+    scenario = trial.scenarios.make(Random(trial.seed))
     with storage_directory(scenario.flags) as flags:
         config = make_config(flags, device.kind)
         loop = Loop(config, device, scenario=scenario)
@@ -196,14 +212,14 @@ def named_races(trial: Trial) -> tuple[set[str], set[str]]:
     """The edges that any race of a run names, where the run continues after each race as long as it can; and the edges
     that it reached, severed or not."""
     # With wrong values the engine may fail in any way; only the races matter here.
-    _, gpu = _run(trial, make_policy(trial.policy, trial.seed), only_races=True)
+    _, gpu = _run(trial, trial.make_policy(), only_races=True)
     return {edge for race in gpu.races for edge in race.edges}, {edge_of(part) for part, _ in gpu.edges_met}
 
 
 def explain(outcome: Outcome) -> str:
     """The few context switches of a failing run's schedule that are needed for the failure."""
     trial = outcome.trial
-    again, gpu = _run(trial, make_policy(trial.policy, trial.seed))
+    again, gpu = _run(trial, trial.make_policy())
     if not again.same_failure(outcome):
         return "the failure did not repeat: the run depends on something beside its seed"
     turns = list(gpu.trace)

@@ -32,14 +32,17 @@ class Proof:
     branches: Mapping[str, Branches] = field(default_factory=dict)
     # Functions that apply an edge without being named in the table of edges: each must be severed separately.
     undeclared: list[str] = field(default_factory=list)
+    # Of small workloads, by name: schedules tried, and whether these are all with up to two preemptions.
+    schedules: dict[str, int] = field(default_factory=dict)
+    explored: bool = True
     seconds: float = 0.0
 
     @property
     def clean(self) -> bool:
         """Whether runs were made, the intact engine is clean, all events have happened, and every edge and guard is
         necessary or has a reason."""
-        any_run = self.num_intact > 0 or any(row.num_runs for row in self.rows)
-        fine = self.few_close and not self.unseen and all(row.fine for row in self.rows)
+        any_run = self.num_intact > 0 or any(row.num_runs for row in self.rows) or bool(self.schedules)
+        fine = self.explored and self.few_close and not self.unseen and all(row.fine for row in self.rows)
         return any_run and fine and not self.failures and not self.undeclared
 
     @property
@@ -65,6 +68,13 @@ def as_text(proof: Proof) -> str:
             for row in cells
         ]
         lines += [""] + [f"{row.name}: {row.status}: {row.report}" for row in proof.rows if not row.fine]
+    if proof.schedules:
+        verdict = "clean" if not proof.failures else f"{len(proof.failures)} FAILED"
+        parts = ", ".join(f"{name} {count}" for name, count in proof.schedules.items())
+        which = "all" if proof.explored and not proof.failures else "NOT ALL"
+        total = sum(proof.schedules.values())
+        lines.append(f"{which} schedules with up to two preemptions: {total}, {verdict} ({parts})")
+        lines.append(f"answers: {proof.num_tokens} tokens held against each request alone")
     if proof.num_intact:
         verdict = "clean" if not proof.failures else f"{len(proof.failures)} FAILED"
         parts = ", ".join(f"{name} {count}" for name, count in proof.runs_by_workload.items())
@@ -77,7 +87,7 @@ def as_text(proof: Proof) -> str:
     lines += [f"UNDECLARED SITE: {site}: name it in the edge's sites" for site in proof.undeclared]
     for folder, branches in proof.branches.items():
         lines.append(f"branches of {folder} reached: {branches}")
-    rate = proof.num_intact + sum(row.num_runs for row in proof.rows)
+    rate = sum(proof.schedules.values()) + proof.num_intact + sum(row.num_runs for row in proof.rows)
     lines.append(f"{rate} runs in {proof.seconds:.0f} s")
     return "\n".join(lines)
 
@@ -116,6 +126,7 @@ def as_json(proof: Proof) -> dict[str, object]:
                 {"command": f.trial.command, "checker": f.checker, "report": f.report} for f in proof.failures
             ],
         },
+        "schedules": dict(proof.schedules),
         "events": dict(proof.events),
         "branches": {
             folder: {"covered": found.covered, "total": found.total}
