@@ -18,7 +18,7 @@ from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.policy import Answering, Answers, Policy, Script, make_policy
 from fenceline.vgpu.proving.decisions import execute, num_steps
 from fenceline.vgpu.proving.engine import run_engine
-from fenceline.vgpu.proving.schedule import Narrator, shrink
+from fenceline.vgpu.proving.schedule import DescribedScript, shrink
 from fenceline.vgpu.proving.script import Flags, Workload
 from fenceline.vgpu.proving.small_workloads import SMALL_WORKLOADS
 from fenceline.vgpu.proving.steps import Loop, make_config
@@ -228,12 +228,12 @@ def explain(outcome: Outcome) -> str:
         return f"{len(turns)} context switches, and playing them back does not fail"
     if not kept:
         return "fails on the laziest schedule too: no context switch is needed"
-    narrator = Narrator(kept)
-    _run(trial, narrator)
+    described = DescribedScript(kept)
+    _run(trial, described)
     lines = [
         f"{len(kept)} of {len(turns)} context switches matter; but for these the device is as late as it may be:"
     ]
-    return "\n".join(lines + [f"  {n}. {line}" for n, line in enumerate(narrator.lines, 1)])
+    return "\n".join(lines + [f"  {n}. {line}" for n, line in enumerate(described.lines, 1)])
 
 
 __all__ = [

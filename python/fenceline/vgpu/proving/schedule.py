@@ -40,7 +40,7 @@ def shrink(
     return kept
 
 
-class Narrator(Script):
+class DescribedScript(Script):
     """Repeats ``turns`` and records, in ``lines``, where the host was at each and what ran."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:

@@ -29,10 +29,10 @@ from fenceline.vgpu.proving.decisions import Event, Owned, device_bytes, host_by
 from fenceline.vgpu.proving.events import Watch, around, state_of
 from fenceline.vgpu.proving.oracle import Oracle
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
+from fenceline.vgpu.proving.recorded_worker import RecordedWorker
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
 from fenceline.vgpu.proving.tiny_model import tiny_model_path, tiny_tokenizer
 from fenceline.vgpu.proving.watched import WatchedScheduler
-from fenceline.vgpu.proving.witness import Witness
 from fenceline.vgpu.tags import Tags
 
 _MAX_STEPS = 2000
@@ -97,7 +97,7 @@ class Loop:
             if self._tags is not None:
                 around(controller._backend, "set", before=self._tags.storing)
                 around(controller._backend, "get", after=self._tags.fetched)
-        worker = Witness(self.runner, self.decisions, self._tags)
+        worker = RecordedWorker(self.runner, self.decisions, self._tags)
         self.scheduler = WatchedScheduler(config, worker, self, self, self._tags)
         self.watch.watch(self.scheduler)
         args = config.server_args

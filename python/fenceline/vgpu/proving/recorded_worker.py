@@ -31,7 +31,7 @@ from fenceline.vgpu.tags import Tags
 I32 = npt.NDArray[np.int32]
 
 
-class Witness:
+class RecordedWorker:
     """A ModelRunner that adds its launches, its transfers and the published results to ``events``."""
 
     def __init__(self, runner: ModelRunner, events: list[Event], tags: Tags | None = None) -> None:
@@ -40,13 +40,13 @@ class Witness:
         self.max_step_tokens = runner.max_step_tokens
         self.req_pool = runner.req_pool
         self.memory_bytes = runner.memory_bytes
-        self.hicache: NotedTransfers | None = None
+        self.hicache: RecordedTransfers | None = None
         self.storage: Storage | None = None
         if runner.hicache is not None:
-            self.hicache = NotedTransfers(runner.hicache, events, tags)
+            self.hicache = RecordedTransfers(runner.hicache, events, tags)
             if runner.storage is not None:
-                noted = NotedStorage(runner.storage.controller, runner.hicache, events)
-                self.storage = Storage(cast(StorageController, noted), runner.storage.root_key)
+                recorded = RecordedStorage(runner.storage.controller, runner.hicache, events)
+                self.storage = Storage(cast(StorageController, recorded), runner.storage.root_key)
         self._runner = runner
         self._events = events
 
@@ -69,10 +69,10 @@ class Witness:
         result = self._runner.launch(batch)
         decision = Decision(batch)
         self._events.append(decision)
-        return cast(ForwardResult, _Noted(result, decision))
+        return cast(ForwardResult, _RecordedResult(result, decision))
 
 
-class _Noted:
+class _RecordedResult:
     """A step's result that records what ``publish`` takes from it."""
 
     def __init__(self, result: ForwardResult, decision: Decision) -> None:
@@ -88,7 +88,7 @@ class _Noted:
         return self._decision.output
 
 
-class NotedTransfers:
+class RecordedTransfers:
     """A HiCacheController that records its transfers."""
 
     def __init__(self, controller: HiCacheController, events: list[Event], tags: Tags | None) -> None:
@@ -131,7 +131,7 @@ class NotedTransfers:
         return self._controller.drain_acks()
 
 
-class NotedStorage:
+class RecordedStorage:
     """A StorageController that records what is written to storage and what is read from it."""
 
     def __init__(
