@@ -16,8 +16,8 @@ from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.policy import Answering, Answers, Policy, make_policy
 from fenceline.vgpu.proving.campaign import Plan, explore
 from fenceline.vgpu.proving.decisions import Decision
+from fenceline.vgpu.proving.recorded_worker import RecordedWorker
 from fenceline.vgpu.proving.steps import Loop, make_config
-from fenceline.vgpu.proving.witness import Witness
 from fenceline.vgpu.proving.workloads import WORKLOADS
 from fenceline.vgpu.streams import Operation, VirtualStream
 
@@ -92,7 +92,7 @@ def test_a_fault_that_takes_two_preemptions_is_found_since_all_are_tried(
 ) -> None:
     """Results that come late, early, late, late, early: no other schedule shows it."""
     tried: list[Answers] = []
-    begin, ask = Answering.__init__, Witness.completions
+    begin, ask = Answering.__init__, RecordedWorker.completions
     told: list[bool] = []
 
     def begun(self: Answering, answers: Answers) -> None:
@@ -100,7 +100,7 @@ def test_a_fault_that_takes_two_preemptions_is_found_since_all_are_tried(
         told.clear()
         begin(self, answers)
 
-    def wrong(self: Witness, awaited: ForwardResult | None) -> Completions:
+    def wrong(self: RecordedWorker, awaited: ForwardResult | None) -> Completions:
         ended = ask(self, awaited)
         if awaited is not None:
             told.append(ended.results_arrived)
@@ -108,7 +108,7 @@ def test_a_fault_that_takes_two_preemptions_is_found_since_all_are_tried(
         return ended
 
     monkeypatch.setattr(Answering, "__init__", begun)
-    monkeypatch.setattr(Witness, "completions", wrong)
+    monkeypatch.setattr(RecordedWorker, "completions", wrong)
     plan = Plan(
         arms=(), workloads=("row",), first_seed=0, num_intact=0, num_per_arm=0, jobs=1, detect=True,
         deadline=math.inf, with_unarmed=False, with_branches=False, progress=lambda num: None,
