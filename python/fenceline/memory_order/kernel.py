@@ -1,7 +1,7 @@
-"""What our kernels read and write: declared once, in the kernel's own order, and read by all who want to know.
+"""Declarations of what our kernels read and write: made once, in the kernel's own order.
 
-It is the form of ``access.Accesses``, with the tensors of a launch in place of memories that the host keeps account of:
-a function that names the accesses one after the other, and the wait for the kernel in front between them::
+They have the form of ``access.Accesses``, with the tensors of a launch in place of memories that the host keeps records
+of: a function that names the accesses one after the other, with the wait for the preceding kernel between them::
 
     @declare_kernel
     def rms_norm(op: KernelAccesses, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -11,13 +11,13 @@ a function that names the accesses one after the other, and the wait for the ker
         op.read(x)
         op.write(out)
 
-A kernel that waits is launched programmatically where the GPU can (sm_90 and later): it may begin before the kernel in
-front of it has ended, so that launching costs little, and what it reads before its wait is not ordered after that
-kernel. Whoever writes such memory must be followed by another kernel before this one, which begins only when all in
-front of it have ended, or waits for them before it lets others start.
+A kernel that waits is launched programmatically on GPUs that can do so (sm_90 and later): it may begin before the
+preceding kernel has ended, which hides the time of the launch, and what it reads before its wait is not ordered after
+that kernel. So between a kernel that writes such memory and this one there must be another kernel that begins only when
+all before it have ended, or that waits for them before it lets others start.
 
-A device that watches its memory (the virtual GPU) is told of launches, and reads the declaration. Tests run each kernel
-among garbage and see that its declaration is true.
+A device that watches its memory (the virtual GPU) is told of launches and reads the declarations. Tests check each
+declaration by running its kernel with random values in all other memory.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ import torch
 
 
 class KernelAccesses(Protocol):
-    """A launch, to which its accesses are told. ``rows`` [N] integers on the device name rows of the first axis, None
-    all of them; they are themselves read. A tensor that is None is an operand that this launch does without."""
+    """A launch that is told its accesses. ``rows`` [N], integers on the device, name rows of the first axis (None: all
+    of them) and count as read themselves. A tensor that is None is an operand that this launch does not have."""
 
     def read(self, tensor: torch.Tensor | None, rows: torch.Tensor | None = None) -> None:
-        """It reads ``rows``, or some of what is in them."""
+        """The kernel reads ``rows``, or a part of them."""
 
     def write(self, tensor: torch.Tensor | None, rows: torch.Tensor | None = None) -> None:
-        """It writes ``rows``, or some of what is in them. A kernel that reads them as well says so."""
+        """The kernel writes ``rows``, or a part of them. If it reads them as well, that is declared separately."""
 
     def read_tokens(
         self,
@@ -48,14 +48,14 @@ class KernelAccesses(Protocol):
         page_size: int,
         but_last: bool = False,
     ) -> None:
-        """It reads the first ``lengths`` [B] tokens, or all of them but the last, of the requests ``rows`` [B]: slot
-        ``page_table[row, p // page_size] * page_size + p % page_size`` of ``cache`` for token p."""
+        """The kernel reads the first ``lengths`` [B] tokens, or all but the last of them, of the requests ``rows`` [B]:
+        slot ``page_table[row, p // page_size] * page_size + p % page_size`` of ``cache`` for token p."""
 
     def wait(self) -> None:
-        """It waits until all kernels in front of it have ended and what they wrote is there."""
+        """The kernel waits until all preceding kernels have ended and their writes are visible."""
 
     def start_dependents(self) -> None:
-        """The kernel behind it may begin, once all of this one's blocks have come so far."""
+        """The next kernel may begin once all blocks of this one have come to this point."""
 
 
 Compute = Callable[..., None]
@@ -66,7 +66,7 @@ _launchers: dict[str, Launcher] = {}
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """``accesses(op, *operands)`` names what a launch with these operands touches."""
+    """``accesses(op, *operands)`` names the accesses of a launch with these operands."""
 
     name: str
     accesses: Callable[..., None]
@@ -74,8 +74,8 @@ class Kernel:
     def launch(self, compute: Compute, *operands: Any) -> None:
         """Launch it on a device that watches its memory, :func:`is_watched`, on the current stream.
 
-        ``compute(*operands)`` leaves what the kernel would, by torch's operators. It gets tensors of the CPU over the
-        memory of those among ``operands``, when the launch runs.
+        ``compute(*operands)`` computes the kernel's results with torch's operators. When the launch runs, it gets CPU
+        tensors over the memory of the tensors among ``operands``.
         """
         device = next(operand.device for operand in operands if isinstance(operand, torch.Tensor))
         _launchers[device.type](self, compute, operands)
@@ -92,5 +92,5 @@ def register_launcher(device_type: str, launcher: Launcher) -> None:
 
 
 def is_watched(device: torch.device) -> bool:
-    """Whether the device wants to be told of kernels' launches."""
+    """Whether ``device`` is told of kernels' launches."""
     return device.type in _launchers

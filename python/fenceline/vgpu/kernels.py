@@ -1,5 +1,5 @@
-"""Custom kernels: any Python function over memory of the device, with a declared footprint; and those of the engine,
-which declare themselves (``memory_order.kernel``)."""
+"""Custom kernels: any Python function over memory of the device, with a declared footprint; and the engine's kernels,
+which have declarations (``memory_order.kernel``)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class _Reads:
 
 
 class _Told:
-    """What a declaration tells of one launch: see ``KernelAccesses``."""
+    """The accesses that a declaration names for one launch: see ``KernelAccesses``."""
 
     def __init__(self) -> None:
         self.ahead: _Reads | None = None
@@ -132,7 +132,7 @@ class _Told:
 
 
 class _TokenSlots(NamedTuple):
-    """See ``KernelAccesses.read_tokens``: the slots, one request's after the other's."""
+    """See ``KernelAccesses.read_tokens``: the slots, request after request."""
 
     page_table: torch.Tensor
     requests: torch.Tensor
@@ -144,7 +144,7 @@ class _TokenSlots(NamedTuple):
         table, size = self.page_table.numpy(), self.page_size
         slots = [np.zeros(0, np.int64)]
         for row, length in zip(self.requests.tolist(), self.lengths.tolist(), strict=True):
-            # What is out of bounds here the checks have found; a race may bring anything.
+            # The checks have reported values that are out of bounds here, which a race may lead to.
             length = min(max(length - self.but_last, 0), table.shape[1] * size)
             row = row if -len(table) <= row < len(table) else 0
             pages = table[row, : -(-length // size)].astype(np.int64)
@@ -155,8 +155,8 @@ class _TokenSlots(NamedTuple):
 def launch_declared(kernel: Kernel, compute: Compute, operands: tuple[Any, ...]) -> None:
     """Queue a launch of ``kernel`` on the current stream: see ``Kernel.launch``.
 
-    What it reads before its wait it reads when it begins, which may be before the kernel in front has run; what it does
-    not read again after the wait keeps the value that it had then.
+    What it reads before its wait is read when it begins, which may be before the preceding kernel has run; values that
+    are not read again after the wait keep the value that they had then.
     """
     told = _Told()
     kernel.accesses(told, *operands)

@@ -19,7 +19,7 @@ class Policy(ABC):
         """The host makes its ``call``-th call into the GPU; the picks that follow belong to it."""
 
     def asked(self, mark: Operation, moment: int) -> bool:
-        """The host asks whether ``mark`` has run, at ``moment`` of its program. True: it runs now, if it has not."""
+        """The host asks whether ``mark`` has run, at ``moment`` of its program. If true, it runs now if it has not."""
         return False
 
     @abstractmethod
@@ -65,7 +65,7 @@ class Answers(NamedTuple):
 
 
 class Answering(Laziest):
-    """The laziest, but for what the host is told. ``num_questions``: those that have been counted."""
+    """Like ``laziest``, except for the answers to the host. ``num_questions``: those that have been counted."""
 
     def __init__(self, answers: Answers) -> None:
         self.num_questions = 0

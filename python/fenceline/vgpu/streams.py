@@ -30,9 +30,9 @@ class Purpose(Protocol):
 class Operation:
     """Work on a stream. ``agent`` and ``index`` name it for vector clocks, ``seq`` is its place in program order.
 
-    ``run`` is None for a mark or a wait. ``after`` is the mark that a wait waits for, or what a kernel has done ahead
-    of its turn. ``bounds`` are of its indices, ``graph`` the one it was replayed with. ``starts_next``: it lets the
-    kernel behind it begin before it has waited for those in front. Once ``done``, what it needed to run is dropped.
+    ``run`` is None for a mark or a wait. ``after`` is the mark that a wait waits for, or the operation with a kernel's
+    early reads. ``bounds`` are of its indices, ``graph`` the one it was replayed with. ``starts_next``: it lets the
+    next kernel begin before it has waited for the preceding ones. Once ``done``, what it needed to run is dropped.
     """
 
     __slots__ = (
@@ -70,7 +70,7 @@ class Operation:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether it is what a kernel does before it waits for the one in front."""
+        """Whether it is the part of a kernel before its wait for the preceding one."""
         return self.stream is not None and bool(self.stream.is_ahead_of)
 
     @property

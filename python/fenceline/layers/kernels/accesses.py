@@ -1,5 +1,5 @@
-"""What the kernels of layers read and write, in Triton and in CUDA, and what of it before they wait for the kernel in
-front of them: see ``memory_order.kernel``."""
+"""The declared accesses of the layers' kernels, in Triton and in CUDA: what they read and write, and what they read
+before they wait for the preceding kernel. See ``memory_order.kernel``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def skinny_linear(
     out: torch.Tensor,
 ) -> None:
     """``skinny_gemm.skinny_linear`` and fenceline_kernel's ``SkinnyGemm``, which reads the norm's weight early. ``out``
-    is the residual where there is one."""
+    is the residual if there is one."""
     op.read(weight)
     op.read(norm_weight)
     op.start_dependents()
@@ -89,8 +89,8 @@ def decode_attention(
     num_done: torch.Tensor,
     page_size: int,
 ) -> None:
-    """See ``decode_attention.decode_attention``. Before its wait it has L2 fetch keys and values of some tokens, of
-    which the last one of each request is being written by the kernel in front."""
+    """See ``decode_attention.decode_attention``. Before its wait it prefetches keys and values of some tokens into L2,
+    but not each request's last token, which the preceding kernel may still be writing."""
     op.start_dependents()
     for cache in (k_cache, v_cache):
         op.read_tokens(cache, page_table, rows, seq_lens, page_size, but_last=True)
@@ -117,8 +117,8 @@ def extend_attention(
     query_starts: torch.Tensor,
     page_size: int,
 ) -> None:
-    """The first launch of ``extend_attention.extend_attention``. Where keys are split, ``out`` are partial results, and
-    ``stats`` belong to them."""
+    """The first launch of ``extend_attention.extend_attention``. If keys are split, ``out`` are partial results with
+    their ``stats``."""
     op.read(query_starts)
     op.read(q)
     for cache in (k_cache, v_cache):

@@ -1,5 +1,5 @@
-"""Layers on a device that watches its memory: the launches of a GPU, with what our kernels declare, and the values of
-torch's operators."""
+"""Layers on a device that watches its memory (the virtual GPU): the same launches as on a GPU, with the kernels'
+declared accesses and the values of torch's operators."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fenceline.layers.kernels import accesses
 from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm, TorchLayerKernels
 from fenceline.layers.weight import DenseWeight, RMSNorm
 
-_FEW_ROWS = 8  # of which a GPU that has not been measured multiplies with our own kernels (skinny_table)
+_FEW_ROWS = 8  # up to this many rows a GPU without measurements uses our own kernels (skinny_table)
 _TORCH = TorchLayerKernels()
 
 
 class LaunchedLayerKernels(LayerKernels):
-    """A launch for each method, as ``CudaLayerKernels`` makes them."""
+    """One launch for each method, as in ``CudaLayerKernels``."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         def compute(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -55,8 +55,8 @@ class LaunchedLayerKernels(LayerKernels):
 
 
 class LaunchedDenseWeight(DenseWeight):
-    """Products of few rows as one launch each, as ``CudaDenseWeight`` makes them where our own are the faster ones;
-    others are torch's, and cuBLAS' there."""
+    """Products of few rows as one launch each, as in ``CudaDenseWeight`` where our kernels are faster. Others use
+    torch's operators, where a GPU uses cuBLAS."""
 
     def normed_product(
         self,

@@ -1,9 +1,9 @@
 """Workloads of two to four requests, all of whose schedules with few preemptions are tried (``campaign.explore``).
 
-A schedule is told apart from another by what the host hears: whether work had run when it asked. Where nothing races,
-two schedules in which it hears the same are the same run, whatever ran beside what; and that nothing races, the
-detector says of each. So what is tried are the answers: all as late as possible or all as early as possible, but for up
-to two. Storage's threads, whose turns matter too, are in none of these workloads.
+Schedules are distinguished by what the host learns: whether work had run each time that it asked. If there is no race,
+two schedules with the same answers are the same run, whatever ran at the same time; and the detector says for each run
+whether there is a race. So the answers are what is tried: all as late as possible or all as early as possible, except
+for up to two. None of these workloads uses storage, whose threads would be scheduled too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _twins(random: Random) -> Scenario:
 
 
 def _back(random: Random) -> Scenario:
-    """A prompt leaves the device for the host, and comes back for one that is aborted at once, and for another."""
+    """A prompt is evicted to the host, and loaded for a request that is aborted at once, and for another."""
     script = Script(random)
     family = script.prompt(7, 7)
     script.add(0, family, 1)
@@ -74,7 +74,7 @@ def _back(random: Random) -> Scenario:
 
 
 def _spilled(random: Random) -> Scenario:
-    """Four prompts that take turns on the device and on a host that has room for one."""
+    """Four prompts that alternate between the device and a host tier for one prompt."""
     script = Script(random)
     first, second = script.prompt(7, 7), script.prompt(7, 7)
     for prompt in (first, second, first, second):
