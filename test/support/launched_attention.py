@@ -1,0 +1,133 @@
+"""The ``triton`` attention backend as the virtual GPU sees it: its launches, with what the kernels declare, and the
+values of the torch backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from fenceline.layers.attention.backends import AttentionSetting
+from fenceline.layers.attention.base import AttentionBackend
+from fenceline.layers.attention.torch_backend import TorchAttentionBackend
+from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
+from fenceline.layers.kernels import accesses
+from fenceline.memory_order.kernel import is_watched
+
+_WORKSPACE = 1 << 10  # elements; nobody looks at its size
+
+
+def launched_attention(setting: AttentionSetting) -> AttentionBackend:
+    """On a device that watches its memory; elsewhere the torch backend itself, whose values are the same."""
+    if is_watched(setting.kv_pool.k(0).device):
+        return LaunchedAttentionBackend(setting)
+    return TorchAttentionBackend(setting.kv_pool)
+
+
+class LaunchedAttentionBackend(AttentionBackend):
+    """Plans over one KV pool, which share a workspace as those of ``TritonAttentionBackend`` do."""
+
+    def __init__(self, setting: AttentionSetting) -> None:
+        self.kv_pool = setting.kv_pool
+        self._reference = TorchAttentionBackend(setting.kv_pool)
+        device = setting.kv_pool.k(0).device
+        self.workspace = [
+            torch.zeros(_WORKSPACE, dtype=dtype, device=device)
+            for dtype in (torch.float32, torch.float32, torch.int32)
+        ]
+
+    def plan(self, inputs: AttentionInputs) -> AttentionPlan:
+        """See ``AttentionBackend.plan``."""
+
+        def plan_again(pool: _Layer, *tensors: torch.Tensor) -> AttentionPlan:
+            page_table, rows, seq_lens = tensors
+            given = replace(inputs, page_table=page_table, rows=rows, seq_lens=seq_lens)
+            return TorchAttentionBackend(pool).plan(given)  # type: ignore[arg-type]
+
+        return _Plan(self, inputs, plan_again)
+
+    def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
+        """See ``AttentionBackend.plan_graph``."""
+
+        def plan_again(pool: _Layer, *tensors: torch.Tensor) -> AttentionPlan:
+            page_table, rows, seq_lens = tensors
+            given = replace(inputs, page_table=page_table, rows=rows, seq_lens=seq_lens)
+            plan = TorchAttentionBackend(pool).plan_graph(given)  # type: ignore[arg-type]
+            assert plan is not None, "there was one for this size"
+            plan.prepare()
+            return plan
+
+        return None if self._reference.plan_graph(inputs) is None else _Plan(self, inputs, plan_again)
+
+
+class _Layer:
+    """A KV pool of one layer, on the CPU."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, page_size: int) -> None:
+        self._k, self._v, self.page_size = k, v, page_size
+
+    def k(self, layer: int) -> torch.Tensor:
+        return self._k
+
+    def v(self, layer: int) -> torch.Tensor:
+        return self._v
+
+
+class _Plan(AttentionPlan):
+    def __init__(
+        self,
+        backend: LaunchedAttentionBackend,
+        inputs: AttentionInputs | GraphDecodeInputs,
+        plan_again: Callable[..., AttentionPlan],
+    ) -> None:
+        self._backend, self._inputs, self._plan_again = backend, inputs, plan_again
+
+    def forward(
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """See ``AttentionPlan.forward``."""
+        pool, inputs = self._backend.kv_pool, self._inputs
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        caches = pool.k(layer_id), pool.v(layer_id)
+        requests = inputs.page_table, inputs.rows, inputs.seq_lens
+        extends = isinstance(inputs, AttentionInputs) and inputs.mode is ForwardMode.EXTEND
+
+        def attend(out: torch.Tensor, layer: _Layer, q: torch.Tensor, *tensors: torch.Tensor) -> None:
+            new = [_new_tokens(layer, inputs, tensors)] if extends else []
+            k, v = (cache[new[0]] if new else cache[: len(q)] for cache in (layer.k(0), layer.v(0)))
+            out.copy_(self._plan_again(layer, *tensors).forward(0, q, k, v, scale))
+
+        def decode(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *rest: torch.Tensor
+        ) -> None:
+            attend(out, _Layer(k, v, pool.page_size), q, *rest[:3])
+
+        def extend(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, _: None, *rest: torch.Tensor
+        ) -> None:
+            attend(out, _Layer(k, v, pool.page_size), q, *rest[:3])
+
+        if extends:
+            assert isinstance(inputs, AttentionInputs)
+            operands = (q, *caches, out, None, *requests, inputs.query_starts, pool.page_size)
+            accesses.extend_attention.launch(extend, *operands)
+        else:
+            operands = (q, *caches, out, *requests, *self._backend.workspace, pool.page_size)
+            accesses.decode_attention.launch(decode, *operands)
+        return out
+
+
+def _new_tokens(
+    layer: _Layer, inputs: AttentionInputs | GraphDecodeInputs, tensors: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """Slots of the step's own tokens, which are in the pool by then."""
+    assert isinstance(inputs, AttentionInputs)
+    page_table, rows, seq_lens = tensors
+    slots = []
+    for row, length, new in zip(
+        rows.tolist(), seq_lens.tolist(), inputs.query_lens_cpu.tolist(), strict=True
+    ):
+        at = torch.arange(length - new, length)
+        slots.append(page_table[row][at // layer.page_size].long() * layer.page_size + at % layer.page_size)
+    return torch.cat(slots)
