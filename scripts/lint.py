@@ -16,7 +16,7 @@ CHECKS = (
 
 
 def main() -> int:
-    """Run all checks, each with its complaints below its name; 1 if one complains."""
+    """Run all checks, and print each one's name and then its messages; 1 if one fails."""
     failed = []
     for check in CHECKS:
         print("== " + " ".join(check), flush=True)

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "python" / "fenceline"
 
-# Every drawing has its own background, so that it can be read wherever it is shown; a viewer that knows the reader's
-# colour scheme follows it. Each colour is (light, dark).
+# Every drawing has its own background, so that it can be read on any page. Viewers that know the reader's colour scheme
+# use it. Each colour is (light, dark).
 _COLOURS = {
     "paper": ("#ffffff", "#161b22"),
     "ink": ("#1f2328", "#e6edf3"),

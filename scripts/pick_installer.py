@@ -1,7 +1,8 @@
-"""What installs packages into the environment: uv where it can be had, which takes a fifth of the time, else pip.
+"""Chooses what installs packages into the environment: uv if it is available, which takes a fifth of the time, else
+pip.
 
-Standard library only. Callers say what they want in the options that both know; pip's configuration (mirrors, folders
-of wheels, constraints) holds for either.
+Standard library only. Callers use options that both have; pip's configuration (mirrors, folders of wheels, constraints)
+is used for either.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Run = Callable[[Sequence[str]], bool]
 
 _PROBE_TIMEOUT_S = 5.0
 
-# pip's settings that say where packages come from: uv's variable for the same, and what separates its values there.
+# pip's settings for the origin of packages: uv's variable for the same, and the separator of its values.
 _UV_VARIABLES = {
     "index-url": ("UV_DEFAULT_INDEX", " "),
     "extra-index-url": ("UV_INDEX", " "),
@@ -30,7 +31,7 @@ _UV_VARIABLES = {
     "cert": ("SSL_CERT_FILE", " "),
     "proxy": ("ALL_PROXY", " "),
 }
-# Those that change nothing about what is installed.
+# Settings that do not change what is installed.
 _HARMLESS = frozenset(
     (
         "cache-dir", "default-timeout", "disable-pip-version-check", "no-cache-dir", "no-color", "no-input",
@@ -46,8 +47,8 @@ def say(message: str) -> None:
 
 
 def why_unreachable(url: str) -> str | None:
-    """Why no connection can be made to ``url``, None if one can. One attempt of seconds: pip and uv would go on trying
-    for minutes. Whatever a server answers is left to them to judge."""
+    """Why no connection can be made to ``url``; None if one can. It makes one attempt of a few seconds, because pip and
+    uv would try for minutes. The server's answer is not looked at."""
     try:
         urllib.request.urlopen(url, timeout=_PROBE_TIMEOUT_S).close()
     except urllib.error.HTTPError:
@@ -60,9 +61,9 @@ def why_unreachable(url: str) -> str | None:
 
 
 def make_installer(python: Path, constraints: Path) -> Run:
-    """The runner of an environment with the interpreter ``python``: runs ``install ...``, True if it succeeded. Where
-    uv fails, pip tries. uv itself is installed in the version of ``constraints`` unless it is on the PATH;
-    FENCELINE_INSTALLER=pip does without it."""
+    """A function that runs ``install ...`` for the environment with the interpreter ``python`` and returns whether it
+    succeeded. If uv fails, pip is tried. uv is installed in the version of ``constraints`` unless it is on the PATH;
+    FENCELINE_INSTALLER=pip uses pip alone."""
     pip = _pip_runner(python)
     uv = _uv_runner(python, constraints, pip) if os.environ.get("FENCELINE_INSTALLER", "uv") == "uv" else None
     if uv is None:
@@ -81,7 +82,7 @@ def _pip_runner(python: Path) -> Run:
     bar = [] if sys.stderr.isatty() else ["--progress-bar", "off"]
 
     def run(args: Sequence[str]) -> bool:
-        # Conflicts stand there half-way only: the last step resolves them, or fails.
+        # Conflicts occur between the steps of an installation only: the last step resolves them, or fails.
         options = ["--disable-pip-version-check", "--no-warn-conflicts", *bar]
         return _run([str(python), "-m", "pip", args[0], *options, *args[1:]])
 
@@ -114,14 +115,14 @@ def _uv_runner(python: Path, constraints: Path, pip: Run) -> Run | None:
 
 
 def _pip_settings(python: Path) -> dict[str, str] | None:
-    """pip's configuration for ``install`` (files and variables), None if it does not tell."""
+    """pip's configuration for ``install`` (files and variables); None if pip cannot list it."""
     command = [str(python), "-m", "pip", "config", "list"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     return pip_settings(result.stdout) if result.returncode == 0 else None
 
 
 def pip_settings(listing: str) -> dict[str, str]:
-    """What ``pip config list`` prints, by name; what is said for ``install`` and in variables goes before."""
+    """The output of ``pip config list`` by name; settings for ``install`` and variables take precedence."""
     sections: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
     for line in listing.splitlines():
         name, _, value = line.partition("=")
@@ -132,7 +133,7 @@ def pip_settings(listing: str) -> dict[str, str]:
 
 
 def uv_variables(settings: Mapping[str, str]) -> dict[str, str] | None:
-    """uv's variables that say what pip's ``settings`` say; None where one has no counterpart."""
+    """uv's variables for pip's ``settings``; None if one has no counterpart."""
     variables = {}
     for key, value in settings.items():
         if key in _UV_VARIABLES:
@@ -140,7 +141,7 @@ def uv_variables(settings: Mapping[str, str]) -> dict[str, str] | None:
             variables[name] = separator.join(value.split())
         elif key not in _HARMLESS:
             return None
-    # pip takes the best of all indexes, uv by default the first that knows the name.
+    # pip takes the best version of all indexes, uv by default that of the first index that has the package.
     if "UV_INDEX" in variables:
         variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"
     return variables

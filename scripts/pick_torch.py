@@ -1,4 +1,4 @@
-"""Which torch to install on this machine. Standard library only: it runs before anything is installed.
+"""Chooses the torch to install on this machine. Standard library only: it runs before anything is installed.
 
 Without an NVIDIA driver that is the pinned CPU build, with one the newest release in range whose CUDA build the
 driver and the GPU support.
@@ -22,7 +22,8 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Machine:
-    """What matters here: ``cuda`` is the newest CUDA version the driver supports, None without a driver."""
+    """The properties of a machine that matter: ``cuda`` is the newest CUDA version that the driver supports, None
+    without a driver."""
 
     system: str
     cuda: Version | None = None
@@ -31,7 +32,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Choice:
-    """What pip is asked for: ``requirements`` in order of preference, each with the index to try (None: pip's own)."""
+    """The arguments for pip: ``requirements`` in order of preference, each with the index to try (None: pip's own)."""
 
     summary: str
     requirements: tuple[tuple[str, str | None], ...]
@@ -49,8 +50,8 @@ class Build:
     on_pypi: bool = False
 
 
-# Best first, from PyTorch's release compatibility matrix. PyPI carries CUDA 13.0. torch 2.12 dropped CUDA 12.8, which
-# is for GPUs that the 12.6 build does not know, with a driver that knows them.
+# Best first, from PyTorch's release compatibility matrix. PyPI has CUDA 13.0. torch 2.12 dropped CUDA 12.8, which is
+# for GPUs that the 12.6 build does not support and the driver does.
 BUILDS = (
     Build("cu130", (13, 0), NEWEST_BELOW, ((7, 5), (12, 1)), on_pypi=True),
     Build("cu126", (12, 6), NEWEST_BELOW, ((5, 0), (9, 0))),
@@ -147,7 +148,7 @@ def _cpu(system: str) -> Choice:
     if system != "Linux":  # the wheels of the default index are CPU builds there
         wanted = f"torch=={CPU_VERSION}"
         return Choice(f"torch {CPU_VERSION}", ((wanted, None),))
-    # The local version label names the CPU build and nothing else: no index can answer it with gigabytes of CUDA.
+    # The local version label matches only the CPU build, so no index can return gigabytes of CUDA packages.
     wanted = f"torch=={CPU_VERSION}+cpu"
     return Choice(f"torch {CPU_VERSION} for the CPU", ((wanted, f"{WHEELS}/cpu"), (wanted, None)))
 

@@ -1,8 +1,8 @@
 """Make or refresh the environment .venv that scripts/serve and scripts/test run in; prints its Python's path.
 
-Usage: setup_env.py [EXTRA ...]. Standard library only. Nothing is done when the environment is up to date: a stamp in
-it names what it was made from. A mark stands in it while an installation runs; where one is found, the last
-installation was killed half-way through some package and the environment is made anew.
+Usage: setup_env.py [EXTRA ...]. Standard library only. Nothing is done if the environment is up to date: a stamp in it
+names what it was made from. During an installation there is a marker file in it. If one is found at the start, the last
+installation was killed half-way, and the environment is made again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _INPUTS = (
     "scripts/pick_torch.py",
     "scripts/pick_installer.py",
 )
-# From this line on, constraints-cpu.txt pins what a CUDA build of torch brings in versions of its own.
+# From this line on, constraints-cpu.txt pins packages that a CUDA build of torch needs in other versions.
 TORCHS_OWN = "# torch's own"
 BUILD_TOOL = "setuptools>=77"  # as the build systems in pyproject.toml and sgl-kernel/pyproject.toml ask for
 
@@ -117,7 +117,7 @@ def ensure(root: Path, env: Env, extras: Sequence[str]) -> None:
             install(root, env, choice, sorted(wanted), run)
             say(f"done in {time.monotonic() - begin:.0f} s")
         except SetupError:
-            unfinished.unlink()  # the installer gave up in good order
+            unfinished.unlink()  # the installer has failed without leaving a half-installed package
             raise
         env.write_stamp(env.key(root, repr(choice)), wanted)
         unfinished.unlink()
@@ -168,7 +168,8 @@ def install(root: Path, env: Env, choice: Choice, extras: Sequence[str], run: Ru
         constraints = Path(folder) / "constraints.txt"
         constraints.write_text(constraints_for(choice, torch, (root / "constraints-cpu.txt").read_text()))
         pinned = ["--constraint", str(constraints)]
-        # A CUDA torch has a say in which setuptools builds the package. The CPU build's dependencies come with it.
+        # A CUDA torch restricts which setuptools builds the package. The CPU build's dependencies are installed with
+        # it.
         tools = [BUILD_TOOL] if choice.cuda is None else [BUILD_TOOL, torch]
         built = run(["install", *pinned, *tools]) and run(
             ["install", *pinned, "--no-build-isolation", "--editable", package]
@@ -201,7 +202,7 @@ def install_torch(choice: Choice, run: Run) -> None:
             say(f"{index} cannot be reached ({reason})")
             if (requirement, index) != choice.requirements[-1]:
                 continue
-            where = ["--no-index"]  # pip's own index has other builds: what is left is a folder of wheels
+            where = ["--no-index"]  # pip's own index has other builds, so only a folder of wheels is used
         if run(["install", *alone, *where, requirement]):
             return
     wanted, index = choice.requirements[0]
