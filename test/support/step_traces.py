@@ -228,7 +228,7 @@ def swap_trace(seed: int, num_steps: int, batch: int = 4, prompt_len: int = 6) -
 def steady_trace(
     seed: int, num_steps: int, batch: int = 4, page_size: int = 16, params: SamplingParams = PLAIN[1]
 ) -> list[ScheduleBatch]:
-    """One batch of equal prompts that nobody joins or leaves."""
+    """One batch of equal prompts, which no request joins or leaves."""
     pages = batch * math.ceil((6 + num_steps) / page_size)
     maker = TraceMaker(TraceShape(page_size=page_size, num_rows=batch, num_pages=pages), Random(seed))
     reqs = [req for _ in range(batch) if (req := maker.new_req(6, num_steps, params)) is not None]

@@ -304,7 +304,7 @@ class RandomTransfers:
             self._device[target] = _Page(self._host[source].pattern, self._device[target].after.join(points))
 
     def _worker(self) -> None:
-        """Storage's threads hold a page until the scheduler has heard from them: nobody else is given it before."""
+        """Storage's threads hold a page until the scheduler has their ack: it is not leased before."""
         host, pattern = self._random.choice(list(self._host)), self._random.randrange(NUM_PATTERNS)
         state = self._host[host]
         if self._random.random() < 0.5:

@@ -196,7 +196,7 @@ def _priority(args: ServerArgs) -> PriorityConfig | None:
     if not args.enable_priority_scheduling:
         return None
     low_first, default = args.schedule_low_priority_values_first, args.default_priority_value
-    if default is None:  # as in SGLang: whoever names a priority goes before those that do not
+    if default is None:  # as in SGLang, requests with a priority go before those without
         default = MAX_PRIORITY if low_first else MIN_PRIORITY
     threshold = None if args.disable_priority_preemption else args.priority_scheduling_preemption_threshold
     return PriorityConfig(low_first, default, threshold)

@@ -30,8 +30,8 @@ _MIN_SECRET_BYTES, _MAX_SECRET_BYTES = 16, 4096
 # Attention backends that may run a persistent kernel in the mode; ``auto`` may become any of them.
 _MAYBE_PERSISTENT_PREFILL = frozenset(("auto", "flashinfer", "fa3"))
 _MAYBE_PERSISTENT_DECODE = frozenset(("auto", "fa3"))
-# Tokens in a page from which the copy engine keeps up with the SMs. It takes nothing from whoever computes; copies by
-# SMs make a large product beside them take one and a half (loads) to several times (backups) as long.
+# With at least this many tokens in a page the copy engine is as fast as the SMs. It does not slow down kernels, while
+# copies by SMs make a large product take one and a half times (loads) to several times (backups) as long.
 DIRECT_PAGE_SIZE = 16
 
 
@@ -111,7 +111,7 @@ def storage_key(source: str) -> bytes:
 def _secret_in_file(name: str) -> bytes:
     path = Path(name).expanduser()
     try:
-        # Links are followed: whoever names the file vouches for it, and mounted secrets are links.
+        # Links are followed, because the operator names the file, and mounted secrets are links.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             status = os.fstat(fd)

@@ -38,7 +38,7 @@ _REFUSED_BACKENDS = {
     ),
     "torch_native": "use torch",
 }
-# Kinds of device beside cpu and cuda that somebody has registered; see memory_order.register_device.
+# Registered kinds of device besides cpu and cuda; see memory_order.register_device.
 _registered_kinds: set[str] = set()
 
 

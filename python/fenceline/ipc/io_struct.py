@@ -314,7 +314,7 @@ class HiCacheState(msgspec.Struct, frozen=True, kw_only=True):
     storage_read: TransferState  # storage to host
     storage_write: TransferState  # host to storage
     prefetches: dict[str, int]  # reads from the storage, by how they ended
-    recomputes: dict[str, int]  # what was derived from pages that had moved and was made anew, by reason
+    recomputes: dict[str, int]  # values computed again because pages had moved, by reason
     num_storage_misses: int  # pages that were looked for and not there, or could not be read
     storage_errors: dict[str, int]  # pages that could not be read or written, by reason
 

@@ -172,7 +172,7 @@ class ZmqLink:
         if self._turn is None:
             try:
                 self._turn = asyncio.get_running_loop().call_soon(self._end_turn)
-            except RuntimeError:  # nobody runs a loop (any more)
+            except RuntimeError:  # no event loop is running (any more)
                 self._write(message)
                 self._flush()
                 return
@@ -213,7 +213,7 @@ class ZmqLink:
         return messages
 
     def close(self) -> None:
-        """See :class:`SchedulerLink`. On the event loop's thread; nobody may be receiving."""
+        """See :class:`SchedulerLink`. Called on the event loop's thread, while no task receives."""
         if self._context.closed:
             return
         while self._backlog:

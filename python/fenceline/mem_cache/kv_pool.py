@@ -198,7 +198,7 @@ class ReqPool:
         self.num_rows = num_rows
         self.max_pages_per_req = max_pages_per_req
         self.rows = LeasePool("request rows", num_rows, reserved=1)
-        # Zeros name the sink page, so an entry that nobody wrote can never reach live KV.
+        # Zeros name the sink page, so an entry that has not been written never names live KV.
         self.page_table = torch.zeros((num_rows, max_pages_per_req), dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # kv_pool imports torch, which is not loaded here
 PageKey = bytes
 KEY_NBYTES = 32
 
-# Part of every key: whoever changes what keys or bytes of pages mean changes this, and old pages are never found again.
+# Part of every key. Change it if the meaning of keys or of pages' bytes changes; then old pages are not found again.
 _SCHEME = b"fenceline page 2\0"
 _INT32 = np.iinfo(np.int32)
 

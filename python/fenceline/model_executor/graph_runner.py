@@ -113,7 +113,7 @@ class GraphRunner(ABC):
             if not captured:
                 self._sizes.remove(size)
             for graph in captured:
-                graph.register()  # one rank: nobody else has to know an address
+                graph.register()  # one rank: no other rank needs an address
             graphs += captured
             free, _ = self._device.memory_info()
             bar.set_postfix_str(f"{size} {self._unit}, {max(free_before - free, 0) / 2**30:.2f} GiB")

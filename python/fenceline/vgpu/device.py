@@ -131,9 +131,8 @@ class VgpuDevice(Device):
         return pool.total_bytes - pool.used_bytes, pool.total_bytes
 
     def make_graph_pool(self, owner: str) -> GraphPool:
-        if not self.keeps(
-            GRAPH_POOL
-        ):  # as if captured without a pool: what a capture frees goes to whoever asks next
+        # Severed: as if captured without a pool, so that memory that a capture frees can be allocated by others.
+        if not self.keeps(GRAPH_POOL):
             assert isinstance(self.forward, VgpuStream), "made by this device"
             return GraphPool(owner, self.gpu.graph(owner, self.forward.raw))
         return GraphPool(owner, self.gpu.graph(owner))

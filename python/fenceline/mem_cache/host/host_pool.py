@@ -14,7 +14,7 @@ from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.kv_pool import KVLayout, Part
 from fenceline.memory_order import Device, LeasePool
 
-# Share of the available memory that is left free for the server's other processes, the file cache and everybody else.
+# Share of the available memory that is left free for the server's other processes, the file cache and other programs.
 _KEPT_FREE = 0.05
 _REMEDY = "lower --hicache-size (GB) or --hicache-ratio"
 
@@ -75,7 +75,7 @@ class HostPool:
         return [self._bytes[start : start + nbytes] for start, nbytes in starts]
 
     def host_access(self, page: int, write: bool, what: str) -> None:
-        """The calling thread reads or writes the bytes of ``page`` now. Costs nothing where nobody watches."""
+        """Declare that the calling thread reads or writes the bytes of ``page`` now. Free without a checker."""
         for area in self._areas if self.device.watches_host else ():
             self.device.host_access(area[:, page], write, what)
 

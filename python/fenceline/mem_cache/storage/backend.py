@@ -30,11 +30,11 @@ class Reason(StrEnum):
     HEADER = "header"  # not our file, another format, or a damaged header
     KEY = "key"  # a sound page, but not the one that its name promises
     CHECKSUM = "checksum"  # damaged payload
-    MAC = "mac"  # with a storage key: damaged, or written by somebody who does not have the key
+    MAC = "mac"  # with a storage key: damaged, or written without the key
 
 
 class StorageError(Exception):
-    """A page that could not be read or written. Stays inside the room: callers see a miss and a count."""
+    """A page that could not be read or written. Raised inside this folder only: callers see a miss and a count."""
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(detail or reason.value)
@@ -80,8 +80,8 @@ class StorageBackend(Protocol):
         ...
 
     def exists(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Which pages are there, one answer for each key. Counts as use: a prefix somebody asks for stays. They are
-        not verified, and may be gone by the time of ``get``."""
+        """Which pages exist, one answer for each key. This counts as use, so the prefix of a request is not evicted.
+        The pages are not verified, and may be gone by the time of ``get``."""
         ...
 
     def get(self, keys: Sequence[PageKey], pages: Sequence[PageParts]) -> list[bool]:

@@ -151,7 +151,7 @@ class _State(StrEnum):
 
     QUERYING = "querying"  # a worker asks which pages are there
     FOUND = "found"  # the caller is to call fetch or cancel
-    FETCHING = "fetching"  # a worker fills host pages, which nobody else may touch
+    FETCHING = "fetching"  # a worker fills host pages, which nothing else may use
 
 
 @dataclass(slots=True)
@@ -212,7 +212,8 @@ class StorageLimits:
     max_write_pages: int | None = None  # queued or being written; a quarter of the pool
     max_fetch_pages: int | None = None  # found or being fetched; half the pool
     max_prefetches: int = 256
-    stall_s: float = 10.0  # silence of a worker, after which nobody waits for storage and no job is put
+    # If a worker does not answer for this long, requests no longer wait for storage, and it gets no new job.
+    stall_s: float = 10.0
     clear_s: float = 30.0  # the longest that clear may block
     close_s: float = 5.0  # the longest that close may block
 
@@ -487,8 +488,8 @@ class StorageController:
     # --- time ----------------------------------------------------------------------------------------
 
     def _look(self, now: float, acks: list[Ack]) -> None:
-        """Find the prefetches that nobody need wait for any longer. The wall clock enters only here, and as acks, which
-        are inputs like the others."""
+        """Find the prefetches that requests need not wait for any longer. The clock is read only here, and its effect
+        is acks, which are inputs like the others."""
         for queue in self._queues:
             if queue.look(now, self._limits.stall_s):
                 self._stats.stalls += 1
@@ -496,7 +497,7 @@ class StorageController:
                     "The storage does not answer (%s): nobody waits for it until it does", queue.name
                 )
         if self._policy == "best_effort":
-            return  # nobody waits
+            return  # no request waits
         for op, progress in self._active.items():
             if not progress.timed_out and (now >= progress.deadline or self._is_stalled(progress, now)):
                 progress.timed_out = True

@@ -72,7 +72,7 @@ class TempFile:
 
 
 class Books:
-    """The number of bytes in use, for whoever holds the lock."""
+    """The number of bytes in use, for the holder of the lock."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -110,7 +110,7 @@ class StorageDirectory:
         self._lock_timeout_s = lock_timeout_s
         self._report = report
         self._has_warned = False
-        # Pages are somebody's conversations: for the owner's eyes only.
+        # Pages contain users' conversations, so only the owner may read them.
         self._root_fd = make_private_folder(str(self.root))
         self._folders: set[str] = set()  # those in it that are known to be ours
         self._make_folder(_TEMPS)
@@ -141,8 +141,8 @@ class StorageDirectory:
     def _lock(self, timeout_s: float) -> int:
         deadline = time.monotonic() + timeout_s
         while True:
-            # Opened anew each time: a lock belongs to an open file, so threads exclude each other too, and a
-            # directory that somebody removed and made again does not go on with two locks.
+            # Opened again each time: a lock belongs to an open file, so threads exclude each other too, and there are
+            # never two locks if the directory is removed and made again.
             fd = self._open_usage(deadline)
             try:
                 if _try_lock(fd, deadline) and self._is_usage(fd):
@@ -259,7 +259,7 @@ class StorageDirectory:
         try:
             self._make_folders(path)
             os.rename(temp, path, src_dir_fd=fd, dst_dir_fd=fd)
-        except FileNotFoundError:  # somebody removed the folders that were there before
+        except FileNotFoundError:  # the folders have been removed meanwhile
             self._folders = set()
             self._make_folders(path)
             os.rename(temp, path, src_dir_fd=fd, dst_dir_fd=fd)
@@ -416,7 +416,7 @@ def _try_lock(fd: int, deadline: float) -> bool:
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 return False
-        # A blocking flock has no time limit, and a stopped process may hold the lock for ever.
+        # A blocking flock has no time limit, and a stopped process may hold the lock forever.
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 5e-3)
 

@@ -141,7 +141,7 @@ class FileBackend:
         try:
             with self._directory.locked() as books:
                 for page in self._directory.pages_of(self._model):
-                    with contextlib.suppress(FileNotFoundError):  # somebody else has removed it
+                    with contextlib.suppress(FileNotFoundError):  # another process has removed it
                         self._directory.unlink(page.path)
                         num_removed += 1
                 books.write(self._directory.scan()[0])
@@ -220,7 +220,7 @@ class FileBackend:
                 # Somebody may have changed the file's length: never subtract more than was counted.
                 books.subtract(min(self._directory.unlink(path), self._file_nbytes))
         except (OSError, StorageError):
-            # It cannot be removed now. The file stays and is counted; whoever reads or scans it next tries again.
+            # It cannot be removed now. The file stays and is counted; the next read or scan tries again.
             pass
 
     def _touch(self, fd: int, used_ns: int) -> None:

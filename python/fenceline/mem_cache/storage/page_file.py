@@ -79,7 +79,7 @@ def read_page(fd: int, key: PageKey, parts: Sequence[memoryview], secret: bytes 
     offset = 0
     while rest:
         num_read = os.preadv(fd, rest[:_MAX_PARTS], offset)
-        if num_read == 0:  # somebody shortened it since
+        if num_read == 0:  # the file has become shorter meanwhile
             raise StorageError(Reason.LENGTH, f"ends after {offset} bytes")
         offset += num_read
         rest = _after(rest, num_read)

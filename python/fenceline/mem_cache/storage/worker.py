@@ -250,7 +250,7 @@ class StorageWorker:
             stored, cost = self._call(partial(self._backend.set, keys, parts), [False] * len(keys))
             total += sum(stored)
             rest -= len(keys)
-            # A prefix ends before the first page that is not kept, so nobody would read what comes after it.
+            # A prefix ends before the first page that is not stored, so later pages would never be read.
             last = rest == 0 or not all(stored)
             given_up = rest if last else 0
             self._events.put(Wrote(job.handle, len(keys) + given_up, sum(stored), total, last, cost))

@@ -454,7 +454,7 @@ class HostTier:
         self.lru.push_if_evictable(node)
 
     def remove(self, node: TreeNode) -> int:
-        """Retire ``node``'s host pages, now or, where somebody holds them, at the last release. How many."""
+        """Retire ``node``'s host pages, now or, if they are held, at the last release. Returns how many."""
         assert node.host_pages is not None, f"node {node.id} is not on the host"
         assert node.parent is not None, f"node {node.id} is in no tree"
         pages, after = node.host_pages, node.host_after.join(transfer_points(node))
@@ -619,7 +619,7 @@ class InTransit:
             node.transfers = ()
 
     def finish(self, ticket: Ticket) -> None:
-        """``ticket``'s Points are known to have passed: nobody needs to read them any more."""
+        """``ticket``'s Points are known to have passed, so nodes need not carry it any longer."""
         assert ticket.points.passed, f"{ticket!r} is finished before it is done"
         for node in self._nodes.pop(ticket, ()):
             if ticket in node.transfers:

@@ -71,7 +71,7 @@ class TreeNode:
     host_after: Points = Points.none()
     transfers: tuple[Ticket, ...] = ()  # not yet acknowledged, oldest first
     host_holds: tuple[HostHold, ...] = ()
-    keys: list[bytes] | None = None  # storage keys of the pages, None until somebody asks for them
+    keys: list[bytes] | None = None  # storage keys of the pages, None until they are needed
 
     @property
     def num_pages(self) -> int:
@@ -110,8 +110,8 @@ class TreeNode:
 
     @property
     def is_host_evictable(self) -> bool:
-        """Whether its host pages may go: nobody uses them, and no node below would be useless without them (below a
-        node that is only on the host all are on the host)."""
+        """Whether its host pages may be evicted: they are not in use, and no node below would be useless without them
+        (below a node that is only on the host all are on the host)."""
         return (
             self.host_pages is not None
             and self.num_host_children == 0
@@ -339,8 +339,8 @@ class RadixCache:
             node = node.parent
 
     def unlock(self, node: TreeNode, after: Points = Points.none()) -> None:
-        """Give back one :meth:`lock` on ``node``. ``after``: the last reads of the path by this user; whoever
-        reuses a page of the path waits for them."""
+        """Release one :meth:`lock` on ``node``. ``after``: the last reads of the path by this user; the next user of
+        a page of the path waits for them."""
         assert self._is_attached(node), f"node {node.id} left the tree while it was locked"
         while node.parent is not None:
             assert node.lock_ref > 0, f"node {node.id} is unlocked more often than it was locked"
@@ -412,7 +412,7 @@ class RadixCache:
 
     @property
     def num_locked_nodes(self) -> int:
-        """Nodes that somebody has locked, themselves or through a node below. Zero when nobody uses the tree."""
+        """Nodes that are locked, themselves or through a node below. Zero when nothing uses the tree."""
         return self._num_locked_nodes
 
     @property
@@ -559,7 +559,7 @@ class RadixCache:
         return len(node.pages)
 
     def _detach(self, node: TreeNode) -> None:
-        """``node`` has left the tree: whoever still knows it must notice."""
+        """``node`` has left the tree: its version changes, so that matches of it are found to be stale."""
         node.parent = None
         node.children = {}
         node.num_device_children = node.num_host_children = 0

@@ -215,7 +215,7 @@ class Transcript:
         talk.ended = out.finish_reason is not None
 
     def _check_interval(self, talk: Talk, out: TokenOut) -> None:
-        """Where somebody looks at each piece of news the first brings one token, and each later one an interval's."""
+        """Check --stream-interval: a stream's first message has one token, and each later one those of an interval."""
         request, num = talk.request, len(out.output_ids)
         if request.stream or request.sampling_params.stop:
             due = self._setting.stream_interval if any(said.output_ids for said in talk.outs) else 1
