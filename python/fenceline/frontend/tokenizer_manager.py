@@ -329,9 +329,8 @@ class TokenizerManager:
         while True:
             for message in await self._link.receive():
                 self.handle(message)
-            await asyncio.sleep(
-                0
-            )  # let the readers run, so that they keep up when messages arrive without pause
+            # Lets the readers of the streams run, also if messages arrive without pause.
+            await asyncio.sleep(0)
 
     def handle(self, message: Message) -> None:
         """Apply one message from the scheduler or the detokenizer."""

@@ -77,9 +77,8 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         self._capture_sizes(self._capture_size, show_progress)
         for captured in self._captured.values():
             captured.replays.extend(graph.bind() for graph in captured.graphs)
-            with (
-                self._device.forward.active()
-            ):  # a graph is brought onto the device when it is first replayed
+            # A graph is uploaded to the device when it is first replayed.
+            with self._device.forward.active():
                 for replay in captured.replays:
                     replay()
         self._device.synchronize()
@@ -131,9 +130,8 @@ class PiecewiseCudaGraphRunner(GraphRunner):
 
     def _capture_size(self, pool: GraphPool, size: int) -> Sequence[Graph]:
         pieces = self._pieces(size)
-        with (
-            self._device.forward.active()
-        ):  # compile and set up what the first call does; only the sink is touched
+        # The first call compiles kernels and sets them up. It uses only the sink.
+        with self._device.forward.active():
             for piece in pieces:
                 piece()
         self._device.synchronize()

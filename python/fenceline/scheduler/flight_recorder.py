@@ -37,9 +37,8 @@ I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
 WITHHELD = -1  # stands for each token id of a prompt that is not recorded
-_WITHHELD = np.broadcast_to(
-    np.int64(WITHHELD), (1 << 20,)
-)  # one number, strides of 0; slicing is cheap, this is not
+# One number with strides of 0, made once because broadcasting takes longer than slicing.
+_WITHHELD = np.broadcast_to(np.int64(WITHHELD), (1 << 20,))
 
 Serials = tuple[tuple[str, int], ...]  # stream and serial of each Point
 

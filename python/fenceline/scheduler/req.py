@@ -128,9 +128,8 @@ class Req:
     last_flight: Points = field(default_factory=Points.none)
     queued_match: QueuedMatch | None = None  # while it waits
     prefetch: Prefetch | None = None  # of what storage may have of its prompt, until it is admitted
-    tail: OffloadedTail | None = (
-        None  # what it left on the host when it was retracted, until it is admitted again
-    )
+    # Its last page on the host, from a retraction until it is admitted again.
+    tail: OffloadedTail | None = None
     tail_after: Points = field(default_factory=Points.none)  # of the backup of its last page
     left: bool = False
     # Whether the last tick found it running, None before the first; and since which tick that has been so

@@ -99,9 +99,8 @@ def _by_weight(waiting: list[Req], match: Callable[[Req], Prefix]) -> list[Req]:
     """In the order of a walk through the tree that goes first where most of the requests are, and to what is below a
     node before those that end at it: who shares a prefix runs together, while it is there."""
     own: defaultdict[TreeNode, list[Req]] = defaultdict(list)
-    for node, req in [
-        (match(req).match.host_node, req) for req in waiting
-    ]:  # all first: a match may split nodes
+    # All are matched first, because a match may split nodes.
+    for node, req in [(match(req).match.host_node, req) for req in waiting]:
         own[node].append(req)
     children: defaultdict[TreeNode, list[TreeNode]] = defaultdict(list)  # in order of arrival
     tops: list[TreeNode] = []  # the root, if anybody waits

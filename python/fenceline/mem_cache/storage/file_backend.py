@@ -166,9 +166,8 @@ class FileBackend:
             self._touch(fd, used_ns)
         except (StorageError, OSError) as error:
             stats.errors[_reason(error)] += 1
-            if isinstance(
-                error, StorageError
-            ):  # it is damaged; a file that the system could not read may be sound
+            # A damaged file is removed. One that the system could not read may be sound.
+            if isinstance(error, StorageError):
                 self._remove(path)
             return False
         finally:
