@@ -85,7 +85,7 @@ def f13_row_is_refilled(gpu: VirtualGpu, device: torch.device, ordered: bool) ->
 
 
 def f16_tensor_is_freed_while_used_elsewhere(gpu: VirtualGpu, device: torch.device, ordered: bool) -> None:
-    """A tensor of one stream is used on another, dropped, and its memory handed out again."""
+    """A tensor of one stream is used on another and dropped, and its memory is allocated again."""
     copy = gpu.stream("copy")
     result = torch.ones(64, device=device)
     gpu.name_memory(result, "result")

@@ -65,7 +65,7 @@ def f9_plan_is_overwritten(gpu: VirtualGpu, device: torch.device, guarded: bool)
 
 
 def f17_graph_writes_what_it_gave_back(gpu: VirtualGpu, device: torch.device, guarded: bool) -> None:
-    """A graph's temporaries lie in everybody's memory, which others get once the capture has ended."""
+    """A graph's temporaries are in the common pool, where others get the memory once the capture has ended."""
     x = torch.ones(64, device=device)
     graph = gpu.graph("decode", pool=None if guarded else gpu.default_stream)
     with gpu.capture(graph):
@@ -77,7 +77,7 @@ def f17_graph_writes_what_it_gave_back(gpu: VirtualGpu, device: torch.device, gu
 
 
 def f18_padding_is_minus_one(gpu: VirtualGpu, device: torch.device, guarded: bool) -> None:
-    """The padding of an index names row -1, which is the last row, which is somebody's."""
+    """The padding of an index is -1, which names the last row, and that belongs to another request."""
     kv = torch.zeros(8, 4, device=device)
     gpu.name_memory(kv, "kv", row_bytes=16)
     slots = torch.tensor([3, 5, 0 if guarded else -1], device=device)
