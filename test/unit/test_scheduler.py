@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from random import Random
 
 import numpy as np
@@ -24,6 +25,8 @@ from fenceline.ipc.io_struct import (
     ShutdownReq,
     TickReq,
     TokenizedGenerateReq,
+    decode,
+    encode,
 )
 from fenceline.model_executor.step import ExtendBatch, ScheduleBatch
 from fenceline.scheduler.schedule_policy import order_waiting
@@ -609,3 +612,22 @@ def test_any_workload(workload: Workload) -> None:
             mine = [abort for abort in aborts if abort.rid == message.rid]
             silent = any(abort.silent for abort in mine)
             assert_answer(driver, message, any(not abort.silent for abort in mine), silent)
+
+
+def test_of_a_waiting_prompt_the_ids_are_kept_once_and_as_an_array() -> None:
+    """A body may bring thousands of samples of long prompts: as lists they took five times as much."""
+    num_prompts, length = 20, 4000
+    driver = make_driver(num_pages=8192, context_length=2 * length)
+    driver.send(PauseGenerationReq(id="p"))
+    driver.step()
+    ids = list(range(1000, 1000 + length))
+    wire = [encode(request(f"r{number}", ids, max_new_tokens=1)) for number in range(num_prompts)]
+    tracemalloc.start()
+    try:
+        driver.send(*map(decode, wire))
+        driver.step()
+        assert len(driver.scheduler.waiting) == num_prompts
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 12 * num_prompts * length

@@ -52,16 +52,16 @@ class LogprobLog:
     named: TokenPairs = field(default_factory=TokenPairs)
 
     @staticmethod
-    def of_prompt(source: TokenizedGenerateReq) -> LogprobLog | None:
+    def of_prompt(source: TokenizedGenerateReq, prompt_ids: I64) -> LogprobLog | None:
         """The log of a prompt of which nothing is scored yet; None if nothing will be. As in SGLang, the first
         position asked for has no logprob, wherever it is."""
         if not source.return_logprob or source.logprob_start_len < 0:
             return None
-        first = source.input_ids[source.logprob_start_len : source.logprob_start_len + 1]
+        first = prompt_ids[source.logprob_start_len : source.logprob_start_len + 1].tolist()
         if not first:
             return LogprobLog()
         named = TokenPairs.of([[]]) if source.token_ids_logprob else TokenPairs()
-        return LogprobLog([*first], [None], TokenPairs.of([[]]), named)
+        return LogprobLog(first, [None], TokenPairs.of([[]]), named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Req:
     new Req (:meth:`resumed`), so tokens in flight for the old one fall away.
     """
 
-    source: TokenizedGenerateReq
+    source: TokenizedGenerateReq  # without its token ids: a list takes five times the memory of prompt_ids
     prompt_ids: I64
     stop_ids: frozenset[int]
     seed: int
@@ -212,7 +212,9 @@ class Req:
             num_emitted=self.num_emitted,
             announced=self.announced,
             # A prompt that was left half-way is scored anew.
-            prompt_log=self.prompt_log if self.output_ids else LogprobLog.of_prompt(self.source),
+            prompt_log=self.prompt_log
+            if self.output_ids
+            else LogprobLog.of_prompt(self.source, self.prompt_ids),
             output_log=self.output_log,
             arrived_at=self.arrived_at,
             queue_time_s=self.queue_time_s,

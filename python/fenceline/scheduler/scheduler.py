@@ -20,6 +20,7 @@ from functools import partial
 from random import Random
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -218,7 +219,7 @@ class Scheduler:
             self.config.model.context_length, self.memory.num_pages * self.config.server_args.page_size
         )
         req = Req(
-            source=message,
+            source=msgspec.structs.replace(message, input_ids=[]),
             # Three times as fast as np.array.
             prompt_ids=np.frombuffer(array("q", message.input_ids), dtype=np.int64),
             stop_ids=frozenset((*eos, *params.stop_token_ids)),
@@ -232,7 +233,7 @@ class Scheduler:
         elif req.max_new_tokens < min(params.max_new_tokens, 1) or len(req.prompt_ids) == 0:
             self.output.finish(req, _error(f"a prompt must have 1 to {capacity - 1} tokens"))
         else:
-            req.prompt_log = LogprobLog.of_prompt(message)
+            req.prompt_log = LogprobLog.of_prompt(message, req.prompt_ids)
             req.output_log = LogprobLog() if message.return_logprob else None
             self.reqs[req.rid] = req
             self.waiting.append(req)

@@ -13,7 +13,7 @@ arrived, and what each step has sampled for it, added when that step samples.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -82,13 +82,13 @@ class Prefixes:
 class Account:
     """The tokens of one request: the prefixes that end at its tokens 0, 1, ..., as far as they are known."""
 
-    def __init__(self, source: TokenizedGenerateReq, prefixes: Prefixes) -> None:
+    def __init__(self, source: TokenizedGenerateReq, prompt_ids: Iterable[int], prefixes: Prefixes) -> None:
         self.source = source  # kept, so that no other object gets its id()
         self.name = source.rid + (f" (namespace {source.extra_key!r})" if source.extra_key else "")
         self._prefixes = prefixes
         self._root = prefixes.root(source.extra_key)
         self.ends: list[int] = []
-        for token in source.input_ids:
+        for token in prompt_ids:
             self.ends.append(prefixes.then(self.ends[-1] if self.ends else self._root, token, self.name))
 
     def sampled(self, position: int, token: int) -> None:
@@ -578,7 +578,9 @@ class Tags:
     def _account(self, req: Req) -> Account:
         account = self._accounts.get(id(req.source))
         if account is None:
-            account = self._accounts[id(req.source)] = Account(req.source, self.prefixes)
+            account = self._accounts[id(req.source)] = Account(
+                req.source, req.prompt_ids.tolist(), self.prefixes
+            )
         return account
 
     # --- copies and storage

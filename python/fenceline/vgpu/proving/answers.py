@@ -510,12 +510,12 @@ class Sharing:
         """Something has left the device."""
         self._moved = True
 
-    def admit(self, request: TokenizedGenerateReq) -> None:
+    def admit(self, request: TokenizedGenerateReq, prompt_ids: Sequence[int]) -> None:
         """``request`` gets its memory now: what it shares is settled."""
-        most = len(request.input_ids) - 1  # one token is computed in any case
+        most = len(prompt_ids) - 1  # one token is computed in any case
         if request.return_logprob and request.logprob_start_len >= 0:
             most = min(most, request.logprob_start_len)
-        pages = self._pages(request.extra_key, request.input_ids[:most])
+        pages = self._pages(request.extra_key, prompt_ids[:most])
         self.admitted[request.rid] = Shared(
             since_flush=self._num_tokens(pages, self._cached),
             ever=self._num_tokens(pages, self._ever),

@@ -47,7 +47,7 @@ class WatchedScheduler(Scheduler):
             self._check_prefill(batch, reqs)
             for req in reqs:
                 if req.rid not in self.sharing.admitted:
-                    self.sharing.admit(req.source)
+                    self.sharing.admit(req.source, req.prompt_ids.tolist())
         with nullcontext() if self._tags is None else self._tags.step(batch, reqs):
             return super().launch(batch, reqs)
 
