@@ -131,7 +131,8 @@ def make_driver(
 
 def make_model_driver(num_rows: int = 8, device: str = "cpu", **flags: object) -> Driver:
     """A scheduler over the real ModelRunner with the demo model in fp32; ``flags`` are ServerArgs fields."""
-    flags = {"max_total_tokens": 4096, "page_size": 16, "random_seed": 1} | flags
+    sizes: dict[str, object] = {"max_total_tokens": 4096, "page_size": 16, "chunked_prefill_size": 2048}
+    flags = sizes | {"random_seed": 1} | flags
     args = ServerArgs(model_path=fenceline.demo_model_path(), device=device, dtype="float32", **flags)  # type: ignore[arg-type]
     config = dataclasses.replace(resolve(args), max_running_requests=num_rows)
     return Driver(config, ModelRunner(config, open_device(device), show_progress=False))

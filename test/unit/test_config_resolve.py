@@ -54,7 +54,7 @@ def test_defaults_on_a_cpu(model_dir: Path) -> None:
     assert config.served_model_name == str(model_dir)
     assert (config.server_args.host, config.server_args.port) == ("127.0.0.1", 30000)
     assert config.server_args.page_size == 1
-    assert (config.chunked_prefill_size, config.max_prefill_tokens) == (2048, 16384)
+    assert (config.chunked_prefill_size, config.max_prefill_tokens) == (128, 16384)
     assert (config.max_running_requests, config.max_total_tokens) == (256, None)
     assert (config.model.context_length, config.model.vocab_size) == (4096, 128)
     assert (config.prefill_attention_backend, config.decode_attention_backend) == ("torch", "torch")

@@ -55,7 +55,7 @@ def test_seeded_sampling_does_not_depend_on_how_it_is_computed(flags: dict[str, 
 
 def test_retraction_keeps_every_token() -> None:
     driver = make_model_driver(
-        page_size=1, max_total_tokens=300, schedule_conservativeness=0.01, chunked_prefill_size=64
+        page_size=1, max_total_tokens=230, schedule_conservativeness=0.01, chunked_prefill_size=64
     )
     assert answers(driver, sampled_requests()) == sampled_reference()
     assert driver.scheduler.stats.num_retractions > 0

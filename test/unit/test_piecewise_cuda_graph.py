@@ -154,7 +154,7 @@ def test_debug_compares_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("memory_check", ["off", "order"])
 def test_pages_that_are_loaded_are_waited_for_before_their_piece(memory_check: str) -> None:
     runner = hicache_runner(
-        open_device("cpu"), piecewise_cuda_graph_tokens=(64, 256), memory_check=memory_check
+        open_device("cpu"), piecewise_cuda_graph_tokens=(64, 128), memory_check=memory_check
     )
     for _ in range(2):
         expected, got = through_the_host(Tiers(runner))
@@ -165,7 +165,7 @@ def test_pages_that_are_loaded_are_waited_for_before_their_piece(memory_check: s
 
 def test_the_checker_names_the_edge_that_is_missing() -> None:
     device = open_device("cpu", frozenset({"forward_after_load"}))
-    runner = hicache_runner(device, piecewise_cuda_graph_tokens=(64, 256), memory_check="order")
+    runner = hicache_runner(device, piecewise_cuda_graph_tokens=(64, 128), memory_check="order")
     with pytest.raises(OrderError, match=r"RAW on kv_pool.layer0 pages 21-23, 25, 28") as caught:
         through_the_host(Tiers(runner))
     assert "forward_after_load" in caught.value.edges

@@ -439,27 +439,6 @@ def test_messages_of_unwatched_requests_are_few() -> None:
     assert driver.answers["loud"].num_messages == 200
 
 
-@pytest.mark.parametrize("leaves", [True, False], ids=["aborted", "one token"])
-def test_clients_that_come_and_go_do_not_stop_the_tokens_of_others(leaves: bool) -> None:
-    """A new prompt in each step, which is not waited for by who sent it."""
-    driver = make_driver(num_pages=512, num_rows=64)
-    long = request("long", [5, 6, 7], max_new_tokens=60, ignore_eos=True)
-    driver.send(long)
-    for _ in range(4):
-        driver.step()
-    said: list[int] = []
-    for number in range(60):
-        driver.send(request(f"r{number}", [number + 1, 9], max_new_tokens=40 if leaves else 1))
-        if leaves and number:
-            driver.send(AbortReq(rid=f"r{number - 1}"))
-        driver.step()
-        said.append(len(driver.answers["long"].output_ids))
-    assert all(later > now for now, later in zip(said, said[6:], strict=False)), said
-    assert sum(f"r{number}" in driver.answers for number in range(60)) > 50, "newcomers have their turns, too"
-    driver.run()
-    assert_right(driver, long)
-
-
 def test_books_name_a_lost_page() -> None:
     driver = make_driver()
     driver.send(request("a", [1, 2, 3], max_new_tokens=2))

@@ -121,7 +121,7 @@ def test_a_request_that_cannot_fit_costs_a_step_no_search(monkeypatch: pytest.Mo
     same = request("same", [8] * 90, priority=50, max_new_tokens=90, ignore_eos=True)
     lows = [request(f"low{i}", [i + 1] * 9, priority=0, max_new_tokens=20, ignore_eos=True) for i in range(6)]
     driver.send(same, *lows)
-    for _ in range(4):
+    for _ in range(8):
         driver.step()
     assert len(driver.scheduler.running) == 7
     high = request("high", [9] * 200, priority=50, max_new_tokens=20, ignore_eos=True)

@@ -150,7 +150,8 @@ class PrefillPlanner:
         self._memory = memory
         self._page_size = memory.page_size
         self._chunk_size = chunk_size
-        self._max_prefill_tokens = max_prefill_tokens
+        # Most tokens of a step; without chunks one prompt alone may have more.
+        self.step_tokens = max_prefill_tokens if chunk_size is None else min(max_prefill_tokens, chunk_size)
         self.sharing = sharing
 
     def plan(
@@ -170,7 +171,7 @@ class PrefillPlanner:
         """
         plan = _Plan()
         available = self._memory.num_available_pages * self._page_size
-        budget = _Budget(self._step_tokens(), available - reserved_tokens)
+        budget = _Budget(self.step_tokens, available - reserved_tokens)
         if chunked is not None:
             self._add_chunk(plan, chunked, budget)
         # A half-way prompt has used up its step; there is at most one such prompt.
@@ -204,7 +205,7 @@ class PrefillPlanner:
         candidates = [v for v in zip(running, expected.tolist(), strict=True) if v[0].rank > worst_rank]
         if not candidates:
             return []
-        step_tokens = self._step_tokens()
+        step_tokens = self.step_tokens
         outlook = _Outlook(self._memory, len(running), int(expected.sum()))
         victims: Iterator[_Victim] | None = None
         taken: list[Req] = []
@@ -229,12 +230,6 @@ class PrefillPlanner:
             step_tokens -= req.num_tokens - prefix.num_tokens
             req = next(waiting, None)
         return taken[:num_taken]
-
-    def _step_tokens(self) -> int:
-        """Most tokens of a step."""
-        if self._chunk_size is None:
-            return self._max_prefill_tokens
-        return min(self._max_prefill_tokens, self._chunk_size)
 
     def _new_memory(self, req: Req, prefix: Prefix) -> tuple[int, int]:
         """Pages that ``req`` gets when it is admitted, and tokens that it is expected to ask for afterwards."""

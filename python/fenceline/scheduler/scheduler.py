@@ -63,6 +63,7 @@ from fenceline.scheduler.running_batch import NewTokenRatio, RunningBatch
 from fenceline.scheduler.schedule_policy import (
     StepSharing,
     loses_least,
+    max_prefills_in_row,
     num_waiting_tokens,
     order_waiting,
 )
@@ -74,9 +75,6 @@ logger = logging.getLogger(__name__)
 # have not ended: briefly where a request waits for them.
 _ACK_INTERVAL_MS = 1
 _QUIET_ACK_INTERVAL_MS = 50
-# Prompts go before decoding. Where they keep arriving one after the other, so many of their steps are followed by a
-# decode step, or clients that come and go would stop everybody else's tokens. A backlog of prompts is worked off first.
-MAX_PREFILLS_IN_ROW = 4
 
 
 class Inbox(Protocol):
@@ -118,12 +116,12 @@ class Scheduler:
         self.worker = worker
         self.inbox = inbox
         self.memory = make_request_memory(config, worker)
+        sharing = StepSharing.of(config.model)
         self.planner = PrefillPlanner(
-            self.memory,
-            config.chunked_prefill_size,
-            config.max_prefill_tokens,
-            StepSharing.of(config.model),
+            self.memory, config.chunked_prefill_size, config.max_prefill_tokens, sharing
         )
+        # Prompts go before decoding, but whoever decodes waits for no more than this between two of its steps.
+        self.max_prefill_in_row = max_prefills_in_row(sharing, config.device) * self.planner.step_tokens
         self.output = OutputSender(outbox.to_detokenizer)
         self.stats = SchedulerStats(self.memory, worker, config.server_args.decode_log_interval)
         self.tell_frontend = outbox.to_tokenizer
@@ -140,7 +138,8 @@ class Scheduler:
         self.joining: list[Req] = []  # they decode from the next step on: prompts just submitted whole
         self.departed: list[Req] = []
         self.remaps: list[Remap] = []
-        self.num_prefills_in_row = 0  # since the last decode step, of prompts that left none waiting
+        # Tokens of prefill since the last decode step; a short step counts as a quarter of a full one.
+        self.prefill_in_row = 0
         self.paused = False
         self.draining = False
         self.books_checked = True
@@ -277,7 +276,7 @@ class Scheduler:
     # --- launch --------------------------------------------------------------------------------------
 
     def launch_next(self) -> InFlight | None:
-        """Submit the next step: prompts first, else new tokens for every running request."""
+        """Submit the next step: prompts first, up to their share, else new tokens for every running request."""
         self.running.drop_departed()
         self.running.add([req for req in self.joining if not req.left])
         self.joining = []
@@ -291,13 +290,16 @@ class Scheduler:
         return None
 
     def plan_prefill(self) -> PrefillPlan | None:
-        """Choose among chunked and waiting requests."""
+        """Choose among chunked and waiting requests; None if there is nothing to compute, or decoding has its turn."""
         priority = self.config.priority
         threshold = None if priority is None else priority.preemption_threshold
         has_place = threshold is not None or self.memory.rows.num_free > 0
         if self.chunked is None and not (self.waiting and has_place):
             return None
-        if self.num_prefills_in_row >= MAX_PREFILLS_IN_ROW and self.chunked is None and len(self.running):
+        step_tokens = self.planner.step_tokens
+        if not len(self.running):
+            self.prefill_in_row = 0  # nobody waits for it
+        elif self.prefill_in_row + step_tokens > self.max_prefill_in_row:
             return None
         self.order_waiting()
         if threshold is not None and self.chunked is None:
@@ -309,7 +311,7 @@ class Scheduler:
         if plan is not None:
             self.chunked = plan.chunked
             self.waiting = [req for req in self.waiting if req.row == 0]
-            self.num_prefills_in_row += not self.waiting and self.chunked is None
+            self.prefill_in_row += max(plan.num_new_tokens, step_tokens // 4)
         return plan
 
     def order_waiting(self) -> None:
@@ -347,10 +349,10 @@ class Scheduler:
 
     def launch_decode(self) -> InFlight | None:
         """Submit a step of all running requests; None while requests that are ending hold the memory that it takes."""
-        self.num_prefills_in_row = 0
         lens = self.make_room()
         if lens is None:
             return None
+        self.prefill_in_row = 0
         available = self.memory.num_available_pages
         batch = self.running.schedule_step(lens, available, self.memory.grow)
         writes = self.with_remaps(batch.page_writes)
@@ -374,16 +376,20 @@ class Scheduler:
         return InFlight(batch, reqs, result, done)
 
     def make_room(self) -> npt.NDArray[np.int64] | None:
-        """Retract running requests until the next tokens of the others fit. The lengths [B] that the step brings them
-        to; None if memory is about to be free without that, with the step in flight."""
+        """Retract requests, running ones or the one that is half-way through its prompt, until the next tokens of the
+        others fit. The lengths [B] that the step brings them to; None if memory is about to be free without that, with
+        the step in flight, or if only the half-way prompt is left."""
         retracted = 0
         lens = self.running.next_lens()
         while self.running.num_pages_needed(lens) > self.memory.num_available_pages:
-            if len(self.reqs) > len(self.waiting) + len(self.running):
+            holders = self.running.reqs if self.chunked is None else [*self.running.reqs, self.chunked]
+            if len(self.reqs) > len(self.waiting) + len(holders):
                 return None
-            assert len(self.running) > 1, "one request alone always fits: its length was limited on arrival"
-            self.retract(min(self.running.reqs, key=loses_least))
+            assert len(holders) > 1, "one request alone always fits: its length was limited on arrival"
+            self.retract(min(holders, key=loses_least))
             retracted += 1
+            if not len(self.running):
+                return None
             lens = self.running.next_lens()
         if retracted:
             reqs = self.running.reqs
