@@ -55,7 +55,7 @@ _WORTHWHILE_WEIGHT_TOKENS = 2 * 0.2e-3 * 6e14 / 2
 
 @dataclass(frozen=True, slots=True)
 class PriorityConfig:
-    """--enable-priority-scheduling. ``preemption_threshold`` None: running requests keep their places."""
+    """--enable-priority-scheduling. ``preemption_threshold`` None: none is retracted for a waiting one."""
 
     low_values_first: bool
     default_value: int

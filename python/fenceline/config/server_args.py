@@ -252,7 +252,9 @@ class ServerArgs:
         group=_MEMORY,
     )
     disable_priority_preemption: bool = flag(
-        False, "With --enable-priority-scheduling: running requests keep their places.", group=_MEMORY
+        False,
+        "With --enable-priority-scheduling: no running request is retracted for a waiting one.",
+        group=_MEMORY,
     )
     schedule_conservativeness: float = flag(
         1.0,
@@ -268,8 +270,8 @@ class ServerArgs:
     # HiCache
     enable_hierarchical_cache: bool = flag(
         False,
-        "Keep KV pages in host memory too, under the prefix cache: what the device has no room for comes back by a "
-        "copy instead of being computed again.",
+        "Keep KV pages in host memory too, as a second tier of the prefix cache: pages that were evicted from the "
+        "device are copied back instead of being computed again.",
         group=_HICACHE,
     )
     hicache_ratio: float = flag(
@@ -286,16 +288,16 @@ class ServerArgs:
     hicache_write_policy: WritePolicy = flag(
         "write_through",
         "When pages are copied to the host: write_through at once, write_through_selective when their prefix is used a "
-        "second time, write_back when the device needs their room.",
+        "second time, write_back when they are evicted from the device.",
         group=_HICACHE,
     )
     hicache_io_backend: str | None = flag(
         None,
-        "How pages travel between device and host: direct by the copy engine; kernel by a copy kernel (of the package "
-        "fenceline_kernel), which slows down whatever runs beside it. Unless given, direct; but kernel where pages "
-        "have one token, the package is installed and attention is not persistent (that of prefill may be with "
-        "flashinfer, fa3 and auto, that of decode with fa3 and auto), as copy kernels and persistent ones have to take "
-        "turns.",
+        "How pages are copied between device and host: direct by the copy engine; kernel by a copy kernel (of the "
+        "package fenceline_kernel), which slows down other kernels that run at the same time. Unless given, direct; "
+        "but kernel where pages have one token, the package is installed and attention is not persistent (that of "
+        "prefill may be with flashinfer, fa3 and auto, that of decode with fa3 and auto), as a backup's copy "
+        "kernel and a persistent kernel must wait for each other.",
         group=_HICACHE,
         choices=("kernel", "direct"),
         refused={"kernel_ascend": "use --hicache-io-backend kernel or direct"},
@@ -328,7 +330,7 @@ class ServerArgs:
     hicache_storage_dir: str | None = flag(
         None,
         "The directory of --hicache-storage-backend file; it must belong to the user who runs the server and be "
-        "writable by nobody else. fenceline-hicache-UID in the system's temporary folder unless given.",
+        "writable by no other user. fenceline-hicache-UID in the system's temporary folder unless given.",
         group=_HICACHE,
         metavar="DIR",
     )
@@ -340,8 +342,8 @@ class ServerArgs:
     )
     hicache_storage_key: str | None = flag(
         None,
-        "Authenticate each page in that directory with a secret key: a page that was changed or planted by somebody "
-        "without the key is removed and computed again. file:PATH reads the key from a file, env:NAME from an "
+        "Authenticate each page in that directory with a secret key: a page that was changed or added without the key "
+        "is removed and computed again. file:PATH reads the key from a file, env:NAME from an "
         "environment variable; the key itself would show in the list of processes. Servers share pages only where "
         "they have the same key.",
         group=_HICACHE,
@@ -426,8 +428,8 @@ class ServerArgs:
     )
     piecewise_cuda_graph_max_tokens: int | None = flag(
         None,
-        "Prefill steps of up to so many tokens replay graphs of what lies between their attention calls; larger ones "
-        "keep the GPU busy for longer than launching them takes. Unless given, as many as pay with the model's width, "
+        "Prefill steps of up to so many tokens replay graphs of the kernels between their attention calls; larger ones "
+        "keep the GPU busy for longer than launching them takes. Unless given, it depends on the model's width and is "
         "at most 2048.",
         group=_RUNTIME,
     )
