@@ -249,8 +249,8 @@ def _storage(args: ServerArgs) -> HiCacheStorageConfig | None:
 
 
 def _storage_directory(wanted: str | None) -> Path:
-    # One for each user, as pages are readable by their owner alone. Somebody else may be there first: then the start is
-    # refused.
+    # One for each user, as pages are readable only by their owner. Another user may have made it already: then the
+    # start is refused.
     default = Path(tempfile.gettempdir()) / f"fenceline-hicache-{os.getuid()}"
     path = default if wanted is None else Path(wanted).expanduser().absolute()
     name = f"--hicache-storage-dir {path if wanted is None else wanted}"

@@ -73,7 +73,7 @@ def dump_json(recorder: FlightRecorder, reason: str) -> bytes:
 
 
 def write_dump(recorder: FlightRecorder, reason: str) -> Path:
-    """Write a dump into the configured folder, readable by its owner alone; its path. Raises OSError."""
+    """Write a dump into the configured folder, readable only by its owner; its path. Raises OSError."""
     folder = Path(recorder.config.flight_recorder_dir)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid not in (os.getuid(), 0):

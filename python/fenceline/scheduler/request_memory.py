@@ -270,7 +270,7 @@ class RequestMemory:
         return Remap(req, first, pages, self.tables.moved(req.row))
 
     def release(self, req: Req) -> None:
-        """The one door out: finished, aborted and retracted requests give everything back here."""
+        """Give back all memory of a finished, aborted or retracted request. No other method does."""
         assert req.left, "only requests that have left are released"
         self._end_prefetch(req)
         if req.row == 0:  # not admitted, or not again

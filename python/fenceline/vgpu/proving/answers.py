@@ -331,7 +331,7 @@ class _Comparison:
         return "" if right else f"ends with {_told(reason)} after {len(tokens)} tokens, not {_told(expected)}"
 
     def _may_abort(self, reason: FinishReason) -> bool:
-        """Whether somebody asked for it, in these words, or its time was up."""
+        """Whether a client asked for it, in these words, or its time was up."""
         overdue = re.search(r"after ([\d.]+) s \(--req-(waiting|running)-timeout\)", reason.message or "")
         if overdue is not None and reason.status_code == 503:
             ticks, limit = self._talk.ticks, self._setting.timeouts_s.get(overdue[2])
