@@ -1,4 +1,4 @@
-"""The server that is attacked: the demo model from any source tree, its log in a file, its end certain."""
+"""The server that is attacked: the demo model from any source tree, with its log in a file. It always ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from wire import HOST, KEY
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
-# So many tokens that memory is touched early and its growth is the attack's.
+# A pool that is small enough to be in use early, so that later growth of memory is due to the attack.
 FLAGS = ("--model-path", "demo", "--device", "cpu", "--max-total-tokens", "20000", "--random-seed", "0")
 # A line for each probe would hide how fast an attacker fills the log.
 FLAGS += ("--log-level-http", "warning")

@@ -103,7 +103,7 @@ def several(
     at_once: int | None = None,
     limit_s: float = 100.0,
 ) -> None:
-    """An attack of ``num`` equal POSTs, all at once unless told."""
+    """An attack of ``num`` equal POSTs, ``at_once`` at a time, by default all."""
 
     def make() -> Run:
         data = post(path, body())
@@ -129,7 +129,7 @@ def _nothing() -> Run:
 
 @attack("nothing for a minute", limit_s=70.0)
 def _nothing_for_long() -> Run:
-    """What the worst moment of a long attack is to be compared with."""
+    """No attack for as long as a long one lasts: the worst moment of such an attack is compared with this one's."""
     return lambda target: asyncio.sleep(60)
 
 
@@ -443,7 +443,7 @@ one(
     lambda: b'{"text":"a","sampling_params":{"temperature":0.' + b"9" * 50_000_000 + b"}}",
 )
 
-# --- headers and the shell of HTTP
+# --- headers and framing of HTTP
 
 
 def _raw(name: str, make: Callable[[], bytes], *, num: int = 1, limit_s: float = 60.0) -> None:

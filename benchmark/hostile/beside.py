@@ -1,9 +1,9 @@
-"""What a well-behaved neighbour sees, measured in a process of its own: /health, the tokens of a stream, memory.
+"""What well-behaved clients see during an attack, measured in a separate process: /health, a stream's tokens, memory.
 
 Three clients run side by side on one event loop: /health on a new connection every 10 ms, /health on a kept connection
 every 10 ms, and one stream after another whose text is known. A silence is the time from asking to the whole answer;
-what hangs at the end counts with its age. A token's lateness is the time since the token before it, less the same
-stream's usual time when nobody disturbs it; a first token's is counted from the request.
+a request that hangs at the end counts with its age. A token's lateness is the time since the token before it, less the
+same stream's usual time without an attack; a first token's is counted from the request.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Observer:
         return self
 
     def look(self) -> Observed:
-        """Everything so far; what hangs is in the lists with its age."""
+        """Everything so far; requests that hang are in the lists with their age."""
         self._here.send(None)
         observed: Observed = self._here.recv()
         now = time.monotonic()

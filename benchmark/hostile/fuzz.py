@@ -3,7 +3,7 @@
 What must hold: every whole request is answered within a bound; no 5xx but a 503 whose reason is documented; a 200 is
 JSON or a whole stream; known prompts get the answers that they got before; at the end the engine is idle and its pages
 are free.
-A request is a function of the seed and its index alone, so that ``--replay SEED INDEX`` sends the same bytes again.
+A request is a function of only the seed and its index, so that ``--replay SEED INDEX`` sends the same bytes again.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from attacks import ATTACKS, Target
 from beside import Observer, usual, worst
 from wire import LEFT, RESET, SILENT, Answer, Wire, exchange, outcome, post, request
 
-ALONE_S = 3.0  # the server is watched for so long before anybody comes
+ALONE_S = 3.0  # the server is watched for so long before the clients start
 BOUND_S = 120.0
-SLOW_S = 30.0  # worth a line
+SLOW_S = 30.0  # an answer that takes longer is reported
 WORKERS = 16
 # A short context bounds what a request for "as much as there is" costs.
 FLAGS = ("--context-length", "512", "--enable-metrics", "--max-queued-requests", "4000")

@@ -38,7 +38,7 @@ from attacks import ATTACKS, WATCHED, Attack, Target
 from beside import PATIENCE_S, Observed, Observer, usual, worst
 
 TREE = Path(__file__).parents[2] / "python"
-BEFORE_S = 3.0  # the neighbour alone
+BEFORE_S = 3.0  # the well-behaved clients run so long before the attack
 AFTER_S = 5.0  # what is still in memory then is kept
 MARK_MS, MARK_MB = 100.0, 100.0
 

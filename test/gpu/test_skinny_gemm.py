@@ -107,7 +107,7 @@ def test_triton_agrees_with_float64(cut: TritonConfig) -> None:
 
 @pytest.mark.parametrize("rows", [1, 8, 16])
 def test_a_chain_of_early_starts_reads_what_was_written(product: CudaProduct, rows: int) -> None:
-    """Each kernel starts while the one in front still runs: a wait too few would give another kernel's old data."""
+    """Each kernel starts while the preceding one still runs: with a wait missing it would read old data."""
     torch.manual_seed(0)
     hidden, size, layers = 1024, 3072, 12
     norm = 1 + 0.1 * random(hidden)

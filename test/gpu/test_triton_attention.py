@@ -163,7 +163,7 @@ def test_a_merge_does_not_depend_on_timing() -> None:
 
 @pytest.mark.parametrize("batch", [1, 6, 16, 40])
 def test_decode_behind_the_kernel_that_writes_its_last_tokens(batch: int) -> None:
-    """Layer upon layer in a graph, each launch overlapping the one in front, equals launches one at a time bit for
+    """Layer upon layer in a graph, each launch overlapping the preceding one, equals launches one at a time bit for
     bit: what is fetched ahead of the wait is never an old q or an old last token."""
     random = np.random.default_rng(batch)
     step = decode_case([int(n) for n in random.integers(1, 700, batch)], 1, (8, 2), 128)

@@ -1,5 +1,5 @@
-"""One launch or several of each Triton kernel, small, with the operands that it declares for: see
-``kernel_surroundings``. Import it where Triton is."""
+"""One or more small launches of each Triton kernel, with the operands that it declares: see ``kernel_surroundings``.
+Importing this module needs Triton."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SCALE = 0.3
 
 
 def launches() -> Iterator[Launch]:
-    """All of them. The first of each kernel does without no operand."""
+    """All of them. The first launch of each kernel has every operand."""
     yield from _norms()
     yield from _activations()
     yield from _rotations()
@@ -120,7 +120,7 @@ def _products() -> Iterator[Launch]:
 
 
 def _paged(lens: list[int], page_size: int, heads: tuple[int, int]) -> tuple[Any, ...]:
-    """Keys, values, page table, rows and lengths of requests that lie anywhere in a pool."""
+    """Keys, values, page table, rows and lengths of requests whose pages are anywhere in a pool."""
     pages = [-(-n // page_size) for n in lens]
     num_pages = sum(pages) + 3
     caches = [_random(num_pages * page_size, heads[1], 16) for _ in range(2)]

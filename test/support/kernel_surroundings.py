@@ -1,10 +1,11 @@
-"""Whether what a kernel declares is true: it runs among garbage, which changes, and touches nothing of it.
+"""Checks what a kernel declares: memory outside the declaration neither changes its results nor is written.
 
-Each operand is a view in the middle of a larger buffer. Whatever is not declared as read is garbage, in another run
-other garbage: what the kernel writes must be the same. Whatever is not declared as written must be as it was.
+Each operand is a view in the middle of a larger buffer. Whatever is not declared as read is filled with garbage, and
+in a second run with other garbage: the kernel must write the same. Whatever is not declared as written must keep its
+value.
 
-In Triton's interpreter each program of a kernel that is launched programmatically also begins among garbage, but for
-what it declares to read early. The rest is there once it waits.
+In Triton's interpreter each program of a kernel that is launched programmatically begins with garbage in all memory
+except for what it declares to read early. The rest has its values once the program waits.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ import torch
 from fenceline.memory_order.kernel import Kernel
 
 _MARGIN = 64  # elements before and behind an operand; addresses stay aligned to 16 bytes and more
-# Indices among garbage name something that there is, lest a kernel that should not follow them ends the process. What
-# is to be written begins as something else, so that a copy of garbage shows.
+# Garbage of integers is valid as an index, so that a kernel that wrongly follows one does not end the process. Memory
+# that is to be written begins with other garbage, so that copied garbage is seen.
 _FLOATS, _INTS = (float("nan"), 3e4), (0, 1)
 _OTHER_FLOATS, _OTHER_INTS = (-1.5, 2e4), (-7, -9)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """``run(pdl, *operands)`` launches the kernel on operands like these, ``operands`` being what it declares for.
+    """``run(pdl, *operands)`` launches the kernel on operands like these. ``operands``: the ones that it declares.
 
     ``outputs``: those operands that the launching function would allocate itself, in that order. ``waits_in``: the
     module whose ``tl_cuda`` the kernel waits with, None for one that is not launched programmatically.
@@ -48,7 +49,7 @@ class Touched:
     """See ``KernelAccesses``: which elements of each operand's buffer are read, read early, and written."""
 
     def __init__(self, operands: Sequence[Any], but: torch.Tensor | None = None) -> None:
-        """``but``: an operand of which nothing is noted, as if it were forgotten."""
+        """``but``: an operand of which nothing is recorded, as if its declaration were missing."""
         tensors = {id(t): t for t in operands if isinstance(t, torch.Tensor)}
         self._at = {key: _places(t) for key, t in tensors.items()}
         sizes = {key: _size(t) for key, t in tensors.items()}
@@ -134,7 +135,7 @@ def check(launch: Launch, device: str = "cpu", pdl: bool = False, but: torch.Ten
 
 
 def check_forgetting(launch: Launch) -> None:
-    """A declaration that forgets any one operand is found to be untrue: each is needed, and ``check`` can fail."""
+    """``check`` fails for a declaration without any one of the operands: each is needed, and ``check`` can fail."""
     for number, operand in enumerate(launch.operands):
         if isinstance(operand, torch.Tensor):
             try:
@@ -155,7 +156,7 @@ Buffers = dict[int, torch.Tensor]
 
 
 def _run(launch: Launch, touched: Touched, device: str, pdl: bool, number: int) -> tuple[Buffers, Buffers]:
-    """One launch among garbage; all buffers before it and after it."""
+    """One launch, with garbage in all memory that is not declared as read; all buffers before it and after it."""
     before: Buffers = {}
     for operand in launch.operands:
         if isinstance(operand, torch.Tensor):
@@ -205,7 +206,7 @@ def _allocating(outputs: Sequence[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _overlapped(launch: Launch, touched: Touched, there: Buffers, number: int) -> Iterator[None]:
-    """In Triton's interpreter: each program begins when the kernel in front has not written yet."""
+    """In Triton's interpreter: each program begins before the preceding kernel has written."""
     from triton.runtime.interpreter import interpreter_builder
 
     hidden: Buffers = {}

@@ -1,5 +1,5 @@
-"""The ``triton`` attention backend as the virtual GPU sees it: its launches, with what the kernels declare, and the
-values of the torch backend."""
+"""The ``triton`` attention backend for the virtual GPU: the same launches with the kernels' declarations, and values
+computed by the torch backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, Forwa
 from fenceline.layers.kernels import accesses
 from fenceline.memory_order.kernel import is_watched
 
-_WORKSPACE = 1 << 10  # elements; nobody looks at its size
+_WORKSPACE = 1 << 10  # elements; its size has no effect
 
 
 def launched_attention(setting: AttentionSetting) -> AttentionBackend:
@@ -121,7 +121,7 @@ class _Plan(AttentionPlan):
 def _new_tokens(
     layer: _Layer, inputs: AttentionInputs | GraphDecodeInputs, tensors: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
-    """Slots of the step's own tokens, which are in the pool by then."""
+    """Slots of the step's own tokens, which have been written to the pool before."""
     assert isinstance(inputs, AttentionInputs)
     page_table, rows, seq_lens = tensors
     slots = []

@@ -104,7 +104,7 @@ def patch_once_a_launch() -> None:
 
 @contextmanager
 def interpreted_logarithms() -> Iterator[None]:
-    """The interpreter has no libdevice: numpy's float32 logarithms in its place."""
+    """Numpy's float32 logarithms replace libdevice, which the interpreter does not have."""
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle

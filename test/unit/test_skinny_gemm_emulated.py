@@ -1,7 +1,7 @@
 """The CUDA skinny GEMM without a GPU: its source on the emulation of sgl-kernel/tests/skinny_emulation.cpp.
 
-There, asynchronous copies land as late or as early as they may, and the outputs of the kernel in front appear only once
-every thread waits for them; what is read too early is NaN.
+There, asynchronous copies land as late or as early as they may, and the outputs of the preceding kernel appear only
+once every thread waits for them; what is read too early is NaN.
 """
 
 from __future__ import annotations

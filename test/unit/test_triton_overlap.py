@@ -1,4 +1,4 @@
-"""Decode attention that starts while the kernel in front still runs: what it may touch before its wait, in Triton's
+"""Decode attention that starts while the preceding kernel still runs: what it may access before its wait, in Triton's
 interpreter and in the machine code; and launches that share a workspace.
 
 A script under pytest, as ``test_triton_attention.py`` is, for the same reason.
@@ -44,7 +44,7 @@ def test_machine_code(name: str, compiled: dict[str, str]) -> None:
 
 
 def check_nothing_of_the_kernel_in_front_is_read_before_the_wait() -> None:
-    """The kernel in front has written q and each request's last slot only when a worker's wait is over; all that is
+    """The preceding kernel has written q and each request's last slot only when a worker's wait is over; all that is
     fetched before is there by then, and of the requests: no column past an end is followed."""
     for page_size, batch in ((1, [50]), (1, [37, 1, 33]), (64, [64, 65])):
         step = case(batch, [1] * len(batch), page_size, (4, 2))
@@ -62,7 +62,7 @@ def check_nothing_of_the_kernel_in_front_is_read_before_the_wait() -> None:
 
 
 class _Fetched:
-    """The kernel in front of a decode launch, and the GPU's part in overlapping the two."""
+    """The kernel before a decode launch, and the GPU's part in overlapping the two."""
 
     def __init__(self, step) -> None:  # type: ignore[no-untyped-def]
         size = step.pool.page_size
@@ -80,7 +80,7 @@ class _Fetched:
         self.num_waits = 0
 
     def begin(self) -> None:
-        """A worker starts: what the kernel in front writes is not there yet."""
+        """A worker starts: the preceding kernel has written nothing yet."""
         for output in self._outputs:
             output.fill_(float("nan"))
 

@@ -1,4 +1,4 @@
-"""Our kernels as they declare themselves: what is read before the wait for the kernel in front is read early."""
+"""Our kernels' declarations on the virtual GPU: what is read before the wait for the preceding kernel is read early."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OPENS = _kernel(reads_early=True, starts_next=True)
 
 
 def _chain(gpu: VirtualGpu, kernels: tuple[Kernel, ...], captured: bool) -> torch.Tensor:
-    """Each kernel copies what the one in front of it has written; the last one's target."""
+    """Each kernel copies what the preceding one has written. Returns the last one's target."""
     device = use(gpu)
     first = torch.ones(4, device=device)
     links = [torch.zeros(4, device=device) for _ in range(len(kernels) + 1)]

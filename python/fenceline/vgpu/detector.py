@@ -75,10 +75,10 @@ class Detector:
             for past in shadow.unordered(agent, clock, write, layout, rows, tag.row_bytes):
                 other = self._history_of(past.agent, past.action)
                 if other.label == RELEASE and op.is_ahead:
-                    # Its stream has got the memory since; who has written it there is of interest.
+                    # The memory was freed to its stream since: report the operation that wrote it there.
                     other = self._history_of(past.agent, writers.get(past.agent, past.action))
                 elif op.label == RELEASE and other.is_ahead and other.seq > op.seq:
-                    continue  # the same the other way round: who writes it then comes later
+                    continue  # the same in the other order: the operation that writes the memory will be reported
                 conflicts.append(
                     Conflict(op, write, other, past.was_write, tag, past.units, shadow.unit_bytes)
                 )

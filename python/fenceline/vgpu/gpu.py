@@ -217,7 +217,7 @@ class VirtualGpu:
     ) -> Operation:
         """Queue an operation on ``stream`` (default: the current one). The device may run some work now.
 
-        ``after``: what it has done ahead of its turn. ``starts_next``: see ``Operation``."""
+        ``after``: the operation with a kernel's early reads. ``starts_next``: see ``Operation``."""
         thread = self.thread
         if thread.resources:
             writes = (*writes, *thread.resources)
@@ -229,8 +229,8 @@ class VirtualGpu:
         return op
 
     def submit_ahead(self, op: Operation) -> bool:
-        """Queue ``op``: what the kernel that is submitted to the current stream next does before it waits for the one
-        in front of it. False, and nothing is done, where it begins in its turn."""
+        """Queue ``op``: what the kernel that is submitted to the current stream next does before it waits for the
+        preceding one. False, and nothing is done, if the kernel begins only when everything before it has ended."""
         self.collect_released()
         stream = self.thread.current
         if stream.front is None:

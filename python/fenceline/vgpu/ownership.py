@@ -93,7 +93,7 @@ class Leases:
                 self.refuse(page, who)
 
     def refuse(self, page: int, who: str, op: Operation | None = None) -> None:
-        """``who`` has no business with ``page``: ``op`` touches it, or it is claimed."""
+        """Report that ``who`` may not use ``page``, which ``op`` accesses, or without ``op`` a claim names."""
         lease = self._of_page[page]
         if lease is None:
             text = f"{who} uses it, and nobody has leased it"

@@ -56,16 +56,16 @@ class Laziest(Policy):
 
 
 class Answers(NamedTuple):
-    """What the host is told when it asks whether work has run: ``usual``, but the opposite at its questions number
-    ``others`` (from 0, ascending). Questions with one possible answer are not counted, nor those that are asked again
-    before anything else has happened."""
+    """The answers when the host asks whether work has run: ``usual``, except to the queries with the numbers
+    ``others`` (from 0, ascending), which get the opposite. Queries with one possible answer are not counted, nor those
+    that are repeated before anything else has happened."""
 
     usual: bool
     others: tuple[int, ...] = ()
 
 
 class Answering(Laziest):
-    """Like ``laziest``, except for the answers to the host. ``num_questions``: those that have been counted."""
+    """Like ``laziest``, except for the answers to the host's queries. ``num_questions``: the queries counted so far."""
 
     def __init__(self, answers: Answers) -> None:
         self.num_questions = 0

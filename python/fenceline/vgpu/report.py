@@ -99,7 +99,7 @@ def _wrong_stream(conflict: Conflict) -> list[str]:
 
 
 def _where(op: Operation) -> str:
-    """The agent, or the stream of the kernel that did it ahead of its turn."""
+    """The agent, or for a kernel's early reads the kernel's stream."""
     return op.where if op.stream is None else op.stream.is_ahead_of or op.where
 
 

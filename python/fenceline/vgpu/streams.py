@@ -165,10 +165,11 @@ class HostThread(Agent):
 class VirtualStream(Agent):
     """A queue of operations, which run in order, one after the other. Streams are not ordered with each other.
 
-    What a kernel that is launched programmatically does before it waits for the one in front runs on another stream,
+    What a kernel that is launched programmatically does before it waits for the preceding one runs on another stream,
     ``ahead``, after ``front`` and the marks ``joined``. ``front``: everything up to there has ended when the kernel
-    begins, because the last one on the stream began after it. None if there is no such kernel: the next one begins in
-    its turn. ``is_ahead_of``: the name of the stream that this one is the ``ahead`` of, or "".
+    begins, because the last one on the stream began after it. None if there is no such kernel: the next one begins
+    when everything before it has ended. ``is_ahead_of``: the name of the stream that this one is the ``ahead`` of, or
+    "".
     """
 
     __slots__ = (
@@ -191,7 +192,8 @@ class VirtualStream(Agent):
         return self._num_asked == 0
 
     def begin_anew(self, latest: Operation | None) -> None:
-        """What follows ``latest`` begins in its turn: behind a graph's launch, and first in a capture."""
+        """The operation after ``latest`` begins when everything before it has ended: so it is after a graph's launch
+        and for the first operation of a capture."""
         self._latest = latest
         self.front: Operation | None = None
         self.joined: list[Operation] = []

@@ -100,8 +100,8 @@ def carry_out(plan: Plan) -> Proof:
 
 
 def explore(plan: Plan) -> Proof:
-    """All schedules of ``plan.workloads``, small ones, in which the host hears the latest or the earliest possible
-    answers, but for up to two of them."""
+    """Run all schedules of ``plan.workloads``, small ones, in which the host's queries get the latest or the earliest
+    possible answers, except for up to two of them."""
     started, proof = time.monotonic(), Proof()
     trials = [
         Trial(name, plan.first_seed, detect=plan.detect, answers=Answers(usual))
