@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ FOLDER = Path(__file__).parents[2] / "benchmark" / "hostile"
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.delitem(sys.modules, "run", raising=False)  # benchmark/h200 has a script of this name too
 
 
 def test_a_request_is_a_function_of_seed_and_index() -> None:

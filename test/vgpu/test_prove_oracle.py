@@ -565,6 +565,6 @@ def test_a_wrong_decision_is_found_and_its_request_and_token_named(
 ) -> None:
     """Of all of them the same decisions executed again say nothing: they are carried out as they were taken."""
     plant(monkeypatch)
-    outcome = _first_failure(workload, 6)
+    outcome = _first_failure(workload, 16)
     assert outcome is not None and outcome.checker == ANSWERS, outcome and outcome.report
     assert re.search(report, outcome.report), outcome.report
