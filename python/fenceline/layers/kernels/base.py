@@ -72,7 +72,7 @@ class LayerKernels(ABC):
 
 
 class TorchLayerKernels(LayerKernels):
-    """The CPU and the virtual GPU run these; they are the reference for our own kernels."""
+    """The CPU runs these; they are the reference for our own kernels, and the values of the virtual GPU's launches."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
