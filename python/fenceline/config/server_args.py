@@ -210,9 +210,8 @@ class ServerArgs:
     chunked_prefill_size: int | None = flag(
         None,
         "Most prompt tokens of one prefill step, a multiple of --page-size; longer prompts take several steps. While "
-        "requests decode, a decode step follows at the latest after 4 to 16 such steps on a GPU (by the model's size), "
-        "after one on a CPU: a smaller size shortens the pauses. -1 turns chunking off. 8192 on a GPU, 128 on a CPU "
-        "unless given.",
+        "requests decode, a decode step follows at the latest after 16 such steps on a GPU, after one on a CPU: a "
+        "smaller size shortens the pauses. -1 turns chunking off. 8192 on a GPU, 128 on a CPU unless given.",
         group=_MEMORY,
     )
     max_prefill_tokens: int | None = flag(

@@ -121,7 +121,7 @@ class Scheduler:
             self.memory, config.chunked_prefill_size, config.max_prefill_tokens, sharing
         )
         # Prompts go before decoding, but whoever decodes waits for no more than this between two of its steps.
-        self.max_prefill_in_row = max_prefills_in_row(sharing, config.device) * self.planner.step_tokens
+        self.max_prefill_in_row = max_prefills_in_row(config.device) * self.planner.step_tokens
         self.output = OutputSender(outbox.to_detokenizer)
         self.stats = SchedulerStats(self.memory, worker, config.server_args.decode_log_interval)
         self.tell_frontend = outbox.to_tokenizer
@@ -138,7 +138,7 @@ class Scheduler:
         self.joining: list[Req] = []  # they decode from the next step on: prompts just submitted whole
         self.departed: list[Req] = []
         self.remaps: list[Remap] = []
-        # Tokens of prefill since the last decode step; a short step counts as a quarter of a full one.
+        # Tokens of prefill since the last decode step; short steps count for more, see plan_prefill.
         self.prefill_in_row = 0
         self.paused = False
         self.draining = False
@@ -311,7 +311,11 @@ class Scheduler:
         if plan is not None:
             self.chunked = plan.chunked
             self.waiting = [req for req in self.waiting if req.row == 0]
-            self.prefill_in_row += max(plan.num_new_tokens, step_tokens // 4)
+            # A step takes time however short it is: a quarter of a full one. Where prompts come one by one, each could
+            # still have a step of its own, so those that leave nothing to be computed count a quarter of the limit.
+            is_last = self.chunked is None and not self.waiting
+            least = (self.max_prefill_in_row if is_last else step_tokens) // 4
+            self.prefill_in_row += max(plan.num_new_tokens, least)
         return plan
 
     def order_waiting(self) -> None:
