@@ -10,7 +10,6 @@ names another checkout's ``python`` folder, so that two can be compared in the s
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -34,9 +33,9 @@ def steady_step(num_running: int) -> Callable[[], None]:
 
     args = ServerArgs(
         model_path=fenceline.demo_model_path(), device="cpu", max_total_tokens=4096, page_size=16,
-        log_level="error", decode_log_interval=10**9,
+        log_level="error", decode_log_interval=10**9, max_running_requests=num_running,
     )  # fmt: skip
-    config = dataclasses.replace(resolve(args), max_running_requests=num_running)
+    config = resolve(args)
     params = SamplingParams(max_new_tokens=200, ignore_eos=True, temperature=0.0)
     prompts = [list(range(5 + i, 25 + i)) for i in range(num_running)]
     messages: list[Message] = [

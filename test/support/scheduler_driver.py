@@ -116,12 +116,16 @@ def make_driver(
     """A scheduler over a TokenWorker; ``flags`` are ServerArgs fields."""
     flags.setdefault("chunked_prefill_size", 16 * page_size)
     args = ServerArgs(
-        model_path=fenceline.demo_model_path(), device="cpu", random_seed=7, page_size=page_size, **flags
-    )  # type: ignore[arg-type]
+        model_path=fenceline.demo_model_path(),
+        device="cpu",
+        random_seed=7,
+        page_size=page_size,
+        max_running_requests=num_rows,
+        **flags,  # type: ignore[arg-type]
+    )
     config = resolve(args)
     config = dataclasses.replace(
         config,
-        max_running_requests=num_rows,
         model=dataclasses.replace(
             config.model, context_length=context_length, vocab_size=VOCAB_SIZE, eos_token_ids=(0,)
         ),
@@ -133,8 +137,15 @@ def make_model_driver(num_rows: int = 8, device: str = "cpu", **flags: object) -
     """A scheduler over the real ModelRunner with the demo model in fp32; ``flags`` are ServerArgs fields."""
     sizes: dict[str, object] = {"max_total_tokens": 4096, "page_size": 16, "chunked_prefill_size": 2048}
     flags = sizes | {"random_seed": 1} | flags
-    args = ServerArgs(model_path=fenceline.demo_model_path(), device=device, dtype="float32", **flags)  # type: ignore[arg-type]
-    config = dataclasses.replace(resolve(args), max_running_requests=num_rows)
+    config = resolve(
+        ServerArgs(
+            model_path=fenceline.demo_model_path(),
+            device=device,
+            dtype="float32",
+            max_running_requests=num_rows,
+            **flags,  # type: ignore[arg-type]
+        )
+    )
     return Driver(config, ModelRunner(config, open_device(device), show_progress=False))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
@@ -24,8 +23,8 @@ def tiny_driver(device: Device | str = "cpu", num_rows: int = 6, **flags: object
     """A scheduler over a ModelRunner with the tiny model; ``flags`` are ServerArgs fields."""
     device = open_device(device) if isinstance(device, str) else device
     flags = {"max_total_tokens": 256, "page_size": 4, "random_seed": 1, "chunked_prefill_size": 16} | flags
-    args = ServerArgs(model_path=tiny_model_path(), device=device.kind, **flags)  # type: ignore[arg-type]
-    config = dataclasses.replace(resolve(args), max_running_requests=num_rows)
+    flags["max_running_requests"] = num_rows
+    config = resolve(ServerArgs(model_path=tiny_model_path(), device=device.kind, **flags))  # type: ignore[arg-type]
     return Driver(config, ModelRunner(config, device, show_progress=False))
 
 

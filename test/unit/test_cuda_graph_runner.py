@@ -58,6 +58,12 @@ def bare(runner: ModelRunner, sizes: tuple[int, ...], padding: bool) -> DecodeRu
     return DecodeRunner(runner.device, runner.model, *pools, decode._attention, sizes[-1], sizes, padding)
 
 
+def test_a_size_that_the_arena_has_no_rows_for_is_refused(runner: ModelRunner) -> None:
+    decode, pools = runner.decode, (runner.kv_pool, runner.req_pool)
+    with pytest.raises(ValueError, match="a graph of 4 requests needs an arena of as many rows, not 3"):
+        DecodeRunner(runner.device, runner.model, *pools, decode._attention, 3, (1, 4))
+
+
 @given(st.sets(st.integers(1, 300), min_size=1, max_size=8), st.booleans(), st.integers(1, 5000))
 def test_every_batch_has_an_answer(runner: ModelRunner, chosen: set[int], padding: bool, beyond: int) -> None:
     sizes = tuple(sorted(chosen))

@@ -133,7 +133,15 @@ class DecodeRunner(GraphRunner):
         padding: bool = True,
         debug: bool = False,
     ) -> None:
-        """``sizes``: ascending batch sizes, none to do without graphs. Nothing is captured before :meth:`capture`."""
+        """``sizes``: ascending batch sizes of at most ``max_batch``, none to do without graphs. Nothing is captured
+        before :meth:`capture`.
+
+        Raises ``ValueError`` for a larger size: the arena has no rows for it.
+        """
+        if sizes and sizes[-1] > max_batch:
+            raise ValueError(
+                f"a graph of {sizes[-1]} requests needs an arena of as many rows, not {max_batch}"
+            )
         super().__init__(device, "decode", "requests", sizes, padding)
         self.has_graphs = bool(sizes)
         self._model = model
