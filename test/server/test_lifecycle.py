@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -51,6 +53,12 @@ def assert_all_gone(children: list[psutil.Process], sockets_dir: Path) -> None:
     wait_for(lambda: not socket_folders(sockets_dir))
 
 
+def num_retransmitted(sock: socket.socket) -> int:
+    """Packets of this connection that had to be sent again (Linux's tcp_info.tcpi_total_retrans)."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    return int.from_bytes(info[100:104], sys.byteorder)
+
+
 def wait_running(server: LiveServer, num: int = 1) -> None:
     with server.client() as client:
         wait_for(lambda: client.get("/server_info").json()["internal_states"][0]["num_running_reqs"] == num)
@@ -66,6 +74,33 @@ def test_idle_server_stops_cleanly(sockets_dir: Path, number: int) -> None:
         assert_all_gone(children, sockets_dir)
         assert "Traceback" not in server.output
         assert "error" not in server.output.lower()
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="reads the limit and the retransmissions as Linux gives them"
+)
+def test_a_burst_of_connections_waits_for_its_turn(sockets_dir: Path) -> None:
+    """While the event loop is busy the kernel takes as many connections as it may, and drops none of their packets: a
+    dropped one comes again a second later."""
+    most = int(Path("/proc/sys/net/core/somaxconn").read_text())
+    with start(sockets_dir) as server, ExitStack() as stack:
+        server.wait_ready()
+        server.signal(signal.SIGSTOP)
+        stack.callback(server.signal, signal.SIGCONT)
+        host, port = server.base_url.removeprefix("http://").split(":")
+        clients = [stack.enter_context(socket.socket()) for _ in range(min(most, 3000))]
+        for client in clients:
+            client.setblocking(False)
+            client.connect_ex((host, int(port)))
+        poll = select.poll()
+        for client in clients:
+            poll.register(client, select.POLLOUT)
+
+        def num_sent_again() -> int:
+            return sum(num_retransmitted(client) for client in clients)
+
+        wait_for(lambda: len(poll.poll(0)) == len(clients) or num_sent_again() > 0)
+        assert num_sent_again() == 0
 
 
 @pytest.mark.long

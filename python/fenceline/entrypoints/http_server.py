@@ -37,6 +37,9 @@ SHUTDOWN_TIMEOUT_S = 2  # for answers still being written when the server closes
 KEEP_ALIVE_S = 60
 MAX_CONNECTIONS = 16384
 _MACOS_DESCRIPTORS = 10240
+# Connections that the kernel keeps for us until their turn; it takes its own limit if that is smaller (4,096 on Linux).
+# Beyond them it drops a client's first packet, which is sent again only a second later, /health's too.
+_BACKLOG = 65535
 _RESERVED_DESCRIPTORS = 128  # for all that is no connection: sockets to the engine, logs, models being read
 
 
@@ -88,6 +91,7 @@ class HttpServer(uvicorn.Server):
                 http="httptools",
                 log_level=config.log_level_http,
                 log_config=None,  # the process's own format
+                backlog=_BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
                 server_header=False,
