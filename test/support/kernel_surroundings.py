@@ -91,6 +91,9 @@ class Touched:
             pages = page_table[row].numpy()[at // page_size].astype(np.int64)
             self._mark(self.read_there, cache, pages * page_size + at % page_size)
 
+    def read_rows(self, tensor: torch.Tensor, rows: Callable[..., Any], *operands: Any) -> None:
+        self._mark(self.read_there, tensor, rows(*operands))
+
     def wait(self) -> None:
         assert not self.waits, "it waits once"
         self.waits = True

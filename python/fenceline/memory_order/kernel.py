@@ -26,6 +26,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -51,6 +53,12 @@ class KernelAccesses(Protocol):
         """The kernel reads the first ``lengths`` [B] tokens, or all but the last of them, of the requests ``rows`` [B]:
         slot ``page_table[row, p // page_size] * page_size + p % page_size`` of ``cache`` for token p."""
 
+    def read_rows(
+        self, tensor: torch.Tensor, rows: Callable[..., npt.NDArray[np.int64]], *operands: Any
+    ) -> None:
+        """The kernel reads ``rows(*operands)`` of ``tensor``, in that order: numbers computed from what the operands
+        hold when it runs, which are then CPU tensors. What it reads of the operands is declared separately."""
+
     def wait(self) -> None:
         """The kernel waits until all preceding kernels have ended and their writes are visible."""
 
@@ -72,13 +80,16 @@ class Kernel:
     accesses: Callable[..., None]
 
     def launch(self, compute: Compute, *operands: Any) -> None:
-        """Launch it on a device that watches its memory, :func:`is_watched`, on the current stream.
+        """Launch it on a device that watches its memory, :func:`is_watched`, on the current stream; or on the CPU.
 
-        ``compute(*operands)`` computes the kernel's results with torch's operators. When the launch runs, it gets CPU
-        tensors over the memory of the tensors among ``operands``.
+        ``compute(*operands)`` computes the kernel's results with torch's operators. When the launch runs, on the CPU at
+        once, it gets CPU tensors over the memory of the tensors among ``operands``.
         """
         device = next(operand.device for operand in operands if isinstance(operand, torch.Tensor))
-        _launchers[device.type](self, compute, operands)
+        if device.type == "cpu":
+            compute(*operands)
+        else:
+            _launchers[device.type](self, compute, operands)
 
 
 def declare_kernel(accesses: Callable[..., None]) -> Kernel:

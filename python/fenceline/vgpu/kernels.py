@@ -4,6 +4,7 @@ which have declarations (``memory_order.kernel``)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,11 +118,15 @@ class _Told:
     ) -> None:
         self.read(page_table, rows)
         self.read(lengths)
-        plain = [tensor.plain for tensor in (page_table, rows, lengths) if isinstance(tensor, VTensor)]
-        assert isinstance(cache, VTensor) and len(plain) == 3, "a footprint lies on the device"
-        at = _TokenSlots(plain[0], plain[1], plain[2], page_size, but_last)
-        self.reads.accesses.append(access(cache)._replace(rows=at))
-        self.reads.tensors.add(id(cache))
+        self.read_rows(cache, _token_slots, page_table, rows, lengths, page_size, but_last)
+
+    def read_rows(
+        self, tensor: torch.Tensor, rows: Callable[..., npt.NDArray[np.int64]], *operands: Any
+    ) -> None:
+        assert isinstance(tensor, VTensor), "a footprint lies on the device"
+        values = [operand.plain if isinstance(operand, VTensor) else operand for operand in operands]
+        self.reads.accesses.append(access(tensor)._replace(rows=partial(rows, *values)))
+        self.reads.tensors.add(id(tensor))
 
     def wait(self) -> None:
         assert self.ahead is None and not self.writes, "it waits once, before it writes"
@@ -131,25 +136,19 @@ class _Told:
         self.starts_next = self.ahead is None
 
 
-class _TokenSlots(NamedTuple):
+def _token_slots(
+    page_table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, size: int, but_last: bool
+) -> npt.NDArray[np.int64]:
     """See ``KernelAccesses.read_tokens``: the slots, request after request."""
-
-    page_table: torch.Tensor
-    requests: torch.Tensor
-    lengths: torch.Tensor
-    page_size: int
-    but_last: bool
-
-    def __call__(self) -> npt.NDArray[np.int64]:
-        table, size = self.page_table.numpy(), self.page_size
-        slots = [np.zeros(0, np.int64)]
-        for row, length in zip(self.requests.tolist(), self.lengths.tolist(), strict=True):
-            # The checks have reported values that are out of bounds here, which a race may lead to.
-            length = min(max(length - self.but_last, 0), table.shape[1] * size)
-            row = row if -len(table) <= row < len(table) else 0
-            pages = table[row, : -(-length // size)].astype(np.int64)
-            slots.append((pages[:, None] * size + np.arange(size)).reshape(-1)[:length])
-        return np.concatenate(slots)
+    table = page_table.numpy()
+    slots = [np.zeros(0, np.int64)]
+    for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+        # The checks have reported values that are out of bounds here, which a race may lead to.
+        length = min(max(length - but_last, 0), table.shape[1] * size)
+        row = row if -len(table) <= row < len(table) else 0
+        pages = table[row, : -(-length // size)].astype(np.int64)
+        slots.append((pages[:, None] * size + np.arange(size)).reshape(-1)[:length])
+    return np.concatenate(slots)
 
 
 def launch_declared(kernel: Kernel, compute: Compute, operands: tuple[Any, ...]) -> None:

@@ -18,12 +18,14 @@ from fenceline.ipc.io_struct import (
     TickReq,
 )
 from fenceline.vgpu.proving.events import STATES
+from fenceline.vgpu.proving.launched_attention import LAUNCHED
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
 from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Flag, Flags, Scenario, Script, Workload
 from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
 
 _RARE_STATES = ("retracted", "retracted with a tail", "waiting for storage")
 _POLICIES = ("write_through", "write_through_selective", "write_back")
+_ATTENTION = (PERSISTENT, LAUNCHED, "", "", "")  # "": torch's operators
 _STOP_STRINGS = ("a", "th", "on", "ne", "e t", "é", "r.")
 
 
@@ -146,8 +148,9 @@ def _flags(random: Random, page_size: int, most: int, tiers: bool = False) -> Fl
         flags["disable_cuda_graph_padding"] = random.random() < 0.15
     if random.random() < 0.75:
         flags["piecewise_cuda_graph_tokens"] = random.choice(((2, 8), (4,), (8,)))
-    if random.random() < 0.2:
-        flags["attention_backend"] = PERSISTENT
+    backend = _ATTENTION[int(random.random() * len(_ATTENTION))]
+    if backend:
+        flags["attention_backend"] = backend
     if random.random() < 0.5:
         flags |= {"enable_priority_scheduling": True, "schedule_policy": "fcfs"}
         flags["schedule_low_priority_values_first"] = random.random() < 0.3

@@ -28,7 +28,6 @@ from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
 from fenceline.vgpu.proving.decisions import Event, Owned, device_bytes, host_bytes
 from fenceline.vgpu.proving.events import Watch, around, state_of
 from fenceline.vgpu.proving.oracle import Oracle
-from fenceline.vgpu.proving.persistent_attention import PERSISTENT
 from fenceline.vgpu.proving.recorded_worker import RecordedWorker
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
 from fenceline.vgpu.proving.tiny_model import tiny_model_path, tiny_tokenizer
@@ -42,12 +41,10 @@ _STEP_S = 0.01
 @lru_cache
 def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineConfig:
     args = dict(flags)
-    persistent = args.get("attention_backend") == PERSISTENT
-    if persistent:
-        del args["attention_backend"]
+    backend = args.pop("attention_backend", None)
     config = resolve(ServerArgs(model_path=tiny_model_path(), random_seed=1, log_level="error", **args))  # type: ignore[arg-type]
-    if persistent:
-        config = replace(config, prefill_attention_backend=PERSISTENT, decode_attention_backend=PERSISTENT)
+    if isinstance(backend, str):
+        config = replace(config, prefill_attention_backend=backend, decode_attention_backend=backend)
     if config.hicache is None:
         return config
     storage = config.hicache.storage
@@ -62,8 +59,8 @@ def _oracle(model_path: str) -> Oracle:
 
 
 def make_config(flags: Flags, device: str) -> EngineConfig:
-    """The engine's configuration with the tiny model. Beyond the command line it allows smaller pages, persistent
-    attention without a GPU, and loads of prefixes of any length from a lower tier."""
+    """The engine's configuration with the tiny model. Beyond the command line it allows smaller pages, the attention
+    backends of the proof, and loads of prefixes of any length from a lower tier."""
     return _config(tuple(sorted({"device": device, **flags}.items())))
 
 

@@ -5,6 +5,8 @@ Each is a function of a seed. Sizes are small because a hazard needs two steps i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 from fenceline.ipc.io_struct import (
@@ -16,6 +18,7 @@ from fenceline.ipc.io_struct import (
 )
 from fenceline.vgpu.proving.everything import EVERYTHING
 from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS
+from fenceline.vgpu.proving.launched_attention import LAUNCHED
 from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Scenario, Script, Workload
 from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
 
@@ -233,6 +236,26 @@ def _outputs(random: Random) -> Scenario:
     )
 
 
+# Those that decode in padded graphs and beyond them, split prompts, retract, and load prefixes from the host.
+_OF_ATTENTION = (
+    _mixed,
+    _graphs,
+    _aborts,
+    _retraction,
+    *(workload.make for workload in HICACHE_WORKLOADS if workload.name in ("spill", "offload")),
+)
+
+
+def _attention(backend: str) -> Callable[[Random], Scenario]:
+    """Scenarios of other workloads with that attention backend."""
+
+    def make(random: Random) -> Scenario:
+        scenario = random.choice(_OF_ATTENTION)(random)
+        return replace(scenario, flags={**scenario.flags, "attention_backend": backend})
+
+    return make
+
+
 def _no_script(random: Random) -> Scenario:
     raise AssertionError("this workload goes through the front end, not through a script")
 
@@ -263,6 +286,7 @@ WORKLOADS: dict[str, Workload] = {
         Workload("buckets", "F11: more requests than the largest graph holds", _buckets),
         Workload("growth", "uploads and results that outgrow the rings", _growth),
         *HICACHE_WORKLOADS,
+        Workload("launched", "attention by launches of our own kernels", _attention(LAUNCHED), share=3),
         EVERYTHING,
         Workload(ENGINE, "rounds of prompts through fenceline.Engine", _no_script),
     )

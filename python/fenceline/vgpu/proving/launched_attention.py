@@ -1,5 +1,8 @@
-"""The ``triton`` attention backend for the virtual GPU: the same launches with the kernels' declarations, and values
-computed by the torch backend."""
+"""Our own attention kernels on the virtual GPU: the launches of the ``triton`` backend with the kernels' declared
+accesses, and the values of the torch backend.
+
+Importing this module makes the backend :data:`LAUNCHED` available on any device.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,18 @@ from dataclasses import replace
 
 import torch
 
-from fenceline.layers.attention.backends import AttentionSetting
+from fenceline.layers.attention.backends import AttentionSetting, register_attention_backend
 from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
 from fenceline.layers.kernels import accesses
 from fenceline.memory_order.kernel import is_watched
 
+LAUNCHED = "launched"
 _WORKSPACE = 1 << 10  # elements; its size has no effect
 
 
-def launched_attention(setting: AttentionSetting) -> AttentionBackend:
+def _make(setting: AttentionSetting) -> AttentionBackend:
     """On a device that watches its memory; elsewhere the torch backend itself, whose values are the same."""
     if is_watched(setting.kv_pool.k(0).device):
         return LaunchedAttentionBackend(setting)
@@ -110,11 +114,11 @@ class _Plan(AttentionPlan):
 
         if extends:
             assert isinstance(inputs, AttentionInputs)
-            operands = (q, *caches, out, None, *requests, inputs.query_starts, pool.page_size)
-            accesses.extend_attention.launch(extend, *operands)
+            starts = inputs.query_starts
+            accesses.extend_attention.launch(extend, q, *caches, out, None, *requests, starts, pool.page_size)
         else:
-            operands = (q, *caches, out, *requests, *self._backend.workspace, pool.page_size)
-            accesses.decode_attention.launch(decode, *operands)
+            work = self._backend.workspace
+            accesses.decode_attention.launch(decode, q, *caches, out, *requests, *work, pool.page_size)
         return out
 
 
@@ -131,3 +135,6 @@ def _new_tokens(
         at = torch.arange(length - new, length)
         slots.append(page_table[row][at // layer.page_size].long() * layer.page_size + at % layer.page_size)
     return torch.cat(slots)
+
+
+register_attention_backend(LAUNCHED, _make)
