@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from fenceline.entrypoints import sse
-from fenceline.entrypoints.direct_routes import DirectRoutes, handlers_of
 from fenceline.entrypoints.http_protocol import MAX_HELD_BYTES, JoiningTransport, LateLogger
+from fenceline.entrypoints.http_server import DirectRoutes, handlers_of
 from fenceline.entrypoints.sse import EventStream
 from fenceline.frontend.request_types import RequestError
 from fenceline.ipc import sockets as ipc

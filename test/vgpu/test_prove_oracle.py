@@ -30,8 +30,8 @@ from fenceline.mem_cache.tree import radix_cache
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import MatchResult, RadixCache
 from fenceline.model_executor import model_runner
-from fenceline.sampling import filters as sampling_filters
 from fenceline.sampling import gumbel as engine_gumbel
+from fenceline.sampling import sampler as sampler_module
 from fenceline.sampling import sampling_batch
 from fenceline.sampling.sampler import Sampler
 from fenceline.sampling.sampling_params import SamplingParams
@@ -298,9 +298,9 @@ def _namespaces_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def _top_k_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    right = sampling_filters._lowest_kept
+    right = sampler_module._lowest_kept
     patch.setattr(
-        sampling_filters,
+        sampler_module,
         "_lowest_kept",
         lambda scaled, max_top_k, top_ks, top_ps: right(scaled, max_top_k, (top_ks - 1).clamp(1), top_ps),
     )

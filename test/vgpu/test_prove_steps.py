@@ -64,17 +64,19 @@ def test_workloads_visit_graphs_padding_and_what_lies_beyond() -> None:
     """Every scripted workload meets graphs, but for the one with prompts of thousands of tokens and those that decode
     nothing."""
     without = {ENGINE, "growth", "overwritten", "refill"}
-    replays, fallbacks = {}, set()
-    for name in WORKLOADS.keys() - without:
+    replayed, fallbacks = set(), set()
+    for name in sorted(WORKLOADS.keys() - without):
         for seed in range(8):
             loop = make_loop(name, seed)
             loop.run()
             stats = loop.runner.graph_stats
             if stats is not None:
-                replays[name] = replays.get(name, 0) + stats.replays
                 fallbacks |= set(stats.fallbacks)
                 assert not stats.repairs
-    assert len(replays) == len(WORKLOADS) - len(without) and all(replays.values()), replays
+                if stats.replays:
+                    replayed.add(name)
+                    break
+    assert replayed == WORKLOADS.keys() - without
     assert fallbacks == {"size", "padding"}
 
 

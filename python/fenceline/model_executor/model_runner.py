@@ -24,19 +24,20 @@ from fenceline.mem_cache.host.cache_controller import HiCacheController, make_hi
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool, ReqPool, check_row_bytes, num_kv_pages
 from fenceline.mem_cache.storage.controller import Storage, make_storage
 from fenceline.memory_order import Device, InputRing, ResultRing, page_leases, wait_for_pages
+from fenceline.memory_order.access import Accesses, Memory, PagedMemory
 from fenceline.memory_order.edges import STARTUP_STOP, StreamName
 from fenceline.model_executor.decode_runner import DecodeRunner, Logits
 from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from fenceline.model_executor.step import (
     Completions,
+    DecodeBatch,
     ExtendBatch,
     ExtendSeq,
     ForwardResult,
     ScheduleBatch,
     drain_completions,
 )
-from fenceline.model_executor.step_accesses import StepAccesses
 from fenceline.model_executor.warm_up import warm_up
 from fenceline.models.loader import load_model
 from fenceline.sampling.sampler import OutputLogprobs, Sampler, prompt_logprobs
@@ -383,3 +384,44 @@ def _extend_attention(batch: ExtendBatch, views: Views, page_table: torch.Tensor
         query_lens_cpu=np.array([len(seq.token_ids) for seq in batch.seqs], dtype=np.int64),
         query_starts=views["query_starts"],
     )
+
+
+class StepAccesses:
+    """What a step reads and writes on FORWARD beside the rings: rows of requests and KV pages, each of all layers.
+
+    ``extend`` and ``decode`` are for ``Device.declare``. A decode step whose requests are those of the step before
+    costs no operation over its rows.
+    """
+
+    def __init__(self, kv_pool: KVPool, req_pool: ReqPool) -> None:
+        self._page_size = kv_pool.page_size
+        rows, columns = req_pool.page_table.shape
+        self.page_table = Memory("req_pool.page_table", rows)
+        self.last_tokens = Memory("req_pool.last_tokens", rows)
+        self.pages = PagedMemory(
+            "kv_pool", kv_pool.num_pages, kv_pool.page_size, (rows, columns), StreamName.FORWARD
+        )
+
+    def extend(self, op: Accesses, batch: ExtendBatch) -> None:
+        """A prefill step: writes the pages of its chunks, reads all pages up to them."""
+        self._write_table(op, batch)
+        rows = np.array([seq.row for seq in batch.seqs], dtype=np.int64)
+        seq_lens = np.array([seq.seq_len for seq in batch.seqs], dtype=np.int64)
+        op.read(self.page_table, rows)
+        op.write(self.pages, np.concatenate([seq.out_slots for seq in batch.seqs]) // self._page_size)
+        op.read_pages(self.pages, rows, seq_lens)
+        sampled = np.array([seq.row for seq in batch.seqs if seq.sampling is not None], dtype=np.int64)
+        op.write(self.last_tokens, sampled)
+
+    def decode(self, op: Accesses, batch: DecodeBatch) -> None:
+        """A decode step: writes each request's last page, reads all of them."""
+        if len(batch.page_writes):
+            self._write_table(op, batch)
+        op.read(self.page_table, batch.rows)
+        op.append_pages(self.pages, batch.rows, batch.seq_lens)
+        op.write(self.last_tokens, batch.rows)  # and reads them: the tokens of the step before
+
+    def _write_table(self, op: Accesses, batch: ExtendBatch | DecodeBatch) -> None:
+        writes = batch.page_writes
+        op.write(self.page_table, writes.rows)
+        op.write_table(self.pages, writes.rows, writes.columns, writes.pages)

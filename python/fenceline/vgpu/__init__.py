@@ -19,9 +19,9 @@ from fenceline.vgpu.errors import (
     VgpuError,
 )
 from fenceline.vgpu.factories import use
-from fenceline.vgpu.footprint import declare_rows
 from fenceline.vgpu.gpu import Event, Graph, VirtualGpu
 from fenceline.vgpu.kernels import Rows, launch
+from fenceline.vgpu.operators import declare_rows
 from fenceline.vgpu.policy import Script, Turn
 from fenceline.vgpu.threads import Channel
 

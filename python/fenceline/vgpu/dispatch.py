@@ -14,11 +14,10 @@ import torch
 from fenceline.vgpu import backend
 from fenceline.vgpu.copies import copy_, to_copy
 from fenceline.vgpu.errors import VgpuError
-from fenceline.vgpu.footprint import Indexes
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.layout import Form, form_of
 from fenceline.vgpu.memory import NO_ACCESS, NO_BOUNDS, Access, Bound, Bounds
-from fenceline.vgpu.operators import Kind, Operator
+from fenceline.vgpu.operators import Indexes, Kind, Operator
 from fenceline.vgpu.place import here
 from fenceline.vgpu.tensor import VTensor, access, new_tensor, set_dispatch, wrap
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from fenceline.entrypoints.fields import UnknownFields
 from fenceline.entrypoints.openai.chat_template import ChatTemplate
-from fenceline.entrypoints.openai.parsing import parse_body, refuse_chat, refuse_completion
+from fenceline.entrypoints.openai.parsing import parse_body, refuse_chat, refuse_completion, sampling_params
 from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
-from fenceline.entrypoints.openai.sampling import sampling_params
 from fenceline.entrypoints.openai.serving_chat import render_chat
 from fenceline.frontend.request_prepare import build_message
 from fenceline.frontend.request_types import GenerateInput, RequestError

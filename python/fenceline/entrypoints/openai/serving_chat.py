@@ -19,10 +19,9 @@ from fenceline.entrypoints.openai.answer import (
 from fenceline.entrypoints.openai.chat_choice import ChatChoice
 from fenceline.entrypoints.openai.chat_template import ChatTemplate
 from fenceline.entrypoints.openai.delivery import Answer, StreamShape
-from fenceline.entrypoints.openai.parsing import refuse_chat
+from fenceline.entrypoints.openai.parsing import refuse_chat, sampling_params
 from fenceline.entrypoints.openai.protocol import ChatBody, ChatMessage
 from fenceline.entrypoints.openai.reasoning_parser import ReasoningFormat, ReasoningParser
-from fenceline.entrypoints.openai.sampling import sampling_params
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.sse import while_connected
 from fenceline.frontend.request_stream import StreamGroup

@@ -19,9 +19,8 @@ from fenceline.entrypoints.openai.answer import (
 )
 from fenceline.entrypoints.openai.delivery import Answer, StreamShape, TextFrame
 from fenceline.entrypoints.openai.logprobs import LegacyLogprobs, LegacyLogprobsWriter, join_legacy
-from fenceline.entrypoints.openai.parsing import refuse_completion
+from fenceline.entrypoints.openai.parsing import refuse_completion, sampling_params
 from fenceline.entrypoints.openai.protocol import CompletionBody
-from fenceline.entrypoints.openai.sampling import sampling_params
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.sse import while_connected
 from fenceline.frontend.request_types import GenerateChunk, GenerateInput, check_num_requests, expand_samples
