@@ -239,7 +239,8 @@ def print_row(row: Row) -> None:
     print(
         f"{row.attack[:56]:<56} {row.tree[:8]:<8} {row.took_s:>6.1f} s  health {row.health_ms:>7.0f}"
         f" kept {row.kept_health_ms:>7.0f}  token +{row.token_late_ms:>6.0f} ms  peak {row.memory_peak_mb:>6.0f}"
-        f" kept {row.memory_kept_mb:>6.0f} MB  log {row.log_kb:>6.0f} KB  {got}  {' '.join(misses(row))}",
+        f" kept {row.memory_kept_mb:>6.0f} MB"
+        f"  observer late {row.observer_lag_ms:>4.0f} ms  log {row.log_kb:>6.0f} KB  {got}  {' '.join(misses(row))}",
         flush=True,
     )
     for failure in row.failures:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -66,6 +67,21 @@ def test_late_is_what_ends_late() -> None:
     assert usual(samples, until=6.0) == 0.02
     assert worst(samples, since=3.0, less=1.0) == 4.0
     assert worst(samples, since=7.5) == 0.02
+
+
+def test_looking_costs_the_observer_little_and_counts_what_is_pending_until_the_look() -> None:
+    """As objects the samples of a minute took it half a second to send, which counted as the age of a token."""
+    from beside import Observed, Sample
+
+    seen = Observed(seen_at=7.5, pending={"next_tokens": 7.0})
+    for index in range(40_000):
+        seen.next_tokens.add(index / 1000, 0.003)
+    sent = pickle.dumps(seen)
+    assert len(sent) < 20 * 40_000
+    arrived: Observed = pickle.loads(sent)
+    arrived.count_pending()
+    assert list(arrived.next_tokens)[:2] == [Sample(0.0, 0.003), Sample(0.001, 0.003)]
+    assert list(arrived.next_tokens)[-1] == Sample(7.0, 0.5)
 
 
 def test_what_is_watched_and_what_is_known_already(
