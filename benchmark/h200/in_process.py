@@ -11,6 +11,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import zmq
@@ -100,17 +101,19 @@ class InProcessEngine:
         """The runner of decode steps if there are captured graphs, else None."""
         return self.decode if self.decode.has_graphs else None
 
-    def submit(self, num_reqs: int, prompt_len: int, output_lens: Sequence[int]) -> None:
-        """Queue greedy requests of random prompts; ``output_lens`` repeat."""
+    def submit(self, num_reqs: int, prompt_len: int, output_lens: Sequence[int], **sampling: float) -> None:
+        """Queue requests of random prompts; ``output_lens`` repeat. Greedy unless ``sampling``, fields of
+        SamplingParams, says otherwise."""
         draw = torch.Generator().manual_seed(self._num_submitted)
         for i in range(num_reqs):
             vocab = min(_VOCAB, self.config.model.vocab_size)
             ids = torch.randint(0, vocab, (prompt_len,), generator=draw).tolist()
-            self.submit_ids(ids, output_lens[i % len(output_lens)])
+            self.submit_ids(ids, output_lens[i % len(output_lens)], **sampling)
 
-    def submit_ids(self, ids: list[int], output_len: int) -> str:
-        """Queue one greedy request; returns its id."""
-        params = SamplingParams(max_new_tokens=output_len, ignore_eos=True, temperature=0.0)
+    def submit_ids(self, ids: list[int], output_len: int, **sampling: float) -> str:
+        """Queue one request, greedy unless ``sampling`` says otherwise; returns its id."""
+        fields: dict[str, Any] = {"temperature": 0.0} | sampling
+        params = SamplingParams(max_new_tokens=output_len, ignore_eos=True, **fields)
         rid = f"req-{self._num_submitted}"
         self._num_submitted += 1
         self._inbox.messages.append(
