@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -39,6 +40,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 _BUSY_LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
 _busy_loops: list[subprocess.Popen[bytes]] = []
+
+
+def pytest_configure() -> None:
+    """A shell has the commands that it starts in the background ignore SIGINT, and so would the servers of tests, until
+    they handle it themselves."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

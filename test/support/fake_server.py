@@ -14,4 +14,7 @@ if __name__ == "__main__":
     from fenceline.entrypoints.supervisor import serve_until_stopped
 
     module = fake_scheduler if hasattr(fake_scheduler, sys.argv[1]) else broken_scheduler
-    sys.exit(serve_until_stopped(resolve(parse_args(sys.argv[2:])), getattr(module, sys.argv[1])))
+    try:
+        sys.exit(serve_until_stopped(resolve(parse_args(sys.argv[2:])), getattr(module, sys.argv[1])))
+    except KeyboardInterrupt:  # before the server handled signals itself; launch_server does the same
+        sys.exit(130)
