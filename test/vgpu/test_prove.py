@@ -56,13 +56,13 @@ HARDLY_SEEN = {
 # Of the others, the first seed that shows it where seed 0 does not. Only saves time: all are tried before we give up.
 SEEN_FIRST = {
     "arena_pad": 3,
-    "forward_after_schedule": 3,
+    "forward_after_schedule@InputRing.upload": 3,
     "forward_after_store": 1,
     "growth_stop": 9,
     "load_after_store": 1,
     "own_results": 25,
     "retired_after": 1,
-    "staging_reuse": 3,
+    "staging_reuse@InputRing.upload": 3,
 }
 
 
@@ -116,7 +116,7 @@ def test_an_edge_that_another_path_covers_is_redundant(monkeypatch: pytest.Monke
     monkeypatch.setattr(InputRing.__init__, "__defaults__", (2,))
     rows = []
     for name in ("schedule_after_forward", "staging_reuse"):
-        arm = ARMS[name]
+        arm = ARMS[f"{name}@InputRing.upload"]
         rows.append(judge(arm, [run(arm.trial(seed)) for seed in range(2)]))
         assert rows[-1].status == REDUNDANT
         assert "copy_after_forward + host_after_copy" in rows[-1].report
@@ -131,7 +131,7 @@ def test_a_failure_of_another_name_does_not_count() -> None:
 
 
 def test_no_run_proves_nothing() -> None:
-    assert not judge(ARMS["staging_reuse"], []).fine
+    assert not judge(ARMS["staging_reuse@InputRing.upload"], []).fine
 
 
 def test_a_failure_of_the_intact_engine_is_not_clean() -> None:
@@ -164,17 +164,19 @@ def test_the_guards_of_graphs_are_named_by_their_checks(name: str) -> None:
 
 
 def test_a_failing_schedule_is_told_by_the_switches_that_matter() -> None:
-    failure = run(ARMS["schedule_after_forward"].trial(0, detect=False))
+    failure = run(ARMS["schedule_after_forward@InputRing.upload"].trial(0, detect=False))
     assert not failure.clean
     text = explain(failure)
     few, total = int(text.split()[0]), int(text.split()[2])
     assert 0 < few <= 4 < 40 < total
     assert "schedule runs" in text and "staging.py" in text
-    assert "--seed 0 --seeds 1 --edge schedule_after_forward --blind" in failure.trial.command
+    assert (
+        "--seed 0 --seeds 1 --edge schedule_after_forward@InputRing.upload --blind" in failure.trial.command
+    )
 
 
 def test_a_race_needs_no_schedule_at_all() -> None:
-    assert "laziest schedule too" in explain(run(ARMS["schedule_after_forward"].trial(0)))
+    assert "laziest schedule too" in explain(run(ARMS["schedule_after_forward@InputRing.upload"].trial(0)))
 
 
 def test_the_command_that_is_printed_repeats_the_failure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,10 +211,15 @@ def test_wrong_names_are_refused(argv: list[str], capsys: pytest.CaptureFixture[
 
 
 def test_the_record_holds_what_every_run_finds_again() -> None:
-    rows = [judge(ARMS["staging_reuse"], [run(ARMS["staging_reuse"].trial(seed)) for seed in range(1)])]
+    rows = [
+        judge(
+            ARMS["staging_reuse@InputRing.upload"],
+            [run(ARMS["staging_reuse@InputRing.upload"].trial(seed)) for seed in range(1)],
+        )
+    ]
     (mine,) = record(rows)
     kept = {entry["name"]: entry for entry in json.loads(PROOF_FILE.read_text())}
-    assert kept["staging_reuse"] == mine
+    assert kept["staging_reuse@InputRing.upload"] == mine
 
 
 def test_a_function_that_applies_an_edge_unnamed_fails_the_proof() -> None:
@@ -221,12 +228,14 @@ def test_a_function_that_applies_an_edge_unnamed_fails_the_proof() -> None:
 
     launch, ready = "ModelRunner.launch", "HiCacheController.layer_ready"
     known = outcome(
-        ("forward_after_load", launch), ("forward_after_load", ready), ("staging_reuse", "Slot.begin_write")
+        ("forward_after_load", launch),
+        ("forward_after_load", ready),
+        ("copy_after_forward", "ResultRing.download"),
     )
     assert undeclared_sites([known]) == []
-    others = [outcome(("staging_reuse", "other")), outcome(("forward_after_load", "third"))]
+    others = [outcome(("copy_after_forward", "other")), outcome(("forward_after_load", "third"))]
     assert undeclared_sites([known, *others]) == [
-        "forward_after_load at third", "staging_reuse at Slot.begin_write", "staging_reuse at other",
+        "copy_after_forward at ResultRing.download", "copy_after_forward at other", "forward_after_load at third",
     ]  # fmt: skip
 
 

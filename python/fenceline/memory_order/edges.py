@@ -90,14 +90,18 @@ class EdgePart(NamedTuple):
 _HOST, _SCHEDULE, _FORWARD = StreamName.HOST, StreamName.SCHEDULE, StreamName.FORWARD
 _COPY, _LOAD, _STORE = StreamName.COPY, StreamName.LOAD, StreamName.STORE
 
+# The rings that bring a step's inputs and its plan to the device.
+_RINGS = (("InputRing.upload", ""), ("PlanRing.planning", ""))
+
 # --- a step's inputs and results ---------------------------------------------------------------------
 
 FORWARD_AFTER_SCHEDULE = Edge(
     name="forward_after_schedule",
     pairs=((_FORWARD, _SCHEDULE),),
     hazards=(Hazard.RAW,),
-    protects="device staging uploaded for this batch",
+    protects="device staging uploaded for this batch, and its plan",
     failure="",
+    sites=_RINGS,
 )
 SCHEDULE_AFTER_FORWARD = Edge(
     name="schedule_after_forward",
@@ -105,6 +109,7 @@ SCHEDULE_AFTER_FORWARD = Edge(
     hazards=(Hazard.WAR,),
     protects="device staging slots about to be reused",
     failure="F13",
+    sites=_RINGS,
 )
 COPY_AFTER_FORWARD = Edge(
     name="copy_after_forward",
@@ -133,6 +138,7 @@ STAGING_REUSE = Edge(
     hazards=(Hazard.WAR,),
     protects="pinned staging slots about to be rewritten",
     failure="F12",
+    sites=_RINGS,
 )
 
 # --- KV pages on their way between device and host ---------------------------------------------------

@@ -249,9 +249,14 @@ def wait_for_pages(stream: Stream, after: Points) -> None:
 
 
 def applied_at() -> str:
-    """The function, ``Class.name``, that applies the edge which this stream was just told of; for tests."""
+    """The function, ``Class.name``, that applies the edge which this stream was just told of; for tests. What several
+    rings do alike, in methods of ``Slot``, is the ring's."""
     frame = sys._getframe(1)
-    while frame.f_code.co_filename == __file__ or frame.f_code.co_name == "_is_cut":
+    while (
+        frame.f_code.co_filename == __file__
+        or frame.f_code.co_name == "_is_cut"
+        or frame.f_code.co_qualname.startswith("Slot.")
+    ):
         assert frame.f_back is not None, "somebody has called"
         frame = frame.f_back
     return frame.f_code.co_qualname.partition(".<locals>")[0]

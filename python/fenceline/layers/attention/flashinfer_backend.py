@@ -22,20 +22,19 @@ from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.attention.flashinfer_library import (
     AttentionShape,
     DecodeKernels,
+    InstalledLibrary,
+    Library,
     Pages,
     PlanInfo,
     PrefillKernels,
     Workspace,
-    check_shape,
-    load_library,
-    prefill_generation,
 )
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
+from fenceline.layers.kernels import launched
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Device
 from fenceline.memory_order.staging import PlanRing
 
-_INT_BYTES = 8 << 20  # for a plan, as in FlashInfer's own wrappers; larger batches use more of it
 _MAX_QUERY_TILE = 128
 # Up to this group size the CUDA-core decode kernels read the pool as fast as those on tensor cores, without padding
 # the group to a tensor core's tile.
@@ -48,7 +47,8 @@ class FlashInferAttentionBackend(AttentionBackend):
     """Plans over one KV pool. A plan is valid until the next is made: they share the ring and the workspaces.
 
     ``num_heads`` is the number of this rank's query heads. To compare kernels, ``prefill`` names FlashInfer's fa2 or
-    fa3 and ``tensor_cores`` says what decode runs on; None chooses what fits the GPU and the model.
+    fa3 and ``tensor_cores`` says what decode runs on; None chooses what fits the GPU and the model. ``library``: the
+    installed package unless given.
     Raises ValueError with the remedy if FlashInfer is missing or has no kernels for the model.
     """
 
@@ -59,17 +59,14 @@ class FlashInferAttentionBackend(AttentionBackend):
         num_heads: int,
         prefill: str | None = None,
         tensor_cores: bool | None = None,
+        library: Library | None = None,
     ) -> None:
         keys = kv_pool.k(0)
         self.shape = AttentionShape(
             num_heads, keys.shape[1], keys.shape[2], kv_pool.page_size, kv_pool.k(0).dtype
         )
-        check_shape(self.shape)
-        if device.kind != "cuda":
-            raise ValueError(
-                "--attention-backend flashinfer needs an NVIDIA GPU: use --attention-backend torch"
-            )
-        load_library()
+        library = InstalledLibrary() if library is None else library
+        library.check(device, self.shape)
         self.kv_pool = kv_pool
         pages = (kv_pool.num_pages, kv_pool.page_size, *keys.shape[1:])
         # Views made once: prefill needs them for each layer, and a short prompt is bound by the CPU.
@@ -78,16 +75,17 @@ class FlashInferAttentionBackend(AttentionBackend):
             for layer in range(kv_pool.num_layers)
         ]
         self._device = device
-        fa3_or_fa2 = prefill or prefill_generation(device.torch_device, self.shape.dtype)
-        self.prefill = PrefillKernels(self.shape, fa3_or_fa2)
+        fa3_or_fa2 = prefill or library.prefill_generation(device.torch_device, self.shape.dtype)
+        self.prefill = PrefillKernels(self.shape, fa3_or_fa2, library)
         # fa3 has one block for each tile of queries and does not split the keys, so a few new tokens after a long
         # prefix leave most of the GPU idle. fa2 splits the keys.
-        self._few_queries = PrefillKernels(self.shape, "fa2") if prefill is None else self.prefill
-        self.decode: DecodeKernels | PrefillKernels = DecodeKernels(self.shape)
+        self._few_queries = PrefillKernels(self.shape, "fa2", library) if prefill is None else self.prefill
+        self.decode: DecodeKernels | PrefillKernels = DecodeKernels(self.shape, library)
         if self.shape.group > _MAX_CUDA_CORE_GROUP if tensor_cores is None else tensor_cores:
-            self.decode = PrefillKernels(self.shape, "fa2") if fa3_or_fa2 != "fa2" else self.prefill
-        self._ring = PlanRing(device, _INT_BYTES)
-        self._num_sms = torch.cuda.get_device_properties(device.torch_device).multi_processor_count
+            fa2 = self.prefill
+            self.decode = PrefillKernels(self.shape, "fa2", library) if fa3_or_fa2 != "fa2" else fa2
+        self._ring = PlanRing(device, library.plan_bytes, library.plan_slots)
+        self._num_sms = library.num_sms(device.torch_device)
         self._floats = self._bytes(self._eager_float_bytes())
         self._indices = torch.empty(0, dtype=torch.int32, device=device.torch_device)
         self._buckets: dict[int, _Bucket] = {}
@@ -148,21 +146,10 @@ class FlashInferAttentionBackend(AttentionBackend):
         return self.decode.plan(space, np.ones_like(lens), lens, paged=True, causal=False, graph=graph)
 
     def _gather(self, inputs: AttentionInputs) -> Pages:
-        from fenceline.layers.attention.page_gather import gather_page_indices
-
         num_pages = -(-inputs.seq_lens_cpu // self.shape.page_size)
         indices = _ints(int(num_pages.sum()), inputs.page_table.device)
         pages = _pages_into(indices, len(num_pages))
-        gather_page_indices(
-            inputs.page_table,
-            inputs.rows,
-            inputs.seq_lens,
-            self.shape.page_size,
-            int(num_pages.max()),
-            pages.indptr,
-            pages.indices,
-            pages.last_page_lens,
-        )
+        _gather_into(pages, inputs, self.shape.page_size, int(num_pages.max()))
         return pages
 
     def attend(
@@ -274,6 +261,20 @@ def _pages_into(indices: torch.Tensor, num_requests: int) -> Pages:
     return Pages(_ints(num_requests + 1, indices.device), indices, _ints(num_requests, indices.device))
 
 
+def _gather_into(
+    pages: Pages, inputs: AttentionInputs | GraphDecodeInputs, page_size: int, max_pages: int
+) -> None:
+    """Pages and offsets of the requests, on the current stream."""
+    given = inputs.page_table, inputs.rows, inputs.seq_lens, page_size, max_pages
+    results = pages.indptr, pages.indices, pages.last_page_lens
+    if inputs.page_table.is_cuda:
+        from fenceline.layers.attention.page_gather import gather_page_indices
+
+        gather_page_indices(*given, *results)
+    else:
+        launched.gather_page_indices(*given, *results)
+
+
 class _EagerPlan(AttentionPlan):
     """Uses a slot of the ring, so it is invalid once another plan is made; using it then raises."""
 
@@ -372,18 +373,7 @@ class _GraphDecodePlan(AttentionPlan):
 
     def prepare(self) -> None:
         """Gather pages and offsets of the current requests. See ``AttentionPlan.prepare``."""
-        from fenceline.layers.attention.page_gather import gather_page_indices
-
-        gather_page_indices(
-            self.inputs.page_table,
-            self.inputs.rows,
-            self.inputs.seq_lens,
-            self.backend.shape.page_size,
-            self.max_pages,
-            self.pages.indptr,
-            self.pages.indices,
-            self.pages.last_page_lens,
-        )
+        _gather_into(self.pages, self.inputs, self.backend.shape.page_size, self.max_pages)
 
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float

@@ -15,11 +15,13 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from fenceline.memory_order import Device
 
 REMEDY = "install the extra with pip install 'fenceline[cuda]', or use --attention-backend triton"
 _VERSIONS = ("0.6.",)  # versions whose plan and run functions have the signatures used here
@@ -98,8 +100,42 @@ def check_shape(shape: AttentionShape) -> None:
         )
 
 
-class _Module:
-    """A module of kernels, compiled when it is first needed and kept in ~/.cache/flashinfer."""
+class Module(Protocol):
+    """A module of kernels."""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it can be used without compiling it. This may write its sources to the cache, nothing else."""
+
+    @property
+    def functions(self) -> Any:
+        """Its ``plan`` and ``run`` functions. May compile them first, for up to a minute."""
+
+
+class Library(Protocol):
+    """FlashInfer as the backend needs it. The proof has another, for devices without its kernels."""
+
+    plan_bytes: int  # of a batch's plan, at most
+    plan_slots: int  # plans that may be in use or on their way
+
+    def check(self, device: Device, shape: AttentionShape) -> None:
+        """Raise ValueError with the remedy if there are no kernels for ``shape`` on ``device``."""
+
+    def num_sms(self, device: torch.device) -> int:
+        """Multiprocessors of ``device``."""
+
+    def prefill_generation(self, device: torch.device, dtype: torch.dtype) -> str:
+        """The prefill kernels for ``device``: fa2 or fa3."""
+
+    def prefill_module(self, shape: AttentionShape, generation: str) -> Module:
+        """The kernels for any number of queries a request."""
+
+    def decode_module(self, shape: AttentionShape) -> Module:
+        """The kernels for one query a request, on CUDA cores."""
+
+
+class _CompiledModule:
+    """See ``Module``: compiled when it is first needed, and kept in ~/.cache/flashinfer."""
 
     def __init__(self, module: str, generate: str, get: str, args: tuple[object, ...]) -> None:
         self._module, self._generate, self._get, self._args = module, generate, get, args
@@ -107,7 +143,7 @@ class _Module:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it can be used without compiling it. This may write its sources to the cache, nothing else."""
+        """See ``Module``."""
         if self._functions is not None:
             return True
         modules: ModuleType = import_module("flashinfer.jit.attention.modules")
@@ -115,10 +151,47 @@ class _Module:
 
     @property
     def functions(self) -> Any:
-        """Its ``plan`` and ``run`` functions. Compiles for up to a minute the first time on a machine."""
+        """See ``Module``."""
         if self._functions is None:
             self._functions = getattr(import_module(self._module), self._get)(*self._args)
         return self._functions
+
+
+class InstalledLibrary:
+    """The package ``flashinfer-python``."""
+
+    plan_bytes = 8 << 20  # as in FlashInfer's own wrappers; larger batches use more of it
+    plan_slots = 2  # a plan is copied while the step before still reads its own
+
+    def check(self, device: Device, shape: AttentionShape) -> None:
+        """See ``Library``."""
+        check_shape(shape)
+        if device.kind != "cuda":
+            raise ValueError(
+                "--attention-backend flashinfer needs an NVIDIA GPU: use --attention-backend torch"
+            )
+        load_library()
+
+    def num_sms(self, device: torch.device) -> int:
+        """See ``Library``."""
+        count: int = torch.cuda.get_device_properties(device).multi_processor_count
+        return count
+
+    def prefill_generation(self, device: torch.device, dtype: torch.dtype) -> str:
+        """``fa3`` where FlashInfer has it for this GPU, else ``fa2``."""
+        determine: Callable[..., str] = import_module("flashinfer.utils").determine_attention_backend
+        return determine(device, _NO_POSITIONS, False, False, dtype, dtype)
+
+    def prefill_module(self, shape: AttentionShape, generation: str) -> Module:
+        """See ``Library``."""
+        args = (generation, *_module_args(shape), False)  # no products of q and k in half precision
+        names = "flashinfer.prefill", "gen_batch_prefill_module", "get_batch_prefill_module"
+        return _CompiledModule(*names, args)
+
+    def decode_module(self, shape: AttentionShape) -> Module:
+        """See ``Library``."""
+        names = "flashinfer.decode", "gen_batch_decode_module", "get_batch_decode_module"
+        return _CompiledModule(*names, _module_args(shape))
 
 
 def _module_args(shape: AttentionShape) -> tuple[object, ...]:
@@ -130,12 +203,9 @@ def _module_args(shape: AttentionShape) -> tuple[object, ...]:
 class PrefillKernels:
     """Attention of any number of queries a request: ``fa3`` on Hopper, else ``fa2``. On tensor cores."""
 
-    def __init__(self, shape: AttentionShape, generation: str) -> None:
+    def __init__(self, shape: AttentionShape, generation: str, library: Library) -> None:
         self.shape, self.generation = shape, generation
-        args = (generation, *_module_args(shape), False)  # no products of q and k in half precision
-        self._module = _Module(
-            "flashinfer.prefill", "gen_batch_prefill_module", "get_batch_prefill_module", args
-        )
+        self._module = library.prefill_module(shape, generation)
 
     @property
     def is_compiled(self) -> bool:
@@ -242,14 +312,9 @@ class DecodeKernels:
     """Attention of one query a request on CUDA cores. For small groups they are faster than tensor cores, which would
     be half empty."""
 
-    def __init__(self, shape: AttentionShape) -> None:
+    def __init__(self, shape: AttentionShape, library: Library) -> None:
         self.shape = shape
-        self._module = _Module(
-            "flashinfer.decode",
-            "gen_batch_decode_module",
-            "get_batch_decode_module",
-            _module_args(shape),
-        )
+        self._module = library.decode_module(shape)
 
     @property
     def is_compiled(self) -> bool:
@@ -301,12 +366,6 @@ class DecodeKernels:
             rope_theta=1e4,
         )
         return out
-
-
-def prefill_generation(device: torch.device, dtype: torch.dtype) -> str:
-    """``fa3`` where FlashInfer has it for this GPU, else ``fa2``."""
-    determine: Callable[..., str] = import_module("flashinfer.utils").determine_attention_backend
-    return determine(device, _NO_POSITIONS, False, False, dtype, dtype)
 
 
 @cache  # callers must not change the result

@@ -3,6 +3,8 @@ declared accesses and the values of torch's operators."""
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 
 from fenceline.layers.kernels import accesses
@@ -100,3 +102,30 @@ class LaunchedDenseWeight(DenseWeight):
             out = x.new_empty(x.shape[0], self.shape[0] // (2 if gated else 1))
         accesses.skinny_linear.launch(compute, x, self.data, norm.weight, bias, None, out)
         return out
+
+
+def gather_page_indices(
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_size: int,
+    max_pages: int,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    last_page_lens: torch.Tensor,
+) -> None:
+    """See ``attention.page_gather.gather_page_indices``. On the CPU too."""
+
+    def compute(
+        page_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, *results: torch.Tensor
+    ) -> None:
+        indptr, indices, last_page_lens = results
+        num_pages = (-(-seq_lens // page_size)).clamp(0, max_pages)
+        starts = [0, *accumulate(num_pages.tolist())]
+        for row, start, stop in zip(rows.tolist(), starts, starts[1:], strict=False):
+            indices[start:stop] = page_table[row, : stop - start]
+        indptr.copy_(torch.tensor(starts, dtype=torch.int32))
+        last_page_lens.copy_(seq_lens - (num_pages - 1) * page_size)
+
+    operands = page_table, rows, seq_lens, indptr, indices, last_page_lens
+    accesses.gather_page_indices.launch(compute, *operands)

@@ -21,12 +21,15 @@ MISNAMED = "misnamed"  # with it severed runs fail, but no report names it
 UNPROVEN = "unproven"  # no arm, or no run
 
 _EDGE_WORKLOADS = {
-    "forward_after_schedule": "mixed",
-    "schedule_after_forward": "row_reuse",
+    "forward_after_schedule@InputRing.upload": "mixed",
+    "forward_after_schedule@PlanRing.planning": "flashinfer",
+    "schedule_after_forward@InputRing.upload": "row_reuse",
+    "schedule_after_forward@PlanRing.planning": "flashinfer",
     "copy_after_forward": "prefixes",
     "host_after_copy": "aborts",
     "host_after_forward": "spill",
-    "staging_reuse": "staging",
+    "staging_reuse@InputRing.upload": "staging",
+    "staging_reuse@PlanRing.planning": "flashinfer",
     "store_after_forward": "offload",
     "forward_after_store": "spill",
     "load_after_forward": "swap",

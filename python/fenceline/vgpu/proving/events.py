@@ -26,6 +26,8 @@ from fenceline.scheduler.req import Prefix, Req
 from fenceline.scheduler.scheduler import InFlight, Scheduler
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.gpu import Graph
+from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TENSOR_CORES
+from fenceline.vgpu.proving.launched_attention import LAUNCHED
 
 # The states of a request, for aborts (``state_of``).
 STATES = (
@@ -50,6 +52,9 @@ EVENTS: dict[str, str] = {
     "a prompt in three chunks": "in consecutive steps",
     "several prompts in one step": "",
     "prefill between decode steps": "a prefill step while other requests decode",
+    "steps of our attention kernels": "by their declared accesses",
+    "planned steps": "each batch's attention is planned on the host while the last step may still run",
+    "planned decode replay": "the plan is copied to the graph's own memory before it is replayed",
     "a step for one who has left": "its results are dropped, because the request left while the step was in flight",
     # the prefix cache
     "hit": "a request finds a prefix on the device",
@@ -176,6 +181,13 @@ class Watch:
 
     def _launched(self, flight: InFlight, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
         replayed = self._replayed()
+        backend = self._scheduler.config.decode_attention_backend
+        planned = backend in (FLASHINFER, FLASHINFER_TENSOR_CORES)
+        self.note("steps of our attention kernels", backend == LAUNCHED)
+        self.note(
+            "planned steps", planned and not self._scheduler.config.server_args.disable_overlap_schedule
+        )
+        self.note("planned decode replay", planned and replayed and isinstance(batch, DecodeBatch))
         if isinstance(batch, DecodeBatch):
             self._decode(batch, [name for name in replayed if name.startswith("decode")])
         else:

@@ -18,6 +18,7 @@ from fenceline.ipc.io_struct import (
     TickReq,
 )
 from fenceline.vgpu.proving.events import STATES
+from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TENSOR_CORES
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
 from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Flag, Flags, Scenario, Script, Workload
@@ -25,7 +26,7 @@ from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
 
 _RARE_STATES = ("retracted", "retracted with a tail", "waiting for storage")
 _POLICIES = ("write_through", "write_through_selective", "write_back")
-_ATTENTION = (PERSISTENT, LAUNCHED, "", "", "")  # "": torch's operators
+_ATTENTION = (PERSISTENT, LAUNCHED, FLASHINFER, FLASHINFER_TENSOR_CORES, "")  # "": torch's operators
 _STOP_STRINGS = ("a", "th", "on", "ne", "e t", "é", "r.")
 
 

@@ -17,6 +17,7 @@ from fenceline.ipc.io_struct import (
     PauseGenerationReq,
 )
 from fenceline.vgpu.proving.everything import EVERYTHING
+from fenceline.vgpu.proving.flashinfer_library import FLASHINFER
 from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
 from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Scenario, Script, Workload
@@ -287,6 +288,12 @@ WORKLOADS: dict[str, Workload] = {
         Workload("growth", "uploads and results that outgrow the rings", _growth),
         *HICACHE_WORKLOADS,
         Workload("launched", "attention by launches of our own kernels", _attention(LAUNCHED), share=3),
+        Workload(
+            "flashinfer",
+            "F12: every batch is planned on the host, with room for one plan",
+            _attention(FLASHINFER),
+            share=3,
+        ),
         EVERYTHING,
         Workload(ENGINE, "rounds of prompts through fenceline.Engine", _no_script),
     )
