@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
+from fenceline.vgpu import mutate
 from fenceline.vgpu.mutate import Result, read_results, report
 from fenceline.vgpu.proving.mutants import FOLDERS, LEFT_OUT, PACKAGE, all_mutants, mutants_of
 
@@ -87,6 +92,71 @@ def test_every_file_that_is_left_out_exists() -> None:
         for path in (PACKAGE / folder).rglob("*.py")
     ]
     assert [pattern for pattern, _ in LEFT_OUT if not any(fnmatchcase(file, pattern) for file in files)] == []
+
+
+def test_shards_are_parts_of_one_random_order(capsys: pytest.CaptureFixture[str]) -> None:
+    def listed(*more: str) -> list[str]:
+        assert mutate.main(["--list", "--only", "sampling/*", *more]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    everything, parts = listed(), [listed("--shard", f"{i}/3") for i in (1, 2, 3)]
+    assert sorted(sum(parts, [])) == sorted(everything) and len(everything) > 20
+    assert parts[1] == everything[1::3] and everything[:9] == listed("--sample", "9")
+    assert everything != listed("--seed", "1") and sorted(everything) == sorted(listed("--seed", "1"))
+
+
+def test_a_campaign_ends_in_time_and_keeps_nothing_of_what_it_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of mutants whose runs never end two are running when the time is over; one is reached by no run."""
+    mutants = mutants_of("sampling/sampler.py", SOURCE)[:4]
+    reached = {"sampling/sampler.py": {mutant.statement: ["mixed"] for mutant in mutants}}
+    unreached = replace(mutants[0], path="sampling/filters.py")
+    monkeypatch.setattr(mutate, "_run_mutant", lambda *args: signal.pause())
+    results = tmp_path / "results.jsonl"
+    began = time.monotonic()
+    mutate._campaign([unreached, *mutants], reached, 2, 0.1, results, began + 1)
+    assert [one.state for one in read_results(results).values()] == ["unreached"]
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    mutate._campaign(mutants, reached, 2, 60, results, time.monotonic() + 60)  # too late for one to begin
+    assert len(read_results(results)) == 1
+
+
+def test_a_time_limit_has_room_for_a_mutant(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        mutate.main(["--minutes", "2", "--cpu-limit", "60"])
+    assert "--minutes: too few" in capsys.readouterr().err
+
+
+def test_results_of_shards_are_merged_each_mutants_last_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = {"path": "mem_cache/x.py", "line": 1, "rule": "drop", "ordering": False, "old": "a", "text": "b"}
+    shards = [tmp_path / f"{number}.jsonl" for number in range(3)]
+    for shard, ids, state in zip(shards, ("ab", "bc", "d"), ("survived", "killed", "killed"), strict=True):
+        lines = (json.dumps({"id": one, "state": state, "named": [], **fields}) + "\n" for one in ids)
+        shard.write_text("".join(lines))
+    paths = [str(shard) for shard in shards]
+    assert mutate.main(["--report", "--results", paths[0], "--merge", *paths[1:]]) == 1, "one has no review"
+    assert {one.id: one.killed for one in read_results(shards[0]).values()} == {
+        "a": False, "b": True, "c": True, "d": True
+    }  # fmt: skip
+    assert "| mem_cache | 4 | 3 |" in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "what", ["node.host_after.join(in_flight)", "node.host_after.join(transfer_points(node))"]
+)
+def test_points_of_a_node_that_has_left_are_missed(what: str, tmp_path: Path) -> None:
+    """Without those that it had before, the pages are handed on, or loaded, while a transfer still uses them."""
+    forgets = what.partition("join(")[2].removesuffix(")")
+    mutant = next(one for one in all_mutants() if one.old == what and one.text == forgets)
+    results = tmp_path / "results.jsonl"
+    command = [sys.executable, "-m", "fenceline.vgpu.mutate", "--id", mutant.id, "--workload", "gone"]
+    subprocess.run([*command, "--results", str(results)], check=True, capture_output=True, timeout=280)
+    assert read_results(results)[mutant.id].by_name
 
 
 @pytest.mark.long

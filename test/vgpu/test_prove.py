@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from fenceline.memory_order.edges import EDGE_PARTS, FORWARD_AFTER_LOAD, GUARDS, PROOF_FILE, edge_of
 from fenceline.vgpu import prove
 from fenceline.vgpu.device import VgpuDevice
+from fenceline.vgpu.proving import runs
 from fenceline.vgpu.proving.arms import (
     DORMANT,
     MISNAMED,
@@ -145,6 +147,23 @@ def test_same_seed_same_outcome(name: str) -> None:
     outcomes = [run(Trial(name, 3, frozenset({"staging_reuse"}))) for _ in range(2)]
     assert outcomes[0] == outcomes[1] and outcomes[0].edges == ("staging_reuse",)
     assert run(Trial(name, 3)).clean
+
+
+def test_a_run_uses_one_thread_because_bytes_depend_on_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: list[int] = []
+    compare = runs.execute
+
+    def counted(*args: Any) -> str:
+        numbers.append(torch.get_num_threads())
+        return compare(*args)
+
+    monkeypatch.setattr(runs, "execute", counted)
+    torch.set_num_threads(3)
+    try:
+        assert run(Trial("mixed", 0)).clean
+        assert numbers == [1] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("name", sorted(ARMS.keys() - HARDLY_SEEN))

@@ -63,7 +63,7 @@ def test_workloads_reach_what_they_are_for() -> None:
 def test_workloads_visit_graphs_padding_and_what_lies_beyond() -> None:
     """Every scripted workload meets graphs, but for the one with prompts of thousands of tokens and those that decode
     nothing."""
-    without = {ENGINE, "growth", "overwritten", "refill"}
+    without = {ENGINE, "growth", "overwritten", "gone", "refill"}
     replayed, fallbacks = set(), set()
     for name in sorted(WORKLOADS.keys() - without):
         for seed in range(8):

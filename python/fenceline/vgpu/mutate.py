@@ -15,6 +15,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -23,14 +24,14 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from random import Random
 from types import CodeType, ModuleType
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 # Modules that take long to load and have no mutants: every mutant's process is forked with them loaded.
 import numpy  # noqa: F401
@@ -39,6 +40,9 @@ from tqdm import tqdm
 
 from fenceline.vgpu.proving.mutants import FOLDERS, PACKAGE, Mutant, all_mutants
 
+if TYPE_CHECKING:
+    import coverage
+
 KILLED, SURVIVED, UNREACHED, CRASHED = "killed", "survived", "unreached", "crashed"
 # Checks that tell that something is wrong, but not which rule was broken.
 _UNSPECIFIC = ("tokens", "answers", "invariants", "deadlock", "kernels")
@@ -46,6 +50,9 @@ _REVIEW = PACKAGE.parent.parent / "docs" / "mutation_review.json"
 _PAGE = PACKAGE.parent.parent / "docs" / "mutation.md"
 _TABLE = "<!-- written by python -m fenceline.vgpu.mutate --report --write-docs -->"
 _GRACE_S = 30.0  # of CPU time beyond a mutant's limit; a run that takes longer hangs, and has failed
+_SLOWNESS = (
+    1.2  # seconds that a second of CPU time takes, for the last mutants of a campaign with a time limit
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,40 +118,70 @@ class _Finder(importlib.abc.MetaPathFinder):
         )
 
 
+_tracer: coverage.Coverage  # of a process that ``_begin_tracing`` has set up
 # By path and line: the workloads that run this line, the fastest first.
 Reached = dict[str, dict[int, list[str]]]
 
 
-def reached_lines(seeds: int) -> Reached:
+def reached_lines(seeds: int, jobs: int) -> Reached:
     """Which workloads execute which lines of the folders, in ``seeds`` runs of each (five times as many of
-    ``everything``). Needs ``coverage``; a minute or two."""
+    ``everything``), made by ``jobs`` processes. Needs ``coverage``; a minute or two of CPU time."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    names: dict[tuple[str, int], set[str]] = defaultdict(set)
+    # In processes of their own, because this one must not load the engine.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin_tracing) as pool:
+        trials = [
+            (name, seed)
+            for name in pool.submit(_workload_names).result()
+            for seed in range(5 * seeds if name == "everything" else seeds)
+        ]
+        for (name, _), (lines, took_s) in zip(trials, pool.map(_lines_of, trials), strict=True):
+            seconds[name].append(took_s)
+            for line in lines:
+                names[line].add(name)
+    mean_s = {name: sum(took) / len(took) for name, took in seconds.items()}
+    reached: Reached = defaultdict(dict)
+    for (path, number), found in names.items():
+        reached[path][number] = sorted(found, key=mean_s.__getitem__)
+    return reached
+
+
+def _begin_tracing() -> None:
+    """In a process that is to run workloads: before the engine is loaded, whose lines are traced."""
+    global _tracer
     import coverage
 
-    tracer = coverage.Coverage(
-        data_file=None, config_file=False, include=[f"{PACKAGE}/{folder}/*" for folder in FOLDERS]
-    )
-    tracer.start()
+    include = [f"{PACKAGE}/{folder}/*" for folder in FOLDERS]
+    _tracer = coverage.Coverage(data_file=None, config_file=False, include=include)
+    _tracer.start()
     from fenceline.vgpu.proving.campaign import prepare
-    from fenceline.vgpu.proving.runs import Trial, run
-    from fenceline.vgpu.proving.workloads import WORKLOADS
 
     prepare()
-    seconds: dict[str, float] = {}
-    for name in WORKLOADS:
-        tracer.switch_context(name)
-        began, num_runs = time.process_time(), 5 * seeds if name == "everything" else seeds
-        for seed in range(num_runs):
-            run(Trial(name, seed))
-        seconds[name] = (time.process_time() - began) / num_runs
-    tracer.stop()
-    data = tracer.get_data()
+
+
+def _workload_names() -> list[str]:
+    from fenceline.vgpu.proving.workloads import WORKLOADS
+
+    return list(WORKLOADS)
+
+
+def _lines_of(trial: tuple[str, int]) -> tuple[set[tuple[str, int]], float]:
+    """The lines, each with its path, that a run of a workload executes, and its seconds of CPU time. The first run in a
+    process is longer and executes more: it also loads the engine."""
+    from fenceline.vgpu.proving.runs import Trial, run
+
+    context = f"{trial[0]} {trial[1]}"
+    _tracer.switch_context(context)
+    began = time.process_time()
+    run(Trial(*trial))
+    took_s = time.process_time() - began
+    data = _tracer.get_data()
     return {
-        Path(file).relative_to(PACKAGE).as_posix(): {
-            line: sorted({name for name in names if name in seconds}, key=seconds.__getitem__)
-            for line, names in data.contexts_by_lineno(file).items()
-        }
+        (Path(file).relative_to(PACKAGE).as_posix(), line)
         for file in data.measured_files()
-    }
+        for line, contexts in data.contexts_by_lineno(file).items()
+        if context in contexts
+    }, took_s
 
 
 def _try_mutant(mutant: Mutant, workloads: Sequence[str], cpu_limit_s: float, out: IO[str]) -> None:
@@ -195,47 +232,64 @@ def _by_name(mutant: Mutant, checker: str, named: tuple[str, ...]) -> bool:
     return bool(named) or checker not in _UNSPECIFIC
 
 
-def in_new_process(function: Callable[[int], Reached], argument: int) -> Reached:
-    """``function``'s result, computed in a separate process, because this one must not load the engine."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, argument).result()
-
-
 def _campaign(
-    mutants: Sequence[Mutant], reached: Reached, jobs: int, cpu_limit_s: float, results: Path
+    mutants: Sequence[Mutant],
+    reached: Reached,
+    jobs: int,
+    cpu_limit_s: float,
+    results: Path,
+    deadline: float,
 ) -> None:
-    """Fork a process for each mutant whose line is reached, ``jobs`` at a time."""
+    """Fork a process for each mutant whose line is reached, ``jobs`` at a time, until ``deadline`` of
+    ``time.monotonic``.
+
+    A mutant begins only if there is time for it to use up its CPU time. If slow ones were cut off at the end, most of
+    these would be survivors, and the results would look better than they are.
+    """
     torch.set_num_threads(1)
-    waiting = [mutant for mutant in reversed(mutants) if _workloads(mutant, reached)]
+    waiting = list(reversed(mutants))
     running: dict[int, tuple[int, Mutant]] = {}  # by the pipe's end
+    last_start = deadline - _SLOWNESS * cpu_limit_s
     with (
         results.open("a", encoding="utf-8") as file,
         tqdm(total=len(mutants), unit="mutant", disable=None) as bar,
     ):
-        for mutant in mutants:
-            if not _workloads(mutant, reached):
-                file.write(_line(mutant, UNREACHED))
-                bar.update()
-        while waiting or running:
-            while waiting and len(running) < jobs:
+        while running or (waiting and time.monotonic() < last_start):
+            while waiting and len(running) < jobs and time.monotonic() < last_start:
                 mutant = waiting.pop()
+                workloads = _workloads(mutant, reached)
+                if not workloads:
+                    file.write(_line(mutant, UNREACHED))
+                    bar.update()
+                    continue
                 read_end, write_end = os.pipe()
                 sys.stdout.flush()
+                file.flush()
                 child = os.fork()
                 if child == 0:
                     os.close(read_end)
-                    _run_mutant(mutant, _workloads(mutant, reached), cpu_limit_s, write_end)
+                    _run_mutant(mutant, workloads, cpu_limit_s, write_end)
                 os.close(write_end)
                 running[read_end] = (child, mutant)
-            for read_end in select.select(list(running), [], [])[0]:
+            left_s = None if deadline == math.inf else max(deadline - time.monotonic(), 0)
+            ended = select.select(list(running), [], [], left_s)[0] if running else []
+            for read_end in ended:
                 child, mutant = running.pop(read_end)
                 with open(read_end, encoding="utf-8") as pipe:
                     line = pipe.read()
                 os.waitpid(child, 0)
-                ended = "a run did not end, or ended the process"
-                file.write(line or _line(mutant, KILLED, killed_by="hang", report=ended))
+                hung = "a run did not end, or ended the process"
+                file.write(line or _line(mutant, KILLED, killed_by="hang", report=hung))
                 file.flush()
                 bar.update()
+            if (
+                running and not ended
+            ):  # the time is over: these have no result, and are tried again the next time
+                for read_end, (child, _) in running.items():
+                    os.kill(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
+                    os.close(read_end)
+                running.clear()
 
 
 def _run_mutant(mutant: Mutant, workloads: Sequence[str], cpu_limit_s: float, write_end: int) -> None:
@@ -265,11 +319,10 @@ def _line(mutant: Mutant, state: str, **more: object) -> str:
     return json.dumps(asdict(Result(**fields, state=state, **more))) + "\n"  # type: ignore[arg-type]
 
 
-def read_results(path: Path) -> dict[str, Result]:
-    """The latest result of each mutant in the file."""
-    if not path.exists():
-        return {}
-    lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+def read_results(*paths: Path) -> dict[str, Result]:
+    """The latest result of each mutant in the files; one that does not exist has none."""
+    texts = [path.read_text(encoding="utf-8") for path in paths if path.exists()]
+    lines = (json.loads(line) for text in texts for line in text.splitlines())
     return {line["id"]: Result(**{**line, "named": tuple(line["named"])}) for line in lines}
 
 
@@ -329,8 +382,8 @@ def _chosen(args: argparse.Namespace) -> list[Mutant]:
         )
 
     mutants = [mutant for mutant in all_mutants() if wanted(mutant)]
-    if args.sample is not None:
-        mutants = Random(args.seed).sample(mutants, min(args.sample, len(mutants)))
+    # In random order, so that the results of a campaign that is stopped are those of a random sample.
+    mutants = Random(args.seed).sample(mutants, len(mutants))[: args.sample]
     number, _, shards = args.shard.partition("/")
     return mutants[int(number) - 1 :: int(shards)]
 
@@ -347,8 +400,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--rule", metavar="NAME", help="mutants of this rule alone")
     add("--id", nargs="+", metavar="ID", help="these mutants")
     add("--ordering", action="store_true", help="only those at waits, records, leases and the like")
-    add("--sample", type=int, metavar="N", help="so many of them, chosen by --seed")
-    add("--seed", type=int, default=0, help="which sample")
+    add("--sample", type=int, metavar="N", help="the first N of them")
+    add("--seed", type=int, default=0, help="their order, which is random")
     add("--shard", default="1/1", metavar="I/N", help="every N-th of them, from the I-th on")
     add("--cpu-limit", type=float, default=60.0, metavar="SECONDS", help="CPU time for a mutant")
     add(
@@ -357,10 +410,18 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--workload", nargs="+", metavar="NAME", help="these workloads, whether they come to the line or not")
     add("--jobs", type=int, default=1, metavar="N", help="mutants at a time")
+    add("--minutes", type=float, metavar="M", help="stop after this time, and keep what there is")
     add(
         "--results", type=Path, default=Path("mutation.jsonl"), metavar="FILE",
         help="results are added to it; mutants that it has are not tried again",
     )  # fmt: skip
+    add(
+        "--merge",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="first add these results, of other shards, to --results",
+    )
     add("--report", action="store_true", help="make no runs: print what --results says")
     add("--write-docs", action="store_true", help="put the table and the survivors into docs/mutation.md")
     return parser
@@ -368,10 +429,19 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. The exit status is 1 if a survivor has no review."""
-    args = _parser().parse_args(argv)
+    began = time.monotonic()
+    parser = _parser()
+    args = parser.parse_args(argv)
+    deadline = math.inf if args.minutes is None else began + 60 * args.minutes
+    if 60 * (args.minutes or math.inf) < 2 * _SLOWNESS * args.cpu_limit:
+        parser.error("--minutes: too few for a mutant that uses up --cpu-limit")
     if args.list:
         print(*_chosen(args), sep="\n")
         return 0
+    if args.merge:
+        merged = read_results(args.results, *args.merge)
+        lines = (json.dumps(asdict(result)) + "\n" for result in merged.values())
+        args.results.write_text("".join(lines), encoding="utf-8")
     if not args.report:
         known = read_results(args.results)
         mutants = [mutant for mutant in _chosen(args) if mutant.id not in known]
@@ -380,8 +450,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for mutant in mutants:
                 reached[mutant.path][mutant.statement] = args.workload
         else:
-            reached = in_new_process(reached_lines, args.reach_seeds) if mutants else {}
-        _campaign(mutants, reached, args.jobs, args.cpu_limit, args.results)
+            reached = reached_lines(args.reach_seeds, args.jobs) if mutants else {}
+        _campaign(mutants, reached, args.jobs, args.cpu_limit, args.results, deadline)
     reviews = json.loads(_REVIEW.read_text(encoding="utf-8"))
     results = read_results(args.results)
     table = report(results, reviews)

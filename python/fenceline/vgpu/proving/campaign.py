@@ -12,8 +12,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 
-import torch
-
 from fenceline.memory_order.edges import EDGE_PARTS, EDGES, GUARDS, edge_of
 from fenceline.vgpu.policy import Answers
 from fenceline.vgpu.proving.arms import Arm, Row, judge, unarmed_rows
@@ -216,9 +214,7 @@ def _outcomes(trials: Iterator[Trial], plan: Plan) -> Iterator[Outcome]:
 
 
 def prepare() -> None:
-    """Set up a process for runs: one thread of torch, no log lines, and a garbage collector that does not look at the
-    objects of torch."""
-    torch.set_num_threads(1)
+    """Set up a process for runs: no log lines, and a garbage collector that does not look at the objects of torch."""
     logging.disable(logging.ERROR)
     gc.collect()
     gc.freeze()

@@ -184,14 +184,15 @@ def _tiers(random: Random) -> Flags:
 
 
 def _loads_meet(script: Script, page_size: int) -> Flags:
-    """An arranged run: two prefixes that are on the host alone are needed at once, one of them twice."""
+    """An arranged run: two prefixes that are on the host alone are needed at once, one of them twice. That one consists
+    of two nodes, because its beginning was a prompt before."""
     random, size = script.random, 3 * page_size
     first, second = script.prompt(size, size), script.prompt(size, size)
-    filler = script.prompt(9 * page_size, 9 * page_size)
-    for turn, prompt in enumerate((first, second, filler)):
+    filler = script.prompt(12 * page_size, 12 * page_size)
+    for turn, prompt in enumerate((first[:page_size], first, second, filler)):
         script.add(8 * turn, prompt + script.prompt(1, 1), 1)
     for prompt in (first, second, first):
-        script.add(30, prompt + script.prompt(1, 2), random.randint(1, 3))
+        script.add(38, prompt + script.prompt(1, 2), random.randint(1, 3))
     return {
         "max_total_tokens": 14 * page_size,
         "max_running_requests": 3,

@@ -258,6 +258,68 @@ def _refill(random: Random) -> Scenario:
     )
 
 
+def _gone(random: Random) -> Scenario:
+    """A node leaves the device while a transfer uses its host pages. They are handed on, or loaded again, when the node
+    itself no longer knows the transfer."""
+    return random.choice((_gone_while_loading, _gone_while_stored))(random)
+
+
+def _gone_while_loading(random: Random) -> Scenario:
+    """F15: a request leaves while its prefix is being loaded. Two others evict in one step: the first the prefix from
+    the device, the second another prompt, for whose backup the prefix leaves the host too."""
+    script = Script(random)
+    prefix = script.prompt(8, 8)
+    script.add(0, prefix + script.prompt(1, 1), 1)
+    script.add(4, script.prompt(15, 15), 1)  # the prefix goes to the host, which has room for nothing else
+    other = script.add(8, script.prompt(5, 5), 9, ignore_eos=True)
+    load = 10 + random.randrange(2)
+    left = script.add(load, prefix + script.prompt(1, 1), 2)
+    for rid in (left, other):
+        script.send(load + 1, AbortReq(rid=rid))
+    for length in (11, 7):
+        script.add(load + 1, script.prompt(length, length), 1)
+    return script.scenario(
+        max_total_tokens=24,
+        max_running_requests=4,
+        chunked_prefill_size=64,
+        schedule_conservativeness=0.01,
+        **_tiers(
+            random,
+            hicache_ratio=0.35,
+            hicache_write_policy="write_back",
+            hicache_io_backend="direct",
+            page_size=2,
+        ),
+    )
+
+
+def _gone_while_stored(random: Random) -> Scenario:
+    """F15: a prefix is backed up and leaves the device. A twin that was computing it too brings it back at once, and it
+    leaves again. Then a request loads it, and the backup may still be writing the host pages."""
+    script = Script(random)
+    prefix = script.prompt(12, 12)
+    for step in range(2):
+        script.add(step, prefix + script.prompt(1, 1), 1)
+    # Of 20 pages the prefix has six and the twin seven, so the next prompt evicts the prefix.
+    script.add(2, script.prompt(17, 18), 1)
+    # The twin's copy of the prefix has six pages now, and five are free.
+    script.add(3, script.prompt(11, 12), 1)
+    script.add(3, prefix[:2] + script.prompt(1, 1), 1)
+    return script.scenario(
+        max_total_tokens=40,
+        max_running_requests=4,
+        chunked_prefill_size=64,
+        schedule_conservativeness=0.01,
+        **_tiers(
+            random,
+            hicache_ratio=2.0,
+            hicache_write_policy="write_back",
+            hicache_io_backend="direct",
+            page_size=2,
+        ),
+    )
+
+
 HICACHE_WORKLOADS: tuple[Workload, ...] = (
     Workload("conversations", "turns of conversations that device and host forget", _conversations, share=3),
     Workload("offload", "F1: what retracted requests leave goes to the host and back", _offload, share=2),
@@ -269,6 +331,12 @@ HICACHE_WORKLOADS: tuple[Workload, ...] = (
         "F15: backups into host pages that are being loaded",
         _overwritten,
         policies=("laziest", "random", "fifo", "pct"),  # so that the load is not known to have ended
+    ),
+    Workload(
+        "gone",
+        "F15: nodes that leave the device while transfers use their host pages",
+        _gone,
+        policies=("laziest", "random", "fifo", "pct"),  # so that the transfers are not known to have ended
     ),
     Workload("persistent", "F2: backups and persistent attention on the same multiprocessors", _persistent),
     Workload("namespaces", "prompts in several namespaces, priorities, three tiers", _namespaces, share=2),

@@ -10,6 +10,8 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
+import torch
+
 from fenceline.memory_order import LeaseError
 from fenceline.memory_order.edges import edge_of
 from fenceline.vgpu.device import VgpuDevice
@@ -113,6 +115,23 @@ def run(trial: Trial) -> Outcome:
 
 def _run(trial: Trial, policy: Policy, only_races: bool = False) -> tuple[Outcome, VirtualGpu]:
     """``only_races``: find all races, and do not compare the answers."""
+    with _one_thread():
+        return _run_in_one_thread(trial, policy, only_races)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Torch's operations use one thread. The bytes of a sum depend on how many threads have divided it, and the device
+    that executes the decisions again (``decisions.execute``) may choose a smaller number than the virtual GPU's."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _run_in_one_thread(trial: Trial, policy: Policy, only_races: bool) -> tuple[Outcome, VirtualGpu]:
     gpus: list[VirtualGpu] = []
 
     def open_device() -> VgpuDevice:
