@@ -9,13 +9,16 @@ from typing import Any
 
 import orjson
 import pytest
+from fastapi import FastAPI
 from starlette.types import ASGIApp, Message
 
-from fenceline.config import ConfigError
+from fenceline.config import ConfigError, engine_config
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
+from fenceline.entrypoints import openapi
 from fenceline.entrypoints.http_server import create_app
 from fenceline.entrypoints.middleware import ADMIN_PATHS, OPEN_PATHS
+from fenceline.frontend.metrics import Metrics
 from fenceline.frontend.tokenizer import load_tokenizer
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.ipc import io_struct as io
@@ -56,36 +59,45 @@ def make_app(**flags: Any) -> ASGIApp:
 def ask(
     app: ASGIApp, path: str, headers: dict[str, str] | None = None, method: str = "GET"
 ) -> tuple[int, dict[str, str], bytes]:
-    """The answer; 0 where there is none because the request got as far as to the engine, which is dead."""
-    sent: list[Message] = []
+    [answer] = ask_many(app, path, headers, method)
+    return answer
 
-    parts: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
 
-    async def receive() -> Message:
-        if not parts:
-            await asyncio.Event().wait()
-        return parts.pop()
+def ask_many(
+    app: ASGIApp, path: str, headers: dict[str, str] | None = None, method: str = "GET", num: int = 1
+) -> list[tuple[int, dict[str, str], bytes]]:
+    """The answers to ``num`` equal requests that begin in one turn of the event loop."""
 
-    async def send(message: Message) -> None:
-        sent.append(message)
+    async def one() -> tuple[int, dict[str, str], bytes]:
+        sent: list[Message] = []
+        parts: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
 
-    scope = {
-        "type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
-        "headers": [(name.encode(), value.encode()) for name, value in (headers or {}).items()], "root_path": "",
-        "scheme": "http", "server": ("127.0.0.1", 1), "client": ("127.0.0.1", 2), "http_version": "1.1",
-    }  # fmt: skip
+        async def receive() -> Message:
+            if not parts:
+                await asyncio.Event().wait()
+            return parts.pop()
 
-    async def run() -> None:
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
+            "headers": [(name.encode(), value.encode()) for name, value in (headers or {}).items()], "root_path": "",
+            "scheme": "http", "server": ("127.0.0.1", 1), "client": ("127.0.0.1", 2), "http_version": "1.1",
+        }  # fmt: skip
         task = asyncio.ensure_future(app(scope, receive, send))
         for _ in range(50):
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        body = b"".join(message.get("body", b"") for message in sent[1:])
+        answer_headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+        return sent[0]["status"], answer_headers, body
 
-    asyncio.run(run())
-    body = b"".join(message.get("body", b"") for message in sent[1:])
-    answer_headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-    return sent[0]["status"], answer_headers, body
+    async def run() -> list[tuple[int, dict[str, str], bytes]]:
+        return await asyncio.gather(*(one() for _ in range(num)))
+
+    return asyncio.run(run())
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +134,37 @@ def test_the_document_is_whole(document: dict[str, Any]) -> None:
     assert b"$defs" not in orjson.dumps(document)
     ids = [operation["operationId"] for item in document["paths"].values() for operation in item.values()]
     assert len(ids) == len(set(ids))
+
+
+def test_what_anybody_may_ask_for_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen connections may be answered in one turn of the event loop, which everybody else waits for."""
+    rendered: list[str] = []
+    render, describe = Metrics.exposition, openapi.describe_app
+
+    def counted_render(metrics: Metrics) -> bytes:
+        rendered.append("metrics")
+        return render(metrics)
+
+    def counted_describe(app: FastAPI) -> dict[str, Any]:
+        rendered.append("document")
+        return describe(app)
+
+    monkeypatch.setattr(Metrics, "exposition", counted_render)
+    monkeypatch.setattr(openapi, "describe_app", counted_describe)
+    app = make_app(enable_metrics=True)
+    many = ask_many(app, "/metrics", num=16)
+    assert {(status, b"num_requests" in body) for status, _, body in many} == {(200, True)}
+    assert rendered == ["metrics"], "those of one turn share it"
+    assert ask(app, "/metrics")[0] == 200
+    assert rendered == ["metrics", "metrics"], "a later one gets news"
+    rendered.clear()
+    documents = {body for _ in range(2) for _, _, body in ask_many(app, "/openapi.json", num=3)}
+    assert len(documents) == 1
+    assert rendered == ["document"]
+    config = resolve(ServerArgs(model_path="demo", device="cpu"))
+    shown = config.public_dict()
+    monkeypatch.delattr(engine_config, "flags_of")
+    assert config.public_dict() == shown
 
 
 def test_the_page_needs_nothing_from_elsewhere(app: ASGIApp) -> None:

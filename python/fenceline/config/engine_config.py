@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import secrets
@@ -110,11 +111,15 @@ class EngineConfig:
         """The configuration for logs and /get_server_info: JSON values, keys replaced by whether they are set."""
         values = dataclasses.asdict(self)
         flags: dict[str, object] = values.pop("server_args")
-        for flag in flags_of(ServerArgs).values():
-            if flag.spec.secret:
-                flags[flag.name] = flags[flag.name] is not None
+        for name in _secret_flags():
+            flags[name] = flags[name] is not None
         model = {name: values["model"][name] for name in ("model_path", "dtype", "context_length")}
         return flags | values | model | {"sampling_backend": _SAMPLING_BACKEND}
+
+
+@functools.cache  # a millisecond, for every GET /server_info
+def _secret_flags() -> Sequence[str]:
+    return [flag.name for flag in flags_of(ServerArgs).values() if flag.spec.secret]
 
 
 def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> EngineConfig:

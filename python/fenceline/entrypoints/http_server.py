@@ -51,7 +51,7 @@ _RESERVED_DESCRIPTORS = 128  # for all that is no connection: sockets to the eng
 
 def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
     """All endpoints over ``manager``, behind the one middleware."""
-    app = FastAPI(title="Fenceline", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Fenceline", version=__version__, openapi_url=None)
     install_error_handlers(app)
     parser = BodyParser(config.model.context_length, UnknownFields(config.server_args.strict_fields))
     routers = (NativeApi(manager, config, parser).router(), create_router(manager, config, parser))

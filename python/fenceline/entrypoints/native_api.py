@@ -118,6 +118,7 @@ class NativeApi:
         self._config = config
         self._parser = parser
         self._template = chat_template_of(manager.tokenizer, config)
+        self._exposition: bytes | None = None  # the metrics as they are in this turn of the event loop
 
     async def _read(self, request: Request, kind: type[Body], *, optional: bool = False) -> Body:
         """The body of ``request``; an empty one as ``{}`` where it is ``optional``."""
@@ -220,9 +221,13 @@ class NativeApi:
         """Prometheus' text format; 404 without --enable-metrics."""
         if not self._config.server_args.enable_metrics:
             raise RequestError(404, "start the server with --enable-metrics to have /metrics")
-        return Response(
-            self._manager.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
+        if self._exposition is None:  # it takes a millisecond or two, and a turn may have dozens of requests
+            self._exposition = self._manager.metrics.exposition()
+            asyncio.get_running_loop().call_soon(self._forget_exposition)
+        return Response(self._exposition, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def _forget_exposition(self) -> None:
+        self._exposition = None
 
     # --- control
 
