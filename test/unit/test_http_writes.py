@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from fenceline.entrypoints import sse
 from fenceline.entrypoints.http_protocol import MAX_HELD_BYTES, JoiningTransport, LateLogger
 from fenceline.entrypoints.http_server import DirectRoutes, handlers_of
+from fenceline.entrypoints.json_body import PIECE_BYTES, PartsResponse
 from fenceline.entrypoints.sse import EventStream
 from fenceline.frontend.request_types import RequestError
 from fenceline.ipc import sockets as ipc
@@ -87,6 +88,44 @@ async def test_access_lines_come_late_and_in_order(caplog: pytest.LogCaptureFixt
             while len(caplog.messages) < 3:
                 await asyncio.sleep(0)
     assert caplog.messages == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("num_parts", [1, 700])
+async def test_a_large_answer_is_sent_in_pieces_a_turn_of_the_loop_each(num_parts: int) -> None:
+    parts = [bytes([number % 251]) * (3 * PIECE_BYTES // num_parts) for number in range(num_parts)]
+    parts.append(b"end")
+    turns, sent = 0, list[tuple[int, Message]]()
+
+    async def receive() -> Message:
+        raise AssertionError("nobody asks")
+
+    async def send(message: Message) -> None:
+        sent.append((turns, message))
+
+    task = asyncio.ensure_future(PartsResponse(parts)({"type": "http"}, receive, send))
+    while not task.done():
+        turns += 1
+        await asyncio.sleep(0)
+    (_, start), *bodies = sent
+    assert (b"content-length", b"%d" % sum(map(len, parts))) in start["headers"]
+    assert b"".join(message["body"] for _, message in bodies) == b"".join(parts)
+    assert [message["more_body"] for _, message in bodies] == [True] * (len(bodies) - 1) + [False]
+    for turn in range(turns + 1):
+        assert sum(len(message["body"]) for at, message in bodies if at == turn) <= PIECE_BYTES
+
+
+async def test_a_small_answer_is_one_message() -> None:
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        raise AssertionError("nobody asks")
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await PartsResponse([b"[", b"1", b"]"])({"type": "http"}, receive, send)
+    assert [message.get("body") for message in sent] == [None, b"[1]"]
+    assert dict(sent[0]["headers"])[b"content-length"] == b"3"
 
 
 async def stream(events: AsyncIterator[bytes], sent: list[Message], news: asyncio.Event) -> None:

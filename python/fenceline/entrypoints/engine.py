@@ -123,7 +123,8 @@ class Engine:
     async def _answer(self, body: GenerateBody) -> Answer | list[Answer]:
         group, writers, single = await self._submit(body)
         async with group:
-            answers = [orjson.loads(answer) for answer in await answers_of(await group.collect(), writers)]
+            parts = await answers_of(await group.collect(), writers)
+            answers = [orjson.loads(b"".join(answer)) for answer in parts]
         return answers[0] if single else answers
 
     def _iterate(self, body: GenerateBody) -> Iterator[Answer]:

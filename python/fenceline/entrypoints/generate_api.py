@@ -14,6 +14,7 @@ from starlette.responses import Response
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.generate_body import Expanded, GenerateBody, expand, parse_generate
+from fenceline.entrypoints.json_body import PartsResponse
 from fenceline.entrypoints.middleware import REQUEST_ID
 from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS
 from fenceline.entrypoints.sse import (
@@ -61,8 +62,10 @@ async def generate(
             _events(group, writers, config.server_args.incremental_streaming_output), group.close
         )
     answers = await answers_of(await collect_or_abort(request, group), writers)
-    content = answers[0] if expanded.single else b"[" + b",".join(answers) + b"]"
-    return Response(content, media_type="application/json")
+    if expanded.single:
+        return PartsResponse(answers[0])
+    parts = [part for answer in answers for part in (b",", *answer)]
+    return PartsResponse([b"[", *parts[1:], b"]"])
 
 
 def make_writers(
@@ -89,11 +92,13 @@ def make_writers(
     ]
 
 
-async def answers_of(chunks: Sequence[GenerateChunk], writers: Sequence[AnswerWriter]) -> list[bytes]:
-    """The JSON objects of requests that did not stream. Others run in between."""
-    answers: list[bytes] = []
+async def answers_of(
+    chunks: Sequence[GenerateChunk], writers: Sequence[AnswerWriter]
+) -> list[Sequence[bytes]]:
+    """The JSON objects of requests that did not stream, each in parts to be joined. Others run in between."""
+    answers: list[Sequence[bytes]] = []
     for writer, chunk in zip(writers, chunks, strict=True):
-        answers.append(b"".join(await written(chunk, partial(writer.so_far, chunk))))
+        answers.append(await written(chunk, partial(writer.so_far, chunk)))
         if len(answers) % TURN_REQUESTS == 0:
             await asyncio.sleep(0)
     return answers

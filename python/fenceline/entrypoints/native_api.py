@@ -27,7 +27,7 @@ from fenceline.entrypoints.fields import (
     parse_known,
 )
 from fenceline.entrypoints.generate_api import generate
-from fenceline.entrypoints.json_body import json_response, parse_body
+from fenceline.entrypoints.json_body import PartsResponse, json_response, parse_body
 from fenceline.entrypoints.openai.chat_template import chat_template_of
 from fenceline.entrypoints.openai.parsing import parse_body as parse_chat_body
 from fenceline.entrypoints.openai.parsing import refuse_chat
@@ -280,7 +280,7 @@ class NativeApi:
         reply = await self._manager.flight_recorder(write=False)
         if not reply.success:
             raise RequestError(400, reply.message)
-        return Response(reply.payload, media_type="application/json")
+        return PartsResponse([reply.payload])
 
     async def flight_recorder_file(self) -> Response:
         """Write the scheduler's last steps to a file on the server; the answer says where."""

@@ -12,7 +12,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fenceline.entrypoints.json_body import json_response
+from fenceline.entrypoints.json_body import PartsResponse
 from fenceline.entrypoints.openai.answer import UsageCounter
 from fenceline.entrypoints.openai.protocol import GenerationBody, StreamOptions
 from fenceline.entrypoints.sse import DONE, EventStream, collect_or_abort, written
@@ -107,13 +107,14 @@ class Answer:
         chunks = await collect_or_abort(request, self.group)
         for index, chunk in enumerate(chunks):
             self.usage.note(index, chunk)
-        choices: list[object] = []
-        for choice, chunk in zip(self.choices, chunks, strict=True):
-            choices.append(await written(chunk, partial(_whole_choice, choice, chunk)))
-            if len(choices) % TURN_REQUESTS == 0:
+        parts = [orjson.dumps(fields)[:-1] + b',"choices":[']
+        for index, (choice, chunk) in enumerate(zip(self.choices, chunks, strict=True), start=1):
+            parts += (await written(chunk, partial(_whole_choice, choice, chunk)), b",")
+            if index % TURN_REQUESTS == 0:
                 await asyncio.sleep(0)
-        usage = self.usage.total()
-        return json_response({**fields, "choices": choices, "usage": usage, **self.usage.extension()})
+        rest = {"usage": self.usage.total(), **self.usage.extension()}
+        parts[-1] = b"]," + orjson.dumps(rest)[1:]
+        return PartsResponse(parts)
 
     async def _events(self, shape: StreamShape) -> AsyncGenerator[bytes, None]:
         prepared: list[TextFrame | None] = [None] * len(self.choices)
@@ -135,10 +136,10 @@ class Answer:
         yield shape.extension_frame(self.usage.extension()) + shape.usage_frame(self.usage.total()) + DONE
 
 
-def _whole_choice(choice: ChoiceWriter, chunk: GenerateChunk) -> orjson.Fragment:
+def _whole_choice(choice: ChoiceWriter, chunk: GenerateChunk) -> bytes:
     """The choice as JSON. It is encoded in the thread that calls this: choices with many logprobs in a worker thread,
     so that they do not block the event loop."""
-    return orjson.Fragment(orjson.dumps(choice.whole(chunk)))
+    return orjson.dumps(choice.whole(chunk))
 
 
 def event(value: object) -> bytes:
