@@ -221,9 +221,9 @@ def test_what_the_host_waited_for_is_before_all_it_submits() -> None:
     done = checker.record(FORWARD)
     with pytest.raises(OrderError, match="no edge of memory_order/edges.py fits: store has to wait"):
         checker.write(checker.begin(STORE, "b"), memory)
-    checker.hear(done)
+    checker.host_waited(done)
     checker.write(checker.begin(STORE, "b"), memory)
-    checker.hear_all()
+    checker.host_waited_for_all()
     checker.write(checker.begin(HOST, "c"), memory)
     checker.read(checker.begin(LOAD, "d"), memory)
 

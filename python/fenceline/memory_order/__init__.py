@@ -1,4 +1,4 @@
-"""The foundation: where memory lives, what runs in which order, who owns what until when."""
+"""The foundation: where memory lives, what runs in which order, and who owns it until when."""
 
 from collections.abc import Callable
 
@@ -49,7 +49,7 @@ _registered: dict[str, DeviceFactory] = {}
 
 
 def register_device(kind: str, factory: DeviceFactory) -> None:
-    """Let :func:`open_device` and the configuration know another kind of device; ``factory`` takes ``severed``."""
+    """Make another kind of device known to :func:`open_device` and the configuration; ``factory`` takes ``severed``."""
     _registered[kind] = factory
     register_kind(kind)
 

@@ -1,4 +1,4 @@
-"""What operations read and write: declared once, by whoever submits them, and read by all who want to know.
+"""What operations read and write: declared once, by the code that submits them, and read by every checker.
 
 Memory that outlives an operation is a :class:`Memory`. Just before an operation is submitted its accesses are declared,
 by a function that names them one after the other::
@@ -9,13 +9,13 @@ by a function that names them one after the other::
 
     device.declare(StreamName.STORE, "backup of KV pages", backup, device_pages, host_pages)
 
-Readers of declarations call that function: the checker (``--memory-check order``) compares order, the virtual GPU
-learns what the host does past torch and who holds the SMs. Where nobody reads, it is not called, so that a declaration
-costs one call. (The flight recorder writes down a step's batch, from which its pages follow.)
+Readers of declarations call that function: the checker (``--memory-check order``) compares order, and the virtual GPU
+learns what the host does outside torch and which operations hold the multiprocessors. Without a reader the function is
+not called, so a declaration costs one call. (The flight recorder records a step's batch, from which its pages follow.)
 
-What the checker knows of a Memory is kept there: who touched which rows last, as positions in the agents' own orders.
-An agent is a number (see ``checker``), a position its ``tick``. Of several accesses by one agent to a row the last one
-stands for all: whoever is ordered after it is ordered after the others.
+A Memory holds what the checker knows about it: which agent accessed which rows last, and when. An agent is the host or
+a stream, as a number (see ``checker``); its operations are numbered from 1, and such a number is a ``tick``. Of an
+agent's accesses to a row only the last one is kept: what is ordered after it is ordered after the earlier ones.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Rows = npt.NDArray[np.integer]
 _Ticks = npt.NDArray[np.int64]
 
 _MAX_LOG = 256
-_MAX_RUNS = 6  # of rows, that a report gives
+_MAX_RUNS = 6  # runs of consecutive rows that a report names
 NUMBERS = {name: number for number, name in enumerate(StreamName)}  # of the agents
 
 
 class Accesses(Protocol):
-    """An operation that is about to be submitted, to which its accesses are told. ``rows`` [N], None for all.
+    """Takes the accesses of an operation that is about to be submitted. ``rows`` [N]; None means all rows.
 
-    No array is changed later. With the checker all of them raise ``OrderError``.
+    The caller must not change an array later. With the checker all methods raise ``OrderError``.
     """
 
     def read(self, memory: Memory, rows: Rows | None = None) -> None:
@@ -59,7 +59,7 @@ class Accesses(Protocol):
         """It writes ``page_table[rows, columns] = pages``, all [N]."""
 
     def release(self, memory: Memory) -> None:
-        """The host gives the memory back to its allocator, from where anybody may get it."""
+        """The host gives the memory back to its allocator, which may hand it out again."""
 
     def occupy_sm(self) -> None:
         """From here on it holds all multiprocessors, until another stream is ordered after it (F2)."""
@@ -93,7 +93,7 @@ def occupies_sm(op: Accesses) -> None:
 
 
 class Past(NamedTuple):
-    """An earlier access that is not known to have happened before: to ``rows``, None for all there is."""
+    """An earlier access, to ``rows`` (None: to all), after which nothing orders the present one."""
 
     agent: int
     tick: int
@@ -102,11 +102,11 @@ class Past(NamedTuple):
 
 
 class Memory:
-    """Memory of ``num_rows`` rows under the name that reports give it; one row means that it is watched as a whole.
+    """Memory of ``num_rows`` rows under the name that reports give it; with one row it is watched as a whole.
 
-    ``tensor`` is the memory itself, where it is the host's and used as a whole. ``last_reads`` and ``last_writes`` hold
-    each agent's latest tick over all rows: most accesses need no more. What is noted again and again with the same
-    array of rows is written to the rows when another array comes.
+    ``tensor`` is the memory itself, if it is host memory that is used as a whole. ``last_reads`` and ``last_writes``
+    hold each agent's latest tick over all rows, which is enough to find most accesses clean. Accesses that repeat with
+    the same array of rows are written to the tables of rows only when another array comes.
     """
 
     __slots__ = (
@@ -130,10 +130,10 @@ class Memory:
         self.num_rows = num_rows
         self.row_name = row_name
         self.tensor = tensor
-        self.is_exclusive = False  # a resource that bears one user at a time, not memory
+        self.is_exclusive = False  # True: not memory, but a resource for one user at a time
         self.last_reads: dict[int, int] = {}
         self.last_writes: dict[int, int] = {}
-        self._reads: dict[int, _Ticks] = {}  # agent → [num_rows], made when it first touches
+        self._reads: dict[int, _Ticks] = {}  # agent → [num_rows], made at its first access
         self._writes: dict[int, _Ticks] = {}
         self._pending: tuple[int, bool, Rows] | None = None  # not yet in the tables, nor is its tick
         self._pending_tick = 0
@@ -155,7 +155,7 @@ class Memory:
             self._pending, self._pending_tick = (agent, write, rows), tick
 
     def _write_out(self) -> None:
-        """Bring what is pending into the tables."""
+        """Write the pending access to the tables."""
         if self._pending is not None:
             (agent, write, rows), self._pending = self._pending, None
             self._table(agent, write)[rows] = self._pending_tick
@@ -202,9 +202,9 @@ class Memory:
 class PagedMemory(Memory):
     """Pages of ``page_size`` tokens that ``reader`` reads through a page table of shape ``table``.
 
-    A step reads all pages of its rows, too many to note each time. So what a step reads and writes is kept as rows and
-    lengths, and is brought to the pages themselves when the table changes there or when somebody else wants to know.
-    The table here is the host's mirror of the device's.
+    A step reads all pages of its rows, too many to note each time. So a step's accesses are kept as rows and lengths,
+    and are noted at the pages themselves only when the table changes there or when another agent's access has to be
+    compared. The table here is the host's copy of the device's.
     """
 
     __slots__ = ("_covered", "_latest", "_log", "_made", "_page_size", "_reader", "_row_ticks", "_shape")
@@ -224,7 +224,7 @@ class PagedMemory(Memory):
 
     @property
     def _page_table(self) -> npt.NDArray[np.int32]:
-        """Zeros at first. A large one: nobody makes it who does not watch."""
+        """Zeros at first. It is large, so it is made at its first use: only a checker uses it."""
         if self._made is None:
             self._made = np.zeros(self._shape, dtype=np.int32)
         return self._made
@@ -277,7 +277,7 @@ class PagedMemory(Memory):
         return super().unordered(agent, clock, write, rows)
 
     def _cover(self) -> None:
-        """Bring the latest read to its rows."""
+        """Note the latest read at its rows."""
         if self._latest is None:
             return
         (tick, rows, lengths), self._latest = self._latest, None
@@ -298,12 +298,12 @@ class PagedMemory(Memory):
             self._covered[row] = 0
 
     def _write_log(self) -> None:
-        """Bring the decode steps' writes to the pages; the table still is as it was for them (see write_table)."""
+        """Note the decode steps' writes at the pages; the table is still as it was then (see write_table)."""
         if self._log:
             log, self._log = self._log, []
             pages = [self.last_pages_of(rows, lengths) for _, rows, lengths in log]
             ticks = np.repeat([tick for tick, _, _ in log], [len(ids) for ids in pages])
-            self._table(self._reader, True)[np.concatenate(pages)] = ticks  # of equal ones the last remains
+            self._table(self._reader, True)[np.concatenate(pages)] = ticks  # named twice: the last tick
 
 
 def row_numbers(rows: npt.NDArray[np.int64]) -> str:

@@ -1,7 +1,7 @@
 """Arena: the static memory of graphs. Every field is declared, with the value that its padded rows have.
 
 Three roles, which are three different memories (F9): a PLAN field is written by ``fill`` alone, once for a batch; an
-INPUT field is derived from it, or advanced, by every replay; an OUTPUT field is what a replay leaves, and is leased
+INPUT field is derived from it, or advanced, by every replay; an OUTPUT field is written by a replay, and is leased
 until the next one (F8). ``fill`` always writes head and tail (F7): a padded row never holds an earlier batch's value.
 """
 
@@ -93,7 +93,7 @@ class Arena:
         ]
         self.num_fills += 1
         self._device.begin_fill([field.target for field in work], ARENA_PAD)
-        if not self._device.keeps(ARENA_PAD):  # heads alone: tails keep what an earlier batch has left
+        if not self._device.keeps(ARENA_PAD):  # only heads: tails keep the values of an earlier batch
             work = [replace(f, target=f.target[:num_live]) if f.source is not None else f for f in work]
         self._device.fill_rows(work)
 
@@ -106,7 +106,7 @@ class Arena:
 
 
 class ArenaOutputs:
-    """What one replay leaves, leased until the next replay of the same arena."""
+    """The outputs of one replay, leased until the next replay of the same arena."""
 
     def __init__(self, arena: Arena, generation: int) -> None:
         self._arena = arena
@@ -129,7 +129,7 @@ class ArenaOutputs:
 def _pad(device: Device, pad: int | float | Guard) -> int | float:
     """The number that ``pad`` stands for: the sink's for ``SINK``, whose rows are kept for padding (F18).
 
-    Severed, padding is named by -1, as upstream once did: the last row, which is somebody's.
+    Severed, padding is named by -1, as upstream once did: the last row, which belongs to a request.
     """
     if isinstance(pad, Guard):
         assert pad is SINK, f"{pad.name} is no pad"

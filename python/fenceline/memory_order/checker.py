@@ -1,13 +1,13 @@
 """The happens-before checker of ``--memory-check order``: races are refused when the work is submitted.
 
-The host and each stream have a vector clock. A stream hears what the host has done and learned whenever work is
-submitted to it, hears another stream where an edge is *applied* (``Stream.wait``), and the host hears a stream where
-it waits for it (``Stream.synchronize``). Nothing else counts: that a Point happens to have passed orders nothing
-unless the host waited for it, so that a fast device, or one that is synchronous, hides no missing edge.
+The host and each stream have a vector clock. A stream's clock takes over the host's whenever work is submitted to it,
+and another stream's where an edge is *applied* (``Stream.wait``); the host's takes over a stream's where the host waits
+for it (``Stream.synchronize``). Nothing else counts: a Point that has passed orders nothing unless the host waited for
+it, so that a fast device, or a synchronous one, hides no missing edge.
 
 It reads the declarations of all operations (``access``), just before they are submitted, and raises where nothing
-orders an access after the last one that it conflicts with. One host thread submits. Accesses are compared against the
-last of each agent, and noted where they are clean.
+orders an access after the last one that it conflicts with. One host thread submits. Accesses are compared with the
+last ones of each agent, and noted if they are clean.
 """
 
 from __future__ import annotations
@@ -57,15 +57,16 @@ class Operation(NamedTuple):
 
 
 class _Agent:
-    """What an agent has done, and what happened before its next operation (of others: its own is ``count``)."""
+    """The host or a stream: its operations, and in ``clock`` those of the others that happened before its next one.
+    Its own position is ``count``."""
 
-    __slots__ = ("clock", "count", "heard", "history", "number")
+    __slots__ = ("clock", "count", "history", "host_clock", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.clock = _NEVER
         self.count = 0
-        self.heard: Clock | None = None  # the host's, as last joined
+        self.host_clock: Clock | None = None  # the host's that was joined last
         self.history: list[Operation | None] = [None] * _REMEMBERED
 
     def now(self) -> Clock:
@@ -80,7 +81,7 @@ class OrderChecker(NoChecker):
         self.step = 0
         self._agents = [_Agent(number) for number in range(len(_NAMES))]
         self._host = self._agents[_HOST]
-        self._submitting = _NEVER  # the host's now; the same object until something changes
+        self._submitting = _NEVER  # the host's clock now; the same object until it changes
         self.sm = Memory("resource sm")  # the multiprocessors: see Accesses.occupy_sm
         self.sm.is_exclusive = True
 
@@ -99,18 +100,18 @@ class OrderChecker(NoChecker):
         agent = self._agents[NUMBERS[name]]
         agent.clock = joined(agent.clock, clock)
 
-    def hear(self, clock: Clock) -> None:
+    def host_waited(self, clock: Clock) -> None:
         """The host has waited for everything in ``clock``."""
         host = self._host
-        heard = joined(host.clock, clock)
-        if heard is not host.clock:
-            host.clock = heard
+        after = joined(host.clock, clock)
+        if after is not host.clock:
+            host.clock = after
             self._submitting = host.now()
 
-    def hear_all(self) -> None:
+    def host_waited_for_all(self) -> None:
         """The host has waited for everything that was submitted."""
         for agent in self._agents:
-            self.hear(agent.now())
+            self.host_waited(agent.now())
 
     # --- accesses ------------------------------------------------------------------------------------
 
@@ -166,11 +167,11 @@ class OrderChecker(NoChecker):
     # --- within --------------------------------------------------------------------------------------
 
     def _submitted(self, number: int) -> _Agent:
-        """The agent, having heard what the host has done until now."""
+        """The agent, whose clock has everything that the host has done until now."""
         agent = self._agents[number]
-        if agent.heard is not self._submitting and agent is not self._host:
+        if agent.host_clock is not self._submitting and agent is not self._host:
             agent.clock = joined(agent.clock, self._submitting)
-            agent.heard = self._submitting
+            agent.host_clock = self._submitting
         return agent
 
     def _compare(self, op: Operation, memory: Memory, write: bool, rows: Rows | None) -> None:

@@ -18,14 +18,14 @@ from fenceline.memory_order.stream import Point, Stream
 class CpuStream(Stream):
     """Work runs when it is submitted.
 
-    Under the checker Points pass when the host waits for them, or has asked before, as on a device that lags: memory
-    is then handed out and edges are applied as they would be there.
+    With the checker, Points pass only when the host waits for them or asks a second time, as on an asynchronous device,
+    so that memory is handed out and edges are applied as they would be there.
     """
 
     def __init__(self, name: StreamName, severed: frozenset[str]) -> None:
         super().__init__(name, severed)
-        self.lags = False  # Points do not pass at once: under the checker
-        self._asked_serial = 0  # the last one recorded when somebody last asked in vain
+        self.lags = False  # True with the checker: Points do not pass at once
+        self._asked_serial = 0  # of the last Point when a query last had no success
 
     def record(self) -> Point:
         point = super().record()
@@ -74,8 +74,8 @@ class CpuDevice(Device):
 
     def __init__(self, severed: frozenset[str] = frozenset()) -> None:
         super().__init__(torch.device("cpu"), severed)
-        # One core stays for the front end's processes: OpenMP threads that wait for a core that somebody
-        # else holds make every operation many times slower. OMP_NUM_THREADS asks for fewer still.
+        # One core is left to the front end's processes: OpenMP threads that wait for a core in use make every
+        # operation many times slower. OMP_NUM_THREADS can reduce the number further.
         torch.set_num_threads(min(torch.get_num_threads(), max(num_usable_cores() - 1, 1)))
 
     def check_order(self) -> None:

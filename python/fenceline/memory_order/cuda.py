@@ -20,19 +20,19 @@ from fenceline.memory_order.stream import Point, Stream
 
 try:
     import fenceline_kernel
-except ImportError:  # it is optional: what it does, torch's operators do more slowly
+except ImportError:  # it is optional: torch's operators do the same more slowly
     fenceline_kernel = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
-# Below it torch's allocator is as good, and gives memory back for reuse.
+# Smaller buffers come from torch's allocator, which is as good for them and reuses their memory.
 MIN_MAPPED_BYTES = 256 << 20
 _TOUCH_BYTES = 256 << 20  # by one thread at a time
 _MAX_THREADS = 32
 
 
 class CudaStream(Stream):
-    """A CUDA stream of its own (never the legacy default stream, which would order everything)."""
+    """A CUDA stream (never the legacy default stream, which would order everything)."""
 
     def __init__(self, name: StreamName, severed: frozenset[str], device: torch.device) -> None:
         super().__init__(name, severed)
@@ -54,7 +54,7 @@ class CudaStream(Stream):
         return event
 
     def seconds_between(self, first: Point, last: Point) -> float | None:
-        """See ``Stream.seconds_between``. Of LOAD and STORE alone: other streams' events carry no time."""
+        """See ``Stream.seconds_between``. Only for LOAD and STORE: other streams' events have no time."""
         assert isinstance(first.event, torch.cuda.Event) and isinstance(last.event, torch.cuda.Event)
         return first.event.elapsed_time(last.event) / 1e3 if self._timed else None
 
@@ -81,7 +81,7 @@ class CudaGraph(Graph):
         self.raw = torch.cuda.CUDAGraph()
 
     def _replay(self) -> None:
-        # Asking is several times cheaper than entering what has been entered: a prefill step replays dozens.
+        # A prefill step replays dozens of graphs, and asking is several times cheaper than entering the stream again.
         if torch._C._cuda_getCurrentRawStream(self._stream.device_index) == self._stream.cuda_stream:
             self.raw.replay()
             return
@@ -168,8 +168,8 @@ class CudaDevice(Device):
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Whatever the collector would find meanwhile, an earlier engine's graphs with their memory, would be given back in
-    the middle of a capture and spoil it."""
+    """What the collector finds, such as an earlier engine's graphs with their memory, would be freed in the middle of a
+    capture and make it fail."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -194,14 +194,14 @@ def _load_kernels(device: torch.device) -> fenceline_kernel.KernelLibrary | None
 
 # Pinned host memory of many gigabytes, within seconds. torch's pinned allocator rounds up to a power of two
 # and lets the driver fault in and clear page by page on one thread: tens of seconds for 60 GB. Here the
-# memory is an anonymous mapping that asks for huge pages, which many threads touch first (the system clears
-# a page when it is touched), so that registering it finds everything in place. It is not handed to child
+# memory is an anonymous mapping that asks for huge pages. Many threads write to it first (the system provides
+# and clears a page at its first use), so that all pages exist when it is registered. It is not handed to child
 # processes: a fork would have to copy every pinned page. On a machine of several NUMA nodes the pages lie
 # where the threads ran: bind the process (numactl) to the GPU's node for the link's full rate.
 
 
 class _Pinned(mmap.mmap):
-    """A private mapping that is unregistered before it goes, with the last tensor that holds it."""
+    """A private mapping that is unregistered before it is freed, with the last tensor that uses it."""
 
     unregister: Callable[[], object] | None = None
 
@@ -215,7 +215,7 @@ def pinned_buffer(
 ) -> torch.Tensor:
     """Zeroed host memory [nbytes] uint8 that ``register(address, nbytes)`` has pinned.
 
-    ``unregister(address)`` is called when nothing holds it any more. Raises ``OSError`` where there is no such memory,
+    ``unregister(address)`` is called when nothing uses it any more. Raises ``OSError`` if there is not enough memory,
     or what ``register`` raises."""
     mapping = _Pinned(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # Linux has both, but a kernel may refuse
@@ -244,7 +244,7 @@ def pin_for_cuda(nbytes: int) -> torch.Tensor:
 
 
 def _touch(memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-    """Have the system back every page of ``memory``, on as many threads as it takes; numpy lets go of the GIL."""
+    """Have the system provide every page of ``memory``, on several threads; numpy releases the GIL."""
 
     def touch(start: int) -> None:
         memory[start : start + _TOUCH_BYTES : mmap.PAGESIZE] = 0

@@ -1,8 +1,8 @@
 """Device: where memory lives and work runs. The engine is written once against it.
 
 It also starts the threads of the host beside the scheduler's, and makes the queues between them and it: on a virtual
-device they are agents that take turns by the seed. What was done before ``put`` happened before what follows the
-``get``, or the ``poll``, that returns the item; nothing else orders two threads.
+device they run one at a time, in an order that a seed decides. What was done before ``put`` happened before what
+follows the ``get``, or the ``poll``, that returns the item; nothing else orders two threads.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class HostChannel(Protocol[T]):
         """The oldest item; blocks until there is one."""
 
     def poll(self) -> T | None:
-        """The oldest item, None if there is none now. (Of a channel that carries None itself, use ``get`` alone.)"""
+        """The oldest item, None if there is none now. (If None itself may be an item, use only ``get``.)"""
 
 
 @dataclass(frozen=True, slots=True)
 class FillField:
-    """Rows to write: the first ``num_live`` of ``target`` from ``source`` (None: there are none), the rest ``pad``."""
+    """Rows to write: the first ``num_live`` of ``target`` from ``source`` (None: no rows), ``pad`` to the rest."""
 
     target: torch.Tensor  # [num_rows, ...], contiguous
     source: torch.Tensor | None  # [num_live, ...], contiguous, same dtype and row shape
@@ -68,7 +68,7 @@ class Device(ABC):
 
     kind: str
     tolerates_repairs = True  # tests' devices raise where a replay's precondition had to be repaired
-    watches_host = False  # whether anybody learns of what :meth:`host_access` says
+    watches_host = False  # whether calls of :meth:`host_access` have an effect
 
     def __init__(self, torch_device: torch.device, severed: frozenset[str] = frozenset()) -> None:
         unknown = severed - EDGES.keys() - GUARDS.keys() - set(EDGE_PARTS)
@@ -98,7 +98,7 @@ class Device(ABC):
                 stream.checker = self.checker
 
     def memory(self, name: str, tensor: torch.Tensor) -> Memory:
-        """``tensor``, which is used as a whole, under the name that all reports give it, for :meth:`declare`."""
+        """The Memory of ``tensor``, which is used as a whole, for :meth:`declare`; ``name`` is for reports."""
         self.name_memory(tensor, name)
         return Memory(name, tensor=tensor)
 
@@ -111,8 +111,8 @@ class Device(ABC):
         **kwargs: P.kwargs,
     ) -> None:
         """Say what an operation reads and writes that the scheduler thread is about to submit to ``stream``, or to do
-        itself: ``accesses(op, *args)`` names it. To be called after the operation's waits. Only those of memory that
-        outlives operations; what the virtual GPU sees by itself it does not take from here."""
+        itself: ``accesses(op, *args)`` names it. To be called after the operation's waits. Only accesses to memory that
+        outlives operations are declared. The virtual GPU takes from here only what it does not see by itself."""
         for reader in self._readers:
             reader(stream, label, accesses, *args, **kwargs)
 
@@ -138,12 +138,12 @@ class Device(ABC):
         so that nothing is set up or compiled inside. The host may not wait for the device in it."""
 
     def start_worker(self, name: str, run: Callable[[], None]) -> HostWorker:
-        """Start a thread of the host, which ends when ``run`` returns. It submits nothing and records no Points: it
-        waits for those it is told of with :meth:`Stream.synchronize_from_worker`."""
+        """Start a thread of the host, which ends when ``run`` returns. It submits nothing and records no Points. It
+        waits for Points that it is given by :meth:`Stream.synchronize_from_worker`."""
         return ThreadWorker(name, run)
 
     def make_channel(self) -> HostChannel[T]:
-        """A queue between threads of the host, those of :meth:`start_worker` and the one that made the device."""
+        """A queue between threads of the host: those of :meth:`start_worker` and the one that made the device."""
         return QueueChannel()
 
     def fill_rows(self, fields: Sequence[FillField]) -> None:
@@ -156,21 +156,21 @@ class Device(ABC):
 
     @property
     def writes_host(self) -> bool:
-        """Whether :meth:`write_host` does without the copy engine."""
+        """Whether :meth:`write_host` works without the copy engine."""
         return True
 
     @abstractmethod
     def write_host(self, host: torch.Tensor, source: torch.Tensor) -> None:
         """On FORWARD: ``host``, uint8 of a :meth:`host_buffer`, gets the bytes of ``source``, uint8, a multiple of 8.
 
-        By a kernel of FORWARD's own, a few kilobytes at most: the copy engine brings copies to the host in the order
-        in which all streams have submitted them.
+        A kernel on FORWARD does it, for a few kilobytes at most: the copy engine makes copies to the host in the order
+        in which all streams have submitted them, so that this one might have to wait for a large backup.
         """
 
     def synchronize(self) -> None:
         """Block the host until all streams are empty: start-up, growth of a ring and shut-down only."""
         self._synchronize()
-        self.checker.hear_all()
+        self.checker.host_waited_for_all()
 
     def full_stop(self, guard: Guard) -> None:
         """:meth:`synchronize`, which is what ``guard`` is. Severed, nobody waits."""
@@ -178,11 +178,11 @@ class Device(ABC):
             self.synchronize()
 
     def keeps(self, guard: Guard) -> bool:
-        """Whether ``guard`` is in force; only a test can have severed it. For this package: others ask nothing."""
+        """Whether ``guard`` is in force; only a test can have severed it. Only for this package."""
         return guard.name not in self.severed
 
     def name_memory(self, tensor: torch.Tensor, name: str, row_bytes: int | None = None) -> None:
-        """Tell what reports should call the memory of ``tensor``, made of rows of ``row_bytes`` bytes if given.
+        """Name the memory of ``tensor`` for reports; it consists of rows of ``row_bytes`` bytes, if given.
 
         For devices that watch their memory; others ignore it.
         """
@@ -191,20 +191,20 @@ class Device(ABC):
     def host_access(self, buffer: torch.Tensor, write: bool, what: str) -> None:
         """The calling thread, of :meth:`start_worker`, reads or writes ``buffer``, from :meth:`host_buffer`, now.
 
-        The scheduler's thread declares what it does by :meth:`declare`. For devices that ``watches_host``; who would
-        have to make ``buffer`` first need not call others.
+        The scheduler's thread declares what it does by :meth:`declare`. Has an effect only on a device with
+        ``watches_host``; a caller that would have to make ``buffer`` first need not call it for other devices.
         """
         return
 
     def protect_from_graphs(self, tensor: torch.Tensor, guard: Guard) -> None:
-        """Graphs may read ``tensor`` but never write it (F9), which ``guard`` sees to.
+        """Graphs may read ``tensor`` but never write it (F9); ``guard`` ensures that.
 
         For devices that watch their memory; others ignore it.
         """
         return
 
     def begin_fill(self, tensors: Sequence[torch.Tensor], guard: Guard) -> None:
-        """Whoever reads ``tensors`` from now on must find bytes written from now on (F7), which ``guard`` sees to.
+        """Reads of ``tensors`` from now on must find bytes that were written from now on (F7); ``guard`` ensures that.
 
         For devices that watch their memory; others ignore it.
         """

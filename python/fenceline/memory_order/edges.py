@@ -1,12 +1,14 @@
 """What memory relies on: every edge between streams and every guard, declared once. Code applies them by their names.
 
-An edge orders two streams. A guard is anything else that the ordering relies on: a full stop, a copy of one's own, a
-rule about who gets memory next. ``Device(severed=...)`` takes the names of both, so that a test can do without one.
+An edge orders two streams. A guard is anything else that the ordering relies on: a full stop, a private copy, a rule
+about when memory is handed out again. ``Device(severed=...)`` takes the names of both, so that a test can leave one
+out.
 What a guard does, and what happens in its place where a test has severed it, stands side by side in the file of this
-package that does it: whoever uses it elsewhere calls one thing and asks nothing.
+package that does it: other packages call it, and never ask whether it is severed.
 
 An edge or guard enters its table with the commit that applies it; ``docs/edges.md`` is generated from the tables, with
-the workload that shows each to be necessary. A guard may be dormant instead: kept for a feature that is not there yet.
+the workload that shows each to be necessary. A guard may be dormant instead: kept for a feature that does not exist
+yet.
 """
 
 from __future__ import annotations
@@ -35,20 +37,20 @@ class Hazard(Enum):
     RAW = "RAW"  # reading before it is written
     WAR = "WAR"  # writing before it is read
     WAW = "WAW"  # two writers
-    EXCLUSIVE = "exclusive"  # two users of a resource that bears one
+    EXCLUSIVE = "exclusive"  # two users of a resource for one
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Of each pair (waiter, source): the waiter does not touch ``protects`` before the source has passed its Point."""
+    """In each pair (waiter, source) the waiter does not access ``protects`` before the source has passed its Point."""
 
     name: str
     pairs: tuple[tuple[StreamName, StreamName], ...]
     hazards: tuple[Hazard, ...]
     protects: str
     failure: str  # the F-number of docs/memory_order.md, "" where none has been reported
-    # The functions that apply it, where there are several. Each is severed by itself; for those that nothing needs
-    # today there is the reason, "" for the others.
+    # The functions that apply it, if there are several, each with the reason why it stays there although nothing needs
+    # it today, "" if it is needed. The proof severs the edge in each of them separately.
     sites: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -62,7 +64,7 @@ class Edge:
         return self.pairs[0][1]
 
     def part(self, waiter: StreamName, source: StreamName, site: str = "") -> str:
-        """The name under which a test cuts the edge between these two alone, at ``site`` alone if given."""
+        """The name by which a test severs the edge only between these two streams, and only at ``site`` if given."""
         pair = f":{waiter.value}-{source.value}" if len(self.pairs) > 1 else ""
         return f"{self.name}{pair}{'@' if site else ''}{site}"
 
@@ -77,8 +79,8 @@ class Edge:
 
 
 class EdgePart(NamedTuple):
-    """An edge between two streams, as it is applied at ``site``, "" where that is the only one. ``covered``: what makes
-    up for it there, "" if nothing does."""
+    """An edge between two streams, as it is applied at ``site``, "" if there is only one. ``covered``: why nothing
+    needs it there, "" if it is needed."""
 
     name: str
     waiter: StreamName
@@ -99,7 +101,7 @@ FORWARD_AFTER_SCHEDULE = Edge(
     name="forward_after_schedule",
     pairs=((_FORWARD, _SCHEDULE),),
     hazards=(Hazard.RAW,),
-    protects="device staging uploaded for this batch, and its plan",
+    protects="device staging that was uploaded for this batch, and its plan",
     failure="",
     sites=_RINGS,
 )
@@ -232,14 +234,14 @@ _PAGE_EDGE_OF = {edge.pairs[0]: edge for edge in PAGE_EDGES}
 
 
 def edge_of(part: str) -> str:
-    """The name of the edge that ``part``, an :class:`EdgePart`'s name, is, or is a part of."""
+    """The name of the edge to which ``part``, an :class:`EdgePart`'s name, belongs."""
     return part.partition("@")[0].partition(":")[0]
 
 
 def pages_edge(waiter: StreamName, source: StreamName) -> Edge:
-    """The edge by which ``waiter`` takes over KV pages, or host pages, that ``source`` has touched.
+    """The edge by which ``waiter`` takes over KV pages, or host pages, that ``source`` has accessed.
 
-    Raises ``KeyError`` where there is none: one of the two touches no pages.
+    Raises ``KeyError`` if there is none: one of the two accesses no pages.
     """
     return _PAGE_EDGE_OF[waiter, source]
 
@@ -248,7 +250,7 @@ def pages_edge(waiter: StreamName, source: StreamName) -> Edge:
 
 
 def hazard_of(first_writes: bool, second_writes: bool) -> Hazard:
-    """What order would prevent, of two accesses to the same memory in program order; one of them writes."""
+    """What may go wrong between two accesses to the same memory, in program order, of which at least one writes."""
     if first_writes:
         return Hazard.WAW if second_writes else Hazard.RAW
     return Hazard.WAR
@@ -282,7 +284,7 @@ def missing_edge(edges: list[Edge], first: str, second: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """``protects`` what it does. ``dormant``: why it cannot matter yet, "" if it can."""
+    """``protects``: what it protects. ``dormant``: why it cannot matter yet, "" if it can."""
 
     name: str
     protects: str
@@ -301,7 +303,7 @@ GROWTH_STOP = Guard(
 )
 OWN_COPY = Guard(
     name="own_copy",
-    protects="inputs that later steps still use: FORWARD has them in memory of its own, not in the device staging",
+    protects="inputs that later steps still use: FORWARD has its own copy of them, outside the device staging",
     failure="F12",
 )
 SAME_COMPOSITION = Guard(
@@ -310,23 +312,23 @@ SAME_COMPOSITION = Guard(
 )
 RETIRED_AFTER = Guard(
     name="retired_after",
-    protects="pages that a step or a transfer in flight still touches: leased out again with its Points",
+    protects="pages that a step or a transfer in flight still accesses: leased again with its Points",
     failure="F3, F13",
 )
 QUEUED_MATCH = Guard(
     name="queued_match",
-    protects="where a waiting request's prefix lies: found anew once its pages have moved or gone",
+    protects="where a waiting request's prefix lies: looked up again once its pages have moved or gone",
     failure="F5",
 )
 RESULT_LEASE = Guard(
     name="result_lease",
-    protects="a result slot that nobody has taken from yet",
+    protects="a result slot whose results have not been read yet",
     failure="F8",
     dormant="the loop has two steps in flight and the ring is two deep",
 )
 ARENA_PAD = Guard(
     name="arena_pad",
-    protects="the padded rows of a graph's inputs: they hold pads, not what the last batch of that size left",
+    protects="the padded rows of a graph's inputs: they hold pads, not values of an earlier batch",
     failure="F7",
 )
 OWN_RESULTS = Guard(
@@ -336,17 +338,17 @@ OWN_RESULTS = Guard(
 )
 PLAN_SOURCE = Guard(
     name="plan_source",
-    protects="what a batch is planned from: replays derive their inputs into other memory than the plan's",
+    protects="what a batch is planned from: replays write their derived inputs to other memory than the plan's",
     failure="F9",
 )
 TOTAL_BUCKETS = Guard(
     name="total_buckets",
-    protects="batches larger than every captured graph: they run without one, none is cut to fit",
+    protects="batches larger than every captured graph: they run without a graph and are not cut to fit one",
     failure="F11",
 )
 GRAPH_POOL = Guard(
     name="graph_pool",
-    protects="the memory of captured graphs: it stays theirs as long as they can be replayed",
+    protects="the memory of captured graphs: nothing else gets it as long as they can be replayed",
     failure="F17",
 )
 SINK = Guard(
@@ -390,8 +392,8 @@ def edges_markdown() -> str:
         "Every cross-stream edge, generated from `python/fenceline/memory_order/edges.py`",
         "(`python -m fenceline.memory_order > docs/edges.md`). Do not edit by hand. The last columns are written by",
         "`python -m fenceline.vgpu.prove --write-docs` ([prove.md](prove.md)): with the edge severed, the workload",
-        "fails under that seed, and the checker says why. An edge between several pairs of streams is cut between each",
-        "of them by itself, and one that several functions apply in each of them by itself.",
+        "fails under that seed, and the checker says why. An edge between several pairs of streams is severed for each",
+        "pair separately, and one that several functions apply in each of them separately.",
         "",
         "| edge | waiter ← source | hazard | protects | failure | status | workload, seed | caught by |",
         "|---|---|---|---|---|---|---|---|",
@@ -408,7 +410,7 @@ def edges_markdown() -> str:
         "",
         "## Guards",
         "",
-        "What memory relies on beside the edges. A dormant guard is kept for a feature that is not there yet.",
+        "What memory relies on besides the edges. A dormant guard is kept for a feature that does not exist yet.",
         "",
         "| guard | protects | failure | status | workload, seed | caught by |",
         "|---|---|---|---|---|---|",

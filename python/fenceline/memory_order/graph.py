@@ -1,8 +1,8 @@
-"""Graph: work captured once and submitted again by one call. Its memory, its life cycle, its preconditions.
+"""Graph: work captured once and submitted again by one call; its memory and the stages of its life.
 
 A graph is CAPTURED, then REGISTERED (what other ranks must know of its addresses has been exchanged), then REPLAYABLE.
 Replaying it earlier raises: upstream, graphs with unregistered all-reduce buffers were replayed and read whatever
-lay there (F10).
+was in that memory (F10).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import IntEnum
 
 
 class GraphState(IntEnum):
-    """How far a graph has come."""
+    """The stages of a graph's life."""
 
     CAPTURED = 0
     REGISTERED = 1
@@ -21,14 +21,14 @@ class GraphState(IntEnum):
 
 
 class GraphError(RuntimeError):
-    """A graph was used before it was ready, or in a way its owner does not allow."""
+    """A graph was used before it was ready."""
 
 
 class GraphPool:
-    """The memory that graphs of one owner allocate while they are captured (F17).
+    """The memory that one owner's graphs allocate while they are captured (F17).
 
-    Graphs of one pool overwrite each other's temporaries and outputs, so whoever shares a pool must never need the
-    values of two of them at once: one owner sees to that. Nothing that outlives a replay may be allocated in it.
+    Graphs of one pool overwrite each other's temporaries and outputs, so the values of two of them must never be needed
+    at the same time; that is why a pool has one owner. Nothing that outlives a replay may be allocated in it.
     """
 
     def __init__(self, owner: str, raw: object) -> None:
@@ -45,11 +45,11 @@ class Graph(ABC):
         self.state = GraphState.CAPTURED
 
     def register(self) -> None:
-        """Its addresses are known wherever they have to be."""
+        """The other ranks know its addresses."""
         self._step_to(GraphState.REGISTERED)
 
     def allow_replay(self) -> None:
-        """Every graph of its owner is captured and registered."""
+        """All graphs of its owner are captured and registered."""
         self._step_to(GraphState.REPLAYABLE)
 
     def replay(self) -> None:
@@ -58,8 +58,9 @@ class Graph(ABC):
         self._replay()
 
     def bind(self) -> Callable[[], None]:
-        """:meth:`replay` and nothing around it, for whoever replays many small graphs in a row: to be called with
-        FORWARD current. A graph that is REPLAYABLE stays so; raises :class:`GraphError` if it is not."""
+        """A function that does what :meth:`replay` does without its checks, for callers that replay many small graphs
+        in a row; to be called with FORWARD current. Raises :class:`GraphError` if the graph is not REPLAYABLE; one
+        that is stays so."""
         self._check_replayable()
         return self._bound()
 

@@ -1,7 +1,8 @@
 """Declarations of what our kernels read and write: made once, in the kernel's own order.
 
-They have the form of ``access.Accesses``, with the tensors of a launch in place of memories that the host keeps records
-of: a function that names the accesses one after the other, with the wait for the preceding kernel between them::
+They have the form of ``access.Accesses``, with the tensors of a launch in place of
+Memory objects: a function that names the accesses one after the other, with the wait for the preceding kernel between
+them::
 
     @declare_kernel
     def rms_norm(op: KernelAccesses, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -32,7 +33,7 @@ import torch
 
 
 class KernelAccesses(Protocol):
-    """A launch that is told its accesses. ``rows`` [N], integers on the device, name rows of the first axis (None: all
+    """Takes the accesses of a launch. ``rows`` [N], integers on the device, name rows of the first axis (None: all
     of them) and count as read themselves. A tensor that is None is an operand that this launch does not have."""
 
     def read(self, tensor: torch.Tensor | None, rows: torch.Tensor | None = None) -> None:

@@ -1,7 +1,7 @@
 """Leases on long-lived memory that is handed out by number: KV pages, request rows.
 
 There is no ``free``. ``retire(ids, after=points)`` gives ids back at once *with* the Points after which
-they may be touched again; whoever gets them next waits for those Points (a wait on the same stream costs
+they may be accessed again; their next owner waits for those Points (a wait on the same stream costs
 nothing). So memory that an in-flight step still reads or writes can be re-allocated without a race (F3,
 F13) and without the CPU waiting for the GPU.
 """
@@ -37,7 +37,7 @@ class LeasePool:
         self.name = name
         self.size = size
         self.reserved = reserved
-        self.observer: Callable[[Ids, Points], None] | None = None  # told of each retirement
+        self.observer: Callable[[Ids, Points], None] | None = None  # called for each retirement
         self._leased = np.zeros(size, dtype=np.bool_)
         self._order = np.arange(size, dtype=np.int32)
         self._place = np.zeros(size, dtype=np.int32)  # of each id in the retirement that named it last
@@ -53,13 +53,13 @@ class LeasePool:
 
     @property
     def num_leased(self) -> int:
-        """Ids that somebody owns."""
+        """Ids that have an owner."""
         return self.size - self.reserved - self.num_free
 
     def alloc(self, n: int) -> tuple[Ids, Points] | None:
         """Lease ``n`` ids, or None when fewer are free.
 
-        The Points are those that every stream has to wait for before it first touches the ids.
+        The Points are those that every stream has to wait for before it first accesses the ids.
         """
         if n > self.num_free:
             return None
@@ -82,7 +82,7 @@ class LeasePool:
         return leased, after
 
     def retire(self, ids: Ids, after: Points) -> None:
-        """Give ``ids`` back; they may be touched by others after ``after``.
+        """Give ``ids`` back; others may access them after ``after``.
 
         Raises :class:`LeaseError` if any of them is not leased, is named twice, or is reserved.
         """
@@ -103,12 +103,12 @@ class LeasePool:
         return np.flatnonzero(self._leased).astype(np.int32)
 
     def _check(self, ids: Ids) -> None:
-        """In each retirement, so it counts microseconds: bytes are counted and compared faster than numpy reduces.
+        """Runs in each retirement, so microseconds count: bytes are counted and compared faster than numpy reduces.
 
-        Not reentrant, since it writes to ``_place``: one thread and no signal handler retires to a pool.
+        Not reentrant, since it writes to ``_place``: only one thread, and no signal handler, may retire to a pool.
         """
         assert ids.dtype == self._order.dtype, f"{self.name}: ids are {ids.dtype}, not int32"
-        if len(ids) == 1:  # a row, or the page that a request has not filled
+        if len(ids) == 1:  # a row, or a request's last page
             one = int(ids[0])
             if self.reserved <= one < self.size and self._leased[one]:
                 return
@@ -139,7 +139,7 @@ class LeasePool:
         )
 
     def _settle(self) -> None:
-        """Move what has passed by now to the ready stack, the rest keeps its order."""
+        """Move the ids whose Points have passed to the ready stack; the others keep their order."""
         still: deque[tuple[Ids, Points]] = deque()
         for ids, points in self._pending:
             if points.passed:
@@ -160,7 +160,7 @@ class LeasePool:
 
 
 class _WithoutPoints(LeasePool):
-    """Guard ``retired_after``, severed: ids are handed out again without the Points of those who still use them."""
+    """Guard ``retired_after``, severed: ids are handed out again without the Points of work that still uses them."""
 
     def alloc(self, n: int) -> tuple[Ids, Points] | None:
         leased = super().alloc(n)
@@ -168,6 +168,7 @@ class _WithoutPoints(LeasePool):
 
 
 def page_leases(device: Device, size: int) -> LeasePool:
-    """The leases of ``device``'s KV pages, of which page 0 is the sink; they come with Points (``retired_after``)."""
+    """The leases of ``device``'s KV pages, of which page 0 is the sink; they are handed out with Points
+    (``retired_after``)."""
     kind = LeasePool if device.keeps(RETIRED_AFTER) else _WithoutPoints
     return kind("KV pages", size, reserved=1)

@@ -1,11 +1,10 @@
-"""RelocationClock: who of the owners of pages has been given other ones since somebody looked (F5).
+"""RelocationClock: which owners of pages have been given other pages since a given moment (F5).
 
-An owner is a number that somebody else gives out: a request row (its page table), or anything else whose place can
-change. Its version moves with the CPU's *decision* to move its pages (bound to a load, offloaded, remapped onto the
-tree's, the row given to another request), not when the device gets there, and not by appending. Whatever is derived
-from where pages are (indices, a plan, a page table in an arena) is stamped when it is made, and compared before it is
-used: a mismatch means that it has to be made again. Nodes of the radix tree carry versions of their own, see
-``TreeNode.version``.
+An owner is a number, for example a request row, which stands for its page table. Its version changes with the CPU's
+*decision* to move its pages (bound to a load, offloaded, remapped onto the tree's, the row given to another request),
+not when the device carries it out, and not when pages are appended. What is derived from where pages are (indices, a
+plan, a page table in an arena) is stamped when it is made, and compared before it is used: after a mismatch it has to
+be made again. Nodes of the radix tree have versions of their own, see ``TreeNode.version``.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class Stamp:
 class RelocationClock:
     """Versions of owners 0, 1, ..., each 0 until it is first moved. ``num_owners``: as many as are expected.
 
-    ``epoch`` moves with every decision, whoever it concerns, so that while nothing moves a comparison is one of two
-    integers. ``num_moves`` counts moves of owners.
+    ``epoch`` changes with every decision, for any owner, so that while nothing moves two integers are
+    compared. ``num_moves`` counts moves of owners.
     """
 
     def __init__(self, num_owners: int = _MIN_OWNERS) -> None:
@@ -74,14 +73,14 @@ class RelocationClock:
         self.num_moves += len(moved)
 
     def stamp(self, owners: Owners) -> Stamp:
-        """What is derived now from the places of ``owners``' pages gets this. The sequence may be changed later."""
+        """The stamp for what is derived now from the places of ``owners``' pages. The sequence may be changed later."""
         mine = _as_owners(owners)
         if len(mine) and (last := int(mine.max())) >= len(self._versions):
             self._grow(last)
         return Stamp(self.epoch, mine, self._versions[mine])
 
     def is_current(self, stamp: Stamp) -> bool:
-        """Whether none of the stamp's owners has moved since. Constant time while nobody has."""
+        """Whether none of the stamp's owners has moved since. Takes constant time while no owner at all has."""
         if stamp.epoch == self.epoch:
             return True
         return bool((self._versions[stamp.owners] == stamp.versions).all())

@@ -1,15 +1,15 @@
-"""Rings of leased memory through which values cross between host and device.
+"""Rings of leased memory by which values get from the host to the device and back.
 
 Inputs: the host packs a step's arrays into one pinned slot, SCHEDULE copies it to a device slot, FORWARD
 takes its own copy. Results: FORWARD packs them into a device slot, COPY brings it to pinned memory, the
-host reads. One copy each way whatever the number of fields. Tensors never cross streams in any other
-memory (F16). Where backups of KV pages keep the copy engine busy, behind which COPY would have to wait,
+host reads. There is one copy each way, whatever the number of fields. Tensors are never passed between streams in any
+other memory (F16). If backups of KV pages may keep the copy engine busy, so that COPY would have to wait for it,
 FORWARD writes small results into pinned memory itself.
 
 Plans: libraries whose host side plans each batch (FlashInfer) keep one pinned buffer each, write it in ``plan()`` and
-copy it with cudaMemcpyAsync; that the copy of the last plan has run before the next one writes is left to the caller
-(F12). Here whoever owns the buffers owns their order: a plan borrows a slot, the library writes the slot's pinned half
-and submits the copy to the device half itself, on SCHEDULE, where it need not wait for the step in flight.
+copy it with cudaMemcpyAsync. They leave it to the caller that the copy of the last plan has run before the next plan is
+written (F12). Here the ring owns the buffers and orders their use: a plan borrows a slot, the library writes the slot's
+pinned half and submits the copy to the device half itself, on SCHEDULE, where it need not wait for the step in flight.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ from fenceline.memory_order.stream import Point, Points
 _ALIGN = 16
 _WORD = 8
 _MIN_SLOT_BYTES = 1 << 16
-# Results up to this size, tokens of 512 requests, are a kernel of 2 us; larger ones, logprobs, would hold FORWARD up.
+# Writing results of up to this size, the tokens of 512 requests, takes a kernel 2 us; larger ones, with logprobs,
+# would delay FORWARD.
 _SMALL_BYTES = 4096
 
 
 @dataclass(slots=True)
 class Slot:
-    """A pinned buffer and its device twin, with the Points after which each may be written again."""
+    """A pinned buffer and one of the same size on the device, with the Points after which each may be written again."""
 
     host: torch.Tensor  # uint8
     device: torch.Tensor  # uint8
@@ -71,7 +72,7 @@ class Slot:
         on.declare(StreamName.SCHEDULE, what, copies, self.host_memory, self.device_memory)
 
     def end_upload(self, on: Device) -> None:
-        """SCHEDULE has been given the copy: FORWARD may read the device buffer from now on."""
+        """The copy has been submitted to SCHEDULE: FORWARD may read the device buffer from now on."""
         self.host_after = on.schedule.record()
         on.forward.wait(self.host_after, FORWARD_AFTER_SCHEDULE)  # RAW: the copy brings our inputs
 
@@ -98,11 +99,11 @@ class _Ring:
         return Slot(host, device, make(names[0], host), make(names[1], device))
 
     def _take(self, nbytes: int) -> Slot:
-        """The next slot, grown if need be. Growth waits for the device: it happens a few times in a life."""
+        """The next slot, made larger if need be. That waits for the device, but happens only a few times."""
         index = self._next
         self._next = (index + 1) % len(self._slots)
         if self._slots[index].host.numel() < nbytes:
-            # The old slot goes back to the allocator, on no stream of ours.
+            # The old slot goes back to the allocator, which knows nothing of our streams.
             self._device.full_stop(GROWTH_STOP)
             old = self._slots[index]
             label = "return of a slot to the allocator"
@@ -127,7 +128,7 @@ class InputRing(_Ring):
     def upload(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, torch.Tensor]:
         """Device tensors with the values that ``arrays`` have now, same shapes and dtypes.
 
-        They are allocated on and ordered by FORWARD: use them there alone. The host may change the
+        They are allocated on FORWARD and ordered by it: use them only there. The host may change the
         arrays as soon as this returns.
         """
         offsets, nbytes = _layout(arrays)
@@ -166,7 +167,7 @@ class PlanRing(_Ring):
         """Inside, the host may write ``slot.host`` and submit its copy to ``slot.device``, on SCHEDULE, the current
         stream. Afterwards FORWARD may read ``slot.device``."""
         device, depth = self._device, len(self._slots)
-        if self.num_plans:  # what FORWARD was given since the last plan may read that plan
+        if self.num_plans:  # work that was submitted to FORWARD since the last plan may read it
             last = self._slots[(self.num_plans - 1) % depth]
             device.declare(StreamName.FORWARD, "step that reads its plan", reads, last.device_memory)
             last.device_after = Points.of(device.forward.record())
@@ -206,7 +207,7 @@ class ResultLease:
         return self._copied.stream.poll(self._copied)
 
     def wait(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Block the host until the results are there; arrays of their own, free of the ring.
+        """Block the host until the results are there; copies, which do not depend on the ring.
 
         Raises :class:`LeaseError` when called again: the slot may by then hold another step's results.
         """
@@ -217,7 +218,7 @@ class ResultLease:
         edge = HOST_AFTER_FORWARD if copied.stream is device.forward else HOST_AFTER_COPY
         copied.stream.synchronize(copied, edge)
         device.declare(StreamName.HOST, "read of the step's results", reads, slot.host_memory)
-        self.produced.stream.note_passed(self.produced)  # the copy ran after it
+        self.produced.stream.note_passed(self.produced)  # the copy has run after it
         host = slot.host.numpy()
         values = {name: field.read(host) for name, field in self._layout.items()}
         slot.leased = False
@@ -284,7 +285,7 @@ class ResultRing(_Ring):
     def _write(
         self, slot: Slot, layout: Mapping[str, _Field], tensors: Mapping[str, torch.Tensor], nbytes: int
     ) -> ResultLease:
-        """:meth:`download` by FORWARD alone."""
+        """:meth:`download` without COPY."""
         device = self._device
         label = "write of the step's results to the host"
         device.declare(StreamName.FORWARD, label, writes, slot.host_memory)
@@ -304,9 +305,9 @@ class ResultRing(_Ring):
     def _pack(
         self, slot: Slot, layout: Mapping[str, _Field], tensors: Mapping[str, torch.Tensor], nbytes: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Bring the tensors' bytes into the device slot, on FORWARD; returns what COPY is to copy from where."""
+        """Copy the tensors' bytes to the device slot, on FORWARD; returns COPY's copies, each (target, source)."""
         sources = {name: tensor.contiguous().view(-1).view(torch.uint8) for name, tensor in tensors.items()}
-        if not self._device.keeps(OWN_RESULTS):  # straight from memory that the next step may write
+        if not self._device.keeps(OWN_RESULTS):  # directly from memory that the next step may write
             return [(layout[name].of(slot.host), source) for name, source in sources.items()]
         for name, source in sources.items():
             layout[name].of(slot.device).copy_(source)
@@ -329,8 +330,8 @@ def _pack(host: torch.Tensor, arrays: Mapping[str, npt.NDArray[np.generic]], off
 
 
 def _views(block: torch.Tensor, arrays: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, torch.Tensor]:
-    """``arrays`` as they are laid out in ``block``, cut out by one operator for all: before a prefill step's first
-    kernel nothing hides what the host does."""
+    """``arrays`` as they are laid out in ``block``, all by one operator: before a prefill step's first kernel the GPU
+    waits for the host."""
     sizes: list[int] = []
     for array in arrays.values():
         num_words = -(-array.nbytes // _WORD)

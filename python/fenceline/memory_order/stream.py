@@ -16,7 +16,7 @@ import torch
 
 from fenceline.memory_order.edges import Edge, StreamName, pages_edge
 
-# What has happened before: a position in the order of each agent (a stream, or the host), () where nobody checks.
+# What has happened before: how many operations of each agent (a stream, or the host); () without a checker.
 Clock = tuple[int, ...]
 
 
@@ -26,7 +26,7 @@ class NoChecker:
     step = 0
 
     def begin_step(self) -> None:
-        """See :class:`OrderChecker`, as of the other methods."""
+        """See :class:`OrderChecker`, also for the other methods."""
 
     def record(self, name: StreamName) -> Clock:
         return ()
@@ -34,10 +34,10 @@ class NoChecker:
     def wait(self, name: StreamName, clock: Clock) -> None:
         return
 
-    def hear(self, clock: Clock) -> None:
+    def host_waited(self, clock: Clock) -> None:
         return
 
-    def hear_all(self) -> None:
+    def host_waited_for_all(self) -> None:
         return
 
 
@@ -45,15 +45,15 @@ class Stream(ABC):
     """One named, in-order queue of device work.
 
     ``serial`` counts the Points recorded; ``passed_serial`` is the last one the host knows to have
-    passed, learned from waits it had to make anyway and from :meth:`poll`, once a step. Both are the scheduler
-    thread's: what pages it hands out depends on them, so no other thread changes them.
+    passed, learned from waits it had to make anyway and from :meth:`poll`, once a step. Only the
+    scheduler thread changes them, because the pages that it hands out depend on them.
     """
 
     def __init__(self, name: StreamName, severed: frozenset[str]) -> None:
         self.name = name
         self.serial = 0
         self.passed_serial = 0
-        self._severed = severed  # edges that a test has cut; empty in production
+        self._severed = severed  # edges that a test has severed; empty in production
         self.checker = NoChecker()
 
     def record(self) -> Point:
@@ -84,7 +84,7 @@ class Stream(ABC):
         self._check_host_edge(point, edge)
         if self._is_cut(edge, StreamName.HOST, self.name):
             return
-        self.checker.hear(point.clock)
+        self.checker.host_waited(point.clock)
         if point.passed:
             return
         self._block(point)
@@ -93,8 +93,8 @@ class Stream(ABC):
     def synchronize_from_worker(self, point: Point, edge: Edge) -> None:
         """Block the calling thread, one of :meth:`Device.start_worker`, until ``point`` on this stream has passed.
 
-        The scheduler does not learn of it: what it hands out must not depend on a worker's timing. A Point that the
-        scheduler knows to have passed is waited for all the same; the worker does not know it.
+        The scheduler does not learn of it: what it hands out must not depend on a worker's timing. The worker
+        waits also for a Point that the scheduler knows to have passed, because it does not know that itself.
         """
         self._check_host_edge(point, edge)
         if not self._is_cut(edge, StreamName.HOST, self.name):
@@ -103,18 +103,18 @@ class Stream(ABC):
     def poll(self, point: Point) -> bool:
         """Ask the device, once, whether ``point``, which is on this stream, has passed; the host then knows it.
 
-        For completions that are drained once a step, oldest first. False says nothing and orders nothing.
+        For completions that are drained once a step, oldest first. False orders nothing.
         """
         assert point.stream is self, "a Point is polled on its own stream"
         if not point.passed:
             if not self._query(point):
                 return False
             self.note_passed(point)
-        self.checker.hear(point.clock)
+        self.checker.host_waited(point.clock)
         return True
 
     def _is_cut(self, edge: Edge, waiter: StreamName, source: StreamName) -> bool:
-        """Whether a test has cut ``edge``, or its part between these two, or where the caller applies it."""
+        """Whether a test has severed ``edge``, its part between these streams, or its use by the calling function."""
         severed = self._severed
         if not severed:
             return False
@@ -157,7 +157,7 @@ class Stream(ABC):
     def _block(self, point: Point) -> None: ...
 
     def _query(self, point: Point) -> bool:
-        """What the device says. A stream that has no device to ask answers what the host knows."""
+        """The device's answer. A stream without a device to ask gives what the host knows."""
         return point.passed
 
 
@@ -239,9 +239,9 @@ def joined(a: Clock, b: Clock) -> Clock:
 
 
 def wait_for_pages(stream: Stream, after: Points) -> None:
-    """Before ``stream`` first touches KV pages, or host pages, that come with ``after``: one edge for each Point.
+    """Before ``stream`` first accesses KV pages, or host pages, that come with ``after``: one edge for each Point.
 
-    Points of ``stream`` itself need none. Raises ``KeyError`` for a Point on a stream that touches no pages.
+    Points of ``stream`` itself need none. Raises ``KeyError`` for a Point on a stream that accesses no pages.
     """
     for point in after.points:
         if point.stream is not stream:
@@ -249,8 +249,8 @@ def wait_for_pages(stream: Stream, after: Points) -> None:
 
 
 def applied_at() -> str:
-    """The function, ``Class.name``, that applies the edge which this stream was just told of; for tests. What several
-    rings do alike, in methods of ``Slot``, is the ring's."""
+    """The function, ``Class.name``, that applies the edge, for tests: the innermost caller outside this file. For what
+    several rings share, methods of ``Slot``, it is the ring's function."""
     frame = sys._getframe(1)
     while (
         frame.f_code.co_filename == __file__
