@@ -12,8 +12,10 @@ import transformers
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.context import LayerContext, Shard, torch_context
-from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
+from fenceline.layers.forward_batch import AttentionInputs, AuxHiddenStates, ForwardBatch, ForwardMode
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
+from fenceline.models.decoder import CausalLM
+from fenceline.models.draft import DraftModel
 from fenceline.models.loader import load_model
 
 CONTEXT = 256
@@ -112,8 +114,10 @@ class PagedModel:
         device: str,
         num_rows: int = 8,
         context: LayerContext | None = None,
+        make_draft: Callable[[CausalLM], DraftModel] | None = None,
     ) -> None:
-        """``context``: what its layers are made with, the reference's operators by default."""
+        """``context``: what its layers are made with, the reference's operators by default. ``make_draft``: from the
+        model, a draft whose layers follow the model's in the pool."""
         self.config = ModelConfig.from_dir(str(directory))
         self.device = torch.device(device)
         if context is None:
@@ -122,10 +126,11 @@ class PagedModel:
         self.page_size = page_size
         pages_per_row = -(-CONTEXT // page_size)
         num_pages = num_rows * pages_per_row + 1
-        config = self.config
-        self.pool = KVPool(num_pages, KVLayout(page_size, self.model.kv_rows), self.device)
+        self.draft = None if make_draft is None else make_draft(self.model)
+        rows = self.model.kv_rows + (() if self.draft is None else self.draft.kv_rows)
+        self.pool = KVPool(num_pages, KVLayout(page_size, rows), self.device)
         # Slots that have not been written must not matter: only the sink is finite.
-        for layer in range(config.num_layers):
+        for layer in range(self.pool.num_layers):
             self.pool.k(layer)[page_size:] = float("nan")
             self.pool.v(layer)[page_size:] = float("nan")
         self.backend = TorchAttentionBackend(self.pool)
@@ -143,6 +148,20 @@ class PagedModel:
         logits_index: Sequence[int] | None = None,
     ) -> list[torch.Tensor]:
         """Run tokens ``[start, end)`` of (row, prompt, start, end) in one batch → logits, one tensor for each."""
+        with torch.inference_mode():
+            logits = self.model.forward(self.batch(work, mode, logits_index)).cpu()
+        if logits_index is not None:
+            return [logits]
+        return list(logits.split([end - start for *_, start, end in work]))
+
+    def batch(
+        self,
+        work: Sequence[tuple[int, torch.Tensor, int, int]],
+        mode: ForwardMode,
+        logits_index: Sequence[int] | None = None,
+        aux_hidden: AuxHiddenStates | None = None,
+    ) -> ForwardBatch:
+        """The inputs of ``step``."""
         spans = [np.arange(start, end) for _, _, start, end in work]
         slots = [
             self.page_table[row, span // self.page_size].astype(np.int64) * self.page_size
@@ -159,7 +178,7 @@ class PagedModel:
             seq_lens_cpu=seq_lens,
             query_lens_cpu=np.array([len(span) for span in spans], dtype=np.int64),
         )
-        batch = ForwardBatch(
+        return ForwardBatch(
             mode=mode,
             input_ids=torch.cat([prompt[start:end] for _, prompt, start, end in work]).to(self.device),
             positions=self._tensor(np.concatenate(spans)),
@@ -169,12 +188,8 @@ class PagedModel:
             else torch.tensor(logits_index, dtype=torch.int64, device=self.device),
             attn=self.backend.plan(inputs),
             kv_pool=self.pool,
+            aux_hidden=aux_hidden,
         )
-        with torch.inference_mode():
-            logits = self.model.forward(batch).cpu()
-        if logits_index is not None:
-            return [logits]
-        return list(logits.split([len(span) for span in spans]))
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values.copy()).to(self.device)

@@ -3,6 +3,8 @@ comparison, and answers that do not depend on whether there are graphs."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from scheduler_driver import answers, make_model_driver
 from step_traces import FULL, PLAIN, TraceShape, random_trace
 from trace_runner import make_runner, play, same_tokens
 
+from fenceline.layers.forward_batch import AuxHiddenStates, ForwardBatch
 from fenceline.memory_order import open_device
 from fenceline.memory_order.checker import OrderError
 from fenceline.memory_order.cpu import CpuGraph
@@ -108,6 +111,27 @@ def test_memory_that_has_moved_is_not_replayed_on() -> None:
     assert (
         stats.replays == 0 and stats.fallbacks == {"address": stats.eligible_steps} and stats.eligible_steps
     )
+
+
+def test_a_step_that_keeps_auxiliary_hidden_states_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pieces were captured without them: a replay would leave the memory for them as it was."""
+    batches = random_trace(1, 30, SHAPE)
+    expected = play(runner_of(sizes=()), batches)
+    runner = runner_of()
+    replayed, kept = pieces_of(runner).hidden_states, 0
+
+    def keeping(batch: ForwardBatch) -> torch.Tensor:
+        nonlocal kept
+        embedded = runner.model.embed_tokens.forward(batch.input_ids)
+        aux = AuxHiddenStates((0,), torch.full_like(embedded, torch.nan))
+        x = replayed(dataclasses.replace(batch, aux_hidden=aux))
+        assert torch.equal(aux.out, embedded)
+        kept += 1
+        return x
+
+    monkeypatch.setattr(pieces_of(runner), "hidden_states", keeping)
+    assert same_tokens(expected, play(runner, batches)) == ""
+    assert kept > 0 and pieces_of(runner).stats.eligible_steps == 0
 
 
 def test_without_pads_padded_tokens_overwrite_live_pages() -> None:

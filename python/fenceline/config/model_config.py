@@ -17,7 +17,13 @@ from fenceline.config.model_files import (
     tokenizer_eos_id,
 )
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MiMoForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
 
 # --dtype values (SGLang's) to the three types we run in; auto takes the checkpoint's.
 _DTYPES = {
@@ -61,7 +67,7 @@ class ModelConfig:
     checkpoint (None: full attention), which never binds because it is refused when below ``context_length``.
     ``eos_token_ids`` is the sorted union of config.json, generation_config.json and the tokenizer.
     ``attention_bias`` and ``mlp_bias`` are config.json's; which projections they are for, the family's file in models/
-    says.
+    says. ``num_mtp_layers`` layers of the checkpoint predict further tokens (--speculative-algorithm NEXTN).
     """
 
     model_path: str
@@ -86,6 +92,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: str
+    num_mtp_layers: int = 0
     sampling_defaults: SamplingDefaults
     hf_config: dict[str, object] = dataclasses.field(repr=False, compare=False)
 
@@ -146,6 +153,7 @@ class ModelConfig:
             eos_token_ids=_eos_ids(hf, generation, Path(tokenizer_path or path), vocab_size),
             bos_token_id=bos[0] if bos else None,
             dtype=_resolve_dtype(dtype, hf),
+            num_mtp_layers=reader.count("num_nextn_predict_layers"),
             sampling_defaults=_sampling_defaults(generation),
             hf_config=hf,
         )
@@ -166,6 +174,9 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"config.json: {key} must be a whole number of at least 1, got {value!r}")
         return value
+
+    def count(self, key: str) -> int:
+        return 0 if self.values.get(key) == 0 else self.size(key, 0)
 
     def number(self, key: str, default: float) -> float:
         value = self.values.get(key)
@@ -277,10 +288,8 @@ def _sliding_window(reader: _Reader, architecture: str, num_layers: int) -> int 
         if "sliding_window" in reader.values and reader.values["sliding_window"] is None:
             return None
         return reader.size("sliding_window", _MISTRAL_WINDOW)
-    if architecture not in ("Qwen2ForCausalLM", "Qwen3ForCausalLM") or not reader.switch(
-        "use_sliding_window"
-    ):
-        return None  # Llama has none, Qwen only with the switch on
+    if architecture == "LlamaForCausalLM" or not reader.switch("use_sliding_window"):
+        return None  # Llama has none, Qwen and MiMo only with the switch on
     layer_types = reader.values.get("layer_types")
     if isinstance(layer_types, list):
         slides = "sliding_attention" in layer_types

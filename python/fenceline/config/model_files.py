@@ -103,6 +103,13 @@ def _download(name: str, flag: str, revision: str | None, download_dir: str | No
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _LFS_POINTER = b"version https://git-lfs"
+CONVERT = (
+    "convert them once with transformers: AutoModelForCausalLM.from_pretrained(dir).save_pretrained(new_dir)"
+)
+CONVERT_DRAFT = (  # which transformers has no class for
+    'convert them once: python -c "import torch, safetensors.torch as s;'
+    " s.save_file(torch.load('pytorch_model.bin', weights_only=True), 'model.safetensors')\""
+)
 
 
 def read_json_object(path: Path) -> dict[str, object]:
@@ -134,7 +141,7 @@ def read_model_json(directory: Path) -> dict[str, object]:
     return read_json_object(path)
 
 
-def _instead_of_a_model(directory: Path) -> str:
+def _instead_of_a_model(directory: Path, convert: str = CONVERT) -> str:
     """What a directory without config.json or without weights is, and the remedy."""
     adapter = directory / "adapter_config.json"
     if adapter.is_file():
@@ -146,10 +153,7 @@ def _instead_of_a_model(directory: Path) -> str:
     if _has(directory, "*.gguf"):
         return "holds weights in the GGUF format (llama.cpp), not read here; give the original model in safetensors"
     if _has(directory, "*.bin", "*.pt", "*.pth"):
-        return (
-            "only pickled weights (.bin, .pt), which can run code when read; convert them once with transformers: "
-            "AutoModelForCausalLM.from_pretrained(dir).save_pretrained(new_dir)"
-        )
+        return "only pickled weights (.bin, .pt), which can run code when read; " + convert
     if not any(directory.iterdir()):
         return "is an empty directory; download the model into it, or give --model-path a hub id"
     if (directory / "config.json").is_file():
@@ -161,8 +165,9 @@ def _has(directory: Path, *patterns: str) -> bool:
     return any(next(directory.glob(pattern), None) is not None for pattern in patterns)
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The checkpoint's safetensors files, in order. Raises ``ConfigError`` where there are none or one is missing."""
+def weight_files(directory: Path, convert: str = CONVERT) -> list[Path]:
+    """The checkpoint's safetensors files, in order. Raises ``ConfigError`` where there are none or one is missing;
+    ``convert`` is the remedy where the weights are there in another format."""
     index = directory / _INDEX
     if index.is_file():
         weight_map = read_json_object(index).get("weight_map")
@@ -181,7 +186,7 @@ def weight_files(directory: Path) -> list[Path]:
     # Mistral's own format lies beside Hugging Face's in some repositories, under this name.
     found = sorted(p for p in directory.glob("*.safetensors") if not p.name.startswith("consolidated"))
     if not found or (directory / "adapter_config.json").is_file():
-        raise ConfigError(f"{directory}: {_instead_of_a_model(directory)}")
+        raise ConfigError(f"{directory}: {_instead_of_a_model(directory, convert)}")
     return [_no_pointer(path) for path in found]
 
 
@@ -237,3 +242,12 @@ def _find_in_tokenizer_json(tokenizer: Mapping[str, object], text: str) -> int |
         if isinstance(entry, list) and entry[:1] == [text]:
             return number
     return None
+
+
+def tokenizer_vocab(directory: Path) -> dict[str, int] | None:
+    """Token → id of a ``tokenizer.json``, without the tokens added by name; None where there is no such vocabulary."""
+    model = read_optional(directory / "tokenizer.json").get("model")
+    vocab = model.get("vocab") if isinstance(model, Mapping) else None
+    if isinstance(vocab, list):  # Unigram: [piece, score]
+        vocab = {entry[0]: number for number, entry in enumerate(vocab) if isinstance(entry, list) and entry}
+    return vocab if isinstance(vocab, dict) else None

@@ -33,14 +33,17 @@ class SelfAttention:
         qkv_bias: bool,
         o_bias: bool,
         qk_norm: bool = False,
+        input_norm: bool = True,
+        input_size: int | None = None,
     ) -> None:
-        """``layer_id`` is its index in the KV pool. Parameters are uninitialised."""
+        """``layer_id`` is its index in the KV pool. Without ``input_norm``, ``project`` takes its input as it is; that
+        has ``input_size`` features, hidden_size by default. Parameters are uninitialised."""
         head_dim, hidden_size, eps = config.head_dim, config.hidden_size, config.rms_norm_eps
         self.layer_id = layer_id
         self.scale = head_dim**-0.5
-        self.input_norm = context.norm(hidden_size, eps)
+        self.input_norm = context.norm(hidden_size, eps) if input_norm else None
         self.qkv_proj = QKVParallelLinear(
-            hidden_size, config.num_heads, config.num_kv_heads, head_dim, qkv_bias, context
+            input_size or hidden_size, config.num_heads, config.num_kv_heads, head_dim, qkv_bias, context
         )
         self.o_proj = RowParallelLinear("o_proj", config.num_heads * head_dim, hidden_size, o_bias, context)
         self.q_norm = context.norm(head_dim, eps) if qk_norm else None
@@ -65,7 +68,10 @@ class SelfAttention:
         """x → rotated queries, keys and values [T, size of ``heads``]; keys and values also go to the pool."""
         layer_id, pool, buffers = self.layer_id, batch.kv_pool, batch.buffers
         out = None if buffers is None else buffers.tensors[self._qkv_buffer]
-        qkv = self.qkv_proj.forward_normed(x, self.input_norm, out)
+        if self.input_norm is None:
+            qkv = self.qkv_proj.forward(x, out)
+        else:
+            qkv = self.qkv_proj.forward_normed(x, self.input_norm, out)
         if batch.layer_ready is not None:
             # Before storing as well: this batch may write to the last page that is being loaded.
             batch.layer_ready(layer_id)
@@ -156,9 +162,11 @@ class DecoderLayer:
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         """Slots by their names in the checkpoint."""
-        return {
+        slots = {
             **self.self_attn.weight_slots(f"{prefix}self_attn."),
             **self.mlp.weight_slots(f"{prefix}mlp."),
-            **self.self_attn.input_norm.weight_slots(f"{prefix}input_layernorm"),
             **self.mlp.input_norm.weight_slots(f"{prefix}post_attention_layernorm"),
         }
+        if self.self_attn.input_norm is not None:
+            slots |= self.self_attn.input_norm.weight_slots(f"{prefix}input_layernorm")
+        return slots

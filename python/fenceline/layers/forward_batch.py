@@ -93,6 +93,24 @@ class PieceBuffers:
 
 
 @dataclass(frozen=True, slots=True)
+class AuxHiddenStates:
+    """The residual stream in front of chosen layers, side by side, for drafts that read it (EAGLE-3).
+
+    Layer n of a model with n layers stands for the output of the last one. A layer may be named twice.
+    """
+
+    layers: tuple[int, ...]
+    out: torch.Tensor  # [T, len(layers) * hidden_size]
+
+    def keep(self, layer: int, x: torch.Tensor) -> None:
+        """Copy x [T, hidden_size] to where ``layer`` belongs, if it does."""
+        if layer in self.layers:
+            parts = self.out.chunk(len(self.layers), dim=1)
+            for part in (part for part, wanted in zip(parts, self.layers, strict=True) if wanted == layer):
+                part.copy_(x)
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """Device views of one step's inputs. B requests, T tokens in request order, L rows of logits.
 
@@ -113,6 +131,17 @@ class ForwardBatch:
     # Through these the pieces of a forward that is cut at attention pass on their results. None: the forward runs
     # whole and allocates such tensors.
     buffers: PieceBuffers | None = None
+    # Where the model leaves hidden states that a draft model reads. None: nobody reads any, and none are kept.
+    aux_hidden: AuxHiddenStates | None = None
+
+    def keep_aux_hidden(self, layer: int, x: torch.Tensor) -> None:
+        """Keep x [T, hidden_size], the residual stream in front of layer ``layer``, if somebody asks for it."""
+        if self.aux_hidden is not None:
+            self.aux_hidden.keep(layer, x)
+
+    def logits_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of x [T, features] that logits are wanted of, [L, features]."""
+        return x if self.logits_index is None else x.index_select(0, self.logits_index)
 
     @property
     def num_tokens(self) -> int:

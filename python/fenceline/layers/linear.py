@@ -44,9 +44,9 @@ class ColumnParallelLinear:
         self.weight = context.linear(sum(self.sizes), in_features)
         self.bias = torch.empty(sum(self.sizes), dtype=context.dtype) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in_features] → [T, sum of ``sizes``]."""
-        return self.weight.product(x, self.bias)
+    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, in_features] → [T, sum of ``sizes``], in ``out`` if given."""
+        return self.weight.product(x, self.bias, out)
 
     def forward_normed(self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None) -> torch.Tensor:
         """``forward`` of norm(x), in ``out`` if given."""
@@ -64,6 +64,16 @@ class ColumnParallelLinear:
                 slots[f"{name}.bias"] = WeightSlot(self.bias[rows], (part.full,), dim=0, start=start)
             offset += part.size
         return slots
+
+
+class ReplicatedLinear(ColumnParallelLinear):
+    """A linear layer that every rank holds whole."""
+
+    def __init__(
+        self, name: str, in_features: int, out_features: int, bias: bool, context: LayerContext
+    ) -> None:
+        """``name`` is the layer's in the checkpoint (``fc``)."""
+        super().__init__(in_features, [ColumnPart(name, out_features, out_features, 0)], bias, context)
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -189,12 +199,20 @@ class VocabParallelEmbedding:
         own = F.embedding(torch.where(mine, rows, 0), self.weight.data) * mine.unsqueeze(-1)
         return self.shard.all_reduce(own)
 
-    def logits(self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None) -> torch.Tensor:
-        """As the head: norm(x) [L, hidden_size] → logits [L, vocab_size] in x's dtype, in ``out`` if given."""
+    def logits(self, x: torch.Tensor, norm: RMSNorm | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        """As the head: norm(x), or x as it is, [L, hidden_size] → logits [L, vocab_size] in x's dtype, in ``out`` if
+        given."""
         if self.shard.size == 1:
-            return self.weight.normed_product(x, norm, out=out)
-        logits = self.shard.all_gather(self.weight.normed_product(x, norm))[:, : self.vocab_size]
+            return self._product(x, norm, out)
+        logits = self.shard.all_gather(self._product(x, norm))[:, : self.vocab_size]
         return logits if out is None else out.copy_(logits)
+
+    def _product(
+        self, x: torch.Tensor, norm: RMSNorm | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if norm is None:
+            return self.weight.product(x, out=out)
+        return self.weight.normed_product(x, norm, out=out)
 
     def weight_slots(self, name: str) -> WeightSlots:
         """The slot of the whole [vocab_size, hidden_size] table, named ``{name}.weight``."""

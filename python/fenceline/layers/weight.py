@@ -8,7 +8,7 @@ products are those of a decoder layer; a subclass whose kernels fuse them overri
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,7 +33,8 @@ class WeightSlot:
     start: int = 0
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy ``tensor`` (any float type and device) into place, converting to the parameter's type.
+        """Copy ``tensor`` (any float type and device) into place, converting to the parameter's type. A parameter of
+        whole numbers takes any integer type.
 
         Raises ``ValueError`` for a wrong shape or a type that is not a plain float (a quantised checkpoint).
         """
@@ -42,7 +43,10 @@ class WeightSlot:
                 f"weight {name} has shape {list(tensor.shape)}, config.json asks for {list(self.full_shape)}; "
                 f"the weights and config.json belong to different models"
             )
-        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+        if not self.dest.dtype.is_floating_point:
+            if tensor.dtype.is_floating_point:
+                raise ValueError(f"weight {name} is {tensor.dtype}, it must hold whole numbers")
+        elif not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise ValueError(f"weight {name} is {tensor.dtype}; use the model's unquantised weights")
         self.dest.copy_(tensor.narrow(self.dim, self.start, self.dest.shape[self.dim]))
 
@@ -55,19 +59,18 @@ def whole(param: torch.Tensor) -> WeightSlot:
 def fill_slots(
     slots: WeightSlots,
     weights: Iterable[tuple[str, torch.Tensor]],
-    ignored: Sequence[str] = (),
-    ignored_suffix: str | None = None,
+    ignored: Callable[[str], bool] = lambda name: False,
 ) -> None:
     """Load each (name, tensor) pair into the slot of its name, one after the other.
 
-    Raises ``ValueError`` for a tensor that has no slot (unless its name is in ``ignored`` or ends with
-    ``ignored_suffix``), one that comes twice, one of the wrong shape, and slots that no tensor has filled.
+    Raises ``ValueError`` for a tensor that has no slot (unless its name is ``ignored``), one that comes twice, one of
+    the wrong shape, and slots that no tensor has filled.
     """
     missing = set(slots)
     unexpected = []
     for name, tensor in weights:
         if name not in slots:
-            if name not in ignored and not (ignored_suffix and name.endswith(ignored_suffix)):
+            if not ignored(name):
                 unexpected.append(name)
             continue
         if name not in missing:

@@ -95,6 +95,8 @@ class PiecewiseCudaGraphRunner(GraphRunner):
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
         """``CausalLM.hidden_states`` [T, hidden_size], by graphs where there are some for so many tokens, with FORWARD
         current. Good until the next step is submitted."""
+        if batch.aux_hidden is not None:
+            return self._model.hidden_states(batch)  # the pieces were captured for a batch that keeps none
         num_tokens = batch.num_tokens
         size = self.size_for(num_tokens)
         if size is None or not self.fits():

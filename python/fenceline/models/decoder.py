@@ -17,6 +17,9 @@ from fenceline.layers.weight import WeightSlots, fill_slots
 from fenceline.mem_cache.kv_pool import KVRow
 from fenceline.memory_order import ArenaField, Role
 
+ROTARY_TABLE = ".rotary_emb.inv_freq"  # old checkpoints store it
+MTP_PREFIX = "model.mtp_layers."  # of the tensors that predict further tokens
+
 
 class CausalLM(ABC):
     """Embedding, decoder layers, norm and language-model head.
@@ -33,23 +36,30 @@ class CausalLM(ABC):
     other in ``batch.buffers``.
     """
 
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        """Parameters are allocated, uninitialised, on the default device."""
+    def __init__(self, config: ModelConfig, context: LayerContext, first_layer: int = 0) -> None:
+        """Parameters are allocated, uninitialised, on the default device. ``first_layer`` is the index of the first
+        layer in the KV pool: the layers of a draft model follow those of the target."""
         self.config = config
         self.context = context
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
         self.rotary = RotaryEmbedding(
             config.head_dim, config.context_length, config.rope_theta, config.rope_scaling
         )
-        self.layers = [self.make_layer(layer_id) for layer_id in range(config.num_layers)]
+        self.layers = [
+            self.make_layer(config, context, self.rotary, first_layer + index)
+            for index in range(config.num_layers)
+        ]
         self.norm = context.norm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
             self.lm_head = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
 
+    @staticmethod
     @abstractmethod
-    def make_layer(self, layer_id: int) -> DecoderLayer:
-        """One layer of the family, from ``config``, ``context`` and ``rotary``."""
+    def make_layer(
+        config: ModelConfig, context: LayerContext, rotary: RotaryEmbedding, layer_id: int
+    ) -> DecoderLayer:
+        """One layer of the family, whose keys and values are layer ``layer_id`` of the KV pool."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [L, vocab_size] in the model's dtype of the rows ``batch.logits_index`` (all T where it is None).
@@ -59,16 +69,17 @@ class CausalLM(ABC):
         return self.compute_logits(self.hidden_states(batch), batch)
 
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
-        """Output of the last layer before the final norm, [T, hidden_size]."""
+        """Output of the last layer before the final norm, [T, hidden_size]. Fills ``batch.aux_hidden``."""
         x = self.embed_tokens.forward(batch.input_ids)
-        for layer in self.layers:
+        batch.keep_aux_hidden(0, x)
+        for index, layer in enumerate(self.layers, start=1):
             x = layer.forward(x, batch)
+            batch.keep_aux_hidden(index, x)
         return x
 
     def compute_logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """``hidden_states`` [T, hidden_size] → logits [L, vocab_size] of the rows ``batch.logits_index``."""
-        rows = x if batch.logits_index is None else x.index_select(0, batch.logits_index)
-        return self.lm_head.logits(rows, self.norm, batch.logits_out)
+        return self.lm_head.logits(batch.logits_rows(x), self.norm, batch.logits_out)
 
     @property
     def kv_rows(self) -> tuple[tuple[KVRow, ...], ...]:
@@ -92,6 +103,7 @@ class CausalLM(ABC):
         else:
             layer = self.layers[index - 1]
             layer.mlp.forward(layer.self_attn.add_output(x, batch))
+        batch.keep_aux_hidden(index, x)
         if index < len(self.layers):
             self.layers[index].self_attn.project(x, batch)
 
@@ -114,9 +126,19 @@ class CausalLM(ABC):
 
         Raises ``ValueError`` for missing, unexpected, repeated and mis-shaped weights.
         """
-        # Some checkpoints store a tied head a second time, and old ones store the rotary table.
-        ignored = ("lm_head.weight",) if self.lm_head is self.embed_tokens else ()
-        fill_slots(self.weight_slots(), weights, ignored=ignored, ignored_suffix=".rotary_emb.inv_freq")
+        tied = self.lm_head is self.embed_tokens
+        mtp = self.config.num_mtp_layers > 0
+
+        def ignored(name: str) -> bool:
+            # Some checkpoints store a tied head a second time, and old ones store the rotary table. The layers that
+            # predict further tokens are a draft model (models/mtp.py).
+            return (
+                (tied and name == "lm_head.weight")
+                or name.endswith(ROTARY_TABLE)
+                or (mtp and name.startswith(MTP_PREFIX))
+            )
+
+        fill_slots(self.weight_slots(), weights, ignored)
 
     def weight_slots(self) -> WeightSlots:
         """Where each tensor of the checkpoint goes. Together the slots cover every parameter."""

@@ -1,21 +1,26 @@
-"""load_model: makes a model on its device from a model directory; the weights are read file by file."""
+"""load_model and load_draft_model: make a model on its device from a model directory; weights are read file by file."""
 
 from __future__ import annotations
 
 import logging
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from fenceline.config.draft_config import DraftConfig, SpeculativeAlgorithm
 from fenceline.config.model_config import ModelConfig
-from fenceline.config.model_files import weight_files
+from fenceline.config.model_files import CONVERT, CONVERT_DRAFT, weight_files
 from fenceline.layers.context import LayerContext
-from fenceline.models.decoder import CausalLM
+from fenceline.layers.weight import WeightSlots
+from fenceline.models.decoder import MTP_PREFIX, CausalLM
+from fenceline.models.draft import DraftModel
+from fenceline.models.draft_registry import make_draft_model
 from fenceline.models.registry import make_model
 
 _LOG_EVERY_S = 10.0
@@ -39,27 +44,124 @@ def load_model(
     random weights from ``seed`` and reads nothing. ``progress`` shows a bar on a terminal. Raises ``ValueError``, one
     line with the remedy, for missing, damaged or unfitting files.
     """
-    if load_format not in ("auto", "safetensors", "dummy"):
-        raise ValueError(f"--load-format {load_format} is not supported; use auto, safetensors or dummy")
+    files = _files(config.model_path, load_format)
     begin = time.perf_counter()
-    files = [] if load_format == "dummy" else weight_files(Path(config.model_path))
     # Parameters are allocated on the device at once: a large model may not fit host memory.
     with torch.no_grad(), torch.device(device):
         model = make_model(config, context)
         if load_format == "dummy":
-            _randomise(model, seed)
+            _randomise(model.weight_slots(), seed)
         else:
             model.load_weights(read_weights(files, progress))
-    source = f"{len(files)} file{'s' if len(files) > 1 else ''}" if files else "a seed"
-    num_bytes = model.nbytes
-    seconds = time.perf_counter() - begin
-    logger.info("Loaded weights: %.2f GiB, from %s, in %.1f s", num_bytes / 2**30, source, seconds)
+    _log_loaded("weights", model.nbytes, files, begin)
     return model
 
 
-def read_weights(files: Sequence[Path], progress: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) for every tensor of ``files``: memory-mapped on the CPU, valid until the next one is taken.
-    ``progress`` shows a bar on a terminal; in a log a line names every file that begins 10 s or more after the last."""
+def load_draft_model(
+    config: DraftConfig,
+    load_format: str,
+    device: torch.device,
+    context: LayerContext,
+    seed: int,
+    progress: bool,
+    target: CausalLM,
+) -> DraftModel:
+    """The draft of ``config`` for ``target``, on the target's device; otherwise as ``load_model``. Its KV layers follow
+    the target's. Raises ``ValueError`` also for a checkpoint without what the algorithm needs."""
+    directory = config.model.model_path
+    files = _files(directory, load_format, CONVERT_DRAFT)
+    begin = time.perf_counter()
+    with torch.no_grad(), torch.device(device):
+        if load_format == "dummy":
+            draft = make_draft_model(config, context, target, _dummy_names(config, target))
+            _randomise(draft.weight_slots(), seed)
+        else:
+            names = DraftNames(config.algorithm)
+            present = frozenset(names.inside(name) for name in weight_names(files) if names.wanted(name))
+            names.check(present, directory)
+            draft = make_draft_model(config, context, target, present)
+            weights = read_weights(files, progress, names.wanted)
+            draft.load_weights((names.inside(name), tensor) for name, tensor in weights)
+    _log_loaded("the draft's weights", draft.nbytes, files, begin)
+    return draft
+
+
+class DraftNames:
+    """The names of tensors in the checkpoint of a draft."""
+
+    def __init__(self, algorithm: SpeculativeAlgorithm) -> None:
+        self._algorithm = algorithm
+        self._eagle = algorithm in (SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3)
+
+    def wanted(self, name: str) -> bool:
+        """Whether it belongs to the draft: layers of NEXTN lie beside their target's."""
+        return self._algorithm is not SpeculativeAlgorithm.NEXTN or name.startswith(MTP_PREFIX)
+
+    def inside(self, name: str) -> str:
+        """Its name in the draft model. Some conversions of EAGLE checkpoints say where in the model it is."""
+        return name.removeprefix("model.") if self._eagle else name
+
+    def check(self, present: Set[str], directory: str) -> None:
+        """Raises ``ValueError`` for a checkpoint that is something else altogether."""
+        if self._eagle and "fc.weight" not in present:
+            raise ValueError(
+                f"{directory}: no {self._algorithm.value} checkpoint, it lacks fc.weight; a whole model drafts with"
+                " --speculative-algorithm STANDALONE"
+            )
+        if self._algorithm is SpeculativeAlgorithm.NEXTN and not present:
+            raise ValueError(
+                f"{directory}: lacks the tensors {MTP_PREFIX}*, which config.json announces"
+                " (num_nextn_predict_layers); download the model again, or one that has them"
+            )
+
+
+def _dummy_names(config: DraftConfig, target: CausalLM) -> frozenset[str]:
+    """What a checkpoint of such a draft has to bring because the target's has another size."""
+    model = config.model
+    if model.hidden_size != target.config.hidden_size:
+        return frozenset({"embed_tokens.weight", "lm_head.weight"})
+    return frozenset({"lm_head.weight"} if config.draft_vocab_size not in (None, model.vocab_size) else ())
+
+
+def _files(directory: str, load_format: str, convert: str = CONVERT) -> list[Path]:
+    if load_format not in ("auto", "safetensors", "dummy"):
+        raise ValueError(f"--load-format {load_format} is not supported; use auto, safetensors or dummy")
+    return [] if load_format == "dummy" else weight_files(Path(directory), convert)
+
+
+def _log_loaded(what: str, num_bytes: int, files: Sequence[Path], begin: float) -> None:
+    source = f"{len(files)} file{'s' if len(files) > 1 else ''}" if files else "a seed"
+    seconds = time.perf_counter() - begin
+    logger.info("Loaded %s: %.2f GiB, from %s, in %.1f s", what, num_bytes / 2**30, source, seconds)
+
+
+def weight_names(files: Sequence[Path]) -> list[str]:
+    """The names of all tensors of ``files``, from the files' headers."""
+    return [name for path in files for name in _names_in(path)]
+
+
+def _names_in(path: Path) -> list[str]:
+    with _naming(path), safe_open(path, framework="pt", device="cpu") as file:
+        return list(file.keys())
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of reading ``path`` name it."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"{path}: truncated or damaged ({error}); download the file again") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def read_weights(
+    files: Sequence[Path], progress: bool, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) for every ``wanted`` tensor of ``files``: memory-mapped on the CPU, valid until the next one is
+    taken. ``progress`` shows a bar on a terminal; in a log a line names every file that begins 10 s or more after the
+    last."""
     total_bytes = sum(path.stat().st_size for path in files)
     said = time.perf_counter()
     with tqdm(
@@ -74,29 +176,24 @@ def read_weights(files: Sequence[Path], progress: bool) -> Iterator[tuple[str, t
             if bar.disable and time.perf_counter() - said >= _LOG_EVERY_S:
                 said = time.perf_counter()
                 logger.info("Loading weights: file %d of %d", number, len(files))
-            try:
-                # safetensors ignores torch's default device, so its tensors are on the CPU.
-                with safe_open(path, framework="pt", device="cpu") as file:
-                    for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
-                        tensor = file.get_tensor(name)
-                        yield name, tensor
-                        bar.update(tensor.nbytes)
-            except SafetensorError as error:
-                raise ValueError(f"{path}: truncated or damaged ({error}); download the file again") from None
-            except OSError as error:
-                raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
-        bar.update(total_bytes - bar.n)  # the files' headers
+            # safetensors ignores torch's default device, so its tensors are on the CPU.
+            with _naming(path), safe_open(path, framework="pt", device="cpu") as file:
+                for name in filter(wanted, file.keys()):
+                    tensor = file.get_tensor(name)
+                    yield name, tensor
+                    bar.update(tensor.nbytes)
+        bar.update(total_bytes - bar.n)  # the files' headers, and what was not wanted
 
 
-def _randomise(model: CausalLM, seed: int) -> None:
-    """Fill the parameters so that activations stay of moderate size: ones for norms, zeros for biases, small noise
-    elsewhere.
+def _randomise(slots: WeightSlots, seed: int) -> None:
+    """Fill the parameters so that activations stay of moderate size: ones for norms, zeros for biases and
+    tables of ids, small noise elsewhere.
 
     A tensor's values depend on ``seed`` and its name alone, so the ranks of one model hold parts of the same matrices.
     """
     bound = _DUMMY_STD * 3**0.5
-    for name, slot in model.weight_slots().items():
-        if name.endswith("bias"):
+    for name, slot in slots.items():
+        if name.endswith("bias") or not slot.dest.dtype.is_floating_point:
             slot.dest.zero_()
         elif slot.dest.dim() == 1:
             slot.dest.fill_(1.0)

@@ -5,14 +5,19 @@ The sliding window of the first release has no effect: ModelConfig refuses conte
 
 from __future__ import annotations
 
+from fenceline.config.model_config import ModelConfig
+from fenceline.layers.context import LayerContext
 from fenceline.layers.decoder_layer import DecoderLayer, GatedMLP, SelfAttention
+from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.models.decoder import CausalLM
 
 
 class MistralForCausalLM(CausalLM):
     """No biases anywhere."""
 
-    def make_layer(self, layer_id: int) -> DecoderLayer:
-        config, context = self.config, self.context
-        attention = SelfAttention(config, context, layer_id, self.rotary, qkv_bias=False, o_bias=False)
+    @staticmethod
+    def make_layer(
+        config: ModelConfig, context: LayerContext, rotary: RotaryEmbedding, layer_id: int
+    ) -> DecoderLayer:
+        attention = SelfAttention(config, context, layer_id, rotary, qkv_bias=False, o_bias=False)
         return DecoderLayer(attention, GatedMLP(config, context, bias=False))

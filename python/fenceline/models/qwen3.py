@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from fenceline.config.model_config import ModelConfig
+from fenceline.layers.context import LayerContext
 from fenceline.layers.decoder_layer import DecoderLayer, GatedMLP, SelfAttention
+from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.models.decoder import CausalLM
 
 
 class Qwen3ForCausalLM(CausalLM):
     """``attention_bias`` for all four projections of attention, none in the MLP."""
 
-    def make_layer(self, layer_id: int) -> DecoderLayer:
-        config, context = self.config, self.context
+    @staticmethod
+    def make_layer(
+        config: ModelConfig, context: LayerContext, rotary: RotaryEmbedding, layer_id: int
+    ) -> DecoderLayer:
         bias = config.attention_bias
-        attention = SelfAttention(
-            config, context, layer_id, self.rotary, qkv_bias=bias, o_bias=bias, qk_norm=True
-        )
+        attention = SelfAttention(config, context, layer_id, rotary, qkv_bias=bias, o_bias=bias, qk_norm=True)
         return DecoderLayer(attention, GatedMLP(config, context, bias=False))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from fenceline.config.model_config import ModelConfig
@@ -14,9 +14,10 @@ from fenceline.models.qwen2 import Qwen2ForCausalLM
 from fenceline.models.qwen3 import Qwen3ForCausalLM
 
 # The keys are those of fenceline.config.model_config.SUPPORTED_ARCHITECTURES; a test compares the two.
-MODELS: Mapping[str, Callable[[ModelConfig, LayerContext], CausalLM]] = MappingProxyType(
+MODELS: Mapping[str, type[CausalLM]] = MappingProxyType(
     {
         "LlamaForCausalLM": LlamaForCausalLM,
+        "MiMoForCausalLM": Qwen2ForCausalLM,
         "MistralForCausalLM": MistralForCausalLM,
         "Qwen2ForCausalLM": Qwen2ForCausalLM,
         "Qwen3ForCausalLM": Qwen3ForCausalLM,
@@ -24,8 +25,9 @@ MODELS: Mapping[str, Callable[[ModelConfig, LayerContext], CausalLM]] = MappingP
 )
 
 
-def make_model(config: ModelConfig, context: LayerContext) -> CausalLM:
-    """The model of ``config.architecture``, parameters uninitialised on the default device.
+def make_model(config: ModelConfig, context: LayerContext, first_layer: int = 0) -> CausalLM:
+    """The model of ``config.architecture``, parameters uninitialised on the default device. ``first_layer``: see
+    ``CausalLM``.
 
     Raises ``ValueError`` naming the supported architectures.
     """
@@ -33,4 +35,4 @@ def make_model(config: ModelConfig, context: LayerContext) -> CausalLM:
         raise ValueError(
             f"architecture {config.architecture} is not supported; supported are {', '.join(MODELS)}"
         )
-    return MODELS[config.architecture](config, context)
+    return MODELS[config.architecture](config, context, first_layer)

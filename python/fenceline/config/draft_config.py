@@ -1,0 +1,192 @@
+"""DraftConfig: what a draft model's directory says about it, checked against the target it drafts for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from fenceline.config import ConfigError
+from fenceline.config.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
+from fenceline.config.model_files import read_model_json, tokenizer_vocab
+
+
+class SpeculativeAlgorithm(Enum):
+    """The values of --speculative-algorithm, SGLang's."""
+
+    EAGLE = "EAGLE"
+    EAGLE3 = "EAGLE3"
+    NEXTN = "NEXTN"
+    STANDALONE = "STANDALONE"
+
+
+# What the name of an architecture ends with, the longer one first: LlamaForCausalLMEagle3.
+_SUFFIXES = {"Eagle3": SpeculativeAlgorithm.EAGLE3, "Eagle": SpeculativeAlgorithm.EAGLE}
+_EAGLE3_FAMILIES = ("LlamaForCausalLM",)  # whatever the target's family
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig:
+    """A draft model that fits its target.
+
+    ``model`` describes the draft's own layers. Its context length and dtype are the target's: positions are the
+    target's, whatever length the draft was trained at. For NEXTN it is the target's with as many layers as predict
+    further tokens. ``draft_vocab_size`` is the size of the draft's head; None: that of the vocabulary.
+    ``aux_layers``: for EAGLE-3, the layers of the target whose inputs the draft reads (see ``AuxHiddenStates``).
+    """
+
+    algorithm: SpeculativeAlgorithm
+    model: ModelConfig
+    draft_vocab_size: int | None = None
+    aux_layers: tuple[int, ...] = ()
+
+
+def read_draft_config(
+    algorithm: SpeculativeAlgorithm, directory: str | None, target: ModelConfig
+) -> DraftConfig:
+    """Read the draft's ``config.json``. ``directory`` None means the target's own, which only NEXTN has a draft in.
+
+    Raises ``ConfigError``, one line with the remedy, for a directory that holds no draft of this algorithm, and for a
+    draft of another target: sizes, vocabulary or layers that do not fit.
+    """
+    if algorithm is SpeculativeAlgorithm.NEXTN:
+        return _read_nextn(directory, target)
+    if directory is None:
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm.value} needs a draft model: give --speculative-draft-model-path"
+        )
+    hf = read_model_json(Path(directory))
+    family = _family(hf, algorithm)
+    model = ModelConfig.from_dir(directory, {"architectures": [family]}, dtype=target.dtype)
+    model = dataclasses.replace(model, context_length=target.context_length)
+    _check_vocabulary(model, target, directory)
+    if algorithm is SpeculativeAlgorithm.STANDALONE:
+        return DraftConfig(algorithm=algorithm, model=model)
+    eagle3 = algorithm is SpeculativeAlgorithm.EAGLE3
+    expected = _size(hf, "target_hidden_size", model.hidden_size) if eagle3 else model.hidden_size
+    if expected != target.hidden_size:
+        raise ConfigError(
+            f"{directory}: the draft reads hidden states of {expected} features, the target's have"
+            f" {target.hidden_size}; use the draft that was trained for {target.model_path}"
+        )
+    if not eagle3:
+        return DraftConfig(algorithm=algorithm, model=model)
+    if model.num_layers != 1:
+        raise ConfigError(
+            f"{directory}: num_hidden_layers is {model.num_layers}; EAGLE-3 drafts of one layer are supported"
+        )
+    draft_vocab_size = _size(hf, "draft_vocab_size", model.vocab_size)
+    if draft_vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"{directory}: draft_vocab_size {draft_vocab_size} is more than vocab_size {model.vocab_size}; correct"
+            " config.json or download the draft again"
+        )
+    return DraftConfig(
+        algorithm=algorithm,
+        model=model,
+        draft_vocab_size=draft_vocab_size,
+        aux_layers=_aux_layers(hf, target, directory),
+    )
+
+
+def _read_nextn(directory: str | None, target: ModelConfig) -> DraftConfig:
+    model = target
+    if directory is not None:
+        model = ModelConfig.from_dir(directory, dtype=target.dtype)
+        for name in ("architecture", "hidden_size", "vocab_size", "num_layers"):
+            draft, wanted = getattr(model, name), getattr(target, name)
+            if draft != wanted:
+                raise ConfigError(
+                    f"{directory}: its layers were made for a model with {name} {draft}, the target has {wanted}; use"
+                    f" those of {target.model_path}"
+                )
+    if model.num_mtp_layers == 0:
+        raise ConfigError(
+            f"{model.model_path}: config.json names no layers that predict further tokens (num_nextn_predict_layers);"
+            " use --speculative-algorithm EAGLE3 or STANDALONE with --speculative-draft-model-path"
+        )
+    model = dataclasses.replace(model, num_layers=model.num_mtp_layers, context_length=target.context_length)
+    return DraftConfig(algorithm=SpeculativeAlgorithm.NEXTN, model=model)
+
+
+def _family(hf: Mapping[str, object], algorithm: SpeculativeAlgorithm) -> str:
+    """The family of the draft's layers. The authors of EAGLE name the family alone (LlamaForCausalLM); conversions add
+    the algorithm (LlamaForCausalLMEagle)."""
+    names = hf.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else "none"
+    family, of = name, None
+    for suffix, named in _SUFFIXES.items():
+        if name.endswith(suffix):
+            family, of = name.removesuffix(suffix), named
+            break
+    if of is not None and of is not algorithm:
+        raise ConfigError(
+            f"config.json: {name} is a draft for --speculative-algorithm {of.value}, not {algorithm.value}"
+        )
+    supported = _EAGLE3_FAMILIES if algorithm is SpeculativeAlgorithm.EAGLE3 else SUPPORTED_ARCHITECTURES
+    if family not in supported:
+        ending = next((suffix for suffix, named in _SUFFIXES.items() if named is algorithm), "")
+        raise ConfigError(
+            f"config.json: architecture {name} is not supported as a draft for --speculative-algorithm"
+            f" {algorithm.value}; supported are {', '.join(family + ending for family in supported)}"
+        )
+    return family
+
+
+def _aux_layers(hf: Mapping[str, object], target: ModelConfig, directory: str) -> tuple[int, ...]:
+    """Explicit ids name layers whose *outputs* are read, as SGLang, SpecForge and ModelOpt have it; the published
+    default is in terms of inputs."""
+    num_layers = target.num_layers
+    eagle = hf.get("eagle_config")
+    eagle = eagle if isinstance(eagle, Mapping) else {}
+    if eagle.get("use_aux_hidden_state") is False:
+        raise ConfigError(
+            f"{directory}: a draft without auxiliary hidden states (eagle_config.use_aux_hidden_state) is not"
+            " supported; use one that reads them"
+        )
+    ids = eagle.get("eagle_aux_hidden_state_layer_ids") or []
+    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ConfigError(
+            f"{directory}: eagle_config.eagle_aux_hidden_state_layer_ids must be a list of layer ids, got {ids!r}"
+        )
+    layers = tuple(i + 1 for i in ids) or (2, num_layers // 2, num_layers - 3)
+    if not all(0 <= layer <= num_layers for layer in layers):
+        raise ConfigError(
+            f"{directory}: the draft reads the outputs of layers {', '.join(str(layer - 1) for layer in layers)}, the"
+            f" target has {num_layers} layers; use the draft that was trained for {target.model_path}, or correct"
+            " eagle_config.eagle_aux_hidden_state_layer_ids"
+        )
+    return layers
+
+
+def _check_vocabulary(draft: ModelConfig, target: ModelConfig, directory: str) -> None:
+    """A draft proposes ids, so the same id must be the same token on both sides. Tokens that were added by name (chat
+    marks, reserved ones) may differ: models of one family rename them, and what a draft proposes is verified."""
+    remedy = f"use a draft with the vocabulary of {target.model_path}"
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"{directory}: the draft's vocabulary has {draft.vocab_size} tokens, the target's {target.vocab_size};"
+            f" {remedy}"
+        )
+    ours, theirs = tokenizer_vocab(Path(target.model_path)), tokenizer_vocab(Path(directory))
+    if ours is None or theirs is None or ours == theirs:
+        return
+    tokens = {number: token for token, number in theirs.items()}
+    clash = [(i, token) for token, i in ours.items() if tokens.get(i, token) != token]
+    if clash:
+        number, token = min(clash)
+        raise ConfigError(
+            f"{directory}: token {number} is {tokens[number]!r} in the draft's vocabulary and {token!r} in the"
+            f" target's; {remedy}"
+        )
+
+
+def _size(hf: Mapping[str, object], key: str, default: int) -> int:
+    value = hf.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"config.json: {key} must be a whole number of at least 1, got {value!r}")
+    return value

@@ -1,0 +1,180 @@
+"""DraftModel: proposes the tokens that a target model then verifies; what all kinds of drafts share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Set
+
+import torch
+
+from fenceline.config.draft_config import DraftConfig
+from fenceline.config.model_config import ModelConfig
+from fenceline.layers.context import LayerContext
+from fenceline.layers.decoder_layer import DecoderLayer
+from fenceline.layers.forward_batch import ForwardBatch
+from fenceline.layers.linear import VocabParallelEmbedding
+from fenceline.layers.rotary import RotaryEmbedding
+from fenceline.layers.weight import WeightSlots, fill_slots
+from fenceline.mem_cache.kv_pool import KVRow
+from fenceline.models.decoder import ROTARY_TABLE, CausalLM
+
+
+class DraftModel(ABC):
+    """A model whose KV layers follow the target's in the pool (``KVLayout``: ``target.kv_rows + draft.kv_rows``).
+
+    A draft that reads hidden states computes row i of a request from token i + 1 and the hidden state of token i, at
+    position i, and its logits are for token i + 2. In the first step the hidden states come from the target
+    (``hidden_states_from``), afterwards from the row before, which the draft has computed itself. With one layer for
+    each step, step k computes row i from token i + 1 + k and the hidden state that step k - 1 has left for row i.
+    STANDALONE reads none: its row i is computed from token i.
+    """
+
+    target_ids: torch.Tensor | None = None
+    """[draft vocabulary] int64: the target's id of each token of the draft. None: the ids are the same."""
+
+    max_steps: int | None = None
+    """How many steps this draft can predict; None: any number, each continuing from the one before."""
+
+    hidden_size: int
+    """Features of the hidden states that ``forward`` takes and returns; 0 for a draft that reads none."""
+
+    @abstractmethod
+    def hidden_states_from(self, x: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
+        """What the target has left of its tokens → the hidden states of the first step, [T, hidden_size].
+
+        x [T, target's hidden_size] is ``CausalLM.hidden_states``; ``aux`` is the tensor of ``ForwardBatch.aux_hidden``,
+        only needed by a draft whose config names ``aux_layers``.
+        """
+
+    @abstractmethod
+    def forward(
+        self, batch: ForwardBatch, hidden_states: torch.Tensor, step: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Step ``step`` for ``batch.input_ids`` at ``batch.positions`` and ``hidden_states`` [T, hidden_size], which
+        stay as they are → (logits [L, draft vocabulary] of the rows ``batch.logits_index``, the next hidden states
+        [T, hidden_size]).
+
+        Writes the batch's keys and values into ``batch.kv_pool``. Runs on the current stream.
+        """
+
+    @property
+    @abstractmethod
+    def kv_rows(self) -> tuple[tuple[KVRow, ...], ...]:
+        """What each token keeps in the KV pool, layer by layer of the draft."""
+
+    @abstractmethod
+    def weight_slots(self) -> WeightSlots:
+        """Where each tensor of the checkpoint goes; those of the target that the draft shares are not among them."""
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill every parameter of the draft's own. Raises ``ValueError`` as ``CausalLM.load_weights`` does."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters that the draft does not share with the target."""
+        return sum(slot.dest.nbytes for slot in self.weight_slots().values())
+
+
+class StandaloneDraft(DraftModel):
+    """A whole model of the target's vocabulary. It reads nothing of the target but its tokens."""
+
+    hidden_size = 0
+
+    def __init__(self, model: CausalLM) -> None:
+        self.model = model
+
+    def hidden_states_from(self, x: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
+        return x[:, :0]
+
+    def forward(
+        self, batch: ForwardBatch, hidden_states: torch.Tensor, step: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.model.forward(batch), hidden_states
+
+    @property
+    def kv_rows(self) -> tuple[tuple[KVRow, ...], ...]:
+        return self.model.kv_rows
+
+    def weight_slots(self) -> WeightSlots:
+        return self.model.weight_slots()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.model.load_weights(weights)
+
+
+class SharingDraft(DraftModel):
+    """A draft that uses the target's embedding and head, except where its checkpoint brings its own."""
+
+    layers: list[DecoderLayer]
+
+    def __init__(self, config: DraftConfig, context: LayerContext, target: CausalLM, names: Set[str]) -> None:
+        """``names``: the tensors of the draft's checkpoint, by which it is known what it brings. Parameters are
+        uninitialised, on the default device. Raises ``ValueError`` where embedding or head are neither brought nor
+        the target's, because they have another size."""
+        model = config.model
+        self.config = config
+        self.hidden_size = model.hidden_size
+        self.target = target
+        self.rotary = _rotary(model, target)
+        head_size = config.draft_vocab_size or model.vocab_size
+        self.embed_tokens = self._table("embed_tokens", model.vocab_size, target.embed_tokens, context, names)
+        self.lm_head = self._table("lm_head", head_size, target.lm_head, context, names)
+
+    def _table(
+        self,
+        name: str,
+        vocab_size: int,
+        shared: VocabParallelEmbedding,
+        context: LayerContext,
+        names: Set[str],
+    ) -> VocabParallelEmbedding:
+        if f"{name}.weight" in names:
+            return VocabParallelEmbedding(vocab_size, self.hidden_size, context)
+        ours, theirs = (vocab_size, self.hidden_size), (shared.vocab_size, shared.weight.shape[1])
+        if ours != theirs:
+            raise ValueError(
+                f"the draft's checkpoint lacks {name}.weight, and the target's cannot take its place: {list(theirs)},"
+                f" not {list(ours)}; check the draft's config.json or download the draft again"
+            )
+        return shared
+
+    @property
+    def kv_rows(self) -> tuple[tuple[KVRow, ...], ...]:
+        return tuple(layer.self_attn.kv_rows for layer in self.layers)
+
+    def weight_slots(self) -> WeightSlots:
+        slots: WeightSlots = {}
+        if self.embed_tokens is not self.target.embed_tokens:
+            slots |= self.embed_tokens.weight_slots("embed_tokens")
+        if self.lm_head is not self.target.lm_head:
+            slots |= self.lm_head.weight_slots("lm_head")
+        return slots
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        fill_slots(self.weight_slots(), weights, lambda name: name.endswith(ROTARY_TABLE))
+        self._share_what_is_equal()
+
+    def _share_what_is_equal(self) -> None:
+        """Many drafts bring a copy of the target's embedding, as much as a gigabyte."""
+        target = self.target
+        if _equal(self.embed_tokens, target.embed_tokens):
+            self.embed_tokens = target.embed_tokens
+        if _equal(self.lm_head, target.lm_head):
+            self.lm_head = target.lm_head
+
+
+def _equal(own: VocabParallelEmbedding, shared: VocabParallelEmbedding) -> bool:
+    ours, theirs = own.weight.data, shared.weight.data
+    return own.vocab_size == shared.vocab_size and ours.shape == theirs.shape and torch.equal(ours, theirs)
+
+
+def _rotary(model: ModelConfig, target: CausalLM) -> RotaryEmbedding:
+    """The target's table if it is the same one: it may be a hundred megabytes."""
+
+    def parameters(config: ModelConfig) -> tuple[object, ...]:
+        return config.head_dim, config.context_length, config.rope_theta, config.rope_scaling
+
+    if parameters(model) == parameters(target.config):
+        return target.rotary
+    return RotaryEmbedding(model.head_dim, model.context_length, model.rope_theta, model.rope_scaling)

@@ -1,0 +1,51 @@
+"""EAGLE (arXiv:2401.15077): decoder layers of the target's kind over embeddings and hidden states, for any family."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import torch
+
+from fenceline.config.draft_config import DraftConfig
+from fenceline.layers.context import LayerContext
+from fenceline.layers.forward_batch import ForwardBatch
+from fenceline.layers.linear import ReplicatedLinear
+from fenceline.layers.weight import WeightSlots
+from fenceline.models.decoder import CausalLM
+from fenceline.models.draft import SharingDraft
+from fenceline.models.registry import MODELS
+
+
+class EagleDraft(SharingDraft):
+    """x = fc([embedding, hidden state]), then the layers, the first of which does not normalise its input.
+
+    It continues the target's hidden states *after* the final norm, so the head multiplies them as they are.
+    """
+
+    def __init__(self, config: DraftConfig, context: LayerContext, target: CausalLM, names: Set[str]) -> None:
+        super().__init__(config, context, target, names)
+        model, size = config.model, config.model.hidden_size
+        self.fc = ReplicatedLinear("fc", 2 * size, size, "fc.bias" in names, context)
+        first = target.num_layers
+        make_layer = MODELS[model.architecture].make_layer
+        self.layers = [
+            make_layer(model, context, self.rotary, first + index) for index in range(model.num_layers)
+        ]
+        self.layers[0].self_attn.input_norm = None
+
+    def hidden_states_from(self, x: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
+        return self.target.norm.forward(x)
+
+    def forward(
+        self, batch: ForwardBatch, hidden_states: torch.Tensor, step: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.fc.forward(torch.cat((self.embed_tokens.forward(batch.input_ids), hidden_states), dim=-1))
+        for layer in self.layers:
+            x = layer.forward(x, batch)
+        return self.lm_head.logits(batch.logits_rows(x), None, batch.logits_out), x
+
+    def weight_slots(self) -> WeightSlots:
+        slots = super().weight_slots() | self.fc.weight_slots("")
+        for index, layer in enumerate(self.layers):
+            slots |= layer.weight_slots(f"layers.{index}.")
+        return slots

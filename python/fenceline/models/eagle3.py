@@ -1,0 +1,85 @@
+"""EAGLE-3 (arXiv:2503.01840): one layer over embeddings and hidden states of several depths of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+
+import torch
+
+from fenceline.config.draft_config import DraftConfig
+from fenceline.layers.context import LayerContext
+from fenceline.layers.decoder_layer import DecoderLayer, GatedMLP, SelfAttention
+from fenceline.layers.forward_batch import ForwardBatch
+from fenceline.layers.linear import ReplicatedLinear
+from fenceline.layers.weight import WeightSlots, fill_slots, whole
+from fenceline.models.decoder import ROTARY_TABLE, CausalLM
+from fenceline.models.draft import SharingDraft
+
+
+class Eagle3Draft(SharingDraft):
+    """hidden = fc(the target's auxiliary hidden states); attention reads [norm(embedding), norm(hidden)] and adds to
+    hidden. What the layer returns continues before ``norm``, which only the head reads through.
+
+    The head may know a part of the vocabulary, ``d2t`` of the checkpoint says which: the target's id of the draft's
+    token i is i + d2t[i].
+    """
+
+    def __init__(self, config: DraftConfig, context: LayerContext, target: CausalLM, names: Set[str]) -> None:
+        super().__init__(config, context, target, names)
+        model, size, eps = config.model, config.model.hidden_size, config.model.rms_norm_eps
+        aux_size = len(config.aux_layers) * target.config.hidden_size
+        self.fc = ReplicatedLinear("fc", aux_size, size, "fc.bias" in names, context)
+        bias = model.attention_bias
+        attention = SelfAttention(
+            model, context, target.num_layers, self.rotary,
+            qkv_bias=bias, o_bias=bias, input_norm=False, input_size=2 * size,
+        )  # fmt: skip
+        self.midlayer = DecoderLayer(attention, GatedMLP(model, context, bias=model.mlp_bias))
+        self.layers = [self.midlayer]
+        self.input_norm = context.norm(size, eps)
+        self.hidden_norm = context.norm(size, eps)
+        self.norm = context.norm(size, eps)
+        self._d2t: torch.Tensor | None = None
+        if "d2t" in names or self.lm_head.vocab_size != model.vocab_size:
+            # The head of dummy weights is that of the first tokens.
+            self._d2t = torch.zeros(self.lm_head.vocab_size, dtype=torch.int64)
+            self.target_ids = torch.arange(self.lm_head.vocab_size)
+
+    def hidden_states_from(self, x: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
+        assert aux is not None, "EAGLE-3 reads auxiliary hidden states"
+        return self.fc.forward(aux)
+
+    def forward(
+        self, batch: ForwardBatch, hidden_states: torch.Tensor, step: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        embedded = self.input_norm.forward(self.embed_tokens.forward(batch.input_ids))
+        both = torch.cat((embedded, self.hidden_norm.forward(hidden_states)), dim=-1)
+        attention = self.midlayer.self_attn
+        attended = attention.attend(attention.project(both, batch), batch)
+        x = self.midlayer.mlp.forward(attention.add_output(hidden_states.clone(), batch, attended))
+        return self.lm_head.logits(batch.logits_rows(x), self.norm, batch.logits_out), x
+
+    def weight_slots(self) -> WeightSlots:
+        slots = super().weight_slots() | self.fc.weight_slots("")
+        slots |= self.midlayer.weight_slots("midlayer.")
+        slots |= self.input_norm.weight_slots("midlayer.input_layernorm")
+        slots |= self.hidden_norm.weight_slots("midlayer.hidden_norm")
+        slots |= self.norm.weight_slots("norm")
+        if self._d2t is not None:
+            slots["d2t"] = whole(self._d2t)
+        return slots
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        # t2d says again which tokens the head knows.
+        fill_slots(self.weight_slots(), weights, lambda name: name == "t2d" or name.endswith(ROTARY_TABLE))
+        self._share_what_is_equal()
+        if self._d2t is not None:
+            ids = torch.arange(len(self._d2t), device=self._d2t.device) + self._d2t
+            vocab_size = self.config.model.vocab_size
+            wrong = ids[(ids < 0) | (ids >= vocab_size)]
+            if len(wrong):
+                raise ValueError(
+                    f"weight d2t names token {int(wrong[0])}, the vocabulary has {vocab_size}; the draft's weights and"
+                    " its config.json belong to different models"
+                )
+            self.target_ids = ids

@@ -1,0 +1,184 @@
+"""Random small drafts, saved as they are published, beside the random targets of model_parity."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import torch
+import transformers
+from model_parity import save_checkpoint
+from safetensors.torch import load_file, save_file
+
+VOCAB, TARGET_SIZE, TARGET_LAYERS = 101, 48, 3  # of the targets in model_parity
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class DraftCheckpoint:
+    """A draft's ``config.json`` and tensors; ``save`` writes them as they are at that moment."""
+
+    config: dict[str, object]
+    tensors: Tensors = field(default_factory=dict)
+
+    def save(self, directory: Path) -> Path:
+        """One safetensors file and ``config.json`` in ``directory``, which is returned."""
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(self.tensors, directory / "model.safetensors")
+        (directory / "config.json").write_text(json.dumps(self.config))
+        return directory
+
+    def size(self, key: str) -> int:
+        """A whole number of the config."""
+        value = self.config[key]
+        assert isinstance(value, int)
+        return value
+
+
+def save_target(name: str, directory: Path) -> transformers.PreTrainedModel:
+    """A target of ``CHECKPOINTS``, or "mimo": a Qwen2 under MiMo's name."""
+    model = save_checkpoint("qwen2" if name == "mimo" else name, directory)
+    if name == "mimo":
+        path = directory / "config.json"
+        config = json.loads(path.read_text()) | {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+        path.write_text(json.dumps(config))
+    return model
+
+
+def random_eagle(rng: Random, family: str) -> DraftCheckpoint:
+    """An EAGLE draft: LlamaForCausalLMEagle, Qwen2ForCausalLMEagle, ...; its own embedding and head by chance."""
+    config = _sizes(rng, TARGET_SIZE) | {
+        "architectures": [rng.choice([f"{family}ForCausalLMEagle", f"{family}ForCausalLM"])],
+        "num_hidden_layers": rng.choice([1, 2, 3]),
+        "attention_bias": family != "Qwen2" and rng.random() < 0.3,
+    }
+    made = DraftCheckpoint(config)
+    biases = _biases(config, family)
+    for index in range(made.size("num_hidden_layers")):
+        made.tensors |= _layer(config, f"layers.{index}.", TARGET_SIZE, biases, qk_norm=family == "Qwen3")
+        if index > 0:
+            made.tensors[f"layers.{index}.input_layernorm.weight"] = _ones_about(TARGET_SIZE)
+    made.tensors |= _linear("fc", 2 * TARGET_SIZE, TARGET_SIZE, bias=rng.random() < 0.5)
+    if rng.random() < 0.5:
+        made.tensors["embed_tokens.weight"] = torch.randn(VOCAB, TARGET_SIZE)
+    if rng.random() < 0.3:
+        made.tensors["lm_head.weight"] = torch.randn(VOCAB, TARGET_SIZE) * 0.1
+    return made
+
+
+def random_eagle3(rng: Random) -> DraftCheckpoint:
+    """An EAGLE-3 draft; by chance of another width than the target, of a part of the vocabulary, with ids of layers."""
+    size = rng.choice([TARGET_SIZE, 40])
+    config = _sizes(rng, size) | {
+        "architectures": [rng.choice(["LlamaForCausalLMEagle3", "LlamaForCausalLM"])],
+        "num_hidden_layers": 1,
+        "attention_bias": rng.random() < 0.3,
+    }
+    num_aux = 3
+    if rng.random() < 0.6:
+        num_aux = rng.choice([1, 2, 3, 4])
+        ids = [rng.randrange(-1, TARGET_LAYERS) for _ in range(num_aux)]
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
+    if size != TARGET_SIZE:
+        config["target_hidden_size"] = TARGET_SIZE
+    made = DraftCheckpoint(config)
+    made.tensors |= _layer(config, "midlayer.", 2 * size, _biases(config, "Llama"), qk_norm=False)
+    for name in ("midlayer.input_layernorm", "midlayer.hidden_norm", "norm"):
+        made.tensors[f"{name}.weight"] = _ones_about(size)
+    made.tensors |= _linear("fc", num_aux * TARGET_SIZE, size, bias=rng.random() < 0.3)
+    if size != TARGET_SIZE or rng.random() < 0.3:
+        made.tensors["embed_tokens.weight"] = torch.randn(VOCAB, size)
+    head = rng.choice([37, VOCAB, None if size == TARGET_SIZE else VOCAB])
+    if head is not None:
+        config["draft_vocab_size"] = head
+        made.tensors["lm_head.weight"] = torch.randn(head, size) * 0.1
+        ids = sorted(rng.sample(range(VOCAB), head))
+        made.tensors["d2t"] = torch.tensor(ids) - torch.arange(head)
+        made.tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, torch.tensor(ids), True)
+    return made
+
+
+def add_mtp(directory: Path, num_layers: int) -> DraftCheckpoint:
+    """Adds layers that predict further tokens to the checkpoint of a target; returns all of it."""
+    config = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": num_layers}
+    made = DraftCheckpoint(config)
+    for path in directory.glob("*.safetensors"):
+        made.tensors |= {name: tensor.clone() for name, tensor in load_file(path).items()}
+        path.unlink()
+    (directory / "model.safetensors.index.json").unlink(missing_ok=True)
+    family = {"mimo": "Qwen2", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(str(config["model_type"]), "Llama")
+    for index in range(num_layers):
+        prefix = f"model.mtp_layers.{index}."
+        made.tensors |= _layer(
+            config, prefix, TARGET_SIZE, _biases(config, family), qk_norm=family == "Qwen3"
+        )
+        norms = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm")
+        made.tensors |= {f"{prefix}{name}.weight": _ones_about(TARGET_SIZE) for name in norms}
+        made.tensors |= _linear(f"{prefix}input_proj", 2 * TARGET_SIZE, TARGET_SIZE, bias=False)
+    made.save(directory)
+    return made
+
+
+def _sizes(rng: Random, size: int) -> dict[str, object]:
+    heads, kv_heads = rng.choice([(4, 4), (4, 2), (6, 2), (3, 1)])
+    return {
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": size,
+        "intermediate_size": rng.choice([30, 64]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": rng.choice([10, 16]),
+        "max_position_embeddings": 64,  # shorter than the target's context
+        "rms_norm_eps": rng.choice([1e-5, 1e-6]),
+        "rope_theta": rng.choice([10000.0, 500.0]),
+        "hidden_act": "silu",
+        "tie_word_embeddings": rng.random() < 0.5,
+        "torch_dtype": "float16",
+    }
+
+
+@dataclass(frozen=True)
+class _Biases:
+    qkv: bool
+    o: bool
+    mlp: bool
+
+
+def _biases(config: dict[str, object], family: str) -> _Biases:
+    attention = bool(config.get("attention_bias"))
+    if family == "Qwen2":
+        return _Biases(qkv=True, o=False, mlp=False)
+    return _Biases(qkv=attention, o=attention, mlp=family == "Llama" and bool(config.get("mlp_bias")))
+
+
+def _layer(config: dict[str, object], prefix: str, in_size: int, biases: _Biases, qk_norm: bool) -> Tensors:
+    """All but the norm of the input."""
+    sizes = {key: value for key, value in config.items() if isinstance(value, int)}
+    size, inner, heads = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_attention_heads"]
+    head_dim = sizes.get("head_dim") or size // heads
+    kv_size = sizes["num_key_value_heads"] * head_dim
+    tensors = {f"{prefix}post_attention_layernorm.weight": _ones_about(size)}
+    tensors |= _linear(f"{prefix}self_attn.q_proj", in_size, heads * head_dim, biases.qkv)
+    tensors |= _linear(f"{prefix}self_attn.k_proj", in_size, kv_size, biases.qkv)
+    tensors |= _linear(f"{prefix}self_attn.v_proj", in_size, kv_size, biases.qkv)
+    tensors |= _linear(f"{prefix}self_attn.o_proj", heads * head_dim, size, biases.o)
+    tensors |= _linear(f"{prefix}mlp.gate_proj", size, inner, biases.mlp)
+    tensors |= _linear(f"{prefix}mlp.up_proj", size, inner, biases.mlp)
+    tensors |= _linear(f"{prefix}mlp.down_proj", inner, size, biases.mlp)
+    if qk_norm:
+        tensors[f"{prefix}self_attn.q_norm.weight"] = _ones_about(head_dim)
+        tensors[f"{prefix}self_attn.k_norm.weight"] = _ones_about(head_dim)
+    return tensors
+
+
+def _linear(name: str, in_size: int, out_size: int, bias: bool) -> Tensors:
+    tensors = {f"{name}.weight": torch.randn(out_size, in_size) * 0.8 / in_size**0.5}
+    return tensors | ({f"{name}.bias": torch.randn(out_size) * 0.3} if bias else {})
+
+
+def _ones_about(size: int) -> torch.Tensor:
+    return 1 + 0.3 * torch.randn(size)

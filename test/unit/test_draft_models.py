@@ -1,0 +1,466 @@
+"""Drafts of every algorithm, read from checkpoints as they are published: their logits against a plain reference, step
+after step, through paged memory beside the target's, in float32 on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+import transformers
+from draft_checkpoints import (
+    TARGET_LAYERS,
+    TARGET_SIZE,
+    VOCAB,
+    DraftCheckpoint,
+    Tensors,
+    add_mtp,
+    random_eagle,
+    random_eagle3,
+    save_target,
+)
+from model_parity import PagedModel, reference_logits, save_checkpoint
+
+from fenceline.config.draft_config import SpeculativeAlgorithm, read_draft_config
+from fenceline.layers.context import Shard, torch_context
+from fenceline.layers.forward_batch import AuxHiddenStates, ForwardMode, PieceBuffers
+from fenceline.models.decoder import CausalLM
+from fenceline.models.draft import DraftModel
+from fenceline.models.loader import load_draft_model
+
+EAGLE, EAGLE3 = SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3
+NEXTN, STANDALONE = SpeculativeAlgorithm.NEXTN, SpeculativeAlgorithm.STANDALONE
+TARGETS = ("llama", "llama-tied-biased", "qwen2", "qwen3", "qwen3-tied-biased")
+
+# --- the reference: dense, one request at a time, in float64 ------------------------------------------------
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
+    """x [rows, heads, head_dim], row i at position i."""
+    half = x.shape[-1] // 2
+    angles = torch.arange(len(x))[:, None] * theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+@dataclass
+class Reference:
+    """What the checkpoint's tensors mean, for whole sequences: rows [n, ...] at positions 0 to n."""
+
+    made: DraftCheckpoint
+    embedding: torch.Tensor  # the draft's own or the target's
+    head: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.tensors = {name: tensor.double() for name, tensor in self.made.tensors.items()}
+        eps = self.made.config["rms_norm_eps"]
+        assert isinstance(eps, float)
+        self.eps = eps
+
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        y = x @ self.tensors[f"{name}.weight"].T
+        return y + self.tensors[f"{name}.bias"] if f"{name}.bias" in self.tensors else y
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return rms(x, self.tensors[f"{name}.weight"], self.eps)
+
+    def heads(self, x: torch.Tensor, name: str, num: int) -> torch.Tensor:
+        return self.linear(x, name).view(len(x), num, -1)
+
+    def attention(self, x: torch.Tensor, prefix: str) -> torch.Tensor:
+        config = self.made.config
+        heads, kv_heads = self.made.size("num_attention_heads"), self.made.size("num_key_value_heads")
+        parameters = config.get("rope_parameters") or config
+        theta = parameters["rope_theta"]  # type: ignore[index]
+        q, k = self.heads(x, f"{prefix}q_proj", heads), self.heads(x, f"{prefix}k_proj", kv_heads)
+        v = self.heads(x, f"{prefix}v_proj", kv_heads)
+        if f"{prefix}q_norm.weight" in self.tensors:
+            q, k = self.norm(q, f"{prefix}q_norm"), self.norm(k, f"{prefix}k_norm")
+        q, k = rotate(q, theta), rotate(k, theta)
+        k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+        scores.masked_fill_(torch.ones(len(x), len(x)).triu(1).bool(), float("-inf"))
+        return self.linear(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1), f"{prefix}o_proj")
+
+    def block(self, x: torch.Tensor, prefix: str, attention_input: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(attention_input, f"{prefix}self_attn.")
+        y = self.norm(x, f"{prefix}post_attention_layernorm")
+        gate, up = self.linear(y, f"{prefix}mlp.gate_proj"), self.linear(y, f"{prefix}mlp.up_proj")
+        return x + self.linear(torch.nn.functional.silu(gate) * up, f"{prefix}mlp.down_proj")
+
+    def first(self, target: TargetStates) -> torch.Tensor:
+        """The hidden states of the first step."""
+        if "midlayer.hidden_norm.weight" in self.tensors:
+            return self.linear(target.aux, "fc")
+        return target.normed
+
+    def step(self, ids: torch.Tensor, hidden: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and next hidden states of all rows."""
+        embedded = self.embedding[ids]
+        if "midlayer.hidden_norm.weight" in self.tensors:
+            both = (
+                self.norm(embedded, "midlayer.input_layernorm"),
+                self.norm(hidden, "midlayer.hidden_norm"),
+            )
+            x = self.block(hidden, "midlayer.", torch.cat(both, -1))
+            return self.norm(x, "norm") @ self.head.T, x
+        if "fc.weight" in self.tensors:
+            x = self.linear(torch.cat((embedded, hidden), -1), "fc")
+            for index in range(self.made.size("num_hidden_layers")):
+                prefix = f"layers.{index}."
+                x = self.block(x, prefix, self.norm(x, f"{prefix}input_layernorm") if index else x)
+            return x @ self.head.T, x
+        prefix = f"model.mtp_layers.{step if self.made.size('num_nextn_predict_layers') > 1 else 0}."
+        embedded = torch.cat((torch.zeros_like(embedded[:1]), embedded[1:]))
+        both = self.norm(hidden, f"{prefix}hidden_layernorm"), self.norm(embedded, f"{prefix}token_layernorm")
+        x = self.linear(torch.cat(both, -1), f"{prefix}input_proj")
+        x = self.block(x, prefix, self.norm(x, f"{prefix}input_layernorm"))
+        x = self.norm(x, f"{prefix}final_layernorm")
+        return x @ self.head.T, x
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """What transformers' model computes for one sequence, in float64."""
+
+    normed: torch.Tensor  # after the final norm
+    aux: torch.Tensor
+
+
+def target_states(
+    model: transformers.PreTrainedModel, ids: torch.Tensor, layers: Sequence[int]
+) -> TargetStates:
+    """``layers``: whose inputs are read; the number of layers for the output of the last."""
+    last: list[torch.Tensor] = []
+    handle = model.model.norm.register_forward_pre_hook(lambda module, args: last.append(args[0]))
+    with torch.no_grad():
+        states = model.model(ids[None], output_hidden_states=True).hidden_states
+    handle.remove()
+    inputs = [*states[:-1], last[0]]
+    aux = [inputs[layer][0].double() for layer in layers]
+    return TargetStates(states[-1][0].double(), torch.cat(aux, -1) if aux else torch.empty(0))
+
+
+# --- ours ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows ``[start, start + len(ids))`` of the request in row ``row`` of the page table, with the input of each."""
+
+    row: int
+    start: int
+    ids: torch.Tensor
+    hidden: torch.Tensor
+
+
+class PagedDraft(PagedModel):
+    """A target and a draft over one pool of pages."""
+
+    def __init__(
+        self, directory: Path, page_size: int, algorithm: SpeculativeAlgorithm, draft_dir: Path | None
+    ) -> None:
+        self.aux_layers: tuple[int, ...] = ()
+
+        def make(target: CausalLM) -> DraftModel:
+            config = read_draft_config(
+                algorithm, None if draft_dir is None else str(draft_dir), target.config
+            )
+            self.aux_layers = config.aux_layers
+            context = torch_context(Shard(), torch.float32)
+            return load_draft_model(
+                config, "auto", torch.device("cpu"), context, 0, progress=False, target=target
+            )
+
+        super().__init__(directory, page_size, "cpu", make_draft=make)
+
+    @torch.inference_mode()
+    def target_step(self, work: Sequence[tuple[int, torch.Tensor, int, int]]) -> list[torch.Tensor]:
+        """Run the target's tokens (see ``PagedModel.step``) → the draft's first hidden states of each."""
+        assert self.draft is not None
+        num_tokens = sum(end - start for *_, start, end in work)
+        aux = None
+        if self.aux_layers:
+            width = len(self.aux_layers) * TARGET_SIZE
+            aux = AuxHiddenStates(self.aux_layers, torch.full((num_tokens, width), float("nan")))
+        x = self.model.hidden_states(self.batch(work, ForwardMode.EXTEND, aux_hidden=aux))
+        first = self.draft.hidden_states_from(x, aux and aux.out)
+        return list(first.split([end - start for *_, start, end in work]))
+
+    @torch.inference_mode()
+    def draft_step(
+        self, work: Sequence[Rows], mode: ForwardMode, step: int = 0
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """One step of the draft for several requests → (logits, next hidden states) of each."""
+        assert self.draft is not None
+        padded = [torch.cat((torch.zeros(rows.start, dtype=torch.int64), rows.ids)) for rows in work]
+        spans = [(rows.row, ids, rows.start, len(ids)) for rows, ids in zip(work, padded, strict=True)]
+        hidden = torch.cat([rows.hidden for rows in work])
+        before = hidden.clone()
+        logits, after = self.draft.forward(self.batch(spans, mode), hidden, step)
+        assert torch.equal(hidden, before), "the hidden states that a draft is given are still needed"
+        sizes = [len(rows.ids) for rows in work]
+        return list(zip(logits.split(sizes), after.split(sizes), strict=True))
+
+
+@dataclass
+class Case:
+    """A target and a draft of it, ours and the reference's."""
+
+    ours: PagedDraft
+    target: transformers.PreTrainedModel
+    reference: Reference
+
+    def states(self, ids: torch.Tensor) -> torch.Tensor:
+        """The reference's first hidden states of the tokens ``ids``."""
+        return self.reference.first(target_states(self.target, ids, self.ours.aux_layers))
+
+
+def make_case(tmp_path: Path, algorithm: SpeculativeAlgorithm, seed: int, page_size: int) -> Case:
+    rng = Random(zlib.crc32(f"{algorithm} {seed}".encode()))
+    torch.manual_seed(seed)
+    target_dir, draft_dir = tmp_path / "target", tmp_path / "draft"
+    name = TARGETS[seed % len(TARGETS)]
+    if algorithm is NEXTN and seed % 3 == 0:
+        name = "mimo"
+    target = save_target(name, target_dir)
+    embedding, head = target.model.embed_tokens.weight, target.lm_head.weight
+    if algorithm is NEXTN:
+        made = add_mtp(target_dir, rng.choice([1, 2, 3]))
+    elif algorithm is EAGLE:
+        made = random_eagle(rng, rng.choice(["Llama", "Qwen2", "Qwen3"]))
+    else:
+        made = random_eagle3(rng)
+    if algorithm is not NEXTN:
+        made.save(draft_dir)
+        embedding = made.tensors.get("embed_tokens.weight", embedding)
+        head = made.tensors.get("lm_head.weight", head)
+    ours = PagedDraft(target_dir, page_size, algorithm, None if algorithm is NEXTN else draft_dir)
+    return Case(ours, target, Reference(made, embedding.detach().double(), head.detach().double()))
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual.double(), expected, atol=1e-4, rtol=0)
+
+
+def tokens(num: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (num,), generator=torch.Generator().manual_seed(seed))
+
+
+CASES = [(algorithm, seed) for algorithm in (EAGLE, EAGLE3, NEXTN) for seed in range(10)]
+
+
+@pytest.mark.parametrize(("algorithm", "seed"), CASES, ids=lambda value: getattr(value, "value", value))
+def test_chains_equal_the_reference(tmp_path: Path, algorithm: SpeculativeAlgorithm, seed: int) -> None:
+    """Prompts in chunks and after a prefix hit, then rounds of a chain of drafted tokens, some of which are accepted
+    and computed again from the target's hidden states."""
+    page_size = (1, 16)[seed % 2]
+    case = make_case(tmp_path, algorithm, seed, page_size)
+    ours, draft = case.ours, case.ours.draft
+    assert draft is not None
+    layers = draft.max_steps or 1  # run for every row, the rest of a chain for the row before
+    steps = draft.max_steps or 4
+    shared = 32
+    texts = [tokens(90, 1), torch.cat((tokens(90, 1)[: shared + 1], tokens(50, 2))), tokens(70, 3)]
+    rows = [4, 1, 6]
+
+    def extend(work: list[tuple[int, int, int]]) -> dict[int, torch.Tensor]:
+        """Target and draft over the tokens ``[start, end)`` of (request, start, end); returns hidden states by request,
+        of the draft's row end - 1, from which its chain continues."""
+        spans = [(rows[r], texts[r], start, end) for r, start, end in work]
+        hidden = ours.target_step(spans)
+        for step in range(layers):
+            given = [
+                Rows(rows[r], start, texts[r][start + 1 + step : end + 1 + step], h)
+                for (r, start, end), h in zip(work, hidden, strict=True)
+            ]
+            results = ours.draft_step(given, ForwardMode.EXTEND, step)
+            for (r, start, end), (logits, after) in zip(work, results, strict=True):
+                expected, expected_after = dense(r, end, step)
+                close(logits, expected[start:])
+                close(after, expected_after[start:])
+            hidden = [after for _, after in results]
+        return {r: after[-1:] for (r, *_), after in zip(work, hidden, strict=True)}
+
+    def dense(r: int, end: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The reference's step over the whole request up to the token ``end - 1``, from scratch."""
+        hidden = case.states(texts[r][:end])
+        for earlier in range(step):
+            _, hidden = case.reference.step(texts[r][earlier + 1 : end + earlier + 1], hidden, earlier)
+        return case.reference.step(texts[r][step + 1 : end + step + 1], hidden, step)
+
+    def chain(ends: dict[int, int], last: dict[int, torch.Tensor], seed: int) -> None:
+        """Single-layer drafts go on with tokens of their own, here random ones, and their own hidden states."""
+        guesses = {r: tokens(steps, seed + r) for r in ends}
+        committed = {r: case.states(texts[r][:end]) for r, end in ends.items()}
+        for step in range(1, steps):
+            given = [Rows(rows[r], ends[r] + step - 1, guesses[r][step : step + 1], last[r]) for r in ends]
+            results = ours.draft_step(given, ForwardMode.DECODE, step)
+            for r, (logits, after) in zip(ends, results, strict=True):
+                ids = torch.cat((texts[r][1 : ends[r] + 1], guesses[r][1 : step + 1]))
+                hidden = committed[r]
+                if step > 1:
+                    hidden = dense_chain[r]
+                _, before = case.reference.step(ids[:-1], hidden, 0)
+                dense_chain[r] = torch.cat((hidden, before[-1:]))
+                expected, expected_after = case.reference.step(ids, dense_chain[r], 0)
+                close(logits, expected[-1:])
+                close(after, expected_after[-1:])
+                last[r] = after
+
+    dense_chain: dict[int, torch.Tensor] = {}
+    extend([(0, 0, 33), (2, 0, 40)])
+    extend([(0, 33, 34)])
+    last = extend([(0, 34, 70)])
+    # Row i of layer k was computed from token i + 1 + k, so the last rows of a common prefix cannot be shared.
+    hit_pages = (shared + 1 - layers) // page_size
+    ours.share_prefix(rows[0], rows[1], hit_pages)
+    last |= extend([(1, hit_pages * page_size, 45)])
+    last |= extend([(2, 40, 50)])
+    if layers == 1:
+        chain({0: 70, 2: 50}, last, seed=10)
+        last = extend([(0, 70, 72), (2, 50, 51)]) | {1: last[1]}
+        chain({0: 72, 1: 45, 2: 51}, last, seed=20)
+        extend([(0, 72, 76), (2, 51, 52)])
+    else:
+        extend([(0, 70, 72), (2, 50, 51)])
+
+
+@pytest.mark.parametrize(("algorithm", "seed"), CASES[:3] + CASES[10:13] + CASES[20:23], ids=str)
+def test_logits_of_chosen_rows(tmp_path: Path, algorithm: SpeculativeAlgorithm, seed: int) -> None:
+    ours = make_case(tmp_path, algorithm, seed, page_size=16).ours
+    assert ours.draft is not None
+    ids = tokens(9, 5)
+    (hidden,) = ours.target_step([(2, ids, 0, 8)])
+    ((logits, _),) = ours.draft_step([Rows(2, 0, ids[1:], hidden)], ForwardMode.EXTEND)
+    batch = ours.batch([(2, ids[1:], 0, 8)], ForwardMode.EXTEND, logits_index=[7, 0])
+    with torch.inference_mode():
+        chosen, after = ours.draft.forward(batch, hidden)
+    torch.testing.assert_close(chosen, logits[[7, 0]], atol=1e-5, rtol=0)
+    assert len(after) == 8
+
+
+@pytest.mark.parametrize(("draft_name", "target_name"), [("qwen2", "qwen3"), ("llama-tied-biased", "llama")])
+def test_a_whole_model_drafts_beside_its_target(tmp_path: Path, draft_name: str, target_name: str) -> None:
+    save_checkpoint(target_name, tmp_path / "target")
+    reference = save_checkpoint(draft_name, tmp_path / "draft")
+    ours = PagedDraft(tmp_path / "target", 16, STANDALONE, tmp_path / "draft")
+    assert ours.draft is not None and ours.draft.hidden_size == 0
+    text = tokens(40, 1)
+    (expected,) = reference_logits(reference, [text])
+    parts = []
+    for start, end in ((0, 17), (17, 38), (38, 39), (39, 40)):
+        (hidden,) = ours.target_step([(3, text, start, end)])
+        mode = ForwardMode.DECODE if end - start == 1 else ForwardMode.EXTEND
+        ((logits, _),) = ours.draft_step([Rows(3, start, text[start:end], hidden)], mode)
+        parts.append(logits)
+    close(torch.cat(parts), expected.double())
+
+
+def test_the_target_is_the_same_beside_a_draft(tmp_path: Path) -> None:
+    """Draft layers lie behind the target's: neither writes the other's keys and values."""
+    case = make_case(tmp_path, EAGLE3, 1, page_size=16)
+    text = tokens(30, 7)
+    (expected,) = reference_logits(case.target, [text])
+    (hidden,) = case.ours.target_step([(0, text, 0, 29)])
+    case.ours.draft_step([Rows(0, 0, text[1:], hidden)], ForwardMode.EXTEND)
+    (logits,) = case.ours.step([(0, text, 29, 30)], ForwardMode.DECODE)
+    torch.testing.assert_close(logits[0], expected[29], atol=1e-4, rtol=0)
+    assert case.ours.pool.num_layers == TARGET_LAYERS + 1
+
+
+def test_auxiliary_hidden_states_of_a_forward_in_pieces(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path)
+    ours = PagedModel(tmp_path, 16, "cpu")
+    text = tokens(20, 3)
+    layers = (3, 0, 2, 2)
+
+    def run(forward: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        out = torch.full((20, 4 * TARGET_SIZE), float("nan"))
+        forward(out)
+        return out
+
+    def whole(out: torch.Tensor) -> None:
+        batch = ours.batch([(0, text, 0, 20)], ForwardMode.EXTEND, aux_hidden=AuxHiddenStates(layers, out))
+        ours.model.hidden_states(batch)
+
+    def pieces(out: torch.Tensor) -> None:
+        fields = ours.model.arena_fields()
+        buffers = PieceBuffers({f.name: torch.zeros(20, *f.shape, dtype=f.dtype) for f in fields})
+        batch = ours.batch([(0, text, 0, 20)], ForwardMode.EXTEND, aux_hidden=AuxHiddenStates(layers, out))
+        batch = dataclasses.replace(batch, buffers=buffers)
+        for index in range(ours.model.num_layers + 1):
+            ours.model.run_piece(index, batch)
+            if index < ours.model.num_layers:
+                ours.model.attend(index, batch)
+
+    with torch.inference_mode():
+        torch.testing.assert_close(run(pieces), run(whole), atol=1e-5, rtol=0)
+
+
+def published_ids(made: DraftCheckpoint) -> list[int]:
+    return [index + int(offset) for index, offset in enumerate(made.tensors["d2t"])]
+
+
+def test_ids_of_the_draft_vocabulary(tmp_path: Path) -> None:
+    save_target("llama", tmp_path / "target")
+    rng = Random(5)
+    made = random_eagle3(rng)
+    while made.config.get("draft_vocab_size") != 37:
+        made = random_eagle3(rng)
+    made.save(tmp_path / "draft")
+    draft = PagedDraft(tmp_path / "target", 16, EAGLE3, tmp_path / "draft").draft
+    assert draft is not None and draft.target_ids is not None
+    assert draft.target_ids.tolist() == published_ids(made)
+    known = torch.nonzero(made.tensors["t2d"]).flatten().tolist()
+    assert draft.target_ids.tolist() == known
+
+
+def bytes_of(tensors: Tensors) -> int:
+    return sum(tensor.numel() * 4 for tensor in tensors.values() if tensor.is_floating_point())
+
+
+def test_a_copy_of_the_targets_embedding_and_head_costs_no_memory(tmp_path: Path) -> None:
+    target = save_target("llama", tmp_path / "target")
+    rng = Random(1)
+    made = random_eagle(rng, "Llama")
+    made.tensors.pop("embed_tokens.weight", None)
+    made.tensors.pop("lm_head.weight", None)
+    alone = bytes_of(made.tensors)
+    made.tensors["embed_tokens.weight"] = target.model.embed_tokens.weight.detach().clone()
+    made.tensors["lm_head.weight"] = target.lm_head.weight.detach().clone()
+    made.save(tmp_path / "draft")
+    draft = PagedDraft(tmp_path / "target", 16, EAGLE, tmp_path / "draft").draft
+    assert draft is not None and draft.nbytes == alone
+
+
+@pytest.mark.parametrize("algorithm", [EAGLE, EAGLE3, NEXTN])
+def test_random_weights_need_no_files(tmp_path: Path, algorithm: SpeculativeAlgorithm) -> None:
+    """--load-format dummy: a draft of the published shape, the same for the same seed."""
+    made = make_case(tmp_path, algorithm, 2, page_size=16)
+    assert made.ours.draft is not None
+    for path in (tmp_path / ("target" if algorithm is NEXTN else "draft")).glob("*.safetensors"):
+        path.unlink()
+    target = made.ours.model
+    directory = None if algorithm is NEXTN else str(tmp_path / "draft")
+    config = read_draft_config(algorithm, directory, target.config)
+    context = torch_context(Shard(), torch.float32)
+
+    def load(seed: int) -> DraftModel:
+        return load_draft_model(config, "dummy", torch.device("cpu"), context, seed, False, target)
+
+    first, again, other = load(1).weight_slots(), load(1).weight_slots(), load(2).weight_slots()
+    assert all(torch.equal(slot.dest, again[name].dest) for name, slot in first.items())
+    assert not all(torch.equal(slot.dest, other[name].dest) for name, slot in first.items())
+    ids = load(1).target_ids
+    assert ids is None or bool(((ids >= 0) & (ids < VOCAB)).all())
