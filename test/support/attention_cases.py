@@ -61,6 +61,16 @@ class Case:
             self.pool.k(1)[slots.to(self.device)] = keys.to(self.device)
             self.pool.v(1)[slots.to(self.device)] = values.to(self.device)
 
+    def begin_alike(self, requests: list[int], num_tokens: int) -> None:
+        """Let ``requests`` have the first one's whole pages of the first ``num_tokens`` tokens."""
+        first, size = requests[0], self.pool.page_size
+        num_pages = num_tokens // size
+        num = num_pages * size
+        for i in requests[1:]:
+            self.page_table[self.rows[i], :num_pages] = self.page_table[self.rows[first], :num_pages]
+            for of_request in (self.slots, self.keys, self.values):
+                of_request[i][:num] = of_request[first][:num]
+
     def run(self, mode: ForwardMode) -> list[torch.Tensor]:
         inputs = AttentionInputs(
             mode=mode,

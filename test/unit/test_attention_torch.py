@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from attention_cases import Case
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fenceline.layers.attention import shared_prefixes, torch_backend
+from fenceline.layers.attention.shared_prefixes import SharedPrefix, find_shared_prefixes
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend, decode_groups
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
@@ -62,6 +67,140 @@ def test_a_batch_does_not_change_a_requests_result() -> None:
         alone.keys, alone.values = together.keys[i : i + 1], together.values[i : i + 1]
         alone.queries = together.queries[i : i + 1]
         torch.testing.assert_close(alone.run(ForwardMode.DECODE)[0], outputs[i], atol=1e-6, rtol=0)
+
+
+# --- pages that several requests begin with ----------------------------------------------------------
+
+
+@pytest.fixture
+def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefixes of any length are attended to on their own, and single queries of extend steps together."""
+    monkeypatch.setattr(shared_prefixes, "_WORTH_PAIRS", 1)
+    monkeypatch.setattr(torch_backend, "_MIN_SINGLES", 1)
+
+
+@pytest.mark.usefixtures("always_worth_it")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 70), st.integers(1, 20)), min_size=2, max_size=8),
+    groups=st.lists(st.tuples(st.integers(0, 7), st.integers(2, 8), st.integers(1, 70)), max_size=3),
+    mode=st.sampled_from(list(ForwardMode)),
+    page_size=page_sizes,
+    heads=heads,
+)
+def test_shared_pages_do_not_change_the_result(
+    requests: list[tuple[int, int]],
+    groups: list[tuple[int, int, int]],
+    mode: ForwardMode,
+    page_size: int,
+    heads: tuple[int, int],
+) -> None:
+    """Groups of requests begin with the same pages, nested or not, up to the last token before the step's own."""
+    requests = [(prefix, 1 if mode is ForwardMode.DECODE else new) for prefix, new in requests]
+    case = Case([a + b for a, b in requests], [new for _, new in requests], page_size, heads, seed=11)
+    for first, num, num_tokens in groups:
+        members = list(range(len(requests)))[first : first + num]
+        if members:
+            case.begin_alike(members, min(num_tokens, *(requests[i][0] for i in members), 70))
+    case.check(mode)
+
+
+@pytest.mark.usefixtures("always_worth_it")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_shared_pages_in_half_precision(dtype: torch.dtype, tolerance: float) -> None:
+    case = Case([90, 95, 80, 40], [1, 1, 1, 1], 16, (4, 2), seed=2, dtype=dtype, head_dim=16)
+    case.begin_alike([0, 1, 2], 64)
+    assert all(output.dtype == dtype for output in case.run(ForwardMode.DECODE))
+    case.check(ForwardMode.DECODE, tolerance)
+
+
+class Work(TorchDispatchMode):
+    """Counts what a step does in one layer."""
+
+    def __init__(self, case: Case, mode: ForwardMode) -> None:
+        super().__init__()
+        self.tokens_read = 0  # from the pool's keys
+        self.attention_calls = 0
+        self._keys = case.pool.k(1).data_ptr()
+        with self:
+            case.run(mode)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten.index_select.default and args[0].data_ptr() == self._keys:
+            self.tokens_read += len(args[2])
+        self.attention_calls += "attention" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", list(ForwardMode))
+def test_a_prefix_of_many_requests_is_read_once(mode: ForwardMode) -> None:
+    """Samples of one prompt, or copies of a cached one, cost their own tokens and the prompt's once."""
+    case = Case([1000 + i % 3 for i in range(40)], [1] * 40, 16, (4, 2), seed=4)
+    case.begin_alike(list(range(40)), 960)
+    work = Work(case, mode)
+    assert 960 <= work.tokens_read <= 960 + 40 * 64
+    assert work.attention_calls <= 8
+    case.check(mode)
+
+
+def test_single_queries_beside_a_chunk_are_attended_to_together() -> None:
+    """Cached prompts of which the last token is computed are not one call each because another prompt has more."""
+    case = Case([50 + i % 3 for i in range(40)] + [90], [1] * 40 + [30], 16, (4, 2), seed=4)
+    assert Work(case, ForwardMode.EXTEND).attention_calls <= 8
+    case.check(ForwardMode.EXTEND)
+
+
+def table_of(rows: list[list[int]]) -> np.ndarray:
+    width = max(len(row) for row in rows)
+    return np.array([row + [0] * (width - len(row)) for row in rows], dtype=np.int32)
+
+
+def find(rows: list[list[int]], queries: list[int] | None = None, page_size: int = 100) -> list[SharedPrefix]:
+    num_pages = np.array([len(row) for row in rows])
+    return find_shared_prefixes(table_of(rows), num_pages, np.array(queries or [1] * len(rows)), page_size)
+
+
+def test_a_short_prefix_of_all_does_not_hide_the_long_ones_of_some() -> None:
+    a, b = list(range(10, 60)), list(range(100, 150))
+    rows = [[7, *a], [7, *b], [7, *a, 60], [7, *b], [7, 5], [7]]
+    assert find(rows) == [SharedPrefix((0, 2), 51), SharedPrefix((1, 3), 51)]
+    assert find([[7, *a], [7, *a], [7, *a, 3, 4], [7, *a, 3, 5]]) == [SharedPrefix((0, 1, 2, 3), 51)]
+
+
+def test_a_prefix_is_taken_only_where_it_saves_much() -> None:
+    assert find([[1], [1]]) == []
+    assert find([list(range(21)), list(range(21))]) == [SharedPrefix((0, 1), 21)]
+    assert find([list(range(20)), list(range(100, 120))]) == [], "nothing is shared"
+    assert find([list(range(30))], queries=[8]) == [SharedPrefix((0,), 30)], "one request, many queries"
+    assert find([list(range(30))], queries=[1]) == []
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 2), max_size=9), min_size=1, max_size=9),
+    st.lists(st.integers(1, 9), min_size=9, max_size=9),
+)
+def test_shared_prefixes_are_shared(rows: list[list[int]], queries: list[int]) -> None:
+    prefixes = find(rows, queries[: len(rows)], page_size=1000)
+    members = [i for prefix in prefixes for i in prefix.requests]
+    assert len(members) == len(set(members))
+    for prefix in prefixes:
+        begins = {tuple(rows[i][: prefix.num_pages]) for i in prefix.requests}
+        assert len(begins) == 1 and all(len(begin) == prefix.num_pages for begin in begins)
+
+
+def test_prefixes_within_prefixes_are_bounded_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request begins as the one before it and is longer: 500 levels."""
+    compared = 0
+    right = shared_prefixes._Grouping._num_alike
+
+    def counting(self: Any, requests: Any, first: int, last: int) -> int:
+        nonlocal compared
+        compared += len(requests) * (last - first)
+        return right(self, requests, first, last)
+
+    monkeypatch.setattr(shared_prefixes._Grouping, "_num_alike", counting)
+    find([list(range(1, i + 2)) for i in range(500)])
+    assert compared <= 17 * 500
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=200), st.integers(1, 20000))

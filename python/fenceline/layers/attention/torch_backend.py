@@ -5,12 +5,17 @@ shares its key/value head, either as further query rows (decode) or through a st
 
 Nothing here makes the host wait for the device: shapes come from the ``*_cpu`` arrays, indices are computed on the
 device, and what depends on the batch alone is computed once in ``plan``, not once for each layer.
+
+Where the page table is in the host's own memory, planning reads it. The pages with which several requests begin are
+then read once for all of them, and each request attends separately to what follows. A softmax over two sets of keys is
+the mean of those over each, weighted by the sums of their exponentials, whose logarithms attention returns too.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.layers.attention.base import AttentionBackend
+from fenceline.layers.attention.shared_prefixes import find_shared_prefixes
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
 from fenceline.mem_cache.kv_pool import KVPool
 
@@ -30,6 +36,8 @@ _GRAPH_GATHERS = 4  # a graph gathers all requests at once; it may gather this m
 _SLACK_TOKENS = 64
 # Rows of the causal mask in extend; longer chunks take several calls, each over only the keys its rows can see.
 _QUERY_BLOCK = 256
+# So many requests of an extend step that have one query each are attended to together, as in decode.
+_MIN_SINGLES = 8
 # Masked elements of a gather read the sink page, never a page that may belong to another request by now.
 _SINK_SLOT = 0
 
@@ -59,6 +67,8 @@ class TorchAttentionBackend(AttentionBackend):
         assert bool((inputs.query_lens_cpu <= inputs.seq_lens_cpu).all()), (
             "seq_lens include this step's tokens"
         )
+        if inputs.page_table.device.type == "cpu":
+            return _plan_on_cpu(self.kv_pool, inputs)
         if inputs.mode is ForwardMode.DECODE:
             return _plan_decode(self.kv_pool, inputs)
         return _plan_extend(self.kv_pool, inputs)
@@ -77,6 +87,49 @@ def _token_slots(
     return slots.view(len(rows), num_pages * page_size)[:, :num_tokens]
 
 
+class _Part(AttentionPlan):
+    """A plan that may be a part of another: some of the queries, or some of their keys."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``AttentionPlan.forward``, which also writes to ``lse`` [T, num_heads] float32, if that is given, the
+        logarithms of the sums of exponentials. Only on a CPU."""
+
+    def forward(
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """See ``AttentionPlan.forward``."""
+        return self.attend(layer_id, q, k, v, scale)
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    lse: torch.Tensor | None,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+) -> torch.Tensor:
+    """scaled_dot_product_attention of [batch, heads, queries or tokens, head_dim]; ``lse`` [batch, heads, queries]."""
+    if lse is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+    # What the function above calls on a CPU.
+    output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    lse.copy_(sums)
+    return output  # type: ignore[no-any-return]
+
+
 # Decode ---------------------------------------------------------------------------------------------------------
 
 
@@ -92,7 +145,7 @@ class _DecodeGroup:
     mask: torch.Tensor | None
 
 
-class _DecodePlan(AttentionPlan):
+class _DecodePlan(_Part):
     """One query for each request."""
 
     def __init__(
@@ -107,22 +160,37 @@ class _DecodePlan(AttentionPlan):
         self.order = order
         self.inverse = None if order is None else torch.argsort(order)
 
-    def forward(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    def attend(
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See ``AttentionPlan.forward``."""
+        """See ``_Part.attend``."""
         grouped_q = q.view(len(q), k.shape[1], -1, q.shape[2])
+        grouped_lse = None if lse is None else lse.view(grouped_q.shape[:3])
         if self.order is None or self.inverse is None:
             group = self.groups[0]
-            attended = _attend_gathered(self.kv_pool, layer_id, group.slots, group.mask, grouped_q, scale)
+            attended = _attend_gathered(
+                self.kv_pool, layer_id, group.slots, group.mask, grouped_q, scale, grouped_lse
+            )
             return attended.reshape(q.shape)
         sorted_q = grouped_q.index_select(0, self.order)
-        outputs = [
-            _attend_gathered(
-                self.kv_pool, layer_id, group.slots, group.mask, sorted_q[group.first : group.last], scale
+        sorted_lse = None if grouped_lse is None else torch.empty_like(grouped_lse)
+        outputs = []
+        for group in self.groups:
+            members = slice(group.first, group.last)
+            sums = None if sorted_lse is None else sorted_lse[members]
+            outputs.append(
+                _attend_gathered(
+                    self.kv_pool, layer_id, group.slots, group.mask, sorted_q[members], scale, sums
+                )
             )
-            for group in self.groups
-        ]
+        if grouped_lse is not None and sorted_lse is not None:
+            torch.index_select(sorted_lse, 0, self.inverse, out=grouped_lse)
         return torch.cat(outputs).view(q.shape).index_select(0, self.inverse)
 
 
@@ -133,12 +201,13 @@ def _attend_gathered(
     mask: torch.Tensor | None,
     q: torch.Tensor,
     scale: float,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [G, num_kv_heads, queries of one kv head, head_dim] over slots [G * tokens] → the same shape."""
     shape = (len(q), len(slots) // len(q), q.shape[1], q.shape[3])
     k = kv_pool.k(layer_id).index_select(0, slots).view(shape).transpose(1, 2)
     v = kv_pool.v(layer_id).index_select(0, slots).view(shape).transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return _attention(q, k, v, scale, lse, mask)
 
 
 def _plan_decode(kv_pool: KVPool, inputs: AttentionInputs) -> _DecodePlan:
@@ -239,7 +308,7 @@ class _ExtendRequest:
     slots: torch.Tensor | None
 
 
-class _ExtendPlan(AttentionPlan):
+class _ExtendPlan(_Part):
     """Any number of queries for each request, after a prefix that is in the pool."""
 
     def __init__(
@@ -254,41 +323,54 @@ class _ExtendPlan(AttentionPlan):
         # queries over any number of keys has as its mask the part in that corner, so one mask serves the whole batch.
         self.mask = mask
 
-    def forward(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    def attend(
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See ``AttentionPlan.forward``."""
+        """See ``_Part.attend``."""
         group = q.shape[1] // k.shape[1]
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
         for request in self.requests:
             tokens = slice(request.first, request.last)
             queries = _heads_first(q[tokens], group)
             result = _heads_first(output[tokens], group)
+            sums = None if lse is None else _heads_first(lse[tokens].unsqueeze(-1), group).squeeze(-1)
             if request.slots is None:
                 keys, values = _shared_heads(k[tokens], group), _shared_heads(v[tokens], group)
-                result.copy_(
-                    F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
-                )
+                result.copy_(_attention(queries, keys, values, scale, sums, causal=True))
             else:
                 keys = _shared_heads(self.kv_pool.k(layer_id).index_select(0, request.slots), group)
                 values = _shared_heads(self.kv_pool.v(layer_id).index_select(0, request.slots), group)
-                self._attend_blocks(result, queries, keys, values, scale)
+                self._attend_blocks(result, queries, keys, values, scale, sums)
         return output
 
     def _attend_blocks(
-        self, result: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self,
+        result: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        lse: torch.Tensor | None,
     ) -> None:
         """Causal attention of the last tokens of a sequence, block by block.
 
-        q, result [group, num_kv_heads, queries, head_dim]; k, v [group, num_kv_heads, tokens, head_dim].
+        q, result [group, num_kv_heads, queries, head_dim]; k, v [group, num_kv_heads, tokens, head_dim]; lse [group,
+        num_kv_heads, queries].
         """
         num_queries, num_tokens = q.shape[2], k.shape[2]
         for first in range(0, num_queries, _QUERY_BLOCK):
             last = min(first + _QUERY_BLOCK, num_queries)
             visible = num_tokens - num_queries + last
             mask = self._causal_mask(last - first, visible)
-            result[:, :, first:last] = F.scaled_dot_product_attention(
-                q[:, :, first:last], k[:, :, :visible], v[:, :, :visible], attn_mask=mask, scale=scale
+            sums = None if lse is None else lse[:, :, first:last]
+            result[:, :, first:last] = _attention(
+                q[:, :, first:last], k[:, :, :visible], v[:, :, :visible], scale, sums, mask
             )
 
     def _causal_mask(self, num_queries: int, num_tokens: int) -> torch.Tensor | None:
@@ -340,3 +422,133 @@ def _corner_mask(rows: int, width: int, like: torch.Tensor) -> torch.Tensor | No
     if like.device.type != "cpu":
         return visible  # made additive on each use: a new tensor has the alignment that the kernel needs
     return torch.zeros(visible.shape, dtype=like.dtype).masked_fill_(~visible, float("-inf"))
+
+
+# On a CPU -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """Tokens that all queries of some requests see."""
+
+    queries: torch.Tensor | slice  # of the T axis, int64
+    slots: torch.Tensor  # [tokens] int32
+
+
+class _PrefixPlan(AttentionPlan):
+    """Prefixes, each attended to once for all its queries, and what remains of each request."""
+
+    def __init__(self, kv_pool: KVPool, prefixes: Sequence[_Prefix], rest: _Part) -> None:
+        self.kv_pool = kv_pool
+        self.prefixes = prefixes
+        self.rest = rest
+
+    def forward(
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """See ``AttentionPlan.forward``."""
+        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        output = self.rest.attend(layer_id, q, k, v, scale, lse)
+        num_kv_heads, head_dim = k.shape[1:]
+        for prefix in self.prefixes:
+            queries = q[prefix.queries]
+            # All queries of a kv head are rows of one product: [1, num_kv_heads, queries * group, head_dim].
+            rows = (
+                queries.unflatten(1, (num_kv_heads, -1))
+                .transpose(0, 1)
+                .reshape(1, num_kv_heads, -1, head_dim)
+            )
+            sums = torch.empty(rows.shape[:3], dtype=torch.float32)
+            attended = _attend_gathered(self.kv_pool, layer_id, prefix.slots, None, rows, scale, sums)
+            num = len(queries)
+            attended = attended.view(num_kv_heads, num, -1, head_dim).transpose(0, 1).reshape(queries.shape)
+            sums = sums.view(num_kv_heads, num, -1).transpose(0, 1).reshape(queries.shape[:2])
+            share = torch.sigmoid_(sums - lse[prefix.queries]).unsqueeze(-1).to(q.dtype)
+            output[prefix.queries] = output[prefix.queries].lerp(attended, share)
+        return output
+
+
+class _SplitPlan(_Part):
+    """Requests of an extend step that have one query, which are attended to as in decode, and all others."""
+
+    def __init__(self, parts: Sequence[tuple[torch.Tensor, _Part]]) -> None:
+        self.parts = parts  # each with the tokens of the T axis that are its queries, int64
+
+    def attend(
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See ``_Part.attend``."""
+        output = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for tokens, part in self.parts:
+            own_q, own_k, own_v = (x.index_select(0, tokens) for x in (q, k, v))
+            sums = None if lse is None else lse.new_empty(len(tokens), lse.shape[1])
+            output.index_copy_(0, tokens, part.attend(layer_id, own_q, own_k, own_v, scale, sums))
+            if lse is not None and sums is not None:
+                lse.index_copy_(0, tokens, sums)
+        return output
+
+
+def _plan_on_cpu(kv_pool: KVPool, inputs: AttentionInputs) -> AttentionPlan:
+    size = kv_pool.page_size
+    num_pages = -(-inputs.seq_lens_cpu // size)
+    table = inputs.page_table[:, : int(num_pages.max())].index_select(0, inputs.rows)
+    num_common = (inputs.seq_lens_cpu - inputs.query_lens_cpu) // size
+    shared = find_shared_prefixes(table.numpy(), num_common, inputs.query_lens_cpu, size)
+    if not shared:
+        return _plan_parts(kv_pool, inputs)
+    starts = np.cumsum(inputs.query_lens_cpu) - inputs.query_lens_cpu
+    taken = np.zeros_like(num_pages)
+    prefixes = []
+    for prefix in shared:
+        requests = list(prefix.requests)
+        taken[requests] = prefix.num_pages
+        slots = _token_slots(table, torch.tensor(requests[:1]), prefix.num_pages * size, size)
+        if len(requests) == len(num_pages):
+            queries: torch.Tensor | slice = slice(None)
+        else:
+            queries = torch.from_numpy(
+                np.concatenate([np.arange(starts[i], starts[i] + inputs.query_lens_cpu[i]) for i in requests])
+            )
+        prefixes.append(_Prefix(queries, slots.view(-1)))
+    # The rest of a request is planned for as if its pages began after the prefix.
+    columns = taken[:, None] + np.arange(int((num_pages - taken).max()))
+    np.minimum(columns, table.shape[1] - 1, out=columns)
+    rest = replace(
+        inputs,
+        page_table=table.gather(1, torch.from_numpy(columns)),
+        rows=torch.arange(len(num_pages)),
+        seq_lens=inputs.seq_lens - torch.from_numpy(taken * size),
+        seq_lens_cpu=inputs.seq_lens_cpu - taken * size,
+    )
+    return _PrefixPlan(kv_pool, prefixes, _plan_parts(kv_pool, rest))
+
+
+def _plan_parts(kv_pool: KVPool, inputs: AttentionInputs) -> _Part:
+    """A plan of the whole batch without sharing."""
+    lens = inputs.query_lens_cpu
+    if inputs.mode is ForwardMode.DECODE:
+        return _plan_decode(kv_pool, inputs)
+    single = lens == 1
+    if np.count_nonzero(single) < _MIN_SINGLES:
+        return _plan_extend(kv_pool, inputs)
+    if single.all():
+        return _plan_decode(kv_pool, inputs)
+    of_token = np.repeat(single, lens)
+    parts = []
+    for chosen, tokens, plan in ((single, of_token, _plan_decode), (~single, ~of_token, _plan_extend)):
+        index = torch.from_numpy(np.flatnonzero(chosen))
+        some = replace(
+            inputs,
+            rows=inputs.rows.index_select(0, index),
+            seq_lens=inputs.seq_lens.index_select(0, index),
+            seq_lens_cpu=inputs.seq_lens_cpu[chosen],
+            query_lens_cpu=lens[chosen],
+        )
+        parts.append((torch.from_numpy(np.flatnonzero(tokens)), plan(kv_pool, some)))
+    return _SplitPlan(parts)
