@@ -16,7 +16,7 @@ I64 = npt.NDArray[np.int64]
 _WORTH_PAIRS = 2048
 # Prefixes within prefixes are looked into so far. It bounds the work, whatever a client sends.
 _MAX_DEPTH = 16
-_BLOCK = 256  # columns that are compared at a time
+_BLOCK = 64  # columns that are compared at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,17 @@ def find_shared_prefixes(
     """
     if int((num_pages * num_queries).sum()) * page_size < _WORTH_PAIRS:
         return []
-    grouping = _Grouping(page_table, num_pages)
-    _, groups = grouping.best(list(range(len(num_pages))), 0, _MAX_DEPTH)
+    # Most requests of most batches share nothing: those cost no Python.
+    _, branch, sizes = np.unique(page_table[:, 0], return_inverse=True, return_counts=True)
+    candidates = np.flatnonzero((num_pages > 0) & ((sizes[branch] > 1) | (num_queries > 1)))
+    if len(candidates) == 0:
+        return []
+    _, groups = _Grouping(page_table, num_pages).best(candidates.tolist(), 0, _MAX_DEPTH)
+    queries = num_queries.tolist()
     return [
         group
         for group in groups
-        if group.num_pages * page_size * (int(num_queries[list(group.requests)].sum()) - 1) >= _WORTH_PAIRS
+        if group.num_pages * page_size * (sum(queries[i] for i in group.requests) - 1) >= _WORTH_PAIRS
     ]
 
 
@@ -60,19 +65,19 @@ class _Grouping:
             return nums[0], [SharedPrefix((first,), nums[0])]
         shared = depth + self._num_alike(requests, depth, min(nums))
         together = sum(nums) - shared * (len(requests) - 1)
-        groups = [SharedPrefix(tuple(requests), shared)]
+        groups = [SharedPrefix(tuple(requests), shared)] if shared else []
         if levels == 0:
             return together, groups
         branches: dict[int, list[int]] = {}
+        column = self._table[:, min(shared, self._table.shape[1] - 1)].tolist()
         for request, num in zip(requests, nums, strict=True):
             # A request that ends here is a branch of its own; page ids are not negative.
-            key = int(self._table[request, shared]) if num > shared else -1 - request
-            branches.setdefault(key, []).append(request)
-        if len(branches) == len(requests) and shared > 0:
+            branches.setdefault(column[request] if num > shared else -1 - request, []).append(request)
+        if len(branches) == len(requests) and shared:
             return together, groups  # nobody shares more than all do
         parts = [self.best(branch, shared, levels - 1) for branch in branches.values()]
         apart = sum(cost for cost, _ in parts)
-        if apart < together or shared == 0:
+        if apart < together or not shared:
             return apart, list(chain.from_iterable(groups for _, groups in parts))
         return together, groups
 
