@@ -41,7 +41,7 @@ from fenceline.scheduler.prefill import PrefillPlanner
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import Scheduler
 from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
-from fenceline.vgpu.proving.oracle import TOLERANCE, Ask, Model, Oracle, Text, gumbel, spoken
+from fenceline.vgpu.proving.oracle import TOLERANCE, Model, Oracle, Query, Text, gumbel, text_of
 from fenceline.vgpu.proving.runs import ANSWERS, Outcome, Trial, run
 from fenceline.vgpu.proving.script import Scenario, Script
 from fenceline.vgpu.proving.table import Proof
@@ -72,9 +72,9 @@ def test_the_noise_is_gumbels() -> None:
 def test_one_token_at_a_time_is_the_same_as_all_at_once() -> None:
     model, tokens = Model(tiny_model_path()), tuple(range(1, 40))
     oracle = Oracle(tiny_model_path())
-    whole = oracle.answer(Ask(tokens, seed=0)).prompt_logprobs(0)
+    whole = oracle.answer(Query(tokens, seed=0)).prompt_logprobs(0)
     forced = tuple(enumerate(tokens[5:]))
-    answer = oracle.answer(Ask(tokens[:5], seed=0, temperature=1.0), forced)
+    answer = oracle.answer(Query(tokens[:5], seed=0, temperature=1.0), forced)
     one_by_one = np.stack([answer.step(i).logprobs for i in range(len(tokens) - 5)])
     assert np.abs(one_by_one - whole[4:]).max() < 1e-12
     assert model.embedding.shape == (64, 32)
@@ -82,7 +82,7 @@ def test_one_token_at_a_time_is_the_same_as_all_at_once() -> None:
 
 def test_what_rounding_could_decide_is_known() -> None:
     oracle = Oracle(tiny_model_path())
-    ask = Ask((3, 1, 4), seed=5, temperature=1.0)
+    ask = Query((3, 1, 4), seed=5, temperature=1.0)
     step = oracle.answer(ask).step(0)
     assert step.close == {step.token}
     # Bias the runner-up until it is level.
@@ -97,7 +97,7 @@ def test_what_rounding_could_decide_is_known() -> None:
 SETTING = Setting(random_seed=1, eos_ids=frozenset((0,)), capacity=64)
 
 
-def _transcript(ask: Ask, tokens: list[int], setting: Setting = SETTING) -> Transcript:
+def _transcript(ask: Query, tokens: list[int], setting: Setting = SETTING) -> Transcript:
     """Of one request that was answered so."""
     params = SamplingParams(
         max_new_tokens=len(tokens),
@@ -107,11 +107,11 @@ def _transcript(ask: Ask, tokens: list[int], setting: Setting = SETTING) -> Tran
         ignore_eos=True,
     )
     transcript = Transcript(setting)
-    transcript.heard(TokenizedGenerateReq(rid="r", input_ids=list(ask.prompt), sampling_params=params))
+    transcript.received(TokenizedGenerateReq(rid="r", input_ids=list(ask.prompt), sampling_params=params))
     for index, token in enumerate(tokens, 1):
         reason = FinishReason(type="length", length=index) if index == len(tokens) else None
         decode = DecodeInfo(prompt_tail_ids=[], sampling_params=params) if index == 1 else None
-        transcript.told(
+        transcript.sent(
             TokenOut(
                 rid="r",
                 output_ids=[token],
@@ -128,7 +128,7 @@ def _transcript(ask: Ask, tokens: list[int], setting: Setting = SETTING) -> Tran
 @pytest.mark.parametrize("gap", [TOLERANCE / 4, TOLERANCE * 4])
 def test_after_a_close_call_the_answer_is_followed(gap: float) -> None:
     oracle = Oracle(tiny_model_path())
-    ask = Ask((3, 1, 4), seed=5, temperature=1.0)
+    ask = Query((3, 1, 4), seed=5, temperature=1.0)
     scores = oracle.answer(ask).step(0).logprobs + gumbel(5, 3, 64)
     second, first = np.argsort(scores)[-2:].tolist()
     ask = dataclasses.replace(ask, logit_bias=((second, float(scores[first] - scores[second] - gap)),))
@@ -146,11 +146,11 @@ def test_after_a_close_call_the_answer_is_followed(gap: float) -> None:
 
 def test_an_answer_that_the_detokenizer_lost_is_missed() -> None:
     oracle = Oracle(tiny_model_path())
-    ask = Ask((3, 1, 4), seed=5)
+    ask = Query((3, 1, 4), seed=5)
     tokens = [oracle.answer(ask).step(index).token for index in range(3)]
     assert not _transcript(ask, tokens).compare(oracle).wrong
     lost = _transcript(ask, tokens, dataclasses.replace(SETTING, decodes=True)).compare(oracle)
-    assert lost.wrong == "r: has news and no text"
+    assert lost.wrong == "r: has outputs and no text"
 
 
 @pytest.mark.parametrize(
@@ -163,11 +163,11 @@ def test_time_is_up_at_the_limit_that_was_set(limit_s: float | None, said: str, 
     setting = dataclasses.replace(SETTING, timeouts_s={"waiting": limit_s, "running": None})
     transcript = Transcript(setting)
     params = SamplingParams(max_new_tokens=4)
-    transcript.heard(TokenizedGenerateReq(rid="r", input_ids=[3, 1, 4], sampling_params=params))
+    transcript.received(TokenizedGenerateReq(rid="r", input_ids=[3, 1, 4], sampling_params=params))
     for now in (10.0, 15.0):
-        transcript.heard(TickReq(now=now))
+        transcript.received(TickReq(now=now))
     reason = FinishReason(type="abort", message=f"still waiting after {said}", status_code=503)
-    transcript.told(
+    transcript.sent(
         TokenOut(
             rid="r", output_ids=[], prompt_tokens=3, completion_tokens=0, cached_tokens=0, finish_reason=reason,
             decode=DecodeInfo(prompt_tail_ids=[], sampling_params=params),
@@ -196,14 +196,14 @@ def test_text_ends_at_stop_strings(
     prompt: str, tokens: str, stops: tuple[str, ...], min_tokens: int, expected: tuple[str, int, str | None]
 ) -> None:
     pieces = [bytes([byte]) for byte in range(256)]
-    assert spoken(pieces, prompt.encode(), tokens.encode(), stops, min_tokens) == Text(*expected)
+    assert text_of(pieces, prompt.encode(), tokens.encode(), stops, min_tokens) == Text(*expected)
 
 
 def test_text_comes_in_whole_characters() -> None:
     pieces = [bytes([byte]) for byte in range(256)]
-    assert spoken(pieces, b"\xe2\x82", b"\xac!", (), 0).text == "€!"
-    assert spoken(pieces, b"", "é€".encode(), ("€",), 0) == Text("é", 5, "€")
-    assert spoken(pieces, b"", b"a\xc3", (), 0).text == "a\ufffd"
+    assert text_of(pieces, b"\xe2\x82", b"\xac!", (), 0).text == "€!"
+    assert text_of(pieces, b"", "é€".encode(), ("€",), 0) == Text("é", 5, "€")
+    assert text_of(pieces, b"", b"a\xc3", (), 0).text == "a\ufffd"
 
 
 # --- what a wrong decision comes to --------------------------------------------------------------------
@@ -334,7 +334,7 @@ def _a_hit_too_short(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixCache, "match_prefix", wrong)
 
 
-def _news_twice(patch: pytest.MonkeyPatch) -> None:
+def _output_twice(patch: pytest.MonkeyPatch) -> None:
     """What one message says, the next one says again."""
     right = OutputSender._add
 
@@ -361,12 +361,12 @@ def _goes_on_after_an_abort(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "abort", wrong)
 
 
-def _news_kept_to_the_end(patch: pytest.MonkeyPatch) -> None:
-    """A stream is told everything with its last news."""
+def _outputs_kept_to_the_end(patch: pytest.MonkeyPatch) -> None:
+    """A stream gets everything with its last output."""
     patch.setattr(OutputSender, "token", lambda self, req: None)
 
 
-def _first_news_late(patch: pytest.MonkeyPatch) -> None:
+def _first_output_late(patch: pytest.MonkeyPatch) -> None:
     """The first token comes with the second one."""
     right = OutputSender.token
     patch.setattr(
@@ -509,7 +509,7 @@ def _reloaded(random: Random) -> Scenario:
     )
 
 
-MORE_WORKLOADS = {"twins": _twins, "retracted": _retracted, "reloaded": _reloaded, "spoken": _spoken}
+MORE_WORKLOADS = {"twins": _twins, "retracted": _retracted, "reloaded": _reloaded, "texts": _spoken}
 WRONG = [
     (_a_page_of_another_prefix, "twins", r"r\d: output \d is \d+, alone it is \d+"),
     (_positions_off_by_one, "twins", r"r\d: output \d is \d+, alone it is \d+"),
@@ -523,12 +523,12 @@ WRONG = [
     (_stops_called_lengths, "row_reuse", r"r\d: ends with length after \d tokens, not stop \d+"),
     (_prompt_logprobs_of_the_wrong_tokens, "mixed", r"r\d: input logprobs at \d+ are .*, alone "),
     (_a_hit_too_short, "twins", r"r\d: \d+ tokens from the cache, though \d+ were there and nothing was"),
-    (_news_twice, "mixed", r"r\d: output \d is \d+|r\d: goes on with \d+ after its end"),
-    (_stop_strings_kept, "spoken", r"r\d: says '.*' with \d+ tokens and ends with stop"),
-    (_stop_strings_armed_early, "spoken", r"r\d: says '.*' with \d+ tokens and ends with stop"),
+    (_output_twice, "mixed", r"r\d: output \d is \d+|r\d: goes on with \d+ after its end"),
+    (_stop_strings_kept, "texts", r"r\d: has the text '.*' with \d+ tokens and ends with stop"),
+    (_stop_strings_armed_early, "texts", r"r\d: has the text '.*' with \d+ tokens and ends with stop"),
     (_goes_on_after_an_abort, "aborts", r"r\d goes on after it was aborted"),
-    (_news_kept_to_the_end, "mixed", r"r\d is told \d tokens at once, and 1 are due"),
-    (_first_news_late, "mixed", r"r\d is told 2 tokens at once, and 1 are due"),
+    (_outputs_kept_to_the_end, "mixed", r"r\d gets \d tokens at once, and 1 are due"),
+    (_first_output_late, "mixed", r"r\d gets 2 tokens at once, and 1 are due"),
     (_min_tokens_forgotten, "everything", r"r\d: (output \d is \d+, alone it is|ends with stop \d+ after)"),
     (_chunks_that_add_up, "mixed", r"a prefill step computes \d+ tokens, 8 are allowed"),
     (_the_last_one_first, "bursts", r"r\d is admitted before r\d, whose turn it is"),

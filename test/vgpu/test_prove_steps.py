@@ -108,7 +108,7 @@ def test_a_row_refilled_while_its_last_owners_step_is_in_flight() -> None:
         gpu = VirtualGpu(seed=1)
         loop = make_loop("row_reuse", 1, VgpuDevice(gpu=gpu))
         rows = loop.scheduler.memory.rows
-        while not any(talk.ended for talk in loop.transcript.talks.values()):
+        while not any(exchange.ended for exchange in loop.transcript.exchanges.values()):
             loop.step()
         # The first request has just ended; its next step is in flight, and its row is free for the next request.
         assert loop._flight is not None and rows.num_leased == 0 and loop.scheduler.waiting

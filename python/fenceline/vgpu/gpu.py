@@ -103,7 +103,7 @@ class VirtualGpu:
     def spawn(self, name: str, run: Callable[[], None]) -> Worker:
         """Start a thread of the host that may use the GPU; its current stream is the default stream."""
         agent = self._thread(f"host:{name}")
-        agent.hear(self.thread.now())
+        agent.order_after(self.thread.now())
         return Worker(self.rotation, agent, run)
 
     def channel(self) -> Channel[T]:
@@ -141,7 +141,7 @@ class VirtualGpu:
         self._released.append((tag, stream))  # Python's garbage collector may call this at any time
 
     def collect_released(self) -> None:
-        """Take back the memory of tensors that have been freed since the last call."""
+        """Take back the memory of tensors that were freed since the last call."""
         while self._released:
             tag, stream = self._released.pop(0)
             region = tag.region
@@ -183,7 +183,7 @@ class VirtualGpu:
             thread.resources = before
 
     @contextmanager
-    def meaning(self, purpose: Purpose) -> Iterator[None]:
+    def submitting_for(self, purpose: Purpose) -> Iterator[None]:
         """Inside, ``purpose.ran`` is called for each operation that this thread submits, after each of its runs."""
         thread = self.thread
         before, thread.purpose = thread.purpose, purpose
@@ -314,7 +314,7 @@ class VirtualGpu:
         self.collect_released()
         self.forbid_in_capture("making the host wait")
         self._run_until(op)
-        self.thread.heard(op)
+        self.thread.waited_for(op)
 
     def synchronize_all(self) -> None:
         """Block the calling thread until every stream is empty."""
@@ -331,10 +331,10 @@ class VirtualGpu:
         self.forbid_in_capture("asking whether work is done")
         self._drift()
         hurries = self.policy.asked(op, self._seq)
-        if not op.done and (hurries or (op.stream is not None and op.stream.patience_is_over())):
+        if not op.done and (hurries or (op.stream is not None and op.stream.count_query())):
             self._run_until(op)
         if op.done:
-            self.thread.heard(op)
+            self.thread.waited_for(op)
         return op.done
 
     def host_access(self, tensor: torch.Tensor, write: bool, what: str) -> None:
@@ -553,7 +553,7 @@ class Graph:
         for branch in self._branches:
             gpu.wait(launch, gpu.record(branch))
         self._last = gpu.record(launch)
-        launch.begin_anew(self._last)
+        launch.restart(self._last)
 
     def _queue(self, node: _Node, stream: VirtualStream, queued: list[Operation]) -> Operation:
         gpu, old = self._gpu, node.op
@@ -583,12 +583,12 @@ class Graph:
             tenant = tag.region.tenant
             # Graphs of one owner may share memory, but nothing else may use it.
             if tag.ended and tenant is not None and not tenant.ended and not tenant.captured:
-                self._gpu.checks.found(_somebody_elses(self.name, op, tenant))
+                self._gpu.checks.found(_foreign_write(self.name, op, tenant))
 
 
-def _somebody_elses(graph: str, op: Operation, tenant: Tag) -> StaleMemoryError:
+def _foreign_write(graph: str, op: Operation, tenant: Tag) -> StaleMemoryError:
     lines = [
-        f"lifetime: {graph} writes {tenant}, which is not its own",
+        f"lifetime: {graph} writes {tenant}, which belongs to something else",
         f"  captured: {op.label} at {op.place}",
         "  what it wrote went back to the allocator when the capture ended, and was handed out again at",
         f"  {tenant.place}",
@@ -612,7 +612,7 @@ class Capture:
         # Each branch's latest operation that nothing waits for.
         self._unjoined: dict[VirtualStream, Operation] = {}
         origin.is_captured = True
-        origin.begin_anew(None)
+        origin.restart(None)
 
     def add(self, stream: VirtualStream, op: Operation, event: Event | None = None) -> None:
         """Record ``op``; ``stream`` joins the capture if it waits for an operation of it."""
@@ -628,7 +628,7 @@ class Capture:
         if stream not in self._streams:
             self._streams.append(stream)
             stream.is_captured = True
-            stream.begin_anew(None)
+            stream.restart(None)
         stream.follow(op)
         op.stream = stream
         op.where = stream.name
@@ -655,7 +655,7 @@ class Capture:
         """Finish. Raises ``CaptureError`` if a branch was not joined."""
         for stream in self._streams:
             stream.is_captured = False
-            stream.begin_anew(None)
+            stream.restart(None)
         if not completed:
             return
         if self.graph.failed:

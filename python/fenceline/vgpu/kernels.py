@@ -83,7 +83,7 @@ class _Reads:
             self.add(rows)
 
 
-class _Told:
+class _Declared:
     """The accesses that a declaration names for one launch: see ``KernelAccesses``."""
 
     def __init__(self) -> None:
@@ -157,35 +157,35 @@ def launch_declared(kernel: Kernel, compute: Compute, operands: tuple[Any, ...])
     What it reads before its wait is read when it begins, which may be before the preceding kernel has run; values that
     are not read again after the wait keep the value that they had then.
     """
-    told = _Told()
-    kernel.accesses(told, *operands)
+    declared = _Declared()
+    kernel.accesses(declared, *operands)
     gpu = next(operand.gpu for operand in operands if isinstance(operand, VTensor))
     values = [operand.plain if isinstance(operand, VTensor) else operand for operand in operands]
-    begun, reads, place = None, told.reads, here()
-    if told.ahead is not None:
-        early = told.ahead.tensors - reads.tensors
+    begun, reads, place = None, declared.reads, here()
+    if declared.ahead is not None:
+        early = declared.ahead.tensors - reads.tensors
         kept = [(i, values[i]) for i, operand in enumerate(operands) if id(operand) in early]
 
         def begin() -> None:
             for i, plain in kept:
                 values[i] = plain.clone()
 
-        if told.ahead.accesses:
+        if declared.ahead.accesses:
             label = f"{kernel.name}, before it waits for the kernel in front,"
-            begun = Operation(label, place, begin, told.ahead.accesses, bounds=told.ahead.bounds)
+            begun = Operation(label, place, begin, declared.ahead.accesses, bounds=declared.ahead.bounds)
             begun = begun if gpu.submit_ahead(begun) else None
         if begun is None:
-            reads.accesses += told.ahead.accesses
-            reads.bounds += told.ahead.bounds
+            reads.accesses += declared.ahead.accesses
+            reads.bounds += declared.ahead.bounds
     gpu.submit(
         kernel.name,
         lambda: compute(*values),
         reads.accesses,
-        told.writes,
+        declared.writes,
         place,
-        bounds=(*reads.bounds, *told.bounds),
+        bounds=(*reads.bounds, *declared.bounds),
         after=begun,
-        starts_next=told.starts_next and begun is not None,
+        starts_next=declared.starts_next and begun is not None,
     )
 
 

@@ -15,7 +15,7 @@ from fenceline.vgpu.place import Place
 
 RELEASE = "return to the allocator"  # the label of the operation that ends a tensor's memory
 DEFAULT_STREAM = "default"  # the name of the stream that exists from the start
-_PATIENCE = 32  # unsuccessful queries of a stream's work, after which it runs
+_MAX_QUERIES = 32  # unsuccessful queries of a stream's work, after which it runs
 _REMEMBERED = 1 << 17  # actions of an agent that are kept for reports
 
 
@@ -60,7 +60,9 @@ class Operation:
         self.bounds = bounds
         self.starts_next = starts_next
         self.graph = ""
-        self.purpose: Purpose | None = None  # of the thread that submitted it: see ``VirtualGpu.meaning``
+        self.purpose: Purpose | None = (
+            None  # of the thread that submitted it: see ``VirtualGpu.submitting_for``
+        )
         self.done = False
         self.capture: object | None = None  # the Capture that it is part of; such a one never runs itself
         self.stream: VirtualStream | None = None
@@ -146,11 +148,11 @@ class HostThread(Agent):
         """The clock of what this thread submits now; the same object until something changes."""
         return self._now
 
-    def heard(self, op: Operation) -> None:
+    def waited_for(self, op: Operation) -> None:
         """What the thread does next is ordered after ``op`` and all before it on its stream."""
-        self.hear(op.passed)
+        self.order_after(op.passed)
 
-    def hear(self, clock: Clock) -> None:
+    def order_after(self, clock: Clock) -> None:
         """Everything in ``clock`` happened before what this thread does from now on."""
         self.join(clock)
         self._now = self.now()
@@ -173,25 +175,25 @@ class VirtualStream(Agent):
     """
 
     __slots__ = (
-        "_heard", "_latest", "_num_asked", "ahead", "front", "is_ahead_of", "is_captured", "joined", "queue"
+        "_joined_clock", "_latest", "_num_asked", "ahead", "front", "is_ahead_of", "is_captured", "joined", "queue"
     )  # fmt: skip
 
     def __init__(self, number: int, name: str) -> None:
         super().__init__(number, name)
         self.queue: deque[Operation] = deque()
         self.is_captured = False  # what is submitted to it goes into the graph that is being captured
-        self._heard: Clock | None = None
+        self._joined_clock: Clock | None = None
         self._num_asked = 0
         self.ahead: VirtualStream | None = None
         self.is_ahead_of = ""
-        self.begin_anew(None)
+        self.restart(None)
 
-    def patience_is_over(self) -> bool:
-        """Count an unsuccessful query of whether work has run. True after every ``_PATIENCE`` of them."""
-        self._num_asked = (self._num_asked + 1) % _PATIENCE
+    def count_query(self) -> bool:
+        """Count an unsuccessful query of whether work has run. True after every ``_MAX_QUERIES`` of them."""
+        self._num_asked = (self._num_asked + 1) % _MAX_QUERIES
         return self._num_asked == 0
 
-    def begin_anew(self, latest: Operation | None) -> None:
+    def restart(self, latest: Operation | None) -> None:
         """The operation after ``latest`` begins when everything before it has ended: so it is after a graph's launch
         and for the first operation of a capture."""
         self._latest = latest
@@ -221,9 +223,9 @@ class VirtualStream(Agent):
 
     def append(self, op: Operation, submitter: Clock) -> None:
         """Queue ``op``, which happens after everything in ``submitter``, the clock of the thread that submits it."""
-        if submitter is not self._heard:
+        if submitter is not self._joined_clock:
             self.clock = joined(self.clock, submitter)
-            self._heard = submitter
+            self._joined_clock = submitter
         if op.after is not None:
             self.clock = joined(self.clock, op.after.passed)
         op.stream = self

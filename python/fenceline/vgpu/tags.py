@@ -83,7 +83,7 @@ class Account:
     """The tokens of one request: the prefixes that end at its tokens 0, 1, ..., as far as they are known."""
 
     def __init__(self, source: TokenizedGenerateReq, prompt_ids: Iterable[int], prefixes: Prefixes) -> None:
-        self.source = source  # kept, so that no other object gets its id()
+        self.source = source  # kept, so that no other object has the same id()
         self.name = source.rid + (f" (namespace {source.extra_key!r})" if source.extra_key else "")
         self._prefixes = prefixes
         self._root = prefixes.root(source.extra_key)
@@ -162,10 +162,10 @@ class SlotMemory:
         """Lines of a report: the operations that wrote there."""
         writer, origin = self.writers[slot], self.origins[slot]
         if writer is None:
-            return ["  written by nobody since it is watched"]
+            return ["  not written since it is watched"]
         lines = [f"  written by {who(writer)}"]
         if origin is not None and origin is not writer:
-            lines.append(f"  which brought what {who(origin)} computed")
+            lines.append(f"  a copy of what {who(origin)} computed")
         return lines
 
 
@@ -209,12 +209,12 @@ class Step:
         self._kind = "decode step" if decodes else "prefill step"
         self._pages = frozenset(chain.from_iterable(seq.pages.tolist() for seq in seqs))
         self._by_row = {seq.row: seq for seq in seqs}
-        self._next_part = 0  # that is to be stored
+        self._next_part = 0  # to be stored
         self._unread: dict[int, list[Seq]] = {}
         self._ends: list[I64] | None = None
 
     def ran(self, op: Operation) -> None:
-        """See ``operation.Purpose``."""
+        """See ``streams.Purpose``."""
         tags = self._tags
         for access in op.reads:
             memory = tags.memories.get(access.tag)
@@ -291,7 +291,7 @@ class Step:
             self._tags.found(memory, int(slots[position]), what, op)
 
     def _check_all_read(self, op: Operation, rows: Sequence[int]) -> None:
-        """The sink's slots stand for nothing, so a request whose reads all went there has been left out."""
+        """Reads of the sink's slots are not compared, so a request all of whose reads went there has been left out."""
         sampled = set(rows)
         for part, name in enumerate(self._tags.part_names):
             for seq in self._unread.get(part, self._seqs):
@@ -403,7 +403,7 @@ class Transfer:
         self._expected = expected
 
     def ran(self, op: Operation) -> None:
-        """See ``operation.Purpose``."""
+        """See ``streams.Purpose``."""
         memories = self._tags.memories
         if len(op.reads) != 1 or len(op.writes) != 1 or op.writes[0].tag not in memories:
             return
@@ -514,7 +514,7 @@ class Tags:
             self.pages.share(pages[:num_shared].tolist(), account.name, shared)
             self.pages.claim(pages[num_shared:].tolist(), account.name, account, shared)
             seqs.append(Seq(account, row, first, length, samples, pages))
-        with self._gpu.meaning(Step(self, seqs, not isinstance(batch, ExtendBatch))):
+        with self._gpu.submitting_for(Step(self, seqs, not isinstance(batch, ExtendBatch))):
             yield
 
     @contextmanager
@@ -527,7 +527,7 @@ class Tags:
             pairs, expected = set(zip(host, device, strict=True)), self._wanted(set(device))
         else:
             pairs, expected = set(zip(device, host, strict=True)), self._cached("host_pages")
-        with self._gpu.meaning(Transfer(self, kind, pairs, expected)):
+        with self._gpu.submitting_for(Transfer(self, kind, pairs, expected)):
             yield
 
     def _wanted(self, pages: set[int]) -> dict[int, I64]:

@@ -159,7 +159,7 @@ class Worker:
         """Wait for its end. Raises what it raised."""
         rotation = self._rotation
         rotation.block_until(lambda: rotation.finished(self._agent), f"{self.name} to end")
-        rotation.agent.hear(self._agent.now())
+        rotation.agent.order_after(self._agent.now())
         if self._error is not None:
             raise self._error
 
@@ -202,5 +202,5 @@ class Channel(Generic[T]):
     def _take(self) -> T:
         self._num_asked = 0
         item, clock = self._items.popleft()
-        self._rotation.agent.hear(clock)
+        self._rotation.agent.order_after(clock)
         return item

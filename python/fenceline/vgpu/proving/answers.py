@@ -33,7 +33,7 @@ from fenceline.ipc.io_struct import (
     TokenLogprobs,
     TokenOut,
 )
-from fenceline.vgpu.proving.oracle import Answer, Ask, Oracle, spoken
+from fenceline.vgpu.proving.oracle import Answer, Oracle, Query, text_of
 from fenceline.vgpu.proving.tiny_model import PIECES
 
 F64 = npt.NDArray[np.float64]
@@ -45,7 +45,7 @@ MAX_CLOSE_SHARE = 1e-3
 
 
 @dataclass(slots=True)
-class Talk:
+class Exchange:
     """One request: its message, its output so far, and what ended it if it did not end by itself."""
 
     request: TokenizedGenerateReq
@@ -53,7 +53,7 @@ class Talk:
     outs: list[TokenOut] = field(default_factory=list)
     texts: list[StrOut] = field(default_factory=list)  # the detokenizer's texts, if there is a detokenizer
     aborted: AbortReq | None = None  # the message that aborted it
-    ticks: list[float] = field(default_factory=list)  # times that the scheduler was told since it arrived
+    ticks: list[float] = field(default_factory=list)  # times that the scheduler was given since it arrived
     ended: bool = False
 
     @property
@@ -86,8 +86,8 @@ class Findings:
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What the answers of a server depend on besides its model. ``capacity``: its longest sequence, in tokens.
-    ``timeouts_s``: how long requests may be ``waiting`` and ``running``. ``decodes``: news goes to a detokenizer.
-    ``stream_interval``: tokens in each piece of news. ``has_storage``: there is a tier below the host."""
+    ``timeouts_s``: how long requests may be ``waiting`` and ``running``. ``decodes``: outputs go to a detokenizer.
+    ``stream_interval``: tokens in each output. ``has_storage``: there is a tier below the host."""
 
     random_seed: int
     eos_ids: frozenset[int]
@@ -108,7 +108,7 @@ class Transcript:
     """The messages to and from the scheduler."""
 
     def __init__(self, setting: Setting) -> None:
-        self.talks: dict[str, Talk] = {}
+        self.exchanges: dict[str, Exchange] = {}
         self._wrong: list[str] = []
         self._seeds = Random(setting.random_seed)  # of requests that bring none, in order of arrival
         self._setting = setting
@@ -116,10 +116,10 @@ class Transcript:
         self._paused = self._quiet = False
 
     def turn(self) -> None:
-        """The scheduler begins a turn of its loop. What was in flight at a pause has been told in the turn before."""
+        """The scheduler begins a turn of its loop. What was in flight at a pause has been sent in the turn before."""
         self._quiet = self._paused
 
-    def heard(self, message: Message) -> None:
+    def received(self, message: Message) -> None:
         """Record ``message``, which the scheduler gets next."""
         match message:
             case FlushCacheReq() | GetInternalStateReq() | PauseGenerationReq() | ContinueGenerationReq():
@@ -130,19 +130,19 @@ class Transcript:
         match message:
             case TokenizedGenerateReq():
                 seed = message.sampling_params.seed
-                talk = Talk(message, self._seeds.getrandbits(63) if seed is None else seed)
-                self.talks[message.rid] = talk
+                exchange = Exchange(message, self._seeds.getrandbits(63) if seed is None else seed)
+                self.exchanges[message.rid] = exchange
             case AbortReq():
-                for talk in self._meant(message):
-                    talk.aborted = message
-                    talk.ended |= message.silent
+                for exchange in self._targets(message):
+                    exchange.aborted = message
+                    exchange.ended |= message.silent
             case TickReq():
-                for talk in self._meant(AbortReq(abort_all=True)):
-                    talk.ticks.append(message.now)
+                for exchange in self._targets(AbortReq(abort_all=True)):
+                    exchange.ticks.append(message.now)
             case PauseGenerationReq():
                 self._paused = True
                 if message.mode == "abort":
-                    self.heard(AbortReq(abort_all=True))
+                    self.received(AbortReq(abort_all=True))
             case ContinueGenerationReq():
                 self._paused = self._quiet = False
 
@@ -154,15 +154,18 @@ class Transcript:
         self._open[message.id] = _Control(message, num_pending, self._paused, waits)
 
     def _num_pending(self) -> int:
-        """Requests that are left when the scheduler has taken in all that was heard so far."""
-        refused, talks = self._setting.num_new_tokens, self.talks.values()
-        return sum(not talk.ended and not talk.aborted and refused(talk.request) >= 0 for talk in talks)
+        """Requests that are left once the scheduler has handled all messages so far."""
+        refused, exchanges = self._setting.num_new_tokens, self.exchanges.values()
+        return sum(
+            not exchange.ended and not exchange.aborted and refused(exchange.request) >= 0
+            for exchange in exchanges
+        )
 
     def replied(self, reply: ControlReply) -> None:
         """The scheduler has answered a control message."""
         control = self._open.pop(reply.id, None)
         if control is None:
-            self._wrong.append(f"{reply.id!r} is answered, and nobody waits for that")
+            self._wrong.append(f"{reply.id!r} is answered, but was not asked or is answered twice")
             return
         if control.waits:
             control.num_pending = self._num_pending()
@@ -191,76 +194,80 @@ class Transcript:
             case GetInternalStateReq():
                 return True, ""
 
-    def _meant(self, message: AbortReq) -> list[Talk]:
-        rids = list(self.talks) if message.abort_all else [message.rid]
-        talks = [self.talks[rid] for rid in rids if rid in self.talks]
-        return [talk for talk in talks if not talk.ended]
+    def _targets(self, message: AbortReq) -> list[Exchange]:
+        rids = list(self.exchanges) if message.abort_all else [message.rid]
+        exchanges = [self.exchanges[rid] for rid in rids if rid in self.exchanges]
+        return [exchange for exchange in exchanges if not exchange.ended]
 
-    def told(self, out: TokenOut) -> None:
-        """The scheduler has news."""
-        talk = self.talks.get(out.rid)
-        if talk is None or talk.ended:
-            self._wrong.append(f"{out.rid} speaks {'after its end' if talk else 'without having been asked'}")
-            return
-        if (out.decode is not None) != (not talk.outs):
+    def sent(self, out: TokenOut) -> None:
+        """The scheduler has sent an output."""
+        exchange = self.exchanges.get(out.rid)
+        if exchange is None or exchange.ended:
             self._wrong.append(
-                f"{out.rid} is announced with its news no. {len(talk.outs)}, not with the first"
+                f"{out.rid} has an output {'after its end' if exchange else 'without a request'}"
             )
-        if talk.aborted and (out.finish_reason is None or out.finish_reason.type != "abort"):
+            return
+        if (out.decode is not None) != (not exchange.outs):
+            self._wrong.append(
+                f"{out.rid} is announced with output no. {len(exchange.outs)}, not with the first"
+            )
+        if exchange.aborted and (out.finish_reason is None or out.finish_reason.type != "abort"):
             self._wrong.append(f"{out.rid} goes on after it was aborted")
         if self._quiet and (out.finish_reason is None or out.finish_reason.type != "abort"):
             self._wrong.append(f"{out.rid} goes on while generation is paused")
-        self._check_interval(talk, out)
-        talk.outs.append(out)
-        talk.ended = out.finish_reason is not None
+        self._check_interval(exchange, out)
+        exchange.outs.append(out)
+        exchange.ended = out.finish_reason is not None
 
-    def _check_interval(self, talk: Talk, out: TokenOut) -> None:
+    def _check_interval(self, exchange: Exchange, out: TokenOut) -> None:
         """Check --stream-interval: a stream's first message has one token, and each later one those of an interval."""
-        request, num = talk.request, len(out.output_ids)
+        request, num = exchange.request, len(out.output_ids)
         if request.stream or request.sampling_params.stop:
-            due = self._setting.stream_interval if any(said.output_ids for said in talk.outs) else 1
+            due = self._setting.stream_interval if any(said.output_ids for said in exchange.outs) else 1
             if num > due or (num < due and out.finish_reason is None):
-                self._wrong.append(f"{out.rid} is told {num} tokens at once, and {due} are due")
+                self._wrong.append(f"{out.rid} gets {num} tokens at once, and {due} are due")
 
     def decoded(self, out: StrOut) -> None:
-        """The detokenizer has news for the client."""
-        talk = self.talks[out.token.rid]
-        if not talk.texts or talk.texts[-1].token.finish_reason is None:
-            talk.texts.append(out)
-        elif out.text or not talk.aborted:  # an abort may be told to one who has come to a stop string
+        """The detokenizer has sent a text."""
+        exchange = self.exchanges[out.token.rid]
+        if not exchange.texts or exchange.texts[-1].token.finish_reason is None:
+            exchange.texts.append(out)
+        elif (
+            out.text or not exchange.aborted
+        ):  # the abort of a request that has met a stop string may be sent as well
             self._wrong.append(f"{out.token.rid} has text after its end: {out.text!r}")
 
     def compare(self, oracle: Oracle) -> Findings:
         """Compare everything with ``oracle``."""
         wrong, num_tokens, num_close = list(self._wrong), 0, 0
         wrong += [f"{id!r} was never answered" for id in self._open]
-        for rid, talk in self.talks.items():
-            comparison = _Comparison(talk, oracle, self._setting)
+        for rid, exchange in self.exchanges.items():
+            comparison = _Comparison(exchange, oracle, self._setting)
             difference = comparison.run()
             if difference:
                 wrong.append(f"{rid}: {difference}")
             num_tokens += comparison.num_tokens
             num_close += comparison.num_close
         if num_close > 1 + num_tokens * MAX_CLOSE_SHARE:
-            wrong.append(f"{num_close} of {num_tokens} tokens differ because it was close: that many are not")
+            wrong.append(f"{num_close} of {num_tokens} tokens differ by rounding: that is too many")
         return Findings("\n".join(wrong), num_tokens, num_close)
 
 
 class _Comparison:
     """The comparison of one request."""
 
-    def __init__(self, talk: Talk, oracle: Oracle, setting: Setting) -> None:
-        params, prompt = talk.request.sampling_params, talk.request.input_ids
+    def __init__(self, exchange: Exchange, oracle: Oracle, setting: Setting) -> None:
+        params, prompt = exchange.request.sampling_params, exchange.request.input_ids
         self.num_tokens = self.num_close = 0
-        self._talk = talk
+        self._exchange = exchange
         self._oracle = oracle
         self._setting = setting
-        self._limit = setting.num_new_tokens(talk.request)
+        self._limit = setting.num_new_tokens(exchange.request)
         self._refused = self._limit < 0
         self._forced: tuple[tuple[int, int], ...] = ()
-        self._ask = Ask(
+        self._query = Query(
             prompt=tuple(prompt),
-            seed=talk.seed,
+            seed=exchange.seed,
             stop_ids=frozenset(params.stop_token_ids)
             | (frozenset() if params.ignore_eos else setting.eos_ids),
             max_new_tokens=self._limit,
@@ -277,13 +284,13 @@ class _Comparison:
 
     def run(self) -> str:
         """The first error, "" if there is none."""
-        talk = self._talk
-        if not talk.ended:
+        exchange = self._exchange
+        if not exchange.ended:
             return "was never answered"
-        reason = talk.outs[-1].finish_reason if talk.outs else None
+        reason = exchange.outs[-1].finish_reason if exchange.outs else None
         if self._refused:
             right = reason is not None and reason.type == "abort" and reason.status_code == 400
-            return "" if right and not talk.tokens else "is not refused though it does not fit"
+            return "" if right and not exchange.tokens else "is not refused though it does not fit"
         return (
             self._tokens(reason)
             or self._counts()
@@ -293,8 +300,8 @@ class _Comparison:
         )
 
     def _counts(self) -> str:
-        said, num_prompt = 0, len(self._ask.prompt)
-        for out in self._talk.outs:
+        said, num_prompt = 0, len(self._query.prompt)
+        for out in self._exchange.outs:
             said += len(out.output_ids)
             if out.completion_tokens != said or out.prompt_tokens != num_prompt:
                 return (
@@ -305,14 +312,14 @@ class _Comparison:
 
     @property
     def _answer(self) -> Answer:
-        return self._oracle.answer(self._ask, self._forced)
+        return self._oracle.answer(self._query, self._forced)
 
     def _tokens(self, reason: FinishReason | None) -> str:
         expected = FinishReason(type="length", length=0) if self._limit == 0 else None
-        tokens = self._talk.tokens
+        tokens = self._exchange.tokens
         for index, token in enumerate(tokens):
             if expected is not None:
-                return f"goes on with {token} after its end ({_told(expected)}) at output {index}"
+                return f"goes on with {token} after its end ({_describe(expected)}) at output {index}"
             step = self._answer.step(index)
             self.num_tokens += 1
             if token != step.token:
@@ -323,82 +330,88 @@ class _Comparison:
             expected = self._end_after(index + 1, token)
         begun = expected is None or not tokens  # an answer that may be broken off
         if reason is None:
-            right = begun and self._talk.aborted is not None
+            right = begun and self._exchange.aborted is not None
         elif reason.type == "abort":
             right = begun and self._may_abort(reason)
         else:
             right = reason == expected
-        return "" if right else f"ends with {_told(reason)} after {len(tokens)} tokens, not {_told(expected)}"
+        return (
+            ""
+            if right
+            else f"ends with {_describe(reason)} after {len(tokens)} tokens, not {_describe(expected)}"
+        )
 
     def _may_abort(self, reason: FinishReason) -> bool:
         """Whether a client asked for it, in these words, or its time was up."""
         overdue = re.search(r"after ([\d.]+) s \(--req-(waiting|running)-timeout\)", reason.message or "")
         if overdue is not None and reason.status_code == 503:
-            ticks, limit = self._talk.ticks, self._setting.timeouts_s.get(overdue[2])
+            ticks, limit = self._exchange.ticks, self._setting.timeouts_s.get(overdue[2])
             if limit is None or f"{limit:g}" != overdue[1]:
                 return False
             return len(ticks) > 1 and ticks[-1] - ticks[0] > limit
-        asked = self._talk.aborted
+        asked = self._exchange.aborted
         return asked is not None and (reason.message, reason.status_code) == (
             asked.message or "aborted",
             asked.status_code,
         )
 
     def _end_after(self, num_outputs: int, token: int) -> FinishReason | None:
-        if token in self._ask.stop_ids and num_outputs >= self._ask.min_new_tokens:
+        if token in self._query.stop_ids and num_outputs >= self._query.min_new_tokens:
             return FinishReason(type="stop", matched=token)
         if num_outputs >= self._limit:
             return FinishReason(type="length", length=num_outputs)
         return None
 
     def _output_logprobs(self) -> str:
-        parts = [out.output_logprobs for out in self._talk.outs]
-        if not self._talk.request.return_logprob:
+        parts = [out.output_logprobs for out in self._exchange.outs]
+        if not self._exchange.request.return_logprob:
             return "has logprobs that nobody asked for" if any(parts) else ""
-        tokens = self._talk.tokens
+        tokens = self._exchange.tokens
         expected = [self._answer.step(index).logprobs for index in range(len(tokens))]
         return self._logprobs("output", parts, tokens, expected)
 
     def _input_logprobs(self, reason: FinishReason | None) -> str:
-        request = self._talk.request
-        parts = [out.input_logprobs for out in self._talk.outs if out.input_logprobs is not None]
+        request = self._exchange.request
+        parts = [out.input_logprobs for out in self._exchange.outs if out.input_logprobs is not None]
         start = request.logprob_start_len
         if not request.return_logprob or start < 0:
             return "has input logprobs that nobody asked for" if parts else ""
-        if not self._talk.outs:  # ended in silence
+        if not self._exchange.outs:  # ended without an output
             return ""
         if len(parts) != 1:
-            return f"has its input logprobs in {len(parts)} of its news, not in one"
+            return f"has its input logprobs in {len(parts)} of its outputs, not in one"
         tokens = request.input_ids[start:]
         rows: list[F64 | None] = [None, *self._answer.prompt_logprobs(start)]
         # In the middle of its prompt.
-        if reason is not None and reason.type == "abort" and not self._talk.tokens:
+        if reason is not None and reason.type == "abort" and not self._exchange.tokens:
             tokens = tokens[: len(parts[0].token_ids)]
             rows = rows[: len(tokens)]
         return self._logprobs("input", parts, tokens, rows)
 
     def _text(self, reason: FinishReason | None) -> str:
-        """What the detokenizer made of it: the text, and the end at a stop string."""
-        talk, params = self._talk, self._talk.request.sampling_params
-        if not talk.texts:
-            return "has news and no text" if self._setting.decodes and talk.outs else ""
-        tokens = talk.tokens
+        """The detokenizer's text, and the end at a stop string."""
+        exchange, params = self._exchange, self._exchange.request.sampling_params
+        if not exchange.texts:
+            return "has outputs and no text" if self._setting.decodes and exchange.outs else ""
+        tokens = exchange.tokens
         by_token = reason is not None and isinstance(reason.matched, int)
         shown = tokens[:-1] if by_token and not params.no_stop_trim else tokens
-        right = spoken(PIECES, self._ask.prompt, shown, params.stop, params.min_new_tokens)
+        right = text_of(PIECES, self._query.prompt, shown, params.stop, params.min_new_tokens)
         text = right.text + (right.stop or "") * params.no_stop_trim
-        end = talk.texts[-1].token.finish_reason
-        said = "".join(part.text for part in talk.texts)
-        num_said = sum(len(part.token.output_ids) for part in talk.texts)
+        end = exchange.texts[-1].token.finish_reason
+        said = "".join(part.text for part in exchange.texts)
+        num_said = sum(len(part.token.output_ids) for part in exchange.texts)
         expected, num_tokens = reason, len(tokens)
         if right.stop is not None:
             expected, num_tokens = FinishReason(type="stop", matched=right.stop), right.num_tokens
-        if end is None and talk.aborted:  # ended in silence, its last characters incomplete or held back
-            return "" if text.startswith(said) else f"says {said!r}, not the beginning of {text!r}"
+        if (
+            end is None and exchange.aborted
+        ):  # ended without an output, with incomplete or held back characters at its end
+            return "" if text.startswith(said) else f"has the text {said!r}, not the beginning of {text!r}"
         if said != text or end != expected or num_said != num_tokens:
             return (
-                f"says {said!r} with {num_said} tokens and ends with {_told(end)}, "
-                f"not {text!r} with {num_tokens} and {_told(expected)}"
+                f"has the text {said!r} with {num_said} tokens and ends with {_describe(end)}, "
+                f"not {text!r} with {num_tokens} and {_describe(expected)}"
             )
         return ""
 
@@ -414,7 +427,7 @@ class _Comparison:
         chosen = [value for part in present for value in part.logprobs]
         tops = [top for part in present for top in part.top_logprobs]
         named = [pairs for part in present for pairs in part.token_ids_logprobs]
-        asked = self._talk.request.token_ids_logprob
+        asked = self._exchange.request.token_ids_logprob
         if ids != list(tokens) or not len(ids) == len(chosen) == len(tops):
             return f"has {side} logprobs of the tokens {ids}, not of {list(tokens)}"
         if len(named) != (len(ids) if asked else 0):
@@ -424,7 +437,7 @@ class _Comparison:
             if row is None:
                 wrong = value is not None or bool(top) or bool(pairs)
             else:
-                num_top = min(self._talk.request.top_logprobs_num, len(row))
+                num_top = min(self._exchange.request.top_logprobs_num, len(row))
                 best = np.sort(row)[::-1][:num_top].tolist()
                 wrong = not _close(value, row[token]) or len({id for _, id in top}) != num_top
                 wrong |= len(top) != num_top or any(
@@ -454,7 +467,7 @@ def _of(row: F64, ids: Sequence[int]) -> list[tuple[float, int]]:
     return [(float(row[id]), id) for id in ids]
 
 
-def _told(reason: FinishReason | None) -> str:
+def _describe(reason: FinishReason | None) -> str:
     if reason is None:
         return "nothing"
     extra = reason.matched if reason.type == "stop" else reason.message or ""
@@ -467,7 +480,7 @@ def _told(reason: FinishReason | None) -> str:
 @dataclass(frozen=True, slots=True)
 class Shared:
     """Of a request when it was admitted, in tokens: the longest prefix that could be shared with what had been cached
-    since the last flush, and ``ever``; whether all of that must still have been there, and on the device."""
+    since the last flush, and ``ever``; whether all of that must still have been cached, and on the device."""
 
     since_flush: int
     ever: int
@@ -503,7 +516,7 @@ class Sharing:
             self._ever.clear()
 
     def lost(self) -> None:
-        """Something has left the cache, to come back at most from storage."""
+        """Something has left the cache; only storage may still have it."""
         self._lost = True
 
     def moved(self) -> None:
@@ -511,7 +524,7 @@ class Sharing:
         self._moved = True
 
     def admit(self, request: TokenizedGenerateReq, prompt_ids: Sequence[int]) -> None:
-        """``request`` gets its memory now: what it shares is settled."""
+        """``request`` gets its memory now, so what it shares is known."""
         most = len(prompt_ids) - 1  # one token is computed in any case
         if request.return_logprob and request.logprob_start_len >= 0:
             most = min(most, request.logprob_start_len)
@@ -523,12 +536,12 @@ class Sharing:
             nothing_moved=not self._moved,
         )
 
-    def compare(self, talks: Iterable[Talk]) -> str:
+    def compare(self, exchanges: Iterable[Exchange]) -> str:
         """What is wrong with what was reported, "" if nothing is."""
         wrong = []
-        for talk in talks:
-            shared = self.admitted.get(talk.request.rid)
-            for out in talk.outs:
+        for exchange in exchanges:
+            shared = self.admitted.get(exchange.request.rid)
+            for out in exchange.outs:
                 difference = self._difference(shared, out.cached_tokens, out.cached_tokens_details)
                 if difference:
                     wrong.append(f"{out.rid}: {difference}")
@@ -563,4 +576,4 @@ class Sharing:
         return first_unknown * self._page_size
 
 
-__all__ = ["MAX_CLOSE_SHARE", "Findings", "Sharing", "Talk", "Transcript"]
+__all__ = ["MAX_CLOSE_SHARE", "Exchange", "Findings", "Sharing", "Transcript"]

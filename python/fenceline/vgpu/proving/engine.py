@@ -18,7 +18,7 @@ from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE, tiny_model_path
 
 
 class InProcess:
-    """An EngineBackend and its link: the scheduler's loop runs when the front end waits for news.
+    """An EngineBackend and its link: the scheduler's loop runs when the front end waits for messages.
 
     All of it runs in the engine's own thread, which therefore opens the device.
     """
@@ -29,19 +29,19 @@ class InProcess:
         self._open_device = open_device
         self._device: Device | None = None
         self._loop: Loop | None = None
-        self._news: list[Message] = []
+        self._messages: list[Message] = []
         self._sent = asyncio.Event()
 
     @property
     def loop(self) -> Loop:
-        """The scheduler's loop. Called after the front end has waited for news."""
+        """The scheduler's loop. Called after the front end has waited for messages."""
         assert self._loop is not None, "the engine is up"
         return self._loop
 
     def _start(self) -> None:
         self._device = self._open_device()
-        self._loop = Loop(self._config, self._device, tell=self._news.append)
-        self._news.append(ready_message(self._config, self._loop.scheduler))
+        self._loop = Loop(self._config, self._device, tell=self._messages.append)
+        self._messages.append(ready_message(self._config, self._loop.scheduler))
 
     @property
     def link(self) -> SchedulerLink:
@@ -64,7 +64,7 @@ class InProcess:
         try:
             if self._loop is None:
                 self._start()
-            while not self._news:
+            while not self._messages:
                 if not self.loop.busy:
                     self._sent.clear()
                     await self._sent.wait()
@@ -73,9 +73,9 @@ class InProcess:
         except Exception as error:
             self.error = error
             raise
-        news = list(self._news)
-        self._news.clear()
-        return news
+        messages = list(self._messages)
+        self._messages.clear()
+        return messages
 
     def close(self) -> None:
         """See ``ipc.sockets.SchedulerLink``. What has not been done yet is done now, and checked."""

@@ -55,12 +55,12 @@ EVENTS: dict[str, str] = {
     "steps of our attention kernels": "by their declared accesses",
     "planned steps": "each batch's attention is planned on the host while the last step may still run",
     "planned decode replay": "the plan is copied to the graph's own memory before it is replayed",
-    "a step for one who has left": "its results are dropped, because the request left while the step was in flight",
+    "a step for a request that has left": "it left while the step was in flight, so its results are dropped",
     # the prefix cache
     "hit": "a request finds a prefix on the device",
     "hit half-way through a node": "a node is split",
     "remap": "a request moves onto the pages of another with the same prompt, and the next step reads them",
-    "remap of one who leaves": "and the request has left before the next step",
+    "remap of a request that leaves": "before the next step",
     "eviction from the device": "",
     "stale match": "the prefix found for a waiting request has moved, and is looked up again",
     "same prompt in two namespaces": "it is computed twice and kept twice",
@@ -230,7 +230,7 @@ class Watch:
             self.note("same prompt in two namespaces", len(namespaces) > 1)
 
     def _publishes(self, flight: InFlight) -> None:
-        self.note("a step for one who has left", any(req.left for req in flight.reqs))
+        self.note("a step for a request that has left", any(req.left for req in flight.reqs))
 
     # --- requests ------------------------------------------------------------------------------------
 
@@ -241,8 +241,8 @@ class Watch:
         if req is not None and not message.silent:
             self.note(f"abort {state_of(self._scheduler, req)}")
 
-    def told(self, out: TokenOut) -> None:
-        """The scheduler has news."""
+    def sent(self, out: TokenOut) -> None:
+        """The scheduler has sent an output."""
         reason = out.finish_reason
         if reason is None:
             return
@@ -299,7 +299,7 @@ class Watch:
     def _remaps(self, writes: PageWrites) -> None:
         left = [remap.req.left for remap in self._scheduler.remaps]
         self.note("remap", not all(left))
-        self.note("remap of one who leaves", any(left))
+        self.note("remap of a request that leaves", any(left))
 
     def _handed_on(self, event: str, result: tuple[object, Points] | None, num: int) -> None:
         self.note(event, result is not None and not result[1].passed)
@@ -385,10 +385,10 @@ def around(
     """Wrap the method ``name`` of ``owner``: ``before`` gets its arguments, ``after`` its result and then these."""
     method = getattr(owner, name)
 
-    def announced(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         before(*args, **kwargs)
         result = method(*args, **kwargs)
         after(result, *args, **kwargs)
         return result
 
-    setattr(owner, name, announced)
+    setattr(owner, name, wrapped)

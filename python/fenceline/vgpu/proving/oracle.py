@@ -36,7 +36,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, splitmix64's step
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Query:
     """Everything that an answer depends on. ``stop_ids`` include end-of-sequence ids if these end the answer."""
 
     prompt: tuple[int, ...]
@@ -116,8 +116,8 @@ class Model:
 class Answer:
     """One request's answer, computed as far as it is needed. Tokens in ``forced`` are given and not computed."""
 
-    def __init__(self, model: Model, ask: Ask, forced: tuple[tuple[int, int], ...] = ()) -> None:
-        self.ask = ask
+    def __init__(self, model: Model, query: Query, forced: tuple[tuple[int, int], ...] = ()) -> None:
+        self.query = query
         self._model = model
         self._forced = dict(forced)
         self._keys: list[list[F64]] = [[] for _ in range(model.num_layers)]
@@ -126,8 +126,8 @@ class Answer:
         self._tokens: list[int] = []  # outputs
         self._steps: list[Step] = []
         self._hidden: list[F64] = []  # of the prompt
-        for start in range(0, len(ask.prompt), _CHUNK):
-            self._hidden.append(self._forward(ask.prompt[start : start + _CHUNK]))
+        for start in range(0, len(query.prompt), _CHUNK):
+            self._hidden.append(self._forward(query.prompt[start : start + _CHUNK]))
         self._last = model.logits(self._hidden[-1][-1:])[0]
 
     def step(self, index: int) -> Step:
@@ -135,7 +135,7 @@ class Answer:
         while len(self._steps) <= index:
             if self._tokens:
                 self._last = self._model.logits(self._forward(self._tokens[-1:]))[0]
-            step = _choose(self._last, self.ask, self._tokens)
+            step = _choose(self._last, self.query, self._tokens)
             self._steps.append(step)
             self._tokens.append(self._forced.get(len(self._tokens), step.token))
         return self._steps[index]
@@ -190,19 +190,19 @@ class Answer:
 
 
 class Oracle:
-    """Answers by request, computed once: runs of a campaign ask for the same ones again and again."""
+    """Answers by request, computed once: runs of a campaign need the same ones again and again."""
 
     def __init__(self, folder: str | Path, max_answers: int = 512) -> None:
         self._model = Model(folder)
         self._max_answers = max_answers
-        self._answers: OrderedDict[tuple[Ask, tuple[tuple[int, int], ...]], Answer] = OrderedDict()
+        self._answers: OrderedDict[tuple[Query, tuple[tuple[int, int], ...]], Answer] = OrderedDict()
 
-    def answer(self, ask: Ask, forced: tuple[tuple[int, int], ...] = ()) -> Answer:
+    def answer(self, query: Query, forced: tuple[tuple[int, int], ...] = ()) -> Answer:
         """``forced``: (index, token) of outputs for which the engine's rounding gave another token."""
-        key = (ask, forced)
+        key = (query, forced)
         found = self._answers.get(key)
         if found is None:
-            found = self._answers[key] = Answer(self._model, ask, forced)
+            found = self._answers[key] = Answer(self._model, query, forced)
             if len(self._answers) > self._max_answers:
                 self._answers.popitem(last=False)
         self._answers.move_to_end(key)
@@ -212,61 +212,61 @@ class Oracle:
 # --- from logits to a token ----------------------------------------------------------------------------
 
 
-def _choose(logits: F64, ask: Ask, outputs: list[int]) -> Step:
-    logits = _adjusted(logits, ask, outputs)
-    if ask.greedy:
+def _choose(logits: F64, query: Query, outputs: list[int]) -> Step:
+    logits = _adjusted(logits, query, outputs)
+    if query.greedy:
         scaled, scores = logits - logits.max(), logits
         nominal = surely = perhaps = np.ones(len(logits), dtype=bool)
     else:
-        scaled = (logits - logits.max()) / ask.temperature
-        scores = scaled + gumbel(ask.seed, len(ask.prompt) + len(outputs), len(logits))
-        nominal, surely, perhaps = _kept(scaled, ask)
+        scaled = (logits - logits.max()) / query.temperature
+        scores = scaled + gumbel(query.seed, len(query.prompt) + len(outputs), len(logits))
+        nominal, surely, perhaps = _kept(scaled, query)
     token = int(np.where(nominal, scores, -np.inf).argmax())
     best = np.where(surely, scores, -np.inf).max()
     close = np.flatnonzero(perhaps & (scores >= best - TOLERANCE))
     return Step(token, frozenset(close.tolist()), _log_softmax(scaled))
 
 
-def _adjusted(logits: F64, ask: Ask, outputs: list[int]) -> F64:
+def _adjusted(logits: F64, query: Query, outputs: list[int]) -> F64:
     """Bias, then repetition penalty on all tokens so far, then frequency and presence on outputs, then the mask."""
     logits = logits.copy()
-    for token, bias in ask.logit_bias:
+    for token, bias in query.logit_bias:
         logits[token] += bias
-    for token in {*ask.prompt, *outputs}:
+    for token in {*query.prompt, *outputs}:
         score = logits[token]
-        logits[token] = score * ask.repetition_penalty if score < 0 else score / ask.repetition_penalty
+        logits[token] = score * query.repetition_penalty if score < 0 else score / query.repetition_penalty
     for token in set(outputs):
-        logits[token] -= ask.frequency_penalty * outputs.count(token) + ask.presence_penalty
-    if len(outputs) < ask.min_new_tokens:
-        logits[list(ask.stop_ids)] = -np.inf
+        logits[token] -= query.frequency_penalty * outputs.count(token) + query.presence_penalty
+    if len(outputs) < query.min_new_tokens:
+        logits[list(query.stop_ids)] = -np.inf
     return logits
 
 
-def _kept(scaled: F64, ask: Ask) -> tuple[npt.NDArray[np.bool_], ...]:
+def _kept(scaled: F64, query: Query) -> tuple[npt.NDArray[np.bool_], ...]:
     """[V] each: which tokens top_k, top_p and min_p keep, which they keep with any rounding, and which they may keep.
     Each filter uses the whole distribution, and tokens that tie with the last one kept are kept."""
-    lowest = _lowest_kept(scaled, ask, 0.0)
+    lowest = _lowest_kept(scaled, query, 0.0)
     kept = scaled >= lowest
-    low, high = _lowest_kept(scaled, ask, _TOP_P_SLACK), _lowest_kept(scaled, ask, -_TOP_P_SLACK)
+    low, high = _lowest_kept(scaled, query, _TOP_P_SLACK), _lowest_kept(scaled, query, -_TOP_P_SLACK)
     dropped = scaled[~kept]
-    on_the_edge = ask.min_p > 0 and bool((abs(scaled - math.log(ask.min_p)) <= TOLERANCE).any())
+    on_the_edge = query.min_p > 0 and bool((abs(scaled - math.log(query.min_p)) <= TOLERANCE).any())
     if low == high and not on_the_edge and (not len(dropped) or dropped.max() < lowest - TOLERANCE):
         return kept, kept, kept
     return kept, scaled > high + TOLERANCE, scaled >= low - TOLERANCE
 
 
-def _lowest_kept(scaled: F64, ask: Ask, slack: float) -> float:
+def _lowest_kept(scaled: F64, query: Query, slack: float) -> float:
     ordered = np.sort(scaled)[::-1]
     lowest = ordered[-1]
-    if ask.top_k > 0:
-        lowest = ordered[min(ask.top_k, len(ordered)) - 1]
-    if ask.top_p < 1:
+    if query.top_k > 0:
+        lowest = ordered[min(query.top_k, len(ordered)) - 1]
+    if query.top_p < 1:
         mass = np.exp(ordered) / np.exp(ordered).sum()
         before = mass.cumsum() - mass  # the smallest set whose mass reaches top_p
-        num_kept = max(int((before < ask.top_p + slack).sum()), 1)
+        num_kept = max(int((before < query.top_p + slack).sum()), 1)
         lowest = max(lowest, ordered[num_kept - 1])
-    if ask.min_p > 0:
-        lowest = max(lowest, math.log(ask.min_p))  # the largest probability has score 0
+    if query.min_p > 0:
+        lowest = max(lowest, math.log(query.min_p))  # the largest probability has score 0
     return float(lowest)
 
 
@@ -288,7 +288,7 @@ class Text:
     stop: str | None = None
 
 
-def spoken(
+def text_of(
     pieces: Sequence[bytes],
     prompt: Sequence[int],
     tokens: Sequence[int],

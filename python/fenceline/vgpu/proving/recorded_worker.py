@@ -114,16 +114,16 @@ class RecordedTransfers:
     def store(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
         """See HiCacheController."""
         self._events.append(Transfer(TransferKind.STORE, device_pages.copy(), host_pages.copy()))
-        with self._meaning(TransferKind.STORE, device_pages, host_pages):
+        with self._purpose_of(TransferKind.STORE, device_pages, host_pages):
             self._controller.store(ticket, device_pages, host_pages, after)
 
     def load(self, ticket: Ticket, device_pages: I32, host_pages: I32, after: Points) -> None:
         """See HiCacheController."""
         self._events.append(Transfer(TransferKind.LOAD, device_pages.copy(), host_pages.copy()))
-        with self._meaning(TransferKind.LOAD, device_pages, host_pages):
+        with self._purpose_of(TransferKind.LOAD, device_pages, host_pages):
             self._controller.load(ticket, device_pages, host_pages, after)
 
-    def _meaning(self, *transfer: Any) -> AbstractContextManager[None]:
+    def _purpose_of(self, *transfer: Any) -> AbstractContextManager[None]:
         return nullcontext() if self._tags is None else self._tags.transfer(*transfer)
 
     def drain_acks(self) -> Sequence[Ticket]:

@@ -47,7 +47,7 @@ class DescribedScript(Script):
         super().__init__(turns)
         self._calls = {turn.call for turn in turns}
         self._call, self._place = 0, here()
-        self._told: dict[tuple[int, str], tuple[Place, list[Operation]]] = {}
+        self._repeated: dict[tuple[int, str], tuple[Place, list[Operation]]] = {}
 
     def begin_call(self, call: int) -> None:
         """See Policy."""
@@ -60,7 +60,7 @@ class DescribedScript(Script):
         due = bool(self._due)
         choice = super().pick(runnable, needed)
         if due and choice is not None:
-            _, operations = self._told.setdefault((self._call, choice.name), (self._place, []))
+            _, operations = self._repeated.setdefault((self._call, choice.name), (self._place, []))
             operations.append(choice.queue[0])
         return choice
 
@@ -68,7 +68,7 @@ class DescribedScript(Script):
     def lines(self) -> list[str]:
         """One line for each turn that was repeated."""
         found = []
-        for (_, name), (place, operations) in self._told.items():
+        for (_, name), (place, operations) in self._repeated.items():
             first, last = operations[0], operations[-1]
             what = (
                 first.label

@@ -75,14 +75,14 @@ class Loop:
         scenario: Scenario | None = None,
     ) -> None:
         self.decisions: list[Event] = []
-        self.step_no = self._num_looks = 0
+        self.step_no = self._num_readings = 0
         scenario = Scenario({}, ()) if scenario is None else scenario
         self._arrivals = list(scenario.arrivals)
         self._follow_ups = scenario.follow_ups
         self._reactions = list(scenario.reactions)
         self._decode_lag = scenario.decode_lag
         self._detokenizer = Detokenizer(tiny_tokenizer())
-        self._said: dict[str, list[int]] = {}  # outputs of requests that are followed by another
+        self._outputs: dict[str, list[int]] = {}  # outputs of requests that are followed by another
         self._tell = tell
         self._flight: InFlight | None = None
         self.watch = Watch(device)
@@ -115,8 +115,8 @@ class Loop:
 
     def _clock(self) -> float:
         """Seconds, computed from the number of steps so that runs are repeatable. Each call returns a later time."""
-        self._num_looks += 1
-        return self.step_no * _STEP_S + self._num_looks * 1e-6
+        self._num_readings += 1
+        return self.step_no * _STEP_S + self._num_readings * 1e-6
 
     def send(self, message: Message) -> None:
         """Put a message into the inbox as of now."""
@@ -138,9 +138,9 @@ class Loop:
         while self._arrivals and self._arrivals[0].step <= self.step_no:
             messages.append(self._arrivals.pop(0).message)
         for message in messages:
-            self.transcript.heard(message)
+            self.transcript.received(message)
             if isinstance(message, TokenizedGenerateReq) and message.rid in self._follow_ups:
-                self._said[message.rid] = list(message.input_ids)
+                self._outputs[message.rid] = list(message.input_ids)
         return messages
 
     def _react(self) -> list[Message]:
@@ -166,13 +166,13 @@ class Loop:
     def to_detokenizer(self, message: BatchTokenOut) -> None:
         """See ``scheduler.scheduler.Outbox``."""
         for out in message.outs:
-            self.transcript.told(out)
-            self.watch.told(out)
-            said = self._said.get(out.rid)
-            if said is not None:
-                said += out.output_ids
-            if said is not None and out.finish_reason is not None and out.finish_reason.type != "abort":
-                self._follow(self._follow_ups[out.rid], said)
+            self.transcript.sent(out)
+            self.watch.sent(out)
+            outputs = self._outputs.get(out.rid)
+            if outputs is not None:
+                outputs += out.output_ids
+            if outputs is not None and out.finish_reason is not None and out.finish_reason.type != "abort":
+                self._follow(self._follow_ups[out.rid], outputs)
         if self._decode_lag is not None:
             decoded, stopped = self._detokenizer.process(message)
             for text in decoded.outs:
@@ -181,8 +181,8 @@ class Loop:
                 self._arrive(Arrival(self.step_no + self._decode_lag, abort))
         self._tell(message)
 
-    def _follow(self, turn: FollowUp, said: list[int]) -> None:
-        request = msgspec.structs.replace(turn.request, input_ids=[*said, *turn.words])
+    def _follow(self, turn: FollowUp, outputs: list[int]) -> None:
+        request = msgspec.structs.replace(turn.request, input_ids=[*outputs, *turn.words])
         self._arrive(Arrival(self.step_no + turn.pause, request))
 
     def to_tokenizer(self, message: Message) -> None:
@@ -220,7 +220,7 @@ class Loop:
     def compare_answers(self) -> Findings:
         """Compare all answers with those of each request alone."""
         found = self.transcript.compare(_oracle(self.scheduler.config.model.model_path))
-        shared = self.scheduler.sharing.compare(self.transcript.talks.values())
+        shared = self.scheduler.sharing.compare(self.transcript.exchanges.values())
         parts = (found.wrong, shared, *self.scheduler.wrong)
         return replace(found, wrong="\n".join(part for part in parts if part))
 
