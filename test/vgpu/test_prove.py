@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fenceline.memory_order.edges import EDGE_PARTS, FORWARD_AFTER_LOAD, GUARDS, PROOF_FILE, edge_of
+from fenceline.memory_order.edges import EDGE_PARTS, EDGES, FORWARD_AFTER_LOAD, GUARDS, PROOF_FILE, edge_of
 from fenceline.vgpu import prove
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.proving import runs
@@ -87,6 +87,8 @@ def test_the_intact_engine_is_clean_and_every_edge_is_necessary(tmp_path: Path) 
     assert proof["clean"] and proof["intact"]["seeds"] >= 150 and not proof["intact"]["failures"]
     assert set(proof["events"]) == set(EVENTS) and all(proof["events"].values())
     assert proof["intact"]["by_workload"]["everything"] >= 20 and proof["intact"]["close"] <= 2
+    assert proof["never_met"] == [] and {pair["edge"] for pair in proof["pairs"]} == set(EDGES)
+    assert "conflicts of" in done.stdout
     assert [row["name"] for row in proof["edges"]] == [*EDGE_PARTS, *GUARDS]
     for row in proof["edges"]:
         explained = row["name"] in EDGE_PARTS and EDGE_PARTS[row["name"]].covered

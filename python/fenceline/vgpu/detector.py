@@ -13,6 +13,7 @@ import torch
 from fenceline.vgpu.errors import RaceError
 from fenceline.vgpu.layout import Layout, layout_of
 from fenceline.vgpu.memory import Tag, row_values
+from fenceline.vgpu.pairs import PairsMet
 from fenceline.vgpu.report import Conflict, race_error
 from fenceline.vgpu.shadow import Rows, Shadow
 from fenceline.vgpu.streams import RELEASE, Operation
@@ -25,6 +26,7 @@ class Detector:
 
     def __init__(self, history_of: Callable[[int, int], Operation]) -> None:
         self._history_of = history_of
+        self.pairs: PairsMet | None = None  # if they are to be noted
         self.num_accesses = 0
 
     def check(self, op: Operation) -> Sequence[RaceError]:
@@ -68,6 +70,11 @@ class Detector:
             shadow = region.shadow = Shadow(region.capacity)
         self.num_accesses += 1
         writers, readers = shadow.last_writes, shadow.last_reads
+        if self.pairs is not None and (
+            len(writers) > (agent in writers) or (write and len(readers) > (agent in readers))
+        ):
+            for number, action, was_write in shadow.conflicting(agent, write, layout, rows, tag.row_bytes):
+                self.pairs.note(self._history_of(number, action), was_write, op, write, tag)
         doubtful = (len(writers) > (agent in writers) and _beyond(writers, agent, clock)) or (
             write and len(readers) > (agent in readers) and _beyond(readers, agent, clock)
         )

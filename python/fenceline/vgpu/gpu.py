@@ -388,9 +388,9 @@ class VirtualGpu:
                 stream = self._next(op)
                 if stream is None:
                     raise DeadlockError(self._stuck(op))
-                self._run_head(stream)
+                self._run_head(stream, awaited=True)
 
-    def _run_head(self, stream: VirtualStream) -> None:
+    def _run_head(self, stream: VirtualStream, awaited: bool = False) -> None:
         self.findings.raise_again()
         op = stream.queue.popleft()
         trace, call = self.trace, self.num_calls
@@ -414,6 +414,7 @@ class VirtualGpu:
                 self.findings.fail(op, error)
             if op.purpose is not None:
                 op.purpose.ran(op)
+            op.ran, op.ran_awaited = self._seq, awaited
             op.run = None
             op.reads = op.writes = NO_ACCESS
             op.bounds = NO_BOUNDS

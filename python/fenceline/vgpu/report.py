@@ -11,6 +11,7 @@ from fenceline.memory_order.access import row_numbers
 from fenceline.memory_order.edges import Edge, Hazard, StreamName, fitting_edges, hazard_of, missing_edge
 from fenceline.vgpu.errors import RaceError
 from fenceline.vgpu.memory import Tag
+from fenceline.vgpu.pairs import stream_name
 from fenceline.vgpu.streams import DEFAULT_STREAM, RELEASE, Operation
 
 
@@ -44,7 +45,7 @@ class Conflict:
     def edges(self) -> list[Edge]:
         """Declared edges that would order the two."""
         (first, _), (second, _) = self.in_program_order
-        return fitting_edges(self.hazard, _stream_name(first), _stream_name(second))
+        return fitting_edges(self.hazard, stream_name(first), stream_name(second))
 
     @property
     def memory(self) -> str:
@@ -55,10 +56,6 @@ class Conflict:
             return f"{self.tag} row{'s' * (len(self.units) > 1)} {row_numbers(self.units)}"
         first, last = int(self.units[0]) * self.unit_bytes, (int(self.units[-1]) + 1) * self.unit_bytes
         return f"{self.tag} bytes {first}..{last}"
-
-
-def _stream_name(op: Operation) -> str:
-    return StreamName.HOST.value if op.stream is None else _where(op)
 
 
 def race_error(conflict: Conflict) -> RaceError:

@@ -115,6 +115,25 @@ class Shadow:
                     found.append(self._earliest(other, known, was_write, np.unique(numbers)))
         return found
 
+    def conflicting(
+        self, agent: int, write: bool, layout: Layout, rows: Rows | None, unit: int
+    ) -> list[tuple[int, int, bool]]:
+        """The latest accesses of the other agents to any of these units that conflict with one of ``agent``, each with
+        its agent, its action and whether it wrote; ``unit``: see ``note``."""
+        self._spread(unit)
+        assert self._reads is not None and self._writes is not None
+        units = self._units(layout, rows)
+        found = []
+        kinds = [(True, self.last_writes, self._writes)]
+        if write:
+            kinds.append((False, self.last_reads, self._reads))
+        for was_write, latest, table in kinds:
+            for other in latest:
+                if other != agent:
+                    actions = set(table[other][units].tolist())
+                    found += [(other, action, was_write) for action in actions if action]
+        return found
+
     def _earliest(self, agent: int, known: int, was_write: bool, units: npt.NDArray[np.int64]) -> Past:
         """The first of ``agent``'s accesses after ``known`` to any of ``units``, which is nearest to the cause."""
         table = self._writes if was_write else self._reads

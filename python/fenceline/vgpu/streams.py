@@ -32,12 +32,13 @@ class Operation:
 
     ``run`` is None for a mark or a wait. ``after`` is the mark that a wait waits for, or the operation with a kernel's
     early reads. ``bounds`` are of its indices, ``graph`` the one it was replayed with. ``starts_next``: it lets the
-    next kernel begin before it has waited for the preceding ones. Once ``done``, what it needed to run is dropped.
+    next kernel begin before it has waited for the preceding ones. Once ``done``, what it needed to run is dropped; it
+    ``ran`` when so many operations had been submitted, and if ``ran_awaited`` while the host was blocked.
     """
 
     __slots__ = (
-        "after", "agent", "bounds", "capture", "clock", "done", "graph", "index", "label", "place", "purpose", "reads",
-        "run", "seq", "starts_next", "stream", "where", "writes",
+        "after", "agent", "bounds", "capture", "clock", "done", "graph", "index", "label", "place", "purpose", "ran",
+        "ran_awaited", "reads", "run", "seq", "starts_next", "stream", "where", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -64,6 +65,8 @@ class Operation:
             None  # of the thread that submitted it: see ``VirtualGpu.submitting_for``
         )
         self.done = False
+        self.ran = 0
+        self.ran_awaited = False
         self.capture: object | None = None  # the Capture that it is part of; such a one never runs itself
         self.stream: VirtualStream | None = None
         self.agent = self.index = self.seq = 0

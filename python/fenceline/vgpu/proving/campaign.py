@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 
 from fenceline.memory_order.edges import EDGE_PARTS, EDGES, GUARDS, edge_of
+from fenceline.vgpu.pairs import missed
 from fenceline.vgpu.policy import Answers
 from fenceline.vgpu.proving.arms import Arm, Row, judge, unarmed_rows
 from fenceline.vgpu.proving.branches import measured
@@ -23,7 +24,8 @@ from fenceline.vgpu.proving.table import Proof
 from fenceline.vgpu.proving.workloads import WORKLOADS
 
 _MEASURED_ROUNDS = 1  # of all workloads, in this process, with branches counted
-# From this many runs of the workload ``everything`` on, every event must have been seen. For events that have not been,
+# From this many runs of the workload ``everything`` on, every edge must have had two accesses to order, and every event
+# must have been seen. For events that have not been,
 # up to this many runs are added, because every change to the engine changes which seeds reach a rare event.
 _RUNS_FOR_EVENTS, _MORE_RUNS_FOR_EVENTS = 20, 100
 
@@ -145,6 +147,9 @@ def _judge(plan: Plan, tally: _Tally, proof: Proof) -> None:
         rows |= {row.name: row for row in unarmed_rows()}
     proof.rows = [rows[name] for name in (*EDGE_PARTS, *GUARDS) if name in rows]
     proof.undeclared = undeclared_sites(tally.intact)
+    proof.pairs = Counter(pair for outcome in tally.intact for pair in outcome.pairs)
+    if plan.with_unarmed and plan.detect and tally.num_everything >= _RUNS_FOR_EVENTS:
+        proof.missed_pairs = missed(proof.pairs)
     proof.num_intact = len(tally.intact)
     proof.failures = by_seed(outcome for outcome in tally.intact if not outcome.clean)
     proof.telling = list(proof.failures)

@@ -17,6 +17,7 @@ from fenceline.memory_order.edges import edge_of
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.errors import CheckError, DeadlockError, KernelError, RaceError
 from fenceline.vgpu.gpu import VirtualGpu
+from fenceline.vgpu.pairs import Pair, PairsMet
 from fenceline.vgpu.policy import Answering, Answers, Policy, Script, make_policy
 from fenceline.vgpu.proving.decisions import execute, num_steps
 from fenceline.vgpu.proving.engine import run_engine
@@ -96,6 +97,7 @@ class Outcome:
     events: frozenset[str] = frozenset()  # that were seen (``events.EVENTS``)
     # (part of an edge, function that applies it) of each edge that was reached.
     applied: frozenset[tuple[str, str]] = frozenset()
+    pairs: frozenset[Pair] = frozenset()  # of conflicting accesses that were met, of the intact engine
     num_questions: int = 0  # of the host whether work has run, where ``answers`` were given
 
     @property
@@ -136,6 +138,8 @@ def _run_in_one_thread(trial: Trial, policy: Policy, only_races: bool) -> tuple[
 
     def open_device() -> VgpuDevice:
         gpu = VirtualGpu(seed=trial.seed, policy=policy, detect=trial.detect, collect=only_races)
+        if gpu.detector is not None and not trial.severed:
+            gpu.detector.pairs = PairsMet()
         gpus.append(gpu)
         return VgpuDevice(trial.severed, gpu)
 
@@ -151,7 +155,9 @@ def _run_in_one_thread(trial: Trial, policy: Policy, only_races: bool) -> tuple[
         outcome = _failure(trial, error)
         gpus[0].rotation.abandon()  # otherwise storage's threads would wait for their turn forever
     num_questions = policy.num_questions if isinstance(policy, Answering) else 0
-    applied = frozenset(gpus[0].edges_met)
+    applied, detector = frozenset(gpus[0].edges_met), gpus[0].detector
+    if detector is not None and detector.pairs is not None:
+        outcome = replace(outcome, pairs=frozenset(detector.pairs.found))
     return replace(outcome, applied=applied, num_questions=num_questions), gpus[0]
 
 

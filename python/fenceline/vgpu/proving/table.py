@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import fenceline
-from fenceline.memory_order.edges import PROOF_FILE, edges_markdown
+from fenceline.memory_order.edges import EDGES, PROOF_FILE, edges_markdown
+from fenceline.vgpu.pairs import Pair
 from fenceline.vgpu.proving.answers import MAX_CLOSE_SHARE
 from fenceline.vgpu.proving.arms import Row
 from fenceline.vgpu.proving.branches import Branches
@@ -30,6 +31,10 @@ class Proof:
     failures: list[Outcome] = field(default_factory=list)
     telling: list[Outcome] = field(default_factory=list)  # failed runs whose schedules are explained
     branches: Mapping[str, Branches] = field(default_factory=dict)
+    # In how many runs of the intact engine each pair of conflicting accesses was met; and what of the table of edges
+    # was not met, if enough runs were made to expect all of it.
+    pairs: Mapping[Pair, int] = field(default_factory=dict)
+    missed_pairs: list[str] = field(default_factory=list)
     # Functions that apply an edge without being named in the table of edges: each must be severed separately.
     undeclared: list[str] = field(default_factory=list)
     # Of small workloads, by name: schedules tried, and whether these are all with up to two preemptions.
@@ -43,7 +48,7 @@ class Proof:
         necessary or has a reason."""
         any_run = self.num_intact > 0 or any(row.num_runs for row in self.rows) or bool(self.schedules)
         fine = self.explored and self.few_close and not self.unseen and all(row.fine for row in self.rows)
-        return any_run and fine and not self.failures and not self.undeclared
+        return any_run and fine and not (self.failures or self.undeclared or self.missed_pairs)
 
     @property
     def unseen(self) -> list[str]:
@@ -61,12 +66,7 @@ def as_text(proof: Proof) -> str:
     lines = []
     if proof.rows:
         head = ("name", "kind", "status", "workload", "seed", "caught", "caught by")
-        cells = [head, *(_cells(row) for row in proof.rows)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-        lines += [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in cells
-        ]
+        lines += _in_columns([head, *(_cells(row) for row in proof.rows)])
         lines += [""] + [f"{row.name}: {row.status}: {row.report}" for row in proof.rows if not row.fine]
     if proof.schedules:
         verdict = "clean" if not proof.failures else f"{len(proof.failures)} FAILED"
@@ -84,12 +84,39 @@ def as_text(proof: Proof) -> str:
     if proof.events:
         lines.append(f"events: {len(proof.events) - len(proof.unseen)} of {len(proof.events)} seen")
         lines += [f"  NOT SEEN: {event} ({EVENTS[event]})".replace(" ()", "") for event in proof.unseen]
+    lines += pairs_table(proof.pairs) if proof.rows else []
+    lines += [f"NEVER MET: {what}" for what in proof.missed_pairs]
     lines += [f"UNDECLARED SITE: {site}: name it in the edge's sites" for site in proof.undeclared]
     for folder, branches in proof.branches.items():
         lines.append(f"branches of {folder} reached: {branches}")
     rate = sum(proof.schedules.values()) + proof.num_intact + sum(row.num_runs for row in proof.rows)
     lines.append(f"{rate} runs in {proof.seconds:.0f} s")
     return "\n".join(lines)
+
+
+def pairs_table(pairs: Mapping[Pair, int]) -> list[str]:
+    """For each edge, its streams and hazards: the conflicting accesses that were met, those for which something had to
+    wait and those of which the first had run already, and the pair that was met in most runs."""
+    groups: dict[tuple[str, str, str], list[Pair]] = {}
+    for pair in sorted(pairs, key=lambda pair: -pairs[pair]):
+        groups.setdefault((pair.edge, f"{pair.waiter} ← {pair.source}", pair.hazard), []).append(pair)
+    rows: list[tuple[str, ...]] = [
+        ("conflicts of", "waiter ← source", "hazard", "pairs", "waited", "in time", "in most runs")
+    ]
+    for key in sorted(groups, key=lambda key: (list(EDGES).index(key[0]), key)):
+        mine = groups[key]
+        different = {pair._replace(waited=False) for pair in mine}
+        counts = (len(different), sum(pair.waited for pair in mine), sum(not pair.waited for pair in mine))
+        first = f"{mine[0].first}, {mine[0].second} ({mine[0].memory})"
+        rows.append((*key, *map(str, counts), first))
+    return ["", *_in_columns(rows), ""] if groups else []
+
+
+def _in_columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -126,6 +153,8 @@ def as_json(proof: Proof) -> dict[str, object]:
                 {"command": f.trial.command, "checker": f.checker, "report": f.report} for f in proof.failures
             ],
         },
+        "pairs": [{**pair._asdict(), "runs": runs} for pair, runs in sorted(proof.pairs.items())],
+        "never_met": proof.missed_pairs,
         "schedules": dict(proof.schedules),
         "events": dict(proof.events),
         "branches": {
