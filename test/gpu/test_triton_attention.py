@@ -7,10 +7,18 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from attention_cases import SCALE, Case
+from attention_cases import SCALE, Case, bits_of, random_tree, verify_cases
 
+from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.attention.triton_backend import TritonAttentionBackend
-from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
+from fenceline.layers.forward_batch import (
+    AttentionInputs,
+    AttentionPlan,
+    ForwardMode,
+    GraphDecodeInputs,
+    QueryTree,
+    VerifyInputs,
+)
 from fenceline.layers.kernels.base import HeadLayout
 from fenceline.layers.kernels.decode_attention import DecodeConfig, decode_attention
 from fenceline.layers.kernels.rotate_store import rotate_and_store
@@ -89,6 +97,73 @@ def test_decode_of_random_batches(dtype: torch.dtype) -> None:
     for size in (1, 2, 17, 100, 300):
         lens = [int(n) for n in random.integers(1, 600, size)]
         check(decode_case(lens, 16, (4, 2), 64, dtype), ForwardMode.DECODE)
+
+
+def check_verify(step: Case, trees: list[list[int]] | None, num_nodes: int) -> None:
+    expected = torch.cat(step.expected(trees))
+    for backend in (TritonAttentionBackend(step.pool), TorchAttentionBackend(step.pool)):
+        output = step.verify(backend, num_nodes, trees, bound=1)
+        torch.testing.assert_close(output.double(), expected, atol=TOLERANCES[output.dtype], rtol=0)
+
+
+@shapes
+def test_verify(page_size: int, heads: tuple[int, int], head_dim: int) -> None:
+    """Chains and trees, up to the largest; requests that are nothing but nodes, and long ones that are cut."""
+    random = np.random.default_rng(page_size)
+    for num_queries, num_nodes in ((4, 4), (8, 8), (10, 30), (60, 60), (64, 64)):
+        for committed in ([0], [5000, 3], [600] * 3 + [1] * 40, [63, 64, 65, 127, 128]):
+            lens = [num_nodes + n for n in committed]
+            trees = None if num_queries == 4 else [random_tree(random, num_nodes) for _ in lens]
+            queries = [num_queries] * len(lens)
+            step = Case(lens, queries, page_size, heads, 1, torch.bfloat16, head_dim, device="cuda")
+            check_verify(step, trees, num_nodes)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_verify_of_the_cases_that_the_interpreter_runs(dtype: torch.dtype) -> None:
+    for lens, trees, num_queries, page_size, heads in verify_cases():
+        step = Case(lens, [num_queries] * len(lens), page_size, heads, 1, dtype, 64, device="cuda")
+        check_verify(step, trees, len(trees[0]))
+
+
+@pytest.mark.parametrize(("bucket", "num_queries"), [(1, 4), (8, 8), (32, 4), (32, 26)])
+def test_verify_graph_replays_follow_rows_lengths_and_trees(bucket: int, num_queries: int) -> None:
+    """One graph, many batches: each replay equals the textbook, and an eager run on the same tensors bit for bit."""
+    random = np.random.default_rng(bucket)
+    lens = [num_queries + int(n) for n in random.integers(0, 1500, 40)]
+    trees = [random_tree(random, num_queries) for _ in lens]
+    step = Case(lens, [num_queries] * 40, 16, (8, 2), 1, torch.bfloat16, 128, device="cuda")
+    step.page_table[0] = 0  # the sink's row; Case never gives out its page
+    alive = [i for i, row in enumerate(step.rows.tolist()) if row != 0]
+    expected, masks = step.expected(trees), bits_of(trees, num_queries)
+    rows = torch.zeros(bucket, dtype=torch.int64, device="cuda")
+    seq_lens = torch.full((bucket,), num_queries, dtype=torch.int64, device="cuda")
+    ancestors = torch.zeros(bucket, num_queries, dtype=torch.int64, device="cuda")
+    q = torch.zeros(bucket * num_queries, 8, 128, dtype=torch.bfloat16, device="cuda")
+    tree = QueryTree(num_queries, num_queries, ancestors)
+    bounds = np.full(bucket, 1500 + num_queries)
+    inputs = VerifyInputs(step.page_table.cuda(), rows, seq_lens, bounds, tree, num_heads=8)
+    plan = TritonAttentionBackend(step.pool).plan_verify(inputs)
+    assert plan is not None
+    plan.forward(1, q, q[:, :2], q[:, :2], SCALE)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = plan.forward(1, q, q[:, :2], q[:, :2], SCALE)
+    for _ in range(20):
+        members = random.permutation(alive)[: random.integers(1, bucket + 1)].tolist()
+        rows.zero_()
+        seq_lens.fill_(num_queries)
+        ancestors.zero_()
+        rows[: len(members)] = step.rows[members].cuda()
+        seq_lens[: len(members)] = torch.tensor(lens)[members].cuda()
+        ancestors[: len(members)] = masks[members].cuda()
+        q[: len(members) * num_queries] = torch.cat([step.queries[i] for i in members]).cuda()
+        graph.replay()
+        assert torch.equal(output, plan.forward(1, q, q[:, :2], q[:, :2], SCALE))
+        wanted = torch.cat([expected[i] for i in members])
+        torch.testing.assert_close(output[: len(wanted)].double().cpu(), wanted, atol=3e-2, rtol=0)
+        assert output.isfinite().all()
 
 
 @shapes

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
+from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
-from fenceline.layers.forward_batch import AttentionInputs, ForwardMode
+from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, QueryTree, VerifyInputs
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 
 SCALE = 0.3
@@ -85,13 +88,20 @@ class Case:
         output = plan.forward(1, *(tensor.to(self.device) for tensor in step), SCALE)
         return list(output.cpu().split(self.query_lens))
 
-    def expected(self) -> list[torch.Tensor]:
-        """softmax(q k^T) v for one head at a time, in float64."""
+    def expected(self, trees: list[list[int]] | None = None) -> list[torch.Tensor]:
+        """softmax(q k^T) v for one head at a time, in float64. ``trees``: the parents of each request's nodes, which
+        are its last tokens, in place of causal attention."""
         results = []
-        for q, k, v in zip(self.queries, self.keys, self.values, strict=True):
+        for i, (q, k, v) in enumerate(zip(self.queries, self.keys, self.values, strict=True)):
             group = q.shape[1] // k.shape[1]
             last = len(k) - len(q) + torch.arange(len(q))
             hidden = torch.arange(len(k)) > last[:, None]
+            if trees is not None:
+                first_node = len(k) - len(trees[i])
+                for query in range(len(q)):
+                    own = len(trees[i]) - len(q) + query
+                    hidden[query, first_node:] = True
+                    hidden[query, [first_node + node for node in path_to(trees[i], own)]] = False
             result = torch.empty(q.shape, dtype=torch.float64)
             for head in range(q.shape[1]):
                 keys, values = k[:, head // group].double(), v[:, head // group].double()
@@ -106,6 +116,63 @@ class Case:
 
     def _last(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor[-new:] for tensor, new in zip(tensors, self.query_lens, strict=True)]
+
+    def verify(
+        self, backend: AttentionBackend, num_nodes: int, trees: list[list[int]] | None, bound: int = 0
+    ) -> torch.Tensor:
+        """What the backend computes for queries that are the last of a tree's nodes; see :meth:`expected`. ``bound``:
+        how much longer than they are the host believes the requests to be."""
+        num_queries, num_heads, _ = self.queries[0].shape
+        inputs = VerifyInputs(
+            page_table=self.page_table.to(self.device),
+            rows=self.rows.to(self.device),
+            seq_lens=torch.tensor(self.seq_lens).to(self.device),
+            max_seq_lens_cpu=np.array(self.seq_lens) + bound,
+            tree=QueryTree(
+                num_queries, num_nodes, None if trees is None else bits_of(trees, num_queries).to(self.device)
+            ),
+            num_heads=num_heads,
+        )
+        plan = backend.plan_verify(inputs)
+        assert plan is not None
+        plan.prepare()
+        step = (torch.cat(self.queries), torch.cat(self._last(self.keys)), torch.cat(self._last(self.values)))
+        output = plan.forward(1, *(tensor.to(self.device) for tensor in step), SCALE)
+        assert output.is_contiguous() and output.dtype == self.queries[0].dtype
+        return output.cpu()
+
+
+def random_tree(random: np.random.Generator, num_nodes: int) -> list[int]:
+    """Each node's parent, an earlier one; the root's is -1."""
+    return [-1, *(int(random.integers(0, node)) for node in range(1, num_nodes))]
+
+
+def path_to(tree: list[int], node: int) -> list[int]:
+    """``node`` and its ancestors."""
+    return [] if node < 0 else [node, *path_to(tree, tree[node])]
+
+
+def bits_of(trees: list[list[int]], num_queries: int) -> torch.Tensor:
+    """Masks [B, num_queries] int64 of the last nodes. A query attends to its own node whether or not its bit is set: it
+    is set for every second one."""
+    masks = [
+        [sum(1 << n for n in path_to(tree, node) if n != node or node % 2) for node in range(len(tree))]
+        for tree in trees
+    ]
+    return torch.from_numpy(np.array(masks, np.uint64).view(np.int64))[:, -num_queries:].contiguous()
+
+
+def verify_cases() -> Iterator[tuple[list[int], list[list[int]], int, int, tuple[int, int]]]:
+    """Random trees: lengths with the nodes, parents, queries, page size, heads. Nodes that a page or a block of keys
+    cuts, requests that are nothing but nodes, trees as large as a mask, rows of one tile and of several."""
+    random = np.random.default_rng(7)
+    shapes = (
+        (4, 4, 1, (4, 1)), (1, 1, 16, (2, 1)), (7, 7, 64, (6, 2)), (3, 11, 16, (4, 2)), (64, 64, 16, (2, 1)),
+        (20, 20, 1, (8, 1)), (5, 64, 64, (2, 2)), (16, 17, 16, (16, 1)),
+    )  # fmt: skip
+    for num_queries, num_nodes, page_size, heads in shapes:
+        lens = [num_nodes + int(n) for n in (0, *random.integers(0, 70, size=2))]
+        yield lens, [random_tree(random, num_nodes) for _ in lens], num_queries, page_size, heads
 
 
 def case(seq_lens: list[int], query_lens: list[int], page_size: int, heads: tuple[int, int], **options):  # type: ignore[no-untyped-def]

@@ -10,6 +10,7 @@ import torch
 from kernel_surroundings import Launch
 
 from fenceline.layers.attention import page_gather
+from fenceline.layers.forward_batch import QueryTree
 from fenceline.layers.kernels import (
     accesses,
     activation,
@@ -133,28 +134,42 @@ def _paged(lens: list[int], page_size: int, heads: tuple[int, int]) -> tuple[Any
 
 
 def _decodes() -> Iterator[Launch]:
-    for lens, page_size, heads in (([34, 1], 4, (2, 1)), ([50], 1, (6, 2)), ([17, 1, 33], 16, (2, 2))):
+    # Lengths, page size, heads, queries, nodes, whether they are a tree.
+    shapes = (
+        ([34, 5], 4, (2, 1), 3, 4, True),
+        ([34, 1], 4, (2, 1), 1, 1, False),
+        ([50], 1, (6, 2), 1, 1, False),
+        ([17, 1, 33], 16, (2, 2), 1, 1, False),
+        ([40, 9], 16, (4, 2), 4, 4, False),
+        ([70], 1, (9, 1), 8, 8, True),
+    )
+    for lens, page_size, heads, num_queries, num_nodes, is_tree in shapes:
         k_cache, v_cache, table, rows, seq_lens = _paged(lens, page_size, heads)
-        q = _random(len(lens), heads[0], 16)
+        q = _random(len(lens) * num_queries, heads[0], 16)
         out = torch.empty_like(q)
-        workspace = decode_attention.DecodeWorkspace(heads[1], 16, 4, torch.device("cpu"))
+        ancestors = torch.randint(0, 1 << num_nodes, (len(lens), num_queries)) if is_tree else None
+        tiles = decode_attention.query_tiles(num_queries * (heads[0] // heads[1]))
+        workspace = decode_attention.DecodeWorkspace(heads[1], 16, 4, torch.device("cpu"), tiles)
         scratch = (workspace.partial, workspace.stats, workspace.num_done)
 
         def run(
             pdl: bool, q: Any, k: Any, v: Any, out: Any, table: Any, rows: Any, seq_lens: Any, partial: Any,
-            stats: Any, num_done: Any, page_size: int,
+            stats: Any, num_done: Any, page_size: int, ancestors: Any, num_queries: int, num_nodes: int = num_nodes,
         ) -> None:  # fmt: skip
             space = decode_attention.DecodeWorkspace.__new__(decode_attention.DecodeWorkspace)
-            space.max_workers, space.heads = 4, (k.shape[1], 16)
+            tiles = decode_attention.query_tiles(num_queries * (q.shape[1] // k.shape[1]))
+            space.max_workers, space.shape = 4, (k.shape[1], 16, tiles)
             space.partial, space.stats, space.num_done = partial, stats, num_done
             config = decode_attention.DecodeConfig(
                 16, 3, 4, 2, pdl, num_prefetched=0 if k.device.type == "cpu" else 2
             )
             requests = decode_attention.PagedRequests(table, rows, seq_lens, page_size)
-            decode_attention.decode_attention(q, k, v, requests, _SCALE, space, config)
+            tree = QueryTree(num_queries, num_nodes, ancestors)
+            decode_attention.decode_attention(q, k, v, requests, _SCALE, space, config, tree)
 
-        operands = (q, k_cache, v_cache, out, table, rows, seq_lens, *scratch, page_size)
-        name = f"decode_attention of {lens}, pages of {page_size}"
+        scratch += page_size, ancestors, num_queries
+        operands = (q, k_cache, v_cache, out, table, rows, seq_lens, *scratch)
+        name = f"decode_attention of {lens}, {num_queries} queries, pages of {page_size}"
         yield Launch(name, accesses.decode_attention, operands, run, [out], decode_attention)
 
 

@@ -82,7 +82,7 @@ class Touched:
         rows: torch.Tensor,
         lengths: torch.Tensor,
         page_size: int,
-        but_last: bool = False,
+        but_last: int = 0,
     ) -> None:
         self.read(page_table, rows)
         self.read(lengths)

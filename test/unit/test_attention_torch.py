@@ -7,14 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_cases import Case
+from attention_cases import Case, random_tree, verify_cases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fenceline.layers.attention import shared_prefixes, torch_backend
 from fenceline.layers.attention.shared_prefixes import SharedPrefix, find_shared_prefixes
-from fenceline.layers.attention.torch_backend import TorchAttentionBackend, decode_groups
+from fenceline.layers.attention.torch_backend import (
+    TorchAttentionBackend,
+    _max_gather_tokens,
+    _verify_ranges,
+    decode_groups,
+)
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 
@@ -40,6 +45,49 @@ def test_extend_equals_the_textbook(
 def test_extend_in_several_query_blocks() -> None:
     """Chunks longer than a block, after prefixes of different lengths, share one mask."""
     Case([700, 300, 258, 600], [600, 257, 256, 1], 16, (2, 1), seed=1).check(ForwardMode.EXTEND)
+
+
+@given(
+    st.lists(st.integers(0, 70), min_size=1, max_size=5),
+    st.integers(1, 64).flatmap(lambda n: st.tuples(st.integers(1, n), st.just(n))),
+    page_sizes,
+    heads,
+    st.booleans(),
+)
+def test_verify_equals_the_textbook(
+    committed: list[int], sizes: tuple[int, int], page_size: int, heads: tuple[int, int], is_chain: bool
+) -> None:
+    num_queries, num_nodes = sizes
+    lens = [prefix + num_nodes for prefix in committed]
+    random = np.random.default_rng(sum(lens))
+    trees = None if is_chain else [random_tree(random, num_nodes) for _ in lens]
+    step = Case(lens, [num_queries] * len(lens), page_size, heads, seed=4)
+    output = step.verify(TorchAttentionBackend(step.pool), num_nodes, trees, bound=2)
+    torch.testing.assert_close(output.double(), torch.cat(step.expected(trees)), atol=1e-5, rtol=0)
+
+
+def test_verify_of_the_trees_that_the_triton_kernel_is_tested_with() -> None:
+    for lens, trees, num_queries, page_size, heads in verify_cases():
+        step = Case(lens, [num_queries] * len(lens), page_size, heads, seed=1, head_dim=16)
+        output = step.verify(TorchAttentionBackend(step.pool), len(trees[0]), trees)
+        torch.testing.assert_close(output.double(), torch.cat(step.expected(trees)), atol=1e-5, rtol=0)
+
+
+def test_verify_of_more_tokens_than_are_gathered_at_once() -> None:
+    lens, tree = [3000, 17, 900, 2500], [-1, 0, 0, 2]
+    step = Case(lens, [4] * 4, 16, (4, 2), seed=1, head_dim=64)
+    assert len(_verify_ranges(np.array(lens), _max_gather_tokens(step.pool))) > 1
+    output = step.verify(TorchAttentionBackend(step.pool), 4, [tree] * 4)
+    torch.testing.assert_close(output.double(), torch.cat(step.expected([tree] * 4)), atol=1e-5, rtol=0)
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=200), st.integers(1, 20000))
+def test_verify_ranges_bound_memory(lens: list[int], max_tokens: int) -> None:
+    ranges = _verify_ranges(np.array(lens), max_tokens)
+    assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])]
+    assert ranges[-1][1] == len(lens)
+    for first, last in ranges:
+        assert last - first == 1 or (last - first) * max(lens[first:last]) <= max_tokens
 
 
 def test_decode_of_many_requests_with_a_few_long_ones() -> None:

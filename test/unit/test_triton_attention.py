@@ -7,13 +7,14 @@ not leak into other tests. Under pytest it starts that script and reports each c
 
 from __future__ import annotations
 
+import copy
 import sys
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from attention_cases import SCALE, case, decode, requests_of, spoil
+from attention_cases import SCALE, case, decode, requests_of, spoil, verify_cases
 from triton_interpreter import compile_kernel, outcomes_of, print_outcomes, set_up_interpreter
 
 INTERPRETED = (
@@ -26,6 +27,13 @@ INTERPRETED = (
     "decode_of_padded_requests",
     "decode_of_strided_queries",
     "graph_plan_follows_its_tensors",
+    "verify_of_random_trees",
+    "verify_of_chains",
+    "verify_in_every_precision",
+    "verify_however_it_is_cut",
+    "verify_reads_no_column_past_the_end",
+    "verify_of_padded_requests",
+    "verify_plan_follows_its_tensors",
     "extend_at_page_boundaries",
     "extend_with_every_group",
     "extend_with_every_head_size",
@@ -35,6 +43,7 @@ INTERPRETED = (
     "extend_grid_fills_the_gpu",
     "extend_reads_no_column_past_the_end",
     "impossible_batches_are_refused",
+    "impossible_trees_are_refused",
 )
 COMPILED = ("sm_80", "sm_90", "sm_100")
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter multiplies no bfloat16 matrices
@@ -193,6 +202,115 @@ def check_graph_plan_follows_its_tensors() -> None:
         )
 
 
+def verify(step, num_nodes: int, trees, num_sms: int = 3) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    from fenceline.layers.attention.triton_backend import TritonAttentionBackend
+
+    backend = TritonAttentionBackend(step.pool)
+    backend.num_sms = num_sms
+    backend._workspaces.clear()  # they have as many workers as there are multiprocessors
+    output = step.verify(backend, num_nodes, trees)
+    for workspace in backend._workspaces.values():
+        assert not workspace.num_done.any()
+    return output
+
+
+def agree_on_trees(output: torch.Tensor, step, trees) -> None:  # type: ignore[no-untyped-def]
+    torch.testing.assert_close(
+        output.double(), torch.cat(step.expected(trees)), atol=TOLERANCES[output.dtype], rtol=0
+    )
+
+
+def check_verify_of_random_trees() -> None:
+    for lens, trees, num_queries, page_size, heads in verify_cases():
+        step = case(lens, [num_queries] * len(lens), page_size, heads)
+        agree_on_trees(verify(step, len(trees[0]), trees), step, trees)
+
+
+def check_verify_of_chains() -> None:
+    """Without masks attention is causal."""
+    for page_size, num_queries, num_nodes in ((1, 4, 4), (16, 2, 5), (64, 33, 33)):
+        step = case([num_nodes, num_nodes + 40, 90], [num_queries] * 3, page_size, (4, 2))
+        agree(verify(step, num_nodes, None), step)
+
+
+def check_verify_in_every_precision() -> None:
+    for dtype in TOLERANCES:
+        for head_dim in (64, 128):
+            trees = [[-1, 0, 0, 1, 3], [-1, 0, 1, 2, 3]]
+            step = case([70, 6], [5, 5], 16, (4, 2), head_dim=head_dim, dtype=dtype)
+            agree_on_trees(verify(step, 5, trees), step, trees)
+
+
+def check_verify_however_it_is_cut() -> None:
+    """Workers whose section holds none of a query's tokens, and several tiles of rows."""
+    trees = [[-1, 0, 0, 1, 2, 2, 0, 6] * 5] * 2
+    trees = [[-1, *(min(parent + 1, node) for node, parent in enumerate(tree[:-1]))] for tree in trees]
+    step = case([64 + 40, 40], [40, 40], 1, (3, 1))
+    for num_sms in (1, 2, 5, 9):
+        agree_on_trees(verify(step, 40, trees, num_sms=num_sms), step, trees)
+
+
+def check_verify_reads_no_column_past_the_end() -> None:
+    for page_size in (1, 64):
+        trees = [[-1, 0, 0]] * 3
+        step = case([3, 65, 64], [3] * 3, page_size, (2, 1))
+        spoil(step)
+        agree_on_trees(verify(step, 3, trees), step, trees)
+
+
+def check_verify_of_padded_requests() -> None:
+    """Row 0, the sink: finite numbers, even for requests shorter than their queries, and nothing of them reaches the
+    others."""
+    trees = [[-1, 0, 0, 1]] * 2
+    step = case([40, 9], [4, 4], 16, (2, 1))
+    step.rows = step.rows + 1
+    step.page_table = torch.cat([torch.zeros_like(step.page_table[:1]), step.page_table])
+    alone = verify(step, 4, trees)
+    for length in (1, 4):
+        padded = copy.copy(step)
+        padded.rows = torch.cat([step.rows, torch.zeros(2, dtype=torch.int64)])
+        padded.seq_lens, padded.query_lens = step.seq_lens + [length] * 2, [4] * 4
+        padded.queries = step.queries + [torch.randn(4, 2, 16) for _ in range(2)]
+        padded.keys, padded.values = step.keys + step.keys, step.values + step.values
+        together = verify(padded, 4, trees * 2)
+        torch.testing.assert_close(together[:8], alone, atol=1e-6, rtol=0)
+        assert together.isfinite().all()
+
+
+def check_verify_plan_follows_its_tensors() -> None:
+    """A plan made once serves whatever rows, lengths and masks its tensors hold later."""
+    from attention_cases import bits_of
+
+    from fenceline.layers.attention.triton_backend import TritonAttentionBackend
+    from fenceline.layers.forward_batch import QueryTree, VerifyInputs
+
+    trees = [[-1, 0, 1], [-1, 0, 0], [-1, 0, 0]]
+    step = case([50, 90, 33], [3, 3, 3], 16, (2, 1))
+    lens, masks = torch.tensor(step.seq_lens), bits_of(trees, 3)
+    rows, seq_lens, ancestors = step.rows[:2].clone(), lens[:2].clone(), masks[:2].clone()
+    inputs = VerifyInputs(
+        step.page_table, rows, seq_lens, np.array([90, 90]), QueryTree(3, 3, ancestors), num_heads=2
+    )
+    plan = TritonAttentionBackend(step.pool).plan_verify(inputs)
+    assert plan is not None
+    expected = step.expected(trees)
+    for members in ([0, 1], [1, 2], [2, 0]):
+        for tensor, values in ((rows, step.rows), (seq_lens, lens), (ancestors, masks)):
+            tensor.copy_(values[members])
+        q = torch.cat([step.queries[i] for i in members])
+        output = plan.forward(1, q, q[:, :1], q[:, :1], SCALE)
+        torch.testing.assert_close(
+            output.double(), torch.cat([expected[i] for i in members]), atol=1e-5, rtol=0
+        )
+
+
+def check_impossible_trees_are_refused() -> None:
+    step = case([70], [2], 16, (2, 1))
+    for num_nodes, trees in ((1, None), (65, None), (2, [[-1, 0]] * 2)):
+        with pytest.raises(AssertionError):
+            verify(step, num_nodes, trees)
+
+
 def check_extend_at_page_boundaries() -> None:
     for page_size in (1, 16, 64):
         p = page_size
@@ -277,9 +395,13 @@ def compile_for(arch: str) -> None:
 
     common = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "GROUP": 4, "PAGE_SIZE": 1, "BATCH_PAD": 64, "BLOCK_N": 64}
     pdl = arch != "sm_80"
-    decode = {"NUM_WORKERS": 33, "GROUP_PAD": 4, "ROWS": 16, "MERGE": 16, "PDL": pdl}
-    decode["NUM_PREFETCHED"] = 2 if pdl else 0
-    compile_kernel(decode_attention._decode_kernel, common | decode, arch, 4, 5, pdl)
+    decode = {"NUM_WORKERS": 33, "MERGE": 16, "PDL": pdl, "NUM_PREFETCHED": 2 if pdl else 0}
+    one = {"NUM_QUERIES": 1, "NUM_NODES": 1, "TREE": False, "ROWS": 16, "MERGED_ROWS": 4}
+    compile_kernel(decode_attention._decode_kernel, common | decode | one, arch, 4, 5, pdl)
+    chain = one | {"NUM_QUERIES": 4, "NUM_NODES": 4, "MERGED_ROWS": 16}
+    compile_kernel(decode_attention._decode_kernel, common | decode | chain, arch, 4, 5, pdl)
+    tree = one | {"NUM_QUERIES": 60, "NUM_NODES": 64, "TREE": True, "ROWS": 64, "MERGED_ROWS": 64, "MERGE": 1}
+    compile_kernel(decode_attention._decode_kernel, common | decode | tree, arch, 4, 3, pdl)
     extend = extend_attention._extend_kernel
     compile_kernel(extend, common | {"BLOCK_M": 128, "SPLIT": False}, arch, 8, 3, False)
     compile_kernel(extend, common | {"BLOCK_M": 16, "SPLIT": True}, arch, 4, 5, False)

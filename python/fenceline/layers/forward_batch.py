@@ -49,6 +49,43 @@ class GraphDecodeInputs:
     max_seq_len: int  # no request is longer
 
 
+@dataclass(frozen=True, slots=True)
+class QueryTree:
+    """What the queries of each request attend to: they are its last ``num_queries`` tokens, and its last ``num_nodes``
+    are the nodes of a tree (or a chain), of which the queries are the last. Everything in front of the nodes is
+    visible to all queries.
+
+    ``ancestors`` [B, num_queries] int64: bit n says that the query attends to node n. Its own node it attends to
+    whatever the bit says, so that 0 is a safe pad. None: the nodes are a chain, and attention is causal.
+    """
+
+    num_queries: int
+    num_nodes: int  # num_queries to 64
+    ancestors: torch.Tensor | None = None
+
+    def check(self, batch: int) -> None:
+        """Assert that it is one for ``batch`` requests."""
+        assert 1 <= self.num_queries <= self.num_nodes <= 64, (self.num_queries, self.num_nodes)
+        if self.ancestors is not None:
+            assert self.ancestors.shape == (batch, self.num_queries), (self.ancestors.shape, batch)
+            assert self.ancestors.dtype == torch.int64 and self.ancestors.is_contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyInputs:
+    """What attention of a few tokens a request reads: tensors at fixed addresses, whose *values* are read when the step
+    runs. Lengths are known on the device only; the host knows bounds, which give shapes. The query tokens of request i
+    are ``[i * num_queries, (i + 1) * num_queries)`` of the T axis. Padded requests have row 0, the sink, and length
+    ``num_nodes``."""
+
+    page_table: torch.Tensor  # [num_rows, max_pages_per_req] int32, with columns for all of seq_lens
+    rows: torch.Tensor  # [B] int64
+    seq_lens: torch.Tensor  # [B] int64, tokens of each request including the tree's nodes
+    max_seq_lens_cpu: npt.NDArray[np.int64]  # [B], bounds of seq_lens
+    tree: QueryTree
+    num_heads: int  # of q
+
+
 class AttentionPlan(ABC):
     """One batch's attention, the same for all layers."""
 

@@ -49,10 +49,10 @@ class KernelAccesses(Protocol):
         rows: torch.Tensor,
         lengths: torch.Tensor,
         page_size: int,
-        but_last: bool = False,
+        but_last: int = 0,
     ) -> None:
-        """The kernel reads the first ``lengths`` [B] tokens, or all but the last of them, of the requests ``rows`` [B]:
-        slot ``page_table[row, p // page_size] * page_size + p % page_size`` of ``cache`` for token p."""
+        """The kernel reads the first ``lengths`` [B] tokens, without the last ``but_last`` of them, of the requests
+        ``rows`` [B]: slot ``page_table[row, p // page_size] * page_size + p % page_size`` of ``cache`` for token p."""
 
     def read_rows(
         self, tensor: torch.Tensor, rows: Callable[..., npt.NDArray[np.int64]], *operands: Any

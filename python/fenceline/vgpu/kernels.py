@@ -114,7 +114,7 @@ class _Declared:
         rows: torch.Tensor,
         lengths: torch.Tensor,
         page_size: int,
-        but_last: bool = False,
+        but_last: int = 0,
     ) -> None:
         self.read(page_table, rows)
         self.read(lengths)
@@ -137,7 +137,7 @@ class _Declared:
 
 
 def _token_slots(
-    page_table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, size: int, but_last: bool
+    page_table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, size: int, but_last: int
 ) -> npt.NDArray[np.int64]:
     """See ``KernelAccesses.read_tokens``: the slots, request after request."""
     table = page_table.numpy()

@@ -7,7 +7,13 @@ from abc import ABC, abstractmethod
 import numpy as np
 import numpy.typing as npt
 
-from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
+from fenceline.layers.forward_batch import (
+    AttentionInputs,
+    AttentionPlan,
+    ForwardMode,
+    GraphDecodeInputs,
+    VerifyInputs,
+)
 
 
 class AttentionBackend(ABC):
@@ -30,6 +36,16 @@ class AttentionBackend(ABC):
         """A plan that a graph of this bucket can capture; None if this backend (or this size) cannot be captured.
 
         Called once for each bucket, before its capture. What it needs besides ``inputs`` outlives all graphs.
+        """
+        return None
+
+    def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
+        """A plan for a few queries of each request, of a chain or a tree, that a graph can capture and eager steps can
+        use; None if this backend has none. Call it outside captures, and ``prepare`` at the beginning of each step.
+
+        A backend whose plan is made on the host from lengths cannot serve here, for the host learns the lengths of
+        speculative steps one step late: so FlashInfer (its kernels split the keys by a plan, and its packed mask covers
+        all keys and would be written again in each step) and FA3 (no mask by token) do not.
         """
         return None
 

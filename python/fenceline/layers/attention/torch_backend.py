@@ -24,7 +24,14 @@ import torch.nn.functional as F
 
 from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.attention.shared_prefixes import find_shared_prefixes
-from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
+from fenceline.layers.forward_batch import (
+    AttentionInputs,
+    AttentionPlan,
+    ForwardMode,
+    GraphDecodeInputs,
+    QueryTree,
+    VerifyInputs,
+)
 from fenceline.mem_cache.kv_pool import KVPool
 
 # Bytes of keys and values gathered at once in decode. On a CPU they should still be in its cache when they are used:
@@ -57,6 +64,10 @@ class TorchAttentionBackend(AttentionBackend):
         if len(inputs.rows) * inputs.max_seq_len > _max_gather_tokens(self.kv_pool) * _GRAPH_GATHERS:
             return None
         return _GraphDecodePlan(self.kv_pool, inputs)
+
+    def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
+        """See ``AttentionBackend.plan_verify``. Keys are padded to the bounds of the lengths."""
+        return _VerifyPlan(self.kv_pool, inputs)
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """A plan for the batch; allocates its index tensors on the current stream. No host synchronisation."""
@@ -292,6 +303,83 @@ def _max_gather_tokens(kv_pool: KVPool) -> int:
     keys = kv_pool.k(0)
     token_bytes = 2 * keys[0].numel() * keys.element_size()
     return max(_GATHER_BYTES.get(keys.device.type, _GATHER_BYTES_DEFAULT) // token_bytes, 1)
+
+
+# Verify ---------------------------------------------------------------------------------------------------------
+
+
+class _VerifyPlan(AttentionPlan):
+    """A few queries of each request, of a chain or a tree. Shapes follow from the bounds that the host knows."""
+
+    def __init__(self, kv_pool: KVPool, inputs: VerifyInputs) -> None:
+        inputs.tree.check(len(inputs.rows))
+        self.kv_pool = kv_pool
+        self._inputs = inputs
+        self._ranges = _verify_ranges(inputs.max_seq_lens_cpu, _max_gather_tokens(kv_pool))
+        # Of each range: slots [requests * tokens] int32, additive mask [requests, 1, queries, tokens].
+        self._gathers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def prepare(self) -> None:
+        """See ``AttentionPlan.prepare``."""
+        given, pool = self._inputs, self.kv_pool
+        self._gathers = []
+        for first, last in self._ranges:
+            num_tokens = int(given.max_seq_lens_cpu[first:last].max())
+            seq_lens = given.seq_lens[first:last, None, None]
+            positions = torch.arange(num_tokens, device=seq_lens.device)
+            slots = _token_slots(given.page_table, given.rows[first:last], num_tokens, pool.page_size)
+            slots = slots.masked_fill(positions >= seq_lens[:, 0], _SINK_SLOT)
+            hidden = ~_visible(given.tree, slice(first, last), positions, seq_lens)
+            mask = torch.zeros(hidden.shape, dtype=pool.k(0).dtype, device=slots.device)
+            mask = mask.masked_fill_(hidden, float("-inf")).unsqueeze(1)
+            self._gathers.append((slots.reshape(-1), mask))
+
+    def forward(
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """See ``AttentionPlan.forward``."""
+        assert self._gathers, "prepare comes first"
+        num_queries, num_kv_heads = self._inputs.tree.num_queries, k.shape[1]
+        group = q.shape[1] // num_kv_heads
+        # The heads of a group are further query rows: [B, num_kv_heads, group * num_queries, head_dim].
+        rows = q.unflatten(0, (-1, num_queries)).unflatten(2, (num_kv_heads, group))
+        rows = rows.permute(0, 2, 3, 1, 4).flatten(2, 3)
+        outputs = [
+            _attend_gathered(
+                self.kv_pool, layer_id, slots, mask.repeat(1, 1, group, 1), rows[first:last], scale
+            )
+            for (first, last), (slots, mask) in zip(self._ranges, self._gathers, strict=True)
+        ]
+        attended = torch.cat(outputs).unflatten(2, (group, num_queries)).permute(0, 3, 1, 2, 4)
+        return attended.contiguous().view(q.shape)
+
+
+def _visible(
+    tree: QueryTree, requests: slice, positions: torch.Tensor, seq_lens: torch.Tensor
+) -> torch.Tensor:
+    """[requests, queries, tokens] bool: which tokens at ``positions`` [tokens] each query attends to; ``seq_lens``
+    [requests, 1, 1]."""
+    nodes = positions - (seq_lens - tree.num_nodes)
+    queries = torch.arange(tree.num_nodes - tree.num_queries, tree.num_nodes, device=nodes.device)
+    own = queries[:, None]
+    if tree.ancestors is None:
+        return nodes <= own
+    bits = tree.ancestors[requests, :, None] >> nodes.clamp(0, 63)
+    return (positions < seq_lens) & ((nodes < 0) | (nodes == own) | (bits & 1).bool())
+
+
+def _verify_ranges(max_seq_lens: npt.NDArray[np.int64], max_tokens: int) -> list[tuple[int, int]]:
+    """Cut requests, in their order, into ranges ``[first, last)`` that gather at most ``max_tokens`` tokens when padded
+    to their longest, unless a range is one request."""
+    ranges: list[tuple[int, int]] = []
+    first = longest = 0
+    for i, length in enumerate(max_seq_lens.tolist()):
+        longest = max(longest, length)
+        if i > first and (i + 1 - first) * longest > max_tokens:
+            ranges.append((first, i))
+            first, longest = i, length
+    ranges.append((first, len(max_seq_lens)))
+    return ranges
 
 
 # Extend ---------------------------------------------------------------------------------------------------------

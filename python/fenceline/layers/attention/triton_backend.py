@@ -9,13 +9,21 @@ from __future__ import annotations
 import torch
 
 from fenceline.layers.attention.base import AttentionBackend
-from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
+from fenceline.layers.forward_batch import (
+    AttentionInputs,
+    AttentionPlan,
+    ForwardMode,
+    GraphDecodeInputs,
+    QueryTree,
+    VerifyInputs,
+)
 from fenceline.layers.kernels.decode_attention import (
     MAX_GROUP,
     DecodeConfig,
     DecodeWorkspace,
     PagedRequests,
     decode_attention,
+    query_tiles,
 )
 from fenceline.layers.kernels.extend_attention import ExtendConfig, ExtendGrid, extend_attention, extend_grid
 from fenceline.mem_cache.kv_pool import KVPool
@@ -25,15 +33,18 @@ _MAX_WORKERS_PER_SM = 4
 _LARGE_SHARED = (9, 10)  # compute capabilities with 227 KiB of shared memory, enough for blocks of 128 tokens
 
 
+_ONE_TILE = (1, MAX_GROUP)
+
+
 class TritonAttentionBackend(AttentionBackend):
-    """Plans over one KV pool; all of them share one workspace, so they run on one stream.
+    """Plans over one KV pool; all of them share workspaces, so they run on one stream.
 
     Raises ValueError for head sizes that are not a power of two.
     """
 
     def __init__(self, kv_pool: KVPool) -> None:
         keys = kv_pool.k(0)
-        num_kv_heads, head_dim = keys.shape[1:]
+        head_dim = keys.shape[2]
         if head_dim < 16 or head_dim & (head_dim - 1):
             raise ValueError(
                 f"--attention-backend triton serves head sizes 16, 32, 64, 128, ..., not {head_dim}: use "
@@ -48,8 +59,8 @@ class TritonAttentionBackend(AttentionBackend):
             self.num_sms = device.multi_processor_count
             self._launch_pdl = device.major >= 9
             self._large_blocks = head_dim <= 128 and device.major in _LARGE_SHARED
-        max_workers = self._num_workers(_MAX_WORKERS_PER_SM)
-        self.workspace = DecodeWorkspace(num_kv_heads, head_dim, max_workers, keys.device)
+        self._workspaces: dict[tuple[int, int], DecodeWorkspace] = {}  # by tiles
+        self.workspace = self._workspace(_ONE_TILE)
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """See ``AttentionBackend.plan``. Copies nothing: the plan is valid as long as the tensors of ``inputs`` are."""
@@ -71,7 +82,15 @@ class TritonAttentionBackend(AttentionBackend):
         """See ``AttentionBackend.plan_graph``; every bucket can be captured."""
         return self._plan_decode(self.requests_of(inputs))
 
-    def requests_of(self, inputs: AttentionInputs | GraphDecodeInputs) -> PagedRequests:
+    def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
+        """See ``AttentionBackend.plan_verify``."""
+        group = inputs.num_heads // self.kv_pool.k(0).shape[1]
+        tiles = query_tiles(inputs.tree.num_queries * group)
+        config = self.verify_config(len(inputs.rows), tiles)
+        requests = self.requests_of(inputs)
+        return _DecodePlan(self.kv_pool, requests, self._workspace(tiles), config, inputs.tree)
+
+    def requests_of(self, inputs: AttentionInputs | GraphDecodeInputs | VerifyInputs) -> PagedRequests:
         """What the kernels read of a batch."""
         return PagedRequests(inputs.page_table, inputs.rows, inputs.seq_lens, self.kv_pool.page_size)
 
@@ -89,6 +108,15 @@ class TritonAttentionBackend(AttentionBackend):
             return DecodeConfig(128, self._num_workers(1), 8, 5, self._launch_pdl)
         return DecodeConfig(64, self._num_workers(2), 4, 5, self._launch_pdl)
 
+    def verify_config(self, batch: int, tiles: tuple[int, int]) -> DecodeConfig:
+        """How a verify step is cut, given its :func:`query_tiles`. One tile of 16 rows costs what decode costs."""
+        if tiles == _ONE_TILE:
+            return self.decode_config(batch)
+        num_workers = max(self._num_workers(2) // tiles[0], 1)
+        if self.kv_pool.k(0).element_size() > 2:
+            return DecodeConfig(32, num_workers, 4, 2, self._launch_pdl)
+        return DecodeConfig(64, num_workers, 4, 3, self._launch_pdl)
+
     def extend_config(self, max_rows: int) -> ExtendConfig:
         """How a prefill is cut whose longest request has ``max_rows`` query rows for each KV head."""
         if self.kv_pool.k(0).element_size() > 2:
@@ -100,22 +128,37 @@ class TritonAttentionBackend(AttentionBackend):
         return ExtendConfig(128, 64, 8, 3)
 
     def _plan_decode(self, requests: PagedRequests) -> AttentionPlan:
-        return _DecodePlan(self.kv_pool, requests, self.workspace, self.decode_config(len(requests.rows)))
+        config = self.decode_config(len(requests.rows))
+        return _DecodePlan(self.kv_pool, requests, self.workspace, config, QueryTree(1, 1))
+
+    def _workspace(self, tiles: tuple[int, int]) -> DecodeWorkspace:
+        if tiles not in self._workspaces:
+            keys = self.kv_pool.k(0)
+            max_workers = max(self._num_workers(_MAX_WORKERS_PER_SM) // tiles[0], 1)
+            num_kv_heads, head_dim = keys.shape[1:]
+            self._workspaces[tiles] = DecodeWorkspace(num_kv_heads, head_dim, max_workers, keys.device, tiles)
+        return self._workspaces[tiles]
 
     def _num_workers(self, workers_per_sm: int) -> int:
         return max(self.num_sms * workers_per_sm // self.kv_pool.k(0).shape[1], 1)
 
 
 class _DecodePlan(AttentionPlan):
-    """One query for each request, eager or in a graph."""
+    """One query for each request, or a few of a tree, eager or in a graph."""
 
     def __init__(
-        self, kv_pool: KVPool, requests: PagedRequests, workspace: DecodeWorkspace, config: DecodeConfig
+        self,
+        kv_pool: KVPool,
+        requests: PagedRequests,
+        workspace: DecodeWorkspace,
+        config: DecodeConfig,
+        tree: QueryTree,
     ) -> None:
         self.kv_pool = kv_pool
         self.requests = requests
         self.workspace = workspace
         self.config = config
+        self.tree = tree
 
     def forward(
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -123,7 +166,7 @@ class _DecodePlan(AttentionPlan):
         """See ``AttentionPlan.forward``."""
         keys, values = self.kv_pool.k(layer_id), self.kv_pool.v(layer_id)
         _group(q, keys)
-        return decode_attention(q, keys, values, self.requests, scale, self.workspace, self.config)
+        return decode_attention(q, keys, values, self.requests, scale, self.workspace, self.config, self.tree)
 
 
 class _ExtendPlan(AttentionPlan):

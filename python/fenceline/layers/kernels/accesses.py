@@ -88,14 +88,17 @@ def decode_attention(
     stats: torch.Tensor,
     num_done: torch.Tensor,
     page_size: int,
+    ancestors: torch.Tensor | None = None,
+    num_queries: int = 1,
 ) -> None:
     """See ``decode_attention.decode_attention``. Before its wait it prefetches keys and values of some tokens into L2,
-    but not each request's last token, which the preceding kernel may still be writing."""
+    but not those of each request's queries, which the preceding kernel may still be writing."""
     op.start_dependents()
     for cache in (k_cache, v_cache):
-        op.read_tokens(cache, page_table, rows, seq_lens, page_size, but_last=True)
+        op.read_tokens(cache, page_table, rows, seq_lens, page_size, but_last=num_queries)
     op.wait()
     op.read(q)
+    op.read(ancestors)
     for cache in (k_cache, v_cache):
         op.read_tokens(cache, page_table, rows, seq_lens, page_size)
     op.read(num_done)

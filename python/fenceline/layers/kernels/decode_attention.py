@@ -1,4 +1,7 @@
-"""Attention of one query token per request over paged keys and values, in Triton: one launch, whatever the lengths.
+"""Attention of a few query tokens per request over paged keys and values, in Triton: one launch, whatever the lengths.
+
+Decode has one query for each request. A verify step has several: the tokens of a draft, a chain or a tree, each of
+which attends to its own ancestors.
 
 Its time is that of reading K and V once, so the kernel spreads these reads evenly over the GPU. Every request is cut
 into blocks of ``block_n`` tokens. All blocks of the batch, request after request, form one sequence, and each of the
@@ -13,6 +16,9 @@ order of the pieces, so results do not depend on timing. No worker waits for ano
 With ``launch_pdl`` a worker starts while the preceding kernel still runs, finds its section and prefetches the first
 keys and values of it into L2. It reads q and everything else after the wait. See ``decode_attention`` for what the
 preceding kernel must and must not do.
+
+The rows of a worker's matrix products are the query heads that share its KV head, of all queries. Where there are more
+than ``_MAX_ROWS``, tiles of them are attended to by workers of their own, which find the keys and values in L2.
 """
 
 from __future__ import annotations
@@ -24,12 +30,16 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from fenceline.layers.forward_batch import QueryTree
+
 # The query heads of one KV head are the rows of a matrix product, which has at least 16 rows.
 MAX_GROUP = 16
+_MAX_ROWS = 64  # whose sums a worker holds in registers
 _LOG2_E = 1.4426950408889634
 _MERGE_ELEMENTS = 2048  # partial results that a merging warp holds in registers at once
 _SECTOR_BYTES = tl.constexpr(32)  # the least that a cache fetches
 _NO_SCORE = tl.constexpr(-1.0e30)  # below every score, and finite so that differences are not NaN
+_ONE_QUERY = QueryTree(1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +61,37 @@ class DecodeConfig:
 
 
 class DecodeWorkspace:
-    """Partial results of up to ``max_workers`` workers for each KV head, the same memory for every launch.
+    """Partial results of up to ``max_workers`` workers for each KV head and tile, the same memory for every launch.
 
-    Launches that share it must be on one stream. Only cut requests use it, and only within a launch.
+    ``tiles``: how the query rows are cut, see :func:`query_tiles`. Launches that share it must be on one stream. Only
+    cut requests use it, and only within a launch.
     """
 
-    def __init__(self, num_kv_heads: int, head_dim: int, max_workers: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        max_workers: int,
+        device: torch.device,
+        tiles: tuple[int, int] = (1, MAX_GROUP),
+    ) -> None:
         assert max_workers >= 1
         self.max_workers = max_workers
-        self.heads = num_kv_heads, head_dim
+        self.shape = num_kv_heads, head_dim, tiles
+        num_tiles, rows = tiles
         # Of a worker's section, at most the first and the last request are incomplete.
-        pieces = num_kv_heads * max_workers * 2
-        self.partial = torch.empty(pieces * MAX_GROUP * head_dim, dtype=torch.float32, device=device)
-        self.stats = torch.empty(pieces * 2 * MAX_GROUP, dtype=torch.float32, device=device)
+        pieces = num_tiles * num_kv_heads * max_workers * 2
+        self.partial = torch.empty(pieces * rows * head_dim, dtype=torch.float32, device=device)
+        self.stats = torch.empty(pieces * 2 * rows, dtype=torch.float32, device=device)
         # How many pieces of a request are done, at the index of the worker that has the first piece. Zero between
         # launches.
-        self.num_done = torch.zeros(num_kv_heads * max_workers, dtype=torch.int32, device=device)
+        self.num_done = torch.zeros(num_tiles * num_kv_heads * max_workers, dtype=torch.int32, device=device)
+
+
+def query_tiles(num_rows: int) -> tuple[int, int]:
+    """How ``num_rows`` = queries x group rows of a request and KV head are cut: number of tiles, rows of each."""
+    rows = min(max(triton.next_power_of_2(num_rows), MAX_GROUP), _MAX_ROWS)
+    return -(-num_rows // rows), rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,40 +116,48 @@ def decode_attention(
     scale: float,
     workspace: DecodeWorkspace,
     config: DecodeConfig,
+    tree: QueryTree = _ONE_QUERY,
 ) -> torch.Tensor:
-    """softmax(scale * q k^T) v for one token of each request → contiguous [B, H, D] in q's dtype.
+    """softmax(scale * q k^T) v for each request's last tokens → contiguous [B * num_queries, H, D] in q's dtype.
 
-    q [B, H, D], its heads contiguous, tokens maybe strided; k_cache, v_cache [num_slots, Hkv, D], contiguous, in q's
-    dtype; H / Hkv <= 16, D a power of two >= 16. Softmax statistics and sums are float32. One launch on the current
-    stream, which a graph may capture; no host synchronisation.
+    q [B * num_queries, H, D], request after request, its heads contiguous, tokens maybe strided; k_cache, v_cache
+    [num_slots, Hkv, D], contiguous, in q's dtype; H / Hkv <= 16, D a power of two >= 16. ``tree`` says which tokens
+    each query attends to; the keys and values of all of them must be finite. Softmax statistics and sums are float32.
+    A query that attends to nothing, as in a request shorter than its queries, gets finite numbers. One launch on the
+    current stream, which a graph may capture; no host synchronisation.
 
-    With ``config.launch_pdl``, ``requests`` and the slots of all tokens but each request's last are read before the
-    preceding kernel has ended. So of these that kernel may write q and each request's last slot only. If it lets its
+    With ``config.launch_pdl``, ``requests`` and the slots of all tokens but each request's queries are read before the
+    preceding kernel has ended. So of these that kernel may write q and the queries' slots only. If it lets its
     dependents start early, it must do so after its own wait, so that all kernels before it have ended.
     ``rotate_and_store`` is such a kernel, and so is every kernel that does not use dependent launches.
     """
-    batch, num_heads, head_dim = q.shape
+    num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[1]
     group = num_heads // num_kv_heads
+    batch = len(requests.rows)
+    assert q.shape[0] == batch * tree.num_queries, (q.shape, batch, tree.num_queries)
     assert q.stride(2) == 1 and q.stride(1) == head_dim, q.stride()
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape[2] == head_dim
     assert k_cache.dtype == v_cache.dtype == q.dtype
     assert requests.rows.shape == requests.seq_lens.shape == (batch,)
     assert 1 <= group <= MAX_GROUP and group * num_kv_heads == num_heads
     assert 1 <= config.num_workers <= workspace.max_workers, (config, workspace.max_workers)
-    assert workspace.heads == (num_kv_heads, head_dim), (workspace.heads, k_cache.shape)
+    num_tiles, rows = tiles = query_tiles(tree.num_queries * group)
+    assert workspace.shape == (num_kv_heads, head_dim, tiles), (workspace.shape, k_cache.shape, tiles)
     assert requests.page_table.dtype == torch.int32 and requests.page_table.stride(1) == 1
     assert requests.rows.dtype == requests.seq_lens.dtype == torch.int64
     assert requests.rows.is_contiguous() and requests.seq_lens.is_contiguous()
+    tree.check(batch)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    group_pad = triton.next_power_of_2(group)
-    _decode_kernel[(num_kv_heads, config.num_workers)](
-        q, k_cache, v_cache, out, requests.page_table, requests.rows, requests.seq_lens,
+    merged_rows = min(triton.next_power_of_2(tree.num_queries * group), rows)
+    _decode_kernel[(num_tiles * num_kv_heads, config.num_workers)](
+        q, k_cache, v_cache, out, requests.page_table, requests.rows, requests.seq_lens, tree.ancestors,
         workspace.partial, workspace.stats, workspace.num_done,
         batch, scale * _LOG2_E, q.stride(0), requests.page_table.stride(0),
         NUM_WORKERS=config.num_workers, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, GROUP=group,
-        GROUP_PAD=group_pad, ROWS=MAX_GROUP, PAGE_SIZE=requests.page_size, BATCH_PAD=padded_batch(batch),
-        BLOCK_N=config.block_n, MERGE=max(_MERGE_ELEMENTS * config.num_warps // (group_pad * head_dim), 2),
+        NUM_QUERIES=tree.num_queries, NUM_NODES=tree.num_nodes, TREE=tree.ancestors is not None, ROWS=rows,
+        MERGED_ROWS=merged_rows, PAGE_SIZE=requests.page_size, BATCH_PAD=padded_batch(batch), BLOCK_N=config.block_n,
+        MERGE=max(_MERGE_ELEMENTS * config.num_warps // (merged_rows * head_dim), 1),
         PDL=config.launch_pdl, NUM_PREFETCHED=config.num_prefetched if config.launch_pdl else 0,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.launch_pdl,
         maxnreg=config.max_registers,
@@ -139,14 +172,17 @@ def padded_batch(batch: int) -> int:
 
 @triton.jit(do_not_specialize=["batch"])
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, page_table_ptr, rows_ptr, seq_lens_ptr, partial_ptr, stats_ptr, num_done_ptr,
-    batch, scale_log2, q_stride, page_table_stride,
+    q_ptr, k_ptr, v_ptr, out_ptr, page_table_ptr, rows_ptr, seq_lens_ptr, ancestors_ptr, partial_ptr, stats_ptr,
+    num_done_ptr, batch, scale_log2, q_stride, page_table_stride,
     NUM_WORKERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, BATCH_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr, MERGE: tl.constexpr, PDL: tl.constexpr, NUM_PREFETCHED: tl.constexpr,
+    NUM_QUERIES: tl.constexpr, NUM_NODES: tl.constexpr, TREE: tl.constexpr, ROWS: tl.constexpr,
+    MERGED_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, BATCH_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    MERGE: tl.constexpr, PDL: tl.constexpr, NUM_PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     # Adjacent programs read the heads of the same tokens, which are adjacent in memory.
-    head, worker = tl.program_id(0), tl.program_id(1)
+    lane, worker = tl.program_id(0), tl.program_id(1)
+    head = lane % NUM_KV_HEADS
+    first_row = lane // NUM_KV_HEADS * ROWS
     if PDL:
         tl_cuda.gdc_launch_dependents()
     # Before the wait nothing may be written, and nothing read that the preceding kernel writes.
@@ -174,38 +210,47 @@ def _decode_kernel(
         _prefetch(
             k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, page_table_ptr + table_row * page_table_stride,
             unit - request_first, last_unit - request_first, seq_len,
-            NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, NUM_PREFETCHED,
+            NUM_KV_HEADS, HEAD_DIM, NUM_QUERIES, PAGE_SIZE, BLOCK_N, NUM_PREFETCHED,
         )  # fmt: skip
     if PDL:
         tl_cuda.gdc_wait()
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, HEAD_DIM)
-    offsets = (head * GROUP + rows)[:, None] * HEAD_DIM + dims[None, :]
-    row_live = (rows < GROUP)[:, None]
+    queries = (first_row + rows) // GROUP
+    query_live = queries < NUM_QUERIES
+    row_live = query_live[:, None]
+    q_offsets = _row_offsets(first_row + rows, head, q_stride, GROUP, HEAD_DIM)[:, None] + dims[None, :]
+    out_stride: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
+    out_offsets = _row_offsets(first_row + rows, head, out_stride, GROUP, HEAD_DIM)[:, None] + dims[None, :]
+    ancestors = tl.zeros([ROWS], tl.int64)
     while unit < last_unit:
         request_end = request_first + (seq_len + BLOCK_N - 1) // BLOCK_N
         stop = tl.minimum(last_unit, request_end)
         next_request = tl.minimum(request + 1, batch - 1)
         next_seq_len = tl.load(seq_lens_ptr + next_request).to(tl.int32)
         next_table_row = tl.load(rows_ptr + next_request)
-        q = tl.load(q_ptr + tl.cast(request, tl.int64) * q_stride + offsets, mask=row_live, other=0.0)
+        first_query = tl.cast(request, tl.int64) * NUM_QUERIES
+        q = tl.load(q_ptr + first_query * q_stride + q_offsets, mask=row_live, other=0.0)
+        if TREE:
+            ancestors = tl.load(ancestors_ptr + first_query + queries, mask=query_live, other=0)
         acc, top, norm = _attend(
-            q, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, page_table_ptr + table_row * page_table_stride,
+            q, queries, ancestors, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM,
+            page_table_ptr + table_row * page_table_stride,
             unit - request_first, stop - request_first, seq_len, scale_log2,
-            NUM_KV_HEADS, HEAD_DIM, ROWS, PAGE_SIZE, BLOCK_N,
+            NUM_KV_HEADS, HEAD_DIM, NUM_QUERIES, NUM_NODES, TREE, ROWS, PAGE_SIZE, BLOCK_N,
         )  # fmt: skip
-        out_row = out_ptr + tl.cast(request, tl.int64) * (NUM_KV_HEADS * GROUP * HEAD_DIM)
+        out_row = out_ptr + first_query * out_stride
         if (unit == request_first) & (stop == request_end):
-            tl.store(out_row + offsets, (acc / norm[:, None]).to(out_ptr.dtype.element_ty), mask=row_live)
+            tl.store(out_row + out_offsets, (acc / norm[:, None]).to(out_ptr.dtype.element_ty), mask=row_live)
         else:
-            piece = _piece(head, worker, unit == request_first, NUM_WORKERS)
+            piece = _piece(lane, worker, unit == request_first, NUM_WORKERS)
             at = rows[:, None] * HEAD_DIM + dims[None, :]
             tl.store(partial_ptr + piece * (ROWS * HEAD_DIM) + at, acc, mask=row_live)
             tl.store(stats_ptr + piece * (2 * ROWS) + rows, top)
             tl.store(stats_ptr + piece * (2 * ROWS) + ROWS + rows, norm)
             first_worker = request_first // stretch
             last_worker = (request_end - 1) // stretch
-            counter = num_done_ptr + head * NUM_WORKERS + first_worker
+            counter = num_done_ptr + lane * NUM_WORKERS + first_worker
             # All threads' stores come before the one thread's release, and its acquire before all threads' loads.
             tl.debug_barrier()
             num_before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
@@ -213,8 +258,8 @@ def _decode_kernel(
             if num_before == last_worker - first_worker:
                 tl.store(counter, 0)
                 _merge(
-                    out_row, partial_ptr, stats_ptr, head, first_worker, last_worker,
-                    NUM_WORKERS, HEAD_DIM, GROUP, GROUP_PAD, ROWS, MERGE,
+                    out_row, partial_ptr, stats_ptr, lane, first_row, first_worker, last_worker,
+                    NUM_WORKERS, NUM_KV_HEADS, HEAD_DIM, GROUP, NUM_QUERIES, ROWS, MERGED_ROWS, MERGE,
                 )  # fmt: skip
         unit = stop
         request, request_first = next_request, request_end
@@ -222,11 +267,18 @@ def _decode_kernel(
 
 
 @triton.jit
+def _row_offsets(rows, head, token_stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Where rows begin, from a request's first query on: row r is head r % GROUP of KV head ``head``'s in query
+    r // GROUP."""
+    return rows // GROUP * token_stride + (head * GROUP + rows % GROUP) * HEAD_DIM
+
+
+@triton.jit
 def _prefetch(
     k_ptr, v_ptr, table_ptr, first_block, last_block, seq_len, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    NUM_QUERIES: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, NUM_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Prefetch the first ``NUM_BLOCKS`` of a range of a request's blocks into L2, without the request's last token.
+    """Prefetch the first ``NUM_BLOCKS`` of a range of a request's blocks into L2, without the request's queries.
 
     All multiprocessors share L2, so data that is written after the prefetch is read correctly.
     """
@@ -234,7 +286,7 @@ def _prefetch(
     sectors = tl.arange(0, HEAD_DIM // SECTOR if HEAD_DIM > SECTOR else 1) * SECTOR
     for ahead in tl.static_range(NUM_BLOCKS):
         positions = (first_block + ahead) * BLOCK_N + tl.arange(0, BLOCK_N)
-        live = (positions < seq_len - 1) & (first_block + ahead < last_block)
+        live = (positions < seq_len - NUM_QUERIES) & (first_block + ahead < last_block)
         pages = tl.load(table_ptr + positions // PAGE_SIZE, mask=live, other=0)
         slots = pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
         offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + sectors[None, :]
@@ -252,11 +304,14 @@ def _prefetch_sectors(pointers, live):
 
 @triton.jit
 def _attend(
-    q, k_ptr, v_ptr, table_ptr, first_block, last_block, seq_len, scale_log2,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    q, queries, ancestors, k_ptr, v_ptr, table_ptr, first_block, last_block, seq_len, scale_log2,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_QUERIES: tl.constexpr, NUM_NODES: tl.constexpr,
+    TREE: tl.constexpr, ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """q [ROWS, HEAD_DIM] over some blocks of a request → sums [ROWS, HEAD_DIM], largest scores and norms [ROWS]."""
+    """q [ROWS, HEAD_DIM] over some blocks of a request → sums [ROWS, HEAD_DIM], largest scores and norms [ROWS].
+
+    Row r attends as query ``queries[r]`` with the mask ``ancestors[r]``, both [ROWS]. One that attends to nothing in
+    these blocks keeps ``_NO_SCORE`` as its largest score, and so has no weight in a merge."""
     dims = tl.arange(0, HEAD_DIM)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     top = tl.full([ROWS], _NO_SCORE, tl.float32)
@@ -269,7 +324,18 @@ def _attend(
         k = tl.load(k_ptr + offsets, mask=live[:, None], other=0.0)
         v = tl.load(v_ptr + offsets, mask=live[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        scores = tl.where(live[None, :], scores, _NO_SCORE)
+        if NUM_NODES == 1:
+            visible = live[None, :]
+        else:
+            nodes = positions - (seq_len - NUM_NODES)
+            own = NUM_NODES - NUM_QUERIES + queries
+            if TREE:
+                bits = ancestors[:, None] >> tl.minimum(tl.maximum(nodes, 0), 63).to(tl.int64)[None, :]
+                known = (nodes < 0)[None, :] | (nodes[None, :] == own[:, None]) | ((bits & 1) != 0)
+                visible = known & live[None, :]
+            else:
+                visible = nodes[None, :] <= own[:, None]
+        scores = tl.where(visible, scores, _NO_SCORE)
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
         decay = tl.exp2(top - new_top)
@@ -294,27 +360,28 @@ def token_slots(
 
 
 @triton.jit
-def _piece(head, worker, begins, NUM_WORKERS: tl.constexpr):
+def _piece(lane, worker, begins, NUM_WORKERS: tl.constexpr):
     """Index of a piece's partial result. A worker may have two: the end of one request and the beginning of another."""
-    return (head * NUM_WORKERS + worker) * 2 + tl.where(begins, 1, 0)
+    return (lane * NUM_WORKERS + worker) * 2 + tl.where(begins, 1, 0)
 
 
 @triton.jit
 def _merge(
-    out_ptr, partial_ptr, stats_ptr, head, first_worker, last_worker, NUM_WORKERS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, MERGE: tl.constexpr,
+    out_ptr, partial_ptr, stats_ptr, lane, first_row, first_worker, last_worker, NUM_WORKERS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, NUM_QUERIES: tl.constexpr,
+    ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces of a request and store its result at ``out_ptr``, the request's row."""
-    rows = tl.arange(0, GROUP_PAD)
+    """Merge the pieces of a request's tile and store its result; ``out_ptr`` is the result of the first query."""
+    rows = tl.arange(0, MERGED_ROWS)
     dims = tl.arange(0, HEAD_DIM)
-    row_live = rows < GROUP
-    acc = tl.zeros([GROUP_PAD, HEAD_DIM], tl.float32)
-    top = tl.full([GROUP_PAD], _NO_SCORE, tl.float32)
-    norm = tl.zeros([GROUP_PAD], tl.float32)
+    row_live = first_row + rows < NUM_QUERIES * GROUP
+    acc = tl.zeros([MERGED_ROWS, HEAD_DIM], tl.float32)
+    top = tl.full([MERGED_ROWS], _NO_SCORE, tl.float32)
+    norm = tl.zeros([MERGED_ROWS], tl.float32)
     # Rows are the first axis, so that each warp has its own rows and a thread adds up pieces without other threads.
     for first in tl.range(first_worker, last_worker + 1, MERGE, num_stages=1):
         workers = first + tl.arange(0, MERGE)
-        pieces = _piece(head, workers, workers == first_worker, NUM_WORKERS)
+        pieces = _piece(lane, workers, workers == first_worker, NUM_WORKERS)
         live = row_live[:, None] & (workers <= last_worker)[None, :]
         at = pieces[None, :, None] * (ROWS * HEAD_DIM) + rows[:, None, None] * HEAD_DIM + dims[None, None, :]
         partial = tl.load(partial_ptr + at, mask=live[:, :, None], other=0.0)
@@ -328,5 +395,7 @@ def _merge(
         acc = acc * decay[:, None] + tl.sum(partial * weights[:, :, None], 1)
         top = new_top
     norm = tl.where(row_live, norm, 1.0)
-    out_at = out_ptr + (head * GROUP + rows)[:, None] * HEAD_DIM + dims[None, :]
+    stride: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
+    offsets = _row_offsets(first_row + rows, lane % NUM_KV_HEADS, stride, GROUP, HEAD_DIM)
+    out_at = out_ptr + offsets[:, None] + dims[None, :]
     tl.store(out_at, (acc / norm[:, None]).to(out_ptr.dtype.element_ty), mask=row_live[:, None])
