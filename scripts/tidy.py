@@ -22,6 +22,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("layers",),
     ("models",),
     ("sampling",),
+    ("speculative",),
     ("model_executor",),
     ("scheduler", "frontend"),
     ("entrypoints",),

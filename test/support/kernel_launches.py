@@ -24,6 +24,7 @@ from fenceline.layers.kernels.base import HeadLayout, QKNorm
 from fenceline.model_executor.kernels import decode_prologue, decode_prologue_triton
 from fenceline.sampling.gumbel import mix_seeds
 from fenceline.sampling.kernels import sample, sample_triton
+from fenceline.speculative import kv_rows, kv_rows_triton
 
 _SCALE = 0.3
 
@@ -39,6 +40,7 @@ def launches() -> Iterator[Launch]:
     yield from _gathers()
     yield from _prologues()
     yield from _draws()
+    yield from _moves()
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -297,6 +299,28 @@ def _draws() -> Iterator[Launch]:
 
         kept = (scores, ids, rows, tokens, nexts, steps)
         yield Launch(f"combine_pieces {num_reqs}", sample.COMBINE, kept, combine)
+
+
+def _moves() -> Iterator[Launch]:
+    # Nodes, paths, counts. The paths end with what is not on them.
+    shapes = (
+        (5, [[0, 2, 4], [0, 3, 1]], [3, 2]),
+        (4, [[0, 1, 3, 0], [0, 2, 3, 0], [0, 3, 0, 0]], [1, 3, 2]),
+    )
+    for num_nodes, paths, counts in shapes:
+        path, batch = torch.tensor(paths), len(paths)
+        slots = torch.randperm(4 + batch * num_nodes)[: batch * num_nodes]
+        parts = _random(40, 2, 6), _random(40, 14), _random(40, 3, 2, dtype=torch.float16)
+
+        def run(pdl: bool, slots: Any, path: Any, counts: Any, *parts: Any) -> None:
+            addresses = torch.tensor([part.data_ptr() for part in parts]).to(slots.device)
+            words = [part[0].numel() * part.element_size() // 4 for part in parts]
+            kv_rows_triton.launch(
+                slots, path, counts, addresses, torch.tensor(words).to(slots.device), max(words)
+            )
+
+        operands = (slots, path, torch.tensor(counts), *parts)
+        yield Launch(f"move_accepted of {paths}", kv_rows.KERNEL, operands, run)
 
 
 def _draw_variants(vocab_size: int) -> Any:

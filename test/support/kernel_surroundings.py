@@ -115,7 +115,10 @@ def _places(tensor: torch.Tensor) -> Any:
 
 
 def _garbage(size: int, dtype: torch.dtype, number: int) -> torch.Tensor:
-    return torch.full((size,), (_FLOATS if dtype.is_floating_point else _INTS)[number], dtype=dtype)
+    if not dtype.is_floating_point:
+        return torch.full((size,), _INTS[number], dtype=dtype)
+    # Unequal where it can be, so that garbage is seen to move from one place of an operand to another.
+    return (_FLOATS[number] + torch.arange(size) % 64 * 128).to(dtype)
 
 
 def check(launch: Launch, device: str = "cpu", pdl: bool = False, but: torch.Tensor | None = None) -> None:

@@ -17,9 +17,11 @@ from fenceline.layers.kernels import accesses
 from fenceline.memory_order.kernel import Kernel
 from fenceline.model_executor.kernels import decode_prologue
 from fenceline.sampling.kernels import sample
+from fenceline.speculative import kv_rows
 
 LAYERS = [value for value in vars(accesses).values() if isinstance(value, Kernel)]
-KERNELS = [kernel.name for kernel in (*LAYERS, decode_prologue.KERNEL, sample.PIECES, sample.COMBINE)]
+OTHERS = (decode_prologue.KERNEL, sample.PIECES, sample.COMBINE, kv_rows.KERNEL)
+KERNELS = [kernel.name for kernel in (*LAYERS, *OTHERS)]
 PROGRAMMATIC = ["rms_norm", "silu_and_mul", "rotate_and_store", "skinny_linear", "decode_attention"]
 KINDS = {
     "among_garbage": KERNELS,
