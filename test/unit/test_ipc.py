@@ -101,6 +101,17 @@ def test_pairs_are_what_they_were_made_of(
     assert pairs.num_pairs == sum(map(len, positions + more))
 
 
+@given(st.integers(1, 4), st.integers(0, 3), st.integers(0, 2))
+def test_positions_added_together_are_those_added_one_by_one(num: int, num_pairs: int, already: int) -> None:
+    positions = [[(-float(i), 10 * i + j) for j in range(num_pairs)] for i in range(num)]
+    first = [[(-1.5, 7)]] * already
+    together, others = TokenPairs.of(first), TokenPairs.of(positions)
+    together.append(bytes(others.logprobs), bytes(others.token_ids), num)
+    assert together == TokenPairs.of(first + positions)
+    with pytest.raises(AssertionError):
+        together.append(b"1234", b"1234", 2)
+
+
 def test_half_a_million_logprobs_pass_a_process_as_few_objects() -> None:
     """Each would be three, which the detokenizer and the event loop make and free while others wait."""
     ids = list(range(3900))

@@ -25,6 +25,7 @@ from fenceline.ipc.io_struct import (
     ShutdownReq,
     TickReq,
     TokenizedGenerateReq,
+    TokenPairs,
     decode,
     encode,
 )
@@ -402,6 +403,21 @@ def test_max_new_tokens_zero_scores_the_prompt() -> None:
     assert answer.last.input_logprobs.token_ids == prompt
     # The stand-in reports each scored position's own number.
     assert answer.last.input_logprobs.logprobs == [None, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+def test_prompt_logprobs_are_noted_once_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python code for each position would keep the other requests waiting."""
+    noted, right = [], TokenPairs.append
+
+    def append(self: TokenPairs, logprobs: bytes, token_ids: bytes, num_positions: int = 1) -> None:
+        noted.append(num_positions)
+        right(self, logprobs, token_ids, num_positions)
+
+    driver = make_driver(chunked_prefill_size=8)
+    driver.send(request("a", list(range(1, 31)), max_new_tokens=0, return_logprob=True, logprob_start_len=0))
+    monkeypatch.setattr(TokenPairs, "append", append)
+    driver.run()
+    assert noted[1:] == [8, 8, 8, 5], "after the position that has no logprob"
 
 
 @pytest.mark.parametrize("start", [1, 3, 6])

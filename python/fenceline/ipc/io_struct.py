@@ -160,10 +160,11 @@ class TokenPairs(msgspec.Struct, array_like=True):
             made.append(logprobs.tobytes(), token_ids.tobytes())
         return made
 
-    def append(self, logprobs: bytes, token_ids: bytes) -> None:
-        """One more position: the bytes of its float32 logprobs and of as many int32 ids."""
+    def append(self, logprobs: bytes, token_ids: bytes, num_positions: int = 1) -> None:
+        """More positions with equally many pairs each: the bytes of their float32 logprobs and of as many int32 ids."""
         assert len(logprobs) == len(token_ids), "as many logprobs as ids"
-        self.counts.append(len(token_ids) // 4)
+        assert len(token_ids) % (4 * num_positions) == 0, "as many in each position"
+        self.counts += [len(token_ids) // 4 // num_positions] * num_positions
         self.logprobs += logprobs
         self.token_ids += token_ids
 

@@ -72,34 +72,28 @@ class OutputSender:
 def log_output(req: Req, token: int, values: LogprobValues, index: int) -> None:
     """Note the logprob of a sampled token."""
     if req.output_log is not None:
-        _append(req.output_log, token, values, index, req.source)
+        _append(req.output_log, [token], values, index, req.source)
 
 
 def log_prompt(req: Req, tokens: list[int], values: LogprobValues, start: int) -> None:
     """Note the logprobs of the prompt's next ``tokens``; their values begin at ``start`` in the step's."""
-    log = req.prompt_log
-    if log is None:
-        return
-    for offset, token in enumerate(tokens):
-        _append(log, token, values, start + offset, req.source)
+    if req.prompt_log is not None:
+        _append(req.prompt_log, tokens, values, start, req.source)
 
 
 def _append(
-    log: LogprobLog, token: int, values: LogprobValues, index: int, source: TokenizedGenerateReq
+    log: LogprobLog, tokens: list[int], values: LogprobValues, start: int, source: TokenizedGenerateReq
 ) -> None:
-    num_top, named = source.top_logprobs_num, source.token_ids_logprob
-    log.token_ids.append(token)
-    log.logprobs.append(float(values.chosen[index]))
-    if num_top:
-        ids = values.top_ids[index, :num_top].astype(np.int32)
-        log.top.append(values.top[index, :num_top].tobytes(), ids.tobytes())
-    else:
-        log.top.append(b"", b"")
+    num, num_top, named = len(tokens), source.top_logprobs_num, source.token_ids_logprob
+    rows = slice(start, start + num)
+    log.token_ids += tokens
+    log.logprobs += values.chosen[rows].tolist()
+    ids = values.top_ids[rows, :num_top].astype(np.int32)
+    log.top.append(values.top[rows, :num_top].tobytes(), ids.tobytes(), num)
     if named:
         assert values.named is not None, "a step computes what its requests name"
-        log.named.append(
-            values.named[index, : len(named)].tobytes(), np.asarray(named, dtype=np.int32).tobytes()
-        )
+        named_ids = np.asarray(named, dtype=np.int32).tobytes() * num
+        log.named.append(values.named[rows, : len(named)].tobytes(), named_ids, num)
 
 
 def _taken(log: LogprobLog) -> TokenLogprobs:
