@@ -33,8 +33,8 @@ from fenceline.entrypoints.json_body import count_values
 from fenceline.entrypoints.middleware import BODY_BYTES
 from fenceline.entrypoints.sse import unless_gone
 from fenceline.frontend.request_types import RequestError
-from fenceline.frontend.tokenize_pool import trim_memory
 from fenceline.ipc.child_process import signals_blocked
+from fenceline.ipc.free_memory import trim_memory
 
 T = TypeVar("T")
 Parse = Callable[[bytes, UnknownFields], T]

@@ -7,8 +7,6 @@ has left ends with the piece in hand.
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import sys
 from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 from fenceline.config import num_usable_cores
 from fenceline.frontend.request_types import RequestError, not_unicode, shutting_down
 from fenceline.frontend.tokenizer import PIECE_CHARS, Tokenizer
+from fenceline.ipc.free_memory import trim_memory
 
 T = TypeVar("T")
 S = TypeVar("S", str, Sequence[int])
@@ -167,12 +166,6 @@ def _too_many(what: str, most: int) -> RequestError:
         param="prompt",
         code="context_length_exceeded",
     )
-
-
-def trim_memory() -> None:
-    """Give free memory of the C library back to the system. It keeps that otherwise, gigabytes of it in each thread."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 class FreedMemory:

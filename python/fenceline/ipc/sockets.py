@@ -95,9 +95,9 @@ class Inbox:
         self._name = endpoint.rpartition("/")[2]
         self.num_dropped = 0
 
-    def wait(self, timeout_ms: int | None = None) -> None:
-        """Until something may have arrived, or the time is over."""
-        self.socket.poll(timeout_ms)
+    def wait(self, timeout_ms: int | None = None) -> bool:
+        """Until something may have arrived, or the time is over: False."""
+        return bool(self.socket.poll(timeout_ms))
 
     def receive(self) -> list[Message]:
         """Wait for one message; none if what came was dropped. Costs one system call less than to wait and drain."""

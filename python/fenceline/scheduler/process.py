@@ -14,6 +14,7 @@ import zmq
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.ipc.child_process import Watchdog, freeze_garbage_collector, prepare_child
+from fenceline.ipc.free_memory import FreeMemoryWatch
 from fenceline.ipc.io_struct import (
     SCHEDULER_DECODER,
     BatchTokenOut,
@@ -34,20 +35,34 @@ from fenceline.scheduler.scheduler import InFlight, Scheduler
 logger = logging.getLogger(__name__)
 
 
-class ZmqInbox:
-    """The scheduler's messages."""
+_QUIET_MS = 1000
 
-    def __init__(self, inbox: Inbox, watchdog: Watchdog) -> None:
+
+class ZmqInbox:
+    """The scheduler's messages. Between steps, and when none has come for a second, freed memory is given back: a large
+    batch leaves hundreds of megabytes of it."""
+
+    def __init__(self, inbox: Inbox, watchdog: Watchdog, memory: FreeMemoryWatch) -> None:
         self._inbox = inbox
         self._watchdog = watchdog
+        self._memory = memory
 
     def drain(self, block: bool, timeout_ms: int | None = None) -> Sequence[Message]:
         """See :class:`fenceline.scheduler.scheduler.Inbox`."""
         if block:
             self._watchdog.waiting()
-            self._inbox.wait(timeout_ms)
+            self._wait(timeout_ms)
+        else:
+            self._memory.look()
         self._watchdog.busy()
         return self._inbox.drain(MAX_STEP_MESSAGES, MAX_STEP_BYTES)
+
+    def _wait(self, timeout_ms: int | None) -> None:
+        if timeout_ms is not None and timeout_ms <= _QUIET_MS:
+            self._inbox.wait(timeout_ms)
+        elif not self._inbox.wait(_QUIET_MS):
+            self._memory.look()
+            self._inbox.wait(None if timeout_ms is None else timeout_ms - _QUIET_MS)
 
 
 class ZmqOutbox:
@@ -108,7 +123,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs) -> None:
         device = open_device(config.device)
         logger.info("Opened the device (%s) in %.1f s", config.device, time.perf_counter() - begin)
         worker = ModelRunner(config, device)
-        scheduler = Scheduler(config, worker, ZmqInbox(inbox, watchdog), outbox)
+        scheduler = Scheduler(config, worker, ZmqInbox(inbox, watchdog, FreeMemoryWatch()), outbox)
         recorder = scheduler.recorder
         dump_on_signal(recorder)
         scheduler.report()  # an idle server's gauges are 0, not absent
