@@ -25,11 +25,11 @@ from draft_checkpoints import (
     save_target,
 )
 from model_parity import PagedModel, reference_logits, save_checkpoint
+from paged_draft import PagedDraft, Rows
 
 from fenceline.config.draft_config import SpeculativeAlgorithm, read_draft_config
 from fenceline.layers.context import Shard, torch_context
 from fenceline.layers.forward_batch import AuxHiddenStates, ForwardMode, PieceBuffers
-from fenceline.models.decoder import CausalLM
 from fenceline.models.draft import DraftModel
 from fenceline.models.loader import load_draft_model
 
@@ -149,68 +149,6 @@ def target_states(
     inputs = [*states[:-1], last[0]]
     aux = [inputs[layer][0].double() for layer in layers]
     return TargetStates(states[-1][0].double(), torch.cat(aux, -1) if aux else torch.empty(0))
-
-
-# --- ours ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows ``[start, start + len(ids))`` of the request in row ``row`` of the page table, with the input of each."""
-
-    row: int
-    start: int
-    ids: torch.Tensor
-    hidden: torch.Tensor
-
-
-class PagedDraft(PagedModel):
-    """A target and a draft over one pool of pages."""
-
-    def __init__(
-        self, directory: Path, page_size: int, algorithm: SpeculativeAlgorithm, draft_dir: Path | None
-    ) -> None:
-        self.aux_layers: tuple[int, ...] = ()
-
-        def make(target: CausalLM) -> DraftModel:
-            config = read_draft_config(
-                algorithm, None if draft_dir is None else str(draft_dir), target.config
-            )
-            self.aux_layers = config.aux_layers
-            context = torch_context(Shard(), torch.float32)
-            return load_draft_model(
-                config, "auto", torch.device("cpu"), context, 0, progress=False, target=target
-            )
-
-        super().__init__(directory, page_size, "cpu", make_draft=make)
-
-    @torch.inference_mode()
-    def target_step(self, work: Sequence[tuple[int, torch.Tensor, int, int]]) -> list[torch.Tensor]:
-        """Run the target's tokens (see ``PagedModel.step``) → the draft's first hidden states of each."""
-        assert self.draft is not None
-        num_tokens = sum(end - start for *_, start, end in work)
-        aux = None
-        if self.aux_layers:
-            width = len(self.aux_layers) * TARGET_SIZE
-            aux = AuxHiddenStates(self.aux_layers, torch.full((num_tokens, width), float("nan")))
-        x = self.model.hidden_states(self.batch(work, ForwardMode.EXTEND, aux_hidden=aux))
-        first = self.draft.hidden_states_from(x, aux and aux.out)
-        return list(first.split([end - start for *_, start, end in work]))
-
-    @torch.inference_mode()
-    def draft_step(
-        self, work: Sequence[Rows], mode: ForwardMode, step: int = 0
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """One step of the draft for several requests → (logits, next hidden states) of each."""
-        assert self.draft is not None
-        padded = [torch.cat((torch.zeros(rows.start, dtype=torch.int64), rows.ids)) for rows in work]
-        spans = [(rows.row, ids, rows.start, len(ids)) for rows, ids in zip(work, padded, strict=True)]
-        hidden = torch.cat([rows.hidden for rows in work])
-        before = hidden.clone()
-        logits, after = self.draft.forward(self.batch(spans, mode), hidden, step)
-        assert torch.equal(hidden, before), "the hidden states that a draft is given are still needed"
-        sizes = [len(rows.ids) for rows in work]
-        return list(zip(logits.split(sizes), after.split(sizes), strict=True))
 
 
 @dataclass

@@ -107,6 +107,7 @@ class SharingDraft(DraftModel):
     """A draft that uses the target's embedding and head, except where its checkpoint brings its own."""
 
     layers: list[DecoderLayer]
+    ignored: frozenset[str] = frozenset()  # tensors that such checkpoints hold and nobody needs
 
     def __init__(self, config: DraftConfig, context: LayerContext, target: CausalLM, names: Set[str]) -> None:
         """``names``: the tensors of the draft's checkpoint, by which it is known what it brings. Parameters are
@@ -152,12 +153,11 @@ class SharingDraft(DraftModel):
         return slots
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        fill_slots(self.weight_slots(), weights, lambda name: name.endswith(ROTARY_TABLE))
-        self._share_what_is_equal()
-
-    def _share_what_is_equal(self) -> None:
-        """Many drafts bring a copy of the target's embedding, as much as a gigabyte."""
+        fill_slots(
+            self.weight_slots(), weights, lambda name: name in self.ignored or name.endswith(ROTARY_TABLE)
+        )
         target = self.target
+        # Many drafts bring a copy of the target's embedding, as much as a gigabyte.
         if _equal(self.embed_tokens, target.embed_tokens):
             self.embed_tokens = target.embed_tokens
         if _equal(self.lm_head, target.lm_head):

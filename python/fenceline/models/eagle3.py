@@ -11,8 +11,8 @@ from fenceline.layers.context import LayerContext
 from fenceline.layers.decoder_layer import DecoderLayer, GatedMLP, SelfAttention
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.linear import ReplicatedLinear
-from fenceline.layers.weight import WeightSlots, fill_slots, whole
-from fenceline.models.decoder import ROTARY_TABLE, CausalLM
+from fenceline.layers.weight import WeightSlots, whole
+from fenceline.models.decoder import CausalLM
 from fenceline.models.draft import SharingDraft
 
 
@@ -23,6 +23,8 @@ class Eagle3Draft(SharingDraft):
     The head may know a part of the vocabulary, ``d2t`` of the checkpoint says which: the target's id of the draft's
     token i is i + d2t[i].
     """
+
+    ignored = frozenset({"t2d"})  # says again which tokens the head knows
 
     def __init__(self, config: DraftConfig, context: LayerContext, target: CausalLM, names: Set[str]) -> None:
         super().__init__(config, context, target, names)
@@ -70,9 +72,7 @@ class Eagle3Draft(SharingDraft):
         return slots
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        # t2d says again which tokens the head knows.
-        fill_slots(self.weight_slots(), weights, lambda name: name == "t2d" or name.endswith(ROTARY_TABLE))
-        self._share_what_is_equal()
+        super().load_weights(weights)
         if self._d2t is not None:
             ids = torch.arange(len(self._d2t), device=self._d2t.device) + self._d2t
             vocab_size = self.config.model.vocab_size
