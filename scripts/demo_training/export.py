@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -17,19 +17,35 @@ from fenceline.demo.tokenizer import save_tokenizer
 from .model import DemoModel
 
 
-def named_weights(model: DemoModel) -> dict[str, Tensor]:
-    """The weights under their Hugging Face names, bf16, contiguous, on the CPU."""
-    out: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.final_norm}
-    layer_names = {
+def _layer_weights(model: DemoModel) -> dict[str, Tensor]:
+    """The stacked weights by their names within a layer."""
+    return {
         "self_attn.q_proj": model.wq, "self_attn.k_proj": model.wk, "self_attn.v_proj": model.wv,
         "self_attn.o_proj": model.wo, "self_attn.q_norm": model.q_norm, "self_attn.k_norm": model.k_norm,
         "mlp.gate_proj": model.w_gate, "mlp.up_proj": model.w_up, "mlp.down_proj": model.w_down,
         "input_layernorm": model.attn_norm, "post_attention_layernorm": model.mlp_norm,
     }  # fmt: skip
+
+
+def named_weights(model: DemoModel) -> dict[str, Tensor]:
+    """The weights under their Hugging Face names, bf16, contiguous, on the CPU."""
+    out: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.final_norm}
     for i in range(model.shape.num_hidden_layers):
-        for name, stacked in layer_names.items():
+        for name, stacked in _layer_weights(model).items():
             out[f"model.layers.{i}.{name}.weight"] = stacked[i]
     return {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in sorted(out.items())}
+
+
+def load_weights(model: DemoModel, directory: Path) -> None:
+    """Fills the model with what `export` has written."""
+    saved = load_file(directory / "model.safetensors")
+    parts = dict(model.named_parameters())
+    with torch.no_grad():
+        parts["embed"].copy_(saved["model.embed_tokens.weight"])
+        parts["final_norm"].copy_(saved["model.norm.weight"])
+        for name, stacked in _layer_weights(model).items():
+            for i in range(model.shape.num_hidden_layers):
+                stacked[i].copy_(saved[f"model.layers.{i}.{name}.weight"])
 
 
 def export(model: DemoModel, tokenizer: Tokenizer, directory: Path) -> None:

@@ -134,9 +134,14 @@ class DemoModel(nn.Module):
 
     def hidden(self, ids: Tensor) -> Tensor:
         """The residual stream after the last layer, [rows * length, hidden] fp32, of ids [rows, length]."""
+        return self.residuals(ids)[-1]
+
+    def residuals(self, ids: Tensor) -> list[Tensor]:
+        """The residual stream in front of each layer and after the last, [rows * length, hidden] fp32 each."""
         s, (rows, length) = self.shape, ids.shape
         cos, sin = self.rotary(rows, length)
         x = F.embedding(ids.flatten(), self.embed)
+        found = [x]
         for i in range(s.num_hidden_layers):
             qkv = self._project_qkv(
                 x, cos, sin, self.attn_norm[i], self.wq[i], self.wk[i], self.wv[i],
@@ -149,7 +154,8 @@ class DemoModel(nn.Module):
                 x, attn, self.wo[i], self.mlp_norm[i], self.w_gate[i], self.w_up[i], self.w_down[i],
                 s.rms_norm_eps, self.dtype,
             )  # fmt: skip
-        return x
+            found.append(x)
+        return found
 
     def forward(self, ids: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Loss (a scalar) and hits [rows, length] bool; ids, targets int64 and weights fp32, [rows, length]."""

@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""Trains the demo model's drafts, an EAGLE-3 head and a two-layer MTP, on a CPU in minutes.
+
+    python scripts/train_demo_drafts.py --output-dir draft_out --steps 600
+    python scripts/train_demo_drafts.py --output-dir draft_out --drafts eagle3
+
+The data of every step is a function of the seed and the step number. Afterwards it prints the mean accept length on
+held-out items: tokens for each time the target verifies, greedily, with chains of three tokens (MTP: two).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from demo_training.drafts import MTP, Draft, Eagle3, States, target_states
+from demo_training.evaluate import Row, make_rows
+from demo_training.export import load_weights
+from demo_training.model import DemoModel, Shape
+from demo_training.optimizer import Optimizer
+from fenceline.config.model_files import demo_model_path
+from fenceline.demo.corpus import build_batch
+from fenceline.demo.tokenizer import FastEncoder
+
+DRAFTS: dict[str, type[Eagle3] | type[MTP]] = {"eagle3": Eagle3, "mtp": MTP}
+STEP_WEIGHT = 0.8  # of a chain's step, relative to the one before it
+
+
+def answer_rows(mask: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Rows [B, M] whose first predicted token belongs to an answer, padded with row 0, and which are no padding."""
+    wanted = mask[:, 2 : mask.shape[1] - steps + 1].bool()
+    most = int(wanted.sum(1).max())
+    order = (~wanted).long().argsort(dim=1, stable=True)[:, :most]
+    return order, wanted.gather(1, order)
+
+
+def chain_loss(draft: Draft, target: DemoModel, states: States, mask: Tensor) -> tuple[Tensor, list[float]]:
+    """The loss over ids and mask [B, length], and how often each step is right."""
+    ids = states.ids
+    rows, live = answer_rows(mask, draft.steps)
+    loss, right = torch.zeros(()), []
+    for step, logits in enumerate(draft.chains(states, rows, target)):
+        labels = ids.gather(1, rows + 2 + step)
+        weights = (live & mask.gather(1, rows + 2 + step).bool()).float()
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(weights)
+        loss = loss + STEP_WEIGHT**step * (losses * weights).sum() / weights.sum()
+        right.append(float(((logits.argmax(-1) == labels) * weights).sum() / weights.sum()))
+    return loss, right
+
+
+def row_length(seed: int, step: int) -> int:
+    """Mostly short rows; long ones teach recall over many tokens."""
+    return random.Random(f"draft:{seed}:{step}").choices((512, 1024, 2048), (0.75, 0.15, 0.1))[0]
+
+
+def train(drafts: Sequence[Draft], target: DemoModel, encoder: FastEncoder, args: argparse.Namespace) -> None:
+    """All steps, all drafts on the same rows; the learning rate warms up, stays, and decays to zero over the second
+    half."""
+    optimizers = [
+        Optimizer(draft.matrices(), draft.others(), args.muon_lr, args.adam_lr, torch.float32, compiled=False)
+        for draft in drafts
+    ]
+    started = time.monotonic()
+    for step in range(args.steps):
+        length = row_length(args.seed, step)
+        num_rows = max(args.tokens_per_step // length, 1)
+        ids, mask = build_batch(args.seed + 1, step, num_rows, length, encoder)
+        states = target_states(target, torch.from_numpy(ids.astype("int64")))
+        for draft, optimizer in zip(drafts, optimizers, strict=True):
+            loss, right = chain_loss(draft, target, states, torch.from_numpy(mask))
+            loss.backward()
+            optimizer.step(min(1.0, (step + 1) / 20, (args.steps - step) / (args.steps / 2)))
+            if (step + 1) % args.log_every == 0:
+                shares = " ".join(f"{share:.3f}" for share in right)
+                print(
+                    f"step {step + 1} row {length} {draft.published}: loss {loss.item():.3f} right {shares}"
+                    f" {time.monotonic() - started:.0f} s",
+                    flush=True,
+                )
+
+
+@torch.no_grad()
+def accept_lengths(draft: Draft, target: DemoModel, rows: Sequence[Row]) -> dict[str, tuple[int, int]]:
+    """(tokens, verifications) by category over rows that the target answers right, for which its greedy tokens are the
+    answer's. The first token comes from the prompt's prefill; each verification then yields the accepted tokens and one
+    of the target's own."""
+    found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for row in rows:
+        ids = torch.tensor([row.ids])
+        states = target_states(target, ids)
+        greedy = F.linear(states.normed[0], target.embed).argmax(-1)
+        if not torch.equal(greedy[row.start - 1 : -1], ids[0, row.start :]):
+            continue
+        # Rows near the end predict beyond it; what they are compared with there does not count.
+        padded = F.pad(ids, (0, draft.steps))
+        asked = torch.arange(row.start - 1, len(row.ids) - 1)[None]
+        chains = draft.chains(target_states(target, padded), asked, target)
+        hits = torch.stack(
+            [chain.argmax(-1)[0] == padded[0, asked[0] + 2 + step] for step, chain in enumerate(chains)]
+        )
+        accepted = hits.long().cumprod(0).sum(0).tolist()
+        tokens, verifications = found[row.label]
+        at = row.start + 1  # tokens there are
+        while at < len(row.ids):
+            at = min(at + accepted[at - 2 - (row.start - 1)] + 1, len(row.ids))
+            verifications += 1
+        found[row.label] = tokens + len(row.ids) - row.start - 1, verifications
+    return found
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--drafts", nargs="+", choices=list(DRAFTS), default=list(DRAFTS))
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--tokens-per-step", type=int, default=4096)
+    parser.add_argument("--muon-lr", type=float, default=0.02)
+    parser.add_argument("--adam-lr", type=float, default=0.003)
+    parser.add_argument("--num-eval-items", type=int, default=240)
+    parser.add_argument("--log-every", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Trains each draft, writes it, and prints how many of its tokens are accepted."""
+    args = parse_args()
+    directory = Path(demo_model_path())
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    target = DemoModel(Shape(), torch.float32, compiled=False).requires_grad_(False)
+    load_weights(target, directory)
+    rows = make_rows(tokenizer, seed=2_000_000, num_items=args.num_eval_items)
+    torch.manual_seed(args.seed)
+    drafts = [DRAFTS[name](target) for name in args.drafts]
+    train(drafts, target, FastEncoder(tokenizer), args)
+    for draft in drafts:
+        draft.save(args.output_dir / draft.published)
+        with torch.no_grad():
+            for param in draft.parameters():
+                param.copy_(param.bfloat16())  # as on disk
+        report(draft, accept_lengths(draft, target, rows))
+
+
+def report(draft: Draft, found: dict[str, tuple[int, int]]) -> None:
+    """Prints what `accept_lengths` has found, by category and over all tokens."""
+    for label, (tokens, verifications) in found.items():
+        print(f"{draft.published} {label}: {tokens / max(verifications, 1):.2f} tokens a verification")
+    tokens, verifications = map(sum, zip(*found.values(), strict=True))
+    print(f"{draft.published}: mean accept length {tokens / verifications:.3f} ({tokens} tokens)", flush=True)
+
+
+if __name__ == "__main__":
+    main()

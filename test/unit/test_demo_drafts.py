@@ -1,0 +1,99 @@
+"""The demo model's drafts: what scripts/train_demo_drafts.py trains is what the server computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from paged_draft import PagedDraft, Rows
+
+from demo_training.drafts import MTP, Draft, Eagle3, target_states
+from demo_training.evaluate import Row
+from demo_training.export import load_weights
+from demo_training.model import DemoModel, Shape
+from fenceline.config.draft_config import SpeculativeAlgorithm
+from fenceline.config.model_files import demo_model_path
+from fenceline.layers.forward_batch import ForwardMode
+from train_demo_drafts import accept_lengths
+
+
+@pytest.fixture(scope="module")
+def target() -> DemoModel:
+    """The shipped model, in the form in which it was trained."""
+    model = DemoModel(Shape(), torch.float32, compiled=False).requires_grad_(False)
+    load_weights(model, Path(demo_model_path()))
+    return model
+
+
+def new_draft(kind: type[Eagle3] | type[MTP], target: DemoModel) -> Draft:
+    """Random weights as large as trained ones, rounded as on disk."""
+    torch.manual_seed(1)
+    draft = kind(target)
+    with torch.no_grad():
+        for param in draft.parameters():
+            param.add_(torch.randn(param.shape) * 0.1 * param.std(correction=0).clamp(min=0.2))
+            param.copy_(param.bfloat16())
+    return draft.requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", [Eagle3, MTP])
+def test_a_trained_chain_is_the_served_one(
+    tmp_path: Path, target: DemoModel, kind: type[Eagle3] | type[MTP]
+) -> None:
+    draft = new_draft(kind, target)
+    draft.save(tmp_path)
+    algorithm = SpeculativeAlgorithm.EAGLE3 if kind is Eagle3 else SpeculativeAlgorithm.NEXTN
+    ours = PagedDraft(Path(demo_model_path()), 16, algorithm, tmp_path)
+    assert ours.draft is not None and ours.draft.nbytes <= 2 << 20, "1 MB in bf16, here in fp32"
+    ids = torch.randint(0, 1024, (40,), generator=torch.Generator().manual_seed(2))
+    row = 30  # whose chain is compared at every step
+    expected = draft.chains(target_states(target, ids[None]), torch.tensor([[5, row]]), target)
+    (hidden,) = ours.target_step([(2, ids, 0, row + 1)])
+    for step, logits in enumerate(expected):
+        if step == 0 or kind is MTP:
+            given = Rows(2, 0, ids[1 + step : row + 2 + step], hidden)
+            ((found, hidden),) = ours.draft_step([given], ForwardMode.EXTEND, step)
+            torch.testing.assert_close(found[5], logits[0, 0], atol=2e-3, rtol=1e-4)
+        else:
+            given = Rows(2, row + step, ids[row + 1 + step : row + 2 + step], hidden[-1:])
+            ((found, hidden),) = ours.draft_step([given], ForwardMode.DECODE, step)
+        torch.testing.assert_close(found[-1], logits[0, 1], atol=2e-3, rtol=1e-4)
+
+
+class Scripted(Draft):
+    """Predicts the right token where it is told to, by (row, step)."""
+
+    steps = 2
+
+    def __init__(self, hits: set[tuple[int, int]]) -> None:
+        super().__init__()
+        self.hits = hits
+
+    def chains(self, states: object, rows: torch.Tensor, target: DemoModel) -> list[torch.Tensor]:
+        ids = states.ids  # type: ignore[attr-defined]
+        logits = torch.zeros(self.steps, 1, rows.shape[1], 1024)
+        for step in range(self.steps):
+            for index, row in enumerate(rows[0].tolist()):
+                right = int(ids[0, row + 2 + step])
+                logits[step, 0, index, right if (row, step) in self.hits else (right + 1) % 1024] = 1.0
+        return list(logits)
+
+
+def test_accept_lengths_count_what_a_server_would(target: DemoModel) -> None:
+    """An answer that is the target's own: the first token comes with the prompt, the last chain is cut at its end."""
+    ids = list(range(100, 110))
+    for _ in range(7):
+        states = target_states(target, torch.tensor([ids]))
+        ids.append(int((states.normed[0, -1] @ target.embed.T).argmax()))
+    row = Row("x", ids, 10)  # token 10 is drawn by the prefill; six are left
+
+    def found(*hits: tuple[int, int]) -> tuple[int, int]:
+        return accept_lengths(Scripted(set(hits)), target, [row])["x"]
+
+    assert found() == (6, 6)
+    assert found((9, 0)) == (6, 5)  # token 11 is accepted, token 12 is the target's
+    assert found((9, 1)) == (6, 6)  # a right token behind a wrong one
+    assert found((9, 0), (9, 1), (12, 0), (12, 1)) == (6, 2)
+    assert found((13, 0), (13, 1)) == found((13, 0)) == (6, 5)  # there is nothing after the answer
+    assert accept_lengths(Scripted(set()), target, [Row("x", [*ids[:-1], 3], 10)]) == {}, "not its answer"
