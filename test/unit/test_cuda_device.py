@@ -4,6 +4,7 @@ on the right stream, in the right order. What the calls mean is CUDA's affair, a
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 
 import fake_cuda
@@ -18,8 +19,10 @@ from fenceline.memory_order.edges import (
     COPY_AFTER_FORWARD,
     EDGES,
     FORWARD_AFTER_LOAD,
+    GROWTH_STOP,
     HOST_AFTER_COPY,
     HOST_PAGE_REUSE,
+    STARTUP_STOP,
     StreamName,
 )
 
@@ -253,6 +256,40 @@ def test_the_device_says_how_much_memory_it_has_and_waits_as_a_whole(machine: Ma
     assert device.memory_info() == (3 << 30, 8 << 30)
     device.synchronize()
     assert machine.take() == [("synchronize", DEVICE)]
+
+
+def test_a_full_stop_is_one_unless_its_guard_is_severed(machine: Machine) -> None:
+    device = open_cuda(machine)
+    device.full_stop(GROWTH_STOP)
+    assert machine.take() == [("synchronize", DEVICE)]
+    severed = CudaDevice(frozenset({GROWTH_STOP.name}))
+    machine.take()
+    severed.full_stop(GROWTH_STOP)
+    assert machine.take() == []
+    severed.full_stop(STARTUP_STOP)
+    assert machine.take() == [("synchronize", DEVICE)], "the other guards hold"
+
+
+def test_a_worker_waits_in_its_own_thread_and_passes_on_what_it_has(machine: Machine) -> None:
+    device = open_cuda(machine)
+    asked, answered = device.make_channel(), device.make_channel()
+    point = device.store.record()
+    machine.take()
+
+    def work() -> None:
+        number = asked.get()
+        device.store.synchronize_from_worker(point, HOST_PAGE_REUSE)
+        answered.put((number, threading.get_ident()))
+        raise RuntimeError("and then it fails")
+
+    worker = device.start_worker("writer", work)
+    assert answered.poll() is None, "nothing has been asked for"
+    asked.put(7)
+    number, thread = answered.get()
+    assert number == 7 and thread != threading.get_ident()
+    assert machine.take() == [("block", event(point))]
+    with pytest.raises(RuntimeError, match="and then it fails"):
+        worker.join()
 
 
 def fields(num_rows: int = 4) -> list[FillField]:
