@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_package_cases import copy_launches, fill_launches
 from kernel_surroundings import Launch, check
 
 from fenceline.layers.kernels import accesses
 from fenceline.layers.kernels.cuda_kernels import CudaProduct, _find_cuda_product
 from fenceline.layers.kernels.skinny_gemm import Fusion
 from fenceline.layers.kernels.skinny_table import CudaConfig
+from fenceline.memory_order import open_device
+from fenceline.memory_order.device import copy_words
 
 pytestmark = pytest.mark.gpu
 
@@ -65,3 +68,29 @@ def test_cuda_products_touch_what_they_declare(product: CudaProduct, kind: str, 
 
         operands = (x, weight, norm, bias, out if adds else None, out)
         check(Launch(f"skinny {kind} {rows}", accesses.skinny_linear, operands, run), "cuda", pdl)
+
+
+@pytest.mark.usefixtures("product")
+def test_fills_touch_what_they_declare() -> None:
+    for launch in fill_launches():
+        check(launch, "cuda")
+
+
+@pytest.mark.usefixtures("product")
+@pytest.mark.parametrize("io_backend", ["kernel", "direct"])
+def test_page_copies_touch_what_they_declare(io_backend: str) -> None:
+    for launch in copy_launches(io_backend=io_backend):
+        check(launch, "cuda")
+
+
+@pytest.mark.usefixtures("product")
+@pytest.mark.parametrize("num_words", [1, 64, 511])
+def test_results_that_forward_writes_to_the_host_are_what_it_declares(num_words: int) -> None:
+    device = open_device("cuda")
+    source, host = (torch.randint(0, 99, (8 * num_words,), dtype=torch.uint8) for _ in range(2))
+
+    def run(pdl: bool, source: torch.Tensor, host: torch.Tensor) -> None:
+        torch.cuda.synchronize()
+        device.write_host(host, source)
+
+    check(Launch("write to the host", copy_words, (source, host), run, pinned=[host]), "cuda")

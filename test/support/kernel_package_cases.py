@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from fenceline_kernel import DEFAULT_NUM_CTAS, FillField, KernelLibrary, PagePools
+from fenceline_kernel import DEFAULT_NUM_CTAS, FillField, FillPlan, KernelLibrary, PagePools
+from kernel_surroundings import Launch
+
+from fenceline.mem_cache.host.page_copy import copy_pages
+from fenceline.memory_order import device as memory_order
+from fenceline.memory_order.kernel import Kernel, KernelAccesses
 
 _DTYPES = (
     torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool, torch.float32, torch.bfloat16, torch.float64,
@@ -192,3 +198,56 @@ def _kv(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor
 def _synchronize(tensor: torch.Tensor) -> None:
     if tensor.device.type == "cuda":
         torch.cuda.synchronize()
+
+
+# --- launches whose declarations are checked (kernel_surroundings)
+
+
+def fill_launches(library: KernelLibrary | None = None) -> Iterator[Launch]:
+    """Fills as an arena makes them: heads from sources with as many rows, tails and whole fields of padding."""
+    generator = torch.Generator().manual_seed(2)
+    for num_live, size in ((3, 5), (16, 16), (1, 70)):
+        shapes = ((torch.int64, ()), (torch.int32, (7,)), (torch.bool, ()), (torch.bfloat16, (2, 3)))
+        targets = [_noise((size, *shape), dtype, generator) for dtype, shape in shapes]
+        sources = [_noise((num_live, *shape), dtype, generator) for dtype, shape in shapes[:-1]]
+
+        def run(pdl: bool, num_fields: int, *tensors: torch.Tensor | None, num_live: int = num_live) -> None:
+            fields = zip(tensors[:num_fields], tensors[num_fields:], strict=True)
+            plan = FillPlan([FillField(dst, src, 1) for dst, src in fields if dst is not None], library)
+            plan.fill(num_live)
+
+        operands = (len(targets), *targets, *sources, None)
+        yield Launch(f"fill of {num_live} of {size}", memory_order.fill_rows, operands, run)
+
+
+def copy_launches(library: KernelLibrary | None = None, io_backend: str = "kernel") -> Iterator[Launch]:
+    """Page copies both ways, of pages in a row and of single ones, in both layouts."""
+    for seed, (layout, to_host) in enumerate(itertools.product(("layer_first", "page_first"), (True, False))):
+        case = PageCase.random(seed, layout, "cpu", 2, (2, 3), 4)
+
+        def declared(
+            op: KernelAccesses, case: PageCase, to_host: bool, host: torch.Tensor, *sides: torch.Tensor
+        ) -> None:
+            lists = case.device_pages.astype(np.int64), case.host_pages.astype(np.int64)
+            copy_pages.accesses(op, to_host, *lists, *_parts(case, host, sides))
+
+        def run(pdl: bool, case: PageCase, to_host: bool, host: torch.Tensor, *sides: torch.Tensor) -> None:
+            there = replace(case, host=host, k=list(sides[::2]), v=list(sides[1::2]))
+            there.copy(there.pools(io_backend, library), to_host)
+
+        sides = [tensor.clone() for pair in zip(case.k, case.v, strict=True) for tensor in pair]
+        name = f"copy of pages {'to' if to_host else 'from'} the host, {layout}"
+        operands = (case, to_host, case.host, *sides)
+        yield Launch(name, Kernel(copy_pages.name, declared), operands, run, pinned=[case.host])
+
+
+def _parts(case: PageCase, host: torch.Tensor, sides: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What ``copy_pages`` takes: pages of each layer's keys and values on the device and on the host, in turns."""
+    parts = []
+    for number, side in enumerate(sides):
+        layer, c = divmod(number, 2)
+        there = host[:, layer, c] if case.layout == "page_first" else host[layer, c]
+        parts += [side.view(-1, case.page_size, *side.shape[1:]), there]
+        if case.layout == "layer_first":
+            parts[-1] = there.view(-1, case.page_size, *there.shape[1:])
+    return parts

@@ -20,7 +20,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from fenceline.memory_order.kernel import Kernel
+from fenceline.memory_order.kernel import Kernel, Rows
 
 _MARGIN = 64  # elements before and behind an operand; addresses stay aligned to 16 bytes and more
 # Garbage of integers is valid as an index, so that a kernel that wrongly follows one does not end the process. Memory
@@ -34,7 +34,8 @@ class Launch:
     """``run(pdl, *operands)`` launches the kernel on operands like these. ``operands``: the ones that it declares.
 
     ``outputs``: those operands that the launching function would allocate itself, in that order. ``waits_in``: the
-    module whose ``tl_cuda`` the kernel waits with, None for one that is not launched programmatically.
+    module whose ``tl_cuda`` the kernel waits with, None for one that is not launched programmatically. ``pinned``:
+    those operands that are in memory of the host.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Launch:
     run: Callable[..., object]
     outputs: Sequence[torch.Tensor] = ()
     waits_in: ModuleType | None = None
+    pinned: Sequence[torch.Tensor] = ()
 
 
 class Touched:
@@ -51,7 +53,7 @@ class Touched:
     def __init__(self, operands: Sequence[Any], but: torch.Tensor | None = None) -> None:
         """``but``: an operand of which nothing is recorded, as if its declaration were missing."""
         tensors = {id(t): t for t in operands if isinstance(t, torch.Tensor)}
-        self._at = {key: _places(t) for key, t in tensors.items()}
+        self._operands = tensors
         sizes = {key: _size(t) for key, t in tensors.items()}
         self.read_there, self.early_there, self.written_there = (
             {key: np.zeros(size, np.bool_) for key, size in sizes.items()} for _ in range(3)
@@ -61,18 +63,27 @@ class Touched:
         self._but = but
 
     def _mark(self, masks: dict[int, Any], tensor: torch.Tensor | None, rows: Any) -> None:
-        if tensor is not None and tensor is not self._but:
-            at = self._at[id(tensor)]
-            masks[id(tensor)][(at if rows is None else at[rows]).reshape(-1)] = True
+        """``tensor`` is an operand or a view of one."""
+        operand = None if tensor is None else self._operand(tensor)
+        if tensor is not None and operand is not None and operand is not self._but:
+            at = _places(tensor) + tensor.storage_offset() - operand.storage_offset()
+            masks[id(operand)][(at if rows is None else at[rows]).reshape(-1)] = True
 
-    def read(self, tensor: torch.Tensor | None, rows: torch.Tensor | None = None) -> None:
-        if rows is not None:
+    def _operand(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in self._operands:
+            return self._operands[id(tensor)]
+        memory = tensor.untyped_storage().data_ptr()
+        (whole,) = (t for t in self._operands.values() if t.untyped_storage().data_ptr() == memory)
+        return whole
+
+    def read(self, tensor: torch.Tensor | None, rows: Rows = None) -> None:
+        if isinstance(rows, torch.Tensor):
             self.read(rows)
-        self._mark(self.read_there, tensor, None if rows is None else rows.numpy())
+        self._mark(self.read_there, tensor, None if rows is None else np.asarray(rows))
 
-    def write(self, tensor: torch.Tensor | None, rows: torch.Tensor | None = None) -> None:
-        self._mark(self.written_there, tensor, None if rows is None else rows.numpy())
-        if rows is not None:
+    def write(self, tensor: torch.Tensor | None, rows: Rows = None) -> None:
+        self._mark(self.written_there, tensor, None if rows is None else np.asarray(rows))
+        if isinstance(rows, torch.Tensor):
             self.read(rows)
 
     def read_tokens(
@@ -174,7 +185,11 @@ def _run(launch: Launch, touched: Touched, device: str, pdl: bool, number: int) 
             other = _OTHER_FLOATS if operand.dtype.is_floating_point else _OTHER_INTS
             written = torch.from_numpy(touched.written_there[id(operand)])
             before[id(operand)] = torch.where(read, real, buffer.masked_fill_(written, other[number]))
-    there = {key: buffer.to(device, copy=True) for key, buffer in before.items()}
+    on_host = {id(operand) for operand in launch.pinned} if device != "cpu" else set()
+    there = {
+        key: buffer.pin_memory() if key in on_host else buffer.to(device, copy=True)
+        for key, buffer in before.items()
+    }
 
     def view(operand: Any) -> Any:
         if not isinstance(operand, torch.Tensor):
@@ -187,6 +202,8 @@ def _run(launch: Launch, touched: Touched, device: str, pdl: bool, number: int) 
                 launch.run(True, *map(view, launch.operands))
         else:
             launch.run(pdl, *map(view, launch.operands))
+    if on_host:
+        torch.cuda.synchronize()
     return before, {key: buffer.cpu() for key, buffer in there.items()}
 
 

@@ -36,7 +36,8 @@ from fenceline_kernel.cache import (
 )
 from fenceline_kernel.fill import pad_pattern
 from fenceline_kernel.toolchain import WHEEL_ARCHS, Nvcc, arch_of, check_driver, find_nvcc, runs_on
-from kernel_package_cases import FillCase, PageCase, random_fill_case
+from kernel_package_cases import FillCase, PageCase, copy_launches, fill_launches, random_fill_case
+from kernel_surroundings import check, check_forgetting
 from page_pools import MIXED, Shape, bytes_of, device_pages, host_pages, make_pools
 
 from fenceline.mem_cache.host.page_copy import CudaCopier
@@ -783,3 +784,19 @@ def test_cases_are_not_trivial() -> None:
     assert any(f.src is not None and f.src.dim() == 2 and f.src.shape[1] < f.dst.shape[1] for f in sourced)
     assert any(f.src is not None and not f.src.is_contiguous() for f in sourced)
     assert isinstance(random_fill_case(0, "cpu"), FillCase)
+
+
+# --- what the kernels declare
+
+
+def test_fills_touch_what_they_declare(emulated: KernelLibrary) -> None:
+    for launch in fill_launches(emulated):
+        check(launch)
+        check_forgetting(launch)
+
+
+@pytest.mark.parametrize("io_backend", ["kernel", "direct"])
+def test_page_copies_touch_what_they_declare(emulated: KernelLibrary, io_backend: str) -> None:
+    for launch in copy_launches(emulated, io_backend):
+        check(launch)
+        check_forgetting(launch)

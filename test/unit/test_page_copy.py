@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from page_pools import MIXED, Shape, bytes_of, device_pages, host_pages, make_pools
 
+from fenceline.config.hicache import IoBackend
 from fenceline.config.server_args import MemLayout
 from fenceline.mem_cache.host.page_copy import PageCopier, Run, RunCopier, make_page_copier, runs_of
 from fenceline.mem_cache.kv_pool import KVRow
@@ -126,18 +127,41 @@ def test_the_io_backend_decides_who_uses_the_sms() -> None:
 # --- on the virtual GPU
 
 
+def test_a_copy_by_sms_is_one_launch_there_and_touches_the_pages_named() -> None:
+    """Other pages may be used on other streams meanwhile; those named may not, on either side."""
+    for busy, raced in ((3, False), (2, True)):
+        device = virtual("random", 0)
+        kv_pool, host_pool = make_pools(device, "page_first", Shape())
+        copier = make_page_copier(device, kv_pool, host_pool, "kernel")
+        device.synchronize()
+        with device.load.active():
+            kv_pool.parts[0][busy] = 1
+        copier.to_host(device.store, pages(2, 5), pages(3, 4))
+        device.host_access(host_pool.parts[0][5:6], True, "another page")
+        if raced:
+            with pytest.raises(RaceError, match=r"2\. copy_pages reads it on store"):
+                device.synchronize()
+        else:
+            device.synchronize()
+            copier.to_host(device.store, pages(2, 5), pages(3, 4))
+            with pytest.raises(RaceError, match=r"1\. copy_pages writes it on store"):
+                device.host_access(host_pool.parts[0][4:5], False, "this page")
+                device.synchronize()
+
+
 def virtual(policy: str, seed: int) -> VgpuDevice:
     return VgpuDevice(gpu=VirtualGpu(policy=policy, seed=seed))
 
 
+@pytest.mark.parametrize("io_backend", ["kernel", "direct"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("policy", "seed"), [("random", 0), ("random", 1), ("laziest", 0)])
 def test_on_the_virtual_gpu_lists_are_read_at_the_call_and_bytes_when_the_stream_gets_there(
-    layout: MemLayout, policy: str, seed: int
+    layout: MemLayout, policy: str, seed: int, io_backend: IoBackend
 ) -> None:
     device = virtual(policy, seed)
     kv_pool, host_pool = make_pools(device, layout, Shape())
-    copier = make_page_copier(device, kv_pool, host_pool, "direct")
+    copier = make_page_copier(device, kv_pool, host_pool, io_backend)
     before, expected = device_pages(kv_pool), host_pages(host_pool)
     taken, given_to = pages(3, 4, 5, 9), pages(0, 1, 2, 14)
     expected[given_to] = before[taken]
@@ -153,10 +177,11 @@ def test_on_the_virtual_gpu_lists_are_read_at_the_call_and_bytes_when_the_stream
     assert torch.equal(device_pages(kv_pool), before)
 
 
-def test_the_virtual_gpu_sees_a_store_that_does_not_wait_and_names_the_page() -> None:
+@pytest.mark.parametrize("io_backend", ["kernel", "direct"])
+def test_the_virtual_gpu_sees_a_store_that_does_not_wait_and_names_the_page(io_backend: IoBackend) -> None:
     device = virtual("random", 0)
     kv_pool, host_pool = make_pools(device, "page_first", Shape())
-    copier: PageCopier = make_page_copier(device, kv_pool, host_pool, "direct")
+    copier: PageCopier = make_page_copier(device, kv_pool, host_pool, io_backend)
     with device.forward.active():
         kv_pool.k(1)[8:12] = 1.0
     copier.to_host(device.store, pages(2), pages(3))

@@ -21,6 +21,7 @@ from fenceline.memory_order.access import Accesses, Memory
 from fenceline.memory_order.checker import OrderChecker
 from fenceline.memory_order.edges import EDGE_PARTS, EDGES, GUARDS, Guard, StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
+from fenceline.memory_order.kernel import KernelAccesses, declare_kernel
 from fenceline.memory_order.stream import NoChecker, Stream
 
 T = TypeVar("T")
@@ -57,6 +58,31 @@ class FillField:
     source: torch.Tensor | None  # [num_live, ...], contiguous, same dtype and row shape
     num_live: int
     pad: int | float
+
+
+def fill_each(fields: Sequence[FillField]) -> None:
+    """Write heads and tails by torch's operators, one or two a field."""
+    for field in fields:
+        if field.source is not None:
+            field.target[: field.num_live].copy_(field.source)
+        if field.num_live < len(field.target):
+            field.target[field.num_live :].fill_(field.pad)
+
+
+@declare_kernel
+def fill_rows(op: KernelAccesses, num_fields: int, *tensors: torch.Tensor | None) -> None:
+    """fenceline_kernel's ``FillPlan.fill``: one launch for all fields. First their targets, then their sources."""
+    for source in tensors[num_fields:]:
+        op.read(source)
+    for target in tensors[:num_fields]:
+        op.write(target)
+
+
+@declare_kernel
+def copy_words(op: KernelAccesses, source: torch.Tensor, host: torch.Tensor) -> None:
+    """fenceline_kernel's ``copy_words``: FORWARD writes results to pinned memory."""
+    op.read(source)
+    op.write(host)
 
 
 class Device(ABC):
@@ -148,11 +174,7 @@ class Device(ABC):
 
     def fill_rows(self, fields: Sequence[FillField]) -> None:
         """Write heads and tails on the current stream."""
-        for field in fields:
-            if field.source is not None:
-                field.target[: field.num_live].copy_(field.source)
-            if field.num_live < len(field.target):
-                field.target[field.num_live :].fill_(field.pad)
+        fill_each(fields)
 
     @property
     def writes_host(self) -> bool:

@@ -31,15 +31,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+Rows = torch.Tensor | npt.NDArray[np.int64] | None
+
 
 class KernelAccesses(Protocol):
-    """Takes the accesses of a launch. ``rows`` [N], integers on the device, name rows of the first axis (None: all
-    of them) and count as read themselves. A tensor that is None is an operand that this launch does not have."""
+    """Takes the accesses of a launch. ``rows`` [N] name rows of the first axis (None: all of them): integers on the
+    device, which count as read themselves, or on the host, where they are given with the launch. A tensor that is None
+    is an operand that this launch does not have. Tensors may be in pinned memory of the host."""
 
-    def read(self, tensor: torch.Tensor | None, rows: torch.Tensor | None = None) -> None:
+    def read(self, tensor: torch.Tensor | None, rows: Rows = None) -> None:
         """The kernel reads ``rows``, or a part of them."""
 
-    def write(self, tensor: torch.Tensor | None, rows: torch.Tensor | None = None) -> None:
+    def write(self, tensor: torch.Tensor | None, rows: Rows = None) -> None:
         """The kernel writes ``rows``, or a part of them. If it reads them as well, that is declared separately."""
 
     def read_tokens(

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from fenceline.memory_order import register_device
 from fenceline.memory_order.access import Accesses, Memory, PagedMemory, Rows, occupies_sm
-from fenceline.memory_order.device import Device, HostChannel, HostWorker
+from fenceline.memory_order.device import (
+    Device,
+    FillField,
+    HostChannel,
+    HostWorker,
+    copy_words,
+    fill_each,
+    fill_rows,
+)
 from fenceline.memory_order.edges import GRAPH_POOL, Edge, Guard, StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
 from fenceline.memory_order.stream import Point, Stream, applied_at
@@ -150,8 +159,21 @@ class VgpuDevice(Device):
     def make_channel(self) -> HostChannel[T]:
         return self.gpu.channel()
 
+    def fill_rows(self, fields: Sequence[FillField]) -> None:
+        """One launch, as with fenceline_kernel."""
+
+        def compute(num_fields: int, *tensors: torch.Tensor) -> None:
+            given = zip(fields, tensors[:num_fields], tensors[num_fields:], strict=True)
+            fill_each([replace(field, target=target, source=source) for field, target, source in given])
+
+        fill_rows.launch(compute, len(fields), *(f.target for f in fields), *(f.source for f in fields))
+
     def write_host(self, host: torch.Tensor, source: torch.Tensor) -> None:
-        self.forward.copy(host, source)
+        def compute(source: torch.Tensor, host: torch.Tensor) -> None:
+            host.copy_(source)
+
+        with self.forward.active():
+            copy_words.launch(compute, source, host)
 
     def _synchronize(self) -> None:
         self.gpu.synchronize_all()

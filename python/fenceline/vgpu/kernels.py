@@ -12,7 +12,10 @@ import numpy.typing as npt
 import torch
 
 from fenceline.memory_order.kernel import Compute, Kernel, register_launcher
+from fenceline.memory_order.kernel import Rows as KernelRows
 from fenceline.vgpu import backend
+from fenceline.vgpu.gpu import VirtualGpu
+from fenceline.vgpu.layout import layout_of
 from fenceline.vgpu.memory import Access, Bound
 from fenceline.vgpu.place import here
 from fenceline.vgpu.streams import Operation
@@ -64,47 +67,41 @@ def _bound(part: Rows) -> Bound:
 # --- declared kernels ------------------------------------------------------------------------------------
 
 
-class _Reads:
-    """What a launch reads in one of its parts, before its wait or after it."""
-
-    def __init__(self) -> None:
-        self.accesses: list[Access] = []
-        self.bounds: list[Bound] = []
-        self.tensors: set[int] = set()  # by identity
-
-    def add(self, tensor: VTensor, rows: torch.Tensor | None = None) -> None:
-        """All of ``tensor``, or ``rows`` of it, which are read too."""
-        part = tensor if rows is None else Rows(tensor, rows)
-        self.accesses.append(_access(part))
-        self.tensors.add(id(tensor))
-        if isinstance(part, Rows):
-            self.bounds.append(_bound(part))
-            assert isinstance(rows, VTensor), "an index lies on the device"
-            self.add(rows)
-
-
 class _Declared:
-    """The accesses that a declaration names for one launch: see ``KernelAccesses``."""
+    """The accesses that a declaration names for one launch on ``gpu``: see ``KernelAccesses``."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: VirtualGpu) -> None:
         self.ahead: _Reads | None = None
         self.reads = _Reads()
         self.writes: list[Access] = []
         self.bounds: list[Bound] = []
         self.starts_next = False
+        self._gpu = gpu
 
-    def read(self, tensor: torch.Tensor | None, rows: torch.Tensor | None = None) -> None:
+    def read(self, tensor: torch.Tensor | None, rows: KernelRows = None) -> None:
         if tensor is not None:
-            assert isinstance(tensor, VTensor), "a footprint lies on the device"
-            self.reads.add(tensor, rows)
+            self.reads.accesses.append(self._access(tensor, rows))
+            self.reads.tensors.add(id(tensor))
+            self._look_up(self.reads.bounds, tensor, rows)
 
-    def write(self, tensor: torch.Tensor | None, rows: torch.Tensor | None = None) -> None:
-        if tensor is None:
-            return
-        part = tensor if rows is None else Rows(tensor, rows)
-        self.writes.append(_access(part))
-        if isinstance(part, Rows):
-            self.bounds.append(_bound(part))
+    def write(self, tensor: torch.Tensor | None, rows: KernelRows = None) -> None:
+        if tensor is not None:
+            self.writes.append(self._access(tensor, rows))
+            self._look_up(self.bounds, tensor, rows)
+
+    def _access(self, tensor: torch.Tensor, rows: KernelRows) -> Access:
+        if isinstance(rows, np.ndarray):
+            rows = torch.from_numpy(rows)
+        if isinstance(tensor, VTensor):
+            return access(tensor, rows.plain if isinstance(rows, VTensor) else rows)
+        tag = self._gpu.pinned.find(tensor)
+        assert tag is not None, "a kernel reaches memory of the device, and pinned memory"
+        return Access(tag, layout_of(tensor), rows)
+
+    def _look_up(self, bounds: list[Bound], tensor: torch.Tensor, rows: KernelRows) -> None:
+        """Rows on the device have to be within bounds, and are read themselves."""
+        if isinstance(rows, torch.Tensor):
+            bounds.append(_bound(Rows(tensor, rows)))
             self.read(rows)
 
     def read_tokens(
@@ -123,9 +120,8 @@ class _Declared:
     def read_rows(
         self, tensor: torch.Tensor, rows: Callable[..., npt.NDArray[np.int64]], *operands: Any
     ) -> None:
-        assert isinstance(tensor, VTensor), "a footprint lies on the device"
         values = [operand.plain if isinstance(operand, VTensor) else operand for operand in operands]
-        self.reads.accesses.append(access(tensor)._replace(rows=partial(rows, *values)))
+        self.reads.accesses.append(self._access(tensor, None)._replace(rows=partial(rows, *values)))
         self.reads.tensors.add(id(tensor))
 
     def wait(self) -> None:
@@ -134,6 +130,15 @@ class _Declared:
 
     def start_dependents(self) -> None:
         self.starts_next = self.ahead is None
+
+
+class _Reads:
+    """What a launch reads in one of its parts, before its wait or after it."""
+
+    def __init__(self) -> None:
+        self.accesses: list[Access] = []
+        self.bounds: list[Bound] = []
+        self.tensors: set[int] = set()  # by identity
 
 
 def _token_slots(
@@ -157,9 +162,9 @@ def launch_declared(kernel: Kernel, compute: Compute, operands: tuple[Any, ...])
     What it reads before its wait is read when it begins, which may be before the preceding kernel has run; values that
     are not read again after the wait keep the value that they had then.
     """
-    declared = _Declared()
-    kernel.accesses(declared, *operands)
     gpu = next(operand.gpu for operand in operands if isinstance(operand, VTensor))
+    declared = _Declared(gpu)
+    kernel.accesses(declared, *operands)
     values = [operand.plain if isinstance(operand, VTensor) else operand for operand in operands]
     begun, reads, place = None, declared.reads, here()
     if declared.ahead is not None:

@@ -405,10 +405,12 @@ class Transfer:
     def ran(self, op: Operation) -> None:
         """See ``streams.Purpose``."""
         memories = self._tags.memories
-        if len(op.reads) != 1 or len(op.writes) != 1 or op.writes[0].tag not in memories:
+        if len(op.reads) != len(op.writes):
             return
-        source, target = memories[op.reads[0].tag], memories[op.writes[0].tag]
-        self.copy(op, source, source.slots(op.reads[0]), target, target.slots(op.writes[0]))
+        for read, write in zip(op.reads, op.writes, strict=True):
+            if write.tag in memories:
+                source, target = memories[read.tag], memories[write.tag]
+                self.copy(op, source, source.slots(read), target, target.slots(write))
 
     def copy(self, op: Operation, source: SlotMemory, a: I64, target: SlotMemory, b: I64) -> None:
         """Slots ``a`` of ``source`` have been copied to ``b`` of ``target``."""

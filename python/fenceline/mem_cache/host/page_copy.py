@@ -20,6 +20,7 @@ from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.kv_pool import KVPool, KVRow
 from fenceline.memory_order import Device, Stream
 from fenceline.memory_order.access import occupies_sm
+from fenceline.memory_order.kernel import KernelAccesses, declare_kernel, is_watched
 
 if TYPE_CHECKING:
     import fenceline_kernel
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Pages = npt.NDArray[np.int32]
+PageIds = npt.NDArray[np.int64]
 
 
 class PageCopier(ABC):
@@ -88,23 +90,33 @@ class RunCopier(PageCopier):
             # Loads do not: they run beside persistent attention.
             self._device.declare(stream.name, "backup of KV pages by kernels", occupies_sm)
         layers = range(self._kv_pool.num_layers) if layers is None else layers
-        for device_bytes, host_bytes in self._pieces(device_pages, host_pages, layers):
-            stream.copy(host_bytes, device_bytes)
+        self._submit(stream, device_pages, host_pages, layers, to_host=True)
 
     def to_device(self, stream: Stream, host_pages: Pages, device_pages: Pages, layers: range) -> None:
-        for device_bytes, host_bytes in self._pieces(device_pages, host_pages, layers):
-            stream.copy(device_bytes, host_bytes)
+        self._submit(stream, device_pages, host_pages, layers, to_host=False)
 
-    def _pieces(
-        self, device_pages: Pages, host_pages: Pages, layers: range
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(device, host) views uint8 [n, nbytes of a part] that make up the copy."""
+    def _submit(
+        self, stream: Stream, device_pages: Pages, host_pages: Pages, layers: range, to_host: bool
+    ) -> None:
+        for device_bytes, host_bytes in self._pieces(device_pages, host_pages, layers):
+            if to_host:
+                stream.copy(host_bytes, device_bytes)
+            else:
+                stream.copy(device_bytes, host_bytes)
+
+    def _check(self, device_pages: Pages, host_pages: Pages) -> None:
         _check(device_pages, self._kv_pool.num_pages, "device")
         _check(host_pages, self._host_pool.num_pages, "host")
         if len(device_pages) != len(host_pages):
             raise ValueError(
                 f"{len(device_pages)} device pages but {len(host_pages)} host pages: they go in pairs"
             )
+
+    def _pieces(
+        self, device_pages: Pages, host_pages: Pages, layers: range
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(device, host) views uint8 [n, nbytes of a part] that make up the copy."""
+        self._check(device_pages, host_pages)
         runs = [one for run in runs_of(device_pages, host_pages) for one in self._cut(run)]
         for part in self._kv_pool.layout.parts_of(layers):
             device_part, host_part = self._kv_pool.parts[part], self._host_pool.parts[part]
@@ -125,6 +137,48 @@ def _check(pages: Pages, num_pages: int, side: str) -> None:
         raise ValueError(
             f"{side} pages {int(pages.min())}..{int(pages.max())} are not all in 0..{num_pages - 1}"
         )
+
+
+@declare_kernel
+def copy_pages(
+    op: KernelAccesses, to_host: bool, device_pages: PageIds, host_pages: PageIds, *parts: torch.Tensor
+) -> None:
+    """fenceline_kernel's ``PagePools.copy`` by SMs: one launch, which takes the lists of pages with it. ``parts``: of
+    each layer's keys and values the pages [n, bytes] on the device and those on the host, in turns."""
+    for device_part, host_part in zip(parts[::2], parts[1::2], strict=True):
+        if to_host:
+            op.read(device_part, device_pages)
+            op.write(host_part, host_pages)
+        else:
+            op.read(host_part, host_pages)
+            op.write(device_part, device_pages)
+
+
+class LaunchedCopier(RunCopier):
+    """Copies by SMs on a device that watches its memory (the virtual GPU): one launch for each transfer, as by
+    ``CudaCopier``."""
+
+    def __init__(self, device: Device, kv_pool: KVPool, host_pool: HostPool) -> None:
+        super().__init__(device, kv_pool, host_pool, uses_sm=True, strided=True)
+
+    def _submit(
+        self, stream: Stream, device_pages: Pages, host_pages: Pages, layers: range, to_host: bool
+    ) -> None:
+        self._check(device_pages, host_pages)
+
+        def compute(to_host: bool, device_pages: PageIds, host_pages: PageIds, *parts: torch.Tensor) -> None:
+            for device_part, host_part in zip(parts[::2], parts[1::2], strict=True):
+                if to_host:
+                    host_part[host_pages] = device_part[device_pages]
+                else:
+                    device_part[device_pages] = host_part[host_pages]
+
+        numbers = self._kv_pool.layout.parts_of(layers)
+        parts = [pool.parts[part] for part in numbers for pool in (self._kv_pool, self._host_pool)]
+        if len(device_pages) > 0 and parts:
+            with stream.active():
+                lists = device_pages.astype(np.int64), host_pages.astype(np.int64)
+                copy_pages.launch(compute, to_host, *lists, *parts)
 
 
 class CudaCopier(PageCopier):
@@ -229,10 +283,12 @@ def make_page_copier(
     """The copier of ``--hicache-io-backend``: ``kernel`` copies by SMs, ``direct`` by the copy engine.
 
     On a GPU both need fenceline_kernel; without it ``direct`` falls back to torch's copies, one for each run of pages
-    and part, and ``kernel`` raises ``ValueError`` with the remedy. Elsewhere both copy alike, and ``kernel``
-    occupies the resource ``sm`` where one is watched.
+    and part, and ``kernel`` raises ``ValueError`` with the remedy. On the CPU both copy alike. On a device that
+    watches its memory ``kernel`` is one launch for each transfer, and occupies the resource ``sm``.
     """
     uses_sm = io_backend == "kernel"
+    if uses_sm and is_watched(device.torch_device):
+        return LaunchedCopier(device, kv_pool, host_pool)
     if device.kind != "cuda":
         return RunCopier(device, kv_pool, host_pool, uses_sm, strided=True)
     try:
