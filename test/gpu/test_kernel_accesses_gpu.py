@@ -11,22 +11,13 @@ from kernel_package_cases import copy_launches, fill_launches
 from kernel_surroundings import Launch, check
 
 from fenceline.layers.kernels import accesses
-from fenceline.layers.kernels.cuda_kernels import CudaProduct, _find_cuda_product
+from fenceline.layers.kernels.cuda_kernels import CudaProduct
 from fenceline.layers.kernels.skinny_gemm import Fusion
 from fenceline.layers.kernels.skinny_table import CudaConfig
 from fenceline.memory_order import open_device
 from fenceline.memory_order.device import copy_words
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(params=[False, True], ids=["plain", "pdl"])
-def pdl(request: pytest.FixtureRequest) -> bool:
-    """Programmatic dependent launch, where the GPU has it."""
-    wanted: bool = request.param
-    if wanted and torch.cuda.get_device_capability()[0] < 9:
-        pytest.skip("programmatic dependent launch needs compute capability 9")
-    return wanted
 
 
 def test_triton_kernels_touch_what_they_declare(pdl: bool) -> None:
@@ -38,14 +29,6 @@ def test_triton_kernels_touch_what_they_declare(pdl: bool) -> None:
         check(launch, "cuda", pdl)
         checked.add(launch.kernel.name)
     assert len(checked) == 13, checked
-
-
-@pytest.fixture(scope="module")
-def product() -> CudaProduct:
-    found = _find_cuda_product(torch.device("cuda"))
-    if found is None:
-        pytest.skip("fenceline_kernel cannot be used here")
-    return found
 
 
 @pytest.mark.parametrize("rows", [1, 3, 9])

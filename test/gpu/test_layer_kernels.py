@@ -28,15 +28,6 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 REFERENCE = TorchLayerKernels()
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "pdl"])
-def pdl(request: pytest.FixtureRequest) -> bool:
-    """Programmatic dependent launch, where the GPU has it."""
-    wanted: bool = request.param
-    if wanted and torch.cuda.get_device_capability()[0] < 9:
-        pytest.skip("programmatic dependent launch needs compute capability 9")
-    return wanted
-
-
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator(GPU).manual_seed(seed)
     return torch.randn(*shape, generator=generator, device=GPU).to(dtype)

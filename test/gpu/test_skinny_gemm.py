@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.layers.context import Shard, make_layer_context, torch_context
-from fenceline.layers.kernels.cuda_kernels import CudaProduct, _find_cuda_product
+from fenceline.layers.kernels.cuda_kernels import CudaProduct
 from fenceline.layers.kernels.skinny_gemm import Fusion, TritonConfig, skinny_linear
 from fenceline.layers.kernels.skinny_table import CudaConfig
 
@@ -32,14 +32,6 @@ TRITON_CUTS = (
     TritonConfig(16, 128, 4, 4),
     TritonConfig(32, 64, 8, 3, launch_pdl=False),
 )
-
-
-@pytest.fixture(scope="module")
-def product() -> CudaProduct:
-    found = _find_cuda_product(torch.device("cuda"))
-    if found is None:
-        pytest.skip("fenceline_kernel cannot be used here")
-    return found
 
 
 def random(*shape: int, scale: float = 1.0) -> torch.Tensor:

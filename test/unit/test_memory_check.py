@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from recording_device import RecordingDevice
+from ring_transfers import ring_transfers
 from scheduler_driver import Driver, answers, make_model_driver, request
 from tiny_model import tiny_driver, tiny_requests
 
@@ -34,39 +35,19 @@ def open_checked(kind: str, severed: frozenset[str] = frozenset()) -> Device:
     return device
 
 
-def transfers(device: Device) -> None:
-    """Uploads that nobody waits for, then results that are taken late: every edge of the rings is needed."""
-    inputs, results, small = InputRing(device), ResultRing(device), ResultRing(device, small_by_forward=True)
-    pending = []
-    with torch.inference_mode():
-        for step in range(5):
-            for part in range(3):
-                views = inputs.upload({"x": np.array([step * 10 + part], dtype=np.int64)})
-            with device.forward.active():
-                doubled = views["x"] * 2
-            # COPY comes after FORWARD: whoever has waited for it need not wait for FORWARD.
-            pending.append((small.download({"y": doubled}), results.download({"y": doubled})))
-            if len(pending) == 2:
-                for lease in pending.pop(0):
-                    lease.wait()
-        for lease in pending.pop():
-            lease.wait()
-    device.synchronize()
-
-
 DEVICES = ["cpu", "recording", "vgpu"]
 
 
 @pytest.mark.parametrize("kind", DEVICES)
 def test_the_rings_are_silent(kind: str) -> None:
-    transfers(open_checked(kind))
+    ring_transfers(open_checked(kind))
 
 
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("edge", RING_EDGES, ids=lambda edge: edge.name)
 def test_a_severed_edge_is_named(edge, kind: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(OrderError) as caught:
-        transfers(open_checked(kind, frozenset({edge.name})))
+        ring_transfers(open_checked(kind, frozenset({edge.name})))
     error = caught.value
     assert error.edges == (edge.name,) and error.hazard in edge.hazards
     assert "_ring." in error.memory and f"missing edge: {edge.name}" in str(error)

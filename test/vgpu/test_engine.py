@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import numpy as np
 import pytest
-import torch
+from ring_transfers import ring_transfers
 from scheduler_driver import answers
 from tiny_model import tiny_driver, tiny_requests
 
-from fenceline.memory_order import InputRing, ResultRing
 from fenceline.memory_order.edges import RING_EDGES
 from fenceline.vgpu import Script, Turn, VgpuDevice, VgpuError, VirtualGpu
 
@@ -66,30 +64,10 @@ def test_a_seed_and_a_trace_repeat_a_run_of_the_engine() -> None:
     assert run(VirtualGpu(policy=Script(first[1]), collect=True)) == first
 
 
-def transfers(device: VgpuDevice) -> list[int]:
-    """Uploads that nobody waits for, then results that are taken late: every edge of the rings is needed."""
-    inputs, results, small = InputRing(device), ResultRing(device), ResultRing(device, small_by_forward=True)
-    taken: list[int] = []
-    pending = []
-    with torch.inference_mode():
-        for step in range(6):
-            for part in range(3):
-                views = inputs.upload({"x": np.array([step * 10 + part], dtype=np.int64)})
-            with device.forward.active():
-                doubled = views["x"] * 2
-            # COPY comes after FORWARD: whoever has waited for it need not wait for FORWARD.
-            pending.append((small.download({"y": doubled}), results.download({"y": doubled})))
-            if len(pending) == 2:
-                taken += [value for lease in pending.pop(0) for value in lease.wait()["y"].tolist()]
-        taken += [value for lease in pending.pop() for value in lease.wait()["y"].tolist()]
-    device.synchronize()
-    return taken
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_rings_are_silent(policy: str) -> None:
     for seed in range(5):
-        assert transfers(VgpuDevice(gpu=VirtualGpu(seed=seed, policy=policy))) == [
+        assert ring_transfers(VgpuDevice(gpu=VirtualGpu(seed=seed, policy=policy))) == [
             value for value in (4, 24, 44, 64, 84, 104) for _ in range(2)
         ]
 
@@ -99,7 +77,7 @@ def test_the_rings_are_silent(policy: str) -> None:
 def test_without_an_edge_the_detector_names_it(edge: str, policy: str) -> None:
     for seed in range(3):
         gpu = VirtualGpu(seed=seed, policy=policy, collect=True)
-        transfers(VgpuDevice(frozenset({edge}), gpu))
+        ring_transfers(VgpuDevice(frozenset({edge}), gpu))
         cause = min(gpu.races, key=lambda race: race.order, default=None)
         assert cause is not None, f"{policy} {seed}: silent without {edge}"
         assert cause.edge == edge, str(cause)

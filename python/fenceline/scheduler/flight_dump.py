@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -44,6 +45,21 @@ _PARAMS = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
     "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
+
+
+def read_dump(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``. Raises ValueError, one line, for anything that is not a dump of this version."""
+    try:
+        dump = orjson.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from error
+    if not isinstance(dump, dict) or dump.get("format") != FORMAT:
+        raise ValueError(f"{path}: not a flight recorder's dump")
+    if dump.get("version") != VERSION:
+        raise ValueError(f"{path}: version {dump.get('version')} of the format; this program reads {VERSION}")
+    return dump
 
 
 def dump_json(recorder: FlightRecorder, reason: str) -> bytes:

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from fenceline.memory_order.edges import StreamName, pages_edge
-from fenceline.scheduler.flight_dump import FORMAT, VERSION
+from fenceline.scheduler.flight_dump import read_dump
 
 Json = Mapping[str, Any]
 
@@ -25,21 +25,6 @@ _HOST, _FORWARD = StreamName.HOST.value, StreamName.FORWARD.value
 # Microseconds of the trace: from launch to launch, a launch, a step whose results the next launch waits for, and what
 # else the host does. Where the host did a great deal between two launches, they lie further apart.
 _STEP, _LAUNCH, _WAITED, _BRIEF = 1000, 100, 500, 20
-
-
-def read_dump(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``. Raises ValueError, one line, for anything that is not a dump of this version."""
-    try:
-        dump = orjson.loads(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from error
-    if not isinstance(dump, dict) or dump.get("format") != FORMAT:
-        raise ValueError(f"{path}: not a flight recorder's dump")
-    if dump.get("version") != VERSION:
-        raise ValueError(f"{path}: version {dump.get('version')} of the format; this program reads {VERSION}")
-    return dump
 
 
 def trace_of(dump: Json) -> dict[str, Any]:

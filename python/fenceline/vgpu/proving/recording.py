@@ -29,7 +29,7 @@ from fenceline.model_executor.step import (
 )
 from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.sampling.sampling_params import SamplingParams
-from fenceline.scheduler.flight_dump import FORMAT, VERSION
+from fenceline.scheduler.flight_dump import read_dump
 from fenceline.vgpu.proving.script import Flags
 from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
 
@@ -113,17 +113,7 @@ class Recording:
 
 def read_recording(path: Path, last: int | None = None) -> Recording:
     """The dump in ``path``, or its ``last`` steps. Raises ValueError, one line, for anything that is not a dump."""
-    try:
-        dump = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from error
-    if not isinstance(dump, dict) or dump.get("format") != FORMAT:
-        raise ValueError(f"{path}: not a flight recorder's dump")
-    if dump.get("version") != VERSION:
-        raise ValueError(f"{path}: version {dump.get('version')} of the format; this program reads {VERSION}")
-    return _Reader(dump, last).recording()
+    return _Reader(read_dump(path), last).recording()
 
 
 class _Reader:
