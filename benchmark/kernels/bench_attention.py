@@ -1,6 +1,7 @@
 """Compares attention kernels: microseconds of one layer, in a graph's replay.
 
     python benchmark/kernels/bench_attention.py [--models 0.6B 8B] [--page-size 1]
+    OMP_NUM_THREADS=1 python benchmark/kernels/bench_attention.py --device cpu     # the demo model's heads, float32
 
 For decode, which reads its keys and values once, the table also has the bytes per second; for extend the TFLOP/s of the
 causal half.
@@ -25,7 +26,7 @@ from fenceline.layers.attention.backends import (
 from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.attention.fa3_backend import Fa3AttentionBackend
 from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend
-from fenceline.layers.attention.triton_backend import TritonAttentionBackend
+from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.forward_batch import ForwardMode
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 from fenceline.memory_order import Device, open_device
@@ -49,9 +50,21 @@ EXTEND = [
 NUM_LAYERS = 8
 CONTEXT_LENGTH = 32768
 
+# The demo model's heads in what is hard for a CPU: many long requests, with prompts of their own or the same one.
+DEMO = Heads(4, 2, 64)
+CPU_DECODE = [
+    MeasuredBatch(*shape) for shape in ((1, 100), (64, 100), (1, 3900), (114, 3900), (114, 3900, 0, 3840))
+]
+CPU_EXTEND = [
+    MeasuredBatch(*shape)
+    for shape in ((1, 128), (1, 4028, 3900), (8, 3916, 3900), (118, 3900, 3899), (118, 3900, 3899, 3840))
+]
+
 
 def backends(setting: AttentionSetting, mode: ForwardMode) -> dict[str, Callable[[], AttentionBackend]]:
     """The backends that are compared in steps of that kind."""
+    from fenceline.layers.attention.triton_backend import TritonAttentionBackend  # needs Triton
+
     pool, device, heads = setting.kv_pool, setting.device, setting.num_heads
 
     def flashinfer(prefill: str | None = None, tensor_cores: bool | None = None) -> AttentionBackend:
@@ -109,6 +122,27 @@ def compare(name: str, heads: Heads, page_size: int, device: Device) -> None:
         print(f"  {'':24}", " | ".join(shapes), flush=True)
 
 
+def on_cpu(page_size: int) -> None:
+    """Print how long the CPU takes: a layer's attention, without the plan, which all layers share."""
+    device = open_device("cpu")
+    pool = KVPool(
+        120 * 4096 // page_size,
+        KVLayout.uniform(page_size, 1, DEMO.kv, DEMO.head_dim, torch.float32),
+        device.torch_device,
+    )
+    pool.k(0).normal_()
+    pool.v(0).normal_()
+    # More than a graph's plan would take: a CPU has no graphs.
+    setting = AttentionSetting(pool, device, DEMO.queries, 16384)
+    for mode, batches in ((ForwardMode.DECODE, CPU_DECODE), (ForwardMode.EXTEND, CPU_EXTEND)):
+        for batch in batches:
+            us = measure_us(TorchAttentionBackend(pool), setting, mode, batch)
+            shape = f"{batch.num_requests} x {batch.num_tokens}"
+            shape += f", {batch.prefix_len} cached" * bool(batch.prefix_len)
+            shape += f", {batch.shared_len} of them shared" * bool(batch.shared_len)
+            print(f"{mode.value:6} {shape:45} {us / 1e3:8.2f} ms", flush=True)
+
+
 def plan_cost(device: Device) -> None:
     """The CPU time of planning a decode step, which the kernels' times do not contain."""
     heads = MODELS["8B"]
@@ -135,7 +169,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
+    if args.device == "cpu":
+        with torch.inference_mode():
+            on_cpu(args.page_size)
+        return
     device = open_device("cuda")
     for name in args.models:
         compare(name, MODELS[name], args.page_size, device)

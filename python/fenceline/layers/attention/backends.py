@@ -44,11 +44,13 @@ class AttentionSetting:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredBatch:
-    """Requests of ``num_tokens`` each. In EXTEND all of them are new except a prefix, in DECODE only the last is."""
+    """Requests of ``num_tokens`` each. In EXTEND all of them are new except a prefix, in DECODE only the last is. The
+    whole pages of the first ``shared_len`` tokens are the same for all requests."""
 
     num_requests: int
     num_tokens: int
     prefix_len: int = 0
+    shared_len: int = 0
 
 
 BATCHES: Mapping[ForwardMode, MeasuredBatch] = {
@@ -242,7 +244,7 @@ def _step(
     num_heads = setting.num_heads
     qkv = torch.randn(num_queries, num_heads + 2 * num_kv_heads, head_dim, device=keys.device).to(keys.dtype)
     q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    plan = _plan(backend, setting, mode, batch.num_requests, seq_len, query_len)
+    plan = _plan(backend, setting, mode, batch, seq_len, query_len)
     num_calls = min(max(pool.num_layers, _NUM_CALLS[0]), _NUM_CALLS[1])
 
     def step() -> None:
@@ -257,16 +259,18 @@ def _plan(
     backend: AttentionBackend,
     setting: AttentionSetting,
     mode: ForwardMode,
-    num_requests: int,
+    batch: MeasuredBatch,
     seq_len: int,
     query_len: int,
 ) -> AttentionPlan:
-    pool = setting.kv_pool
+    pool, num_requests = setting.kv_pool, batch.num_requests
     torch_device = pool.k(0).device
     columns = -(-setting.context_length // pool.page_size)
     # Distinct pages as far as the pool has them, so that no request finds another's keys in the L2 cache.
     pages = torch.arange(num_requests * columns, device=torch_device) % (pool.num_pages - 1) + 1
     page_table = pages.view(num_requests, columns).int()
+    num_shared = batch.shared_len // pool.page_size
+    page_table[:, :num_shared] = page_table[:1, :num_shared]
     rows = torch.arange(num_requests, device=torch_device)
     seq_lens = torch.full((num_requests,), seq_len, dtype=torch.int64, device=torch_device)
     lens_cpu = np.full(num_requests, seq_len, dtype=np.int64)
