@@ -187,14 +187,23 @@ def requests_of(step):  # type: ignore[no-untyped-def]
 
 
 def decode(step, num_workers: int = 3, workspace=None, queries=None, launch_pdl=False) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    """One launch with blocks of 16 tokens; the workspace must be as it was before."""
-    from fenceline.layers.kernels.decode_attention import DecodeConfig, DecodeWorkspace, decode_attention
+    """One launch with blocks of 16 tokens, of as many queries as each request has, a chain; the workspace must be as it
+    was before."""
+    from fenceline.layers.kernels.decode_attention import (
+        DecodeConfig,
+        DecodeWorkspace,
+        decode_attention,
+        query_tiles,
+    )
 
     keys, values = step.pool.k(1), step.pool.v(1)
-    workspace = workspace or DecodeWorkspace(keys.shape[1], keys.shape[2], 8, keys.device)
+    num_queries, num_heads, _ = step.queries[0].shape
+    tiles = query_tiles(num_queries * num_heads // keys.shape[1])
+    workspace = workspace or DecodeWorkspace(keys.shape[1], keys.shape[2], 8, keys.device, tiles)
+    tree = QueryTree(num_queries, num_queries)
     config = DecodeConfig(16, num_workers, 4, 2, launch_pdl)
     queries = torch.cat(step.queries) if queries is None else queries
-    output = decode_attention(queries, keys, values, requests_of(step), SCALE, workspace, config)
+    output = decode_attention(queries, keys, values, requests_of(step), SCALE, workspace, config, tree)
     assert not workspace.num_done.any()
     return output
 

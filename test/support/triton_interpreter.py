@@ -136,6 +136,7 @@ def compile_kernel(
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
     types |= dict.fromkeys(("page_table_ptr", "num_done_ptr", "query_starts_ptr"), "*i32")
     types |= dict.fromkeys(("rows_ptr", "seq_lens_ptr", "ancestors_ptr", "positions", "out_slots"), "*i64")
+    types |= dict.fromkeys(("slots", "path", "counts", "addresses", "num_words"), "*i64")
     types |= dict.fromkeys(("qkv", "q_weight", "k_weight", "k_cache", "v_cache"), "*bf16")
     types |= {"table": "*fp32", "eps": "fp32"}
     types |= dict.fromkeys(("partial_ptr", "stats_ptr"), "*fp32") | {"scale_log2": "fp32"}

@@ -392,7 +392,11 @@ def check_impossible_batches_are_refused() -> None:
 def compile_for(arch: str) -> None:
     """The kernels as an 8B model uses them, down to machine code, with at most a GPU's shared memory."""
     from fenceline.layers.kernels import decode_attention, extend_attention
+    from fenceline.speculative import kv_rows_triton
 
+    moved = compile_kernel(kv_rows_triton._move_kernel, {"STEPS": 8, "BLOCK": 512}, arch, 4, 1, False)
+    gathers, scatters = moved.split("bar.sync")  # one thread's targets are others' sources
+    assert "st.global" not in gathers and "ld.global" not in scatters
     common = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "GROUP": 4, "PAGE_SIZE": 1, "BATCH_PAD": 64, "BLOCK_N": 64}
     pdl = arch != "sm_80"
     decode = {"NUM_WORKERS": 33, "MERGE": 16, "PDL": pdl, "NUM_PREFETCHED": 2 if pdl else 0}

@@ -44,10 +44,11 @@ def test_machine_code(name: str, compiled: dict[str, str]) -> None:
 
 
 def check_nothing_of_the_kernel_in_front_is_read_before_the_wait() -> None:
-    """The preceding kernel has written q and each request's last slot only when a worker's wait is over; all that is
-    fetched before is there by then, and of the requests: no column past an end is followed."""
-    for page_size, batch in ((1, [50]), (1, [37, 1, 33]), (64, [64, 65])):
-        step = case(batch, [1] * len(batch), page_size, (4, 2))
+    """The preceding kernel has written q and the queries' slots only when a worker's wait is over; all that is fetched
+    before is there by then, and of the requests: no column past an end is followed."""
+    batches = ((1, [50], 1), (1, [37, 1, 33], 1), (64, [64, 65], 1), (1, [50], 5), (16, [37, 4, 33], 4))
+    for page_size, batch, num_queries in batches:
+        step = case(batch, [num_queries] * len(batch), page_size, (4, 2))
         spoil(step)
         alone = decode(step, 5)
         fetched = _Fetched(step)
@@ -57,8 +58,8 @@ def check_nothing_of_the_kernel_in_front_is_read_before_the_wait() -> None:
         assert fetched.num_waits == 2 * 5, "every worker waits: kernels behind count on it"
         if batch != [50]:
             continue
-        bytes_of_all = 2 * (batch[0] - 1) * 2 * 16 * 4  # keys and values of two heads
-        assert len(fetched.sectors) * 32 == bytes_of_all, "all but the last token, and nothing twice"
+        bytes_of_all = 2 * (batch[0] - num_queries) * 2 * 16 * 4  # keys and values of two heads
+        assert len(fetched.sectors) * 32 == bytes_of_all, "all but the queries, and nothing twice"
 
 
 class _Fetched:
@@ -68,9 +69,10 @@ class _Fetched:
         size = step.pool.page_size
         self.queries = torch.cat(step.queries)
         self._outputs = [self.queries]
-        for row, length in zip(step.rows, step.seq_lens, strict=True):
-            slot = int(step.page_table[row, (length - 1) // size]) * size + (length - 1) % size
-            self._outputs += [step.pool.k(1)[slot], step.pool.v(1)[slot]]
+        for row, length, new in zip(step.rows, step.seq_lens, step.query_lens, strict=True):
+            for at in range(length - new, length):
+                slot = int(step.page_table[row, at // size]) * size + at % size
+                self._outputs += [step.pool.k(1)[slot], step.pool.v(1)[slot]]
         self._written = [output.clone() for output in self._outputs]
         caches = (step.pool.k(1), step.pool.v(1))
         self._ranges = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in caches]

@@ -66,8 +66,8 @@ def _follow_chain(tree: DraftTree, draws: torch.Tensor, num_steps: int) -> tuple
 def _follow_tree(tree: DraftTree, draws: torch.Tensor, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`_follow_chain`."""
     assert tree.parents is not None
-    # Nodes whose token the target has drawn at their parent.
-    agrees = (tree.token_ids == draws.gather(1, tree.parents.clamp(min=0))) & (tree.parents >= 0)
+    # Nodes whose token the target has drawn at their parent. The root, whatever this says of it, is nobody's child.
+    agrees = tree.token_ids == draws.gather(1, tree.parents.clamp(min=0))
     parents = torch.where(agrees & _may_go_on(tree), tree.parents, -1)
     node = torch.zeros_like(draws[:, :1])
     alive = torch.ones_like(node, dtype=torch.bool)

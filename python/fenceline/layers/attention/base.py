@@ -41,7 +41,8 @@ class AttentionBackend(ABC):
 
     def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
         """A plan for a few queries of each request, of a chain or a tree, that a graph can capture and eager steps can
-        use; None if this backend has none. Call it outside captures, and ``prepare`` at the beginning of each step.
+        use; None if this backend has none. The first plan of a shape may allocate, so it is made outside captures.
+        ``prepare`` is called at the beginning of each step.
 
         A backend whose plan is made on the host from lengths cannot serve here, for the host learns the lengths of
         speculative steps one step late: so FlashInfer (its kernels split the keys by a plan, and its packed mask covers

@@ -14,7 +14,13 @@ import torch
 from fenceline.layers.attention.backends import AttentionSetting, register_attention_backend
 from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
-from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
+from fenceline.layers.forward_batch import (
+    AttentionInputs,
+    AttentionPlan,
+    ForwardMode,
+    GraphDecodeInputs,
+    VerifyInputs,
+)
 from fenceline.layers.kernels import accesses
 from fenceline.memory_order.kernel import is_watched
 
@@ -64,6 +70,20 @@ class LaunchedAttentionBackend(AttentionBackend):
 
         return None if self._reference.plan_graph(inputs) is None else _Plan(self, inputs, plan_again)
 
+    def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
+        """See ``AttentionBackend.plan_verify``."""
+
+        def plan_again(pool: _Layer, *tensors: torch.Tensor) -> AttentionPlan:
+            page_table, rows, seq_lens, ancestors = tensors
+            tree = replace(inputs.tree, ancestors=ancestors)
+            given = replace(inputs, page_table=page_table, rows=rows, seq_lens=seq_lens, tree=tree)
+            plan = TorchAttentionBackend(pool).plan_verify(given)  # type: ignore[arg-type]
+            assert plan is not None
+            plan.prepare()
+            return plan
+
+        return _Plan(self, inputs, plan_again)
+
 
 class _Layer:
     """A KV pool of one layer, on the CPU."""
@@ -82,7 +102,7 @@ class _Plan(AttentionPlan):
     def __init__(
         self,
         backend: LaunchedAttentionBackend,
-        inputs: AttentionInputs | GraphDecodeInputs,
+        inputs: AttentionInputs | GraphDecodeInputs | VerifyInputs,
         plan_again: Callable[..., AttentionPlan],
     ) -> None:
         self._backend, self._inputs, self._plan_again = backend, inputs, plan_again
@@ -105,7 +125,7 @@ class _Plan(AttentionPlan):
         def decode(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *rest: torch.Tensor
         ) -> None:
-            attend(out, _Layer(k, v, pool.page_size), q, *rest[:3])
+            attend(out, _Layer(k, v, pool.page_size), q, *rest[:3], *rest[7:8])
 
         def extend(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, _: None, *rest: torch.Tensor
@@ -118,12 +138,18 @@ class _Plan(AttentionPlan):
             accesses.extend_attention.launch(extend, q, *caches, out, None, *requests, starts, pool.page_size)
         else:
             work = self._backend.workspace
-            accesses.decode_attention.launch(decode, q, *caches, out, *requests, *work, pool.page_size)
+            tree = (
+                (inputs.tree.ancestors, inputs.tree.num_queries) if isinstance(inputs, VerifyInputs) else ()
+            )
+            operands = (q, *caches, out, *requests, *work, pool.page_size, *tree)
+            accesses.decode_attention.launch(decode, *operands)
         return out
 
 
 def _new_tokens(
-    layer: _Layer, inputs: AttentionInputs | GraphDecodeInputs, tensors: tuple[torch.Tensor, ...]
+    layer: _Layer,
+    inputs: AttentionInputs | GraphDecodeInputs | VerifyInputs,
+    tensors: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
     """Slots of the step's own tokens, which have been written to the pool before."""
     assert isinstance(inputs, AttentionInputs)

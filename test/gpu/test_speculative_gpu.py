@@ -1,0 +1,126 @@
+"""The arithmetic of a speculative step in CUDA graphs: replays compute what the CPU computes, so no function asks the
+host; and moves of accepted rows, at the shapes of real models."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fenceline.mem_cache.kv_pool import KVLayout, KVPool, keys_and_values
+from fenceline.speculative.accept import accept
+from fenceline.speculative.kv_rows import KVMover, node_slots
+from fenceline.speculative.refuse import check_draft, refuse_bad
+from fenceline.speculative.tree import build_chain, build_tree, first_candidates, more_candidates
+
+pytestmark = pytest.mark.gpu
+
+Inputs = dict[str, torch.Tensor]
+
+
+def inputs_of(seed: int, batch: int, topk: int, num_steps: int, num_nodes: int) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 3, shape, generator=generator)
+
+    return {
+        "roots": ints(batch),
+        "seq_lens": ints(batch) * 50,
+        "rows": torch.randperm(batch + 1, generator=generator)[:batch],
+        "draws": ints(batch, num_nodes),
+        "ids": torch.where(torch.rand(num_steps, batch, topk, topk, generator=generator) < 0.002, -5, 0)
+        + ints(num_steps, batch, topk, topk),
+        # Few values: equal scores must be told apart in the same way on both.
+        "logprobs": -ints(num_steps, batch, topk, topk) / 2.0,
+    }
+
+
+def step(given: Inputs, num_nodes: int, num_refused: torch.Tensor) -> list[torch.Tensor]:
+    num_steps = len(given["ids"])
+    is_bad = given["rows"] < 0
+    candidates = None
+    for ids, logprobs in zip(given["ids"], given["logprobs"], strict=True):
+        ids, logprobs, is_bad = check_draft(ids, logprobs, 3, is_bad)
+        if candidates is None:
+            candidates = first_candidates(ids[:, 0], logprobs[:, 0])
+        else:
+            candidates = more_candidates(candidates, ids, logprobs)
+    assert candidates is not None
+    if given["ids"].shape[2] == 1:
+        tree = build_chain(given["roots"], given["seq_lens"], candidates.token_ids)
+    else:
+        tree = build_tree(given["roots"], given["seq_lens"], candidates, num_nodes)
+    tree = refuse_bad(tree, is_bad, given["rows"], num_refused)
+    accepted = accept(tree, given["draws"], num_steps)
+    results = [tree.token_ids, tree.positions, is_bad, accepted.token_ids, accepted.counts, accepted.path]
+    if tree.parents is not None and tree.ancestors is not None:
+        results += [tree.parents, tree.ancestors]
+    return [*results, accepted.last_tokens, num_refused.clone()]
+
+
+@pytest.mark.parametrize(
+    ("batch", "topk", "num_steps", "num_nodes"), [(1, 1, 3, 4), (32, 1, 5, 6), (7, 4, 3, 8), (64, 8, 6, 64)]
+)
+def test_replays_of_a_step_equal_the_cpu(batch: int, topk: int, num_steps: int, num_nodes: int) -> None:
+    given = {name: tensor.cuda() for name, tensor in inputs_of(0, batch, topk, num_steps, num_nodes).items()}
+    num_refused = torch.zeros((), dtype=torch.int64, device="cuda")
+    step(given, num_nodes, num_refused)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(given, num_nodes, num_refused)
+    for seed in range(20):
+        plain = inputs_of(seed, batch, topk, num_steps, num_nodes)
+        for name, tensor in plain.items():
+            given[name].copy_(tensor)
+        num_refused.fill_(seed)
+        graph.replay()
+        for left, right in zip(results, step(plain, num_nodes, torch.tensor(seed)), strict=True):
+            assert torch.equal(left.cpu(), right)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(("batch", "num_nodes", "width"), [(1, 4, 4), (32, 26, 6), (64, 64, 17)])
+def test_moves(batch: int, num_nodes: int, width: int, page_size: int) -> None:
+    """Many paths that overlap, by one launch in a graph; the target's layers and a draft's, which differ."""
+    layers = (
+        *(keys_and_values(8, 128, torch.bfloat16),) * 36,
+        keys_and_values(2, 64, torch.bfloat16),
+        keys_and_values(1, 3, torch.float32),
+    )
+    columns = -(-(100 + num_nodes) // page_size)
+    pool = KVPool(batch * columns + 1, KVLayout(page_size, layers), torch.device("cuda"))
+    parts = [tensor for _, tensor in pool.tensors()]
+    table = (torch.randperm(batch * columns) + 1).view(batch, columns).int()
+    table = torch.cat([torch.zeros(1, columns, dtype=torch.int32), table]).cuda()
+    rows = (torch.randperm(batch) + 1).cuda()
+    seq_lens = torch.zeros(batch, dtype=torch.int64, device="cuda")
+    path, counts = torch.zeros(batch, width, dtype=torch.int64, device="cuda"), torch.ones_like(seq_lens)
+    mover = KVMover(parts)
+
+    def submit() -> None:
+        mover.move(node_slots(table, rows, seq_lens, num_nodes, page_size), path, counts)
+
+    submit()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        submit()
+    random = np.random.default_rng(page_size)
+    for _ in range(5):
+        seq_lens.copy_(torch.from_numpy(random.integers(0, 100, batch)))
+        counts.copy_(torch.from_numpy(random.integers(1, width + 1, batch)))
+        paths = [[0, *(np.sort(random.permutation(num_nodes - 1)[: width - 1]) + 1)] for _ in range(batch)]
+        path.copy_(torch.tensor(np.array(paths)))
+        for part in parts:
+            part.copy_(torch.randn(part.shape, device="cuda"))
+        expected = [part.clone() for part in parts]
+        slots = node_slots(table, rows, seq_lens, num_nodes, page_size).view(batch, num_nodes)
+        inside = torch.arange(width, device="cuda") < counts[:, None]
+        source, target = slots.gather(1, path)[inside], slots[:, :width][inside]
+        for before, after in zip(parts, expected, strict=True):
+            after[target] = before[source]
+        graph.replay()
+        for part, after in zip(parts, expected, strict=True):
+            assert torch.equal(part, after)
