@@ -82,12 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _plan(args: argparse.Namespace, parser: argparse.ArgumentParser, bar: tqdm) -> Plan:
     from fenceline.vgpu.proving.arms import all_arms
     from fenceline.vgpu.proving.campaign import Plan
+    from fenceline.vgpu.proving.processes import PROCESSES
     from fenceline.vgpu.proving.small_workloads import SMALL_WORKLOADS
     from fenceline.vgpu.proving.workloads import WORKLOADS
 
     workloads = SMALL_WORKLOADS if args.exhaustive else WORKLOADS
-    if args.workload is not None and args.workload not in workloads:
-        parser.error(f"--workload {args.workload}: choose one of {', '.join(workloads)}")
+    names = list(workloads) if args.exhaustive else [*workloads, PROCESSES]
+    if args.workload is not None and args.workload not in names:
+        parser.error(f"--workload {args.workload}: choose one of {', '.join(names)}")
+    if args.workload == PROCESSES and (args.edge is not None or args.blind):
+        parser.error(f"--workload {PROCESSES}: goes without --edge and --blind")
     if args.exhaustive and (args.edge is not None or args.write_docs):
         parser.error("--exhaustive: goes without --edge and --write-docs")
     arms = _arms(args, parser) if args.edge is not None else [] if args.workload else all_arms()

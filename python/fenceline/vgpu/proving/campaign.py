@@ -19,6 +19,7 @@ from fenceline.vgpu.proving.arms import Arm, Row, judge, unarmed_rows
 from fenceline.vgpu.proving.branches import measured
 from fenceline.vgpu.proving.events import EVENTS
 from fenceline.vgpu.proving.everything import EVERYTHING
+from fenceline.vgpu.proving.processes import PROCESSES
 from fenceline.vgpu.proving.runs import Outcome, Trial, run
 from fenceline.vgpu.proving.table import Proof
 from fenceline.vgpu.proving.workloads import WORKLOADS
@@ -78,6 +79,8 @@ def carry_out(plan: Plan) -> Proof:
     started = time.monotonic()
     tally, proof = _Tally(), Proof()
     intact = islice(_intact_trials(plan), plan.num_intact)
+    # One run in processes of its own, where the proof is whole: it takes as long as twenty others.
+    served = [Trial(PROCESSES, plan.first_seed)] if plan.with_unarmed and plan.detect else []
     if plan.with_branches:
         with measured() as branches:
             for trial in islice(intact, _MEASURED_ROUNDS * len(plan.workloads)):
@@ -87,7 +90,7 @@ def carry_out(plan: Plan) -> Proof:
     severed = (
         arm.trial(plan.first_seed + i, plan.detect) for i in range(plan.num_per_arm) for arm in plan.arms
     )
-    for outcome in _outcomes(chain(severed, intact), plan):
+    for outcome in _outcomes(chain(served, severed, intact), plan):
         tally.add(outcome)
         plan.progress(1)
     if tally.num_everything >= _RUNS_FOR_EVENTS:
@@ -185,7 +188,7 @@ def _intact_trials(plan: Plan) -> Iterator[Trial]:
     """Round by round: first one run of each workload, then as many as its share says."""
     for round_no in count():
         for name in plan.workloads:
-            seeds = 1 if round_no < _MEASURED_ROUNDS else WORKLOADS[name].share
+            seeds = 1 if round_no < _MEASURED_ROUNDS or name == PROCESSES else WORKLOADS[name].share
             for i in range(seeds):
                 yield Trial(name, plan.first_seed + round_no * 10 + i, detect=plan.detect)
 

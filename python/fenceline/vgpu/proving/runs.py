@@ -21,6 +21,7 @@ from fenceline.vgpu.pairs import Pair, PairsMet
 from fenceline.vgpu.policy import Answering, Answers, Policy, Script, make_policy
 from fenceline.vgpu.proving.decisions import execute, num_steps
 from fenceline.vgpu.proving.engine import run_engine
+from fenceline.vgpu.proving.processes import PROCESSES, missing_edges, run_processes
 from fenceline.vgpu.proving.schedule import DescribedScript, shrink
 from fenceline.vgpu.proving.script import Flags, Workload
 from fenceline.vgpu.proving.small_workloads import SMALL_WORKLOADS
@@ -112,7 +113,26 @@ class Outcome:
 
 def run(trial: Trial) -> Outcome:
     """Make a run under its seed's policy."""
+    if trial.workload == PROCESSES:
+        return _run_processes(trial)
     return _run(trial, trial.make_policy())[0]
+
+
+def _run_processes(trial: Trial) -> Outcome:
+    try:
+        found = run_processes(trial.seed, policy_of(trial.seed), trial.severed)
+    except RuntimeError as error:  # what the scheduler's process has told the front end, as text
+        text = str(error)
+        checker = next((name for kind, name in _checkers() if kind in text), INVARIANTS)
+        return Outcome(trial, checker, missing_edges(text), report=text)
+    checker = ANSWERS if found.wrong else ""
+    return Outcome(trial, checker, report=found.wrong, num_tokens=found.num_tokens, num_close=found.num_close)
+
+
+def _checkers() -> list[tuple[str, str]]:
+    """Names of exceptions, and of the checks that raise them."""
+    checks = [(kind.__name__, kind.checker) for kind in CheckError.__subclasses__()]
+    return checks + [(kind.__name__, name) for kind, name in _CHECKERS]
 
 
 def _run(trial: Trial, policy: Policy, only_races: bool = False) -> tuple[Outcome, VirtualGpu]:
@@ -244,6 +264,8 @@ def named_races(trial: Trial) -> tuple[set[str], set[str]]:
 def explain(outcome: Outcome) -> str:
     """The few context switches of a failing run's schedule that are needed for the failure."""
     trial = outcome.trial
+    if trial.workload == PROCESSES:
+        return "processes run when the machine lets them: the same seed may give other batches"
     again, gpu = _run(trial, trial.make_policy())
     if not again.same_failure(outcome):
         return "the failure did not repeat: the run depends on something beside its seed"
