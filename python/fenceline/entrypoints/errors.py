@@ -1,4 +1,4 @@
-"""One error body for every error of every endpoint: OpenAI's object, with SGLang's fields beside it."""
+"""The body of every error of every endpoint: OpenAI's object, with SGLang's fields beside it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fenceline.frontend.request_types import RequestError
 from fenceline.ipc.child_process import one_line
 
 MAX_MESSAGE_CHARS = 1000
-CLIENT_GONE = 499  # nobody reads it; it is what the access log shows
+CLIENT_GONE = 499  # no client reads it; the access log shows it
 
 
 def error_body(error: RequestError) -> dict[str, object]:
@@ -45,12 +45,12 @@ def error_response(error: RequestError) -> Response:
 
 
 def internal_error(error: BaseException) -> RequestError:
-    """What a client learns of a defect of ours; the log has the rest."""
+    """What a client is told of a defect of the server; the log has the details."""
     return RequestError(500, f"internal error: {type(error).__name__}; see the server's log")
 
 
 def too_deep() -> RequestError:
-    """What a client learns of a RecursionError: only its own values are walked through by recursion."""
+    """What a client is told of a RecursionError: recursion is only used for values of its own request."""
     return RequestError(400, "the body's JSON is nested too deeply", code="invalid_json")
 
 
@@ -79,7 +79,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return Response(status_code=CLIENT_GONE)
 
     async def on_defect(request: Request, error: Exception) -> Response:
-        return error_response(internal_error(error))  # raised again behind it, for the middleware to log
+        return error_response(internal_error(error))  # it is also raised again, and the middleware logs it
 
     app.add_exception_handler(Exception, on_defect)
     app.add_exception_handler(ClientDisconnect, on_client_gone)

@@ -96,8 +96,8 @@ class EngineProcesses:
         self._watch_heartbeats(loop)
 
     def _watch_heartbeats(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Kill a process that has been stopped, or has had no turn, for --watchdog-timeout. (A step that does not end
-        is its own watchdog's to see, which also says where it hangs.)"""
+        """Kill a process that was stopped, or got no CPU time, for --watchdog-timeout. (A step that does not end is
+        found by the scheduler's own watchdog, which also says where it hangs.)"""
         interval_s = min(self._watchdog_timeout_s / 4, 1.0)
         silences = {process: Silence(interval_s) for process in self.processes}
 
@@ -115,8 +115,8 @@ class EngineProcesses:
         look()
 
     def _last_beat(self, name: str) -> int | None:
-        """A number that changes while the process runs; None before it has begun. The file stays open: whoever cleans
-        up the temporary folder does not end the server."""
+        """A number that changes while the process runs; None before it has begun. The file stays open, so that
+        cleaning up the temporary folder does not end the server."""
         if name not in self._heartbeats:
             try:
                 self._heartbeats[name] = os.open(heartbeat_path(self._ports, name), os.O_RDONLY)
@@ -161,7 +161,7 @@ def _how(exitcode: int | None) -> str:
 
 
 def _explain_flags(config: EngineConfig) -> None:
-    """Say what flags mean here that ask for something else elsewhere."""
+    """Log what flags do here that have another effect elsewhere."""
     if config.server_args.trust_remote_code:
         logger.warning(
             "--trust-remote-code has no effect: %s is built in, and code from a model's directory is never run",
@@ -219,7 +219,7 @@ def make_manager(config: EngineConfig, link: SchedulerLink) -> TokenizerManager:
 
 
 class FrontEnd:
-    """The TokenizerManager of a backend and the tasks that bring it news. Lives on the running event loop."""
+    """The TokenizerManager of a backend and the task that brings it messages. Lives on the running event loop."""
 
     def __init__(self, config: EngineConfig, backend: EngineBackend) -> None:
         try:

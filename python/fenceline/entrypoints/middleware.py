@@ -26,7 +26,9 @@ _MAX_LENGTH_DIGITS = 20  # of a Content-Length
 # Bodies larger than this share MAX_BODIES_BYTES while their requests are worked on; there is always room for others.
 _SMALL_BODY_BYTES = 64 << 10
 MAX_BODIES_BYTES = 4 * MAX_BODY_BYTES
-OPEN_PATHS = frozenset(("/health", "/metrics"))  # reachable without a key, as probes and scrapers carry none
+OPEN_PATHS = frozenset(
+    ("/health", "/metrics")
+)  # reachable without a key, since probes and scrapers send none
 # What acts on the whole server or on other clients' requests: with --admin-api-key that key alone opens it.
 ADMIN_PATHS = frozenset(
     (
@@ -40,7 +42,7 @@ class RequestMiddleware:
     """Gives every request an id (the client's ``x-request-id`` or a fresh one) that its answer carries too,
     compares keys in constant time, refuses bodies over 64 MiB and answers for our own defects.
 
-    All large bodies that are here at one time may have 256 MiB together; what comes on top is answered with 503."""
+    All large bodies in the server at one time may have 256 MiB together; one that exceeds it is answered with 503."""
 
     def __init__(self, app: ASGIApp, api_key: str | None, admin_api_key: str | None = None) -> None:
         self._app = app
@@ -75,7 +77,7 @@ class RequestMiddleware:
         body = _Body(self, receive)
         try:
             await self._app(scope, body.receive, send_with_id)
-        except asyncio.CancelledError:  # the server stops and waits no longer
+        except asyncio.CancelledError:  # the server stops, and no longer waits for this request
             if not started:
                 await error_response(shutting_down())(scope, receive, send_with_id)
         except Exception as defect:

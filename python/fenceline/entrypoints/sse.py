@@ -122,7 +122,7 @@ async def collect_or_abort(request: Request, group: StreamGroup) -> list[Generat
 
 
 async def written(chunk: GenerateChunk, write: Callable[[], T]) -> T:
-    """What ``write`` makes of ``chunk``: beside the event loop if it brings many logprobs, each some microseconds.
+    """The result of ``write(chunk)``, in a thread if the chunk has many logprobs, which take microseconds each.
 
     One chunk after the other is written there, since each thread that works in Python makes the loop wait for it."""
     if num_logprobs(chunk) <= _INLINE_LOGPROBS:
@@ -131,7 +131,7 @@ async def written(chunk: GenerateChunk, write: Callable[[], T]) -> T:
 
 
 def num_logprobs(chunk: GenerateChunk) -> int:
-    """How many logprobs ``chunk`` brings, alternatives included."""
+    """How many logprobs ``chunk`` has, with alternatives."""
     parts = [part for part in (chunk.input_logprobs, chunk.output_logprobs) if part is not None]
     return sum(
         len(part.token_ids) + part.top_logprobs.num_pairs + part.token_ids_logprobs.num_pairs

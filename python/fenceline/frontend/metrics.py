@@ -80,7 +80,7 @@ _SGLANG_NAMES = {
 
 
 class Histogram:
-    """Cumulative-on-scrape buckets: an observation costs a bisection and two additions."""
+    """A histogram whose buckets are summed up when it is scraped: an observation is a bisection and two additions."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -105,7 +105,7 @@ class Histogram:
 
 
 class Metrics:
-    """Counts requests and tokens. One registry per server: two servers in one process do not meet."""
+    """Counts requests and tokens. One registry per server: two servers in one process do not share it."""
 
     def __init__(self, model_name: str, has_tiers: bool = False, prefix: str = "both") -> None:
         """``has_tiers``: with HiCache, where cached tokens are counted by the tier in which they were found.
@@ -127,7 +127,7 @@ class Metrics:
         self.registry.register(self)
 
     def observe(self, entry: RequestEntry, token: TokenOut, now: float) -> None:
-        """News of a request arrived at ``now`` (``time.perf_counter()``)."""
+        """Output of a request has arrived at ``now`` (``time.perf_counter()``)."""
         count = len(token.output_ids)
         self._generation_tokens += count
         if entry.first_token == 0.0:

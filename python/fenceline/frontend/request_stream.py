@@ -1,4 +1,4 @@
-"""The consumer's end of one request, and of several at once."""
+"""The streams from which consumers read the chunks of one request, or of several at once."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class StreamGroup:
         self.streams = tuple(streams)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, GenerateChunk]]:
-        ready = dict.fromkeys(range(len(self.streams)))  # in order of arrival; all may have news already
+        ready = dict.fromkeys(range(len(self.streams)))  # in order of arrival; all may have chunks already
         news = asyncio.Event()
         for index, stream in enumerate(self.streams):
             stream.listen(self._marker(index, ready, news))

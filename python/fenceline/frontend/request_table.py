@@ -95,7 +95,7 @@ class RequestTable:
         self._priority = priority
         self._active: dict[str, RequestEntry] = {}  # by id
         self._by_wire: dict[str, RequestEntry] = {}
-        self._waiting: dict[str, RequestEntry] = {}  # by id, in order of arrival, nothing heard yet
+        self._waiting: dict[str, RequestEntry] = {}  # by id, in order of arrival; without an output so far
         self._families: Counter[str] = Counter()  # how many requests of each are active
         self._past: dict[str, int] = {}  # ids used before (the latest of them) and how often
         self._held_tokens = 0  # of started requests
@@ -122,7 +122,7 @@ class RequestTable:
 
     @property
     def num_waiting(self) -> int:
-        """Requests of which nothing has been heard yet."""
+        """Requests without an output so far."""
         return len(self._waiting)
 
     def admit(

@@ -68,7 +68,7 @@ _TURN_IDS = 1 << 17  # of prompts that are looked through in one turn of the eve
 
 
 class TokenizerManager:
-    """Tokenises and validates requests, sends them to the scheduler and routes the news back.
+    """Tokenises and validates requests, sends them to the scheduler and routes their outputs back.
 
     Lives on one event loop; every method belongs to that loop's thread.
     ``tokenizer`` is None under --skip-tokenizer-init. ``limits`` is None until the scheduler is ready.
@@ -97,7 +97,7 @@ class TokenizerManager:
         timeouts = [limit_s for limit_s in limits_s if limit_s is not None]
         self._tick_s = min(max(min(timeouts) / 10, _MIN_TICK_S), _MAX_TICK_S) if timeouts else None
         self._ticker: asyncio.TimerHandle | None = None
-        self.last_news = 0.0  # time.perf_counter() of the latest news of any request
+        self.last_news = 0.0  # time.perf_counter() of the latest output of any request
 
     # --- requests
 
@@ -127,7 +127,7 @@ class TokenizerManager:
         prompts = await self._prompt_ids(inputs, limits)
         limits = self._require_serving()  # tokenising may have taken a while
         messages = await self._messages(inputs, prompts, limits, default_priority)
-        self._require_serving()  # nobody would end streams that begin after the end; there is no await from here on
+        self._require_serving()  # after the end nothing would end new streams; there is no await from here on
         check_num_logprobs(messages)
         for entry in self._table.admit(rids, [len(ids) for ids in prompts], priorities, limits):
             self._displace(entry)
@@ -322,7 +322,7 @@ class TokenizerManager:
             raise RequestError(503, "the server is starting: the model is being loaded", code="starting")
         return self.limits
 
-    # --- news
+    # --- messages from the engine
 
     async def run(self) -> None:
         """Handle incoming messages until cancelled. Start it as a task before waiting for readiness."""

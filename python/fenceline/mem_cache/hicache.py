@@ -148,7 +148,7 @@ class HiCache:
         batch.moves.append(replace(move, after=move.after.join(after)))
 
     def begin_load_tail(self, tail: OffloadedTail, device_page: int, after: Points) -> None:
-        """Bring a retracted request's last page into ``device_page``, and give its host page back."""
+        """Load a retracted request's last page into ``device_page``, and give its host page back."""
         batch = self._load_batch()
         host = np.array([tail.host_page], dtype=np.int32)
         device = np.array([device_page], dtype=np.int32)
@@ -157,8 +157,8 @@ class HiCache:
         self._tails_loading.append(tail)
 
     def start_loads(self) -> tuple[Ticket, ...]:
-        """Submit everything that was begun since the last call as one transfer. Whoever reads the pages waits for the
-        tickets; none if nothing was begun."""
+        """Submit everything that was begun since the last call as one transfer. A step that reads the pages
+        waits for the returned tickets; there are none if nothing was begun."""
         batch, self._load = self._load, None
         if batch is None:
             return ()
@@ -243,7 +243,7 @@ class HiCache:
         return self._transfers.num_in_flight + num_jobs
 
     def complete(self, transfers: Sequence[Ticket], storage: Sequence[Ack]) -> None:
-        """Take in which transfers have ended and what storage's workers have done. Every step, whatever it is (F6)."""
+        """Take in which transfers have ended and what storage's workers have done. Called in every step (F6)."""
         for ticket in transfers:
             self.tree.finish(ticket)
         if self.storage is not None:
@@ -344,11 +344,11 @@ class StorageTier:
         return op
 
     def may_schedule(self, op: Prefetch) -> bool:
-        """Whether the policy lets the request go on with what is there."""
+        """Whether the policy lets the request run with the pages that have come so far."""
         return self._controller.may_schedule(op)
 
     def cancel(self, op: Prefetch) -> None:
-        """The request goes on without waiting, or has left: pages that have not come by now are not needed."""
+        """The request runs without waiting, or has left: pages that have not come so far are not needed."""
         self._controller.cancel(op)
 
     # --- both ----------------------------------------------------------------------------------------

@@ -231,8 +231,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def check_row_bytes(config: EngineConfig, device: Device, nbytes: int) -> None:
-    """Raise ``ValueError`` with the remedy where the request rows' ``nbytes`` are not there, before they are
-    allocated."""
+    """Raise ``ValueError`` with the remedy if there is not enough memory for the request rows' ``nbytes``, before they
+    are allocated."""
     free, _ = device.memory_info()
     if nbytes > free:
         raise ValueError(

@@ -103,5 +103,5 @@ class StorageBackend(Protocol):
 
 
 def num_leading(found: Sequence[bool]) -> int:
-    """How many pages from the start are there without a gap: what a prefix can use."""
+    """How many leading pages are there without a gap, which is what a prefix can use."""
     return next((i for i, there in enumerate(found) if not there), len(found))

@@ -80,8 +80,8 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Closing ack: how ``op`` ended. ``SHORT``: pages that storage said it had did not come; those that came before
-    them are good."""
+    """Closing ack: how ``op`` ended. ``SHORT``: storage did not return all pages that it had reported; the pages before
+    the first missing one are good."""
 
     op: Prefetch
     outcome: Outcome
@@ -98,8 +98,8 @@ Ack = Written | Found | Fetched | Done | TimedOut
 
 
 def apply(ack: Ack) -> None:
-    """Make what ``ack`` says true of its :class:`Prefetch`. Whoever takes acks in calls it for each, in their order, so
-    that all the scheduler knows of storage is in acks."""
+    """Update the :class:`Prefetch` of ``ack``. The receiver of acks calls it for each of them, in order, so that the
+    scheduler learns of storage only by acks."""
     match ack:
         case Found(op, num_pages):
             op.num_found = num_pages
@@ -125,7 +125,7 @@ class StorageTierStats:
     timeouts: int = 0  # prefetches that a request has ceased to wait for
     found: int = 0
     fetched: int = 0
-    fetched_in_vain: int = 0  # after the request had gone on without them
+    fetched_in_vain: int = 0  # after the request continued without them
     missed: int = 0  # wanted, but not there, behind one that is not there, or unreadable
     written: int = 0  # in storage now, or before
     unwritten: int = 0  # tried and not kept
@@ -292,7 +292,7 @@ class StorageController:
     # --- storage to host -----------------------------------------------------------------------------
 
     def query(self, op: Prefetch) -> None:
-        """Ask which pages of ``op`` are there: :class:`Found`, or a closing ack if it comes to nothing."""
+        """Ask which pages of ``op`` storage has. The answer is :class:`Found`, or a closing ack if there are none."""
         assert op not in self._active and not op.over, f"{op!r} was queried before"
         assert not self._stop.is_set, "storage is closed"
         now = self._clock()
@@ -322,8 +322,8 @@ class StorageController:
         self._fetches.put(job, self._clock())
 
     def cancel(self, op: Prefetch) -> None:
-        """Nobody waits for ``op`` any more. What it has fetched until now stays good; the closing ack tells when its
-        other pages are free. Nothing happens to one that is over."""
+        """No request waits for ``op`` any more. The pages fetched so far stay good; the closing ack says when its other
+        pages are free. Does nothing if ``op`` has ended."""
         progress = self._active.get(op)
         if progress is None or op.cancelled:
             return
