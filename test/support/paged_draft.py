@@ -31,8 +31,14 @@ class PagedDraft(PagedModel):
     """A target and a draft over one pool of pages."""
 
     def __init__(
-        self, directory: Path, page_size: int, algorithm: SpeculativeAlgorithm, draft_dir: Path | None
+        self,
+        directory: Path,
+        page_size: int,
+        algorithm: SpeculativeAlgorithm,
+        draft_dir: Path | None,
+        shard: Shard | None = None,
     ) -> None:
+        context = torch_context(shard or Shard(), torch.float32)
         self.aux_layers: tuple[int, ...] = ()
 
         def make(target: CausalLM) -> DraftModel:
@@ -40,12 +46,11 @@ class PagedDraft(PagedModel):
                 algorithm, None if draft_dir is None else str(draft_dir), target.config
             )
             self.aux_layers = config.aux_layers
-            context = torch_context(Shard(), torch.float32)
             return load_draft_model(
                 config, "auto", torch.device("cpu"), context, 0, progress=False, target=target
             )
 
-        super().__init__(directory, page_size, "cpu", make_draft=make)
+        super().__init__(directory, page_size, "cpu", context=context, make_draft=make)
 
     @torch.inference_mode()
     def target_step(self, work: Sequence[tuple[int, torch.Tensor, int, int]]) -> list[torch.Tensor]:

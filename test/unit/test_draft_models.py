@@ -26,6 +26,7 @@ from draft_checkpoints import (
 )
 from model_parity import PagedModel, reference_logits, save_checkpoint
 from paged_draft import PagedDraft, Rows
+from ranks import Ranks
 
 from fenceline.config.draft_config import SpeculativeAlgorithm, read_draft_config
 from fenceline.layers.context import Shard, torch_context
@@ -303,6 +304,30 @@ def test_a_whole_model_drafts_beside_its_target(tmp_path: Path, draft_name: str,
         ((logits, _),) = ours.draft_step([Rows(3, start, text[start:end], hidden)], mode)
         parts.append(logits)
     close(torch.cat(parts), expected.double())
+
+
+@pytest.mark.parametrize("algorithm", [EAGLE, EAGLE3, NEXTN])
+def test_ranks_together_compute_what_one_does(tmp_path: Path, algorithm: SpeculativeAlgorithm) -> None:
+    folder = next(
+        folder
+        for seed, folder in ((seed, tmp_path / str(seed)) for seed in range(99))
+        if make_case(folder, algorithm, seed, 16).reference.made.size("num_attention_heads") % 2 == 0
+    )
+    draft_dir = None if algorithm is NEXTN else folder / "draft"
+    ids = tokens(20, 4)
+
+    def run(ours: PagedDraft) -> list[torch.Tensor]:
+        (hidden,) = ours.target_step([(1, ids, 0, 18)])
+        ((first, hidden),) = ours.draft_step([Rows(1, 0, ids[1:19], hidden)], ForwardMode.EXTEND)
+        ((second, hidden),) = ours.draft_step([Rows(1, 18, ids[19:], hidden[-1:])], ForwardMode.DECODE)
+        return [first, second, hidden]
+
+    expected = run(PagedDraft(folder / "target", 16, algorithm, draft_dir))
+    ranks = Ranks(2)
+    drafts = [PagedDraft(folder / "target", 16, algorithm, draft_dir, shard) for shard in ranks.shards]
+    for results in ranks.run(lambda rank: run(drafts[rank])):
+        for ours, reference in zip(results, expected, strict=True):
+            torch.testing.assert_close(ours, reference, atol=1e-4, rtol=1e-4)
 
 
 def test_the_target_is_the_same_beside_a_draft(tmp_path: Path) -> None:

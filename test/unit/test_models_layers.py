@@ -3,9 +3,7 @@ the whole one, rotary tables equal transformers'."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +12,7 @@ import pytest
 import torch
 import transformers
 from model_parity import PagedModel, save_checkpoint
+from ranks import Ranks
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -42,7 +41,6 @@ def context_of(shard: Shard) -> LayerContext:
     return torch_context(shard, F32)
 
 
-Result = TypeVar("Result")
 Layer = TypeVar("Layer", ColumnParallelLinear, RowParallelLinear)
 
 
@@ -193,40 +191,6 @@ def test_ranks_hold_parts_of_the_same_dummy_weights(tmp_path: Path) -> None:
         for name, slot in slots(shard).items():
             part = whole[name].dest.narrow(slot.dim, slot.start, slot.dest.shape[slot.dim])
             assert torch.equal(slot.dest, part), name
-
-
-class Ranks:
-    """Threads that are the ranks of one model."""
-
-    def __init__(self, size: int) -> None:
-        self.shards = [Shard(rank, size, _Rank(rank, self)) for rank in range(size)]
-        self.values: list[torch.Tensor] = [torch.empty(0)] * size
-        self.barrier = threading.Barrier(size, timeout=60)
-
-    def run(self, work: Callable[[int], Result]) -> list[Result]:
-        """``work(rank)`` of all ranks at once."""
-        with ThreadPoolExecutor(len(self.shards)) as pool:
-            return list(pool.map(work, range(len(self.shards))))
-
-
-class _Rank:
-    """One rank's communicator."""
-
-    def __init__(self, rank: int, ranks: Ranks) -> None:
-        self.rank, self.ranks = rank, ranks
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._exchange(x)).sum(0)
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self._exchange(x), dim=-1)
-
-    def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
-        self.ranks.values[self.rank] = x.clone()
-        self.ranks.barrier.wait()
-        values = list(self.ranks.values)
-        self.ranks.barrier.wait()
-        return values
 
 
 class Int8Weight(Weight):
