@@ -186,14 +186,14 @@ def read_weights(
 
 
 def _randomise(slots: WeightSlots, seed: int) -> None:
-    """Fill the parameters so that activations stay of moderate size: ones for norms, zeros for biases and
-    tables of ids, small noise elsewhere.
+    """Fill the parameters so that activations stay of moderate size: ones for norms, zeros for biases, small noise
+    elsewhere.
 
     A tensor's values depend on ``seed`` and its name alone, so the ranks of one model hold parts of the same matrices.
     """
     bound = _DUMMY_STD * 3**0.5
     for name, slot in slots.items():
-        if name.endswith("bias") or not slot.dest.dtype.is_floating_point:
+        if name.endswith("bias"):
             slot.dest.zero_()
         elif slot.dest.dim() == 1:
             slot.dest.fill_(1.0)
