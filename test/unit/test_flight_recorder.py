@@ -6,20 +6,25 @@ import json
 import logging
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 from scheduler_driver import Driver, make_driver, make_tiered_driver, request
 from token_worker import TokenWorker
 
 from fenceline.config import ConfigError
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
-from fenceline.ipc.io_struct import AbortReq, ControlReply, FlightRecorderReq
+from fenceline.ipc.io_struct import AbortReq, BatchTokenOut, ControlReply, FlightRecorderReq
+from fenceline.ipc.sockets import make_ports, remove_ports
 from fenceline.model_executor.step import DecodeBatch
+from fenceline.scheduler import control, flight_dump
 from fenceline.scheduler.flight_dump import OFF, dump_and_log, dump_json, write_dump
+from fenceline.scheduler.process import ZmqOutbox
 
 PROMPT = [171, 172, 173, 174, 175, 176, 177, 178, 179]
 
@@ -186,7 +191,8 @@ def test_off_records_nothing() -> None:
     driver = make_driver(flight_recorder_steps=0)
     driver.send(request("r", [1, 2], max_new_tokens=4), FlightRecorderReq(id="ask"))
     driver.run()
-    assert driver.scheduler.recorder.snapshot() == ([], [])
+    steps, events = driver.scheduler.recorder.snapshot()
+    assert (list(steps), events) == ([], [])
     assert driver.worker.pages.observer is None
     assert ControlReply(id="ask", success=False, message=OFF) in driver.replies
 
@@ -201,6 +207,70 @@ def test_asked_for_by_message(tmp_path: Path) -> None:
     path = Path(replies["file"].message)
     assert path.parent == tmp_path / "dumps"
     assert json.loads(path.read_text())["steps"] == json.loads(replies["json"].payload)["steps"] != []
+
+
+def test_a_step_does_not_wait_for_a_dump_and_many_requests_share_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = make_driver(flight_recorder_dir=str(tmp_path))
+    beside: list[Callable[[], None]] = []
+    driver.scheduler.control.run_beside = beside.append
+    dumped, paused = list[bytes](), list[None]()
+    monkeypatch.setattr(control, "_let_steps_run", lambda: paused.append(None))
+    monkeypatch.setattr(flight_dump, "_PAUSE_BYTES", 1)
+
+    def counted_dump(*args: Any) -> bytes:
+        dumped.append(dump_json(*args))
+        return dumped[-1]
+
+    monkeypatch.setattr(control, "dump_json", counted_dump)
+    driver.send(*(FlightRecorderReq(id=f"early {number}", write=False) for number in range(9)))
+    driver.send(request("r", [1, 2], max_new_tokens=4, ignore_eos=True))
+    driver.run()
+    assert not dumped and len(beside) == 1
+    beside.pop()()
+    assert len(dumped) == 1
+    assert len(paused) == driver.worker.num_steps, "others may run after each byte of this test"
+    driver.send(*(FlightRecorderReq(id=f"late {number}", write=number > 0) for number in range(3)))
+    driver.step()
+    [work] = beside
+    work()
+    assert len(dumped) == 2 and len(list(tmp_path.iterdir())) == 1
+    replies = {reply.id: reply for reply in driver.replies if isinstance(reply, ControlReply)}
+    assert {replies[f"early {number}"].payload for number in range(9)} == {dumped[0]}
+    assert replies["late 0"].payload == dumped[1]
+    assert replies["late 1"].message == replies["late 2"].message != ""
+    work()  # for a request that the dump before has answered
+    assert len(dumped) == 2
+
+
+def test_a_thread_may_answer_while_steps_send() -> None:
+    ports = make_ports()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    outbox = ZmqOutbox(context, ports, skip_detokenizer=True)
+    held: list[bool] = []
+
+    class Socket:
+        closed = False
+
+        def send(self, data: bytes, flags: int) -> None:
+            held.append(outbox._lock.locked())
+
+        def close(self) -> None:
+            held.append(outbox._lock.locked())
+            self.closed = True
+
+    try:
+        outbox._tokenizer.close()
+        outbox._tokenizer = outbox._tokens = Socket()  # type: ignore[assignment]
+        outbox.to_detokenizer(BatchTokenOut(outs=[]))
+        outbox.to_tokenizer(ControlReply(id="a", success=True))
+        outbox.close()
+        outbox.to_tokenizer(ControlReply(id="too late", success=True))
+    finally:
+        context.destroy(linger=0)
+        remove_ports(ports)
+    assert held == [True, True, True, True], "two messages and two ends"
 
 
 def test_files_are_the_owners_and_never_overwritten(tmp_path: Path) -> None:

@@ -6,10 +6,13 @@ import logging
 import os
 import re
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 
 from fenceline.ipc.io_struct import (
@@ -28,6 +31,7 @@ logger = logging.getLogger(__name__)
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _MAX_FOLDER_DEPTH = 4
 _MAX_REPLY_CHARS = 1000
+_DUMP_PAUSE_S = 0.001
 
 
 class SchedulerControl:
@@ -39,8 +43,12 @@ class SchedulerControl:
     ) -> None:
         """``send``: to the front end."""
         self.profiler = StepProfiler(torch_profiler_dir)
+        # How a dump is made; the scheduler's process has it made beside the steps, where ``send`` may be called too.
+        self.run_beside: Callable[[Callable[[], None]], None] = lambda work: work()
         self._recorder = recorder
         self._send = send
+        self._dumps: deque[FlightRecorderReq] = deque()  # asked for, and not begun
+        self._dumping = threading.Lock()
 
     def answer(self, id: str, carry_out: Callable[[], tuple[bool, str]]) -> None:
         """Carry out something that changes requests or memory, and tell whether it succeeded, with a text.
@@ -64,13 +72,16 @@ class SchedulerControl:
 
         ``state``: how things stand, asked for if the message wants to know.
         """
+        if isinstance(message, FlightRecorderReq):
+            self._dumps.append(message)
+            if len(self._dumps) == 1:
+                self.run_beside(self._dump)
+            return
         try:
             match message:
                 case ProfileReq():
                     success, text = self._profile(message)
                     reply = ControlReply(id=message.id, success=success, message=text)
-                case FlightRecorderReq():
-                    reply = self._flight_recorder(message)
                 case GetInternalStateReq():
                     reply = ControlReply(id=message.id, success=True, state=state())
         except Exception as error:
@@ -90,18 +101,43 @@ class SchedulerControl:
             return self.profiler.stop()
         return False, f"unknown action {message.action!r}: use start or stop"
 
-    def _flight_recorder(self, message: FlightRecorderReq) -> ControlReply:
+    def _dump(self) -> None:
+        """Answer the dumps that have been asked for: those of a kind by one dump, and one after the other."""
+        with self._dumping:
+            asked: list[FlightRecorderReq] = []
+            while self._dumps:  # one that comes meanwhile is either taken too, or the first of the next
+                asked.append(self._dumps.popleft())
+            for write in (False, True):
+                ids = [message.id for message in asked if message.write == write]
+                if not ids:
+                    continue
+                try:
+                    reply = self._dump_reply(write)
+                except Exception as error:
+                    for id in ids:
+                        self._failed(id, error)
+                else:
+                    for id in ids:
+                        self._send(msgspec.structs.replace(reply, id=id))
+
+    def _dump_reply(self, write: bool) -> ControlReply:
         if not self._recorder.enabled:
-            return ControlReply(id=message.id, success=False, message=OFF)
-        if not message.write:
-            return ControlReply(id=message.id, success=True, payload=dump_json(self._recorder, "request"))
-        try:
-            path = write_dump(self._recorder, "request")
-        except OSError as error:
+            return ControlReply(id="", success=False, message=OFF)
+        if not write:
             return ControlReply(
-                id=message.id, success=False, message=f"the dump could not be written: {error}"
+                id="", success=True, payload=dump_json(self._recorder, "request", _let_steps_run)
             )
-        return ControlReply(id=message.id, success=True, message=str(path))
+        try:
+            path = write_dump(self._recorder, "request", _let_steps_run)
+        except OSError as error:
+            return ControlReply(id="", success=False, message=f"the dump could not be written: {error}")
+        return ControlReply(id="", success=True, message=str(path))
+
+
+def _let_steps_run() -> None:
+    """A thread that works in Python keeps the interpreter for 5 ms each time that a step's operator has given it up,
+    which is hundreds of times a step. One that sleeps does not."""
+    time.sleep(_DUMP_PAUSE_S)
 
 
 def trace_folder(root: str | None, output_dir: str) -> list[str]:

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ FORMAT = "fenceline-flight-recorder"
 VERSION = 2
 OFF = "the flight recorder is off: start the server with --flight-recorder-steps 512"
 
+_PAUSE_BYTES = 32 << 10
 _NUMBERS = itertools.count()  # files of one process and second
 # What the sampler reads of a request. Stop strings are words, and the sampler does not see them.
 _PARAMS = (
@@ -62,12 +63,15 @@ def read_dump(path: Path) -> dict[str, Any]:
     return dump
 
 
-def dump_json(recorder: FlightRecorder, reason: str) -> bytes:
-    """The recorder's steps, the configuration they ran under and the requests alive, as JSON. Any thread may ask."""
+def dump_json(recorder: FlightRecorder, reason: str, pause: Callable[[], object] = lambda: None) -> bytes:
+    """The recorder's steps, the configuration they ran under and the requests alive, as JSON. Any thread may ask, and
+    let others run with ``pause``, which is called each time that a millisecond's worth has been encoded: steps of large
+    batches are many."""
     steps, events = recorder.snapshot()
+    reqs = [_req(req) for req in list(recorder.reqs.values())]
     table = _Tables()
     memory = recorder.memory
-    record = {
+    head = {
         "format": FORMAT,
         "version": VERSION,
         "reason": reason,
@@ -79,17 +83,30 @@ def dump_json(recorder: FlightRecorder, reason: str) -> bytes:
         "num_rows": memory.rows.size,
         "prompts_recorded": recorder.config.server_args.flight_recorder_prompts,
         "wrapped": recorder.wrapped,
-        "steps": [_step(step, table) for step in steps],
+    }
+    encoded: list[bytes] = []
+    num_bytes = 0  # since the last pause
+    for step in steps:
+        encoded.append(_json(_step(step, table)))
+        num_bytes += len(encoded[-1])
+        if num_bytes >= _PAUSE_BYTES:
+            num_bytes = 0
+            pause()
+    tail = {
         "events": [_event(event) for event in events],
-        "reqs": [_req(req) for req in list(recorder.reqs.values())],
+        "reqs": reqs,
         "compositions": table.compositions,
         "samplings": table.samplings,
     }
-    return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    return b"".join((_json(head)[:-1], b',"steps":[', b",".join(encoded), b"],", _json(tail)[1:]))
 
 
-def write_dump(recorder: FlightRecorder, reason: str) -> Path:
-    """Write a dump into the configured folder, readable only by its owner; its path. Raises OSError."""
+def _json(value: object) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+
+
+def write_dump(recorder: FlightRecorder, reason: str, pause: Callable[[], object] = lambda: None) -> Path:
+    """Write :func:`dump_json` into the configured folder, readable only by its owner; its path. Raises OSError."""
     folder = Path(recorder.config.flight_recorder_dir)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid not in (os.getuid(), 0):
@@ -98,7 +115,7 @@ def write_dump(recorder: FlightRecorder, reason: str) -> Path:
         )
     stamp = f"{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}-{next(_NUMBERS)}"
     path = folder / f"flight-{stamp}.json"
-    data = dump_json(recorder, reason)
+    data = dump_json(recorder, reason, pause)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
     return path

@@ -11,8 +11,9 @@ on, no requests, and no prompt unless told to: prompts are somebody's words, and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 from typing import NamedTuple
 
 import numpy as np
@@ -140,10 +141,11 @@ class FlightRecorder:
         """Whether earlier steps may have been forgotten."""
         return len(self._steps) == self.config.server_args.flight_recorder_steps
 
-    def snapshot(self) -> tuple[list[StepRecord], list[Event]]:
-        """The steps, oldest first, and what has happened since the last launch. May be called from any thread."""
+    def snapshot(self) -> tuple[Iterator[StepRecord], list[Event]]:
+        """The steps, oldest first, and what has happened since the last launch. May be called from any thread; what
+        takes long, a step in full, is made when it is asked for."""
         steps, events = list(self._steps), list(self._events)  # each in one turn of the interpreter
-        return [_record(*step) for step in steps], events
+        return starmap(_record, steps), events
 
     def launched(self, batch: ScheduleBatch, reqs: Sequence[Req], result: ForwardResult) -> None:
         """A step was handed to the worker; ``reqs`` in batch order. Of what it refers to nothing may change later."""

@@ -66,21 +66,32 @@ class ZmqInbox:
 
 
 class ZmqOutbox:
-    """The scheduler's news. Without a detokenizer tokens go straight to the tokenizer manager."""
+    """The scheduler's news. Without a detokenizer tokens go straight to the tokenizer manager. Any thread may send."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], ports: PortArgs, skip_detokenizer: bool
     ) -> None:
         self._tokenizer = connect_push(context, ports.tokenizer)
         self._tokens = self._tokenizer if skip_detokenizer else connect_push(context, ports.detokenizer)
+        self._lock = threading.Lock()  # a socket of zmq belongs to one thread at a time
 
     def to_detokenizer(self, message: BatchTokenOut | SchedulerReady) -> None:
         """See :class:`fenceline.scheduler.scheduler.Outbox`."""
-        self._tokens.send(encode(message), zmq.NOBLOCK)
+        with self._lock:
+            self._tokens.send(encode(message), zmq.NOBLOCK)
 
     def to_tokenizer(self, message: Message) -> None:
         """See :class:`fenceline.scheduler.scheduler.Outbox`."""
-        self._tokenizer.send(encode(message), zmq.NOBLOCK)
+        data = encode(message)
+        with self._lock:
+            if not self._tokenizer.closed:
+                self._tokenizer.send(data, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """What a thread sends from now on is dropped. What has been sent gets a second to arrive."""
+        with self._lock:
+            self._tokens.close()
+            self._tokenizer.close()
 
 
 def ready_message(config: EngineConfig, scheduler: Scheduler) -> SchedulerReady:
@@ -126,12 +137,14 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs) -> None:
         scheduler = Scheduler(config, worker, ZmqInbox(inbox, watchdog, FreeMemoryWatch()), outbox)
         recorder = scheduler.recorder
         dump_on_signal(recorder)
+        scheduler.control.run_beside = _run_in_thread
         scheduler.report()  # an idle server's gauges are 0, not absent
         outbox.to_detokenizer(ready_message(config, scheduler))
         freeze_garbage_collector()
         run_loop(scheduler)
         watchdog.waiting()
         scheduler.close()
+        outbox.close()
     except Exception as error:
         watchdog.waiting()  # the step has ended; what follows may take longer than one
         logger.exception("the scheduler fails")
@@ -143,6 +156,10 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs) -> None:
             _tell_fatal(context, ports, reason)
         sys.exit(1)
     context.destroy(linger=1000)
+
+
+def _run_in_thread(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="flight-recorder-request", daemon=True).start()
 
 
 def enable_core_dumps(config: EngineConfig) -> CoreDumps | None:
