@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import stat
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -210,6 +213,38 @@ def test_profile_into_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) ->
     driver.send(request("a", [1, 2], max_new_tokens=5))
     driver.run()
     assert len(list((tmp_path / "a" / "b").glob("*.trace.json"))) == 1
+
+
+PROFILED = """
+import json, sys
+from pathlib import Path
+import torch
+from fenceline.scheduler.control import StepProfiler
+
+profiler = StepProfiler(sys.argv[1])
+before = set(sys.modules)
+assert profiler.start("", None)[0]
+torch.ones(3).sum()
+success, text = profiler.stop()
+assert success, text
+[trace] = Path(sys.argv[1]).iterdir()
+names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+print(json.dumps([sorted(names & {"aten::sum"}), sorted(set(sys.modules) - before)]))
+"""
+
+
+def test_a_profile_has_the_operators_and_imports_no_compiler(tmp_path: Path) -> None:
+    """Importing torch._dynamo takes seconds, which every running request waits for."""
+    run = subprocess.run(
+        [sys.executable, "-c", PROFILED, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    operators, imported = json.loads(run.stdout.splitlines()[-1])
+    assert operators == ["aten::sum"]
+    assert not [name for name in imported if name.startswith(("torch._dynamo", "torch._inductor", "sympy"))]
 
 
 def test_a_folder_for_a_profile_may_be_written_in_full(tmp_path: Path) -> None:
