@@ -200,7 +200,7 @@ def make_tiered_driver(
 def capacity(driver: Driver) -> int:
     """The most tokens that a request may have."""
     num_tokens = driver.scheduler.memory.num_pages * driver.config.server_args.page_size
-    return min(driver.config.model.context_length, num_tokens)
+    return min(driver.config.model.context_length, num_tokens - driver.worker.max_step_tokens + 1)
 
 
 def assert_right(driver: Driver, *reqs: TokenizedGenerateReq) -> None:

@@ -136,4 +136,4 @@ def test_half_a_million_logprobs_pass_a_process_as_few_objects() -> None:
 def test_a_token_in_the_middle_of_an_answer_is_few_bytes() -> None:
     """Three processes encode or decode them; what is told once travels with the first one."""
     token = TokenOut(rid="r" * 32, output_ids=[9], prompt_tokens=9, completion_tokens=9, cached_tokens=0)
-    assert len(encode(BatchTokenOut(outs=[token] * 100))) < 100 * (32 + 15)
+    assert len(encode(BatchTokenOut(outs=[token] * 100))) < 100 * (32 + 16)

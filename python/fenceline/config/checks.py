@@ -13,6 +13,7 @@ _CHUNKING_OFF = -1
 _MOST = 2**31 - 1  # of any count: what tensors of int32 can tell
 _ANY_SIZE = ("random_seed", "default_priority_value")  # no counts, with bounds of their own
 # Each takes a row of the page table, a place in every table of the sampler, and a moment of every decode step.
+_MOST_SPECULATIVE_STEPS = 15
 _MOST_RUNNING = 1 << 16
 _AT_LEAST_ONE = (
     "max_queued_requests",
@@ -32,6 +33,7 @@ def check(args: ServerArgs) -> None:
     _check_server(args)
     _check_ranges(args)
     _check_priority(args)
+    _check_speculation(args)
     _check_memory(args)
     _check_graphs(args)
     _check_conflicts(args)
@@ -134,6 +136,35 @@ def _check_priority(args: ServerArgs) -> None:
         not args.enable_priority_scheduling or args.schedule_policy == "fcfs",
         f"--enable-priority-scheduling orders by priority and then by arrival, not by --schedule-policy "
         f"{args.schedule_policy}: use fcfs",
+    )
+
+
+def _check_speculation(args: ServerArgs) -> None:
+    steps, topk, rows = (
+        args.speculative_num_steps,
+        args.speculative_eagle_topk,
+        args.speculative_num_draft_tokens,
+    )
+    given = {
+        "--speculative-draft-model-path": args.speculative_draft_model_path,
+        "--speculative-draft-model-revision": args.speculative_draft_model_revision,
+        "--speculative-num-steps": steps,
+        "--speculative-eagle-topk": topk,
+        "--speculative-num-draft-tokens": rows,
+    }
+    for name, value in given.items():
+        _require(
+            value is None or args.speculative_algorithm is not None,
+            f"{name} {value}: needs --speculative-algorithm",
+        )
+    _require(
+        steps is None or 1 <= steps <= _MOST_SPECULATIVE_STEPS,
+        f"--speculative-num-steps {steps}: must be 1 to {_MOST_SPECULATIVE_STEPS}",
+    )
+    _require(topk in (None, 1), f"--speculative-eagle-topk {topk}: there are no trees of drafts yet, use 1")
+    _require(
+        rows is None or (steps is not None and rows == steps + 1),
+        f"--speculative-num-draft-tokens {rows}: a chain has --speculative-num-steps + 1, leave it out",
     )
 
 

@@ -43,6 +43,14 @@ class DraftConfig:
     aux_layers: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """How decode steps speculate: which draft proposes, and how many tokens in a step."""
+
+    draft: DraftConfig
+    num_steps: int
+
+
 def read_draft_config(
     algorithm: SpeculativeAlgorithm, directory: str | None, target: ModelConfig
 ) -> DraftConfig:

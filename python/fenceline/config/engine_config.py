@@ -15,6 +15,7 @@ from pathlib import Path
 from fenceline.config import ConfigError
 from fenceline.config.chat_templates import read_chat_template
 from fenceline.config.checks import check
+from fenceline.config.draft_config import SpeculativeAlgorithm, SpeculativeConfig, read_draft_config
 from fenceline.config.flags import flags_of
 from fenceline.config.hicache import HiCacheConfig, hicache_config, machine_bytes
 from fenceline.config.model_config import ModelConfig
@@ -27,6 +28,7 @@ from fenceline.config.server_args import ServerArgs, is_registered
 API_KEY_VARIABLE = "FENCELINE_API_KEY"
 ADMIN_API_KEY_VARIABLE = "FENCELINE_ADMIN_API_KEY"
 # --sampling-backend has no effect: every value that it accepts means this.
+_SPECULATIVE_STEPS = 3
 _SAMPLING_BACKEND = "torch"
 # Where Linux shows an NVIDIA driver: bare metal and containers, WSL, Tegra.
 _DRIVER_MARKS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
@@ -92,6 +94,7 @@ class EngineConfig:
     max_prefill_tokens: int
     priority: PriorityConfig | None  # None: priorities are refused
     hicache: HiCacheConfig | None  # None: pages live on the device alone
+    speculative: SpeculativeConfig | None  # None: one token a step
 
     # Device and kernels
     device: str  # cpu, cuda or a registered kind
@@ -113,6 +116,10 @@ class EngineConfig:
         flags: dict[str, object] = values.pop("server_args")
         for name in _secret_flags():
             flags[name] = flags[name] is not None
+        if values.pop("speculative") is not None:
+            assert self.speculative is not None
+            steps = self.speculative.num_steps
+            flags |= {"speculative_num_steps": steps, "speculative_num_draft_tokens": steps + 1}
         model = {name: values["model"][name] for name in ("model_path", "dtype", "context_length")}
         return flags | values | model | {"sampling_backend": _SAMPLING_BACKEND}
 
@@ -156,6 +163,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
         max_prefill_tokens=max_prefill_tokens,
         priority=_priority(args),
         hicache=hicache_config(args, device, attention),
+        speculative=_speculative(args, device, model),
         device=device,
         prefill_attention_backend=attention[0],
         decode_attention_backend=attention[1],
@@ -197,6 +205,31 @@ def _timeout(given: float | None, variable: str) -> float | None:
     except ValueError:
         raise ConfigError(f"{variable}={text}: give a number of seconds, or unset it") from None
     return seconds if 0 < seconds < float("inf") else None
+
+
+def _speculative(args: ServerArgs, device: str, target: ModelConfig) -> SpeculativeConfig | None:
+    """How decode steps speculate. May download the draft."""
+    if args.speculative_algorithm is None:
+        return None
+    if device == "cuda":
+        raise ConfigError(
+            "--speculative-algorithm runs on a CPU only so far: leave it out, or use --device cpu"
+        )
+    directory = args.speculative_draft_model_path
+    if directory is not None:
+        flag, weights = "--speculative-draft-model-path", args.load_format != "dummy"
+        directory = model_directory(
+            directory, flag, args.speculative_draft_model_revision, args.download_dir, weights
+        )
+    draft = read_draft_config(SpeculativeAlgorithm(args.speculative_algorithm), directory, target)
+    has_layers_by_step = draft.algorithm is SpeculativeAlgorithm.NEXTN and draft.model.num_layers > 1
+    num_steps = args.speculative_num_steps or (1 if has_layers_by_step else _SPECULATIVE_STEPS)
+    if has_layers_by_step and num_steps > 1:
+        raise ConfigError(
+            f"--speculative-num-steps {num_steps}: of {draft.model.num_layers} layers that predict further tokens the"
+            " first one is used so far; give 1"
+        )
+    return SpeculativeConfig(draft, num_steps)
 
 
 def _priority(args: ServerArgs) -> PriorityConfig | None:

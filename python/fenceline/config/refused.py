@@ -38,7 +38,6 @@ def _same(options: str, refusal: Refusal) -> dict[str, Refusal]:
 
 
 _PARALLEL = "this server uses one GPU: leave it out and start one server per GPU"
-_SPECULATIVE = "there is no speculative decoding yet: leave it out"
 _LORA = "merge the adapter into the model and pass the merged directory as --model-path"
 _QUANTIZED = "weights and KV cache keep --dtype: leave it out"
 _TLS = "put a TLS proxy in front of the server and leave it out"
@@ -56,12 +55,9 @@ REFUSED: Mapping[str, Refusal] = {
         " --hicache-storage-prefetch-timeout"
     ),
     **_same(
-        "--speculative-draft-model-path --speculative-num-steps --speculative-eagle-topk"
-        " --speculative-num-draft-tokens --speculative-draft-attention-backend --speculative-token-map"
-        " --speculative-attention-mode",
-        Refusal(_SPECULATIVE),
+        "--speculative-draft-attention-backend --speculative-token-map --speculative-attention-mode",
+        Refusal("speculation has no such choice yet: leave it out"),
     ),
-    "--speculative-algorithm": Refusal(_SPECULATIVE, ("none",)),
     "--dense-as-sparse": Refusal("there is no sparse attention: leave it out"),
     **_same("--enable-lora --lora-paths --max-loras-per-batch", Refusal(_LORA)),
     "--quantization": Refusal(_QUANTIZED, ("none",)),
@@ -126,7 +122,7 @@ ELSEWHERE: Mapping[str, str] = {
     "--disable-log-requests": "requests are logged with --log-requests alone: leave it out",
     "--disable-log-stats": "use a larger --decode-log-interval",
     "--distributed-executor-backend": _PARALLEL,
-    "--speculative-config": _SPECULATIVE,
+    "--speculative-config": "use --speculative-algorithm and --speculative-draft-model-path",
     "--lora-modules": _LORA,
     "--model-id": "use --model-path",
     "--hostname": "use --host",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from fenceline.config import ConfigError
+from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.config.flags import build_parser, flag, from_mapping, parse_values
 from fenceline.config.refused import REFUSED
 
@@ -26,6 +27,7 @@ _MODEL = "Model and tokenizer"
 _HTTP = "HTTP server"
 _MEMORY = "Memory and scheduling"
 _HICACHE = "HiCache"
+_SPECULATION = "Speculative decoding"
 _RUNTIME = "Device and kernels"
 _API = "API behaviour"
 _LOGGING = "Logging and metrics"
@@ -358,6 +360,46 @@ class ServerArgs:
         None,
         "Most seconds that a request waits under --hicache-storage-prefetch-policy timeout; 1 unless given.",
         group=_HICACHE,
+    )
+
+    # Speculative decoding
+    speculative_algorithm: str | None = flag(
+        None,
+        "What proposes tokens that the model then verifies several at a time; no answer changes by it: a small layer "
+        "that reads the model's hidden states (EAGLE, EAGLE3), layers in the model's own checkpoint (NEXTN), or a "
+        "small model with the same vocabulary (STANDALONE). On a CPU so far.",
+        group=_SPECULATION,
+        choices=tuple(algorithm.value for algorithm in SpeculativeAlgorithm),
+        refused={
+            "NGRAM": "there is no look-up of earlier text: use STANDALONE or EAGLE3",
+            "DFLASH": "its drafts are not supported: use EAGLE3",
+        },
+    )
+    speculative_draft_model_path: str | None = flag(
+        None,
+        "The draft model: a directory or a hub id. NEXTN takes it from the model's own directory unless given.",
+        group=_SPECULATION,
+    )
+    speculative_draft_model_revision: str | None = flag(
+        None,
+        "Branch, tag or commit of a hub id given as --speculative-draft-model-path.",
+        group=_SPECULATION,
+    )
+    speculative_num_steps: int | None = flag(
+        None,
+        "Tokens that the draft proposes in a step, 1 to 15; 3 unless given, and 1 with NEXTN where each step has a "
+        "layer of its own.",
+        group=_SPECULATION,
+    )
+    speculative_eagle_topk: int | None = flag(
+        None,
+        "How many tokens the draft proposes in each place. Chains are there so far: 1.",
+        group=_SPECULATION,
+    )
+    speculative_num_draft_tokens: int | None = flag(
+        None,
+        "Rows that the model verifies for each request: with chains --speculative-num-steps + 1.",
+        group=_SPECULATION,
     )
 
     # Device and kernels

@@ -201,6 +201,16 @@ class AnswerWriter:
                 b',"cached_tokens_details":{"device":%d,"host":%d,"storage":%d}'
                 % (details.device, details.host, details.storage)
             )
+        if chunk.spec is not None and chunk.spec.verify_ct > 0:
+            spec = chunk.spec
+            parts.append(
+                b',"spec_verify_ct":%d,"spec_accept_length":%.4f,"spec_accept_rate":%.4f'
+                % (
+                    spec.verify_ct,
+                    1 + spec.num_accepted / spec.verify_ct,
+                    spec.num_accepted / spec.num_drafts,
+                )
+            )
         reason = chunk.finish_reason
         parts.append(b',"finish_reason":')
         parts.append(b"null" if reason is None else orjson.dumps(finish_reason_object(reason)))

@@ -201,6 +201,9 @@ class Metrics:
         yield self._gauge("token_usage", "Share of the KV cache held by requests.", state.token_usage)
         yield self._gauge("cache_hit_rate", "Share of prompt tokens found cached.", state.cache_hit_rate)
         yield self._gauge("gen_throughput", "Generated tokens per second.", state.gen_throughput)
+        if state.avg_spec_accept_length is not None:
+            what = "Tokens of a request's step with drafts, on average."
+            yield self._gauge("spec_accept_length", what, state.avg_spec_accept_length)
         yield self._gauge("new_token_ratio", "Share of the answers' room kept free.", state.new_token_ratio)
         yield self._counter("num_retractions", "Requests sent back to the queue.", state.num_retractions)
         if state.cuda_graphs is not None:

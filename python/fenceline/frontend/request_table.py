@@ -68,6 +68,7 @@ class RequestEntry:
             finish_reason=token.finish_reason,
             num_retractions=token.num_retractions,
             cached_tokens_details=token.cached_tokens_details,
+            spec=token.spec,
         )
         return chunk if token.finish_reason is None else msgspec.structs.replace(chunk, times=self.times(now))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from fenceline.config.request_limits import MAX_REQUESTS, MAX_SAMPLES
-from fenceline.ipc.io_struct import CachedTokensDetails, FinishReason, TokenLogprobs, TokenPairs
+from fenceline.ipc.io_struct import CachedTokensDetails, FinishReason, SpecCounts, TokenLogprobs, TokenPairs
 from fenceline.sampling.sampling_params import SamplingParams, check_counts
 
 TURN_REQUESTS = 128  # of one body that are worked on in one turn of the event loop: some milliseconds
@@ -124,6 +124,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     num_retractions: int = 0
     cached_tokens_details: CachedTokensDetails | None = None  # None without HiCache
     times: RequestTimes | None = None
+    spec: SpecCounts | None = None  # None without speculation
 
     @property
     def finished(self) -> bool:

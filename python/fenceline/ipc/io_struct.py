@@ -239,6 +239,15 @@ class TokenOut(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     output_logprobs: TokenLogprobs | None = None
     num_retractions: int = 0
     cached_tokens_details: CachedTokensDetails | None = None
+    spec: SpecCounts | None = None  # None without speculation
+
+
+class SpecCounts(msgspec.Struct, frozen=True, array_like=True):
+    """What speculation has done for a request so far."""
+
+    verify_ct: int  # steps in which drafts were verified
+    num_accepted: int  # drafts that were accepted
+    num_drafts: int  # drafts that were proposed
 
 
 class DecodeInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -342,6 +351,9 @@ class InternalState(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graphs: CudaGraphState | None = None  # None without graphs
     piecewise_cuda_graphs: CudaGraphState | None = None  # prefill's; None without
     hicache: HiCacheState | None = None  # None without HiCache
+    avg_spec_accept_length: float | None = (
+        None  # tokens of a request's step since start; None without speculation
+    )
 
 
 class ControlReply(Message):

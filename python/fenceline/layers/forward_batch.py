@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 class ForwardMode(Enum):
     """What a step computes: ``EXTEND`` computes new prompt tokens (after a cached prefix, if any), ``DECODE`` one token
-    for each request."""
+    for each request, ``VERIFY`` a few, of a chain or a tree, whose lengths the device alone knows."""
 
     EXTEND = "extend"
     DECODE = "decode"
+    VERIFY = "verify"
 
 
 @dataclass(frozen=True, slots=True)

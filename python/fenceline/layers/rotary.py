@@ -12,19 +12,22 @@ import torch
 
 from fenceline.config.model_config import RopeScaling
 
+_MAX_STEP_ROWS = 64  # of a request in one speculative step
+
 
 class RotaryEmbedding:
-    """Table of cosines and sines for positions below ``max_positions``, float32, on the default device."""
+    """Table of cosines and sines, float32, on the default device: for positions below ``max_positions``, and for those
+    of a speculative step that begins in front of the last of them, whose rows beyond it count for nothing."""
 
     def __init__(
         self, head_dim: int, max_positions: int, theta: float, scaling: RopeScaling | None = None
     ) -> None:
         inv_freq, attention_factor = inverse_frequencies(head_dim, theta, scaling)
-        positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
+        positions = torch.arange(max_positions + _MAX_STEP_ROWS, dtype=torch.float32, device="cpu")
         angles = positions[:, None] * inv_freq
         table = torch.cat((angles.cos(), angles.cos(), angles.sin()), dim=-1) * attention_factor
         self.head_dim = head_dim
-        # [max_positions, 3 * head_dim / 2]: cos twice, since it multiplies the whole head at once, then sin.
+        # [positions, 3 * head_dim / 2]: cos twice, since it multiplies the whole head at once, then sin.
         self.table = table.to(torch.get_default_device())
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.config.model_config import ModelConfig
 
 if TYPE_CHECKING:  # kv_pool imports torch, which is not loaded here
     from fenceline.mem_cache.kv_pool import KVLayout
@@ -102,18 +103,26 @@ def model_id(config: EngineConfig) -> str:
     touched, finds none of the old pages; a file overwritten in place with its size and time kept is not noticed.
     """
     directory = Path(config.model.model_path).resolve()
-    weights: object = config.random_seed
-    if config.server_args.load_format != "dummy":
-        files = sorted(directory.glob("*.safetensors"))
-        weights = [(file.name, (status := file.stat()).st_size, status.st_mtime_ns) for file in files]
-    model = asdict(config.model)
-    del model["model_path"]
-    facts = [
-        model,
-        config.model.dtype,
-        config.server_args.load_format,
-        config.server_args.weight_version,
-        weights,
-    ]
+    args = config.server_args
+    model, weights = _model_facts(config.model, config)
+    facts = [model, config.model.dtype, args.load_format, args.weight_version, weights]
+    if config.speculative is not None:  # its layers are in the same pages
+        draft = config.speculative.draft
+        facts += [
+            draft.algorithm.value,
+            draft.aux_layers,
+            draft.model.model_path,
+            *_model_facts(draft.model, config),
+        ]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     return f"{directory} {digest[:32]}"
+
+
+def _model_facts(model: ModelConfig, config: EngineConfig) -> tuple[object, object]:
+    """What KV depends on of one model: its configuration, and its weights' files or the seed that makes them."""
+    described = asdict(model)
+    del described["model_path"]
+    if config.server_args.load_format == "dummy":
+        return described, config.random_seed
+    files = sorted(Path(model.model_path).resolve().glob("*.safetensors"))
+    return described, [(file.name, (status := file.stat()).st_size, status.st_mtime_ns) for file in files]

@@ -29,6 +29,7 @@ from fenceline.memory_order.edges import STARTUP_STOP, StreamName
 from fenceline.model_executor.decode_runner import DecodeRunner, Logits
 from fenceline.model_executor.graph_runner import GraphStats
 from fenceline.model_executor.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
+from fenceline.model_executor.speculative_runner import SpeculativeRunner
 from fenceline.model_executor.step import (
     Completions,
     DecodeBatch,
@@ -39,7 +40,8 @@ from fenceline.model_executor.step import (
     drain_completions,
 )
 from fenceline.model_executor.warm_up import warm_up
-from fenceline.models.loader import load_model
+from fenceline.models.draft import DraftModel
+from fenceline.models.loader import load_draft_model, load_model
 from fenceline.sampling.sampler import OutputLogprobs, Sampler, prompt_logprobs
 from fenceline.sampling.sampling_batch import SamplingBatch, padded_ids, sampling_arrays
 
@@ -51,8 +53,6 @@ Views = dict[str, torch.Tensor]
 
 class ModelRunner:
     """Owns the model, the KV pool, the request rows and the sampler of one device."""
-
-    max_step_tokens = 1
 
     def __init__(self, config: EngineConfig, device: Device, show_progress: bool = True) -> None:
         self.device = device
@@ -71,13 +71,28 @@ class ModelRunner:
             config.random_seed,
             show_progress,
         )
+        self.draft: DraftModel | None = None
+        self.max_step_tokens = 1
+        if config.speculative is not None:
+            self.max_step_tokens = config.speculative.num_steps + 1
+            self.draft = load_draft_model(
+                config.speculative.draft,
+                config.server_args.load_format,
+                device.torch_device,
+                context,
+                config.random_seed,
+                show_progress,
+                self.model,
+            )
         num_rows = config.max_running_requests + 1  # with the sink
         self.sampler = Sampler(model.vocab_size, num_rows, device.torch_device)
-        max_pages_per_req = -(-config.model.context_length // config.server_args.page_size) + 1
+        max_tokens_per_req = config.model.context_length + self.max_step_tokens - 1
+        max_pages_per_req = -(-max_tokens_per_req // config.server_args.page_size) + 1
         # As much as 1 GiB by default.
         check_row_bytes(config, device, num_rows * (4 * max_pages_per_req + 8))
         self.req_pool = ReqPool(num_rows, max_pages_per_req, device.torch_device)
-        layout = KVLayout(config.server_args.page_size, self.model.kv_rows)
+        draft_rows = () if self.draft is None else self.draft.kv_rows
+        layout = KVLayout(config.server_args.page_size, self.model.kv_rows + draft_rows)
         num_pages = num_kv_pages(config, device, layout)  # of what is left
         with _phase("Allocated the KV pool"):
             self.kv_pool = KVPool(num_pages, layout, device.torch_device)
@@ -94,23 +109,45 @@ class ModelRunner:
         # With the direct backend, backups keep the copy engine busy, so FORWARD copies small results itself.
         by_forward = hicache is not None and hicache.io_backend == "direct"
         self._results = ResultRing(device, small_by_forward=by_forward)
-        self.decode = DecodeRunner(
-            device,
-            self.model,
-            self.kv_pool,
-            self.req_pool,
-            self._attention.decode,
-            config.max_running_requests,
-            config.cuda_graph_bs,
-            padding=not config.server_args.disable_cuda_graph_padding,
-            debug=config.server_args.debug_cuda_graph,
-        )
+        self.speculative: SpeculativeRunner | None = None
+        self.decode: DecodeRunner | SpeculativeRunner
+        padding = not config.server_args.disable_cuda_graph_padding
+        if self.draft is not None:
+            assert config.speculative is not None
+            self.decode = self.speculative = SpeculativeRunner(
+                device,
+                self.model,
+                self.draft,
+                self.kv_pool,
+                self.req_pool,
+                self._attention.decode,
+                config.max_running_requests,
+                config.speculative.num_steps,
+                config.speculative.draft.aux_layers,
+                config.cuda_graph_bs,
+                padding,
+            )
+        else:
+            self.decode = DecodeRunner(
+                device,
+                self.model,
+                self.kv_pool,
+                self.req_pool,
+                self._attention.decode,
+                config.max_running_requests,
+                config.cuda_graph_bs,
+                padding,
+                debug=config.server_args.debug_cuda_graph,
+            )
         self.prefill_graphs: PiecewiseCudaGraphRunner | None = None
         if config.piecewise_cuda_graph_tokens:
             sizes = config.piecewise_cuda_graph_tokens
             self.prefill_graphs = PiecewiseCudaGraphRunner(
                 device, self.model, self.kv_pool, sizes, config.server_args.debug_cuda_graph
             )
+        self._extended: tuple[ForwardBatch, torch.Tensor] | None = (
+            None  # of the latest prefill step, for the draft
+        )
         self._accesses = StepAccesses(self.kv_pool, self.req_pool)
         self.hicache: HiCacheController | None = None
         self.storage: Storage | None = None
@@ -188,14 +225,19 @@ class ModelRunner:
             exclusive.before_persistent_forward()
         views = self._upload(batch)
         with self.device.forward.active():
-            result = self._sample(self._forward(batch, views))
+            result = self._sample(batch, self._forward(batch, views), views)
         if exclusive is not None:
             exclusive.after_persistent_forward(result.done)
         return result
 
     def _upload(self, batch: ScheduleBatch) -> Views:
         """The inputs of a step on the device, all in one upload; none where a decode step has nothing new."""
-        arrays = _extend_arrays(batch) if isinstance(batch, ExtendBatch) else self.decode.arrays(batch)
+        if isinstance(batch, ExtendBatch):
+            arrays = _extend_arrays(batch)
+            if self.speculative is not None:
+                arrays |= self.speculative.extend_arrays(batch)
+        else:
+            arrays = self.decode.arrays(batch)
         if len(batch.page_writes):
             arrays |= _page_write_arrays(batch)
         return self._inputs.upload(arrays) if arrays else {}
@@ -211,7 +253,7 @@ class ModelRunner:
         self._write_pages(views)
         return self.decode.forward(batch, views)
 
-    def _sample(self, logits: Logits) -> ForwardResult:
+    def _sample(self, batch: ScheduleBatch, logits: Logits, views: Views) -> ForwardResult:
         """The second phase: draw the next tokens, unless the forward has, keep them as the last tokens of their rows,
         and start to bring the results of both phases to the host."""
         if logits.tokens is not None:
@@ -219,10 +261,17 @@ class ModelRunner:
         else:
             assert logits.values is not None and logits.positions is not None and logits.sampling is not None
             out = self.sampler.forward(logits.values.float(), logits.positions, logits.sampling)
-            self.req_pool.last_tokens[logits.rows] = out.next_tokens
-            results = {"next_tokens": out.next_tokens}
+            if logits.is_verified:
+                assert self.speculative is not None
+                results = self.speculative.accept(out.next_tokens)
+            else:
+                self.req_pool.last_tokens[logits.rows] = out.next_tokens
+                results = {"next_tokens": out.next_tokens}
             if out.logprobs is not None:
                 results |= _logprob_results("out", out.logprobs)
+        if self.speculative is not None and isinstance(batch, ExtendBatch):
+            assert self._extended is not None
+            self.speculative.extend(*self._extended, views, results["next_tokens"], logits.sampling)
         if logits.prompt_logprobs is not None:
             results |= _logprob_results("prompt", logits.prompt_logprobs)
         return ForwardResult(self._results.download(results))
@@ -246,9 +295,14 @@ class ModelRunner:
             attn=self._attention.prefill.plan(_extend_attention(batch, views, self.req_pool.page_table)),
             kv_pool=self.kv_pool,
             layer_ready=layer_ready,
+            aux_hidden=None
+            if self.speculative is None
+            else self.speculative.make_aux(len(views["input_ids"])),
         )
         layers = self.prefill_graphs or self.model
-        values = self.model.compute_logits(layers.hidden_states(forward_batch), forward_batch)
+        x = layers.hidden_states(forward_batch)
+        values = self.model.compute_logits(x, forward_batch)
+        self._extended = forward_batch, x
         for ticket in batch.loads:
             ticket.waited = True  # FORWARD has: what is submitted from now on comes after them
         sampled = [seq.sampling for seq in batch.seqs if seq.sampling is not None]

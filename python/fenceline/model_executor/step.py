@@ -122,6 +122,11 @@ class LogprobValues:
     top_ids: I64
     named: F32 | None = None
 
+    def rows(self, kept: npt.NDArray[np.bool_]) -> LogprobValues:
+        """Those of some of the tokens, [N] bool."""
+        named = None if self.named is None else self.named[kept]
+        return LogprobValues(self.chosen[kept], self.top[kept], self.top_ids[kept], named)
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
@@ -135,6 +140,9 @@ class StepOutput:
     logprobs: LogprobValues | None
     prompt_logprobs: LogprobValues | None
     counts: I64 | None = None
+    bad_drafts: I64 | None = (
+        None  # [S], 1 for a request whose draft was not usable: not finite, or no ids of tokens
+    )
 
     def token_counts(self, num_reqs: int) -> list[int]:
         """``counts`` as ints, of the ``num_reqs`` requests that sampled."""
@@ -159,11 +167,14 @@ class ForwardResult:
     def wait(self) -> StepOutput:
         """Block the host until the outputs are there. Raises LeaseError on a second call."""
         values = self._lease.wait()
-        return StepOutput(
-            tokens=np.asarray(values["next_tokens"], dtype=np.int64),
-            logprobs=_logprobs(values, "out"),
-            prompt_logprobs=_logprobs(values, "prompt"),
-        )
+        tokens, logprobs = np.asarray(values["next_tokens"], dtype=np.int64), _logprobs(values, "out")
+        counts = bad_drafts = None
+        if "counts" in values:  # tokens [B, T]: of each request as many count as ``counts`` [B] says
+            counts = np.asarray(values["counts"], dtype=np.int64)
+            bad_drafts = np.asarray(values["num_bad"], dtype=np.int64)
+            kept = (np.arange(tokens.shape[1]) < counts[:, None]).ravel()
+            tokens, logprobs = tokens.ravel()[kept], None if logprobs is None else logprobs.rows(kept)
+        return StepOutput(tokens, logprobs, _logprobs(values, "prompt"), counts, bad_drafts)
 
 
 def _logprobs(values: dict[str, npt.NDArray[np.generic]], prefix: str) -> LogprobValues | None:

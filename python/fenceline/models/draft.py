@@ -35,6 +35,9 @@ class DraftModel(ABC):
     max_steps: int | None = None
     """How many steps this draft can predict; None: any number, each continuing from the one before."""
 
+    num_heads: int
+    """Attention heads of each layer."""
+
     hidden_size: int
     """Features of the hidden states that ``forward`` takes and returns; 0 for a draft that reads none."""
 
@@ -83,6 +86,7 @@ class StandaloneDraft(DraftModel):
 
     def __init__(self, model: CausalLM) -> None:
         self.model = model
+        self.num_heads = model.config.num_heads
 
     def hidden_states_from(self, x: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
         return x[:, :0]
@@ -116,6 +120,7 @@ class SharingDraft(DraftModel):
         model = config.model
         self.config = config
         self.hidden_size = model.hidden_size
+        self.num_heads = model.num_heads
         self.target = target
         self.rotary = _rotary(model, target)
         head_size = config.draft_vocab_size or model.vocab_size

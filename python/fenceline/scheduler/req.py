@@ -12,6 +12,7 @@ from fenceline.ipc.io_struct import (
     CachedTokensDetails,
     DecodeInfo,
     FinishReason,
+    SpecCounts,
     TokenizedGenerateReq,
     TokenPairs,
 )
@@ -126,6 +127,10 @@ class Req:
     allocated_len: int = 0
     committed_len: int = 0
     last_flight: Points = field(default_factory=Points.none)
+    num_verified: int = 0  # steps in which drafts of it were verified
+    num_accepted: int = 0  # of those drafts
+    has_bad_draft: bool = False
+    last_step: int = 0  # number of the latest step that it is in
     queued_match: QueuedMatch | None = None  # while it waits
     prefetch: Prefetch | None = None  # of what storage may have of its prompt, until it is admitted
     # Its last page on the host, from a retraction until it is admitted again.
@@ -155,6 +160,10 @@ class Req:
     def scores_prompt(self) -> bool:
         """Whether prompt tokens are scored: asked for, and not already done before a retraction."""
         return self.source.return_logprob and self.source.logprob_start_len >= 0 and not self.output_ids
+
+    def spec_counts(self, num_drafts: int) -> SpecCounts:
+        """What speculation has done for it, with ``num_drafts`` proposed in each step."""
+        return SpecCounts(self.num_verified, self.num_accepted, self.num_verified * num_drafts)
 
     def token_ids(self) -> I64:
         """Prompt and published output as one array."""
@@ -210,6 +219,8 @@ class Req:
             cached_details=self.cached_details,
             was_admitted=True,
             num_emitted=self.num_emitted,
+            num_verified=self.num_verified,
+            num_accepted=self.num_accepted,
             announced=self.announced,
             # A prompt that was left half-way is scored anew.
             prompt_log=self.prompt_log

@@ -51,7 +51,8 @@ class RunningBatch:
 
     def expected_tokens(self, ratio: float, clip: int) -> F64:
         """Tokens each of these requests is expected to ask for yet: ``ratio`` of what it may, ``clip`` at most."""
-        expected: F64 = np.minimum(self._final_lens - self._allocated_lens, clip) * ratio
+        left = np.maximum(self._final_lens - self._allocated_lens, 0)
+        expected: F64 = np.minimum(left, clip) * ratio
         return expected
 
     def reserved_tokens(self, ratio: float, clip: int) -> int:
@@ -82,8 +83,8 @@ class RunningBatch:
         keep[self.reqs.index(req)] = False
         self._keep(keep)
 
-    def settle(self, reqs: Sequence[Req], done: Points) -> list[Req]:
-        """The step of ``reqs`` that ends with ``done`` has been published: those that go on and got fewer tokens than
+    def settle(self, reqs: Sequence[Req], number: int) -> list[Req]:
+        """Step ``number``, of ``reqs``, has been published: those that go on and got fewer tokens than
         they might have are shorter than they were taken to be. Returns those that are not here, since the step might
         have been their last; they are to be added again.
         """
@@ -98,7 +99,7 @@ class RunningBatch:
                 req.allocated_len = req.committed_len
                 again.append(req)
                 continue
-            in_flight = 0 if req.last_flight is done else self.max_step_tokens
+            in_flight = 0 if req.last_step == number else self.max_step_tokens
             lens[index] = min(lens[index], req.committed_len + in_flight)
         self._allocated_lens, self._num_advanced = lens, 0
         return again
@@ -106,8 +107,9 @@ class RunningBatch:
     def next_lens(self) -> I64:
         """The lengths [B] after the next step, at most."""
         lens = self._allocated_lens + self.max_step_tokens
-        if self.max_step_tokens > 1:  # a request's last step may have fewer
-            np.minimum(lens, self._final_lens, out=lens)
+        if self.max_step_tokens > 1:
+            # A request's last step computes as many rows as any, and those beyond its end need slots as well.
+            np.minimum(lens, self._final_lens + self.max_step_tokens - 1, out=lens)
             self._num_advanced = 0
         return lens
 

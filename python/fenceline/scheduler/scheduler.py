@@ -106,6 +106,7 @@ class InFlight:
     reqs: Sequence[Req]
     result: ForwardResult
     done: Points
+    number: int  # of steps launched, this one included
 
 
 class Scheduler:
@@ -122,7 +123,7 @@ class Scheduler:
         )
         # Prompts go before decoding, but whoever decodes waits for no more than this between two of its steps.
         self.max_prefill_in_row = max_prefills_in_row(config.device) * self.planner.step_tokens
-        self.output = OutputSender(outbox.to_detokenizer)
+        self.output = OutputSender(outbox.to_detokenizer, worker.max_step_tokens - 1)
         self.stats = SchedulerStats(self.memory, worker, config.server_args.decode_log_interval)
         self.tell_frontend = outbox.to_tokenizer
         self.ratio = NewTokenRatio(config.server_args.schedule_conservativeness)
@@ -135,6 +136,7 @@ class Scheduler:
         self.waiting: list[Req] = []
         self.chunked: Req | None = None
         self.running = RunningBatch(config.server_args.page_size, worker.max_step_tokens)
+        self.num_launched = 0  # steps
         self.joining: list[Req] = []  # they decode from the next step on: prompts just submitted whole
         self.departed: list[Req] = []
         self.remaps: list[Remap] = []
@@ -214,9 +216,9 @@ class Scheduler:
         """Queue a request. The front end has checked its values; sizes are limited here once more."""
         params = message.sampling_params
         eos = () if params.ignore_eos else self.config.model.eos_token_ids
-        capacity = min(
-            self.config.model.context_length, self.memory.num_pages * self.config.server_args.page_size
-        )
+        num_tokens = self.memory.num_pages * self.config.server_args.page_size
+        # The last step computes as many rows as any, whether tokens of the request come of them or not.
+        capacity = min(self.config.model.context_length, num_tokens - self.worker.max_step_tokens + 1)
         req = Req(
             source=msgspec.structs.replace(message, input_ids=[]),
             # Three times as fast as np.array.
@@ -371,13 +373,14 @@ class Scheduler:
         batch = self.memory.tables.up_to_date(batch, reqs)
         result = self.worker.launch(batch)
         done = Points.of(result.done)
+        self.num_launched += 1
         for req in reqs:
-            req.last_flight = done
+            req.last_flight, req.last_step = done, self.num_launched
         self.books_checked = False
         self.recorder.launched(batch, reqs, result)
         if self.control.profiler.steps_left is not None:
             self.control.profiler.step()
-        return InFlight(batch, reqs, result, done)
+        return InFlight(batch, reqs, result, done, self.num_launched)
 
     def make_room(self) -> npt.NDArray[np.int64] | None:
         """Retract requests, running ones or the one that is half-way through its prompt, until the next tokens of the
@@ -438,17 +441,17 @@ class Scheduler:
         out = flight.result.wait()
         self.recorder.published(out)
         if isinstance(flight.batch, DecodeBatch):
-            self.publish_decode(flight.batch, flight.reqs, flight.done, out)
+            self.publish_decode(flight.batch, flight.reqs, flight.number, out)
         else:
             self.publish_extend(flight.batch, flight.reqs, out)
         self.output.flush()
         if self.stats.report_is_due():
             self.report()
 
-    def publish_decode(self, batch: DecodeBatch, reqs: Sequence[Req], done: Points, out: StepOutput) -> None:
+    def publish_decode(self, batch: DecodeBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
         """The new tokens of each request that has not left since. The hot loop: what is rare is elsewhere."""
         if self.running.max_step_tokens > 1 or out.logprobs is not None:
-            self.publish_counted(batch, reqs, done, out)
+            self.publish_counted(batch, reqs, number, out)
             return
         num_dropped = 0
         for req, length, token in zip(reqs, batch.seq_lens.tolist(), out.tokens.tolist(), strict=True):
@@ -467,17 +470,21 @@ class Scheduler:
                 self.finish(req, reason)
         self.stats.num_generated_tokens += len(reqs) - num_dropped
 
-    def publish_counted(self, batch: DecodeBatch, reqs: Sequence[Req], done: Points, out: StepOutput) -> None:
+    def publish_counted(self, batch: DecodeBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
         """The same for a step with several tokens a request, or with logprobs."""
         tokens, counts = out.tokens.tolist(), out.token_counts(len(reqs))
         most, last = self.running.max_step_tokens, 0
         for req, length, count in zip(reqs, batch.seq_lens.tolist(), counts, strict=True):
             first, last = last, last + count
             if not req.left:
+                if most > 1:
+                    self.stats.verified(req, count - 1)
                 self.publish_tokens(req, tokens[first:last], out, first)
                 assert req.committed_len <= length and count <= most, f"{req.rid} got more tokens than it may"
+        if out.bad_drafts is not None and out.bad_drafts.any():
+            self.stats.bad_drafts([reqs[index] for index in np.flatnonzero(out.bad_drafts).tolist()])
         if most > 1:
-            self.joining += self.running.settle(reqs, done)
+            self.joining += self.running.settle(reqs, number)
 
     def publish_extend(self, batch: ExtendBatch, reqs: Sequence[Req], out: StepOutput) -> None:
         """First tokens of completed prompts, prompt logprobs, and whole prompts into the tree."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 from fenceline.ipc.io_struct import CudaGraphState, HiCacheState, InternalState, TransferState
 from fenceline.mem_cache.host.cache_controller import TransferCounts
@@ -34,6 +35,10 @@ class SchedulerStats:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
+        self.num_verified = 0  # requests' steps with drafts
+        self.num_accepted = 0  # drafts
+        self.num_bad_drafts = 0
+        self._speculates = worker.max_step_tokens > 1
         self.num_retractions = 0
         self.num_aborts = 0
         self.num_computed_prompt_tokens = 0
@@ -52,10 +57,32 @@ class SchedulerStats:
     def _num_used_pages(self) -> int:
         return self._memory.pages.num_leased - self._memory.tree.num_evictable_pages
 
+    @property
+    def accept_length(self) -> float:
+        """Tokens that a request got in a step with drafts, on average since the start; 0 before the first one."""
+        return 1 + self.num_accepted / self.num_verified if self.num_verified else 0.0
+
     def arrived(self, req: Req) -> None:
         """A request was queued."""
         self.num_prompt_tokens += len(req.prompt_ids)
         req.arrived_at = time.perf_counter()
+
+    def verified(self, req: Req, num_accepted: int) -> None:
+        """A step of ``req`` with drafts, of which so many were accepted."""
+        req.num_verified += 1
+        req.num_accepted += num_accepted
+        self.num_verified += 1
+        self.num_accepted += num_accepted
+
+    def bad_drafts(self, reqs: Sequence[Req]) -> None:
+        """The draft model has proposed what is no token to these; its drafts were rejected, and no token changes."""
+        self.num_bad_drafts += len(reqs)
+        for req in reqs:
+            if not req.has_bad_draft:
+                req.has_bad_draft = True
+                logger.warning(
+                    "Unusable drafts for request %s: logits that are not finite, or ids of no token", req.rid
+                )
 
     def prefill(self, plan: PrefillPlan, num_running: int, num_queued: int) -> None:
         """A prefill step was planned."""
@@ -88,13 +115,14 @@ class SchedulerStats:
         self._last_log, self._last_generated = now, self.num_generated_tokens
         logger.info(
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, cuda graph: %s, "
-            "gen throughput (token/s): %.2f, #queue-req: %d",
+            "gen throughput (token/s): %.2f, #queue-req: %d%s",
             num_running,
             num_tokens,
             self.token_usage,
             self._all_replayed(),
             self._throughput,
             num_queued,
+            f", accept len: {self.accept_length:.2f}" if self._speculates else "",
         )
 
     def _all_replayed(self) -> bool:
@@ -147,6 +175,7 @@ class SchedulerStats:
             cuda_graphs=_graph_state(self._graphs),
             piecewise_cuda_graphs=_graph_state(self._prefill_graphs),
             hicache=_hicache_state(self._memory),
+            avg_spec_accept_length=self.accept_length if self._speculates else None,
         )
 
 

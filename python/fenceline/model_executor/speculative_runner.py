@@ -1,0 +1,554 @@
+"""SpeculativeRunner: decode steps that propose tokens with a draft model and verify them with the target.
+
+One step is a chain on FORWARD, and nothing in it needs the host:
+
+1. *draft*: from what the last step has left of each request, ``num_steps`` tokens, one after the other;
+2. *verify*: the target computes the request's last token and the drafted ones, ``num_steps + 1`` rows a request, in one
+   forward;
+3. *draw*: at each of these rows the token that the target itself draws there, with the noise of that position;
+4. *accept*: drafts count as long as they are what was drawn. The tokens drawn up to the first that differs are the
+   step's: 1 to ``num_steps + 1``. They are those of plain decoding, whatever the draft proposes;
+5. *draft-extend*: the draft computes its rows of the accepted tokens from the target's hidden states.
+
+Lengths advance on the device (``SpeculativeState``); the host learns them one step later and only knows bounds.
+Rejected tokens leave KV in slots behind a request's length. They are written again before anybody reads them, and they
+are never shared, since only committed tokens are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from msgspec import structs
+
+from fenceline.layers.attention.base import AttentionBackend
+from fenceline.layers.forward_batch import (
+    AttentionPlan,
+    AuxHiddenStates,
+    ForwardBatch,
+    ForwardMode,
+    QueryTree,
+    VerifyInputs,
+)
+from fenceline.mem_cache.kv_pool import KVPool, ReqPool
+from fenceline.memory_order import Arena, ArenaField, Device, Graph, GraphPool, Role
+from fenceline.memory_order.edges import SINK, TOTAL_BUCKETS
+from fenceline.model_executor.decode_runner import Logits
+from fenceline.model_executor.graph_runner import GraphRunner
+from fenceline.model_executor.step import DecodeBatch, ExtendBatch
+from fenceline.models.decoder import CausalLM
+from fenceline.models.draft import DraftModel
+from fenceline.sampling.kernels.sample import sample_tokens
+from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
+from fenceline.sampling.sampling_params import SamplingParams
+from fenceline.speculative.accept import accept
+from fenceline.speculative.kv_rows import node_slots
+from fenceline.speculative.refuse import check_draft
+from fenceline.speculative.tree import DraftTree
+
+Arrays = dict[str, npt.NDArray[np.generic]]
+Views = Mapping[str, torch.Tensor]
+
+_SINK_LEN = 2  # of the sink's row: a last token and one before it
+_VERIFY = "verify_"  # begins the names of the arrays that the draws of all rows of a step read
+
+
+class SpeculativeState:
+    """What the device keeps of each request between two steps, by row; row 0 is the sink that padding names.
+
+    ``lens`` [num_rows] int64: tokens of the request, the last one of which has no KV yet. For a draft that reads hidden
+    states, ``drafts`` [num_rows] int64 is its first proposal and ``hidden`` [num_rows, hidden_size] what it continues
+    from. For one that reads none, ``previous`` [num_rows] int64 is the token in front of the last one. All of it is
+    written on FORWARD alone, in program order with the steps that read it.
+    """
+
+    def __init__(self, device: Device, num_rows: int, hidden_size: int, dtype: torch.dtype) -> None:
+        where = device.torch_device
+        self.lens = torch.full((num_rows,), _SINK_LEN, dtype=torch.int64, device=where)
+        self.drafts = torch.zeros(num_rows, dtype=torch.int64, device=where)
+        self.previous = torch.zeros(num_rows, dtype=torch.int64, device=where)
+        self.hidden = torch.zeros(num_rows, hidden_size, dtype=dtype, device=where)
+        for name in ("lens", "drafts", "previous", "hidden"):
+            tensor: torch.Tensor = getattr(self, name)
+            device.name_memory(tensor, f"speculative.{name}", max(tensor[0].nbytes, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Plans:
+    """Attention of a step of ``size`` requests."""
+
+    size: int
+    verify: AttentionPlan  # the target's
+    extend: AttentionPlan  # the draft's, of as many rows
+    one: AttentionPlan  # the draft's, of a row for each request
+    two: AttentionPlan | None  # a draft's that reads no hidden states, of two
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    plans: _Plans
+    verify: Graph  # as far as the target's logits
+    accept: Graph  # from what has been drawn
+
+
+class SpeculativeRunner(GraphRunner):
+    """One device's speculative decode steps for up to ``max_batch`` requests, and the graphs of some batch sizes: one
+    as far as the target's logits, one from the draw on. Everything is submitted to FORWARD, which must be current in
+    all methods but :meth:`arrays`."""
+
+    def __init__(
+        self,
+        device: Device,
+        model: CausalLM,
+        draft: DraftModel,
+        kv_pool: KVPool,
+        req_pool: ReqPool,
+        attention: AttentionBackend,
+        max_batch: int,
+        num_steps: int,
+        aux_layers: tuple[int, ...] = (),
+        sizes: Sequence[int] = (),
+        padding: bool = True,
+    ) -> None:
+        """``num_steps``: tokens that the draft proposes in a step. ``aux_layers``: see ``DraftConfig``. ``sizes`` as of
+        ``DecodeRunner``."""
+        super().__init__(device, "speculative decode", "requests", sizes, padding)
+        self.has_graphs = bool(sizes)
+        self.num_rows_per_req = num_steps + 1
+        self.reads_hidden = draft.hidden_size > 0
+        self._model = model
+        self._draft = draft
+        self._kv_pool = kv_pool
+        self._req_pool = req_pool
+        self._attention = attention
+        self._num_steps = num_steps
+        self._aux_layers = aux_layers
+        self._captured: dict[int, _Captured] = {}
+        self._composition: int | None = None
+        self._num_reqs = 0
+        self._sampling: SamplingBatch | None = None
+        self._plans: _Plans | None = None  # of the step whose draw is awaited
+        self._replayed: _Captured | None = None  # and its graphs, if it runs in them
+        dtype = model.context.dtype
+        self.state = SpeculativeState(device, req_pool.num_rows, draft.hidden_size, dtype)
+        width = (self.num_rows_per_req,)
+        i64, f32 = torch.int64, torch.float32
+        self.arena = Arena(
+            device,
+            "speculative",
+            max_batch,
+            (
+                ArenaField("plan_rows", i64, Role.PLAN, pad=SINK),
+                ArenaField("may_accept", torch.bool, Role.PLAN, pad=False),  # whether drafts may count
+                ArenaField("temperatures", f32, Role.PLAN, pad=1.0),
+                ArenaField("noise_scales", f32, Role.PLAN, pad=0.0),
+                ArenaField("seed_keys", i64, Role.PLAN, pad=0),
+                ArenaField("lens", i64, Role.INPUT, pad=_SINK_LEN),  # as the step begins
+                ArenaField("seq_lens", i64, Role.INPUT, pad=_SINK_LEN),  # with all rows of the step
+                ArenaField("draft_lens", i64, Role.INPUT, pad=_SINK_LEN),  # of the draft's current forward
+                ArenaField("is_bad", torch.bool, Role.INPUT, pad=False),  # drafts that are not to be used
+                # Of the rows that the target verifies: the last token and the drafts.
+                ArenaField("input_ids", i64, Role.INPUT, pad=0, shape=width),
+                ArenaField("positions", i64, Role.INPUT, pad=0, shape=width),
+                ArenaField("out_slots", i64, Role.INPUT, pad=0, shape=width),
+                ArenaField("drawn", i64, Role.INPUT, pad=0, shape=width),  # the target's own tokens there
+                ArenaField("counts", i64, Role.OUTPUT, pad=1),  # tokens of the step
+                ArenaField("num_bad", i64, Role.OUTPUT, pad=0),  # 1 where the draft could not be used
+            ),
+        )
+        self._zeros = torch.zeros(max_batch, 1, device=device.torch_device)
+        # What the target leaves of the rows that it verifies: hidden states, and those of further layers.
+        num_rows, config = max_batch * self.num_rows_per_req, model.config
+        where = device.torch_device
+        self._hidden = torch.zeros(num_rows, config.hidden_size, dtype=dtype, device=where)
+        self._aux = torch.zeros(num_rows, len(aux_layers) * config.hidden_size, dtype=dtype, device=where)
+        self._logits = torch.zeros(
+            (sizes[-1] if sizes else 0) * self.num_rows_per_req, config.vocab_size, dtype=dtype, device=where
+        )
+        for name, tensor in (("hidden", self._hidden), ("aux", self._aux), ("logits", self._logits)):
+            if tensor.numel():
+                device.name_memory(tensor, f"speculative.target_{name}", tensor[0].nbytes)
+
+    def addresses(self) -> Sequence[int]:
+        """See ``GraphRunner.addresses``."""
+        pool, state = self._kv_pool, self.state
+        tensors = (
+            self._req_pool.page_table, self._req_pool.last_tokens, pool.k(0), pool.v(0), state.lens, state.hidden
+        )  # fmt: skip
+        return [tensor.data_ptr() for tensor in tensors]
+
+    # --- a batch
+
+    def arrays(self, batch: DecodeBatch) -> Arrays:
+        """What has to be uploaded before :meth:`forward`: nothing if the requests are those of the step before."""
+        if self._composition == batch.composition:
+            return {}
+        plain = sampling_arrays(batch.sampling)
+        num = len(batch.rows)
+        ones = np.ones(num, np.float32)
+        every_row = sampling_arrays(self._of_every_row(batch.sampling))
+        return {f"{_VERIFY}{name}": array for name, array in every_row.items()} | {
+            "plan_rows": batch.rows,
+            # Penalties follow from all tokens in front, drafts included, which their counts do not hold.
+            "may_accept": np.array([not req.params.needs_penalties for req in batch.sampling]),
+            "temperatures": plain.get("temperatures", ones),
+            "noise_scales": plain.get("noise_scales", ones if "seed_keys" in plain else np.zeros_like(ones)),
+            "seed_keys": plain.get("seed_keys", np.zeros(num, np.int64)),
+        }
+
+    def _of_every_row(self, reqs: Sequence[ReqSampling]) -> list[ReqSampling]:
+        """What the draws of all rows need, row after row. Only a request's first row is penalised and counted."""
+        rows = []
+        for req in reqs:
+            further = replace(req, params=_without_penalties(req.params))
+            rows += [req] + [further] * self._num_steps
+        return rows
+
+    def forward(self, batch: DecodeBatch, views: Views) -> Logits:
+        """Submit the step as far as verification. ``views``: what ``arrays`` has told. The draw is the sampler's; what
+        it has drawn goes to :meth:`accept`."""
+        if "plan_rows" in views:
+            self._fill(batch, views)
+        assert self._composition == batch.composition, "the first batch fills the arena"
+        num_reqs = self._num_reqs
+        captured = self._captured_for(num_reqs)
+        if captured is None:
+            self._plans = self._make_plans(num_reqs, batch.seq_lens)
+            values = self._propose_and_verify(self._plans)
+        else:
+            self._device.begin_fill([self._logits], TOTAL_BUCKETS)
+            self._plans = captured.plans
+            captured.verify.replay()
+            self.stats.count_replay(captured.plans.size)
+            values = self._logits
+        self._replayed = captured
+        assert self._sampling is not None
+        num_rows = num_reqs * self.num_rows_per_req
+        positions = self.arena["positions"][:num_reqs].flatten() + 1  # those of the tokens that are drawn
+        return Logits(
+            values=values[:num_rows], positions=positions, sampling=self._sampling, is_verified=True
+        )
+
+    def _captured_for(self, num_reqs: int) -> _Captured | None:
+        if not self.has_graphs:
+            return None
+        self.stats.eligible_steps += 1
+        size = self.size_for(num_reqs)
+        return self._captured[size] if size is not None and self.fits() else None
+
+    def accept(self, drawn: torch.Tensor) -> dict[str, torch.Tensor]:
+        """End the step: ``drawn`` [B * num_rows_per_req] int64 are the target's own tokens. The results, good until the
+        next step is submitted: ``next_tokens`` [B, num_rows_per_req], ``counts`` [B], how many of them are the step's,
+        and ``num_bad`` [B], 1 where the draft could not be used."""
+        num_reqs, arena = self._num_reqs, self.arena
+        assert self._plans is not None
+        tokens = arena["drawn"][:num_reqs].copy_(drawn.view(num_reqs, self.num_rows_per_req))
+        outputs = arena.begin_replay()
+        if self._replayed is None:
+            self._accept(self._plans)
+        else:
+            self._replayed.accept.replay()
+        return {"next_tokens": tokens} | {
+            name: outputs.take(name, num_reqs) for name in ("counts", "num_bad")
+        }
+
+    def _fill(self, batch: DecodeBatch, views: Views) -> None:
+        plan = ("plan_rows", "may_accept", "temperatures", "noise_scales", "seed_keys")
+        self._num_reqs = len(batch.rows)
+        self.arena.fill({name: views[name] for name in plan}, self._num_reqs)
+        own = {name.removeprefix(_VERIFY): view for name, view in views.items() if name.startswith(_VERIFY)}
+        self._sampling = SamplingBatch.from_views(self._of_every_row(batch.sampling), own)
+        self._composition = batch.composition
+
+    # --- graphs
+
+    def capture(self, max_seq_len: int, show_progress: bool) -> None:
+        """Capture every size for requests of up to ``max_seq_len`` tokens. Waits for the device."""
+        self._capture_sizes(lambda pool, size: self._capture_size(pool, size, max_seq_len), show_progress)
+
+    def _capture_size(self, pool: GraphPool, size: int, max_seq_len: int) -> Sequence[Graph]:
+        """The arena is all padding meanwhile, so only the sink is touched."""
+        device = self._device
+        with device.forward.active():  # what a plan allocates and writes, FORWARD then reads
+            plans = self._make_plans(size, np.full(size, max_seq_len + self._num_steps, np.int64))
+            self._propose_and_verify(plans, self._logits)  # compiles and sets up what the first call does
+            self._accept(plans)
+        device.synchronize()
+
+        def propose_and_verify() -> None:
+            self._propose_and_verify(plans, self._logits)
+
+        verify = device.capture(f"verify[{size}]", pool, propose_and_verify)
+        accept = device.capture(f"accept[{size}]", pool, lambda: self._accept(plans))
+        self._captured[size] = _Captured(plans, verify, accept)
+        return verify, accept
+
+    def _make_plans(self, size: int, max_lens: npt.NDArray[np.int64]) -> _Plans:
+        """``max_lens`` [size] int64 bound the lengths with all rows of the step."""
+        arena, draft, target = self.arena, self._draft.num_heads, self._model.config.num_heads
+
+        def plan(num_queries: int, seq_lens: str, num_heads: int) -> AttentionPlan:
+            made = self._attention.plan_verify(
+                VerifyInputs(
+                    page_table=self._req_pool.page_table,
+                    rows=arena["plan_rows"][:size],
+                    seq_lens=arena[seq_lens][:size],
+                    max_seq_lens_cpu=max_lens,
+                    tree=QueryTree(num_queries, num_queries),
+                    num_heads=num_heads,
+                )
+            )
+            assert made is not None, "the backend was asked when it was chosen"
+            return made
+
+        return _Plans(
+            size,
+            verify=plan(self.num_rows_per_req, "seq_lens", target),
+            extend=plan(self.num_rows_per_req, "seq_lens", draft),
+            one=plan(1, "draft_lens", draft),
+            two=None if self.reads_hidden else plan(2, "lens", draft),
+        )
+
+    # --- the step
+
+    def _begin(self, size: int) -> None:
+        """Derive the rows that are verified; their ids are still to be proposed."""
+        arena, state = self.arena, self.state
+        rows, lens = arena["plan_rows"][:size], arena["lens"][:size]
+        lens.copy_(state.lens[rows])
+        arena["seq_lens"][:size] = lens + self._num_steps
+        positions = arena["positions"][:size]
+        torch.add(
+            (lens - 1).unsqueeze(1), torch.arange(self.num_rows_per_req, device=lens.device), out=positions
+        )
+        slots = node_slots(
+            self._req_pool.page_table, rows, lens - 1, self.num_rows_per_req, self._kv_pool.page_size
+        )
+        arena["out_slots"][:size] = slots.view_as(positions)  # by the page table of this moment (F5)
+        arena["input_ids"][:size, 0] = self._req_pool.last_tokens[rows]
+        arena["is_bad"][:size] = False
+
+    def _propose_and_verify(self, plans: _Plans, logits_out: torch.Tensor | None = None) -> torch.Tensor:
+        """The drafts, and the target's logits of all rows, [size * num_rows_per_req, vocab_size], in the first rows of
+        ``logits_out`` if given."""
+        size, arena = plans.size, self.arena
+        self._begin(size)
+        self._propose(plans)
+        num_rows = size * self.num_rows_per_req
+        aux = None
+        if self._aux_layers:
+            aux = AuxHiddenStates(self._aux_layers, self._aux[:num_rows])
+        ids, positions, slots = (arena[n][:size].flatten() for n in ("input_ids", "positions", "out_slots"))
+        batch = self._batch(ids, positions, slots, plans.verify, aux=aux)
+        if logits_out is not None:
+            batch = replace(batch, logits_out=logits_out[:num_rows])
+        x = self._model.hidden_states(batch)
+        self._hidden[:num_rows] = x
+        return self._model.compute_logits(x, batch)
+
+    def _propose(self, plans: _Plans) -> None:
+        """The drafts, one forward after the other."""
+        size, arena, state = plans.size, self.arena, self.state
+        rows, lens, draft_lens = (arena[name][:size] for name in ("plan_rows", "lens", "draft_lens"))
+        ids, positions, slots = (arena[name][:size] for name in ("input_ids", "positions", "out_slots"))
+        hidden = state.hidden[rows]
+        if plans.two is None:
+            self._keep(size, 1, state.drafts[rows])
+            first = 0  # the row in which the draft's next forward lies
+        else:
+            self._keep(size, 1, self._propose_from_two(plans))
+            first = 1
+        for step in range(1, self._num_steps):
+            at = step - 1 + first
+            torch.add(lens, at, out=draft_lens)
+            batch = self._batch(ids[:, step], positions[:, at], slots[:, at], plans.one)
+            logits, hidden = self._draft.forward(batch, hidden)
+            self._keep(size, step + 1, self._draw(logits, size, lens + step))
+
+    def _keep(self, size: int, column: int, tokens: torch.Tensor) -> None:
+        """``tokens`` [B] are the drafts in ``column``, unless there is one that cannot be used."""
+        is_bad = self.arena["is_bad"][:size]
+        vocab_size = self._model.config.vocab_size
+        usable, _, bad = check_draft(tokens.unsqueeze(1), self._zeros[:size], vocab_size, is_bad)
+        self.arena["input_ids"][:size, column] = usable.squeeze(1)
+        is_bad.copy_(bad)
+
+    def _propose_from_two(self, plans: _Plans) -> torch.Tensor:
+        """The first proposal of a draft without hidden states, from its rows of the last two tokens: it may not have
+        computed the first of them."""
+        size, arena, state = plans.size, self.arena, self.state
+        rows, lens = arena["plan_rows"][:size], arena["lens"][:size]
+        ids = torch.stack((state.previous[rows], arena["input_ids"][:size, 0]), dim=1)
+        positions = torch.stack((lens - 2, lens - 1), dim=1)
+        slots = node_slots(self._req_pool.page_table, rows, lens - 2, 2, self._kv_pool.page_size)
+        last = torch.arange(size, device=ids.device) * 2 + 1
+        assert plans.two is not None
+        batch = self._batch(ids.flatten(), positions.flatten(), slots, plans.two, last)
+        logits, _ = self._draft.forward(batch, state.hidden[:0])
+        return self._draw(logits, size, lens)
+
+    def _batch(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        plan: AttentionPlan,
+        logits_index: torch.Tensor | None = None,
+        aux: AuxHiddenStates | None = None,
+    ) -> ForwardBatch:
+        plan.prepare()
+        return ForwardBatch(
+            mode=ForwardMode.VERIFY,
+            input_ids=ids.contiguous(),
+            positions=positions.contiguous(),
+            out_slots=slots.contiguous(),
+            logits_index=logits_index,
+            attn=plan,
+            kv_pool=self._kv_pool,
+            aux_hidden=aux,
+        )
+
+    def _accept(self, plans: _Plans) -> None:
+        """Count the drafts that were drawn, advance the rows, and let the draft go on from the tokens drawn."""
+        size, arena, state = plans.size, self.arena, self.state
+        rows, lens = arena["plan_rows"][:size], arena["lens"][:size]
+        ids, tokens = arena["input_ids"][:size], arena["drawn"][:size]
+        is_bad, may_accept = arena["is_bad"][:size], arena["may_accept"][:size]
+        chain = DraftTree(ids, arena["positions"][:size], None, None, is_rejected=is_bad | ~may_accept)
+        path = accept(chain, tokens, self._num_steps)
+        counts = arena["counts"][:size].copy_(path.counts)
+        arena["num_bad"][:size] = is_bad
+        last, new_lens = counts.unsqueeze(1) - 1, lens + counts
+        self._req_pool.last_tokens[rows] = path.last_tokens
+        state.lens[rows] = torch.where(rows == 0, _SINK_LEN, new_lens)
+        if self.reads_hidden:
+            self._extend_draft(plans, tokens, new_lens)
+        else:
+            state.previous[rows] = ids.gather(1, last).squeeze(1)
+
+    def _extend_draft(self, plans: _Plans, tokens: torch.Tensor, new_lens: torch.Tensor) -> None:
+        """The draft's rows of the drawn tokens, from the hidden states of the target's. Rows of tokens that do not
+        count are written again by the next step."""
+        size, arena = plans.size, self.arena
+        rows, counts, num_rows = arena["plan_rows"][:size], arena["counts"][:size], tokens.numel()
+        hidden = self._draft.hidden_states_from(self._hidden[:num_rows], self._aux[:num_rows])
+        last = torch.arange(size, device=rows.device) * self.num_rows_per_req + counts - 1
+        positions, slots = (arena[name][:size].flatten() for name in ("positions", "out_slots"))
+        batch = self._batch(tokens.flatten(), positions, slots, plans.extend, last)
+        logits, following = self._draft.forward(batch, hidden)
+        self.state.drafts[rows] = self._draw(logits, size, new_lens)
+        self.state.hidden[rows] = following[last]
+
+    def make_aux(self, num_tokens: int) -> AuxHiddenStates | None:
+        """Where the target leaves what the draft reads of a prefill step's tokens; None if that is its last layer's
+        output alone."""
+        if not self._aux_layers:
+            return None
+        size = len(self._aux_layers) * self._model.config.hidden_size
+        return AuxHiddenStates(self._aux_layers, self._aux.new_empty(num_tokens, size))
+
+    def _draw(self, logits: torch.Tensor, size: int, positions: torch.Tensor) -> torch.Tensor:
+        """The draft's tokens at ``positions`` [B] int64, drawn with the noise that the target will draw with there."""
+        arena = self.arena
+        temperatures, scales, keys = (
+            arena[name][:size] for name in ("temperatures", "noise_scales", "seed_keys")
+        )
+        return draw_draft(
+            logits,
+            self._draft.target_ids,
+            self._model.config.vocab_size,
+            temperatures,
+            scales,
+            keys,
+            positions,
+        )
+
+    # --- after prefill
+
+    def extend_arrays(self, batch: ExtendBatch) -> Arrays:
+        """What :meth:`extend` needs beside the step's own inputs."""
+        if not self.reads_hidden:
+            return {}
+        following = [
+            np.append(seq.token_ids[1:], 0 if seq.next_token is None else seq.next_token)
+            for seq in batch.seqs
+        ]
+        return {"draft_ids": np.concatenate(following).astype(np.int64)}
+
+    def extend(
+        self,
+        forward_batch: ForwardBatch,
+        x: torch.Tensor,
+        views: Views,
+        next_tokens: torch.Tensor,
+        sampling: SamplingBatch | None,
+    ) -> None:
+        """The draft's rows of a prefill step: ``forward_batch`` is the target's, ``x`` [T, hidden_size] what it has
+        left, and ``next_tokens`` [S] int64 what was drawn for the requests whose prompts are complete."""
+        state, num_sampled = self.state, len(next_tokens)
+        assert forward_batch.logits_index is not None
+        ends = forward_batch.logits_index[:num_sampled]  # the last token of each complete prompt
+        rows, lens = views["sample_rows"], views["sample_positions"] + 1
+        if not self.reads_hidden:
+            self._draft.forward(replace(forward_batch, logits_index=ends), state.hidden[:0])
+            if num_sampled:
+                state.lens[rows] = lens
+                state.previous[rows] = forward_batch.input_ids[ends]
+            return
+        ids = views["draft_ids"].clone()
+        ids[ends] = next_tokens
+        aux = forward_batch.aux_hidden
+        hidden = self._draft.hidden_states_from(x, None if aux is None else aux.out)
+        own = replace(
+            forward_batch,
+            input_ids=ids,
+            logits_index=ends,
+            logits_out=None,
+            aux_hidden=None,
+            layer_ready=None,
+        )
+        logits, following = self._draft.forward(own, hidden)
+        if not num_sampled:
+            return
+        assert sampling is not None
+        state.lens[rows] = lens
+        state.hidden[rows] = following[ends]
+        state.drafts[rows] = draw_draft(
+            logits, self._draft.target_ids, self._model.config.vocab_size,
+            sampling.temperatures, sampling.noise_scales, sampling.seed_keys, lens,
+        )  # fmt: skip
+
+
+def draw_draft(
+    logits: torch.Tensor,
+    target_ids: torch.Tensor | None,
+    vocab_size: int,
+    temperatures: torch.Tensor | None,
+    noise_scales: torch.Tensor | None,
+    seed_keys: torch.Tensor | None,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """Tokens [B] int64 of the target's vocabulary, drawn as ``sample_tokens`` does from ``logits`` [B, draft
+    vocabulary]; those that the draft does not know are never drawn. -1, which ``check_draft`` refuses, where logits are
+    NaN or infinite."""
+    best = logits.amax(dim=-1)
+    if target_ids is not None:
+        whole = logits.new_full((len(logits), vocab_size), -torch.inf)
+        whole[:, target_ids] = logits
+        logits = whole
+    tokens = torch.empty_like(positions)
+    sample_tokens(
+        logits, temperatures, noise_scales, seed_keys, positions, thresholds=None, rows=None, last_tokens=None,
+        next_tokens=tokens,
+    )  # fmt: skip
+    return tokens.masked_fill_(best.isnan() | best.isinf(), -1)
+
+
+def _without_penalties(params: SamplingParams) -> SamplingParams:
+    if not params.needs_penalties:
+        return params
+    return structs.replace(params, repetition_penalty=1.0, frequency_penalty=0.0, presence_penalty=0.0)

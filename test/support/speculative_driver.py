@@ -1,0 +1,111 @@
+"""A scheduler over the real ModelRunner that speculates: random small models in float32, as checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from draft_checkpoints import VOCAB, add_mtp, random_eagle, random_eagle3, save_target
+from safetensors.torch import load_file, save_file
+from scheduler_driver import Driver, request
+
+import fenceline
+from fenceline.config.draft_config import SpeculativeAlgorithm, SpeculativeConfig, read_draft_config
+from fenceline.config.engine_config import resolve
+from fenceline.config.model_config import ModelConfig
+from fenceline.config.server_args import ServerArgs
+from fenceline.ipc.io_struct import TokenizedGenerateReq
+from fenceline.memory_order import Device, open_device
+from fenceline.model_executor.model_runner import ModelRunner
+
+EAGLE, EAGLE3 = SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3
+NEXTN, STANDALONE = SpeculativeAlgorithm.NEXTN, SpeculativeAlgorithm.STANDALONE
+CONTEXT = 160
+# Each algorithm with its draft: the target itself as its own draft proposes what the target draws.
+DRAFTS = [(EAGLE, "eagle"), (EAGLE3, "eagle3"), (NEXTN, None), (STANDALONE, "near"), (STANDALONE, "target")]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A target with layers of its own that predict further tokens, drafts of it, and one that is nearly the target."""
+    torch.manual_seed(7)
+    rng, folder = Random(7), tmp_path_factory.mktemp("models")
+    save_target("llama", folder / "target")
+    add_mtp(folder / "target", 1)
+    save_target("llama", folder / "near")
+    for path in (folder / "near").glob("*.safetensors"):
+        tensors = load_file(path)
+        save_file(
+            {name: t + 0.02 * torch.randn_like(t) for name, t in tensors.items()}, path, {"format": "pt"}
+        )
+    random_eagle(rng, "Llama").save(folder / "eagle")
+    random_eagle3(rng).save(folder / "eagle3")
+    return {path.name: path for path in folder.iterdir()}
+
+
+def make_driver(
+    models: dict[str, Path],
+    algorithm: SpeculativeAlgorithm | None = None,
+    draft: str | None = None,
+    num_steps: int = 3,
+    num_rows: int = 8,
+    device: Device | None = None,
+    **flags: object,
+) -> Driver:
+    """A scheduler over the target; without ``algorithm`` it decodes a token a step."""
+    device = device or open_device("cpu")
+    sizes: dict[str, object] = {"max_total_tokens": 4096, "page_size": 16, "chunked_prefill_size": 32}
+    args = ServerArgs(
+        model_path=fenceline.demo_model_path(),
+        device=device.kind,
+        dtype="float32",
+        random_seed=1,
+        max_running_requests=num_rows,
+        **(sizes | flags),  # type: ignore[arg-type]
+    )
+    model = ModelConfig.from_dir(str(models["target"]), dtype="float32")
+    model = dataclasses.replace(model, context_length=CONTEXT)
+    config = dataclasses.replace(resolve(args), model=model)
+    if algorithm is not None:
+        directory = None if draft is None else str(models[draft])
+        speculative = SpeculativeConfig(read_draft_config(algorithm, directory, model), num_steps)
+        config = dataclasses.replace(config, speculative=speculative)
+    return Driver(config, ModelRunner(config, device, show_progress=False))
+
+
+def requests(seed: int, num: int = 8, **params: object) -> list[TokenizedGenerateReq]:
+    """Prompts of 1 to 70 tokens, greedy and sampled ones."""
+    rng = Random(seed)
+    return [
+        request(
+            f"r{index}",
+            [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 70))],
+            seed=rng.randrange(99),
+            **{
+                "temperature": rng.choice([0.0, 0.5, 1.0]),
+                "max_new_tokens": rng.randrange(1, 40),
+                "ignore_eos": True,
+            }
+            | params,
+        )
+        for index in range(num)
+    ]
+
+
+def count_tokens(driver: Driver) -> Counter[int]:
+    """Filled while the driver runs: how often a request got how many tokens in a step."""
+    assert isinstance(driver.worker, ModelRunner) and driver.worker.speculative is not None
+    runner, counted = driver.worker.speculative, Counter[int]()
+    accept = runner.accept
+
+    def accept_and_count(drawn: torch.Tensor) -> dict[str, torch.Tensor]:
+        results = accept(drawn)
+        counted.update(results["counts"].tolist())
+        return results
+
+    runner.accept = accept_and_count  # type: ignore[method-assign]
+    return counted

@@ -1,0 +1,177 @@
+"""Speculation changes no token: with random small drafts, against the same server without speculation. In float32 on
+the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from draft_checkpoints import VOCAB
+from scheduler_driver import answers, request
+from speculative_driver import (
+    CONTEXT,
+    DRAFTS,
+    EAGLE,
+    EAGLE3,
+    STANDALONE,
+    count_tokens,
+    make_driver,
+    models,
+    requests,
+)
+
+from fenceline.config.draft_config import SpeculativeAlgorithm
+from fenceline.ipc.io_struct import AbortReq
+from fenceline.layers.forward_batch import ForwardBatch
+from fenceline.model_executor.model_runner import ModelRunner
+
+__all__ = ["models"]  # a fixture
+
+
+@pytest.mark.parametrize(("num_steps", "overlap"), [(1, True), (3, True), (4, False)])
+@pytest.mark.parametrize(("algorithm", "draft"), DRAFTS)
+def test_no_token_changes(
+    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None, num_steps: int, overlap: bool
+) -> None:
+    reqs = requests(num_steps)
+    driver = make_driver(models, algorithm, draft, num_steps, disable_overlap_schedule=not overlap)
+    counted = count_tokens(driver)
+    assert answers(driver, reqs) == answers(make_driver(models), reqs)
+    if draft == "target":
+        assert set(counted) == {num_steps + 1}, "a draft that is the target draws what the target draws"
+    else:
+        assert {1, 2} <= set(counted) <= set(range(1, num_steps + 2)), (
+            "drafts were accepted, and drafts were not"
+        )
+
+
+@pytest.mark.parametrize(("algorithm", "draft"), DRAFTS)
+def test_prefixes_that_are_cached(
+    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None
+) -> None:
+    """Prompts that continue earlier answers: pages hold accepted tokens alone, of target and draft."""
+    driver, plain = make_driver(models, algorithm, draft), make_driver(models)
+    first = requests(5, num=4, max_new_tokens=30)
+    outputs = answers(driver, first)
+    assert outputs == answers(plain, first)
+    again = [
+        request(
+            f"again{i}",
+            [*req.input_ids, *output, 9],
+            temperature=0.7,
+            seed=i,
+            max_new_tokens=20,
+            ignore_eos=True,
+        )
+        for i, (req, output) in enumerate(zip(first, outputs, strict=True))
+    ]
+    assert answers(driver, again) == answers(plain, again)
+    for req in again:
+        last = driver.answers[req.rid].last
+        assert last is not None and last.cached_tokens >= (len(req.input_ids) - 2) // 16 * 16
+
+
+@pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE3, "eagle3"), (STANDALONE, "target")])
+def test_everything_that_a_request_may_ask_for(
+    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str
+) -> None:
+    rng = Random(3)
+    reqs = [
+        request(
+            f"r{i}",
+            [rng.randrange(3, VOCAB) for _ in range(20)],
+            seed=i,
+            temperature=0.8,
+            **{"max_new_tokens": 30, **options},
+        )
+        for i, options in enumerate(
+            [
+                {"top_p": 0.9},
+                {"top_k": 5, "min_p": 0.05},
+                {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.3},
+                {"logit_bias": {7: 4.0, 8: -2.0}},
+                {"min_new_tokens": 12, "stop_token_ids": tuple(range(3, 60))},
+                {"stop_token_ids": tuple(range(3, 30))},
+                {"return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0, "ignore_eos": True},
+                {"max_new_tokens": 1},
+            ]
+        )
+    ]
+    driver, plain = make_driver(models, algorithm, draft), make_driver(models)
+    assert answers(driver, reqs) == answers(plain, reqs)
+    for req in reqs:
+        ours, theirs = driver.answers[req.rid], plain.answers[req.rid]
+        assert ours.finish == theirs.finish
+    ours, theirs = driver.output_logprobs["r6"], plain.output_logprobs["r6"]
+    assert ours == pytest.approx(theirs, abs=1e-4) and len(ours) == 30
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "draft"), [(EAGLE, "eagle"), (STANDALONE, "near"), (STANDALONE, "target")]
+)
+def test_too_little_memory(models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str) -> None:
+    """Requests are retracted and resumed; rows and pages pass from one to the next."""
+    reqs = requests(11, num=8, max_new_tokens=40)
+    small: dict[str, object] = {"max_total_tokens": 192, "num_rows": 5}
+    driver = make_driver(models, algorithm, draft, **small)  # type: ignore[arg-type]
+    assert answers(driver, reqs) == answers(make_driver(models), reqs)
+    assert driver.scheduler.stats.num_retractions > 0
+
+
+@pytest.mark.parametrize("num_tokens", range(CONTEXT - 5, CONTEXT, 2))
+def test_up_to_the_end_of_the_context(models: dict[str, Path], num_tokens: int) -> None:
+    """The last step computes rows beyond the context, which are nobody's."""
+    prompt = [5 + i % 90 for i in range(num_tokens)]
+    reqs = [request("r", prompt, seed=4, max_new_tokens=50, ignore_eos=True)]
+    expected = answers(make_driver(models), reqs)
+    assert len(expected[0]) == CONTEXT - num_tokens
+    for algorithm, draft in ((EAGLE3, "eagle3"), (STANDALONE, "target")):
+        assert answers(make_driver(models, algorithm, draft, page_size=1), reqs) == expected
+
+
+def test_aborts_free_everything(models: dict[str, Path]) -> None:
+    driver = make_driver(models, EAGLE, "eagle")
+    reqs = requests(2, max_new_tokens=39)
+    driver.send(*reqs)
+    for req in reqs[::2]:
+        driver.step()
+        driver.step()
+        driver.send(AbortReq(rid=req.rid))
+    driver.run()
+    plain = answers(make_driver(models), reqs)
+    for req, expected in list(zip(reqs, plain, strict=True))[1::2]:
+        assert driver.answers[req.rid].output_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "draft", "broken"),
+    [(EAGLE, "eagle", float("nan")), (EAGLE3, "eagle3", float("inf")), (STANDALONE, "near", float("nan"))],
+)
+def test_a_broken_draft_changes_no_token(
+    models: dict[str, Path],
+    algorithm: SpeculativeAlgorithm,
+    draft: str | None,
+    broken: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of every third draft's logits one is not a number. Its request is named in the log, once."""
+    driver = make_driver(models, algorithm, draft)
+    assert isinstance(driver.worker, ModelRunner) and driver.worker.draft is not None
+    forward, num_calls = driver.worker.draft.forward, 0
+
+    def break_one(
+        batch: ForwardBatch, hidden: torch.Tensor, step: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal num_calls
+        num_calls += 1
+        logits, following = forward(batch, hidden, step)
+        if num_calls % 3 == 0 and len(logits):
+            logits[num_calls % len(logits), 5] = broken
+        return logits, following
+
+    monkeypatch.setattr(driver.worker.draft, "forward", break_one)
+    reqs = requests(6)
+    assert answers(driver, reqs) == answers(make_driver(models), reqs)
+    assert driver.scheduler.stats.num_bad_drafts > 0

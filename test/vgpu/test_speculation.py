@@ -1,0 +1,69 @@
+"""Speculative steps on the virtual GPU: tokens are those without speculation on any schedule, in graphs or not,
+and what keeps their memory right is named by the checker that misses it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from scheduler_driver import answers
+from speculative_driver import DRAFTS, EAGLE3, make_driver, models, requests
+
+from fenceline.config.draft_config import SpeculativeAlgorithm
+from fenceline.memory_order.edges import ARENA_PAD, GRAPH_POOL, SINK, TOTAL_BUCKETS
+from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.vgpu import VgpuDevice, VirtualGpu
+from fenceline.vgpu.errors import BoundsError, CheckError, FreshnessError, StaleMemoryError
+
+__all__ = ["models"]  # a fixture
+POLICIES = ("fifo", "laziest", "eager", "pct", "random")
+FLAGS: dict[str, object] = {"num_steps": 2, "num_rows": 5, "max_total_tokens": 640}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        name if name in ("random", "laziest") else pytest.param(name, marks=pytest.mark.long)
+        for name in POLICIES
+    ],
+)
+@pytest.mark.parametrize(("algorithm", "draft"), DRAFTS)
+def test_tokens_are_those_without_speculation(
+    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str | None, policy: str
+) -> None:
+    device = VgpuDevice(gpu=VirtualGpu(seed=1, policy=policy))
+    reqs = requests(3, num=6, max_new_tokens=9)
+    driver = make_driver(models, algorithm, draft, device=device, cuda_graph_bs=(2, 5), **FLAGS)  # type: ignore[arg-type]
+    assert answers(driver, reqs) == answers(make_driver(models), reqs)
+    assert isinstance(driver.worker, ModelRunner) and driver.worker.graph_stats is not None
+    stats = driver.worker.graph_stats
+    assert stats.replays == stats.eligible_steps > 3 and not stats.fallbacks
+
+
+def test_without_graphs(models: dict[str, Path]) -> None:
+    device = VgpuDevice(gpu=VirtualGpu(seed=2, policy="random"))
+    reqs = requests(4, num=6, max_new_tokens=9)
+    driver = make_driver(models, EAGLE3, "eagle3", device=device, disable_cuda_graph=True, **FLAGS)  # type: ignore[arg-type]
+    assert answers(driver, reqs) == answers(make_driver(models), reqs)
+
+
+@pytest.mark.parametrize(
+    ("guard", "error"),
+    [
+        (ARENA_PAD, FreshnessError),
+        (SINK, BoundsError),
+        (GRAPH_POOL, StaleMemoryError),
+        (TOTAL_BUCKETS, FreshnessError),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_a_guard_that_is_missing_is_named(
+    models: dict[str, Path], guard: object, error: type[CheckError]
+) -> None:
+    name = guard.name  # type: ignore[attr-defined]
+    device = VgpuDevice(frozenset({name}), VirtualGpu(seed=1))
+    with pytest.raises(error) as caught:
+        driver = make_driver(models, EAGLE3, "eagle3", device=device, cuda_graph_bs=(2, 5), **FLAGS)  # type: ignore[arg-type]
+        # Penalties are memory that is allocated after the captures.
+        answers(driver, requests(3, num=6, max_new_tokens=9, frequency_penalty=0.5))
+    assert f"missing guard: {name}" in str(caught.value)
