@@ -209,19 +209,22 @@ def test_killed_child_takes_the_server_down(sockets_dir: Path, which: int) -> No
         assert_all_gone(children, sockets_dir)
 
 
-@pytest.mark.parametrize(("which", "name"), [(0, "scheduler"), (1, "detokenizer")])
-def test_a_stopped_child_takes_the_server_down(sockets_dir: Path, which: int, name: str) -> None:
-    with start(sockets_dir, "run_fake_scheduler", "--watchdog-timeout", str(WATCHDOG_S)) as server:
-        children = server.wait_ready().engine_processes()
-        answer = server.post_in_thread(HANGING)
-        wait_running(server)
-        children[which].send_signal(signal.SIGSTOP)
-        assert server.wait_exit() == 1
-        assert (
-            f"the {name} process has not run for {WATCHDOG_S} s (--watchdog-timeout)" in server.last_lines()
-        )
-        assert answer.result(WAIT_S).status_code == 503
-        assert_all_gone(children, sockets_dir)
+def test_a_stopped_child_takes_the_server_down(sockets_dir: Path) -> None:
+    """Each of the two kinds, in a server of its own; both wait for their watchdogs at the same time."""
+    flags = ("run_fake_scheduler", "--watchdog-timeout", str(WATCHDOG_S))
+    with start(sockets_dir, *flags) as first, start(sockets_dir, *flags) as second:
+        servers = {"scheduler": first, "detokenizer": second}
+        children = {name: server.wait_ready().engine_processes() for name, server in servers.items()}
+        answers = {name: server.post_in_thread(HANGING) for name, server in servers.items()}
+        for which, (name, server) in enumerate(servers.items()):
+            wait_running(server)
+            children[name][which].send_signal(signal.SIGSTOP)
+        for name, server in servers.items():
+            assert server.wait_exit() == 1
+            reason = f"the {name} process has not run for {WATCHDOG_S} s (--watchdog-timeout)"
+            assert reason in server.last_lines()
+            assert answers[name].result(WAIT_S).status_code == 503
+        assert_all_gone([child for both in children.values() for child in both], sockets_dir)
 
 
 @pytest.mark.long
