@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fenceline.speculative.accept import accept
@@ -229,6 +229,7 @@ IDS = st.sampled_from([0, 1, VOCAB - 1, VOCAB, -1, 2**40])
 LOGPROBS = st.sampled_from([0.0, -1.0, float("-inf"), float("inf"), float("nan")])
 
 
+@example([[(1, -1.0)] * 4], True)
 @given(
     st.lists(st.lists(st.tuples(IDS, LOGPROBS), min_size=4, max_size=4), min_size=1, max_size=3),
     st.booleans(),

@@ -25,9 +25,8 @@ def check_draft(
     result of the step before. Bad are ids outside [0, vocab_size) and log-probabilities that are NaN or +inf; -inf
     is a probability of 0. All of a bad draft's ids become 0, its log-probabilities too.
     """
-    outside = (token_ids < 0) | (token_ids >= vocab_size)
-    broken = logprobs.isnan() | logprobs.isposinf()
-    is_bad = is_bad | outside.flatten(1).any(1) | broken.flatten(1).any(1)
+    usable = (token_ids == token_ids.clamp(0, vocab_size - 1)) & (logprobs < torch.inf)  # false for NaN
+    is_bad = is_bad | ~usable.flatten(1).all(1)
     shape = (-1, *[1] * (token_ids.dim() - 1))
     ids = token_ids.masked_fill(is_bad.view(shape), _HARMLESS_TOKEN)
     return ids, logprobs.masked_fill(is_bad.view(shape), 0.0), is_bad

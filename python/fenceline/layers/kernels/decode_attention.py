@@ -181,8 +181,10 @@ def _decode_kernel(
 ):  # fmt: skip
     # Adjacent programs read the heads of the same tokens, which are adjacent in memory.
     lane, worker = tl.program_id(0), tl.program_id(1)
-    head = lane % NUM_KV_HEADS
-    first_row = lane // NUM_KV_HEADS * ROWS
+    if NUM_QUERIES * GROUP <= ROWS:  # one tile
+        head, first_row = lane, 0
+    else:
+        head, first_row = lane % NUM_KV_HEADS, lane // NUM_KV_HEADS * ROWS
     if PDL:
         tl_cuda.gdc_launch_dependents()
     # Before the wait nothing may be written, and nothing read that the preceding kernel writes.
@@ -219,9 +221,14 @@ def _decode_kernel(
     queries = (first_row + rows) // GROUP
     query_live = queries < NUM_QUERIES
     row_live = query_live[:, None]
-    q_offsets = _row_offsets(first_row + rows, head, q_stride, GROUP, HEAD_DIM)[:, None] + dims[None, :]
+    q_offsets = (
+        _row_offsets(first_row + rows, head, q_stride, GROUP, HEAD_DIM, NUM_QUERIES)[:, None] + dims[None, :]
+    )
     out_stride: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
-    out_offsets = _row_offsets(first_row + rows, head, out_stride, GROUP, HEAD_DIM)[:, None] + dims[None, :]
+    out_offsets = (
+        _row_offsets(first_row + rows, head, out_stride, GROUP, HEAD_DIM, NUM_QUERIES)[:, None]
+        + dims[None, :]
+    )
     ancestors = tl.zeros([ROWS], tl.int64)
     while unit < last_unit:
         request_end = request_first + (seq_len + BLOCK_N - 1) // BLOCK_N
@@ -267,10 +274,16 @@ def _decode_kernel(
 
 
 @triton.jit
-def _row_offsets(rows, head, token_stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+def _row_offsets(
+    rows, head, token_stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_QUERIES: tl.constexpr
+):
     """Where rows begin, from a request's first query on: row r is head r % GROUP of KV head ``head``'s in query
     r // GROUP."""
-    return rows // GROUP * token_stride + (head * GROUP + rows % GROUP) * HEAD_DIM
+    if NUM_QUERIES == 1:  # rows past the group are not live
+        offsets = (head * GROUP + rows) * HEAD_DIM
+    else:
+        offsets = rows // GROUP * token_stride + (head * GROUP + rows % GROUP) * HEAD_DIM
+    return offsets
 
 
 @triton.jit
@@ -396,6 +409,6 @@ def _merge(
         top = new_top
     norm = tl.where(row_live, norm, 1.0)
     stride: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
-    offsets = _row_offsets(first_row + rows, lane % NUM_KV_HEADS, stride, GROUP, HEAD_DIM)
+    offsets = _row_offsets(first_row + rows, lane % NUM_KV_HEADS, stride, GROUP, HEAD_DIM, NUM_QUERIES)
     out_at = out_ptr + offsets[:, None] + dims[None, :]
     tl.store(out_at, (acc / norm[:, None]).to(out_ptr.dtype.element_ty), mask=row_live[:, None])
