@@ -25,8 +25,7 @@ def driver_with_priorities(**flags: object) -> Driver:
 def waiting_order(driver: Driver) -> list[str]:
     """The queue as the next step would try it; nothing runs."""
     driver.scheduler.ingest(driver.drain(False))
-    driver.scheduler.order_waiting()
-    return [req.rid for req in driver.scheduler.waiting]
+    return [req.rid for req in driver.scheduler.candidates()]
 
 
 @pytest.mark.parametrize(("low_first", "order"), [(False, "cbdae"), (True, "aebdc")])
@@ -333,8 +332,8 @@ def test_dfs_weight_looks_at_each_node_but_a_few_times(monkeypatch: pytest.Monke
         return hash_of(node)
 
     monkeypatch.setattr(TreeNode, "__hash__", counting)
-    scheduler.order_waiting()
+    again = [req.rid for req in scheduler.candidates()]
     monkeypatch.undo()
     assert 200 < num_hashed < 5_000
-    assert [req.rid for req in scheduler.waiting] == order
+    assert again == order
     driver.run()

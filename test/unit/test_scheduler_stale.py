@@ -123,7 +123,7 @@ def test_a_write_that_is_out_of_date_does_not_count_as_up_to_date() -> None:
 def _req(driver: Driver) -> Req:
     driver.send(request("x", [1, 2, 3], max_new_tokens=2))
     driver.scheduler.ingest(driver.drain(False))
-    return driver.scheduler.waiting[0]
+    return driver.scheduler.reqs["x"]
 
 
 def _batch() -> DecodeBatch:

@@ -109,7 +109,7 @@ def test_a_cached_prefix_is_no_work_that_waits() -> None:
 @pytest.mark.parametrize("num", [0, 1, 256, 257, 1000])
 def test_a_long_queue_is_taken_to_be_like_its_beginning(num: int) -> None:
     waiting = [SimpleNamespace(num_tokens=100) for _ in range(num)]
-    assert num_waiting_tokens(waiting) == 100 * num  # type: ignore[arg-type]
+    assert num_waiting_tokens(waiting, num) == 100 * num  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

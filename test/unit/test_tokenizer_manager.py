@@ -159,6 +159,15 @@ async def test_group_interleaves_and_closes_what_is_open() -> None:
     assert bench.link.sent[-1] == AbortReq(rid="a")
 
 
+async def test_the_requests_of_a_body_have_its_number() -> None:
+    bench = Bench()
+    await bench.manager.submit_many([ids_input(5, rid="a"), ids_input(6, rid="b")])
+    await bench.manager.submit(ids_input(5, rid="alone"))
+    await bench.manager.submit_many([ids_input(5, rid="c"), ids_input(5, rid="d")])
+    first, second, alone, third, fourth = (message.body for message in bench.link.requests())
+    assert first == second != third == fourth and alone == 0 and 0 not in (first, third)
+
+
 async def test_invalid_request_of_a_group_sends_none() -> None:
     bench = Bench()
     with pytest.raises(RequestError):

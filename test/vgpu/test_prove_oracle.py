@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -35,11 +36,12 @@ from fenceline.sampling import sampler as sampler_module
 from fenceline.sampling import sampling_batch
 from fenceline.sampling.sampler import Sampler
 from fenceline.sampling.sampling_params import SamplingParams
-from fenceline.scheduler import prefill, schedule_policy, scheduler
+from fenceline.scheduler import prefill
 from fenceline.scheduler.output import OutputSender
 from fenceline.scheduler.prefill import PrefillPlanner
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import Scheduler
+from fenceline.scheduler.waiting_queue import WaitingQueue
 from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
 from fenceline.vgpu.proving.oracle import TOLERANCE, Model, Oracle, Query, Text, gumbel, text_of
 from fenceline.vgpu.proving.runs import ANSWERS, Outcome, Trial, run
@@ -393,19 +395,51 @@ def _chunks_that_add_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def _the_last_one_first(patch: pytest.MonkeyPatch) -> None:
-    right = Scheduler.order_waiting
-
-    def wrong(self: Scheduler) -> None:
-        right(self)
-        self.waiting.reverse()
-
-    patch.setattr(Scheduler, "order_waiting", wrong)
+    right = Scheduler.candidates
+    patch.setattr(Scheduler, "candidates", lambda self: reversed(list(right(self))))
 
 
 def _the_best_one_is_retracted(patch: pytest.MonkeyPatch) -> None:
-    right = schedule_policy.loses_least
-    for module in (scheduler, prefill):
-        patch.setattr(module, "loses_least", lambda req: tuple(-part for part in right(req)))
+    right, in_order = Scheduler.loses_least, prefill._largest_bodies_first
+    patch.setattr(Scheduler, "loses_least", lambda self, req: (-right(self, req)[0],))
+    patch.setattr(prefill, "_largest_bodies_first", lambda *args: in_order(*args)[::-1])
+
+
+def _no_turns(patch: pytest.MonkeyPatch) -> None:
+    """In order of arrival, however many came together."""
+    right = WaitingQueue.in_turn
+
+    def wrong(self: WaitingQueue, may_schedule: Callable[[Req], bool]) -> Iterator[Req]:
+        return iter(sorted(right(self, may_schedule), key=lambda req: int(req.rid[1:])))
+
+    patch.setattr(WaitingQueue, "in_turn", wrong)
+
+
+def _runners_before_newcomers(patch: pytest.MonkeyPatch) -> None:
+    """Who runs already has a turn like those who do not."""
+    right = WaitingQueue.in_turn
+
+    def wrong(self: WaitingQueue, may_schedule: Callable[[Req], bool]) -> Iterator[Req]:
+        running, self._num_running = self._num_running, Counter()
+        reqs = list(right(self, may_schedule))
+        self._num_running = running
+        return iter(reqs)
+
+    patch.setattr(WaitingQueue, "in_turn", wrong)
+
+
+def _small_bodies_give_way(patch: pytest.MonkeyPatch) -> None:
+    right = Scheduler.loses_least
+    patch.setattr(
+        Scheduler,
+        "loses_least",
+        lambda self, req: (right(self, req)[0], -right(self, req)[1], right(self, req)[2]),
+    )
+
+
+def _displaced_for_anybody(patch: pytest.MonkeyPatch) -> None:
+    """The next request takes a place whose body has one already."""
+    patch.setattr(WaitingQueue, "newcomers", WaitingQueue.in_turn)
 
 
 def _equals_give_way(patch: pytest.MonkeyPatch) -> None:
@@ -509,7 +543,47 @@ def _reloaded(random: Random) -> Scenario:
     )
 
 
-MORE_WORKLOADS = {"twins": _twins, "retracted": _retracted, "reloaded": _reloaded, "texts": _spoken}
+def _bodies(random: Random) -> Scenario:
+    """Bodies of several prompts or samples, and requests that come alone, for a few rows and little memory."""
+    script = Script(random)
+    step = 0
+    for body in range(1, 5):
+        prompt, is_samples = script.prompt(4, 40), random.random() < 0.4
+        for _ in range(random.randint(2, 6)):
+            words = prompt if is_samples else script.prompt(1, 12)
+            script.add(step, words, random.randint(6, 20), body=body, ignore_eos=True)
+        step += random.randint(0, 9)
+        for _ in range(random.randint(1, 3)):
+            script.add(step, script.prompt(1, 12), random.randint(1, 20), ignore_eos=True)
+            step += random.randint(0, 4)
+    return script.scenario(
+        max_total_tokens=random.choice((64, 96, 400)),
+        max_running_requests=random.choice((3, 4, 8)),
+        chunked_prefill_size=random.choice((8, 16, -1)),
+        page_size=4,
+        schedule_conservativeness=random.choice((0.05, 1.0)),
+    )
+
+
+def _crowd(random: Random) -> Scenario:
+    """A body that outgrows the memory, and one request that came alone and has fewer outputs."""
+    script = Script(random)
+    for _ in range(4):
+        script.add(0, script.prompt(3, 3), 24, body=1, ignore_eos=True)
+    script.add(4, script.prompt(3, 3), 24, ignore_eos=True)
+    return script.scenario(
+        max_total_tokens=64, max_running_requests=8, page_size=4, schedule_conservativeness=0.05
+    )
+
+
+MORE_WORKLOADS = {
+    "bodies": _bodies,
+    "crowd": _crowd,
+    "twins": _twins,
+    "retracted": _retracted,
+    "reloaded": _reloaded,
+    "texts": _spoken,
+}
 WRONG = [
     (_a_page_of_another_prefix, "twins", r"r\d: output \d is \d+, alone it is \d+"),
     (_positions_off_by_one, "twins", r"r\d: output \d is \d+, alone it is \d+"),
@@ -533,6 +607,10 @@ WRONG = [
     (_chunks_that_add_up, "mixed", r"a prefill step computes \d+ tokens, 8 are allowed"),
     (_the_last_one_first, "bursts", r"r\d is admitted before r\d, whose turn it is"),
     (_the_last_one_first, "priorities", r"r\d is admitted before r\d, whose turn it is"),
+    (_no_turns, "bodies", r"r\d+ is admitted before r\d+, whose turn it is"),
+    (_runners_before_newcomers, "bodies", r"r\d+ is admitted before r\d+, whose turn it is"),
+    (_small_bodies_give_way, "crowd", r"r\d+ is retracted, and a larger body runs on"),
+    (_displaced_for_anybody, "bodies", r"r\d+ is displaced, and it is not for a body that runs nothing"),
     (_the_best_one_is_retracted, "priorities", r"r\d is retracted, and a request of a worse priority runs on"),
     (_equals_give_way, "priorities", r"r\d gives way, and nobody waits who is better by more than \d+"),
     (_a_flush_that_says_yes, "bursts",

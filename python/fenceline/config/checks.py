@@ -20,6 +20,7 @@ _AT_LEAST_ONE = (
     "max_total_tokens",
     "max_running_requests",
     "max_prefill_tokens",
+    "prefill_max_requests",
     "cuda_graph_max_bs",
     "piecewise_cuda_graph_max_tokens",
     "stream_interval",

@@ -39,6 +39,8 @@ _CHUNKED_PREFILL_SIZE = {"cpu": 128, "cuda": 8192}
 _MAX_PREFILL_TOKENS = 16384
 _NUM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MAX_RUNNING_REQUESTS = {"cpu": 256, "cuda": 1024}
+# On a CPU the attention of a token to a long cached prefix takes long.
+_PREFILL_MAX_REQUESTS: dict[str, int | None] = {"cpu": 8, "cuda": None}
 # Memory that the table (request rows x pages of the longest context, int32) may take by default.
 _ROW_TABLE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 _ON_ANY_DEVICE = "torch"
@@ -92,6 +94,7 @@ class EngineConfig:
     max_running_requests: int
     chunked_prefill_size: int | None  # None: prompts are never split
     max_prefill_tokens: int
+    prefill_max_requests: int | None  # None: any number in one prefill step
     priority: PriorityConfig | None  # None: priorities are refused
     hicache: HiCacheConfig | None  # None: pages live on the device alone
     speculative: SpeculativeConfig | None  # None: one token a step
@@ -161,6 +164,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
         max_running_requests=max_running_requests,
         chunked_prefill_size=chunk,
         max_prefill_tokens=max_prefill_tokens,
+        prefill_max_requests=args.prefill_max_requests or _PREFILL_MAX_REQUESTS[_limits_of(device)],
         priority=_priority(args),
         hicache=hicache_config(args, device, attention),
         speculative=_speculative(args, device, model),

@@ -222,6 +222,12 @@ class ServerArgs:
         "admitted); 16384 or --chunked-prefill-size if that is larger, unless given.",
         group=_MEMORY,
     )
+    prefill_max_requests: int | None = flag(
+        None,
+        "Most prompts of one prefill step. Those with long cached prefixes take time, though they have few tokens to "
+        "compute. Any number on a GPU, 8 on a CPU unless given.",
+        group=_MEMORY,
+    )
     schedule_policy: str = flag(
         "fcfs",
         "Order of waiting requests: first come first served (fcfs), longest cached prefix first (lpm), those under the "

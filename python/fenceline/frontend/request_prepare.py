@@ -220,9 +220,10 @@ def build_message(
     vocab_size: int,
     limits: SchedulerReady,
     default_priority: int = 0,
+    body: int = 0,
 ) -> TokenizedGenerateReq:
-    """The message of a request whose parameters and ids have been checked. Raises RequestError for a logprob_start_len
-    beyond the prompt's tokens."""
+    """The message of a request whose parameters and ids have been checked; ``body`` is that of the message. Raises
+    RequestError for a logprob_start_len beyond the prompt's tokens."""
     if inp.input_ids is None:
         _check_logprob_start(inp, len(ids))
     return TokenizedGenerateReq(
@@ -236,4 +237,5 @@ def build_message(
         token_ids_logprob=list(inp.token_ids_logprob) if inp.return_logprob else [],
         extra_key=inp.extra_key,
         priority=default_priority if inp.priority is None else inp.priority,
+        body=body,
     )

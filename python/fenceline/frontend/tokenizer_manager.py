@@ -87,6 +87,7 @@ class TokenizerManager:
         self._link = link
         self._table = RequestTable(config.server_args.max_queued_requests, config.priority)
         self._log = RequestLog(config)
+        self._num_bodies = 0  # that had several prompts or samples
         self._preparing: set[str] = set()  # ids of requests between submit_many and the table
         self._pool = None if tokenizer is None else TokenizePool(tokenizer)
         self._ready = asyncio.Event()
@@ -163,6 +164,10 @@ class TokenizerManager:
         default_priority: int,
     ) -> list[TokenizedGenerateReq]:
         messages: list[TokenizedGenerateReq] = []
+        body = 0
+        if len(inputs) > 1:
+            self._num_bodies += 1
+            body = self._num_bodies
         num_ids = 0
         checked: Sequence[int] | None = None
         for inp, ids in zip(inputs, prompts, strict=True):
@@ -170,7 +175,7 @@ class TokenizerManager:
                 check_ids(ids, self.vocab_size, limits)
                 checked = ids
                 num_ids += len(ids)
-            messages.append(build_message(inp, inp.rid, ids, self.vocab_size, limits, default_priority))
+            messages.append(build_message(inp, inp.rid, ids, self.vocab_size, limits, default_priority, body))
             if len(messages) % TURN_REQUESTS == 0 or num_ids > _TURN_IDS:
                 num_ids = 0
                 await asyncio.sleep(0)

@@ -33,7 +33,8 @@ class TokenizedGenerateReq(Message):
     in this order, empty for none.
     ``extra_key``: the namespace in which its KV is cached, "" for the common one: requests of different
     namespaces never share a page, on any tier. ``priority``: with --enable-priority-scheduling, which waiting
-    request goes first.
+    request goes first. ``body``: the number of the body that it came in together with others; bodies take turns. 0 for
+    one that came alone.
     """
 
     rid: str
@@ -46,6 +47,7 @@ class TokenizedGenerateReq(Message):
     token_ids_logprob: list[int] = []
     extra_key: str = ""
     priority: int = 0
+    body: int = 0
 
 
 class AbortReq(Message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +62,23 @@ class _Plan:
 
 # A running request that may be retracted, and the tokens that it is expected to ask for yet.
 _Victim = tuple[Req, float]
+
+
+def _largest_bodies_first(
+    running: Iterable[_Victim], num_running: Callable[[Req], int], num_kept: int
+) -> list[_Victim]:
+    """The order in which requests give way: the worst rank first, then of the body that runs most after those before,
+    then as in :func:`loses_least`. Each body keeps ``num_kept``."""
+    num_left: dict[int | str, int] = {}
+    keyed: list[tuple[tuple[int, int], _Victim]] = []
+    for victim in sorted(running, key=lambda v: (-v[0].rank, loses_least(v[0]))):
+        req = victim[0]
+        body = req.source.body or req.rid
+        num = num_left.setdefault(body, num_running(req))
+        if num > num_kept:
+            keyed.append(((-req.rank, -num), victim))
+            num_left[body] = num - 1
+    return [victim for _, victim in sorted(keyed, key=lambda pair: pair[0])]
 
 
 class _Outlook:
@@ -141,11 +159,16 @@ class PrefillPlanner:
 
     ``chunk_size``: tokens of one step that prompts may take when split, None to never split;
     ``max_prefill_tokens``: tokens of one step whatever the split (one whole prompt always goes); ``sharing``: how long
-    a step is beyond which no further prompt joins it.
+    a step is beyond which no further prompt joins it; ``max_reqs``: prompts of one step, None for any number.
     """
 
     def __init__(
-        self, memory: RequestMemory, chunk_size: int | None, max_prefill_tokens: int, sharing: StepSharing
+        self,
+        memory: RequestMemory,
+        chunk_size: int | None,
+        max_prefill_tokens: int,
+        sharing: StepSharing,
+        max_reqs: int | None = None,
     ) -> None:
         self._memory = memory
         self._page_size = memory.page_size
@@ -153,6 +176,7 @@ class PrefillPlanner:
         # Most tokens of a step; without chunks one prompt alone may have more.
         self.step_tokens = max_prefill_tokens if chunk_size is None else min(max_prefill_tokens, chunk_size)
         self.sharing = sharing
+        self._max_reqs = max_reqs
 
     def plan(
         self,
@@ -189,11 +213,17 @@ class PrefillPlanner:
         )
 
     def preempted(
-        self, waiting: Iterable[Req], running: Sequence[Req], expected: F64, threshold: int
+        self,
+        waiting: Iterable[Req],
+        running: Sequence[Req],
+        expected: F64,
+        num_running: Callable[[Req], int],
+        threshold: int,
     ) -> list[Req]:
         """Those of ``running``, which are ``expected`` to ask for so many tokens yet, that have to be retracted for the
-        next step to admit those of ``waiting`` whose rank is better by more than ``threshold``: as few as suffice, in
-        the order of :func:`loses_least`. Nobody is retracted for a request that does not fit even so.
+        next step to admit those of ``waiting`` whose rank is better by more than ``threshold``: as few as suffice, the
+        worst rank first, then of the bodies that run most, by ``num_running``. Nobody is retracted for a request that
+        does not fit even so.
 
         ``waiting`` is in the order of its ranks; no more of it is looked at than fits a step.
         """
@@ -203,14 +233,52 @@ class PrefillPlanner:
             return []
         worst_rank = req.rank + threshold
         candidates = [v for v in zip(running, expected.tolist(), strict=True) if v[0].rank > worst_rank]
+        return self._victims(
+            chain([req], waiting),
+            candidates,
+            lambda: _largest_bodies_first(candidates, num_running, 0),
+            _Outlook(self._memory, len(running), int(expected.sum())),
+            lambda victim, req: victim.rank - req.rank > threshold,
+        )
+
+    def displaced(
+        self,
+        newcomers: Iterable[Req],
+        running: Sequence[Req],
+        expected: F64,
+        num_running: Callable[[Req], int],
+    ) -> list[Req]:
+        """The same for ``newcomers`` of bodies that run nothing, by requests of bodies that run several, which keep one
+        each."""
+        candidates = [v for v in zip(running, expected.tolist(), strict=True) if num_running(v[0]) > 1]
+        return self._victims(
+            newcomers,
+            candidates,
+            lambda: _largest_bodies_first(candidates, num_running, 1),
+            _Outlook(self._memory, len(running), int(expected.sum())),
+            lambda victim, req: True,
+        )
+
+    def _victims(
+        self,
+        waiting: Iterable[Req],
+        candidates: Sequence[_Victim],
+        ordered: Callable[[], Sequence[_Victim]],
+        outlook: _Outlook,
+        gives_way: Callable[[Req, Req], bool],
+    ) -> list[Req]:
+        """Of ``candidates``, as they are ``ordered``, as many from the first on as have to be retracted for the next
+        step to admit ``waiting``, up to the first that does not fit even so, or for whom the next one does not give
+        way."""
         if not candidates:
             return []
         step_tokens = self.step_tokens
-        outlook = _Outlook(self._memory, len(running), int(expected.sum()))
         victims: Iterator[_Victim] | None = None
         taken: list[Req] = []
         num_taken = 0
-        while req is not None and step_tokens > 0:
+        for index, req in enumerate(waiting):
+            if step_tokens <= 0 or index == self._max_reqs:
+                break
             prefix = self._memory.match(req)
             outlook.pin(prefix.match.host_node)
             num_pages, num_expected = self._new_memory(req, prefix)
@@ -218,17 +286,16 @@ class PrefillPlanner:
                 # A request that waits for memory is asked about in every step: most such questions end here.
                 if not outlook.might_have_room(num_pages, num_expected, candidates):
                     return []
-                victims = iter(sorted(candidates, key=lambda v: loses_least(v[0])))
+                victims = iter(ordered())
             while not outlook.has_room(num_pages, num_expected):
                 victim, victim_expected = next(victims, (None, 0.0))
-                if victim is None or victim.rank - req.rank <= threshold:
+                if victim is None or not gives_way(victim, req):
                     return taken[:num_taken]
                 outlook.release(victim, victim_expected)
                 taken.append(victim)
             outlook.admit(num_pages, num_expected)
             num_taken = len(taken)
             step_tokens -= req.num_tokens - prefix.num_tokens
-            req = next(waiting, None)
         return taken[:num_taken]
 
     def _new_memory(self, req: Req, prefix: Prefix) -> tuple[int, int]:
@@ -246,7 +313,7 @@ class PrefillPlanner:
     ) -> None:
         num_waiting_tokens: int | None = None
         for req in waiting:
-            if budget.step_tokens <= 0 or not self._memory.rows.num_free:
+            if budget.step_tokens <= 0 or not self._memory.rows.num_free or len(plan.reqs) == self._max_reqs:
                 return
             if plan.reqs:
                 if num_waiting_tokens is None:

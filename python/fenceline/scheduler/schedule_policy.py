@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from math import isqrt
-from operator import attrgetter
 from random import Random
 
 from fenceline.config.model_config import ModelConfig
@@ -64,32 +64,24 @@ def max_prefills_in_row(device: str) -> int:
     return 16 if device == "cuda" else 1
 
 
-def num_waiting_tokens(waiting: Sequence[Req]) -> int:
-    """Of all their prompts, cached prefixes included."""
-    counted = waiting[:_MAX_COUNTED]
+def num_waiting_tokens(waiting: Iterable[Req], num_waiting: int) -> int:
+    """Of all prompts of ``num_waiting`` requests, cached prefixes included."""
+    counted = list(islice(waiting, _MAX_COUNTED))
     total = sum(req.num_tokens for req in counted)
-    return total * len(waiting) // max(len(counted), 1)
+    return total * num_waiting // max(len(counted), 1)
 
 
-def loses_least(req: Req) -> tuple[int, int, int]:
-    """Key by which running requests are retracted, the smallest first: the lowest priority, and as in SGLang those with
-    the fewest outputs lose least, among them the longest prompt."""
-    return -req.rank, len(req.output_ids), -len(req.prompt_ids)
+def loses_least(req: Req) -> tuple[int, int]:
+    """Key by which running requests of one rank are retracted, the smallest first: as in SGLang those with the fewest
+    outputs lose least, among them the longest prompt."""
+    return len(req.output_ids), -len(req.prompt_ids)
 
 
 def order_waiting(
-    waiting: list[Req],
-    policy: str,
-    match: Callable[[Req], Prefix],
-    random: Random,
-    has_priorities: bool = False,
+    waiting: list[Req], policy: str, match: Callable[[Req], Prefix], random: Random
 ) -> list[Req]:
-    """The waiting requests in the order in which they should be tried. Retracted ones stay at the head,
-    whatever the policy: they have run already, and newcomers must not pass them for ever.
-
-    With priorities, which go with fcfs alone, those of a better rank pass them all the same."""
-    if policy == "fcfs":
-        return sorted(waiting, key=attrgetter("rank")) if has_priorities else waiting
+    """The waiting requests, which are given in turn, in the order of a policy other than fcfs. Retracted ones go first:
+    they have run already, and newcomers must not pass them for ever."""
     retracted = [req for req in waiting if req.num_retractions]
     fresh = [req for req in waiting if not req.num_retractions]
     if policy == "random":

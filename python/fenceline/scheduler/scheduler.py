@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -68,6 +68,7 @@ from fenceline.scheduler.schedule_policy import (
     order_waiting,
 )
 from fenceline.scheduler.stats import SchedulerStats
+from fenceline.scheduler.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,11 @@ class Scheduler:
         self.memory = make_request_memory(config, worker)
         sharing = StepSharing.of(config.model)
         self.planner = PrefillPlanner(
-            self.memory, config.chunked_prefill_size, config.max_prefill_tokens, sharing
+            self.memory,
+            config.chunked_prefill_size,
+            config.max_prefill_tokens,
+            sharing,
+            config.prefill_max_requests,
         )
         # Prompts go before decoding, but whoever decodes waits for no more than this between two of its steps.
         self.max_prefill_in_row = max_prefills_in_row(config.device) * self.planner.step_tokens
@@ -133,7 +138,11 @@ class Scheduler:
         self.recorder = FlightRecorder(config, self.memory, self.reqs)
         self.control = SchedulerControl(self.recorder, config.torch_profiler_dir, outbox.to_tokenizer)
         self.flushes: list[FlushCacheReq] = []  # that wait for the last request to leave
-        self.waiting: list[Req] = []
+        self.waiting = WaitingQueue()
+        self.latest_prompt = (
+            0,
+            np.empty(0, dtype=np.int64),
+        )  # that has come in a body of several, and its body
         self.chunked: Req | None = None
         self.running = RunningBatch(config.server_args.page_size, worker.max_step_tokens)
         self.num_launched = 0  # steps
@@ -219,10 +228,16 @@ class Scheduler:
         num_tokens = self.memory.num_pages * self.config.server_args.page_size
         # The last step computes as many rows as any, whether tokens of the request come of them or not.
         capacity = min(self.config.model.context_length, num_tokens - self.worker.max_step_tokens + 1)
+        # Three times as fast as np.array.
+        prompt_ids = np.frombuffer(array("q", message.input_ids), dtype=np.int64)
+        if message.body:
+            body, latest = self.latest_prompt
+            if body == message.body and np.array_equal(latest, prompt_ids):
+                prompt_ids = latest  # samples of one prompt: a copy for each would take memory
+            self.latest_prompt = message.body, prompt_ids
         req = Req(
             source=msgspec.structs.replace(message, input_ids=[]),
-            # Three times as fast as np.array.
-            prompt_ids=np.frombuffer(array("q", message.input_ids), dtype=np.int64),
+            prompt_ids=prompt_ids,
             stop_ids=frozenset((*eos, *params.stop_token_ids)),
             seed=self.seeds.getrandbits(63) if params.seed is None else params.seed,
             max_new_tokens=min(params.max_new_tokens, capacity - len(message.input_ids)),
@@ -237,7 +252,7 @@ class Scheduler:
             req.prompt_log = LogprobLog.of_prompt(message, req.prompt_ids)
             req.output_log = LogprobLog() if message.return_logprob else None
             self.reqs[req.rid] = req
-            self.waiting.append(req)
+            self.waiting.add(req)
             self.memory.prefetch(req)
             self.stats.arrived(req)
             return
@@ -295,7 +310,8 @@ class Scheduler:
         """Choose among chunked and waiting requests; None if there is nothing to compute, or decoding has its turn."""
         priority = self.config.priority
         threshold = None if priority is None else priority.preemption_threshold
-        has_place = threshold is not None or self.memory.rows.num_free > 0
+        may_retract = threshold is not None or self.may_displace
+        has_place = may_retract or self.memory.rows.num_free > 0
         if self.chunked is None and not (self.waiting and has_place):
             return None
         step_tokens = self.planner.step_tokens
@@ -303,16 +319,16 @@ class Scheduler:
             self.prefill_in_row = 0  # nobody waits for it
         elif self.prefill_in_row + step_tokens > self.max_prefill_in_row:
             return None
-        self.order_waiting()
-        if threshold is not None and self.chunked is None:
-            self.preempt(threshold)
+        if may_retract and self.chunked is None:
+            self.make_way(threshold)
         reserved = self.running.reserved_tokens(self.ratio.value, CLIP_NEW_TOKENS)
-        ready = (req for req in self.waiting if self.memory.may_schedule(req))  # a long queue costs nothing
-        queue = partial(num_waiting_tokens, self.waiting)
-        plan = self.planner.plan(ready, self.chunked, len(self.running), reserved, queue)
+        queue = partial(num_waiting_tokens, self.waiting, len(self.waiting))
+        plan = self.planner.plan(self.candidates(), self.chunked, len(self.running), reserved, queue)
         if plan is not None:
+            for req in plan.reqs:
+                if req is not self.chunked:
+                    self.waiting.admit(req)
             self.chunked = plan.chunked
-            self.waiting = [req for req in self.waiting if req.row == 0]
             # A step takes time however short it is: a quarter of a full one. Where prompts come one by one, each could
             # still have a step of its own, so those that leave nothing to be computed count a quarter of the limit.
             is_last = self.chunked is None and not self.waiting
@@ -320,27 +336,61 @@ class Scheduler:
             self.prefill_in_row += max(plan.num_new_tokens, least)
         return plan
 
-    def order_waiting(self) -> None:
-        """Put the queue into the order of its policy."""
-        config = self.config
-        self.waiting = order_waiting(
-            self.waiting,
-            config.server_args.schedule_policy,
-            self.memory.match,
-            self.shuffler,
-            config.priority is not None,
-        )
+    def candidates(self) -> Iterator[Req]:
+        """The waiting requests that may be admitted now, in the order of the policy; those that come before the one
+        asked for have been admitted."""
+        policy = self.config.server_args.schedule_policy
+        if policy == "fcfs":
+            reqs = self.waiting.in_turn(self.may_schedule)
+        else:
+            ordered = order_waiting(list(self.waiting), policy, self.memory.match, self.shuffler)
+            reqs = filter(self.may_schedule, ordered)
+        for req in reqs:
+            yield req
+            if req.row != 0:
+                self.waiting.computes(req)
+
+    def may_schedule(self, req: Req) -> bool:
+        """Whether a waiting request need not wait for storage, or for a sample of its prompt that is being computed."""
+        return self.memory.may_schedule(req) and not self.waiting.waits_for_sample(req)
+
+    @property
+    def may_displace(self) -> bool:
+        """Whether a body that runs nothing may take the place of a request of one that runs several. Priorities, and
+        the policies that look at the cache, have rules of their own."""
+        takes_turns = self.config.server_args.schedule_policy == "fcfs" and self.config.priority is None
+        return takes_turns and self.waiting.is_shared
+
+    def make_way(self, threshold: int | None) -> None:
+        """Retract running requests for waiting ones whose priority is better by more than ``threshold``, and those of
+        bodies that run several for bodies that run none."""
+        if threshold is not None:
+            self.preempt(threshold)
+        if self.may_displace:
+            self.displace()
+
+    def displace(self) -> None:
+        """Retract requests of bodies that run several for bodies that run none."""
+        expected = self.running.expected_tokens(self.ratio.value, CLIP_NEW_TOKENS)
+        newcomers = self.waiting.newcomers(self.may_schedule)
+        num_running = self.waiting.num_running
+        victims = self.planner.displaced(newcomers, self.running.reqs, expected, num_running)
+        for victim in victims:
+            self.retract(victim)
+        if victims:
+            self.stats.displaced(len(victims))
 
     def preempt(self, threshold: int) -> None:
         """Retract running requests for waiting ones whose priority is better by more than ``threshold``."""
-        ready = (req for req in self.waiting if self.memory.may_schedule(req))
         expected = self.running.expected_tokens(self.ratio.value, CLIP_NEW_TOKENS)
-        victims = self.planner.preempted(ready, self.running.reqs, expected, threshold)
+        waiting = self.waiting.in_turn(self.may_schedule)
+        victims = self.planner.preempted(
+            waiting, self.running.reqs, expected, self.waiting.num_running, threshold
+        )
         if victims:
             for victim in victims:
                 self.retract(victim)
             self.stats.preempted(len(victims))
-            self.order_waiting()
 
     def launch_prefill(self, plan: PrefillPlan) -> InFlight:
         """Submit prompts; those that are complete decode from the next step on."""
@@ -393,7 +443,7 @@ class Scheduler:
             if len(self.reqs) > len(self.waiting) + len(holders):
                 return None
             assert len(holders) > 1, "one request alone always fits: its length was limited on arrival"
-            self.retract(min(holders, key=loses_least))
+            self.retract(min(holders, key=self.loses_least))
             retracted += 1
             if not len(self.running):
                 return None
@@ -404,6 +454,11 @@ class Scheduler:
             self.ratio.after_retraction(decoded, len(reqs), sum(req.max_new_tokens for req in reqs))
             self.stats.retracted(retracted, self.ratio.value)
         return lens
+
+    def loses_least(self, req: Req) -> tuple[int, int, tuple[int, int]]:
+        """Key by which those that hold memory are retracted, the smallest first: of the lowest priority, then of the
+        body that runs most, then those that lose least."""
+        return -req.rank, -self.waiting.num_running(req), loses_least(req)
 
     def retract(self, req: Req) -> None:
         """Take all memory from ``req``; it waits at the head of the queue and computes its tokens again, or with
@@ -417,7 +472,7 @@ class Scheduler:
         resumed = req.resumed()
         resumed.tail = tail
         self.reqs[resumed.rid] = resumed
-        self.waiting.insert(0, resumed)
+        self.waiting.put_back(resumed)
 
     def with_remaps(self, writes: PageWrites) -> PageWrites:
         """``writes`` and those that move requests onto the tree's pages, before anybody reads their rows."""
@@ -614,6 +669,8 @@ class Scheduler:
         del self.reqs[req.rid]
         if req.row == 0:
             self.waiting.remove(req)
+        else:
+            self.waiting.release(req)
         if self.chunked is req:
             self.chunked = None
         self.departed.append(req)

@@ -142,6 +142,11 @@ class SchedulerStats:
         self.num_retractions += count
         logger.info("retracted %d requests for waiting ones of a higher priority", count)
 
+    def displaced(self, count: int) -> None:
+        """``count`` requests were retracted for others, of which none of their body ran."""
+        self.num_retractions += count
+        logger.info("retracted %d requests of a body that runs several, for bodies that ran none", count)
+
     def report_is_due(self) -> bool:
         """Whether the front end should be told how things stand: about once a second."""
         now = time.perf_counter()

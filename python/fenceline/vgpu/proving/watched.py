@@ -7,7 +7,7 @@ admission, and which requests are retracted.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 
 from fenceline.config.engine_config import EngineConfig
@@ -30,6 +30,8 @@ class WatchedScheduler(Scheduler):
         super().__init__(config, worker, inbox, outbox)
         self.wrong: list[str] = []
         self._arrivals: dict[str, int] = {}
+        self._since: dict[tuple[float, object], int] = {}  # of who waits: since when it has had no turn
+        self._num_moments = 0
         self._half_way: Sequence[Req] = ()  # whose prompts the latest prefill step left so
         self._tags = tags
         if tags is not None:
@@ -73,14 +75,25 @@ class WatchedScheduler(Scheduler):
     def accept(self, message: TokenizedGenerateReq) -> None:
         """See Scheduler."""
         self._arrivals[message.rid] = len(self._arrivals)
+        waiting = {self._party(req) for req in self.waiting}
         super().accept(message)
+        req = self.reqs.get(message.rid)
+        if req is not None and self._party(req) not in waiting:
+            self._since[self._party(req)] = self._next_moment()
 
     def retract(self, req: Req) -> None:
-        """See Scheduler. Of those that run the lowest priority goes first; a pause takes all."""
+        """See Scheduler. Of those that run the lowest priority goes first, of one priority who came with most of those
+        that run; a pause takes all."""
         running = self.running.reqs
         if not self.paused and any(self._rank(other) > self._rank(req) for other in running):
             self.wrong.append(f"{req.rid} is retracted, and a request of a worse priority runs on")
+        equals = [other for other in running if self._rank(other) == self._rank(req)]
+        if not self.paused and any(self._num_rows(other) > self._num_rows(req) for other in equals):
+            self.wrong.append(f"{req.rid} is retracted, and a larger body runs on")
+        alone = self._party(req) not in {self._party(other) for other in self.waiting}
         super().retract(req)
+        if alone:
+            self._since[self._party(req)] = -self._next_moment()
 
     def preempt(self, threshold: int) -> None:
         """See Scheduler. Who gives way does so for a waiting request that is better by more than ``threshold``."""
@@ -92,6 +105,32 @@ class WatchedScheduler(Scheduler):
                     f"{req.rid} gives way, and nobody waits who is better by more than {threshold}"
                 )
 
+    def displace(self) -> None:
+        """See Scheduler. Who gives way leaves others of its body running, for one of whose body none runs."""
+        running = list(self.running.reqs)
+        super().displace()
+        is_newcomer = any(not self._num_rows(req) for req in self.waiting)
+        for req in running:
+            if req.left and not (is_newcomer and self._num_rows(req)):
+                self.wrong.append(f"{req.rid} is displaced, and it is not for a body that runs nothing")
+
+    def _next_moment(self) -> int:
+        self._num_moments += 1
+        return self._num_moments
+
+    def _party(self, req: Req) -> tuple[float, object]:
+        """Whom ``req`` takes turns with: those of one body and priority."""
+        return self._rank(req), req.source.body or req.rid
+
+    def _num_rows(self, req: Req) -> int:
+        """Requests of its body that hold a row."""
+        body = req.source.body
+        return sum(
+            1
+            for other in self.reqs.values()
+            if other.row and (other.rid == req.rid or (body and other.source.body == body))
+        )
+
     def _check_prefill(self, batch: ExtendBatch, reqs: Sequence[Req]) -> None:
         chunk, most = self.config.chunked_prefill_size, self.config.max_prefill_tokens
         num_tokens = sum(len(seq.token_ids) for seq in batch.seqs)
@@ -100,19 +139,44 @@ class WatchedScheduler(Scheduler):
             self.wrong.append(f"a prefill step computes {num_tokens} tokens, {most} are allowed")
         admitted = [req for req in reqs if req not in self._half_way]
         self._half_way = [req for seq, req in zip(batch.seqs, reqs, strict=True) if seq.sampling is None]
-        for left in self.waiting:
-            if left.prefetch is not None:
-                continue  # it may be waiting for storage
-            passed = next((req for req in admitted if self._order(left) < self._order(req)), None)
+        waiting = [req for req in self.waiting if req.prefetch is None and not self._has_twin(req)]
+        running = {
+            req.source.body or req.rid for req in self.reqs.values() if req.row and req not in admitted
+        }
+        for req in admitted:
+            passed = next((left for left in waiting if self._is_before(left, req, running)), None)
             if passed is not None:
-                self.wrong.append(f"{passed.rid} is admitted before {left.rid}, whose turn it is")
+                self.wrong.append(f"{req.rid} is admitted before {passed.rid}, whose turn it is")
+            running.add(req.source.body or req.rid)
+            self._since[self._party(req)] = self._next_moment()
 
-    def _order(self, req: Req) -> tuple[float, ...]:
-        """The smallest goes first, where that is settled: by priority, then who has been retracted, then by arrival.
-        The other policies look at what is cached."""
-        if req.num_retractions or self.config.server_args.schedule_policy != "fcfs":
-            return self._rank(req), not req.num_retractions
-        return self._rank(req), True, self._arrivals[req.rid]
+    def _is_before(self, left: Req, req: Req, running: Collection[object]) -> bool:
+        """Whether ``left``, which waits, would have had to be admitted before ``req``, where that is settled: by
+        priority; then who is of a body of which nothing was ``running``; then the body that has waited longer since it
+        came or was admitted from; of one body who has been retracted, then by arrival. The other policies look at what
+        is cached, and retracted ones go first."""
+        if self._rank(left) != self._rank(req):
+            return self._rank(left) < self._rank(req)
+        is_fresh, came_fresh = not left.num_retractions, not req.num_retractions
+        if self.config.server_args.schedule_policy != "fcfs":
+            return is_fresh < came_fresh
+        one, other = self._party(left), self._party(req)
+        if one == other:
+            by_arrival = not left.num_retractions and self._arrivals[left.rid] < self._arrivals[req.rid]
+            return is_fresh < came_fresh or (is_fresh == came_fresh and by_arrival)
+        if (one[1] in running) != (other[1] in running):
+            return one[1] not in running
+        return self._since[one] < self._since[other]
+
+    def _has_twin(self, req: Req) -> bool:
+        """Whether a request of its body computes the same prompt: it waits for that."""
+        return any(
+            other.row
+            and other.source.body == req.source.body != 0
+            and other.committed_len < len(other.prompt_ids)
+            and other.prompt_ids.tolist() == req.prompt_ids.tolist()
+            for other in self.reqs.values()
+        )
 
     def _rank(self, req: Req) -> float:
         args = self.config.server_args

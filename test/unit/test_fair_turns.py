@@ -1,0 +1,316 @@
+"""The bodies of requests take turns: how long one waits depends on how many there are, not on their sizes."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_driver import Driver, assert_right, make_driver, request
+
+from fenceline.ipc.io_struct import AbortReq, TokenizedGenerateReq
+from fenceline.model_executor.step import ExtendBatch, ForwardResult, ScheduleBatch
+
+PAGE = 4
+
+
+def fair_driver(num_rows: int = 8, num_pages: int = 200, chunk: int = 16, **flags: object) -> Driver:
+    return make_driver(
+        num_pages=num_pages, page_size=PAGE, num_rows=num_rows, chunked_prefill_size=chunk, **flags
+    )  # type: ignore[arg-type]
+
+
+def body_of(number: int, size: int, prompt_len: int = 8, **params: object) -> list[TokenizedGenerateReq]:
+    """``size`` different prompts of one body; of no other, if the number is 0."""
+    params = {"max_new_tokens": 6, "ignore_eos": True} | params
+    return [
+        request(
+            f"{number}.{i}",
+            [number + 1, i % 250 + 1, i // 250 + 1] + [7] * (prompt_len - 3),
+            body=number,
+            **params,
+        )
+        for i in range(size)
+    ]
+
+
+def admissions(driver: Driver) -> list[str]:
+    """The ids of requests in order of their first prefill, as it goes on."""
+    seen: list[str] = []
+    launch = driver.worker.launch
+
+    def noted(batch: ScheduleBatch) -> ForwardResult:
+        if isinstance(batch, ExtendBatch):
+            rids = {req.row: req.rid for req in driver.scheduler.reqs.values()}
+            seen.extend(rids[seq.row] for seq in batch.seqs if rids[seq.row] not in seen)
+        return launch(batch)
+
+    driver.worker.launch = noted  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("chunk", [8, 400], ids=["one in a step", "all in one step"])
+def test_bodies_take_turns(chunk: int) -> None:
+    driver = fair_driver(num_rows=20, chunk=chunk)
+    seen = admissions(driver)
+    a, b, c = body_of(1, 3), body_of(2, 2), body_of(3, 4)
+    driver.send(*a, *b, *c)
+    driver.run()
+    assert seen == ["1.0", "2.0", "3.0", "1.1", "2.1", "3.1", "1.2", "3.2", "3.3"]
+    assert_right(driver, *a, *b, *c)
+
+
+def test_who_came_alone_goes_in_order_of_arrival() -> None:
+    driver = fair_driver(num_rows=3)
+    seen = admissions(driver)
+    reqs = [request(f"r{i}", [i + 1] * (3 + i % 7), max_new_tokens=2 + i % 5) for i in range(30)]
+    for req in reqs:
+        driver.send(req)
+        driver.step()
+    driver.run()
+    assert seen == [req.rid for req in reqs]
+
+
+def test_a_newcomer_does_not_wait_for_the_rest_of_a_body() -> None:
+    """Whether they wait, or have all rows."""
+    driver = fair_driver()
+    seen = admissions(driver)
+    flood = body_of(1, 100)
+    driver.send(*flood)
+    for _ in range(5):
+        driver.step()
+    before = len(seen)
+    assert before < 30
+    newcomer = request("new", [5, 6, 7], max_new_tokens=3)
+    driver.send(newcomer)
+    for _ in range(3):
+        driver.step()
+    assert seen.index("new") - before <= 1
+    driver.run()
+    assert_right(driver, newcomer, *flood)
+
+
+@pytest.mark.parametrize(("num_rows", "num_pages"), [(4, 400), (40, 34)], ids=["rows", "memory"])
+def test_a_body_that_has_everything_gives_a_place_to_each_newcomer(num_rows: int, num_pages: int) -> None:
+    """It keeps what runs of it, but for as many as are needed, and all come to their end."""
+    driver = fair_driver(num_rows, num_pages, chunk=32, schedule_conservativeness=0.01)
+    scheduler = driver.scheduler
+    flood = body_of(1, 12, max_new_tokens=100)
+    driver.send(*flood)
+    for _ in range(24):
+        driver.step()
+    num_running = len(scheduler.running)
+    assert num_running > 1 and scheduler.waiting, "it has all that there is"
+    seen = admissions(driver)
+    newcomers = [request(f"new{i}", [5, 6, 7, i + 8], max_new_tokens=20, ignore_eos=True) for i in range(3)]
+    driver.send(*newcomers)
+    for _ in range(8):
+        driver.step()
+    assert {"new0", "new1", "new2"} <= set(seen)
+    assert scheduler.stats.num_retractions in (1, 2, 3), "no more than are needed"
+    assert any(req.row and req.source.body == 1 for req in scheduler.reqs.values())
+    driver.run()
+    assert_right(driver, *newcomers, *flood)
+
+
+@pytest.mark.parametrize("has_priorities", [False, True])
+def test_a_body_keeps_one_place_and_priorities_decide_alone(has_priorities: bool) -> None:
+    driver = fair_driver(num_rows=4, chunk=32, enable_priority_scheduling=has_priorities)
+    scheduler = driver.scheduler
+    flood = body_of(1, 12, max_new_tokens=100)
+    driver.send(*flood)
+    for _ in range(12):
+        driver.step()
+    newcomers = [request(f"new{i}", [5, 6, 7, i + 8], max_new_tokens=90, ignore_eos=True) for i in range(6)]
+    driver.send(*newcomers)
+    for _ in range(12):
+        driver.step()
+    num_kept = sum(1 for req in scheduler.reqs.values() if req.row and req.source.body == 1)
+    assert num_kept == (4 if has_priorities else 1)
+    assert scheduler.stats.num_retractions == (0 if has_priorities else 3)
+    driver.run()
+    assert_right(driver, *newcomers, *flood)
+
+
+def test_when_memory_runs_short_the_largest_body_gives_way() -> None:
+    driver = fair_driver(num_rows=12, num_pages=60, schedule_conservativeness=0.01)
+    single = request("single", [9] * 6, max_new_tokens=60, ignore_eos=True)
+    flood = body_of(1, 9, prompt_len=4, max_new_tokens=80)
+    driver.send(*flood)
+    for _ in range(6):
+        driver.step()
+    driver.send(single)  # has the fewest outputs all the time
+    driver.run()
+    assert driver.scheduler.stats.num_retractions > 0
+    assert driver.answers["single"].last.num_retractions == 0
+    assert_right(driver, single, *flood)
+
+
+@pytest.mark.parametrize("num_bodies", [1, 3])
+def test_a_body_that_has_run_waits_for_no_more_than_one_request_of_each_newcomer(num_bodies: int) -> None:
+    """Newcomers that come without end do not keep the requests of others waiting for ever."""
+    driver = fair_driver(num_rows=2, chunk=16)
+    flood = [req for number in range(num_bodies) for req in body_of(number + 1, 6, max_new_tokens=2)]
+    driver.send(*flood)
+    for number in range(60 * num_bodies):
+        driver.send(request(f"new{number}", [number % 250 + 1, 5, 6], max_new_tokens=2))
+        for _ in range(3):
+            driver.step()
+    assert all(req.rid in driver.answers and driver.answers[req.rid].finish for req in flood)
+    driver.run()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 6)), min_size=1, max_size=6),
+    num_rows=st.sampled_from([2, 3, 8, 64]),
+    num_pages=st.sampled_from([40, 90, 400]),
+    max_new_tokens=st.integers(1, 40),
+    pause=st.integers(0, 40),
+    abort=st.booleans(),
+)
+def test_how_long_a_newcomer_waits_depends_on_the_number_of_bodies(
+    sizes: list[tuple[int, int]], num_rows: int, num_pages: int, max_new_tokens: int, pause: int, abort: bool
+) -> None:
+    """Its first prefill is at most one of each body's away, however large they are; and everybody gets to the end."""
+    driver = fair_driver(num_rows, num_pages, schedule_conservativeness=0.1)
+    seen = admissions(driver)
+    sent: list[TokenizedGenerateReq] = []
+    for number, (size, steps) in enumerate(sizes, 1):
+        sent += (body := body_of(number, size, max_new_tokens=max_new_tokens))
+        driver.send(*body)
+        for _ in range(steps):
+            driver.step()
+    for _ in range(pause):
+        driver.step()
+    aborted = {req.rid for req in sent[1::3]} if abort else set()
+    for rid in sorted(aborted):
+        driver.send(AbortReq(rid=rid))
+    newcomer = request("new", [251, 3, 4, 5], max_new_tokens=3, ignore_eos=True)
+    before = len(seen)
+    driver.send(newcomer)
+    if len(sizes) < num_rows:
+        num_steps = 0
+        while "new" not in seen:
+            driver.step()
+            num_steps += 1
+            assert num_steps <= 4 * (len(sizes) + 2), "as many as there are bodies, whatever their sizes"
+        admitted = [rid for rid in seen[before : seen.index("new")] if rid not in aborted]
+        assert all(len(list(run)) <= 2 for _, run in groupby(sorted(rid.split(".")[0] for rid in admitted)))
+    driver.run()
+    assert_right(driver, newcomer, *(req for req in sent if req.rid not in aborted))
+    assert not driver.scheduler.waiting.is_shared and len(driver.scheduler.waiting) == 0
+
+
+# --- samples of one prompt
+
+
+def computed_tokens(driver: Driver) -> list[int]:
+    """The prompt tokens of each prefill step, as it goes on."""
+    counts: list[int] = []
+    launch = driver.worker.launch
+
+    def noted(batch: ScheduleBatch) -> ForwardResult:
+        if isinstance(batch, ExtendBatch):
+            counts.append(sum(len(seq.token_ids) for seq in batch.seqs))
+        return launch(batch)
+
+    driver.worker.launch = noted  # type: ignore[method-assign]
+    return counts
+
+
+def samples(number: int, num: int, prompt: list[int], **params: object) -> list[TokenizedGenerateReq]:
+    params = {"max_new_tokens": 4, "ignore_eos": True} | params
+    return [request(f"{number}.{i}", prompt, seed=i, body=number, **params) for i in range(num)]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("chunk", [16, 512, -1])
+def test_the_samples_of_a_prompt_compute_it_once(chunk: int, overlap: bool, policy: str) -> None:
+    driver = fair_driver(
+        num_rows=16, chunk=chunk, disable_overlap_schedule=not overlap, schedule_policy=policy
+    )
+    counts = computed_tokens(driver)
+    prompt = [i % 250 + 1 for i in range(101)]
+    reqs = [*samples(1, 16, prompt), *samples(2, 8, prompt[1:])]
+    driver.send(*reqs)
+    driver.run()
+    assert sum(counts) == 101 + 15 * 1 + 100 + 7 * PAGE
+    for req in reqs:
+        assert len(driver.answers[req.rid].output_ids) == 4
+
+
+def test_samples_share_one_copy_of_their_prompt() -> None:
+    driver = fair_driver()
+    driver.send(*samples(1, 5, [1, 2, 3] * 9), *body_of(2, 2), *samples(3, 1, [1, 2, 3] * 9))
+    driver.scheduler.ingest(driver.drain(False))
+    prompts = {req.rid: req.prompt_ids for req in driver.scheduler.waiting}
+    assert all(prompts[f"1.{i}"] is prompts["1.0"] for i in range(5))
+    assert prompts["2.0"] is not prompts["2.1"] and prompts["3.0"] is not prompts["1.0"]
+    driver.run()
+
+
+@pytest.mark.parametrize("flags", [{"disable_radix_cache": True}, {}], ids=["no cache", "short prompt"])
+def test_samples_do_not_wait_for_what_they_would_not_find(flags: dict[str, object]) -> None:
+    driver = fair_driver(chunk=512, **flags)
+    counts = computed_tokens(driver)
+    driver.send(*samples(1, 5, [1, 2, 3] * (9 if flags else 3)))
+    driver.run()
+    assert len(counts) == 1
+
+
+def test_samples_whose_prompts_are_scored_compute_them() -> None:
+    driver = fair_driver(chunk=512)
+    counts = computed_tokens(driver)
+    prompt = [1, 2, 3] * 15
+    reqs = samples(1, 3, prompt, return_logprob=True, logprob_start_len=0)
+    driver.send(*reqs)
+    driver.step()
+    assert counts == [3 * len(prompt)]
+    for req in reqs:
+        driver.send(AbortReq(rid=req.rid))
+    driver.run()
+
+
+@pytest.mark.parametrize("how", ["aborted", "retracted", "paused"])
+@pytest.mark.parametrize("steps", range(1, 9))
+def test_samples_do_not_hang_when_the_first_one_goes(how: str, steps: int) -> None:
+    driver = fair_driver(chunk=16)
+    scheduler = driver.scheduler
+    reqs = samples(1, 6, [i % 250 + 1 for i in range(70)])
+    driver.send(*reqs)
+    for _ in range(steps):
+        driver.step()
+    if how == "aborted":
+        driver.send(AbortReq(rid="1.0"))
+    elif "1.0" in scheduler.reqs and scheduler.reqs["1.0"].row:
+        if how == "retracted":
+            scheduler.retract(scheduler.reqs["1.0"])
+        else:
+            scheduler.pause("retract")
+            driver.step()
+            scheduler.paused = False
+    driver.run()
+    for req in reqs[1:]:
+        assert len(driver.answers[req.rid].output_ids) == 4
+    assert how == "aborted" or len(driver.answers["1.0"].output_ids) == 4
+
+
+def test_no_more_prompts_in_a_step_than_are_allowed() -> None:
+    driver = fair_driver(num_rows=40, chunk=512)
+    driver.scheduler.planner._max_reqs = 3
+    counts: list[int] = []
+    launch = driver.worker.launch
+
+    def noted(batch: ScheduleBatch) -> ForwardResult:
+        if isinstance(batch, ExtendBatch):
+            counts.append(len(batch.seqs))
+        return launch(batch)
+
+    driver.worker.launch = noted  # type: ignore[method-assign]
+    reqs = body_of(0, 10)
+    driver.send(*(request(f"r{i}", [i + 1] * 5, max_new_tokens=3) for i, _ in enumerate(reqs)))
+    driver.run()
+    assert counts == [3, 3, 3, 1]
