@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -101,6 +102,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    logging.disable(logging.NOTSET)  # the proof's commands silence their process for the runs
     if nextitem is not None and nextitem.path != item.path:
         _set_aside()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,6 +37,7 @@ I32 = np.int32
 MEM_LAYOUTS: tuple[MemLayout, ...] = ("layer_first", "page_first")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.float8_e4m3fn)
 NUM_PAGES = 4
+_WAIT_S = 60.0  # for a disk
 TOKENS = np.arange(100)
 
 
@@ -110,9 +112,11 @@ class Server:
         return leased
 
     def _until(self, ready: Callable[[], bool]) -> None:
-        for _ in range(100_000):
+        deadline = time.monotonic() + _WAIT_S
+        while time.monotonic() < deadline:
             if ready():
                 return
+            time.sleep(0)  # the storage's threads want to run
             self.transfers.drain_acks()
             for ack in self.storage.drain():
                 apply(ack)

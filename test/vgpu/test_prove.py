@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +64,6 @@ SEEN_FIRST = {
     "retired_after": 1,
     "staging_reuse@InputRing.upload": 3,
 }
-
-
-@pytest.fixture(autouse=True)
-def _log_lines_come_back() -> Iterator[None]:
-    """The command silences its process for the runs; other tests of this one want to read what is logged."""
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.slow
