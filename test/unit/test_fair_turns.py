@@ -15,9 +15,11 @@ from fenceline.model_executor.step import ExtendBatch, ForwardResult, ScheduleBa
 PAGE = 4
 
 
-def fair_driver(num_rows: int = 8, num_pages: int = 200, chunk: int = 16, **flags: object) -> Driver:
+def fair_driver(
+    num_rows: int = 8, num_pages: int = 200, chunk: int = 16, page_size: int = PAGE, **flags: object
+) -> Driver:
     return make_driver(
-        num_pages=num_pages, page_size=PAGE, num_rows=num_rows, chunked_prefill_size=chunk, **flags
+        num_pages=num_pages, page_size=page_size, num_rows=num_rows, chunked_prefill_size=chunk, **flags
     )  # type: ignore[arg-type]
 
 
@@ -252,11 +254,15 @@ def test_samples_share_one_copy_of_their_prompt() -> None:
     driver.run()
 
 
-@pytest.mark.parametrize("flags", [{"disable_radix_cache": True}, {}], ids=["no cache", "short prompt"])
-def test_samples_do_not_wait_for_what_they_would_not_find(flags: dict[str, object]) -> None:
-    driver = fair_driver(chunk=512, **flags)
+@pytest.mark.parametrize(
+    ("flags", "num_tokens"),
+    [({"disable_radix_cache": True}, 90), ({"page_size": 64}, 64), ({}, 9)],
+    ids=["no cache", "less than a page", "short prompt"],
+)
+def test_samples_do_not_wait_for_what_they_would_not_find(flags: dict[str, object], num_tokens: int) -> None:
+    driver = fair_driver(chunk=512, **flags)  # type: ignore[arg-type]
     counts = computed_tokens(driver)
-    driver.send(*samples(1, 5, [1, 2, 3] * (9 if flags else 3)))
+    driver.send(*samples(1, 5, [1, 2, 3] * (num_tokens // 3)))
     driver.run()
     assert len(counts) == 1
 

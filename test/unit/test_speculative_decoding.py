@@ -175,3 +175,31 @@ def test_a_broken_draft_changes_no_token(
     reqs = requests(6)
     assert answers(driver, reqs) == answers(make_driver(models), reqs)
     assert driver.scheduler.stats.num_bad_drafts > 0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "draft"), [(EAGLE3, "eagle3"), (STANDALONE, "near"), (STANDALONE, "target")]
+)
+def test_prefixes_from_the_host_tier(
+    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str
+) -> None:
+    """Pages hold the draft's layers on the host too, and the checker of orders knows what a step writes."""
+    flags: dict[str, object] = {
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 8.0,
+        "hicache_write_policy": "write_through",
+        "max_total_tokens": 240,
+        "num_rows": 3,
+        "memory_check": "order",
+    }
+    driver, plain = make_driver(models, algorithm, draft, **flags), make_driver(models)  # type: ignore[arg-type]
+    first = requests(21, num=9, max_new_tokens=20)
+    outputs = answers(driver, first)
+    assert outputs == answers(plain, first)
+    again = [
+        request(f"again{i}", [*req.input_ids, *output, 9], seed=i, max_new_tokens=12, ignore_eos=True)
+        for i, (req, output) in enumerate(zip(first, outputs, strict=True))
+    ]
+    assert answers(driver, again) == answers(plain, again)
+    details = [driver.answers[req.rid].last.cached_tokens_details for req in again]  # type: ignore[union-attr]
+    assert sum(detail.host for detail in details if detail is not None) > 0

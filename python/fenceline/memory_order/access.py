@@ -264,6 +264,14 @@ class PagedMemory(Memory):
         live = np.arange(self._page_table.shape[1]) < num_pages[:, None]
         return self._page_table[rows][live]
 
+    def pages_between(self, rows: Rows, first: Rows, lengths: Rows) -> npt.NDArray[np.int32]:
+        """The pages of tokens ``first`` to ``lengths - 1``, both [N], of ``rows`` [N], one row's after the other's."""
+        num_pages = -(-lengths // self._page_size)
+        columns = np.arange(self._page_table.shape[1])
+        return self._page_table[rows][
+            (columns >= (first // self._page_size)[:, None]) & (columns < num_pages[:, None])
+        ]
+
     def last_pages_of(self, rows: Rows, lengths: Rows) -> npt.NDArray[np.int32]:
         """The page [N] of token ``lengths - 1`` of each row."""
         pages: npt.NDArray[np.int32] = self._page_table[rows, (lengths - 1) // self._page_size]

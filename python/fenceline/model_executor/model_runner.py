@@ -272,6 +272,7 @@ class ModelRunner:
         if self.speculative is not None and isinstance(batch, ExtendBatch):
             assert self._extended is not None
             self.speculative.extend(*self._extended, views, results["next_tokens"], logits.sampling)
+            self._extended = None  # hidden states of a whole step
         if logits.prompt_logprobs is not None:
             results |= _logprob_results("prompt", logits.prompt_logprobs)
         return ForwardResult(self._results.download(results))
@@ -302,7 +303,8 @@ class ModelRunner:
         layers = self.prefill_graphs or self.model
         x = layers.hidden_states(forward_batch)
         values = self.model.compute_logits(x, forward_batch)
-        self._extended = forward_batch, x
+        if self.speculative is not None:
+            self._extended = forward_batch, x
         for ticket in batch.loads:
             ticket.waited = True  # FORWARD has: what is submitted from now on comes after them
         sampled = [seq.sampling for seq in batch.seqs if seq.sampling is not None]
@@ -468,11 +470,16 @@ class StepAccesses:
         op.write(self.last_tokens, sampled)
 
     def decode(self, op: Accesses, batch: DecodeBatch) -> None:
-        """A decode step: writes each request's last page, reads all of them."""
+        """A decode step: writes the pages of each request's new tokens, reads all of them."""
         if len(batch.page_writes):
             self._write_table(op, batch)
         op.read(self.page_table, batch.rows)
-        op.append_pages(self.pages, batch.rows, batch.seq_lens)
+        if batch.committed_lens is None:
+            op.append_pages(self.pages, batch.rows, batch.seq_lens)
+        else:  # the host knows only where it ends at most, and that may be less than it thought a step before
+            op.read(self.pages, self.pages.pages_of(batch.rows, batch.seq_lens))
+            written = self.pages.pages_between(batch.rows, batch.committed_lens, batch.seq_lens)
+            op.write(self.pages, written)
         op.write(self.last_tokens, batch.rows)  # and reads them: the tokens of the step before
 
     def _write_table(self, op: Accesses, batch: ExtendBatch | DecodeBatch) -> None:

@@ -62,8 +62,9 @@ class SpeculativeState:
 
     ``lens`` [num_rows] int64: tokens of the request, the last one of which has no KV yet. For a draft that reads hidden
     states, ``drafts`` [num_rows] int64 is its first proposal and ``hidden`` [num_rows, hidden_size] what it continues
-    from. For one that reads none, ``previous`` [num_rows] int64 is the token in front of the last one. All of it is
-    written on FORWARD alone, in program order with the steps that read it.
+    from. For one that reads none, ``previous`` [num_rows] int64 is the token in front of the last one, and
+    ``is_behind`` [num_rows] bool says whether the draft has not computed that one yet. All of it is written on FORWARD
+    alone, in program order with the steps that read it.
     """
 
     def __init__(self, device: Device, num_rows: int, hidden_size: int, dtype: torch.dtype) -> None:
@@ -71,8 +72,9 @@ class SpeculativeState:
         self.lens = torch.full((num_rows,), _SINK_LEN, dtype=torch.int64, device=where)
         self.drafts = torch.zeros(num_rows, dtype=torch.int64, device=where)
         self.previous = torch.zeros(num_rows, dtype=torch.int64, device=where)
+        self.is_behind = torch.zeros(num_rows, dtype=torch.bool, device=where)
         self.hidden = torch.zeros(num_rows, hidden_size, dtype=dtype, device=where)
-        for name in ("lens", "drafts", "previous", "hidden"):
+        for name in ("lens", "drafts", "previous", "is_behind", "hidden"):
             tensor: torch.Tensor = getattr(self, name)
             device.name_memory(tensor, f"speculative.{name}", max(tensor[0].nbytes, 1))
 
@@ -378,16 +380,17 @@ class SpeculativeRunner(GraphRunner):
         is_bad.copy_(bad)
 
     def _propose_from_two(self, plans: _Plans) -> torch.Tensor:
-        """The first proposal of a draft without hidden states, from its rows of the last two tokens: it may not have
-        computed the first of them."""
+        """The first proposal of a draft without hidden states, from its rows of the last two tokens. Where it has
+        computed the first of them already, that row goes to the sink: its page may be shared by now."""
         size, arena, state = plans.size, self.arena, self.state
         rows, lens = arena["plan_rows"][:size], arena["lens"][:size]
         ids = torch.stack((state.previous[rows], arena["input_ids"][:size, 0]), dim=1)
         positions = torch.stack((lens - 2, lens - 1), dim=1)
-        slots = node_slots(self._req_pool.page_table, rows, lens - 2, 2, self._kv_pool.page_size)
+        slots = node_slots(self._req_pool.page_table, rows, lens - 2, 2, self._kv_pool.page_size).view(-1, 2)
+        slots[:, 0] *= state.is_behind[rows]
         last = torch.arange(size, device=ids.device) * 2 + 1
         assert plans.two is not None
-        batch = self._batch(ids.flatten(), positions.flatten(), slots, plans.two, last)
+        batch = self._batch(ids.flatten(), positions.flatten(), slots.flatten(), plans.two, last)
         logits, _ = self._draft.forward(batch, state.hidden[:0])
         return self._draw(logits, size, lens)
 
@@ -429,6 +432,7 @@ class SpeculativeRunner(GraphRunner):
             self._extend_draft(plans, tokens, new_lens)
         else:
             state.previous[rows] = ids.gather(1, last).squeeze(1)
+            state.is_behind[rows] = counts == self.num_rows_per_req
 
     def _extend_draft(self, plans: _Plans, tokens: torch.Tensor, new_lens: torch.Tensor) -> None:
         """The draft's rows of the drawn tokens, from the hidden states of the target's. Rows of tokens that do not
@@ -498,6 +502,7 @@ class SpeculativeRunner(GraphRunner):
             if num_sampled:
                 state.lens[rows] = lens
                 state.previous[rows] = forward_batch.input_ids[ends]
+                state.is_behind[rows] = False
             return
         ids = views["draft_ids"].clone()
         ids[ends] = next_tokens

@@ -95,7 +95,7 @@ class DecodeBatch:
     lengths and sampling parameters advance there and nothing is uploaded. ``seq_lens`` [B] are the lengths after the
     step, its tokens included: exact where a step yields one token, else the most that they can be, and no KV is written
     beyond them. ``num_advanced``: by how much every length grew since the step before, of the same composition; 0 where
-    there is no such number.
+    there is no such number. ``committed_lens`` [B], where a step yields several: no KV is written in front of them.
     """
 
     composition: int
@@ -105,10 +105,9 @@ class DecodeBatch:
     page_writes: PageWrites
     after: Points
     num_advanced: int = 0
+    committed_lens: I64 | None = None
 
 
-# A verify or a draft step will be one more member, with an OUTPUT of several tokens a request: publishing asks for the
-# StepOutput's counts, not for the kind of batch.
 ScheduleBatch = ExtendBatch | DecodeBatch
 
 

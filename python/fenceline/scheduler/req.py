@@ -221,6 +221,7 @@ class Req:
             num_emitted=self.num_emitted,
             num_verified=self.num_verified,
             num_accepted=self.num_accepted,
+            has_bad_draft=self.has_bad_draft,
             announced=self.announced,
             # A prompt that was left half-way is scored anew.
             prompt_log=self.prompt_log

@@ -131,6 +131,9 @@ class RunningBatch:
         writes, after = self._grow(lens, num_available_pages, grow)
         self._allocated_lens = lens
         num_advanced, self._num_advanced = self._num_advanced, self.max_step_tokens
+        committed = None
+        if self.max_step_tokens > 1:
+            committed = np.array([req.committed_len for req in self.reqs], dtype=np.int64)
         return DecodeBatch(
             composition=self.composition,
             rows=self._rows,
@@ -139,6 +142,7 @@ class RunningBatch:
             page_writes=writes,
             after=after,
             num_advanced=num_advanced,
+            committed_lens=committed,
         )
 
     def _grow(

@@ -138,7 +138,8 @@ class Scheduler:
         self.recorder = FlightRecorder(config, self.memory, self.reqs)
         self.control = SchedulerControl(self.recorder, config.torch_profiler_dir, outbox.to_tokenizer)
         self.flushes: list[FlushCacheReq] = []  # that wait for the last request to leave
-        self.waiting = WaitingQueue()
+        args = config.server_args
+        self.waiting = WaitingQueue(None if args.disable_radix_cache else args.page_size)
         self.latest_prompt = (
             0,
             np.empty(0, dtype=np.int64),

@@ -43,7 +43,9 @@ class WaitingQueue:
     in order, and a body moves at each change of its own requests at most.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, page_size: int | None = None) -> None:
+        """``page_size`` of the prefix cache; None if there is none, and nobody waits for another one's prompt."""
+        self._page_size = page_size
         self._lines: list[_Line] = []  # in the order of their places
         self._line_of: dict[tuple[int, int | str], _Line] = {}
         self._num_running: Counter[int] = Counter()  # admitted requests of each body that is larger than one
@@ -158,22 +160,23 @@ class WaitingQueue:
         """``req`` has just been admitted: the other samples of its prompt should wait until it is cached."""
         line = self._line_of[_key(req)]
         if line.body:
-            line.computing = {key: other for key, other in line.computing.items() if _is_computing(other)}
+            line.computing = {
+                key: other for key, other in line.computing.items() if self._is_computing(other)
+            }
             line.computing[id(req.prompt_ids)] = req
 
     def waits_for_sample(self, req: Req) -> bool:
         """Whether another sample of the same prompt computes what ``req`` would find in the cache afterwards."""
         other = self._line_of[_key(req)].computing.get(id(req.prompt_ids))
-        return other is not None and other is not req and _is_computing(other) and not req.scores_prompt
+        return other is not None and other is not req and self._is_computing(other) and not req.scores_prompt
+
+    def _is_computing(self, req: Req) -> bool:
+        """Whether ``req`` is there and computes a part of its prompt, in whole pages, that is worth waiting for."""
+        num_prompt, size = len(req.prompt_ids), self._page_size
+        if size is None or req.left or req.committed_len >= num_prompt:
+            return False
+        return (num_prompt - 1) // size * size - req.shared_len >= _MIN_SHARED_TOKENS
 
 
 def _key(req: Req) -> tuple[int, int | str]:
     return req.rank, req.source.body or req.rid
-
-
-def _is_computing(req: Req) -> bool:
-    """Whether ``req`` is there, and enough of its prompt is not in the cache."""
-    num_prompt = len(req.prompt_ids)
-    return (
-        not req.left and req.committed_len < num_prompt and num_prompt - req.shared_len >= _MIN_SHARED_TOKENS
-    )
