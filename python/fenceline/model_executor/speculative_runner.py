@@ -37,7 +37,7 @@ from fenceline.layers.forward_batch import (
 from fenceline.mem_cache.kv_pool import KVPool, ReqPool
 from fenceline.memory_order import Arena, ArenaField, Device, Graph, GraphPool, Role
 from fenceline.memory_order.edges import SINK, TOTAL_BUCKETS
-from fenceline.model_executor.decode_runner import Logits
+from fenceline.model_executor.decode_runner import Logits, plan_arrays
 from fenceline.model_executor.graph_runner import GraphRunner
 from fenceline.model_executor.step import DecodeBatch, ExtendBatch
 from fenceline.models.decoder import CausalLM
@@ -189,18 +189,12 @@ class SpeculativeRunner(GraphRunner):
         """What has to be uploaded before :meth:`forward`: nothing if the requests are those of the step before."""
         if self._composition == batch.composition:
             return {}
-        plain = sampling_arrays(batch.sampling)
-        num = len(batch.rows)
-        ones = np.ones(num, np.float32)
+        plan = plan_arrays(batch, sampling_arrays(batch.sampling))
+        del plan["plan_seq_lens"]  # lengths are the device's
         every_row = sampling_arrays(self._of_every_row(batch.sampling))
-        return {f"{_VERIFY}{name}": array for name, array in every_row.items()} | {
-            "plan_rows": batch.rows,
-            # Penalties follow from all tokens in front, drafts included, which their counts do not hold.
-            "may_accept": np.array([not req.params.needs_penalties for req in batch.sampling]),
-            "temperatures": plain.get("temperatures", ones),
-            "noise_scales": plain.get("noise_scales", ones if "seed_keys" in plain else np.zeros_like(ones)),
-            "seed_keys": plain.get("seed_keys", np.zeros(num, np.int64)),
-        }
+        # Penalties follow from all tokens in front, drafts included, which their counts do not hold.
+        plan["may_accept"] = np.array([not req.params.needs_penalties for req in batch.sampling])
+        return plan | {f"{_VERIFY}{name}": array for name, array in every_row.items()}
 
     def _of_every_row(self, reqs: Sequence[ReqSampling]) -> list[ReqSampling]:
         """What the draws of all rows need, row after row. Only a request's first row is penalised and counted."""
