@@ -28,8 +28,8 @@ class ServerDied(Exception):
 class BenchServer:
     """``python -m fenceline.launch_server`` on a free port. Use it in a ``with`` block.
 
-    ``launcher``: what Python runs: launch_server or a replacement that takes its flags. Raises ServerDied on entering
-    if the server is not healthy after ``start_timeout_s``.
+    ``launcher``: what Python runs: launch_server or a replacement that takes its flags. ``source``: the root of another
+    checkout, whose server it is. Raises ServerDied on entering if the server is not healthy after ``start_timeout_s``.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class BenchServer:
         log: Path,
         start_timeout_s: float = 600.0,
         launcher: Sequence[str] = ("-m", "fenceline.launch_server"),
+        source: Path | None = None,
     ) -> None:
         self.port = _free_port()
         self.command = [
@@ -46,6 +47,10 @@ class BenchServer:
             *("--load-format", "dummy", "--port", str(self.port), *flags),
         ]
         self.start_s = 0.0
+        self._env = dict(os.environ)
+        if source is not None:
+            paths = [str(source.resolve() / folder) for folder in ("python", "sgl-kernel/python")]
+            self._env["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
         self._log = log
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -72,7 +77,11 @@ class BenchServer:
         begin = time.perf_counter()
         with self._log.open("ab") as file:  # a session of its own: stopping reaches every child
             self._process = subprocess.Popen(
-                self.command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                self.command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=self._env,
             )
         try:
             while not self._healthy():
