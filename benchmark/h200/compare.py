@@ -33,7 +33,8 @@ _MAX_TOTAL_TOKENS = {
     "llama-8b": 300_000,
     "tiny": 16_384,
 }  # two fit on one H200
-HEADER = "| shape | load | tok/s before | after | ratio | TTFT ms before | after | ratio | TPOT ms before | after | ratio |"
+HEADER = "| shape | load | tok/s before | after | ratio "
+HEADER += "| TTFT ms before | after | ratio | TPOT ms before | after | ratio |"
 
 
 def compare(shape: str, keys: Sequence[str], args: argparse.Namespace) -> dict[str, dict[str, list[Row]]]:
