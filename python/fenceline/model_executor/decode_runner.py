@@ -144,7 +144,6 @@ class DecodeRunner(GraphRunner):
                 f"a graph of {sizes[-1]} requests needs an arena of as many rows, not {max_batch}"
             )
         super().__init__(device, "decode", "requests", sizes, padding)
-        self.has_graphs = bool(sizes)
         self._model = model
         self._kv_pool = kv_pool
         self._req_pool = req_pool
@@ -206,7 +205,7 @@ class DecodeRunner(GraphRunner):
             self._fill(batch, views)
         filled = self._filled
         assert filled is not None, "the first batch fills the arena"
-        size = self._size_for(filled)
+        size = self.graph_size(filled.num_reqs)
         logits = self._run_eager(batch, filled) if size is None else self._replay(size, batch, filled)
         filled.num_steps += 1
         return logits
@@ -228,13 +227,6 @@ class DecodeRunner(GraphRunner):
             )
         if self.has_graphs:
             self.stats.repairs["arena"] = self.stats.repairs.get("arena", 0) + 1
-
-    def _size_for(self, filled: _Filled) -> int | None:
-        if not self.has_graphs:
-            return None
-        self.stats.eligible_steps += 1
-        size = self.size_for(filled.num_reqs)
-        return size if size is not None and self.fits() else None
 
     def _replay(self, size: int, batch: DecodeBatch, filled: _Filled) -> Logits:
         outputs, num_reqs = self.replay(size, batch.seq_lens), filled.num_reqs

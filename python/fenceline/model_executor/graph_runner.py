@@ -63,6 +63,7 @@ class GraphRunner(ABC):
         """``name`` of the steps and ``unit`` of their ``sizes``, which ascend, are for people to read."""
         assert list(sizes) == sorted(set(sizes)), "sizes ascend"
         self.stats = GraphStats()
+        self.has_graphs = bool(sizes)
         self._device = device
         self._name = name
         self._unit = unit
@@ -93,6 +94,15 @@ class GraphRunner(ABC):
             return True
         self.stats.count_fallback("address")
         return False
+
+    def graph_size(self, num: int) -> int | None:
+        """The size whose graphs run a step of ``num``, which counts as eligible; None if it runs without, or if there
+        are no graphs at all."""
+        if not self.has_graphs:
+            return None
+        self.stats.eligible_steps += 1
+        size = self.size_for(num)
+        return size if size is not None and self.fits() else None
 
     def _capture_sizes(
         self, capture: Callable[[GraphPool, int], Sequence[Graph]], show_progress: bool

@@ -119,7 +119,6 @@ class SpeculativeRunner(GraphRunner):
         """``num_steps``: tokens that the draft proposes in a step. ``aux_layers``: see ``DraftConfig``. ``sizes`` as of
         ``DecodeRunner``."""
         super().__init__(device, "speculative decode", "requests", sizes, padding)
-        self.has_graphs = bool(sizes)
         self.num_rows_per_req = num_steps + 1
         self.reads_hidden = draft.hidden_size > 0
         self._model = model
@@ -211,7 +210,8 @@ class SpeculativeRunner(GraphRunner):
             self._fill(batch, views)
         assert self._composition == batch.composition, "the first batch fills the arena"
         num_reqs = self._num_reqs
-        captured = self._captured_for(num_reqs)
+        size = self.graph_size(num_reqs)
+        captured = None if size is None else self._captured[size]
         if captured is None:
             self._plans = self._make_plans(num_reqs, batch.seq_lens)
             values = self._propose_and_verify(self._plans)
@@ -228,13 +228,6 @@ class SpeculativeRunner(GraphRunner):
         return Logits(
             values=values[:num_rows], positions=positions, sampling=self._sampling, is_verified=True
         )
-
-    def _captured_for(self, num_reqs: int) -> _Captured | None:
-        if not self.has_graphs:
-            return None
-        self.stats.eligible_steps += 1
-        size = self.size_for(num_reqs)
-        return self._captured[size] if size is not None and self.fits() else None
 
     def accept(self, drawn: torch.Tensor) -> dict[str, torch.Tensor]:
         """End the step: ``drawn`` [B * num_rows_per_req] int64 are the target's own tokens. The results, good until the
