@@ -341,13 +341,13 @@ def test_requests_that_wait_or_run_too_long_are_ended() -> None:
     driver.send(PauseGenerationReq(id="p", mode="in_place"))
     assert tick(1500.0) == ["runs", "waits"]
     driver.send(ContinueGenerationReq(id="c"))
-    assert tick(1510.0) == ["runs", "waits"]
-    assert tick(1510.1) == ["runs"]
+    assert tick(1505.0) == tick(1515.0) == ["runs", "waits"]
+    assert tick(1515.1) == ["runs"]
     assert driver.answers["waits"].finish == FinishReason(
         type="abort", message="still waiting in the queue after 10 s (--req-waiting-timeout)", status_code=503
     )
-    assert tick(1520.0) == ["runs"]
-    assert tick(1520.1) == []
+    assert tick(1525.0) == ["runs"]
+    assert tick(1525.1) == []
     assert driver.answers["runs"].finish.status_code == 503
     assert "--req-running-timeout" in driver.answers["runs"].finish.message
     assert driver.answers["runs"].output_ids
@@ -363,6 +363,26 @@ def test_who_comes_with_many_ticks_has_a_chance_to_be_scheduled_first() -> None:
     driver.send(req, TickReq(now=1.0), TickReq(now=99.0))
     driver.run()
     assert_right(driver, req)
+
+
+def test_the_time_of_a_request_begins_with_a_tick_after_it() -> None:
+    """Not with one that came just before it and is taken in with it, nor with one before a short pause."""
+    driver = make_driver(num_rows=1, req_waiting_timeout=10.0)
+    driver.send(request("runs", [5, 6], max_new_tokens=200, ignore_eos=True))
+    driver.step()
+
+    def left_after(*messages: Message) -> list[str]:
+        driver.send(*messages)
+        driver.step()
+        return sorted(driver.scheduler.reqs)
+
+    late = request("late", [5, 6], max_new_tokens=3, ignore_eos=True)
+    assert left_after(TickReq(now=1.0), late) == ["late", "runs"]
+    assert left_after(TickReq(now=2.0)) == left_after(TickReq(now=12.0)) == ["late", "runs"]
+    pause = PauseGenerationReq(id="p", mode="in_place")
+    assert left_after(pause, ContinueGenerationReq(id="c")) == ["late", "runs"]
+    assert left_after(TickReq(now=13.0)) == left_after(TickReq(now=23.0)) == ["late", "runs"]
+    assert left_after(TickReq(now=23.1)) == ["runs"]
 
 
 def test_an_abort_may_say_why() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections import Counter
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,9 +20,12 @@ from tiny_model import more_workloads
 from fenceline.frontend.detokenizer_manager import StopMatch, StopScanner
 from fenceline.ipc.io_struct import (
     AbortReq,
+    CachedTokensDetails,
     ContinueGenerationReq,
+    ControlReply,
     DecodeInfo,
     FinishReason,
+    Message,
     PauseGenerationReq,
     TickReq,
     TokenizedGenerateReq,
@@ -42,7 +47,7 @@ from fenceline.scheduler.prefill import PrefillPlanner
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import Scheduler
 from fenceline.scheduler.waiting_queue import WaitingQueue
-from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
+from fenceline.vgpu.proving.answers import Exchange, Findings, Setting, Sharing, Transcript
 from fenceline.vgpu.proving.oracle import TOLERANCE, Model, Oracle, Query, Text, gumbel, text_of
 from fenceline.vgpu.proving.runs import ANSWERS, Outcome, Trial, run
 from fenceline.vgpu.proving.script import Scenario, Script
@@ -162,12 +167,26 @@ def test_an_answer_that_the_detokenizer_lost_is_missed() -> None:
      (None, "4 s (--req-waiting-timeout)", False)],
 )  # fmt: skip
 def test_time_is_up_at_the_limit_that_was_set(limit_s: float | None, said: str, right: bool) -> None:
-    setting = dataclasses.replace(SETTING, timeouts_s={"waiting": limit_s, "running": None})
-    transcript = Transcript(setting)
+    assert _may_be_ended(limit_s, said, TickReq(now=10.0), TickReq(now=15.0)) == right
+
+
+@pytest.mark.parametrize(("last", "right"), [(16.0, False), (16.1, True)])
+def test_a_pause_resets_the_time(last: float, right: bool) -> None:
+    pause, resume = PauseGenerationReq(id="p", mode="in_place"), ContinueGenerationReq(id="c")
+    times = [TickReq(now=now) for now in (10.0, 11.0, 12.0, last)]
+    messages = (times[0], pause, times[1], resume, *times[2:])
+    assert _may_be_ended(4.0, "4 s (--req-waiting-timeout)", *messages) == right
+
+
+def _may_be_ended(limit_s: float | None, said: str, *messages: Message) -> bool:
+    """Whether a request that has waited while these came may be told so."""
+    transcript = Transcript(dataclasses.replace(SETTING, timeouts_s={"waiting": limit_s, "running": None}))
     params = SamplingParams(max_new_tokens=4)
     transcript.received(TokenizedGenerateReq(rid="r", input_ids=[3, 1, 4], sampling_params=params))
-    for now in (10.0, 15.0):
-        transcript.received(TickReq(now=now))
+    for message in messages:
+        transcript.received(message)
+        if isinstance(message, PauseGenerationReq | ContinueGenerationReq):
+            transcript.replied(ControlReply(id=message.id, success=True, message=_REPLIES[type(message)]))
     reason = FinishReason(type="abort", message=f"still waiting after {said}", status_code=503)
     transcript.sent(
         TokenOut(
@@ -175,7 +194,40 @@ def test_time_is_up_at_the_limit_that_was_set(limit_s: float | None, said: str, 
             decode=DecodeInfo(prompt_tail_ids=[], sampling_params=params),
         )
     )  # fmt: skip
-    assert (transcript.compare(Oracle(tiny_model_path())).wrong == "") == right
+    return transcript.compare(Oracle(tiny_model_path())).wrong == ""
+
+
+_REPLIES = {PauseGenerationReq: "paused (in_place)", ContinueGenerationReq: "generation continues"}
+
+
+@pytest.mark.parametrize(("threshold", "least"), [(1, 6), (4, 4), (9, 0)])
+def test_what_has_left_the_device_is_used_from_a_number_of_tokens_on(threshold: int, least: int) -> None:
+    """Of six tokens the host has some or all; without a reason at all six are due."""
+    prompt = [7, 8, 9, 1, 2, 3, 4]
+    for used, moved, details in itertools.product(range(0, 7, 2), (False, True), (False, True)):
+        sharing = Sharing(2, disabled=False, has_storage=False, load_back_threshold=threshold)
+        sharing.cache("", prompt)
+        if moved:
+            sharing.moved()
+        request = TokenizedGenerateReq(rid="r", input_ids=prompt, sampling_params=SamplingParams())
+        sharing.admit(request, prompt)
+        out = TokenOut(
+            rid="r", output_ids=[5], prompt_tokens=7, completion_tokens=1, cached_tokens=used,
+            cached_tokens_details=CachedTokensDetails(device=used, host=0, storage=0) if details else None,
+        )  # fmt: skip
+        wrong = sharing.compare([Exchange(request, 0, [out])])
+        assert (wrong == "") == (used >= (least if moved else 6)), (used, moved, wrong)
+    # Who loads has loaded everything.
+    out = msgspec.structs.replace(out, cached_tokens=4, cached_tokens_details=CachedTokensDetails(device=2, host=2, storage=0))
+    assert "though 6 were there" in sharing.compare([Exchange(request, 0, [out])])
+
+
+@pytest.mark.parametrize(("workload", "seed"), [("engine", 1170), ("everything", 1204)])
+def test_seeds_that_failed_once(workload: str, seed: int) -> None:
+    """A prefix of one token that only the host had, which is not worth loading; a request that came right after a tick
+    and whose time began with that tick."""
+    outcome = run(Trial(workload, seed))
+    assert outcome.clean, outcome.report
 
 
 def test_close_calls_are_few_or_the_proof_is_not_clean() -> None:

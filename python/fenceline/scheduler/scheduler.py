@@ -208,19 +208,19 @@ class Scheduler:
 
     def ingest(self, messages: Sequence[Message]) -> None:
         """Take in everything that has arrived."""
-        now: float | None = None
-        for message in messages:
+        # The last tick alone: who came between two of them has had no chance to be scheduled yet.
+        ticks = [number for number, message in enumerate(messages) if isinstance(message, TickReq)]
+        for number, message in enumerate(messages):
             match message:
                 case TokenizedGenerateReq():
                     self.accept(message)
                 case AbortReq():
                     self.abort(message)
                 case TickReq():
-                    now = message.now
+                    if number == ticks[-1]:
+                        self.end_overdue(message.now)
                 case _:
                     self.carry_out(message)
-        if now is not None:  # the last tick alone: who came with it has had no chance to be scheduled yet
-            self.end_overdue(now)
 
     def accept(self, message: TokenizedGenerateReq) -> None:
         """Queue a request. The front end has checked its values; sizes are limited here once more."""
@@ -280,11 +280,13 @@ class Scheduler:
     def end_overdue(self, now: float) -> None:
         """End requests that have waited or run for too long. Each one's time begins with the first tick that finds it
         waiting, or running: nobody is ended early. It begins anew after a pause, and after a retraction."""
+        if self.paused:
+            return
         for req in list(self.reqs.values()):
             running = req.row != 0
             args = self.config.server_args
             limit = args.req_running_timeout if running else args.req_waiting_timeout
-            if req.clocked_running is not running or self.paused:
+            if req.clocked_running is not running:
                 req.clocked_running, req.clocked_since = running, now
             elif limit is not None and now - req.clocked_since > limit:
                 what, flag = ("running", "running") if running else ("waiting in the queue", "waiting")
@@ -650,6 +652,8 @@ class Scheduler:
             # Newest first: each goes to the head of the queue, so they resume in their old order.
             for req in [req for req in reversed(list(self.reqs.values())) if req.row]:
                 self.retract(req)
+        for req in self.reqs.values():
+            req.clocked_running = None
         return True, f"paused ({mode}); /continue_generation resumes"
 
     def state(self) -> InternalState:

@@ -53,7 +53,7 @@ class Exchange:
     outs: list[TokenOut] = field(default_factory=list)
     texts: list[StrOut] = field(default_factory=list)  # the detokenizer's texts, if there is a detokenizer
     aborted: AbortReq | None = None  # the message that aborted it
-    ticks: list[float] = field(default_factory=list)  # times that the scheduler was given since it arrived
+    ticks: list[float] = field(default_factory=list)  # that the scheduler was told since it arrived, or since a pause
     ended: bool = False
 
     @property
@@ -136,11 +136,13 @@ class Transcript:
                 for exchange in self._targets(message):
                     exchange.aborted = message
                     exchange.ended |= message.silent
-            case TickReq():
+            case TickReq() if not self._paused:
                 for exchange in self._targets(AbortReq(abort_all=True)):
                     exchange.ticks.append(message.now)
             case PauseGenerationReq():
                 self._paused = True
+                for exchange in self.exchanges.values():
+                    exchange.ticks.clear()
                 if message.mode == "abort":
                     self.received(AbortReq(abort_all=True))
             case ContinueGenerationReq():
@@ -491,12 +493,14 @@ class Shared:
 class Sharing:
     """Prefixes that have been computed and cached, a page at a time, by namespace."""
 
-    def __init__(self, page_size: int, disabled: bool, has_storage: bool) -> None:
-        """``disabled``: without a cache nothing is ever shared."""
+    def __init__(self, page_size: int, disabled: bool, has_storage: bool, load_back_threshold: int) -> None:
+        """``disabled``: without a cache nothing is ever shared. What of a prefix has left the device is used if it has
+        ``load_back_threshold`` tokens or more."""
         self.admitted: dict[str, Shared] = {}
         self._page_size = page_size
         self._disabled = disabled
         self._has_storage = has_storage
+        self._most_unused = load_back_threshold - 1
         self._cached: set[int] = set()
         self._ever: set[int] = set()
         self._lost = self._moved = False
@@ -557,7 +561,8 @@ class Sharing:
         most = shared.ever if self._has_storage else shared.since_flush
         if total > most:
             return f"{total} tokens from the cache, but only {most} had been computed for its prefix"
-        if shared.nothing_lost and total < shared.since_flush:
+        unused = 0 if shared.nothing_moved or below else self._most_unused
+        if shared.nothing_lost and total < shared.since_flush - unused:
             return f"{total} tokens from the cache, though {shared.since_flush} were there and nothing was evicted"
         if shared.nothing_lost and shared.nothing_moved and device < shared.since_flush:
             return f"{device} tokens from the device, though {shared.since_flush} were there ({details})"

@@ -36,8 +36,10 @@ class WatchedScheduler(Scheduler):
         self._tags = tags
         if tags is not None:
             tags.watch(self)
-        storage = config.hicache is not None and config.hicache.storage is not None
-        self.sharing = Sharing(config.server_args.page_size, config.server_args.disable_radix_cache, storage)
+        args, tiers = config.server_args, config.hicache
+        storage = tiers is not None and tiers.storage is not None
+        threshold = 1 if tiers is None else tiers.load_back_threshold
+        self.sharing = Sharing(args.page_size, args.disable_radix_cache, storage, threshold)
         tree = self.memory.tree
         around(tree, "_detach", after=lambda result, node: self.sharing.lost())
         around(tree, "evict", after=lambda num, num_pages: self.sharing.moved() if num else None)
