@@ -218,7 +218,9 @@ def test_what_has_left_the_device_is_used_from_a_number_of_tokens_on(threshold: 
         wrong = sharing.compare([Exchange(request, 0, [out])])
         assert (wrong == "") == (used >= (least if moved else 6)), (used, moved, wrong)
     # Who loads has loaded everything.
-    out = msgspec.structs.replace(out, cached_tokens=4, cached_tokens_details=CachedTokensDetails(device=2, host=2, storage=0))
+    out = msgspec.structs.replace(
+        out, cached_tokens=4, cached_tokens_details=CachedTokensDetails(device=2, host=2, storage=0)
+    )
     assert "though 6 were there" in sharing.compare([Exchange(request, 0, [out])])
 
 

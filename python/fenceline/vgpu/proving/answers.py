@@ -53,7 +53,9 @@ class Exchange:
     outs: list[TokenOut] = field(default_factory=list)
     texts: list[StrOut] = field(default_factory=list)  # the detokenizer's texts, if there is a detokenizer
     aborted: AbortReq | None = None  # the message that aborted it
-    ticks: list[float] = field(default_factory=list)  # that the scheduler was told since it arrived, or since a pause
+    ticks: list[float] = field(
+        default_factory=list
+    )  # that the scheduler was told since it arrived, or since a pause
     ended: bool = False
 
     @property
