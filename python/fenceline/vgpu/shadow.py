@@ -96,23 +96,17 @@ class Shadow:
         self, agent: int, clock: Clock, write: bool, layout: Layout, rows: Rows | None, unit: int
     ) -> list[Past]:
         """Conflicting accesses to the same units that are not before ``clock``; ``unit``: see ``note``."""
-        self._spread(unit)
-        assert self._reads is not None and self._writes is not None
+        others = self._others(agent, write, unit)
         units = self._units(layout, rows)
         found = []
-        kinds = [(True, self.last_writes, self._writes)]
-        if write:
-            kinds.append((False, self.last_reads, self._reads))
-        for was_write, latest, table in kinds:
-            for other, last in latest.items():
-                known = clock[other] if other < len(clock) else 0
-                if other == agent or last <= known:
-                    continue
-                indexes = table[other][units]
-                mask = indexes > known
-                if mask.any():
-                    numbers = np.arange(table.shape[1])[units][mask]
-                    found.append(self._earliest(other, known, was_write, np.unique(numbers)))
+        for other, last, was_write, actions in others:
+            known = clock[other] if other < len(clock) else 0
+            if last <= known:
+                continue
+            mask = actions[units] > known
+            if mask.any():
+                numbers = np.arange(len(actions))[units][mask]
+                found.append(self._earliest(other, known, was_write, np.unique(numbers)))
         return found
 
     def conflicting(
@@ -120,19 +114,29 @@ class Shadow:
     ) -> list[tuple[int, int, bool]]:
         """The latest accesses of the other agents to any of these units that conflict with one of ``agent``, each with
         its agent, its action and whether it wrote; ``unit``: see ``note``."""
-        self._spread(unit)
-        assert self._reads is not None and self._writes is not None
+        others = self._others(agent, write, unit)
         units = self._units(layout, rows)
         found = []
+        for other, _, was_write, actions in others:
+            found += [(other, action, was_write) for action in set(actions[units].tolist()) if action]
+        return found
+
+    def _others(
+        self, agent: int, write: bool, unit: int
+    ) -> list[tuple[int, int, bool, npt.NDArray[np.int32]]]:
+        """The other agents whose accesses conflict with one of ``agent``, first those that wrote: each with its latest
+        action, whether that kind wrote, and its actions by unit. Enters the log into the arrays."""
+        self._spread(unit)
+        assert self._reads is not None and self._writes is not None
         kinds = [(True, self.last_writes, self._writes)]
         if write:
             kinds.append((False, self.last_reads, self._reads))
-        for was_write, latest, table in kinds:
-            for other in latest:
-                if other != agent:
-                    actions = set(table[other][units].tolist())
-                    found += [(other, action, was_write) for action in actions if action]
-        return found
+        return [
+            (other, last, was_write, table[other])
+            for was_write, latest, table in kinds
+            for other, last in latest.items()
+            if other != agent
+        ]
 
     def _earliest(self, agent: int, known: int, was_write: bool, units: npt.NDArray[np.int64]) -> Past:
         """The first of ``agent``'s accesses after ``known`` to any of ``units``, which is nearest to the cause."""
