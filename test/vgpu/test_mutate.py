@@ -73,6 +73,28 @@ def test_a_mutant_keeps_its_name_when_lines_move() -> None:
     ]
 
 
+def test_a_mutant_is_reached_with_the_statement_that_it_changes() -> None:
+    """Not with the beginning of the block or function around it, which a run need not execute, or always does."""
+    source = """
+def key_of(pages, after):
+    if after:
+        pages.retire(after)
+        pages.count()
+    return (
+        pages,
+        after,
+    )
+"""
+    assert {(one.rule, one.old, one.statement) for one in mutants_of("x.py", source)} == {
+        ("condition", "after", 3),
+        ("drop", "pages.retire(after)", 4),
+        ("shift", "pages.retire(after)\n        pages.count()", 4),
+        ("drop", "pages.count()", 5),
+        ("key", "pages", 6),
+        ("key", "after", 6),
+    }
+
+
 def test_every_mutant_of_the_engine_is_a_program_of_the_same_lines() -> None:
     mutants = all_mutants()
     sources = {

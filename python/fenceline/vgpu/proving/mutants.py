@@ -113,7 +113,7 @@ class _File:
     path: str
     source: str
     line_starts: list[int] = field(default_factory=list)
-    statement: int = 0
+    statements: list[tuple[int, int, int]] = field(default_factory=list)  # each one's start, end and line
     found: list[Mutant] = field(default_factory=list)
     seen: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
@@ -145,10 +145,11 @@ class _File:
         old = self.source[start:end]
         if old == text:
             return
+        statement = max(one for one in self.statements if one[0] <= start < one[1])[2]  # the innermost
         occurrence = self.seen[rule, old, text]
         self.seen[rule, old, text] += 1
         self.found.append(
-            Mutant(self.path, line, self.statement, rule, start, end, old, text, ordering, occurrence)
+            Mutant(self.path, line, statement, rule, start, end, old, text, ordering, occurrence)
         )
 
 
@@ -383,7 +384,10 @@ def _direct_constants(node: ast.BinOp | ast.Compare | ast.Subscript) -> Iterator
 def mutants_of(path: str, source: str) -> list[Mutant]:
     """All mutants of one file, in the order of its text: of the bodies of functions, except errors, assertions, texts
     and Triton kernels."""
-    file = _File(path, source)
+    file, tree = _File(path, source), ast.parse(source, path)
+    file.statements = [
+        (*file.span(node), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.stmt)
+    ]
 
     def visit(node: ast.AST, inside: bool) -> None:
         if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr, ast.arguments)):
@@ -394,8 +398,6 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
             ):
                 return
             inside = True
-        if isinstance(node, ast.stmt):
-            file.statement = node.lineno
         if inside:
             for rule in RULES:
                 rule(file, node)
@@ -406,7 +408,7 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
                 if isinstance(child, ast.AST):
                     visit(child, inside)
 
-    visit(ast.parse(source, path), False)
+    visit(tree, False)
     return sorted(file.found, key=lambda mutant: (mutant.start, mutant.rule, mutant.text))
 
 
