@@ -42,6 +42,20 @@ class DraftConfig:
     draft_vocab_size: int | None = None
     aux_layers: tuple[int, ...] = ()
 
+    @property
+    def lookahead(self) -> int:
+        """Tokens behind a token that the draft's KV of it is computed from. Layers that predict by turns look further
+        ahead one after the other."""
+        if self.algorithm is SpeculativeAlgorithm.STANDALONE:
+            return 0
+        return self.model.num_layers if self.algorithm is SpeculativeAlgorithm.NEXTN else 1
+
+    @property
+    def num_rows_behind(self) -> int:
+        """How many of the last committed tokens the draft may not have computed its KV of. One that reads no hidden
+        states computes what it proposes from: if all that it proposed is accepted, not yet the last of these."""
+        return int(self.algorithm is SpeculativeAlgorithm.STANDALONE)
+
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
