@@ -237,7 +237,7 @@ def _check_conflicts(args: ServerArgs) -> None:
         "--schedule-policy fcfs",
     )
     if args.skip_tokenizer_init:
-        for name in ("tokenizer_path", "chat_template", "reasoning_parser"):
+        for name in ("tokenizer_path", "chat_template", "reasoning_parser", "tool_call_parser"):
             option = "--" + name.replace("_", "-")
             _require(
                 getattr(args, name) is None,

@@ -548,6 +548,22 @@ class ServerArgs:
         group=_API,
         choices=("deepseek-r1", "qwen3", "qwen3-thinking"),
     )
+    tool_call_parser: str | None = flag(
+        None,
+        "How the model writes tool calls, which answers then carry in tool_calls. Default: the form that the chat "
+        "template shows.",
+        group=_API,
+        choices=(
+            "qwen25",
+            "qwen3_coder",
+            "llama3",
+            "mistral",
+            "pythonic",
+            "deepseekv3",
+            "deepseekv31",
+            "hermes",
+        ),
+    )
     enable_cache_report: bool = flag(
         False,
         "Report cached prompt tokens in the usage of OpenAI answers (prompt_tokens_details).",
