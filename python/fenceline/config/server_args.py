@@ -383,7 +383,8 @@ class ServerArgs:
     )
     speculative_draft_model_path: str | None = flag(
         None,
-        "The draft model: a directory or a hub id. NEXTN takes it from the model's own directory unless given.",
+        "The draft model: a directory or a hub id. Unless given, it is looked for in the model's own directory: NEXTN in "
+        "the checkpoint, any algorithm in a folder of its name (eagle3), as the demo model has them.",
         group=_SPECULATION,
     )
     speculative_draft_model_revision: str | None = flag(
@@ -405,6 +406,12 @@ class ServerArgs:
     speculative_num_draft_tokens: int | None = flag(
         None,
         "Rows that the model verifies for each request: with chains --speculative-num-steps + 1.",
+        group=_SPECULATION,
+    )
+    speculative_simulate_acceptance: float | None = flag(
+        None,
+        "With --load-format dummy: how many tokens a step yields on average, whatever the draft proposes. To measure "
+        "speed at a known acceptance.",
         group=_SPECULATION,
     )
 

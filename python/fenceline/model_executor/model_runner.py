@@ -126,6 +126,7 @@ class ModelRunner:
                 config.speculative.draft.aux_layers,
                 config.cuda_graph_bs,
                 padding,
+                config.speculative.simulated_accept_length,
             )
         else:
             self.decode = DecodeRunner(

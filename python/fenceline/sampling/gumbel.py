@@ -59,6 +59,11 @@ def mix_seeds(seeds: Sequence[int]) -> npt.NDArray[np.int64]:
     return (z ^ (z >> np.uint64(31))).view(np.int64)
 
 
+def uniform(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Numbers in [0, 1) [B] float64, a hash of ``keys`` and ``positions`` [B] int64."""
+    return (_row_keys(keys, positions)[0] & 0x7FFFFFFF).double() * 2.0**-31
+
+
 class GumbelSampler:
     """Draws tokens. Owns one constant [V] int32 tensor, written at construction; holds no other state."""
 
