@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from fenceline.config import ConfigError
 from fenceline.config.engine_config import EngineConfig, resolve
-from fenceline.config.model_files import demo_model_path
 from fenceline.config.server_args import ServerArgs
 
 
