@@ -59,8 +59,8 @@ class DraftConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How decode steps speculate: which draft proposes, and how many tokens in a step. ``simulated_accept_length``: with
-    dummy weights, so many tokens a step on average, whatever the draft proposes."""
+    """How decode steps speculate: which draft proposes, and how many tokens in a step. ``simulated_accept_length``:
+    with dummy weights, so many tokens a step on average, whatever the draft proposes."""
 
     draft: DraftConfig
     num_steps: int

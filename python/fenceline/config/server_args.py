@@ -383,8 +383,8 @@ class ServerArgs:
     )
     speculative_draft_model_path: str | None = flag(
         None,
-        "The draft model: a directory or a hub id. Unless given, it is looked for in the model's own directory: NEXTN in "
-        "the checkpoint, any algorithm in a folder of its name (eagle3), as the demo model has them.",
+        "The draft model: a directory or a hub id. Unless given, it is looked for in the model's own directory: NEXTN "
+        "in the checkpoint, any algorithm in a folder of its name (eagle3), as the demo model has them.",
         group=_SPECULATION,
     )
     speculative_draft_model_revision: str | None = flag(
