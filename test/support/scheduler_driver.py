@@ -22,8 +22,7 @@ from fenceline.ipc.io_struct import (
     TokenLogprobs,
     TokenOut,
 )
-from fenceline.layers.context import Shard
-from fenceline.memory_order import Device, open_device
+from fenceline.memory_order import open_device
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import Worker
 from fenceline.sampling.sampling_params import SamplingParams
@@ -134,11 +133,8 @@ def make_driver(
     return Driver(config, TokenWorker(num_pages, page_size, num_rows, context_length, max_step_tokens))
 
 
-def make_model_driver(
-    num_rows: int = 8, device: str = "cpu", rank: tuple[Device, Shard] | None = None, **flags: object
-) -> Driver:
-    """A scheduler over the real ModelRunner with the demo model in fp32; ``flags`` are ServerArgs fields. ``rank``: of
-    several that compute it together, its device and its part of the model."""
+def make_model_driver(num_rows: int = 8, device: str = "cpu", **flags: object) -> Driver:
+    """A scheduler over the real ModelRunner with the demo model in fp32; ``flags`` are ServerArgs fields."""
     sizes: dict[str, object] = {"max_total_tokens": 4096, "page_size": 16, "chunked_prefill_size": 2048}
     flags = sizes | {"random_seed": 1} | flags
     config = resolve(
@@ -150,8 +146,7 @@ def make_model_driver(
             **flags,  # type: ignore[arg-type]
         )
     )
-    opened, shard = rank or (open_device(device), Shard())
-    return Driver(config, ModelRunner(config, opened, show_progress=False, shard=shard))
+    return Driver(config, ModelRunner(config, open_device(device), show_progress=False))
 
 
 def request(rid: str, prompt: list[int], seed: int = 0, **params: object) -> TokenizedGenerateReq:

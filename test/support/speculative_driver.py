@@ -54,7 +54,6 @@ def make_driver(
     num_steps: int = 3,
     num_rows: int = 8,
     device: Device | None = None,
-    simulated_accept_length: float | None = None,
     **flags: object,
 ) -> Driver:
     """A scheduler over the target; without ``algorithm`` it decodes a token a step."""
@@ -73,9 +72,7 @@ def make_driver(
     config = dataclasses.replace(resolve(args), model=model)
     if algorithm is not None:
         directory = None if draft is None else str(models[draft])
-        speculative = SpeculativeConfig(
-            read_draft_config(algorithm, directory, model), num_steps, simulated_accept_length
-        )
+        speculative = SpeculativeConfig(read_draft_config(algorithm, directory, model), num_steps)
         config = dataclasses.replace(config, speculative=speculative)
     return Driver(config, ModelRunner(config, device, show_progress=False))
 

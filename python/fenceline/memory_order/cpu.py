@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import psutil
 import torch
@@ -14,8 +13,6 @@ from fenceline.memory_order.device import Device
 from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
 from fenceline.memory_order.stream import Point, Stream
-
-_current = threading.local()  # its ``stream``: the innermost that is active in this thread
 
 
 class CpuStream(Stream):
@@ -36,18 +33,8 @@ class CpuStream(Stream):
             self.passed_serial = point.serial
         return point
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        before = getattr(_current, "stream", None)
-        _current.stream = self
-        try:
-            yield
-        finally:
-            _current.stream = before
-
-    @property
-    def is_current(self) -> bool:
-        return getattr(_current, "stream", None) is self
+    def active(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         dst.copy_(src)

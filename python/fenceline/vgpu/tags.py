@@ -8,6 +8,9 @@ with the operation that wrote it, long before a token is wrong.
 
 What a slot must hold follows from a list of each request's tokens outside the engine's memory: its prompt as it
 arrived, and what each step has sampled for it, added when that step samples.
+
+A draft that reads hidden states computes its row of a token from the token after it, so that is the token at which the
+row's prefix ends. The row of the last token of a shared page may be that of another continuation.
 """
 
 from __future__ import annotations
@@ -42,8 +45,9 @@ from fenceline.vgpu.tensor import VTensor
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
-_SINK_PAGE = 0
+SINK_PAGE = 0
 _NOTHING = 0  # the tag of a slot that has not been written
+HOLE = "which the draft has not computed"
 
 
 class Prefixes:
@@ -51,16 +55,32 @@ class Prefixes:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, int | str], int] = {}
-        # Of each prefix: its length, and the request that it was first made for.
-        self._ends: list[tuple[int, str]] = [(0, "")]
+        # Of each prefix: its length, the request that it was first made for, and the prefix without its last token.
+        self._ends: list[tuple[int, str, int]] = [(0, "", 0)]
+        self._marked: dict[int, tuple[int, str]] = {}
 
     def root(self, namespace: str) -> int:
         """The prefix without a token."""
-        return self._number((0, namespace), 0, f"namespace {namespace!r}")
+        return self._number((0, namespace), 0, f"namespace {namespace!r}", 0)
 
     def then(self, prefix: int, token: int, owner: str) -> int:
         """``prefix`` and one more token, of a request called ``owner`` in reports."""
-        return self._number((prefix, token), self._ends[prefix][0] + 1, owner)
+        return self._number((prefix, token), self._ends[prefix][0] + 1, owner, prefix)
+
+    def marked(self, prefix: int, mark: str) -> int:
+        """A number of its own for a slot of ``prefix`` that holds something else than its values; ``mark``: what."""
+        length, owner, before = self._ends[prefix]
+        number = self._number((prefix, mark), length, owner, before)
+        self._marked[number] = prefix, mark
+        return number
+
+    def mark(self, number: int) -> tuple[int, str]:
+        """The prefix and the mark of a :meth:`marked` one; of any other itself and ""."""
+        return self._marked.get(number, (number, ""))
+
+    def before(self, prefix: int) -> int:
+        """The prefix without its last token."""
+        return self._ends[prefix][2]
 
     def length(self, prefix: int) -> int:
         """Its number of tokens."""
@@ -68,14 +88,15 @@ class Prefixes:
 
     def describe(self, prefix: int) -> str:
         """``token 4 of r1`` for the last token of the prefix."""
-        length, owner = self._ends[prefix]
-        return f"token {length - 1} of {owner}"
+        length, owner, _ = self._ends[prefix]
+        mark = self.mark(prefix)[1]
+        return f"token {length - 1} of {owner}{', ' if mark else ''}{mark}"
 
-    def _number(self, key: tuple[int, int | str], length: int, owner: str) -> int:
+    def _number(self, key: tuple[int, int | str], length: int, owner: str, before: int) -> int:
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self._ends)
-            self._ends.append((length, owner))
+            self._ends.append((length, owner, before))
         return number
 
 
@@ -185,7 +206,8 @@ def _pieces(layout: Layout) -> tuple[I64, int]:
 class Seq:
     """A request's part of a step: tokens ``first`` .. ``length - 1`` are computed, the one after them is sampled.
 
-    ``pages``: those of its tokens in order, as the request has them when the step is submitted."""
+    ``pages``: those of its tokens in order, as the request has them when the step is submitted; the first
+    ``num_shared`` tokens lie in pages of the tree. In a speculative step ``length`` is the most that it can be."""
 
     account: Account
     row: int
@@ -193,6 +215,7 @@ class Seq:
     length: int
     samples: bool
     pages: I32
+    num_shared: int = 0
 
     def slots(self, page_size: int) -> I64:
         """Numbers (page * page_size + offset) of the slots of all its tokens."""
@@ -210,8 +233,10 @@ class Step:
         self._pages = frozenset(chain.from_iterable(seq.pages.tolist() for seq in seqs))
         self._by_row = {seq.row: seq for seq in seqs}
         self._next_part = 0  # to be stored
+        # Pages that it has declared: to be accessed, and to be written; None: nobody asks.
+        self.declared: tuple[frozenset[int], frozenset[int]] | None = None
         self._unread: dict[int, list[Seq]] = {}
-        self._ends: list[I64] | None = None
+        self._ends: dict[int, list[I64]] = {}
 
     def ran(self, op: Operation) -> None:
         """See ``streams.Purpose``."""
@@ -219,27 +244,47 @@ class Step:
         for access in op.reads:
             memory = tags.memories.get(access.tag)
             if memory is not None:
-                self._read(op, memory, memory.slots(access))
+                slots = memory.slots(access)
+                self._check_declared(op, memory, slots, False)
+                self._read(op, memory, slots)
         for access in op.writes:
             memory = tags.memories.get(access.tag)
             if memory is not None:
-                self._write(op, memory, memory.slots(access))
+                slots = memory.slots(access)
+                self._check_declared(op, memory, slots, True)
+                self._write(op, memory, slots)
             elif access.tag is tags.page_table:
                 self._enter_pages(op, access)
             elif access.tag is tags.last_tokens:
                 self._sample(op, access)
 
-    def _prefixes(self, seq: Seq) -> I64:
-        """The prefixes that end at each of its tokens; all steps before this one have sampled."""
-        if self._ends is None:
-            self._ends = [np.array(s.account.ends[: s.length], np.int64) for s in self._seqs]
-        return self._ends[self._seqs.index(seq)]
+    def _prefixes(self, seq: Seq, part: int) -> I64:
+        """The prefixes on which its tokens' slots of ``part`` depend; all steps before this one have sampled, and where
+        a draft stores its rows, this one has."""
+        shift = self._tags.shifts[part]
+        found = self._ends.get(shift)
+        if found is None:
+            found = self._ends[shift] = [
+                np.array(s.account.ends[shift : s.length + shift], np.int64) for s in self._seqs
+            ]
+        return found[self._seqs.index(seq)]
+
+    def _check_declared(self, op: Operation, memory: SlotMemory, slots: I64, writes: bool) -> None:
+        if self.declared is None:
+            return
+        declared = self.declared[writes]
+        pages = np.unique(memory.page[slots]).tolist()
+        page = next((page for page in pages if page != SINK_PAGE and page not in declared), None)
+        if page is not None:
+            slot = int(slots[memory.page[slots] == page][0])
+            what = "writes" if writes else "reads"
+            self._tags.found(memory, slot, f"{self._kind} {what} a page that it has not declared", op)
 
     # --- reading
 
     def _read(self, op: Operation, memory: SlotMemory, slots: I64) -> None:
         """Check a read of attention: the slots of one request after the other, in order; padding reads the sink's."""
-        slots = slots[memory.page[slots] != _SINK_PAGE]
+        slots = slots[memory.page[slots] != SINK_PAGE]
         if len(slots) == 0:
             return
         foreign = next((page for page in memory.page[slots].tolist() if page not in self._pages), None)
@@ -276,12 +321,17 @@ class Step:
             yield from (seq for seq in unread[1:] if seq.length == longest)
 
     def _fits(self, memory: SlotMemory, slots: I64, part: int, seq: Seq) -> bool:
-        return np.array_equal(memory.held[slots[: seq.length]], self._tags.tag(self._prefixes(seq), part))
+        expected, slots = self._tags.tag(self._prefixes(seq, part), part), slots[: seq.length]
+        if len(slots) < len(expected):
+            return False
+        return not len(self._tags.differing(memory, slots, expected, seq.num_shared))
 
     def _misread(self, op: Operation, memory: SlotMemory, slots: I64, part: int, seq: Seq) -> None:
-        expected = self._tags.tag(self._prefixes(seq), part)
+        self._misread_as(op, memory, slots, seq, self._tags.tag(self._prefixes(seq, part), part))
+
+    def _misread_as(self, op: Operation, memory: SlotMemory, slots: I64, seq: Seq, expected: I64) -> None:
         num = min(len(slots), len(expected))
-        wrong = np.flatnonzero(memory.held[slots[:num]] != expected[:num])
+        wrong = self._tags.differing(memory, slots[:num], expected[:num], seq.num_shared)
         position = int(wrong[0]) if len(wrong) else num
         if position == len(slots):
             text = f"token {position} of {seq.account.name} is left out"
@@ -293,16 +343,20 @@ class Step:
     def _check_all_read(self, op: Operation, rows: Sequence[int]) -> None:
         """Reads of the sink's slots are not compared, so a request all of whose reads went there has been left out."""
         sampled = set(rows)
-        for part, name in enumerate(self._tags.part_names):
+        for part in range(self._tags.num_parts):
             for seq in self._unread.get(part, self._seqs):
                 if seq.row not in sampled:
                     continue
-                lines = [
-                    f"tags: {self._kind} samples for {seq.account.name} and has not read its {name}",
-                    f"  sampled by {who(op)}",
-                ]
-                self._tags.add(TagError("\n".join(lines), "", name, (str(op.place),), op.seq))
+                self._not_read(op, seq, part)
                 return
+
+    def _not_read(self, op: Operation, seq: Seq, part: int) -> None:
+        name = self._tags.part_names[part]
+        lines = [
+            f"tags: {self._kind} samples for {seq.account.name} and has not read its {name}",
+            f"  sampled by {who(op)}",
+        ]
+        self._tags.add(TagError("\n".join(lines), "", name, (str(op.place),), op.seq))
 
     def _readers(self) -> str:
         return f"a {self._kind} of {', '.join(seq.account.name for seq in self._seqs)}"
@@ -318,24 +372,27 @@ class Step:
             names = tags.part_names
             text = f"{self._kind} stores {names[part]} in {names[int(memory.part[slots[0]])]}"
             tags.found(memory, int(slots[0]), text, op)
-        ends = np.concatenate([self._prefixes(seq)[seq.first :] for seq in self._seqs])
+        ends = np.concatenate([self._prefixes(seq, part)[seq.first :] for seq in self._seqs])
         meant = np.concatenate([seq.slots(size)[seq.first :] for seq in self._seqs])
         num_live = min(len(ends), len(slots), len(meant))
         numbers = memory.page[slots] * size + memory.offset[slots]
-        padded = np.flatnonzero(memory.page[slots[len(meant) :]] != _SINK_PAGE)
-        if len(padded):
-            row = len(meant) + int(padded[0])
-            text = f"row {row} of {self._kind}, which is padding ({len(meant)} are live), writes it"
-            tags.found(memory, int(slots[row]), text, op)
+        self._check_padding(op, memory, slots, len(meant))
         wrong = np.flatnonzero(numbers[:num_live] != meant[:num_live])
         if len(wrong):
             self._misplaced(op, memory, int(slots[wrong[0]]), int(wrong[0]), int(meant[wrong[0]]))
         memory.write(slots[:num_live], tags.tag(ends[:num_live], part), op)
 
+    def _check_padding(self, op: Operation, memory: SlotMemory, slots: I64, num_live: int) -> None:
+        padded = np.flatnonzero(memory.page[slots[num_live:]] != SINK_PAGE)
+        if len(padded):
+            row = num_live + int(padded[0])
+            text = f"row {row} of {self._kind}, which is padding ({num_live} are live), writes it"
+            self._tags.found(memory, int(slots[row]), text, op)
+
     def _misplaced(self, op: Operation, memory: SlotMemory, slot: int, row: int, meant: int) -> None:
         seq, position = self._of_token(row)
         name, page = seq.account.name, int(memory.page[slot])
-        if page not in seq.pages and page != _SINK_PAGE:
+        if page not in seq.pages and page != SINK_PAGE:
             self._tags.pages.refuse(page, f"a {self._kind} of {name}", op)
         text = f"{self._kind} stores token {position} of {name} here, not in slot {meant % memory.page_size} of page "
         self._tags.found(memory, slot, text + str(meant // memory.page_size), op)
@@ -378,8 +435,8 @@ class Step:
         values = access.tag.region.view(self._tags.last_layout).numpy()
         for row in self._rows(access):
             seq = self._by_row.get(row)
-            if seq is not None and seq.samples and len(seq.account.ends) >= seq.length:
-                seq.account.sampled(seq.length, int(values[row]))
+            if seq is not None and seq.samples:
+                self._add_tokens(seq, int(values[row]))
             elif seq is None and row != 0:
                 memory = f"req_pool.last_tokens row {row}"
                 lines = [
@@ -387,6 +444,11 @@ class Step:
                     f"  written by {who(op)}",
                 ]
                 self._tags.add(TagError("\n".join(lines), "", memory, (str(op.place),), op.seq))
+
+    def _add_tokens(self, seq: Seq, last_token: int) -> None:
+        """The step has sampled for ``seq``."""
+        if len(seq.account.ends) >= seq.length:
+            seq.account.sampled(seq.length, last_token)
 
 
 class Transfer:
@@ -433,9 +495,7 @@ class Transfer:
         for taken, slot in zip(a.tolist(), b.tolist(), strict=True):
             ends = self._expected.get(int(target.page[slot]), _NO_ENDS)
             offset = int(target.offset[slot])
-            if offset < len(ends) and target.held[slot] != self._tags.tag(
-                ends[offset], int(target.part[slot])
-            ):
+            if offset < len(ends) and not self._tags.holds(target, slot, ends):
                 text = f"{self._kind.value} fills it for {self._tags.prefixes.describe(int(ends[offset]))}"
                 self._tags.found(target, slot, text, op, (source, taken))
                 return
@@ -460,18 +520,24 @@ class Tags:
         self.prefixes = Prefixes()
         self.part_names = [f"layer{part.layer}.{part.row.name}" for part in pool.layout.parts]
         self.num_parts = len(self.part_names)
+        # How many tokens after its own a slot of each part depends on.
+        self.num_target_parts = len(pool.layout.parts_of(range(runner.model.num_layers)))
+        shift = int(runner.speculative is not None and runner.speculative.reads_hidden)
+        self.shifts = [shift * (part >= self.num_target_parts) for part in range(self.num_parts)]
         self.memories: dict[Tag, SlotMemory] = {}
         self.pages = Leases(runner.pages, self.add)
-        self.page_table, self.table_layout = _memory(req_pool.page_table)
-        self.last_tokens, self.last_layout = _memory(req_pool.last_tokens)
+        self.page_table, self.table_layout = memory_of(req_pool.page_table)
+        self.last_tokens, self.last_layout = memory_of(req_pool.last_tokens)
         self._gpu = gpu
-        self._page_size = pool.page_size
+        self.page_size = pool.page_size
         self._accounts: dict[int, Account] = {}
         self._kept: dict[bytes, list[_Kept]] = {}  # what was written to storage, by key
         self._scheduler: Scheduler | None = None
+        self._submitted: Step | None = None
         for number, (name, part) in enumerate(zip(self.part_names, pool.parts, strict=True)):
-            tag, layout = _memory(part)
+            tag, layout = memory_of(part)
             self.memories[tag] = SlotMemory(f"kv_pool.{name}", pool.page_size, {number: layout})
+        self.on_device = list(self.memories.values())  # by part
         if runner.hicache is not None:
             host = runner.hicache.host_pool
             self.host_pages = Leases(host.pages, self.add)
@@ -490,12 +556,53 @@ class Tags:
         """The tags of slots of ``part`` whose prefixes are ``ends``."""
         return np.asarray(ends, np.int64) * self.num_parts + part
 
+    def differing(self, memory: SlotMemory, slots: I64, expected: I64, num_shared: int) -> I64:
+        """Which of ``slots``, those of a request's first tokens, hold something else than the tags ``expected``. The
+        first ``num_shared`` lie in shared pages."""
+        found = np.flatnonzero(memory.held[slots] != expected)
+        if not len(found) or expected[0] % self.num_parts < self.num_target_parts:
+            return found
+        return np.array(
+            [
+                i
+                for i in found.tolist()
+                if not self._is_alike(
+                    int(memory.held[slots[i]]),
+                    int(expected[i]),
+                    i < num_shared and memory.offset[slots[i]] == memory.page_size - 1,
+                )
+            ],
+            np.int64,
+        )
+
+    def _is_alike(self, held: int, expected: int, may_go_on_otherwise: bool) -> bool:
+        """Whether a draft's slot may hold ``held`` in place of ``expected``: nothing, where the draft has not computed
+        it, or the row of another continuation, at the end of a shared page."""
+        (end, part), right = divmod(held, self.num_parts), expected // self.num_parts
+        if part != expected % self.num_parts:
+            return False
+        if self.prefixes.mark(end) == (right, HOLE):
+            return True
+        before = self.prefixes.before
+        return may_go_on_otherwise and self.shifts[part] > 0 and end > 0 and before(end) == before(right)
+
+    def holds(self, memory: SlotMemory, slot: int, ends: I64) -> bool:
+        """Whether ``slot`` holds what it must in a page whose tokens are those that ``ends``, prefixes by token, end
+        at. On what a draft's row of the last of them depends is not known."""
+        part, offset = int(memory.part[slot]), int(memory.offset[slot])
+        shift, held = self.shifts[part], int(memory.held[slot])
+        if offset + shift < len(ends):
+            right = int(self.tag(ends[offset + shift], part))
+            return held == right or (part >= self.num_target_parts and self._is_alike(held, right, False))
+        end, held_part = divmod(held, self.num_parts)
+        return held_part == part and end > 0 and self.prefixes.before(end) == ends[offset]
+
     # --- what is submitted
 
     @contextmanager
     def step(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> Iterator[None]:
         """Inside, the step ``batch`` of ``reqs`` is submitted."""
-        tree, size = self._tree, self._page_size
+        tree, size = self._tree, self.page_size
         shared = frozenset(tree.all_pages().tolist())
         seqs = []
         for i, req in enumerate(reqs):
@@ -515,9 +622,18 @@ class Tags:
             num_shared = req.shared_len // size
             self.pages.share(pages[:num_shared].tolist(), account.name, shared)
             self.pages.claim(pages[num_shared:].tolist(), account.name, account, shared)
-            seqs.append(Seq(account, row, first, length, samples, pages))
-        with self._gpu.submitting_for(Step(self, seqs, not isinstance(batch, ExtendBatch))):
+            seqs.append(Seq(account, row, first, length, samples, pages, num_shared * size))
+        self._submitted = self._purpose(seqs, not isinstance(batch, ExtendBatch))
+        with self._gpu.submitting_for(self._submitted):
             yield
+
+    def declared(self, accessed: frozenset[int], written: frozenset[int]) -> None:
+        """The step that is being submitted has declared these pages."""
+        if self._submitted is not None:
+            self._submitted.declared = accessed, written
+
+    def _purpose(self, seqs: Sequence[Seq], decodes: bool) -> Step:
+        return Step(self, seqs, decodes)
 
     @contextmanager
     def transfer(self, kind: TransferKind, device_pages: I32, host_pages: I32) -> Iterator[None]:
@@ -539,23 +655,23 @@ class Tags:
         for req in self._scheduler.reqs.values():
             for column, page in enumerate(req.pages):
                 if page in pages:
-                    first = column * self._page_size
-                    ends = self._account(req).ends[first : min(first + self._page_size, req.committed_len)]
+                    first = column * self.page_size
+                    ends = self._account(req).ends[first : min(first + self.page_size, req.committed_len)]
                     found[page] = np.array(ends, np.int64)
         return found
 
     def _cached(self, tier: str) -> dict[int, I64]:
         """What the pages of a tier (``pages`` or ``host_pages``) hold according to the tree: prefixes by token."""
         found: dict[int, I64] = {}
-        size = self._page_size
+        size = self.page_size
         ends: dict[TreeNode, int] = {}
         for node in self._nodes():
             assert node.parent is not None, "the root is left out"
             end = ends.get(node.parent)
             if end is None:
-                end = self.prefixes.root(self._tree.namespace(node))
+                end = self.prefixes.root(node.edge[: -4 * size].decode("utf-8", "surrogatepass"))
             numbers = []
-            for token in node.tokens[: node.num_pages * size].tolist():
+            for token in node.tokens.tolist():
                 end = self.prefixes.then(end, token, "a prefix in the tree")
                 numbers.append(end)
             ends[node] = end
@@ -597,7 +713,7 @@ class Tags:
             slots = self._slots_of(parts)
             self.host_pages.claim([int(self._host.page[slots[0]])], "a write to storage")
             held, kept = self._host.held[slots], self._kept.setdefault(key, [])
-            if kept and not np.array_equal(kept[0].tags, held):
+            if kept and not self._same_page(kept[0].tags, held, slots):
                 text = f"storage is given it under a key that stands for {self._describe(kept[0].tags[-1])}"
                 self.found(self._host, int(slots[-1]), text)
             kept.append(_Kept(_digest(parts), held, self._host.origins[slots]))
@@ -621,6 +737,17 @@ class Tags:
             else:
                 self._host.held[slots], self._host.origins[slots] = kept.tags, kept.origins
 
+    def _same_page(self, first: I64, second: I64, slots: I64) -> bool:
+        """Whether two pages of one key hold the same; of a draft's rows as far as ``_is_alike`` says."""
+        is_draft = self._host.part[slots] >= self.num_target_parts
+        is_last = self._host.offset[slots] == self.page_size - 1
+        if not np.array_equal(first[~is_draft], second[~is_draft]):
+            return False
+        pairs = zip(
+            first[is_draft].tolist(), second[is_draft].tolist(), is_last[is_draft].tolist(), strict=True
+        )
+        return all(a == b or self._is_alike(a, b, end) or self._is_alike(b, a, end) for a, b, end in pairs)
+
     def _slots_of(self, parts: Sequence[npt.NDArray[np.uint8]]) -> I64:
         pieces = [(np.array([part.ctypes.data - self._host_start]), part.nbytes) for part in parts]
         return np.concatenate([self._host.between(*piece) for piece in pieces])
@@ -640,9 +767,11 @@ class Tags:
         for page, numbers in expected.items():
             ends[page] = numbers
         meant = ends[memory.page, memory.offset]
-        wrong = np.flatnonzero((meant > 0) & (memory.held != meant * self.num_parts + memory.part))
-        if len(wrong):
-            slot = int(wrong[0])
+        differ = np.flatnonzero((meant > 0) & (memory.held != meant * self.num_parts + memory.part)).tolist()
+        slot = next(
+            (slot for slot in differ if not self.holds(memory, slot, ends[int(memory.page[slot])])), None
+        )
+        if slot is not None:
             text = f"the tree has it for {self.prefixes.describe(int(meant[slot]))}"
             self.found(memory, slot, text)
 
@@ -685,7 +814,7 @@ class Tags:
             self._gpu.findings.add_errors([error])
 
 
-def _memory(tensor: torch.Tensor) -> tuple[Tag, Layout]:
+def memory_of(tensor: torch.Tensor) -> tuple[Tag, Layout]:
     """The memory of a tensor of the device."""
     assert isinstance(tensor, VTensor), "the engine runs on the virtual GPU"
     return tensor.allocation.tag, tensor.layout_

@@ -89,7 +89,8 @@ class Findings:
 class Setting:
     """What the answers of a server depend on besides its model. ``capacity``: its longest sequence, in tokens.
     ``timeouts_s``: how long requests may be ``waiting`` and ``running``. ``decodes``: outputs go to a detokenizer.
-    ``stream_interval``: tokens in each output. ``has_storage``: there is a tier below the host."""
+    ``stream_interval``: tokens in each output, ``step_tokens``: that a step may yield, which are not divided.
+    ``has_storage``: there is a tier below the host."""
 
     random_seed: int
     eos_ids: frozenset[int]
@@ -97,6 +98,7 @@ class Setting:
     timeouts_s: Mapping[str, float | None] = field(default_factory=dict)
     decodes: bool = False
     stream_interval: int = 1
+    step_tokens: int = 1
     has_storage: bool = False
 
     def num_new_tokens(self, request: TokenizedGenerateReq) -> int:
@@ -227,8 +229,11 @@ class Transcript:
         """Check --stream-interval: a stream's first message has one token, and each later one those of an interval."""
         request, num = exchange.request, len(out.output_ids)
         if request.stream or request.sampling_params.stop:
-            due = self._setting.stream_interval if any(said.output_ids for said in exchange.outs) else 1
-            if num > due or (num < due and out.finish_reason is None):
+            due, most = 1, 1  # a prompt's step yields one
+            if any(said.output_ids for said in exchange.outs):
+                due = self._setting.stream_interval
+                most = due + self._setting.step_tokens - 1
+            if num > most or (num < due and out.finish_reason is None):
                 self._wrong.append(f"{out.rid} gets {num} tokens at once, and {due} are due")
 
     def decoded(self, out: StrOut) -> None:

@@ -16,7 +16,7 @@ _POLICIES = ("write_through", "write_through_selective", "write_back")
 _LAYOUTS = ("layer_first", "page_first")
 
 
-def _tiers(random: Random, **flags: Flag) -> Flags:
+def tier_flags(random: Random, **flags: Flag) -> Flags:
     """Flags of a host tier; those that are not given are chosen at random."""
     chosen: dict[str, Flag] = {
         "enable_hierarchical_cache": True,
@@ -47,7 +47,7 @@ def _conversations(random: Random) -> Scenario:
         max_running_requests=3,
         chunked_prefill_size=16,
         schedule_policy=random.choice(("fcfs", "lpm")),
-        **_tiers(random, hicache_ratio=random.choice((0.5, 1.0, 2.0))),
+        **tier_flags(random, hicache_ratio=random.choice((0.5, 1.0, 2.0))),
         **script.graphs(2, 3),
         **script.in_turn(),
     )
@@ -63,7 +63,9 @@ def _spill(random: Random) -> Scenario:
         max_total_tokens=40,
         max_running_requests=2,
         chunked_prefill_size=32,
-        **_tiers(random, hicache_ratio=2.0, hicache_write_policy="write_back", hicache_io_backend="direct"),
+        **tier_flags(
+            random, hicache_ratio=2.0, hicache_write_policy="write_back", hicache_io_backend="direct"
+        ),
         **script.graphs(1, 2),
     )
 
@@ -85,7 +87,7 @@ def _queued(random: Random) -> Scenario:
         chunked_prefill_size=64,
         schedule_policy="lpm",
         schedule_conservativeness=0.1,
-        **_tiers(random, hicache_ratio=2.0),
+        **tier_flags(random, hicache_ratio=2.0),
         **script.graphs(1, 2),
     )
 
@@ -105,7 +107,7 @@ def _offload(random: Random) -> Scenario:
         chunked_prefill_size=16,
         schedule_conservativeness=0.01,
         retract_policy="offload",
-        **_tiers(random, hicache_ratio=random.choice((0.5, 1.0, 2.0))),
+        **tier_flags(random, hicache_ratio=random.choice((0.5, 1.0, 2.0))),
         **script.graphs(2, 4),
         **script.in_turn(),
     )
@@ -133,7 +135,7 @@ def _namespaces(random: Random) -> Scenario:
         retract_policy=random.choice(("offload", "recompute")),
         hicache_storage_backend="file",
         hicache_storage_prefetch_policy=random.choice(("best_effort", "wait_complete")),
-        **_tiers(random, hicache_ratio=random.choice((0.8, 2.0))),
+        **tier_flags(random, hicache_ratio=random.choice((0.8, 2.0))),
         **script.graphs(1, 2),
     )
 
@@ -156,7 +158,7 @@ def _storage(random: Random) -> Scenario:
         chunked_prefill_size=32,
         hicache_storage_backend="file",
         hicache_storage_prefetch_policy=random.choice(("best_effort", "wait_complete")),
-        **_tiers(random, hicache_ratio=random.choice((0.5, 0.8))),
+        **tier_flags(random, hicache_ratio=random.choice((0.5, 0.8))),
         **script.graphs(1, 2),
     )
 
@@ -173,7 +175,7 @@ def _swap(random: Random) -> Scenario:
         max_total_tokens=24,
         max_running_requests=1,
         chunked_prefill_size=16,
-        **_tiers(
+        **tier_flags(
             random, hicache_ratio=4.0, hicache_write_policy="write_through", hicache_io_backend="direct"
         ),
         **script.graphs(1),
@@ -201,7 +203,9 @@ def _overwritten(random: Random) -> Scenario:
         max_total_tokens=28,
         max_running_requests=1,
         chunked_prefill_size=16,
-        **_tiers(random, hicache_ratio=0.5, hicache_write_policy="write_back", hicache_io_backend="direct"),
+        **tier_flags(
+            random, hicache_ratio=0.5, hicache_write_policy="write_back", hicache_io_backend="direct"
+        ),
     )
 
 
@@ -214,7 +218,7 @@ def _persistent(random: Random) -> Scenario:
         max_total_tokens=64,
         max_running_requests=3,
         chunked_prefill_size=16,
-        **_tiers(
+        **tier_flags(
             random,
             hicache_ratio=2.0,
             hicache_write_policy="write_through",
@@ -254,7 +258,9 @@ def _refill(random: Random) -> Scenario:
         chunked_prefill_size=32,
         hicache_storage_backend="file",
         hicache_storage_prefetch_policy="wait_complete",
-        **_tiers(random, hicache_ratio=0.4, hicache_write_policy="write_back", hicache_io_backend="direct"),
+        **tier_flags(
+            random, hicache_ratio=0.4, hicache_write_policy="write_back", hicache_io_backend="direct"
+        ),
     )
 
 
@@ -283,7 +289,7 @@ def _gone_while_loading(random: Random) -> Scenario:
         max_running_requests=4,
         chunked_prefill_size=64,
         schedule_conservativeness=0.01,
-        **_tiers(
+        **tier_flags(
             random,
             hicache_ratio=0.35,
             hicache_write_policy="write_back",
@@ -310,7 +316,7 @@ def _gone_while_stored(random: Random) -> Scenario:
         max_running_requests=4,
         chunked_prefill_size=64,
         schedule_conservativeness=0.01,
-        **_tiers(
+        **tier_flags(
             random,
             hicache_ratio=2.0,
             hicache_write_policy="write_back",

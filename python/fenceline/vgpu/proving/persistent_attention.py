@@ -13,7 +13,13 @@ import torch
 from fenceline.layers.attention.backends import AttentionSetting, register_attention_backend
 from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
-from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
+from fenceline.layers.forward_batch import (
+    AttentionInputs,
+    AttentionPlan,
+    ForwardMode,
+    GraphDecodeInputs,
+    VerifyInputs,
+)
 from fenceline.memory_order import Device
 from fenceline.memory_order.access import occupies_sm
 from fenceline.memory_order.edges import StreamName
@@ -39,6 +45,11 @@ class PersistentAttentionBackend(AttentionBackend):
     def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
         """See ``AttentionBackend.plan_graph``."""
         plan = self._reference.plan_graph(inputs)
+        return None if plan is None else _Plan(self._device, plan)
+
+    def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
+        """See ``AttentionBackend.plan_verify``."""
+        plan = self._reference.plan_verify(inputs)
         return None if plan is None else _Plan(self._device, plan)
 
     def before_replay(self, bucket: int, seq_lens_cpu: npt.NDArray[np.int64]) -> None:

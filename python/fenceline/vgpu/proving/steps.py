@@ -24,27 +24,37 @@ from fenceline.memory_order import Device
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.scheduler.scheduler import InFlight
 from fenceline.vgpu.device import VgpuDevice
+from fenceline.vgpu.footprint import check_footprints
 from fenceline.vgpu.proving.answers import Findings, Setting, Transcript
 from fenceline.vgpu.proving.decisions import Event, Owned, device_bytes, host_bytes
 from fenceline.vgpu.proving.events import Watch, around, state_of
+from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TENSOR_CORES
+from fenceline.vgpu.proving.launched_attention import LAUNCHED
 from fenceline.vgpu.proving.oracle import Oracle
 from fenceline.vgpu.proving.recorded_worker import RecordedWorker
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
-from fenceline.vgpu.proving.tiny_model import tiny_model_path, tiny_tokenizer
+from fenceline.vgpu.proving.tiny_model import tiny_draft, tiny_model_path, tiny_tokenizer
 from fenceline.vgpu.proving.watched import WatchedScheduler
+from fenceline.vgpu.speculative_tags import make_tags
 from fenceline.vgpu.tags import Tags
 
 _MAX_STEPS = 2000
 _STEP_S = 0.01
+_PLANNED = (FLASHINFER, FLASHINFER_TENSOR_CORES)
 
 
 @lru_cache
 def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineConfig:
     args = dict(flags)
-    backend = args.pop("attention_backend", None)
+    backend, draft = args.pop("attention_backend", None), args.pop("draft", None)
+    if draft is not None:
+        algorithm, folder = tiny_draft(str(draft))
+        args |= {"speculative_algorithm": algorithm, "speculative_draft_model_path": folder}
     config = resolve(ServerArgs(model_path=tiny_model_path(), random_seed=1, log_level="error", **args))  # type: ignore[arg-type]
     if isinstance(backend, str):
-        config = replace(config, prefill_attention_backend=backend, decode_attention_backend=backend)
+        # FlashInfer plans on the host and so cannot verify drafts: our own kernels do, as on a GPU.
+        decode = LAUNCHED if draft is not None and backend in _PLANNED else backend
+        config = replace(config, prefill_attention_backend=backend, decode_attention_backend=decode)
     if config.hicache is None:
         return config
     storage = config.hicache.storage
@@ -60,7 +70,8 @@ def _oracle(model_path: str) -> Oracle:
 
 def make_config(flags: Flags, device: str) -> EngineConfig:
     """The engine's configuration with the tiny model. Beyond the command line it allows smaller pages, the attention
-    backends of the proof, and loads of prefixes of any length from a lower tier."""
+    backends of the proof, loads of prefixes of any length from a lower tier, and ``draft``, one of
+    ``tiny_model.DRAFTS``."""
     return _config(tuple(sorted({"device": device, **flags}.items())))
 
 
@@ -87,7 +98,10 @@ class Loop:
         self._flight: InFlight | None = None
         self.watch = Watch(device)
         self.runner = ModelRunner(config, device, show_progress=False)
-        self._tags = Tags(device.gpu, self.runner) if isinstance(device, VgpuDevice) else None
+        self._tags: Tags | None = None
+        if isinstance(device, VgpuDevice):
+            self._tags = make_tags(device.gpu, self.runner)
+            check_footprints(device, self.runner, self._tags)
         if self.runner.storage is not None:
             controller = self.runner.storage.controller
             controller._clock = self._clock
@@ -109,6 +123,7 @@ class Loop:
                 timeouts_s,
                 decodes=self._decode_lag is not None,
                 stream_interval=args.stream_interval,
+                step_tokens=self.runner.max_step_tokens,
                 has_storage=self.runner.storage is not None,
             )
         )

@@ -1,4 +1,4 @@
-"""A Qwen3 model so small that hundreds of engine runs take a minute, and its tokenizer.
+"""A Qwen3 model so small that hundreds of engine runs take a minute, drafts of it, and its tokenizer.
 
 The weights are random and written to a folder once. The tokenizer is byte-level: letters, pairs of letters, and bytes
 of longer characters.
@@ -14,14 +14,17 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as RustTokenizer
 
+from fenceline.config.draft_config import SpeculativeAlgorithm, read_draft_config
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.frontend.tokenizer import Tokenizer
 from fenceline.layers.context import Shard, torch_context
+from fenceline.layers.weight import WeightSlots
+from fenceline.models.draft_registry import make_draft_model
 from fenceline.models.registry import make_model
 
 VOCAB_SIZE = 64
@@ -46,20 +49,77 @@ _CONFIG = {
 }
 
 
+_NUM_KNOWN = 40  # tokens of EAGLE3's vocabulary
+
+# What is told of a draft beside the target's own sizes, by its name.
+_DRAFTS: dict[str, dict[str, object]] = {
+    # It knows a part of the tokens.
+    "EAGLE3": {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": _NUM_KNOWN,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1], "use_aux_hidden_state": True},
+    },
+    "NEXTN": {"num_nextn_predict_layers": 1},
+    # Nearly the target, and the target itself: half of what the one proposes is drawn, and all of what the other does.
+    "NEAR": {},
+    "ITSELF": {},
+}
+DRAFTS = tuple(_DRAFTS)
+_NEAR = 0.1  # how much the weights of NEAR differ from the target's
+
+
 @lru_cache
 def tiny_model_path() -> str:
     """The model's folder, the same in every call of a process and deleted when it ends."""
-    folder = Path(tempfile.mkdtemp(prefix="fenceline-tiny-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    folder = _folder("model", _CONFIG)
     model = resolve(ServerArgs(model_path=str(folder), device="cpu", load_format="dummy")).model
-    generator = torch.Generator().manual_seed(11)
+    slots = make_model(model, torch_context(Shard(), torch.float32)).weight_slots()
+    save_file(_random(slots, 11), folder / "model.safetensors")
+    return str(folder)
+
+
+@lru_cache
+def tiny_draft(name: str) -> tuple[str, str]:
+    """One of :data:`DRAFTS`: the algorithm that it is for, and its folder, as :func:`tiny_model_path`."""
+    if name == "ITSELF":
+        return "STANDALONE", tiny_model_path()
+    folder = _folder(f"draft-{name.lower()}", _CONFIG | _DRAFTS[name])
+    weights = load_file(Path(tiny_model_path()) / "model.safetensors")
+    if name == "NEAR":
+        generator = torch.Generator().manual_seed(12)
+        weights = {n: t + _NEAR * torch.randn(t.shape, generator=generator) for n, t in weights.items()}
+        save_file(weights, folder / "model.safetensors")
+        return "STANDALONE", str(folder)
+    algorithm = SpeculativeAlgorithm(name)
+    target = resolve(ServerArgs(model_path=tiny_model_path(), device="cpu")).model
+    context = torch_context(Shard(), torch.float32)
+    config = read_draft_config(algorithm, str(folder), target)
+    names = {"lm_head.weight", "d2t"} if name == "EAGLE3" else set[str]()
+    slots = make_draft_model(config, context, make_model(target, context), names).weight_slots()
+    weights = _random(slots, 13)
+    if name == "EAGLE3":
+        known = torch.arange(_NUM_KNOWN)
+        weights["d2t"] = known * VOCAB_SIZE // _NUM_KNOWN - known
+    save_file(weights, folder / "model.safetensors")
+    return name, str(folder)
+
+
+def _folder(name: str, config: dict[str, object]) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix=f"fenceline-tiny-{name}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _random(slots: WeightSlots, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, slot in make_model(model, torch_context(Shard(), torch.float32)).weight_slots().items():
+    for name, slot in slots.items():
         mean = 1.0 if len(slot.full_shape) == 1 else 0.0  # norms near one
         weights[name] = torch.randn(slot.full_shape, generator=generator) * 0.3 + mean
-    save_file(weights, folder / "model.safetensors")
-    return str(folder)
+    return weights
 
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz .,!"

@@ -21,6 +21,7 @@ from fenceline.vgpu.proving.flashinfer_library import FLASHINFER
 from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
 from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Scenario, Script, Workload
+from fenceline.vgpu.proving.speculative_workloads import SPECULATIVE_WORKLOADS
 from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
 
 
@@ -294,6 +295,7 @@ WORKLOADS: dict[str, Workload] = {
             _attention(FLASHINFER),
             share=3,
         ),
+        *SPECULATIVE_WORKLOADS,
         EVERYTHING,
         Workload(ENGINE, "rounds of prompts through fenceline.Engine", _no_script),
     )

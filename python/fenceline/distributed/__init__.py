@@ -1,1 +1,0 @@
-"""What carries collective operations from rank to rank: the back ends of memory_order's Communicator."""

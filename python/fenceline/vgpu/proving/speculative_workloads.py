@@ -1,0 +1,89 @@
+"""Workloads that speculate: drafts that are accepted and rejected, on one tier and on several.
+
+As in ``workloads``, each is a function of a seed, and small. ``draft`` is one of ``tiny_model.DRAFTS``.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from fenceline.ipc.io_struct import AbortReq, ContinueGenerationReq, FlushCacheReq, PauseGenerationReq
+from fenceline.vgpu.proving.hicache_workloads import tier_flags
+from fenceline.vgpu.proving.script import Flags, Scenario, Script, Workload
+from fenceline.vgpu.proving.tiny_model import DRAFTS, VOCAB_SIZE
+
+
+def draft_flags(random: Random) -> Flags:
+    """A draft, and how many tokens it proposes."""
+    return {"draft": random.choice(DRAFTS), "speculative_num_steps": random.choice((1, 2, 3))}
+
+
+def _options(script: Script) -> dict[str, object]:
+    """As ``Script.options``, but more often a high temperature: the common noise makes random drafts agree."""
+    random = script.random
+    options = script.options()
+    if random.random() < 0.5:
+        options = {"temperature": random.choice((0.8, 1.3))}
+    if random.random() < 0.2:
+        options["stop_token_ids"] = tuple(random.sample(range(1, VOCAB_SIZE), 12))
+    return options | {"ignore_eos": True}
+
+
+def _speculation(random: Random) -> Scenario:
+    """Prompts with common prefixes, in chunks; aborts at any moment; little memory. All decode steps are in graphs."""
+    script = Script(random)
+    family = script.prompt(9, 13)
+    for index in range(6):
+        prompt = family[: random.randrange(4, 14)] + script.prompt(1, 4)
+        rid = script.add(index * random.randint(0, 3), prompt, random.randint(3, 12), **_options(script))
+        if random.random() < 0.25:
+            script.send(random.randrange(3, 14), AbortReq(rid=rid, silent=random.random() < 0.3))
+    return script.scenario(
+        max_total_tokens=random.choice((64, 96)),
+        max_running_requests=5,
+        chunked_prefill_size=16,
+        page_size=random.choice((2, 4)),
+        schedule_conservativeness=random.choice((0.01, 1.0)),
+        **draft_flags(random),
+        **script.graphs(2, 4, share=1.0),
+        **script.in_turn(),
+    )
+
+
+def _speculation_tiers(random: Random) -> Scenario:
+    """Prefixes come back from the host and from storage; running requests are retracted, by a pause too."""
+    script = Script(random)
+    families = [script.prompt(9, 13) for _ in range(3)]
+    for turn in range(7):
+        prompt = families[turn % 3] + script.prompt(1, 3)
+        script.add(2 * turn, prompt, random.randint(2, 9), **_options(script))
+    pause = random.randint(4, 9)
+    script.send(pause, PauseGenerationReq(id="pause", mode="retract"))
+    script.send(pause + random.randint(1, 2), ContinueGenerationReq(id="continue"))
+    step = random.randint(12, 18)
+    script.send(step, AbortReq(abort_all=True))
+    script.send(step, FlushCacheReq(id="flush"))  # of device and host: the rest comes from storage
+    storage: Flags = {}
+    if random.random() < 0.5:
+        policy = random.choice(("best_effort", "wait_complete"))
+        storage = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": policy}
+    return script.scenario(
+        max_total_tokens=random.choice((40, 48)),
+        max_running_requests=3,
+        chunked_prefill_size=16,
+        schedule_conservativeness=0.01,
+        retract_policy=random.choice(("offload", "recompute")),
+        **draft_flags(random),
+        **tier_flags(random, hicache_ratio=random.choice((1.0, 2.0))),
+        **storage,
+        **script.graphs(1, 3, share=0.7),
+        **script.in_turn(),
+    )
+
+
+SPECULATIVE_WORKLOADS = (
+    Workload("speculation", "drafts that are accepted and rejected, in padded graphs", _speculation, share=3),
+    Workload(
+        "speculation_tiers", "pages with a draft's layers on host and storage", _speculation_tiers, share=2
+    ),
+)
