@@ -74,6 +74,11 @@ def make_driver(
         directory = None if draft is None else str(models[draft])
         speculative = SpeculativeConfig(read_draft_config(algorithm, directory, model), num_steps)
         config = dataclasses.replace(config, speculative=speculative)
+    if config.hicache is not None:  # prefixes of any length come from the lower tiers
+        storage = config.hicache.storage
+        storage = storage and dataclasses.replace(storage, prefetch_threshold=1)
+        hicache = dataclasses.replace(config.hicache, storage=storage, load_back_threshold=1)
+        config = dataclasses.replace(config, hicache=hicache)
     return Driver(config, ModelRunner(config, device, show_progress=False))
 
 
