@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Asks a running server held-out items of the demo model's corpus, greedily, and prints its accuracy.
+"""Asks a running server held-out items of the demo model's corpus, greedily, and prints its accuracy, and the
+mean accept length of a server that speculates.
 
     python benchmark/eval_demo.py --port 30000
     python benchmark/eval_demo.py --num-items 1200 --json plain.json
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from fenceline.demo.client import Reply, Server, ask_all, find_model, server_url
+from fenceline.demo.client import Reply, Server, ask_all, find_model, mean_accept_length, server_url
 from fenceline.demo.evaluation import (
     CATEGORIES,
     Answer,
@@ -158,6 +159,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         answers = ask(items, server, chat, args.concurrency)
         duration_s = time.perf_counter() - started
         print_report(answers, duration_s, args.show_wrong)
+        accept_length = asyncio.run(mean_accept_length(server))
+        if accept_length is not None:
+            print(f"mean accept length {accept_length:.3f} since the server's start")
         if args.json:
             meta = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "api_key"}
             save_run(

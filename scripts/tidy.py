@@ -18,6 +18,7 @@ PACKAGE = "fenceline"
 # import from each other.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("memory_order",),
+    ("distributed",),
     ("mem_cache",),
     ("layers",),
     ("models",),
@@ -48,6 +49,8 @@ NO_TORCH = (
 # What the proof compares the engine's answers with. It imports nothing of the package except for types.
 INDEPENDENT = ("vgpu.proving.oracle",)
 ORDERING_FOLDERS = ("memory_order", TEST_ONLY)
+# Who may know what carries collective operations: everybody else has a Communicator.
+RANK_FOLDERS = ("memory_order", "distributed")
 
 _RAW_CLASSES = {"Stream", "Event", "ExternalStream", "CUDAGraph", "graph", "graph_pool_handle"}
 _RAW_METHODS = {"record_stream", "wait_stream"}
@@ -90,6 +93,8 @@ def violations(source: Path) -> list[Violation]:
         found += [Violation(path, line, text) for line, text in _independent(module, imports)]
         if _folder(module) not in ORDERING_FOLDERS:
             found += [Violation(path, line, text) for line, text in _raw_ordering(tree)]
+        if _folder(module) not in RANK_FOLDERS:
+            found += [Violation(path, line, text) for line, text in _raw_collectives(tree, imports)]
     return found + list(_circles(paths, all_imports))
 
 
@@ -235,6 +240,17 @@ def _raw_ordering(tree: ast.Module) -> Iterator[tuple[int, str]]:
         name = _raw_name(node)
         if name is not None:
             yield getattr(node, "lineno", 0), f"{name}: ordering belongs to memory_order"
+
+
+def _raw_collectives(tree: ast.Module, imports: list[Import]) -> Iterator[tuple[int, str]]:
+    lines = [item.line for item in imports if _within(item.module, ("torch.distributed",))]
+    lines += [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
+    ]
+    for line in lines:
+        yield line, "torch.distributed: ranks meet in distributed, through a Communicator"
 
 
 def _raw_name(node: ast.AST) -> str | None:

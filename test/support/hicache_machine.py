@@ -76,6 +76,7 @@ spaces = st.sampled_from(["", "", "", "lora"])
 class TwoTierMachine(RuleBasedStateMachine):
     page_size = 1
     policy = "write_through"
+    lookahead = 0
 
     @initialize()
     def start_empty(self) -> None:
@@ -83,7 +84,13 @@ class TwoTierMachine(RuleBasedStateMachine):
         self.pool = SpyPool("KV pages", NUM_DEVICE_PAGES)
         self.host_pool = SpyPool("host KV pages", NUM_HOST_PAGES, reserved=0)
         self.tree = HiRadixCache(
-            self.pool, self.page_size, self.host_pool, self.policy, self.spill, FINGERPRINT.root_key
+            self.pool,
+            self.page_size,
+            self.host_pool,
+            self.policy,
+            self.spill,
+            FINGERPRINT.root_key,
+            self.lookahead,
         )
         self.model = TwoTierModel()
         self.num_tickets = 0
@@ -272,7 +279,7 @@ class TwoTierMachine(RuleBasedStateMachine):
         tokens = self.tokens(prefix[1])
         after = Points.of(*node.host_after, *(p for t in node.transfers for p in t.points))
         hold = self.tree.hold_host(node)
-        keys = page_keys(FINGERPRINT.root_key(prefix[0]), tokens, self.page_size)
+        keys = page_keys(FINGERPRINT.root_key(prefix[0]), tokens, self.page_size, self.lookahead)
         assert hold.keys == keys[-node.num_pages :]
         contents = list(zip(hold.host_pages.tolist(), self.model.node(prefix), strict=True))
         entries = self.model.entries(prefix)
@@ -416,16 +423,16 @@ class TwoTierMachine(RuleBasedStateMachine):
     # --- steps shared by the rules -------------------------------------------------------------------
 
     def tokens(self, symbols: tuple[int, ...]) -> np.ndarray:
-        """Pages that differ in their last token only, so that a mismatch is at the end of the page."""
+        """Pages that differ in their last token only, so that a mismatch is at the end of the page: in the last token
+        of their lookahead, where they have one."""
         pages = np.full((len(symbols), self.page_size), 7)
         pages[:, -1] = symbols
-        return pages.reshape(-1)
+        return np.concatenate([np.full(self.lookahead, 7), pages.reshape(-1)])
 
     def prefix_of(self, node: TreeNode) -> Prefix:
         path = node.path()
-        space = path[0].edge[: -4 * self.page_size].decode()
-        tokens = np.concatenate([part.tokens for part in path])
-        return space, tuple(tokens.reshape(-1, self.page_size)[:, -1].tolist())
+        tokens = np.concatenate([part.tokens[self.lookahead :] for part in path])
+        return self.tree.namespace(path[0]), tuple(tokens.reshape(-1, self.page_size)[:, -1].tolist())
 
     def ends_above(self, node: TreeNode) -> list[Prefix]:
         return [self.prefix_of(part) for part in node.path()]

@@ -47,6 +47,10 @@ class WorldStream(Stream):
     def active(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    @property
+    def is_current(self) -> bool:
+        raise AssertionError("no tensor moves here")
+
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         raise AssertionError("no tensor moves here")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -79,12 +79,15 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-def save_checkpoint(name: str, directory: Path) -> transformers.PreTrainedModel:
-    """A random model of ``CHECKPOINTS[name]``, saved in several safetensors files; float32, in eval mode."""
+def save_checkpoint(
+    name: str, directory: Path, others: Mapping[str, object] | None = None
+) -> transformers.PreTrainedModel:
+    """A random model of ``CHECKPOINTS[name]``, saved in several safetensors files; float32, in eval mode. ``others``:
+    values of its config.json that are to be others."""
     family, changes = CHECKPOINTS[name]
     config_class = getattr(transformers, f"{family}Config")
     model_class: Callable[..., transformers.PreTrainedModel] = getattr(transformers, f"{family}ForCausalLM")
-    config = config_class(**{**_SIZES, **changes, "attn_implementation": "eager"})
+    config = config_class(**{**_SIZES, **changes, **(others or {}), "attn_implementation": "eager"})
     model = model_class(config).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -10,39 +10,59 @@ from typing import TypeVar
 import torch
 
 from fenceline.layers.context import Shard
+from fenceline.memory_order import Communicator, open_device
 
 Result = TypeVar("Result")
 
 
 class Ranks:
-    """Threads that are the ranks of one model."""
+    """Threads that are the ranks of one model, each with a device and a communicator on its FORWARD."""
 
     def __init__(self, size: int) -> None:
-        self.shards = [Shard(rank, size, _Rank(rank, self)) for rank in range(size)]
+        self.devices = [open_device("cpu") for _ in range(size)]
+        self.shards = [
+            Shard(rank, size, Communicator("ranks", device, device.forward, ThreadBackend(rank, self)))
+            for rank, device in enumerate(self.devices)
+        ]
         self.values: list[torch.Tensor] = [torch.empty(0)] * size
+        self.num_sent = [0] * size  # elements, by each rank
         self.barrier = threading.Barrier(size, timeout=60)
 
     def run(self, work: Callable[[int], Result]) -> list[Result]:
-        """``work(rank)`` of all ranks at once."""
+        """``work(rank)`` of all ranks at once, with FORWARD current."""
+
+        def on_forward(rank: int) -> Result:
+            with self.devices[rank].forward.active():
+                return work(rank)
+
         with ThreadPoolExecutor(len(self.shards)) as pool:
-            return list(pool.map(work, range(len(self.shards))))
+            return list(pool.map(on_forward, range(len(self.shards))))
 
 
-class _Rank:
-    """One rank's communicator."""
+class ThreadBackend:
+    """``memory_order.CollectiveBackend`` in one process."""
 
     def __init__(self, rank: int, ranks: Ranks) -> None:
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.size, self._ranks = rank, len(ranks.devices), ranks
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._exchange(x)).sum(0)
+    def all_reduce(self, x: torch.Tensor) -> None:
+        parts = self._exchange(x)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part
+        x.copy_(total)
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self._exchange(x), dim=-1)
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(torch.stack(self._exchange(x)))
+
+    def close(self) -> None:
+        return
 
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
-        self.ranks.values[self.rank] = x.clone()
-        self.ranks.barrier.wait()
-        values = list(self.ranks.values)
-        self.ranks.barrier.wait()
+        ranks = self._ranks
+        ranks.num_sent[self.rank] += x.numel()
+        ranks.values[self.rank] = x.clone()
+        ranks.barrier.wait()
+        values = list(ranks.values)
+        ranks.barrier.wait()
         return values

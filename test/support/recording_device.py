@@ -19,6 +19,10 @@ class LaggingStream(Stream):
     def active(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    @property
+    def is_current(self) -> bool:
+        raise AssertionError("this stream does not know")
+
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         raise AssertionError("this stream copies nothing")
 

@@ -22,7 +22,8 @@ from fenceline.ipc.io_struct import (
     TokenLogprobs,
     TokenOut,
 )
-from fenceline.memory_order import open_device
+from fenceline.layers.context import Shard
+from fenceline.memory_order import Device, open_device
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import Worker
 from fenceline.sampling.sampling_params import SamplingParams
@@ -133,8 +134,11 @@ def make_driver(
     return Driver(config, TokenWorker(num_pages, page_size, num_rows, context_length, max_step_tokens))
 
 
-def make_model_driver(num_rows: int = 8, device: str = "cpu", **flags: object) -> Driver:
-    """A scheduler over the real ModelRunner with the demo model in fp32; ``flags`` are ServerArgs fields."""
+def make_model_driver(
+    num_rows: int = 8, device: str = "cpu", rank: tuple[Device, Shard] | None = None, **flags: object
+) -> Driver:
+    """A scheduler over the real ModelRunner with the demo model in fp32; ``flags`` are ServerArgs fields. ``rank``: of
+    several that compute it together, its device and its part of the model."""
     sizes: dict[str, object] = {"max_total_tokens": 4096, "page_size": 16, "chunked_prefill_size": 2048}
     flags = sizes | {"random_seed": 1} | flags
     config = resolve(
@@ -146,7 +150,8 @@ def make_model_driver(num_rows: int = 8, device: str = "cpu", **flags: object) -
             **flags,  # type: ignore[arg-type]
         )
     )
-    return Driver(config, ModelRunner(config, open_device(device), show_progress=False))
+    opened, shard = rank or (open_device(device), Shard())
+    return Driver(config, ModelRunner(config, opened, show_progress=False, shard=shard))
 
 
 def request(rid: str, prompt: list[int], seed: int = 0, **params: object) -> TokenizedGenerateReq:

@@ -54,6 +54,7 @@ def make_driver(
     num_steps: int = 3,
     num_rows: int = 8,
     device: Device | None = None,
+    simulated_accept_length: float | None = None,
     **flags: object,
 ) -> Driver:
     """A scheduler over the target; without ``algorithm`` it decodes a token a step."""
@@ -72,7 +73,9 @@ def make_driver(
     config = dataclasses.replace(resolve(args), model=model)
     if algorithm is not None:
         directory = None if draft is None else str(models[draft])
-        speculative = SpeculativeConfig(read_draft_config(algorithm, directory, model), num_steps)
+        speculative = SpeculativeConfig(
+            read_draft_config(algorithm, directory, model), num_steps, simulated_accept_length
+        )
         config = dataclasses.replace(config, speculative=speculative)
     if config.hicache is not None:  # prefixes of any length come from the lower tiers
         storage = config.hicache.storage

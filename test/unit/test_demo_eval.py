@@ -38,8 +38,8 @@ Answerer = Callable[[dict[str, object]], str | None]
 
 
 @contextmanager
-def serving(answer: Answerer) -> Iterator[int]:
-    """A server on a free port that replies with `answer(body)`, or with a 500 for None."""
+def serving(answer: Answerer, accept_length: float | None = None) -> Iterator[int]:
+    """A server on a free port that replies with `answer(body)`, or with a 500 for None. It tells `accept_length`."""
 
     async def complete(request: web.Request) -> web.Response:
         body = await request.json()
@@ -55,7 +55,11 @@ def serving(answer: Answerer) -> Iterator[int]:
     async def models(request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "demo"}]})
 
+    async def info(request: web.Request) -> web.Response:
+        return web.json_response({"internal_states": [{"avg_spec_accept_length": accept_length}]})
+
     app = web.Application()
+    app.add_routes([web.get("/get_server_info", info)])
     app.add_routes([web.post("/v1/completions", complete), web.post("/v1/chat/completions", complete)])
     app.add_routes([web.get("/v1/models", models)])
     loop, runner = asyncio.new_event_loop(), web.AppRunner(app)
@@ -102,6 +106,14 @@ def test_all_right(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "100.00%" in out and "48 of them from the prefix cache" in out
     run = json.loads(file.read_bytes())
     assert run["accuracy"] == 1.0 and len(run["items"]) == 24 and len(run["categories"]) == 12
+
+
+def test_a_server_that_speculates(capsys: pytest.CaptureFixture[str]) -> None:
+    for accept_length, shown in ((2.25, "mean accept length 2.250"), (None, "")):
+        with serving(_knowing(12), accept_length) as port:
+            assert EVAL.main(["--port", str(port), "--num-items", "12"]) == 0
+        out = capsys.readouterr().out
+        assert shown in out and ("accept length" in out) is bool(shown)
 
 
 def test_wrong_answers_lower_the_accuracy_and_fail_the_limit(capsys: pytest.CaptureFixture[str]) -> None:

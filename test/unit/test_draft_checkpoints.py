@@ -88,6 +88,12 @@ def test_a_draft_model_must_be_named(target: Path, algorithm: SpeculativeAlgorit
     refused(lambda: read(algorithm, None, target), "needs a draft model: give --speculative-draft-model-path")
 
 
+def test_a_draft_may_lie_in_a_folder_of_the_model(target: Path) -> None:
+    saved = eagle3().save(target / "eagle3")
+    assert read(EAGLE3, None, target).model.model_path == str(saved)
+    refused(lambda: read(EAGLE, None, target), "needs a draft model")
+
+
 @pytest.mark.parametrize(
     ("algorithm", "architecture", "message"),
     [

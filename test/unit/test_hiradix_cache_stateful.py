@@ -9,13 +9,20 @@ from hicache_machine import TwoTierMachine
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
-CASES = [(1, "write_through"), (4, "write_through_selective"), (1, "write_back"), (4, "write_back")]
+CASES = [
+    (1, "write_through", 0),
+    (4, "write_through_selective", 0),
+    (1, "write_back", 0),
+    (4, "write_back", 0),
+    (4, "write_through", 1),
+]
 
 
 @pytest.mark.timeout(900)  # a failure needs minutes to shrink
-@pytest.mark.parametrize(("page_size", "policy"), CASES)
-def test_tree_of_two_tiers_equals_the_naive_model(page_size: int, policy: str) -> None:
-    machine = type("Machine", (TwoTierMachine,), {"page_size": page_size, "policy": policy})
+@pytest.mark.parametrize(("page_size", "policy", "lookahead"), CASES)
+def test_tree_of_two_tiers_equals_the_naive_model(page_size: int, policy: str, lookahead: int) -> None:
+    sizes = {"page_size": page_size, "policy": policy, "lookahead": lookahead}
+    machine = type("Machine", (TwoTierMachine,), sizes)
     run_machine(
         machine,
         settings=settings(
@@ -51,9 +58,10 @@ WEIGHTS = {
 class Walk:
     """Random steps from a seed: deeper into the state space than hypothesis goes, without its shrinking."""
 
-    def __init__(self, seed: int, page_size: int, policy: str) -> None:
+    def __init__(self, seed: int, page_size: int, policy: str, lookahead: int = 0) -> None:
         self.random = random.Random(seed)
-        self.machine = type("Machine", (TwoTierMachine,), {"page_size": page_size, "policy": policy})()
+        sizes = {"page_size": page_size, "policy": policy, "lookahead": lookahead}
+        self.machine = type("Machine", (TwoTierMachine,), sizes)()
         self.machine.start_empty()
 
     def step(self) -> None:
@@ -103,10 +111,10 @@ class Walk:
         }.get(name, {})
 
 
-@pytest.mark.parametrize(("page_size", "policy"), CASES)
-def test_long_walks_equal_the_naive_model(page_size: int, policy: str) -> None:
+@pytest.mark.parametrize(("page_size", "policy", "lookahead"), CASES)
+def test_long_walks_equal_the_naive_model(page_size: int, policy: str, lookahead: int) -> None:
     for seed in range(16):
-        walk = Walk(seed, page_size, policy)
+        walk = Walk(seed, page_size, policy, lookahead)
         for _ in range(200):
             walk.step()
         walk.machine.teardown()

@@ -8,6 +8,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 from hicache_tiers import prompt
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fenceline.mem_cache.tree.radix_cache import RadixCache, TreeNode
 from fenceline.memory_order.lease import LeasePool
@@ -18,9 +20,9 @@ PAGE = 4
 class Tree:
     """A cache with its pool, and the pages handed out by hand."""
 
-    def __init__(self, num_pages: int = 64, disabled: bool = False) -> None:
+    def __init__(self, num_pages: int = 64, disabled: bool = False, lookahead: int = 0) -> None:
         self.pool = LeasePool("pages", num_pages)
-        self.cache = RadixCache(self.pool, PAGE, disabled=disabled)
+        self.cache = RadixCache(self.pool, PAGE, disabled, lookahead)
 
     def pages(self, n: int) -> np.ndarray:
         got = self.pool.alloc(n)
@@ -48,6 +50,34 @@ def test_an_empty_cache_matches_nothing(tree: Tree) -> None:
     tree.cache.lock(got.node)
     tree.cache.unlock(got.node)
     tree.cache.check()
+
+
+PROMPTS = st.lists(st.integers(0, 1), max_size=5 * PAGE)
+
+
+@given(st.lists(PROMPTS, max_size=8), st.lists(PROMPTS, min_size=1, max_size=8), st.integers(0, 2))
+def test_a_page_is_found_where_its_lookahead_follows(
+    inserted: list[list[int]], matched: list[list[int]], lookahead: int
+) -> None:
+    tree = Tree(128, lookahead=lookahead)
+    known: dict[tuple[int, ...], int] = {}  # pages by the tokens that their bytes depend on
+
+    def parts(tokens: list[int]) -> list[tuple[int, ...]]:
+        num_pages = max(len(tokens) - lookahead, 0) // PAGE
+        return [tuple(tokens[: n * PAGE + lookahead]) for n in range(1, num_pages + 1)]
+
+    for tokens in inserted:
+        own = parts(tokens)
+        pages = tree.pages(len(own))
+        got = tree.cache.insert(np.array(own[-1] if own else tokens[:lookahead]), pages)
+        for part, page in zip(own, pages.tolist(), strict=True):
+            known.setdefault(part, page)
+        assert got.pages.tolist() == [known[part] for part in own]
+        tree.cache.check()
+    for tokens in matched + inserted:
+        found = tree.cache.match_prefix(np.array(tokens)).pages.tolist()
+        assert found == [known[part] for part in parts(tokens) if part in known]
+        tree.cache.check()
 
 
 def test_match_stops_at_the_last_whole_page(tree: Tree) -> None:
@@ -244,6 +274,17 @@ def test_check_names_what_is_wrong(tree: Tree, name: str) -> None:
     perturb, words = PERTURBATIONS[name]
     perturb(tree)
     with pytest.raises(AssertionError, match=words):
+        tree.cache.check()
+
+
+def test_check_names_a_node_that_does_not_follow_its_parent() -> None:
+    """With a lookahead, a node's first tokens are those that its parent looks ahead at."""
+    tree = Tree(lookahead=1)
+    for symbol in (1, 2):
+        tree.cache.insert(np.append(prompt(3, symbol), 9), tree.pages(2))
+    tree.cache.check()
+    next(iter(first(tree).children.values())).tokens[0] = 8
+    with pytest.raises(AssertionError, match="does not begin as its parent ends"):
         tree.cache.check()
 
 

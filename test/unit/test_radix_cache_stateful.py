@@ -134,12 +134,13 @@ spaces = st.sampled_from(["", "", "lora"])
 class RadixMachine(RuleBasedStateMachine):
     page_size = 1
     disabled = False
+    lookahead = 0
 
     @initialize()
     def start_empty(self) -> None:
         self.pool = SpyPool("pages", POOL_SIZE)
         self.pool.log = []
-        self.cache = RadixCache(self.pool, self.page_size, disabled=self.disabled)
+        self.cache = RadixCache(self.pool, self.page_size, self.disabled, self.lookahead)
         self.model = NaiveTree(self.disabled)
         self.streams = [LaggingStream(name, frozenset()) for name in (StreamName.FORWARD, StreamName.STORE)]
         self.running: list[Running] = []
@@ -244,8 +245,8 @@ class RadixMachine(RuleBasedStateMachine):
         seen = set()
         while todo:
             node, space, above = todo.pop()
-            space = node.edge[: -4 * self.page_size].decode() or space
-            last_of_page = node.tokens.reshape(node.num_pages, self.page_size)[:, -1]
+            space = space if above else self.cache.namespace(node)
+            last_of_page = node.tokens[self.lookahead :].reshape(node.num_pages, self.page_size)[:, -1]
             symbols = above + tuple(last_of_page.tolist())
             seen.add((space, symbols))
             own = self.model.node_pages((space, symbols))
@@ -266,10 +267,11 @@ class RadixMachine(RuleBasedStateMachine):
     # --- steps shared by the rules -------------------------------------------------------------------
 
     def tokens(self, symbols: tuple[int, ...]) -> np.ndarray:
-        """Pages that differ in their last token only, so that a mismatch hides late in the page."""
+        """Pages that differ in their last token only, so that a mismatch hides late in the page: in the last token of
+        their lookahead, where they have one."""
         pages = np.full((len(symbols), self.page_size), 7)
         pages[:, -1] = symbols
-        return pages.reshape(-1)
+        return np.concatenate([np.full(self.lookahead, 7), pages.reshape(-1)])
 
     def match(self, space: str, symbols: tuple[int, ...], tail: int) -> tuple[TreeNode, list[int]]:
         tokens = np.concatenate([self.tokens(symbols), np.full(tail, 7)])
@@ -336,14 +338,16 @@ class RadixMachine(RuleBasedStateMachine):
 
 @pytest.mark.timeout(900)  # a failure needs minutes to shrink
 @pytest.mark.parametrize(
-    ("page_size", "disabled"), [(1, False), (4, False), (16, False), (4, True)], ids=["1", "4", "16", "off"]
+    ("page_size", "disabled", "lookahead"),
+    [(1, False, 0), (4, False, 0), (16, False, 0), (4, True, 0), (1, False, 2), (4, False, 1)],
 )
-def test_tree_and_pool_equal_the_naive_model(page_size: int, disabled: bool) -> None:
-    machine = type("Machine", (RadixMachine,), {"page_size": page_size, "disabled": disabled})
+def test_tree_and_pool_equal_the_naive_model(page_size: int, disabled: bool, lookahead: int) -> None:
+    sizes = {"page_size": page_size, "disabled": disabled, "lookahead": lookahead}
+    machine = type("Machine", (RadixMachine,), sizes)
     run_machine(
         machine,
         settings=settings(
-            max_examples=100,
+            max_examples=40 if lookahead else 100,
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

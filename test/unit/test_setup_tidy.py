@@ -62,7 +62,8 @@ def test_the_folders_that_rules_name_exist() -> None:
     [
         ("memory_order.lease", "from fenceline.mem_cache.kv_pool import KVPool"),
         ("mem_cache.tree.radix_cache", "import fenceline.scheduler.scheduler"),
-        ("mem_cache.kv_pool", "from fenceline.distributed import parallel_state"),
+        ("memory_order.device", "from fenceline.distributed import gloo"),
+        ("distributed.gloo", "from fenceline.mem_cache.kv_pool import KVPool"),
         ("layers.linear", "from fenceline.models import llama"),
         ("layers.linear", "from ..models import llama"),
         ("layers.attention.torch_backend", "from ...models.llama import Llama"),
@@ -183,6 +184,26 @@ def test_raw_ordering_is_found_outside_memory_order_only(tmp_path: Path, code: s
 )
 def test_what_is_allowed_passes(tmp_path: Path, module: str, code: str) -> None:
     assert complaints(tmp_path, module, code) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch.distributed",
+        "import torch.distributed as dist",
+        "from torch import distributed",
+        "from torch.distributed import all_reduce",
+        "def f(x):\n    import torch.distributed.nn\n",
+        "y = torch.distributed.is_initialized()",
+    ],
+)
+def test_torch_distributed_is_named_behind_communicators_only(tmp_path: Path, code: str) -> None:
+    for module in ("distributed.x", "memory_order.x"):
+        assert complaints(tmp_path, module, code) == []
+    for module in ("model_executor.x", "vgpu.x"):
+        (message,) = set(complaints(tmp_path, module, code))
+        assert "through a Communicator" in message
+        (tmp_path / "fenceline" / (module.replace(".", "/") + ".py")).unlink()
 
 
 def plant(tmp_path: Path, files: dict[str, str]) -> None:

@@ -3,6 +3,7 @@ the CPU."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from random import Random
 
@@ -106,6 +107,29 @@ def test_everything_that_a_request_may_ask_for(
         assert ours.finish == theirs.finish
     ours, theirs = driver.output_logprobs["r6"], plain.output_logprobs["r6"]
     assert ours == pytest.approx(theirs, abs=1e-4) and len(ours) == 30
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "draft", "accept_length"),
+    [(EAGLE, "eagle", 1.0), (EAGLE, "eagle", 2.7), (STANDALONE, "near", 4.0)],
+)
+def test_simulated_acceptance(
+    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str, accept_length: float
+) -> None:
+    """As many tokens a step as were asked for, on average, whatever the draft proposes; requests with penalties get one
+    all the same."""
+    driver = make_driver(
+        models, algorithm, draft, simulated_accept_length=accept_length, memory_check="order"
+    )
+    counted = count_tokens(driver)
+    reqs = requests(8, max_new_tokens=60)
+    assert [len(tokens) for tokens in answers(driver, reqs)] == [60] * 8
+    assert set(counted) == {int(accept_length), math.ceil(accept_length)}
+    mean = sum(count * times for count, times in counted.items()) / counted.total()
+    assert mean == pytest.approx(accept_length, abs=0.1)
+    counted.clear()
+    answers(driver, [request("penalised", [5, 6], frequency_penalty=0.5, max_new_tokens=8, ignore_eos=True)])
+    assert set(counted) == {1}
 
 
 @pytest.mark.parametrize(

@@ -282,7 +282,7 @@ def _a_key_without_the_pages_before(patch: pytest.MonkeyPatch) -> None:
     """A page's name in storage says what its own tokens are, and not what comes before them."""
     right = hiradix_cache.page_keys
 
-    def wrong(parent: bytes, tokens: Any, page_size: int) -> list[bytes]:
+    def wrong(parent: bytes, tokens: Any, page_size: int, lookahead: int) -> list[bytes]:
         pages = [tokens[first : first + page_size] for first in range(0, len(tokens), page_size)]
         return [key for page in pages for key in right(bytes(32), page, page_size)]
 

@@ -146,12 +146,14 @@ def _check_speculation(args: ServerArgs) -> None:
         args.speculative_eagle_topk,
         args.speculative_num_draft_tokens,
     )
+    simulated = args.speculative_simulate_acceptance
     given = {
         "--speculative-draft-model-path": args.speculative_draft_model_path,
         "--speculative-draft-model-revision": args.speculative_draft_model_revision,
         "--speculative-num-steps": steps,
         "--speculative-eagle-topk": topk,
         "--speculative-num-draft-tokens": rows,
+        "--speculative-simulate-acceptance": simulated,
     }
     for name, value in given.items():
         _require(
@@ -161,6 +163,14 @@ def _check_speculation(args: ServerArgs) -> None:
     _require(
         steps is None or 1 <= steps <= _MOST_SPECULATIVE_STEPS,
         f"--speculative-num-steps {steps}: must be 1 to {_MOST_SPECULATIVE_STEPS}",
+    )
+    _require(
+        simulated is None or simulated >= 1,
+        f"--speculative-simulate-acceptance {simulated}: every step yields a token, give at least 1",
+    )
+    _require(
+        simulated is None or args.load_format == "dummy",
+        f"--speculative-simulate-acceptance {simulated}: changes tokens, which only --load-format dummy allows",
     )
     _require(topk in (None, 1), f"--speculative-eagle-topk {topk}: there are no trees of drafts yet, use 1")
     _require(
@@ -237,7 +247,7 @@ def _check_conflicts(args: ServerArgs) -> None:
         "--schedule-policy fcfs",
     )
     if args.skip_tokenizer_init:
-        for name in ("tokenizer_path", "chat_template", "reasoning_parser"):
+        for name in ("tokenizer_path", "chat_template", "reasoning_parser", "tool_call_parser"):
             option = "--" + name.replace("_", "-")
             _require(
                 getattr(args, name) is None,

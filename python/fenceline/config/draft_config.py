@@ -42,23 +42,43 @@ class DraftConfig:
     draft_vocab_size: int | None = None
     aux_layers: tuple[int, ...] = ()
 
+    @property
+    def lookahead(self) -> int:
+        """Tokens behind a token that the draft's KV of it is computed from. Layers that predict by turns look further
+        ahead one after the other."""
+        if self.algorithm is SpeculativeAlgorithm.STANDALONE:
+            return 0
+        return self.model.num_layers if self.algorithm is SpeculativeAlgorithm.NEXTN else 1
+
+    @property
+    def num_rows_behind(self) -> int:
+        """How many of the last committed tokens the draft may not have computed its KV of. One that reads no hidden
+        states computes what it proposes from: if all that it proposed is accepted, not yet the last of these."""
+        return int(self.algorithm is SpeculativeAlgorithm.STANDALONE)
+
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How decode steps speculate: which draft proposes, and how many tokens in a step."""
+    """How decode steps speculate: which draft proposes, and how many tokens in a step. ``simulated_accept_length``:
+    with dummy weights, so many tokens a step on average, whatever the draft proposes."""
 
     draft: DraftConfig
     num_steps: int
+    simulated_accept_length: float | None = None
 
 
 def read_draft_config(
     algorithm: SpeculativeAlgorithm, directory: str | None, target: ModelConfig
 ) -> DraftConfig:
-    """Read the draft's ``config.json``. ``directory`` None means the target's own, which only NEXTN has a draft in.
+    """Read the draft's ``config.json``. ``directory`` None means the target's own: a folder in it with the algorithm's
+    name in lower case, as the demo model has them, or for NEXTN the target's own checkpoint.
 
     Raises ``ConfigError``, one line with the remedy, for a directory that holds no draft of this algorithm, and for a
     draft of another target: sizes, vocabulary or layers that do not fit.
     """
+    if directory is None:
+        beside = Path(target.model_path) / algorithm.value.lower()
+        directory = str(beside) if beside.is_dir() else None
     if algorithm is SpeculativeAlgorithm.NEXTN:
         return _read_nextn(directory, target)
     if directory is None:

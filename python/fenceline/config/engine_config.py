@@ -233,7 +233,13 @@ def _speculative(args: ServerArgs, device: str, target: ModelConfig) -> Speculat
             f"--speculative-num-steps {num_steps}: of {draft.model.num_layers} layers that predict further tokens the"
             " first one is used so far; give 1"
         )
-    return SpeculativeConfig(draft, num_steps)
+    simulated = args.speculative_simulate_acceptance
+    if simulated is not None and simulated > num_steps + 1:
+        raise ConfigError(
+            f"--speculative-simulate-acceptance {simulated:g}: a step yields at most --speculative-num-steps + 1 ="
+            f" {num_steps + 1} tokens"
+        )
+    return SpeculativeConfig(draft, num_steps, simulated)
 
 
 def _priority(args: ServerArgs) -> PriorityConfig | None:

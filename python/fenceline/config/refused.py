@@ -68,9 +68,6 @@ REFUSED: Mapping[str, Refusal] = {
         " decode"
     ),
     "--enable-torch-compile": Refusal("models run as written: leave it out"),
-    "--tool-call-parser": Refusal(
-        "the model's text is returned as it is: leave it out and parse in the client"
-    ),
     "--grammar-backend": Refusal("there is no constrained decoding yet: leave it out", ("none",)),
     "--is-embedding": Refusal("only text generation is served: leave it out"),
     "--enable-multimodal": Refusal("only text models are served: leave it out"),

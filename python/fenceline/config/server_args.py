@@ -383,7 +383,8 @@ class ServerArgs:
     )
     speculative_draft_model_path: str | None = flag(
         None,
-        "The draft model: a directory or a hub id. NEXTN takes it from the model's own directory unless given.",
+        "The draft model: a directory or a hub id. Unless given, it is looked for in the model's own directory: NEXTN "
+        "in the checkpoint, any algorithm in a folder of its name (eagle3), as the demo model has them.",
         group=_SPECULATION,
     )
     speculative_draft_model_revision: str | None = flag(
@@ -405,6 +406,12 @@ class ServerArgs:
     speculative_num_draft_tokens: int | None = flag(
         None,
         "Rows that the model verifies for each request: with chains --speculative-num-steps + 1.",
+        group=_SPECULATION,
+    )
+    speculative_simulate_acceptance: float | None = flag(
+        None,
+        "With --load-format dummy: how many tokens a step yields on average, whatever the draft proposes. To measure "
+        "speed at a known acceptance.",
         group=_SPECULATION,
     )
 
@@ -547,6 +554,22 @@ class ServerArgs:
         "reasoning_content.",
         group=_API,
         choices=("deepseek-r1", "qwen3", "qwen3-thinking"),
+    )
+    tool_call_parser: str | None = flag(
+        None,
+        "How the model writes tool calls, which answers then carry in tool_calls. Default: the form that the chat "
+        "template shows.",
+        group=_API,
+        choices=(
+            "qwen25",
+            "qwen3_coder",
+            "llama3",
+            "mistral",
+            "pythonic",
+            "deepseekv3",
+            "deepseekv31",
+            "hermes",
+        ),
     )
     enable_cache_report: bool = flag(
         False,

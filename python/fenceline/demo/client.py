@@ -63,6 +63,20 @@ async def find_model(base_url: str, api_key: str) -> str:
         ) from e
 
 
+async def mean_accept_length(server: Server) -> float | None:
+    """Tokens that a request got in a step with drafts, on average since the server's start; None of a server that does
+    not speculate or does not tell."""
+    try:
+        async with aiohttp.ClientSession(headers=server.headers()) as session:
+            url = f"{server.base_url}/get_server_info"
+            async with session.get(url, timeout=aiohttp.ClientTimeout(30)) as response:
+                info = orjson.loads(await response.read())
+        value = info["internal_states"][0]["avg_spec_accept_length"]
+    except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError, LookupError, TypeError):
+        return None
+    return value if isinstance(value, float) else None
+
+
 async def ask_all(
     server: Server,
     endpoint: str,

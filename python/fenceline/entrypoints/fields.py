@@ -158,7 +158,7 @@ CHAT: Mapping[str, Refused] = {
     **OPENAI,
     **_same(
         "functions function_call",
-        Refused("tool calls are not parsed yet; leave it out", neutral=("none", "auto")),
+        Refused("use tools and tool_choice", neutral=("none", "auto")),
     ),
     "audio": Refused("only text is generated; leave it out"),
     "best_of": Refused("ask for n choices with logprobs and choose", neutral=(1,)),
@@ -176,7 +176,7 @@ CHAT: Mapping[str, Refused] = {
 MESSAGE: Mapping[str, Refused] = {
     "audio": _TEXT_ONLY,
     "function_call": Refused("use tool_calls"),
-    "tools": Refused("tool calls are not parsed yet; leave it out"),
+    "tools": Refused("put them at the top level of the body"),
 }
 MESSAGE_WITHOUT_EFFECT = frozenset(("annotations", "refusal"))
 
@@ -205,7 +205,7 @@ PROFILE_WITHOUT_EFFECT = frozenset(
 WITHOUT_EFFECT = frozenset(
     (
         # OpenAI's
-        "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prediction", "safety_identifier",
+        "user", "metadata", "store", "service_tier", "prediction", "safety_identifier",
         "prompt_cache_key", "prompt_cache_retention",
         # SGLang's and vLLM's
         "conversation_id", "external_trace_header", "kv_router_hint", "modalities", "model", "received_time",

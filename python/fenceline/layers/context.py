@@ -4,25 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from fenceline.layers.kernels.base import LayerKernels, TorchLayerKernels
 from fenceline.layers.weight import DenseWeight, RMSNorm, Weight
+from fenceline.memory_order import Communicator
 from fenceline.memory_order.kernel import is_watched
-
-
-class Communicator(Protocol):
-    """Collective operations of the ranks, on the current stream. All ranks make the same calls in the same order."""
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' ``x``, possibly in the memory of ``x``."""
-        ...
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """All ranks' ``x`` [..., n] concatenated in the order of ranks, [..., size * n]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +33,7 @@ class Shard:
         return total // self.size
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' partial sums ``x`` added up."""
+        """The ranks' partial sums ``x`` added up, in the memory of ``x``."""
         if self.size == 1:
             return x
         assert self.communicator is not None, "an all-reduce needs a communicator"
@@ -57,6 +45,13 @@ class Shard:
             return x
         assert self.communicator is not None, "an all-gather needs a communicator"
         return self.communicator.all_gather(x)
+
+    def smallest(self, value: int) -> int:
+        """The smallest of the ranks' ``value``, at start-up only."""
+        if self.size == 1:
+            return value
+        assert self.communicator is not None, "ranks agree through a communicator"
+        return self.communicator.smallest(value)
 
 
 @dataclass(frozen=True, slots=True)

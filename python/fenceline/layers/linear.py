@@ -204,8 +204,22 @@ class VocabParallelEmbedding:
         given."""
         if self.shard.size == 1:
             return self._product(x, norm, out)
-        logits = self.shard.all_gather(self._product(x, norm))[:, : self.vocab_size]
+        logits = self.whole_logits(self.own_logits(x, norm))
         return logits if out is None else out.copy_(logits)
+
+    def own_logits(
+        self, x: torch.Tensor, norm: RMSNorm | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """This rank's columns of ``logits``, as many on all ranks: of tokens ``first_row`` and following. Those of
+        padding are -inf."""
+        logits = self._product(x, norm, out)
+        if self.num_live_rows < len(self.weight.data):
+            logits[:, self.num_live_rows :] = -torch.inf
+        return logits
+
+    def whole_logits(self, own: torch.Tensor) -> torch.Tensor:
+        """``logits`` [L, vocab_size] from all ranks' ``own_logits``."""
+        return own if self.shard.size == 1 else self.shard.all_gather(own)[:, : self.vocab_size]
 
     def _product(
         self, x: torch.Tensor, norm: RMSNorm | None, out: torch.Tensor | None = None

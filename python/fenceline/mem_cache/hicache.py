@@ -118,6 +118,7 @@ class HiCache:
             config.server_args.hicache_write_policy,
             self._spill,
             None if storage is None else storage.root_key,
+            0 if config.speculative is None else config.speculative.draft.lookahead,
         )
         self.storage: StorageTier | None = None
         if storage is not None and hicache.storage is not None:
@@ -290,7 +291,7 @@ class _Wanted:
     """A prefetch and the prefix it is for."""
 
     op: Prefetch
-    token_ids: IntArray  # the prefix, up to the last page that the keys name
+    token_ids: IntArray  # the prefix, up to the last page that the keys name, and its lookahead
     first_page: int  # index in the prefix of the first page that the keys name
     extra_key: str  # its namespace
     num_settled: int = 0  # leading host pages that the tree has taken or that are free again
@@ -330,13 +331,13 @@ class StorageTier:
     def prefetch(self, token_ids: IntArray, match: MatchResult, extra_key: str = "") -> Prefetch | None:
         """Look for what follows ``match`` of the prompt ``token_ids`` in the namespace ``extra_key``; None where it is
         not worth it. The last token of a prompt is computed in any case."""
-        num_known = match.num_tokens + match.num_host_tokens
-        num_whole = (len(token_ids) - 1) // self._page_size * self._page_size
+        num_known, lookahead = match.num_tokens + match.num_host_tokens, self._tree.lookahead
+        num_whole = (len(token_ids) - max(lookahead, 1)) // self._page_size * self._page_size
         if num_whole - num_known < max(self._threshold, 1):
             return None
-        tokens = token_ids[:num_whole]
+        tokens = token_ids[: num_whole + lookahead]
         first = num_known // self._page_size
-        keys = page_keys(self._root_key(extra_key), tokens, self._page_size)[first:]
+        keys = page_keys(self._root_key(extra_key), tokens, self._page_size, lookahead)[first:]
         self._num_prefetches += 1
         op = Prefetch(self._num_prefetches, keys)
         self._wanted[op.handle] = _Wanted(op, tokens, first, extra_key)
@@ -406,7 +407,8 @@ class StorageTier:
         first = wanted.num_settled
         wanted.num_settled = end = first + num_pages
         pages = op.host_pages[first:end]
-        tokens = wanted.token_ids[: (wanted.first_page + end) * self._page_size]
+        num_tokens = (wanted.first_page + end) * self._page_size
+        tokens = wanted.token_ids[: num_tokens + self._tree.lookahead]
         # The worker has waited for these Points; the streams that touch the pages next have not.
         spare = self._tree.insert_host(tokens, pages, op.after, wanted.extra_key)
         self._host_pages.retire(spare, op.after)

@@ -242,8 +242,8 @@ def check_row_bytes(config: EngineConfig, device: Device, nbytes: int) -> None:
         )
 
 
-def num_kv_pages(config: EngineConfig, device: Device, layout: KVLayout) -> int:
-    """Pages of the KV pool, the sink page included.
+def num_kv_pages(config: EngineConfig, device: Device, layout: KVLayout, num_ranks: int = 1) -> int:
+    """Pages of the KV pool, the sink page included. ``num_ranks`` share the memory of a host whose CPU is the device.
 
     ``--max-total-tokens`` if given; else what ``--mem-fraction-static`` leaves beside weights and page tables (which
     are loaded by now), but no more than all running requests can use. Raises ``ValueError`` with the
@@ -261,7 +261,7 @@ def num_kv_pages(config: EngineConfig, device: Device, layout: KVLayout) -> int:
             )
     else:
         if device.kind == "cpu":
-            budget = min(int(free * config.mem_fraction_static), _CPU_KV_BYTES)
+            budget = min(int(free * config.mem_fraction_static), _CPU_KV_BYTES) // num_ranks
         else:
             budget = free - int(total * (1 - config.mem_fraction_static))
         useful = config.max_running_requests * -(-config.model.context_length // page_size)

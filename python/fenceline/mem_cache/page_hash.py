@@ -1,8 +1,9 @@
 """The names of pages in storage: a hash chain over everything their bytes depend on.
 
 ``key_i = sha256(key_{i-1} | tokens of page i)`` and ``key_{-1} = sha256(fingerprint | extra_key)``: a key names the
-whole prefix that ends with its page, and the model, format and shard that computed it. Both parts of a link have a
-fixed length, so different prefixes cannot run into the same text.
+whole prefix that ends with its page, and the model, format and shard that computed it. Where a page's bytes depend on
+tokens behind it (``RadixCache``: lookahead), these follow the page's own. Both parts of a link have a fixed length, so
+different prefixes cannot run into the same text.
 """
 
 from __future__ import annotations
@@ -66,21 +67,25 @@ class PageFingerprint:
         return hashlib.sha256(_SCHEME + text.encode()).digest()
 
 
-def page_keys(parent: PageKey, token_ids: NDArray[np.integer[Any]], page_size: int) -> list[PageKey]:
-    """The keys of the whole pages of ``token_ids`` [n], any integer dtype with values of int32; the tail is ignored.
+def page_keys(
+    parent: PageKey, token_ids: NDArray[np.integer[Any]], page_size: int, lookahead: int = 0
+) -> list[PageKey]:
+    """The keys of the whole pages of ``token_ids`` [n] behind which ``lookahead`` tokens are known; any integer dtype
+    with values of int32; the tail is ignored.
 
     ``parent``: the key of the page before them, or ``PageFingerprint.root_key``. About 0.5 us a page.
     """
     assert len(parent) == KEY_NBYTES, f"a key has {KEY_NBYTES} bytes, this one {len(parent)}"
     assert token_ids.ndim == 1, f"token_ids must be a vector, got {token_ids.ndim} dimensions"
-    whole = token_ids[: len(token_ids) // page_size * page_size]
+    num_pages = max(len(token_ids) - lookahead, 0) // page_size
+    whole = token_ids[: num_pages * page_size + lookahead]
     if whole.size and whole.dtype != np.int32:
         fits = _INT32.min <= int(whole.min()) and int(whole.max()) <= _INT32.max
         assert fits, "a token id that does not fit int32 would share its key with another"
     data = whole.astype("<i4").tobytes()
     keys: list[PageKey] = []
-    for start in range(0, len(data), 4 * page_size):
-        parent = hashlib.sha256(parent + data[start : start + 4 * page_size]).digest()
+    for start in range(0, 4 * num_pages * page_size, 4 * page_size):
+        parent = hashlib.sha256(parent + data[start : start + 4 * (page_size + lookahead)]).digest()
         keys.append(parent)
     return keys
 
@@ -110,6 +115,8 @@ def model_id(config: EngineConfig) -> str:
         draft = config.speculative.draft
         facts += [
             draft.algorithm.value,
+            draft.lookahead,
+            draft.num_rows_behind,
             draft.aux_layers,
             draft.model.model_path,
             *_model_facts(draft.model, config),

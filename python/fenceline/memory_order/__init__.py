@@ -5,6 +5,12 @@ from collections.abc import Callable
 from fenceline.config.server_args import register_kind
 from fenceline.memory_order.arena import Arena, ArenaField, ArenaOutputs, Role
 from fenceline.memory_order.checker import OrderChecker, OrderError
+from fenceline.memory_order.communicator import (
+    CollectiveBackend,
+    Communicator,
+    CommunicatorError,
+    PeerLostError,
+)
 from fenceline.memory_order.device import Device, HostChannel, HostWorker
 from fenceline.memory_order.graph import Graph, GraphError, GraphPool, GraphState
 from fenceline.memory_order.lease import LeaseError, LeasePool, page_leases
@@ -16,6 +22,9 @@ __all__ = [
     "Arena",
     "ArenaField",
     "ArenaOutputs",
+    "CollectiveBackend",
+    "Communicator",
+    "CommunicatorError",
     "Device",
     "Graph",
     "GraphError",
@@ -28,6 +37,7 @@ __all__ = [
     "LeasePool",
     "OrderChecker",
     "OrderError",
+    "PeerLostError",
     "Point",
     "Points",
     "RelocationClock",

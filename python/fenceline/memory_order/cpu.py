@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import psutil
 import torch
@@ -13,6 +14,8 @@ from fenceline.memory_order.device import Device
 from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.graph import Graph, GraphPool
 from fenceline.memory_order.stream import Point, Stream
+
+_current = threading.local()  # its ``stream``: the innermost that is active in this thread
 
 
 class CpuStream(Stream):
@@ -33,8 +36,18 @@ class CpuStream(Stream):
             self.passed_serial = point.serial
         return point
 
-    def active(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        before = getattr(_current, "stream", None)
+        _current.stream = self
+        try:
+            yield
+        finally:
+            _current.stream = before
+
+    @property
+    def is_current(self) -> bool:
+        return getattr(_current, "stream", None) is self
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         dst.copy_(src)

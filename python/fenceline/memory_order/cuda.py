@@ -42,6 +42,10 @@ class CudaStream(Stream):
     def active(self) -> AbstractContextManager[None]:
         return torch.cuda.stream(self.raw)
 
+    @property
+    def is_current(self) -> bool:
+        return torch.cuda.current_stream(self.raw.device) == self.raw
+
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         host = dst if dst.device.type == "cpu" else src
         assert host.device.type != "cpu" or host.is_pinned(), "a copy of pageable memory would block the host"

@@ -143,6 +143,11 @@ class Stream(ABC):
     def active(self) -> AbstractContextManager[None]:
         """Inside, torch operations of this thread are submitted to this stream."""
 
+    @property
+    @abstractmethod
+    def is_current(self) -> bool:
+        """Whether torch operations of this thread are submitted to this stream."""
+
     @abstractmethod
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Submit ``dst.copy_(src)`` without blocking the host. Host memory must be leased (see staging)."""

@@ -65,8 +65,9 @@ class Logits:
     are to be drawn. Good until the next step is submitted.
 
     ``tokens`` [S] int64: the forward has drawn them itself, which a replay can where requests need a temperature at
-    most. Else ``values`` [S, vocab_size] in the model's dtype, ``positions`` and ``rows`` [S] int64, and the requests'
-    ``sampling``. ``prompt_logprobs`` are of the prompts' tokens that are scored, which no choice of tokens changes.
+    most. Else ``values`` [S, vocab_size] in the model's dtype (of several ranks each has its own columns),
+    ``positions`` and ``rows`` [S] int64, and the requests' ``sampling``. ``prompt_logprobs`` are of the prompts' tokens
+    that are scored, which no choice of tokens changes.
     """
 
     tokens: torch.Tensor | None = None
@@ -272,7 +273,7 @@ class DecodeRunner(GraphRunner):
     def _forward(
         self, size: int, attn: AttentionPlan, logits_out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits [size, vocab_size] in the model's dtype, after ``_derive_inputs(size)``."""
+        """Logits [size, vocab_size] in the model's dtype, this rank's columns, after ``_derive_inputs(size)``."""
         arena = self.arena
         batch = ForwardBatch(
             mode=ForwardMode.DECODE,
@@ -284,7 +285,7 @@ class DecodeRunner(GraphRunner):
             kv_pool=self._kv_pool,
             logits_out=logits_out,
         )
-        return self._model.forward(batch)
+        return self._model.own_logits(self._model.hidden_states(batch), batch)
 
     def _draw(self, size: int, logits: torch.Tensor) -> None:
         """Draw the next tokens of requests that need nothing but a temperature, keep them as the rows' last tokens,

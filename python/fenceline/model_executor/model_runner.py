@@ -42,6 +42,7 @@ from fenceline.model_executor.step import (
 from fenceline.model_executor.warm_up import warm_up
 from fenceline.models.draft import DraftModel
 from fenceline.models.loader import load_draft_model, load_model
+from fenceline.sampling.rank_sampler import RankSampler
 from fenceline.sampling.sampler import OutputLogprobs, Sampler, prompt_logprobs
 from fenceline.sampling.sampling_batch import SamplingBatch, padded_ids, sampling_arrays
 
@@ -54,7 +55,14 @@ Views = dict[str, torch.Tensor]
 class ModelRunner:
     """Owns the model, the KV pool, the request rows and the sampler of one device."""
 
-    def __init__(self, config: EngineConfig, device: Device, show_progress: bool = True) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: Device,
+        show_progress: bool = True,
+        shard: Shard = Shard(),
+    ) -> None:
+        """``shard``: the part of the model that this rank computes; its communicator belongs to FORWARD."""
         self.device = device
         if config.server_args.memory_check == "order":
             device.check_order()
@@ -62,7 +70,7 @@ class ModelRunner:
         model = config.model
         dtype = getattr(torch, model.dtype)
         with _phase("Prepared kernels"):
-            context = make_layer_context(device.torch_device, Shard(), dtype)
+            context = make_layer_context(device.torch_device, shard, dtype)
         self.model = load_model(
             model,
             config.server_args.load_format,
@@ -85,7 +93,11 @@ class ModelRunner:
                 self.model,
             )
         num_rows = config.max_running_requests + 1  # with the sink
-        self.sampler = Sampler(model.vocab_size, num_rows, device.torch_device)
+        self.sampler: Sampler
+        if shard.size == 1:
+            self.sampler = Sampler(model.vocab_size, num_rows, device.torch_device)
+        else:
+            self.sampler = RankSampler(self.model.lm_head, num_rows, device.torch_device)
         max_tokens_per_req = config.model.context_length + self.max_step_tokens - 1
         max_pages_per_req = -(-max_tokens_per_req // config.server_args.page_size) + 1
         # As much as 1 GiB by default.
@@ -93,7 +105,9 @@ class ModelRunner:
         self.req_pool = ReqPool(num_rows, max_pages_per_req, device.torch_device)
         draft_rows = () if self.draft is None else self.draft.kv_rows
         layout = KVLayout(config.server_args.page_size, self.model.kv_rows + draft_rows)
-        num_pages = num_kv_pages(config, device, layout)  # of what is left
+        num_pages = num_kv_pages(config, device, layout, shard.size)  # of what is left
+        with device.forward.active():
+            num_pages = shard.smallest(num_pages)
         with _phase("Allocated the KV pool"):
             self.kv_pool = KVPool(num_pages, layout, device.torch_device)
         for name, tensor in self.kv_pool.tensors():
@@ -102,6 +116,7 @@ class ModelRunner:
         page_table, last_tokens = self.req_pool.page_table, self.req_pool.last_tokens
         device.name_memory(page_table, "req_pool.page_table", page_table[0].nbytes)
         device.name_memory(last_tokens, "req_pool.last_tokens", last_tokens.itemsize)
+        self._num_heads = shard.divide(model.num_heads, "attention heads")
         with _phase("Prepared attention"):
             self._attention = self._make_attention(config)
         self._inputs = InputRing(device)
@@ -126,6 +141,7 @@ class ModelRunner:
                 config.speculative.draft.aux_layers,
                 config.cuda_graph_bs,
                 padding,
+                config.speculative.simulated_accept_length,
             )
         else:
             self.decode = DecodeRunner(
@@ -168,9 +184,7 @@ class ModelRunner:
             self.prefill_graphs.begin_serving()
 
     def _make_attention(self, config: EngineConfig) -> AttentionBackends:
-        setting = AttentionSetting(
-            self.kv_pool, self.device, config.model.num_heads, config.model.context_length
-        )
+        setting = AttentionSetting(self.kv_pool, self.device, self._num_heads, config.model.context_length)
         return make_attention_backends(
             config.prefill_attention_backend, config.decode_attention_backend, setting
         )
@@ -302,7 +316,7 @@ class ModelRunner:
         )
         layers = self.prefill_graphs or self.model
         x = layers.hidden_states(forward_batch)
-        values = self.model.compute_logits(x, forward_batch)
+        values = self.model.own_logits(x, forward_batch)
         if self.speculative is not None:
             self._extended = forward_batch, x
         for ticket in batch.loads:
@@ -311,7 +325,7 @@ class ModelRunner:
         num_sampled = len(sampled)
         prompts = None
         if "prompt_targets" in views:
-            prompts = _score_prompts(batch, views, values[num_sampled:])
+            prompts = _score_prompts(batch, views, self.model.lm_head.whole_logits(values[num_sampled:]))
         if not sampled:
             none = torch.empty(0, dtype=torch.int64, device=self.device.torch_device)
             return Logits(tokens=none, prompt_logprobs=prompts)

@@ -45,7 +45,7 @@ from fenceline.models.draft import DraftModel
 from fenceline.sampling.kernels.sample import sample_tokens
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams
-from fenceline.speculative.accept import accept
+from fenceline.speculative.accept import accept, simulate_drafts
 from fenceline.speculative.kv_rows import node_slots
 from fenceline.speculative.refuse import check_draft
 from fenceline.speculative.tree import DraftTree
@@ -115,9 +115,10 @@ class SpeculativeRunner(GraphRunner):
         aux_layers: tuple[int, ...] = (),
         sizes: Sequence[int] = (),
         padding: bool = True,
+        simulated_accept_length: float | None = None,
     ) -> None:
         """``num_steps``: tokens that the draft proposes in a step. ``aux_layers``: see ``DraftConfig``. ``sizes`` as of
-        ``DecodeRunner``."""
+        ``DecodeRunner``. ``simulated_accept_length``: tokens of a step on average, whatever the draft proposes."""
         super().__init__(device, "speculative decode", "requests", sizes, padding)
         self.num_rows_per_req = num_steps + 1
         self.reads_hidden = draft.hidden_size > 0
@@ -128,6 +129,7 @@ class SpeculativeRunner(GraphRunner):
         self._attention = attention
         self._num_steps = num_steps
         self._aux_layers = aux_layers
+        self._simulated_accept_length = simulated_accept_length
         self._captured: dict[int, _Captured] = {}
         self._composition: int | None = None
         self._num_reqs = 0
@@ -409,6 +411,8 @@ class SpeculativeRunner(GraphRunner):
         ids, tokens = arena["input_ids"][:size], arena["drawn"][:size]
         is_bad, may_accept = arena["is_bad"][:size], arena["may_accept"][:size]
         chain = DraftTree(ids, arena["positions"][:size], None, None, is_rejected=is_bad | ~may_accept)
+        if self._simulated_accept_length is not None:
+            chain = simulate_drafts(chain, tokens, rows, self._simulated_accept_length)
         path = accept(chain, tokens, self._num_steps)
         counts = arena["counts"][:size].copy_(path.counts)
         arena["num_bad"][:size] = is_bad

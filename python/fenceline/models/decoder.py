@@ -81,6 +81,10 @@ class CausalLM(ABC):
         """``hidden_states`` [T, hidden_size] → logits [L, vocab_size] of the rows ``batch.logits_index``."""
         return self.lm_head.logits(batch.logits_rows(x), self.norm, batch.logits_out)
 
+    def own_logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """This rank's columns of ``compute_logits``: see ``VocabParallelEmbedding``."""
+        return self.lm_head.own_logits(batch.logits_rows(x), self.norm, batch.logits_out)
+
     @property
     def kv_rows(self) -> tuple[tuple[KVRow, ...], ...]:
         """What each token keeps in the KV pool, layer by layer."""

@@ -13,7 +13,7 @@ The hash, per element, is the 32-bit finaliser ``lowbias32`` (C. Wellons, hash-p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -59,11 +59,17 @@ def mix_seeds(seeds: Sequence[int]) -> npt.NDArray[np.int64]:
     return (z ^ (z >> np.uint64(31))).view(np.int64)
 
 
+def uniform(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Numbers in [0, 1) [B] float64, a hash of ``keys`` and ``positions`` [B] int64."""
+    return (_row_keys(keys, positions)[0] & 0x7FFFFFFF).double() * 2.0**-31
+
+
 class GumbelSampler:
     """Draws tokens. Owns one constant [V] int32 tensor, written at construction; holds no other state."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
+    def __init__(self, vocab_size: int, device: torch.device, first_id: int = 0) -> None:
+        """``first_id``: the token of the first column, if the columns are a part of the vocabulary."""
+        ids = torch.arange(first_id, first_id + vocab_size, dtype=torch.int32, device=device)
         self._token_terms = ids.mul_(_TOKEN_STRIDE_I32)  # on the device: a graph's capture may make one too
         # CUDA evaluates log the same way for every element. CPU libraries do not (vector body, scalar tail), so
         # there the last bit could depend on where a row lies in the batch: float64, rounded, hides that.
@@ -84,8 +90,36 @@ class GumbelSampler:
         (ties: lowest id). ``thresholds`` [B] float32: tokens with a lower score are never drawn while any other is
         left. Returns [B] int64, always within the vocabulary, NaN or not.
         """
+        pieces = [
+            scores.argmax(dim=-1)
+            for scores in self._noisy(scaled, seed_keys, positions, noise_scales, thresholds)
+        ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def best(
+        self,
+        scaled: torch.Tensor,
+        seed_keys: torch.Tensor,
+        positions: torch.Tensor,
+        noise_scales: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The winner of each row's :meth:`draw` among these columns: its score with noise [B] float32, and its column
+        [B] int64. Of the parts of a vocabulary the one with the highest score has the winner of all."""
+        pieces = [
+            scores.max(dim=-1) for scores in self._noisy(scaled, seed_keys, positions, noise_scales, None)
+        ]
+        return torch.cat([best.values for best in pieces]), torch.cat([best.indices for best in pieces])
+
+    def _noisy(
+        self,
+        scaled: torch.Tensor,
+        seed_keys: torch.Tensor,
+        positions: torch.Tensor,
+        noise_scales: torch.Tensor | None,
+        thresholds: torch.Tensor | None,
+    ) -> Iterator[torch.Tensor]:
+        """The scores with noise, [rows, V] float32, some rows at a time; -inf for tokens below the threshold."""
         key_a, key_b = _row_keys(seed_keys, positions)
-        pieces = []
         for rows in row_chunks(*scaled.shape):
             scores = scaled[rows]
             noise = self._noise(key_a[rows], key_b[rows])
@@ -94,8 +128,7 @@ class GumbelSampler:
             noise.add_(scores)
             if thresholds is not None:
                 noise.masked_fill_(scores < thresholds[rows, None], -torch.inf)
-            pieces.append(noise.argmax(dim=-1))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            yield noise
 
     def _noise(self, key_a: torch.Tensor, key_b: torch.Tensor) -> torch.Tensor:
         """Standard Gumbel noise [rows, V] float32, finite."""

@@ -113,8 +113,10 @@ class RequestMemory:
         page_size: int,
         tiers: HiCache | None = None,
         same_version: Callable[[int, int], bool] = operator.eq,
+        num_rows_behind: int = 0,
     ) -> None:
-        """``same_version`` compares the tree's count of moves with an earlier one (``memory_order.comparison``)."""
+        """``same_version`` compares the tree's count of moves with an earlier one (``memory_order.comparison``).
+        ``num_rows_behind``: see ``DraftConfig``."""
         self.pages = pages
         self.rows = rows
         self.tree = tree
@@ -125,6 +127,7 @@ class RequestMemory:
         self.tables = PageTables(rows.size)
         self._num_stale_matches = 0
         self._same_version = same_version
+        self._num_rows_behind = num_rows_behind
 
     @property
     def num_pages(self) -> int:
@@ -143,7 +146,7 @@ class RequestMemory:
     def prefetch(self, req: Req) -> None:
         """Have storage look for the prefix of a request that has arrived."""
         if self._storage is not None:
-            usable = req.prompt_ids[: _most_cached(req) + 1]
+            usable = req.prompt_ids[: _most_cached(req) + max(self.tree.lookahead, 1)]
             req.prefetch = self._storage.prefetch(usable, self.match(req).match, req.source.extra_key)
 
     def may_schedule(self, req: Req) -> bool:
@@ -184,7 +187,7 @@ class RequestMemory:
     def _match(self, req: Req) -> Prefix:
         tokens = req.token_ids()
         limit = _most_cached(req)
-        match = self.tree.match_prefix(tokens[:limit], req.source.extra_key)
+        match = self.tree.match_prefix(tokens[: limit + self.tree.lookahead], req.source.extra_key)
         if self.tiers is None:
             return Prefix(match)
         match = self.tiers.usable(match)
@@ -309,9 +312,9 @@ class RequestMemory:
         assert req.row != 0, f"{req.rid} has nothing to offload"
         self.cache_prompt(req)  # nobody reads its page table any more
         assert req.node is not None
-        num_whole = req.committed_len // self.page_size
-        tail_page = req.pages[num_whole] if req.committed_len % self.page_size else None
-        tail = self.tiers.offload(req.node, tail_page, req.committed_len, req.last_flight)
+        num_tokens = self._num_complete(req)
+        tail_page = req.pages[num_tokens // self.page_size] if num_tokens % self.page_size else None
+        tail = self.tiers.offload(req.node, tail_page, num_tokens, req.last_flight)
         if tail is not None:
             req.tail_after = tail.ticket.points
         return tail
@@ -382,9 +385,15 @@ class RequestMemory:
         assert leased is not None, f"{num_pages} pages were promised, {self.pages.num_free} are free"
         return leased
 
+    def _num_complete(self, req: Req) -> int:
+        """Leading tokens of ``req`` whose KV is there, of target and draft, and is computed from tokens that are known:
+        what others may have of it."""
+        num_computed = req.committed_len - self._num_rows_behind
+        return max(min(num_computed, req.num_tokens - self.tree.lookahead), req.shared_len)
+
     def _insert(self, req: Req) -> InsertResult:
-        num_pages = req.committed_len // self.page_size
-        tokens = req.token_ids()[: num_pages * self.page_size]
+        num_pages = self._num_complete(req) // self.page_size
+        tokens = req.token_ids()[: num_pages * self.page_size + self.tree.lookahead]
         pages = np.array(req.pages[:num_pages], dtype=np.int32)
         return self.tree.insert(tokens, pages, req.last_flight, req.source.extra_key)
 
@@ -402,8 +411,14 @@ def make_request_memory(config: EngineConfig, worker: Worker) -> RequestMemory:
     """The books over a worker's memory, with the lower tiers that it has."""
     pages, rows, page_size = worker.pages, worker.req_pool.rows, config.server_args.page_size
     same_version = comparison(worker.device, QUEUED_MATCH)
+    draft = None if config.speculative is None else config.speculative.draft
+    tree: RadixCache
+    tiers = None
     if config.hicache is None or worker.hicache is None:
-        tree = RadixCache(pages, page_size, disabled=config.server_args.disable_radix_cache)
-        return RequestMemory(pages, rows, tree, page_size, same_version=same_version)
-    tiers = HiCache(pages, worker.hicache, config, worker.storage)
-    return RequestMemory(pages, rows, tiers.tree, page_size, tiers, same_version)
+        lookahead = 0 if draft is None else draft.lookahead
+        tree = RadixCache(pages, page_size, config.server_args.disable_radix_cache, lookahead)
+    else:
+        tiers = HiCache(pages, worker.hicache, config, worker.storage)
+        tree = tiers.tree
+    num_rows_behind = 0 if draft is None else draft.num_rows_behind
+    return RequestMemory(pages, rows, tree, page_size, tiers, same_version, num_rows_behind)

@@ -49,6 +49,10 @@ class VgpuStream(Stream):
     def active(self) -> AbstractContextManager[None]:
         return self.gpu.on(self.raw)
 
+    @property
+    def is_current(self) -> bool:
+        return self.gpu.thread.current is self.raw
+
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         host = dst if dst.device.type == "cpu" else src
         assert host.device.type != "cpu" or self.gpu.pinned.find(host) is not None, (

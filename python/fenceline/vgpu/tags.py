@@ -669,9 +669,9 @@ class Tags:
             assert node.parent is not None, "the root is left out"
             end = ends.get(node.parent)
             if end is None:
-                end = self.prefixes.root(node.edge[: -4 * size].decode("utf-8", "surrogatepass"))
+                end = self.prefixes.root(self._tree.namespace(node))
             numbers = []
-            for token in node.tokens.tolist():
+            for token in node.tokens[: node.num_pages * size].tolist():
                 end = self.prefixes.then(end, token, "a prefix in the tree")
                 numbers.append(end)
             ends[node] = end

@@ -18,6 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.entrypoints.openai.tool_call_parser import tool_call_format_of
 from fenceline.frontend.tokenizer import Tokenizer
 
 Message = Mapping[str, object]
@@ -49,6 +50,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             tree = environment.parse(source)
             self.loops_over_content = _loops_over_content(tree)
+            self.has_tools = any(node.name == "tools" for node in tree.find_all(nodes.Name))
+            self.tool_call_format = tool_call_format_of(source)
             self._no_content = None if _tests_content_for_none(tree) else ""
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"not a valid Jinja template, line {error.lineno}: {error.message}") from error
@@ -60,13 +63,15 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, object]] = (),
         variables: Mapping[str, object] | None = None,
     ) -> str:
         """The prompt text. It contains the special tokens, so it is tokenised without adding any.
 
-        ``continue_final_message`` leaves the last message open, so that the model goes on with it. ``variables`` are
-        the request's ``chat_template_kwargs``. Raises ValueError with the template's message if the template refuses
-        the conversation, and RecursionError for values nested too deeply.
+        ``continue_final_message`` leaves the last message open, so that the model goes on with it. ``tools`` are what
+        it may call, as OpenAI's objects. ``variables`` are the request's ``chat_template_kwargs``. Raises ValueError
+        with the template's message if the template refuses the conversation, and RecursionError for values nested too
+        deeply.
         """
         variables = dict(variables or {})
         if taken := _RESERVED.intersection(variables):
@@ -80,7 +85,7 @@ class ChatTemplate:
             **self._special_tokens,
             **variables,
             "messages": conversation,
-            "tools": None,
+            "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }

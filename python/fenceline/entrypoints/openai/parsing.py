@@ -152,10 +152,12 @@ def refuse_completion(body: CompletionBody) -> None:
 def refuse_chat(body: ChatBody) -> None:
     """:func:`refuse_unavailable` for chat, and fields that contradict each other."""
     refuse_unavailable(body)
-    if (body.tools and body.tool_choice != "none") or body.tool_choice not in (None, "none", "auto"):
+    if body.tool_choice is not None:
+        _check_tool_choice(body)
+    if any(tool.function.strict for tool in body.tools) and body.tool_choice != "none":
         raise RequestError(
             400,
-            "tools is not available: tool calls are not parsed yet; leave tools out or set tool_choice to 'none'",
+            "a function with strict true is not available: there is no constrained decoding yet; leave strict out",
             param="tools",
             code="unsupported",
         )
@@ -169,6 +171,38 @@ def refuse_chat(body: ChatBody) -> None:
             "continue_final_message and add_generation_prompt exclude each other; set one of them",
             param="continue_final_message",
         )
+
+
+def _check_tool_choice(body: ChatBody) -> None:
+    choice = body.tool_choice
+    if choice in ("none", "auto"):
+        return
+    if choice == "required":
+        wanted = None
+    elif isinstance(choice, Mapping) and isinstance(function := choice.get("function"), Mapping):
+        wanted = function.get("name")
+    else:
+        raise RequestError(
+            400,
+            "tool_choice must be 'none', 'auto', 'required' or "
+            '{"type": "function", "function": {"name": ...}}',
+            param="tool_choice",
+        )
+    names = [tool.function.name for tool in body.tools]
+    if not names:
+        raise RequestError(400, "tool_choice is only allowed with tools", param="tool_choice")
+    if wanted is not None and wanted not in names:
+        raise RequestError(
+            400,
+            f"tool_choice names a function that is not among the tools: {str(wanted)[:128]!r}",
+            param="tool_choice",
+        )
+    raise RequestError(
+        400,
+        "tool_choice 'required' or of one function is not available: there is no constrained decoding yet; use 'auto'",
+        param="tool_choice",
+        code="unsupported",
+    )
 
 
 def sampling_params(

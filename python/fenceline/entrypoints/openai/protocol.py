@@ -28,6 +28,8 @@ from fenceline.config.request_limits import (
     MAX_RID_BYTES,
     MAX_SAMPLES,
     MAX_TEMPLATE_BYTES,
+    MAX_TOOLS,
+    MAX_TOOLS_BYTES,
 )
 
 MAX_TOP_LOGPROBS = 20
@@ -215,6 +217,36 @@ def _not_too_large(kwargs: JsonObject) -> JsonObject:
     return kwargs
 
 
+class Function(BaseModel):
+    """A function that the model may call; ``parameters`` is the JSON schema of its arguments."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """A tool of a conversation. Functions are the only kind."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+def _not_too_many_tools(tools: object) -> object:
+    """Check the number and the size of the tools before any of them is validated."""
+    if isinstance(tools, list):
+        if len(tools) > MAX_TOOLS:
+            raise ValueError(f"has {len(tools)} tools, at most {MAX_TOOLS} are taken")
+        if tools and len(msgspec.json.encode(tools)) > MAX_TOOLS_BYTES:
+            raise ValueError(f"has more than {MAX_TOOLS_BYTES >> 10} KiB as JSON")
+    return tools
+
+
 class ChatBody(GenerationBody):
     """The body of /v1/chat/completions."""
 
@@ -232,6 +264,9 @@ class ChatBody(GenerationBody):
     separate_reasoning: bool = True
     stream_reasoning: bool = True
 
-    tools: list[JsonObject] = Field(default_factory=list)
+    tools: Annotated[list[Tool], FailFast(), BeforeValidator(_not_too_many_tools)] = Field(
+        default_factory=list
+    )
     tool_choice: str | JsonObject | None = None
+    parallel_tool_calls: bool = True
     modalities: list[str] | None = None

@@ -22,6 +22,7 @@ from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS
 from fenceline.entrypoints.openai.serving_chat import ChatServing
 from fenceline.entrypoints.openai.serving_completions import CompletionServing
 from fenceline.entrypoints.openai.token_texts import TokenTexts
+from fenceline.entrypoints.openai.tool_call_parser import TOOL_CALL_FORMATS
 from fenceline.frontend.request_types import RequestError, new_rid
 
 _CLIENT_CLOSED_REQUEST = 499  # for the access log; the client has gone
@@ -36,8 +37,12 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
     texts = TokenTexts(manager.tokenizer) if manager.tokenizer is not None else None
     parser_name = config.server_args.reasoning_parser
     reasoning = REASONING_FORMATS[parser_name] if parser_name is not None else None
+    template = chat_template_of(manager.tokenizer, config)
+    shown = None if isinstance(template, str) else template.tool_call_format
+    calls_name = config.server_args.tool_call_parser or shown
+    calls = TOOL_CALL_FORMATS[calls_name] if calls_name is not None else None
     completions = CompletionServing(manager, model, texts)
-    chat = ChatServing(manager, model, texts, chat_template_of(manager.tokenizer, config), reasoning)
+    chat = ChatServing(manager, model, texts, template, reasoning, calls)
     router = APIRouter()
     _add_model_routes(router, model)
 

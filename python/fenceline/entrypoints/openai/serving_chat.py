@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,6 +24,7 @@ from fenceline.entrypoints.openai.parsing import refuse_chat, sampling_params
 from fenceline.entrypoints.openai.protocol import ChatBody, ChatMessage
 from fenceline.entrypoints.openai.reasoning_parser import ReasoningFormat, ReasoningParser
 from fenceline.entrypoints.openai.token_texts import TokenTexts
+from fenceline.entrypoints.openai.tool_call_parser import ToolCallFormat, ToolCallParser
 from fenceline.entrypoints.sse import while_connected
 from fenceline.frontend.request_stream import StreamGroup
 from fenceline.frontend.request_types import GenerateInput, RequestError, expand_samples
@@ -41,18 +43,29 @@ class ChatServing:
         texts: TokenTexts | None,
         template: ChatTemplate | str,
         reasoning: ReasoningFormat | None,
+        tool_calls: ToolCallFormat | None,
     ) -> None:
-        """``template`` is the chat template, or the reason why there is none, with which chat requests are refused."""
+        """``template`` is the chat template, or the reason why there is none, with which chat requests are refused.
+        ``tool_calls`` is None if nothing says how the model writes them: then requests with tools are refused."""
         self._generator = generator
         self._model = model
         self._texts = texts
         self._template = template
         self._reasoning = reasoning
+        self._tool_calls = tool_calls
 
     async def respond(self, body: ChatBody, head: AnswerHead, request: Request) -> Response:
         """The answer, whole or as a stream. Raises RequestError, before anything is sent."""
         required_tokenizer(self._generator)
         refuse_chat(body)
+        if may_call(body) and self._tool_calls is None:
+            raise RequestError(
+                400,
+                "tools is not available: the chat template does not show how this model writes calls; start the server "
+                "with --tool-call-parser, or set tool_choice to 'none'",
+                param="tools",
+                code="unsupported",
+            )
         prompt = await self._prompt(body)
         group = await while_connected(
             request, self._generator.submit_many(self._inputs(body, prompt, head.id))
@@ -74,6 +87,8 @@ class ChatServing:
         asked = body.max_completion_tokens or body.max_tokens
         # Without a limit the answer may fill the context: the tokenizer manager reduces it to what the prompt leaves.
         params = sampling_params(body, asked or self._model.context_length, self._model.sampling_defaults)
+        if may_call(body) and self._tool_calls is not None and self._tool_calls.has_special_tokens:
+            params = msgspec.structs.replace(params, skip_special_tokens=False)
         first = GenerateInput(
             text=prompt if isinstance(prompt, str) else None,
             input_ids=None if isinstance(prompt, str) else prompt,
@@ -90,8 +105,11 @@ class ChatServing:
 
     def _choice(self, index: int, body: ChatBody, prompt: str | list[int], group: StreamGroup) -> ChatChoice:
         assert self._texts is not None  # there is a tokenizer
-        parser = self._parser(body, prompt)
-        return ChatChoice(index, body, self._texts, parser, TokenIds.of(body, group, index))
+        parser, calls = self._parser(body, prompt), None
+        if may_call(body) and self._tool_calls is not None:
+            functions = {tool.function.name: tool.function.model_dump() for tool in body.tools}
+            calls = ToolCallParser(self._tool_calls, functions)
+        return ChatChoice(index, body, self._texts, parser, calls, TokenIds.of(body, group, index))
 
     def _parser(self, body: ChatBody, prompt: str | list[int]) -> ReasoningParser | None:
         form = self._reasoning
@@ -107,6 +125,11 @@ class ChatServing:
         return ReasoningParser(form, inside=True) if form.is_open_within(begun) else None
 
 
+def may_call(body: ChatBody) -> bool:
+    """Whether the model learns of the request's tools and may call them."""
+    return bool(body.tools) and body.tool_choice != "none"
+
+
 async def conversation_text(generator: Generator, template: ChatTemplate | str, body: ChatBody) -> str:
     """:func:`render_chat`, in a worker thread if the conversation is long.
 
@@ -116,6 +139,8 @@ async def conversation_text(generator: Generator, template: ChatTemplate | str, 
         len(content) if isinstance(content, str) else sum(len(part.text) for part in content or ())
         for content in contents
     )
+    if may_call(body):
+        num_chars += sum(len(msgspec.json.encode(tool.model_dump())) for tool in body.tools)
     generator.check_text_length(num_chars)
     if num_chars <= _INLINE_CHARS and len(contents) <= _INLINE_MESSAGES:
         return render_chat(template, body)
@@ -127,6 +152,10 @@ def render_chat(template: ChatTemplate | str, body: ChatBody) -> str:
     the conversation, or with ``template`` if that is the reason why there is none."""
     if isinstance(template, str):
         raise RequestError(400, template)
+    if may_call(body) and not template.has_tools:
+        raise RequestError(
+            400, "tools is not available: the chat template has no place for them", param="tools"
+        )
     variables = dict(body.chat_template_kwargs)
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
@@ -135,6 +164,7 @@ def render_chat(template: ChatTemplate | str, body: ChatBody) -> str:
             [_template_message(message) for message in body.messages],
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=body.continue_final_message,
+            tools=[tool.model_dump(exclude_none=True) for tool in body.tools] if may_call(body) else (),
             variables=variables,
         )
     except ValueError as error:

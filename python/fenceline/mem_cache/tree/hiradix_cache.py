@@ -66,9 +66,11 @@ class HiRadixCache(RadixCache):
         write_policy: str,
         spill: Callable[[Sequence[TreeNode]], None] | None = None,
         root_key: Callable[[str], PageKey] | None = None,
+        lookahead: int = 0,
     ) -> None:
         """``pages``, ``host_pages``: the pools of the two tiers. ``write_policy``: write_through,
-        write_through_selective or write_back. ``root_key`` (with storage): ``PageFingerprint.root_key``.
+        write_through_selective or write_back. ``root_key`` (with storage): ``PageFingerprint.root_key``. ``lookahead``
+        as in :class:`RadixCache`.
 
         ``spill(nodes)`` (write_back) is called inside :meth:`evict` with all nodes that are about to lose their
         only copy; it calls :meth:`begin_backup` for them and submits the transfer before it returns. What it does
@@ -79,7 +81,7 @@ class HiRadixCache(RadixCache):
         assert spill or write_policy != "write_back", "write_back needs somebody to spill to the host"
         self._host = HostTier(host_pages, self._drop)
         self._transit = InTransit()
-        super().__init__(pages, page_size)
+        super().__init__(pages, page_size, lookahead=lookahead)
         self.write_policy = write_policy
         self._spill = spill if write_policy == "write_back" else None
         self._root_key = root_key
@@ -90,8 +92,7 @@ class HiRadixCache(RadixCache):
     def match_prefix(self, token_ids: IntArray, extra_key: str = "") -> MatchResult:
         """As in :class:`RadixCache`; the result says how much follows that is only on the host, and which loads of
         the path FORWARD has not waited for."""
-        tokens = as_tokens(token_ids)
-        path = self._walk(tokens[: len(tokens) // self.page_size * self.page_size], extra_key)
+        path = self._walk(self._whole_pages(token_ids), extra_key)
         device = [node for node in path if node.on_device]
         pages = self._pages_of(device)
         num_host_pages = sum(node.num_pages for node in path[len(device) :])
@@ -239,14 +240,15 @@ class HiRadixCache(RadixCache):
     def insert_host(
         self, token_ids: IntArray, host_pages: IntArray, after: Points = Points.none(), extra_key: str = ""
     ) -> Int32Array:
-        """Offer ``host_pages`` [n] with the KV of the *last* n pages of ``token_ids`` (whole pages).
+        """Offer ``host_pages`` [n] with the KV of the *last* n pages of ``token_ids`` (whole pages, with lookahead).
 
         The tree takes those that it has on no tier, none if the prefix before them is not there any more. Returns
         the pages not taken, int32: they remain the caller's. ``after``: who wrote them. The arrays are copied.
         """
         tokens, offered = as_tokens(token_ids), np.array(host_pages, dtype=np.int32)
-        assert tokens.size % self.page_size == 0, "the tree holds whole pages only"
-        first = tokens.size // self.page_size - offered.size
+        num_pages = self._num_pages(tokens)
+        assert tokens.size == num_pages * self.page_size + self.lookahead, "the tree holds whole pages only"
+        first = num_pages - offered.size
         assert first >= 0, "more pages than tokens"
         path = self._walk(tokens, extra_key)
         num_cached = sum(node.num_pages for node in path)
@@ -272,10 +274,9 @@ class HiRadixCache(RadixCache):
         before: PageKey | None = None
         for part in node.path():
             if part.keys is None:
-                if before is None:  # a node of the first level, whose edge begins with the namespace
-                    extra_key = part.edge[: -4 * self.page_size].decode("utf-8", "surrogatepass")
-                    before = self._root_key(extra_key)
-                part.keys = page_keys(before, part.tokens, self.page_size)
+                if before is None:
+                    before = self._root_key(self.namespace(part))
+                part.keys = page_keys(before, part.tokens, self.page_size, self.lookahead)
             before = part.keys[-1]
         return list(node.keys or ())
 

@@ -4,6 +4,10 @@ The tree maps token sequences to KV pages, a page at a time: an edge carries a r
 children of a node differ in their first page, so a lookup hashes one page per node and compares the rest with
 numpy. It is policy and bookkeeping only (numpy, no torch, no device): it never touches the bytes of a page.
 
+With a ``lookahead`` of L, a page's bytes depend on the L tokens behind it as well: it is found only where these
+follow too. (The draft's KV of EAGLE is computed from the next token; SGLang's bigram keys are a lookahead of 1.)
+Then n pages stand for ``n * page_size + L`` tokens.
+
 Ownership. Every page is owned by exactly one of the free list, the tree, or a request. ``insert`` hands pages
 to the tree; requests that use them hold a *lock* on the deepest node they use, which pins the path up to the
 root; ``evict`` and ``reset`` retire pages to their :class:`LeasePool`, after the Points of all their users.
@@ -54,7 +58,7 @@ class TreeNode:
     """
 
     id: int  # creation order: breaks ties deterministically
-    tokens: Int32Array  # [num_pages * page_size], owned and contiguous
+    tokens: Int32Array  # [num_pages * page_size + lookahead], owned and contiguous
     pages: Int32Array  # device pages [num_pages], owned and contiguous; empty for a node that is only on the host
     edge: bytes
     parent: TreeNode | None
@@ -259,11 +263,13 @@ class RadixCache:
     costs nothing, so callers need no second code path.
     """
 
-    def __init__(self, pages: LeasePool, page_size: int, disabled: bool = False) -> None:
-        """``pages``: the pool that evicted pages are retired to. ``page_size``: tokens per page."""
+    def __init__(self, pages: LeasePool, page_size: int, disabled: bool = False, lookahead: int = 0) -> None:
+        """``pages``: the pool that evicted pages are retired to. ``page_size``: tokens per page. ``lookahead``: tokens
+        behind a page that its bytes depend on."""
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         self.page_size = page_size
+        self.lookahead = lookahead
         self.disabled = disabled
         self._pool = pages
         self._clock = 0
@@ -280,13 +286,13 @@ class RadixCache:
     # --- lookup and growth ---------------------------------------------------------------------------
 
     def match_prefix(self, token_ids: IntArray, extra_key: str = "") -> MatchResult:
-        """The longest prefix of ``token_ids`` [n] in the tree, whole pages only; the tail is ignored.
+        """The longest prefix of ``token_ids`` [n] in the tree, whole pages with their lookahead only; the tail is
+        ignored.
 
         Splits the last node where the match ends inside it, and makes the matched path the most recently used.
         ``extra_key`` names an isolated namespace: prefixes of different namespaces never match.
         """
-        tokens = as_tokens(token_ids)
-        path = self._walk(tokens[: len(tokens) // self.page_size * self.page_size], extra_key)
+        path = self._walk(self._whole_pages(token_ids), extra_key)
         pages = self._pages_of(path)
         node = path[-1]
         return MatchResult(pages, len(pages) * self.page_size, node, node, version=node.version)
@@ -302,7 +308,8 @@ class RadixCache:
     def insert(
         self, token_ids: IntArray, pages: IntArray, after: Points = Points.none(), extra_key: str = ""
     ) -> InsertResult:
-        """Offer ``pages`` [n] holding the KV of ``token_ids`` [n * page_size]; the tree takes what it lacks.
+        """Offer ``pages`` [n] holding the KV of ``token_ids`` [n * page_size + lookahead]; the tree takes what it
+        lacks.
 
         ``after``: the caller's own writes and reads of the taken pages so far; whoever reuses them waits for
         it. See :class:`InsertResult` for who owns what afterwards. Makes the inserted path the most recently
@@ -310,7 +317,8 @@ class RadixCache:
         """
         tokens = as_tokens(token_ids)
         offered = np.array(pages, dtype=np.int32)
-        assert tokens.size == offered.size * self.page_size, "the tree holds whole pages only"
+        num_tokens = max(tokens.size - self.lookahead, 0)
+        assert num_tokens == offered.size * self.page_size, "the tree holds whole pages only"
         if self.disabled:
             return InsertResult(0, 0, offered, self._root)
         path = self._walk(tokens, extra_key)
@@ -441,7 +449,7 @@ class RadixCache:
         assert self._root.lock_ref == 0, "the root is locked"
         nodes = list(self._nodes())
         for node in nodes:
-            check_node(node, self._root, self.page_size)
+            check_node(node, self._root, self.page_size, self.lookahead)
             assert node.last_access <= self._clock, f"node {node.id}: accessed in the future"
             assert node in self._lru or not node.is_evictable, f"node {node.id}: evictable but not queued"
         num_evictable = sum(node.num_device_pages for node in nodes if node.lock_ref == 0)
@@ -459,13 +467,26 @@ class RadixCache:
 
     # --- inner parts ---------------------------------------------------------------------------------
 
+    def namespace(self, node: TreeNode) -> str:
+        """The ``extra_key`` of the prefixes of ``node``, which is of the first level."""
+        return node.edge[: -4 * (self.page_size + self.lookahead)].decode("utf-8", "surrogatepass")
+
+    def _num_pages(self, tokens: Int32Array) -> int:
+        """Whole pages of ``tokens`` whose lookahead is among them."""
+        return max(tokens.size - self.lookahead, 0) // self.page_size
+
+    def _whole_pages(self, token_ids: IntArray) -> Int32Array:
+        """The tokens of its whole pages, with their lookahead."""
+        tokens = as_tokens(token_ids)
+        return tokens[: self._num_pages(tokens) * self.page_size + self.lookahead]
+
     def _walk(self, tokens: Int32Array, extra_key: str) -> list[TreeNode]:
         """The nodes whose pages are a prefix of ``tokens`` (whole pages), root first; splits the last one where
         it matches in part, and touches all."""
         self._clock += 1
         path = [self._root]
         pos = 0
-        while pos < tokens.size:
+        while pos + self.lookahead < tokens.size:
             child = path[-1].children.get(self._edge(path[-1], tokens[pos:], extra_key))
             if child is None:
                 break
@@ -482,7 +503,7 @@ class RadixCache:
     def _edge(self, parent: TreeNode, tokens: Int32Array, extra_key: str) -> bytes:
         """Key of the child that continues with ``tokens``. The namespace is part of the first level only; a
         page's bytes have a fixed length, so the concatenation is unambiguous."""
-        page = tokens[: self.page_size].tobytes()
+        page = tokens[: self.page_size + self.lookahead].tobytes()
         if parent is self._root and extra_key:
             return extra_key.encode("utf-8", "surrogatepass") + page
         return page
@@ -494,7 +515,7 @@ class RadixCache:
         length = min(node.tokens.size, tokens.size)
         differs = node.tokens[:length] != tokens[:length]
         first = int(differs.argmax())
-        return (first if differs[first] else length) // self.page_size
+        return ((first if differs[first] else length) - self.lookahead) // self.page_size
 
     def _split(self, node: TreeNode, num_pages: int) -> TreeNode:
         """Cut ``node`` after ``num_pages`` pages; returns the new upper half. ``node`` stays the lower half, so
@@ -503,7 +524,11 @@ class RadixCache:
         cut = num_pages * self.page_size
         # Copies: a view would keep the whole array alive after the other half is evicted.
         upper = self._new_node(
-            node.tokens[:cut].copy(), node.pages[:num_pages].copy(), node.edge, node.parent, node.after
+            node.tokens[: cut + self.lookahead].copy(),
+            node.pages[:num_pages].copy(),
+            node.edge,
+            node.parent,
+            node.after,
         )
         upper.lock_ref = node.lock_ref
         self._num_locked_nodes += upper.lock_ref > 0
@@ -599,23 +624,26 @@ def as_tokens(token_ids: IntArray) -> Int32Array:
     return tokens
 
 
-def check_node(node: TreeNode, root: TreeNode, page_size: int) -> None:
+def check_node(node: TreeNode, root: TreeNode, page_size: int, lookahead: int) -> None:
     """AssertionError naming what is wrong with ``node``, which is below ``root``, or between it and its parent."""
     name, parent = f"node {node.id}", node.parent
     assert parent is not None, f"{name}: in the tree without a parent"
     assert parent.children.get(node.edge) is node, f"{name}: its parent does not know it by its edge"
     assert node.num_pages > 0, f"{name}: holds no page"
-    assert node.tokens.size == node.num_pages * page_size, f"{name}: tokens and pages disagree in length"
+    num_tokens = node.num_pages * page_size + lookahead
+    assert node.tokens.size == num_tokens, f"{name}: tokens and pages disagree in length"
+    if parent is not root:
+        last = parent.tokens[parent.tokens.size - lookahead :]
+        assert np.array_equal(node.tokens[:lookahead], last), f"{name}: does not begin as its parent ends"
     assert node.num_device_pages == (node.num_pages if node.on_device else 0), f"{name}: partly on the device"
     assert parent.on_device or not node.on_device, f"{name}: on the device below a node that is not"
     assert node.num_device_children == sum(child.on_device for child in node.children.values()), (
         f"{name}: miscounts its children on the device"
     )
     assert node.keys is None or len(node.keys) == node.num_pages, f"{name}: not one key for each page"
-    assert node.edge.endswith(node.tokens[:page_size].tobytes()), (
-        f"{name}: edge is not its first page's tokens"
-    )
-    assert parent is root or len(node.edge) == 4 * page_size, f"{name}: namespace below the first level"
+    page = node.tokens[: page_size + lookahead].tobytes()
+    assert node.edge.endswith(page), f"{name}: edge is not its first page's tokens"
+    assert parent is root or len(node.edge) == len(page), f"{name}: namespace below the first level"
     assert node.lock_ref >= sum(child.lock_ref for child in node.children.values()), (
         f"{name}: fewer locks than the nodes below it"
     )

@@ -1,0 +1,50 @@
+"""Processes that are ranks over gloo: each runs one program and leaves what it has got in a file."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fenceline.distributed.gloo import GlooBackend
+from fenceline.memory_order import Communicator, PeerLostError, open_device
+
+
+def numbers(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """What ``rank`` brings: numbers whose sum depends on the order of adding and on how often it is rounded."""
+    values = torch.randn(5, 300, generator=torch.Generator().manual_seed(rank))
+    return values.to(dtype)
+
+
+def run_gloo_ranks(size: int, folder: Path) -> list[dict[str, Any]]:
+    """Every rank's results: sums by dtype, what it has gathered, and what it was told when the last rank had ended."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_run, args=(rank, size, folder)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0, process.exitcode
+    return [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+
+
+def _run(rank: int, size: int, folder: Path) -> None:
+    device = open_device("cpu")
+    backend = GlooBackend(rank, size, folder / "meeting")
+    communicator = Communicator("ranks", device, device.forward, backend)
+    results: dict[str, Any] = {}
+    with device.forward.active():
+        for dtype in (torch.float32, torch.bfloat16):
+            results[str(dtype)] = communicator.all_reduce(numbers(rank, dtype))
+        results["gathered"] = communicator.all_gather(torch.arange(4).view(2, 2) + 10 * rank)
+        results["smallest"] = communicator.smallest(100 - rank)
+        results["lost"] = ""
+        if rank < size - 1:
+            try:
+                communicator.all_gather(torch.ones(1))
+            except PeerLostError as error:
+                results["lost"] = str(error)
+    torch.save(results, folder / f"{rank}.pt")
+    communicator.close()

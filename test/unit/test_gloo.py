@@ -1,0 +1,29 @@
+"""The back end of ranks on the CPU, in processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from gloo_ranks import numbers, run_gloo_ranks
+
+
+def test_ranks_over_gloo(tmp_path: Path) -> None:
+    """Sums are those of float32 in the order of ranks, rounded once; a rank that has ended ends the others' waiting."""
+    size = 3
+    by_rank = run_gloo_ranks(size, tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        first, second, third = (numbers(rank, dtype).float() for rank in range(size))
+        in_order = ((first + second) + third).to(dtype)
+        if dtype == torch.float32:
+            assert not torch.equal(in_order, first + (second + third)), "the numbers show the order"
+        else:
+            rounded = ((first + second).to(dtype) + third).to(dtype)
+            assert not torch.equal(in_order, rounded), "the numbers show that they are rounded once"
+        for results in by_rank:
+            assert torch.equal(results[str(dtype)], in_order)
+    for rank, results in enumerate(by_rank):
+        assert results["gathered"].tolist() == [[0, 1, 10, 11, 20, 21], [2, 3, 12, 13, 22, 23]]
+        assert results["smallest"] == 98
+        if rank < size - 1:
+            assert f"rank {rank} of {size}: a collective has failed" in results["lost"]

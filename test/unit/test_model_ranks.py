@@ -1,0 +1,73 @@
+"""The model runner's ranks under schedulers that get the same messages: the answers of one rank alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+from demo_requests import greedy_requests, prompts, sampled_reference, sampled_requests
+from ranks import Ranks
+from scheduler_driver import Driver, answers, make_model_driver, request
+
+from fenceline.ipc.io_struct import TokenizedGenerateReq
+
+Result = TypeVar("Result")
+
+
+def on_ranks(size: int, work: Callable[[Driver], Result], **flags: object) -> list[Result]:
+    """What ``work`` gives on each of ``size`` ranks, which have made their drivers together."""
+    ranks = Ranks(size)
+
+    def run(rank: int) -> Result:
+        return work(make_model_driver(rank=(ranks.devices[rank], ranks.shards[rank]), **flags))
+
+    return ranks.run(run)
+
+
+def plain_requests() -> list[TokenizedGenerateReq]:
+    """A temperature at most: ranks draw without whole rows."""
+    return [
+        request(f"r{i}", ids, seed=i, temperature=0.5 * i, max_new_tokens=24, ignore_eos=True)
+        for i, ids in enumerate(prompts())
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("requests", [greedy_requests, plain_requests])
+def test_ranks_answer_as_one(size: int, requests: Callable[[], list[TokenizedGenerateReq]]) -> None:
+    expected = answers(make_model_driver(), requests())
+    assert on_ranks(size, lambda driver: answers(driver, requests())) == [expected] * size
+
+
+def test_ranks_answer_as_one_with_whole_rows_and_retraction() -> None:
+    def work(driver: Driver) -> tuple[list[list[int]], bool]:
+        return answers(driver, sampled_requests()), driver.scheduler.stats.num_retractions > 0
+
+    flags: dict[str, object] = {
+        "page_size": 1,
+        "max_total_tokens": 230,
+        "schedule_conservativeness": 0.01,
+        "chunked_prefill_size": 64,
+        "memory_check": "order",
+    }
+    assert on_ranks(2, work, **flags) == [(sampled_reference(), True)] * 2
+
+
+def test_ranks_score_as_one() -> None:
+    """Logprobs of a prompt, of its answer and of named tokens, to 1e-4."""
+    req = request(
+        "r", prompts()[2], temperature=0.7, max_new_tokens=6, ignore_eos=True, return_logprob=True,
+        logprob_start_len=0, top_logprobs_num=3, token_ids_logprob=[5, 1000],
+    )  # fmt: skip
+
+    def work(driver: Driver) -> list[float]:
+        answers(driver, [req])
+        scores = [value for value in driver.first_logprobs["r"].logprobs if value is not None]
+        scores += [value for value in driver.output_logprobs["r"] if value is not None]
+        return scores + [value for named in driver.output_named["r"] for value, _ in named]
+
+    expected = work(make_model_driver())
+    assert len(expected) > len(req.input_ids)
+    for scores in on_ranks(2, work):
+        assert scores == pytest.approx(expected, abs=1e-4)
