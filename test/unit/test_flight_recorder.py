@@ -106,7 +106,7 @@ def test_the_ring_keeps_the_last_steps_and_nothing_that_is_large() -> None:
     ("params", "flags"),
     [
         ({}, {}),
-        ({"logit_bias": {i: 0.5 for i in range(100)}}, {}),
+        ({"logit_bias": dict.fromkeys(range(100), 0.5)}, {}),
         ({"stop_token_ids": tuple(range(1000, 1100))}, {}),
         ({"stop": ("x" * 4000,)}, {}),
         ({"frequency_penalty": 0.5}, {"flight_recorder_prompts": True}),

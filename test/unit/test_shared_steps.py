@@ -15,6 +15,7 @@ import fenceline
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import AbortReq, TokenizedGenerateReq
+from fenceline.memory_order import Points
 from fenceline.model_executor.step import ExtendBatch, ForwardResult, ScheduleBatch
 from fenceline.scheduler.req import Prefix, Req
 from fenceline.scheduler.schedule_policy import StepSharing, num_waiting_tokens
@@ -188,7 +189,7 @@ def test_a_half_way_prompt_keeps_half_of_each_step() -> None:
     steps = rids_of_steps(driver)
     sent = longs(1)
     driver.send(*sent)
-    while not sent[0].rid in driver.answers:
+    while sent[0].rid not in driver.answers:
         driver.step()
         sent += (new := [request(f"new{len(sent) + i}", [i + 5] * 3, max_new_tokens=1) for i in range(4)])
         driver.send(*new)
@@ -214,6 +215,48 @@ def test_a_worse_priority_passes_nobody() -> None:
     assert_right(driver, worse, better, *reqs)
 
 
+def test_nobody_passes_a_better_priority_that_waits() -> None:
+    driver, _ = sharing_driver(StepSharing(0, 32), chunked_prefill_size=16, enable_priority_scheduling=True)
+    steps = rids_of_steps(driver)
+    half_way = longs(1, priority=5)
+    driver.send(*half_way)
+    driver.step()
+    better = request("better", [8] * 40, max_new_tokens=1, priority=9)
+    equal = request("equal", [9] * 3, max_new_tokens=1, priority=5)
+    driver.send(better, equal)
+    driver.run()
+    first = {rid: index for index, step in reversed(list(enumerate(steps))) for rid in step}
+    assert first["equal"] >= first["better"]
+    assert_right(driver, better, equal, *half_way)
+
+
+def test_the_end_of_a_half_way_prompt_shares_its_step() -> None:
+    """What is left over then stays empty: those that follow are looked at in the next step."""
+    driver, _ = sharing_driver(StepSharing(0, 32), chunked_prefill_size=16)
+    steps = rids_of_steps(driver)
+    reqs = [
+        request(rid, [index + 1] * num, max_new_tokens=1)
+        for index, (rid, num) in enumerate((("a", 26), ("b", 3), ("c", 40)))
+    ]
+    driver.send(*reqs)
+    driver.run()
+    assert steps[:3] == [{"a": 16}, {"b": 3, "a": 10}, {"c": 16}]
+    assert_right(driver, *reqs)
+
+
+def test_a_prompt_with_more_logprobs_than_a_step_computes_is_not_short() -> None:
+    driver = make_driver(4000, 4, 4, context_length=9000, chunked_prefill_size=4096)
+    steps = rids_of_steps(driver)
+    reqs = [
+        request("long", [1] * 7000, max_new_tokens=1),
+        request("scored", [2] * 1500, max_new_tokens=1, return_logprob=True, logprob_start_len=0),
+    ]
+    driver.send(*reqs)
+    driver.run()
+    assert steps[:2] == [{"long": 4096}, {"long": 2904, "scored": 1024}]
+    assert_right(driver, *reqs)
+
+
 def test_not_more_prompts_beside_it_than_are_allowed_in_a_step() -> None:
     driver, _ = sharing_driver(StepSharing(0, 32), chunked_prefill_size=16, prefill_max_requests=3)
     steps = rids_of_steps(driver)
@@ -224,6 +267,29 @@ def test_not_more_prompts_beside_it_than_are_allowed_in_a_step() -> None:
     driver.send(*shorts)
     driver.run()
     assert [len(step) for step in steps[1:3]] == [3, 3]
+    assert_right(driver, *shorts, *reqs)
+
+
+@pytest.mark.parametrize("what", ["rows", "memory"])
+def test_who_has_no_room_waits_beside_it_too(what: str) -> None:
+    driver, _ = sharing_driver(StepSharing(0, 32), chunked_prefill_size=16)
+    scheduler = driver.scheduler
+    free = scheduler.memory.rows.num_free if what == "rows" else scheduler.memory.num_available_pages - 52
+    rows = scheduler.memory.rows.alloc(free - 1) if what == "rows" else None
+    pages = scheduler.memory.pages.alloc(free) if what == "memory" else None
+    steps = rids_of_steps(driver)
+    reqs = longs(1)
+    driver.send(*reqs)
+    driver.step()
+    shorts = [request(f"s{i}", [7, i + 1], max_new_tokens=5, ignore_eos=True) for i in range(4)]
+    driver.send(*shorts)
+    for _ in range(6):
+        driver.step()
+    assert all(list(step) == ["long0"] for step in steps)
+    for lease, pool in ((rows, scheduler.memory.rows), (pages, scheduler.memory.pages)):
+        if lease is not None:
+            pool.retire(lease[0], Points.none())
+    driver.run()
     assert_right(driver, *shorts, *reqs)
 
 

@@ -337,7 +337,7 @@ class PrefillPlanner:
                 return
 
     def _admit_short(self, plan: _Plan, waiting: Iterable[Req], chunked: Req, budget: _Budget) -> None:
-        """Those of ``waiting`` that fit whole into half of the step, for which ``chunked`` leaves room. Nobody passes one
+        """Those of ``waiting`` that fit whole into half of the step, which ``chunked`` leaves. Nobody passes one
         of a better rank."""
         room, rank = self.step_tokens // 2, chunked.rank
         for req in islice(waiting, _MAX_LOOKED_AT):

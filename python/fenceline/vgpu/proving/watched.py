@@ -155,7 +155,7 @@ class WatchedScheduler(Scheduler):
             self._since[self._party(req)] = self._next_moment()
 
     def _room_beside(self, batch: ExtendBatch, reqs: Sequence[Req], most: int) -> int | None:
-        """Of a step in which a half-way prompt has more than half, the tokens of the other half that nobody has; None for
+        """Of a step in which a half-way prompt has more than half, the tokens that the other half has left; None for
         any other step, where nobody is passed for being too long."""
         half = most - most // 2
         sizes = {req: len(seq.token_ids) for seq, req in zip(batch.seqs, reqs, strict=True)}
