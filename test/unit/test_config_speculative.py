@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from fenceline.config import ConfigError
-from fenceline.config.engine_config import EngineConfig, resolve
+from fenceline.config.engine_config import EngineConfig, attention_backends, resolve
 from fenceline.config.server_args import ServerArgs
 
 
@@ -45,3 +47,31 @@ def test_a_simulated_acceptance_may_be_as_long_as_the_step() -> None:
 def test_a_draft_that_no_folder_of_the_model_holds_must_be_named() -> None:
     with pytest.raises(ConfigError, match="needs a draft model: give --speculative-draft-model-path"):
         configure(speculative_algorithm="EAGLE")
+
+
+def test_attention_that_cannot_verify_is_refused_or_replaced() -> None:
+    """FlashInfer and FA3 plan on the host, from lengths that it learns a step late."""
+    model = configure().model
+
+    def decode_backend(**flags: str) -> str:
+        return attention_backends(ServerArgs(model_path="demo", **flags), "cuda", model)[1]  # type: ignore[arg-type]
+
+    assert decode_backend() == "auto"
+    assert decode_backend(**OWN) == "triton"
+    assert decode_backend(**OWN, attention_backend="torch") == "torch"
+    prefill = {"prefill_attention_backend": "flashinfer"}
+    assert decode_backend(**OWN, **prefill) == "triton"
+    for flag in ("attention_backend", "decode_attention_backend"):
+        with pytest.raises(ConfigError, match="give --decode-attention-backend triton"):
+            decode_backend(**OWN, **{flag: "flashinfer"})
+    odd = dataclasses.replace(model, head_dim=24)
+    assert attention_backends(ServerArgs(model_path="demo", **OWN), "cuda", odd)[1] == "torch"  # type: ignore[arg-type]
+
+
+def test_the_drafts_attention_runs_where_it_can() -> None:
+    config = configure(**OWN, speculative_draft_attention_backend="torch").speculative
+    assert config is not None and config.draft_attention_backend == "torch"
+    with pytest.raises(ConfigError, match="--speculative-draft-attention-backend triton: needs a CUDA GPU"):
+        configure(**OWN, speculative_draft_attention_backend="triton")
+    with pytest.raises(ConfigError, match="needs --speculative-algorithm"):
+        configure(speculative_draft_attention_backend="torch")

@@ -304,6 +304,30 @@ def check_verify_plan_follows_its_tensors() -> None:
         )
 
 
+def check_layers_of_a_draft() -> None:
+    """A backend is made for the layers that it attends in; those in front of them may have other heads."""
+    from fenceline.layers.attention.triton_backend import TritonAttentionBackend
+    from fenceline.layers.forward_batch import GraphDecodeInputs
+    from fenceline.mem_cache.kv_pool import KVLayout, KVPool, keys_and_values
+
+    for num_queries in (1, 3):
+        step = case([50, 90, 33], [num_queries] * 3, 16, (4, 2))
+        own, others = step.pool.layout.layers[1], keys_and_values(3, 64, torch.float32)
+        pool = KVPool(step.pool.num_pages, KVLayout(16, (others, own)), torch.device("cpu"))
+        pool.k(1).copy_(step.pool.k(1))
+        pool.v(1).copy_(step.pool.v(1))
+        step.pool = pool
+        backend = TritonAttentionBackend(pool, first_layer=1)
+        agree(step.verify(backend, num_queries, None), step)
+        plan = backend.plan_graph(
+            GraphDecodeInputs(step.page_table, step.rows, torch.tensor(step.seq_lens), 90)
+        )
+        if num_queries == 1:
+            assert plan is not None
+            q = torch.cat(step.queries)
+            agree(plan.forward(1, q, q[:, :2], q[:, :2], SCALE), step)
+
+
 def check_impossible_trees_are_refused() -> None:
     step = case([70], [2], 16, (2, 1))
     for num_nodes, trees in ((1, None), (65, None), (2, [[-1, 0]] * 2)):

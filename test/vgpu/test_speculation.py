@@ -3,11 +3,12 @@ and what keeps their memory right is named by the checker that misses it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from scheduler_driver import answers
-from speculative_driver import DRAFTS, EAGLE3, make_driver, models, requests
+from speculative_driver import DRAFTS, EAGLE3, count_tokens, make_driver, models, requests
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.memory_order.edges import ARENA_PAD, GRAPH_POOL, SINK, TOTAL_BUCKETS
@@ -38,6 +39,24 @@ def test_tokens_are_those_without_speculation(
     assert isinstance(driver.worker, ModelRunner) and driver.worker.graph_stats is not None
     stats = driver.worker.graph_stats
     assert stats.replays == stats.eligible_steps > 3 and not stats.fallbacks
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_prefill_in_pieces(models: dict[str, Path], page_size: int) -> None:
+    """The pieces leave the hidden states that an EAGLE-3 head reads: as many drafts are accepted as without them."""
+    reqs = requests(3, num=6, max_new_tokens=9)
+
+    def run(**flags: object) -> tuple[object, Counter[int], ModelRunner]:
+        device = VgpuDevice(gpu=VirtualGpu(seed=4, policy="random"))
+        driver = make_driver(models, EAGLE3, "eagle3", device=device, page_size=page_size, **FLAGS, **flags)  # type: ignore[arg-type]
+        counts = count_tokens(driver)
+        assert isinstance(driver.worker, ModelRunner)
+        return answers(driver, reqs), counts, driver.worker
+
+    plain, plain_counts, _ = run()
+    pieces, counts, worker = run(piecewise_cuda_graph_tokens=(8, 32))
+    assert pieces == plain and counts == plain_counts
+    assert worker.prefill_graph_stats is not None and worker.prefill_graph_stats.replays > 0
 
 
 def test_without_graphs(models: dict[str, Path]) -> None:

@@ -152,7 +152,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
     max_running_requests = _max_running_requests(args, device, model.context_length)
     if device == "cpu":
         _check_memory(args, model, max_running_requests)
-    attention = attention_backends(args, device)
+    attention = attention_backends(args, device, model)
     return EngineConfig(
         server_args=_with_timeouts_of_environment(args),
         model=model,
@@ -239,7 +239,7 @@ def _speculative(args: ServerArgs, device: str, target: ModelConfig) -> Speculat
             f"--speculative-simulate-acceptance {simulated:g}: a step yields at most --speculative-num-steps + 1 ="
             f" {num_steps + 1} tokens"
         )
-    return SpeculativeConfig(draft, num_steps, simulated)
+    return SpeculativeConfig(draft, num_steps, simulated, args.speculative_draft_attention_backend)
 
 
 def _priority(args: ServerArgs) -> PriorityConfig | None:
@@ -401,21 +401,40 @@ def _check_memory(args: ServerArgs, model: ModelConfig, max_running_requests: in
         )
 
 
-def attention_backends(args: ServerArgs, device: str) -> tuple[str, str]:
+def attention_backends(args: ServerArgs, device: str, model: ModelConfig) -> tuple[str, str]:
     """The backends of prefill and decode: a name, or ``auto`` for what measures best on this GPU.
 
-    Raises ConfigError for kernels that ``device`` cannot run.
+    Raises ConfigError for kernels that ``device`` cannot run, and for those that cannot verify drafts.
     """
     both = args.attention_backend or "auto"
     if device == "cuda":
-        return args.prefill_attention_backend or both, args.decode_attention_backend or both
-    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        decode = args.decode_attention_backend or both
+        return args.prefill_attention_backend or both, _verifying(args, decode, model)
+    for name in (
+        "attention_backend",
+        "prefill_attention_backend",
+        "decode_attention_backend",
+        "speculative_draft_attention_backend",
+    ):
         wanted = getattr(args, name)
         if wanted not in (None, "auto", _ON_ANY_DEVICE):
             raise ConfigError(
                 f"--{name.replace('_', '-')} {wanted}: needs a CUDA GPU and this is {device}; leave it out"
             )
     return _ON_ANY_DEVICE, _ON_ANY_DEVICE
+
+
+def _verifying(args: ServerArgs, decode: str, model: ModelConfig) -> str:
+    """The decode backend ``decode``, or one that can verify drafts if there are any: lengths of speculative steps are
+    the device's, so the plan must not need them."""
+    if args.speculative_algorithm is None or decode in ("triton", "torch"):
+        return decode
+    if decode != "auto":
+        raise ConfigError(
+            f"--speculative-algorithm: {decode} cannot verify drafts, its plan needs lengths that the host learns late; "
+            f"give --decode-attention-backend triton (--prefill-attention-backend {decode} may stay)"
+        )
+    return "triton" if model.head_dim >= 16 and model.head_dim & (model.head_dim - 1) == 0 else "torch"
 
 
 def cuda_graph_bs(args: ServerArgs, device: str, max_running_requests: int) -> tuple[int, ...]:

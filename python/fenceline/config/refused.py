@@ -55,7 +55,7 @@ REFUSED: Mapping[str, Refusal] = {
         " --hicache-storage-prefetch-timeout"
     ),
     **_same(
-        "--speculative-draft-attention-backend --speculative-token-map --speculative-attention-mode",
+        "--speculative-token-map --speculative-attention-mode",
         Refusal("speculation has no such choice yet: leave it out"),
     ),
     "--dense-as-sparse": Refusal("there is no sparse attention: leave it out"),

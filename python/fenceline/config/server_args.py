@@ -408,6 +408,12 @@ class ServerArgs:
         "Rows that the model verifies for each request: with chains --speculative-num-steps + 1.",
         group=_SPECULATION,
     )
+    speculative_draft_attention_backend: str | None = flag(
+        None,
+        "Attention of the draft's layers, where it is not to be the model's: triton or torch.",
+        group=_SPECULATION,
+        choices=("triton", "torch"),
+    )
     speculative_simulate_acceptance: float | None = flag(
         None,
         "With --load-format dummy: how many tokens a step yields on average, whatever the draft proposes. To measure "

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -119,6 +120,7 @@ class ModelRunner:
         self._num_heads = shard.divide(model.num_heads, "attention heads")
         with _phase("Prepared attention"):
             self._attention = self._make_attention(config)
+            self._draft_attention = self._make_draft_attention(config)
         self._inputs = InputRing(device)
         hicache = config.hicache
         # With the direct backend, backups keep the copy engine busy, so FORWARD copies small results itself.
@@ -136,6 +138,7 @@ class ModelRunner:
                 self.kv_pool,
                 self.req_pool,
                 self._attention.decode,
+                self._draft_attention.decode,
                 config.max_running_requests,
                 config.speculative.num_steps,
                 config.speculative.draft.aux_layers,
@@ -159,7 +162,12 @@ class ModelRunner:
         if config.piecewise_cuda_graph_tokens:
             sizes = config.piecewise_cuda_graph_tokens
             self.prefill_graphs = PiecewiseCudaGraphRunner(
-                device, self.model, self.kv_pool, sizes, config.server_args.debug_cuda_graph
+                device,
+                self.model,
+                self.kv_pool,
+                sizes,
+                config.server_args.debug_cuda_graph,
+                () if config.speculative is None else config.speculative.draft.aux_layers,
             )
         self._extended: tuple[ForwardBatch, torch.Tensor] | None = (
             None  # of the latest prefill step, for the draft
@@ -178,16 +186,37 @@ class ModelRunner:
         if device.kind == "cuda":
             with _room_for("the largest prefill step", "lower --chunked-prefill-size"):
                 with _phase("Warmed up attention of prefill steps"):
-                    self._attention.prefill.warm_up()
+                    for backend in {self._attention.prefill, self._draft_attention.prefill}:
+                        backend.warm_up()
                 warm_up(device, config, self.launch)
         if self.prefill_graphs is not None:
             self.prefill_graphs.begin_serving()
 
     def _make_attention(self, config: EngineConfig) -> AttentionBackends:
-        setting = AttentionSetting(self.kv_pool, self.device, self._num_heads, config.model.context_length)
+        setting = AttentionSetting(
+            self.kv_pool,
+            self.device,
+            self._num_heads,
+            config.model.context_length,
+            range(self.model.num_layers),
+        )
         return make_attention_backends(
             config.prefill_attention_backend, config.decode_attention_backend, setting
         )
+
+    def _make_draft_attention(self, config: EngineConfig) -> AttentionBackends:
+        """Of the draft's layers: the target's where the heads are alike and no flag wants another one."""
+        if self.draft is None or config.speculative is None:
+            return self._attention
+        wanted, target = config.speculative.draft_attention_backend, self._attention
+        layers = range(self.model.num_layers, self.kv_pool.num_layers)
+        alike = self.draft.kv_rows[0] == self.model.kv_rows[0] and self.draft.num_heads == self._num_heads
+        if wanted is None and alike:
+            return target
+        setting = AttentionSetting(
+            self.kv_pool, self.device, self.draft.num_heads, config.model.context_length, layers
+        )
+        return make_attention_backends(wanted or target.prefill_name, wanted or target.decode_name, setting)
 
     @torch.inference_mode()
     def _capture(self, config: EngineConfig, show_progress: bool) -> None:
@@ -233,7 +262,9 @@ class ModelRunner:
         self.device.checker.begin_step()
         mode = ForwardMode.EXTEND if isinstance(batch, ExtendBatch) else ForwardMode.DECODE
         exclusive = self.hicache
-        if exclusive is not None and not self._attention.persistent(mode):
+        if exclusive is not None and not (
+            self._attention.persistent(mode) or self._draft_attention.persistent(mode)
+        ):
             exclusive = None
         if exclusive is not None:
             exclusive.before_persistent_forward()
@@ -300,6 +331,7 @@ class ModelRunner:
     def _extend(self, batch: ExtendBatch, views: Views) -> Logits:
         layer_ready = self._layer_ready(batch)
         self._write_pages(views)
+        attention = _extend_attention(batch, views, self.req_pool.page_table)
         self._begin_penalties(batch, views)
         forward_batch = ForwardBatch(
             mode=ForwardMode.EXTEND,
@@ -307,7 +339,7 @@ class ModelRunner:
             positions=views["positions"],
             out_slots=views["out_slots"],
             logits_index=views["logits_index"],
-            attn=self._attention.prefill.plan(_extend_attention(batch, views, self.req_pool.page_table)),
+            attn=self._attention.prefill.plan(attention),
             kv_pool=self.kv_pool,
             layer_ready=layer_ready,
             aux_hidden=None
@@ -318,6 +350,9 @@ class ModelRunner:
         x = layers.hidden_states(forward_batch)
         values = self.model.own_logits(x, forward_batch)
         if self.speculative is not None:
+            if self._draft_attention.prefill is not self._attention.prefill:
+                own = self._draft_attention.prefill.plan(attention)
+                forward_batch = replace(forward_batch, attn=own)
             self._extended = forward_batch, x
         for ticket in batch.loads:
             ticket.waited = True  # FORWARD has: what is submitted from now on comes after them

@@ -21,7 +21,13 @@ from functools import partial
 
 import torch
 
-from fenceline.layers.forward_batch import AttentionPlan, ForwardBatch, ForwardMode, PieceBuffers
+from fenceline.layers.forward_batch import (
+    AttentionPlan,
+    AuxHiddenStates,
+    ForwardBatch,
+    ForwardMode,
+    PieceBuffers,
+)
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.memory_order import Arena, ArenaField, Device, Graph, GraphPool, Role
 from fenceline.memory_order.edges import SINK
@@ -29,6 +35,7 @@ from fenceline.model_executor.graph_runner import GraphMismatch, GraphRunner
 from fenceline.models.decoder import CausalLM
 
 Piece = Callable[[], None]
+_AUX = "aux_hidden"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +56,32 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         kv_pool: KVPool,
         sizes: Sequence[int],
         debug: bool = False,
+        aux_layers: tuple[int, ...] = (),
     ) -> None:
-        """``sizes``: ascending numbers of tokens. Nothing is captured before :meth:`capture`."""
+        """``sizes``: ascending numbers of tokens. ``aux_layers``: the ``layers`` of ``ForwardBatch.aux_hidden``, if
+        batches have it. Nothing is captured before :meth:`capture`."""
         super().__init__(device, "prefill", "tokens", sizes)
         self._model = model
         self._kv_pool = kv_pool
         self._debug = debug
         self._compares = False
         self._captured: dict[int, _Captured] = {}
+        self._aux_layers = aux_layers
         self.arena = Arena(device, "prefill", sizes[-1], (*self._plan_fields(), *model.arena_fields()))
         self._outputs = [f.name for f in self.arena.fields.values() if f.role is Role.OUTPUT]
         self._inputs = [f.name for f in self.arena.fields.values() if f.role is Role.INPUT]
 
     def _plan_fields(self) -> Sequence[ArenaField]:
+        aux = (len(self._aux_layers) * self._model.config.hidden_size,)
         return (
             ArenaField("input_ids", torch.int64, Role.PLAN, pad=0),
             ArenaField("positions", torch.int64, Role.PLAN, pad=0),
             ArenaField("out_slots", torch.int64, Role.PLAN, pad=SINK),
+            *(
+                [ArenaField(_AUX, self._model.context.dtype, Role.OUTPUT, pad=0, shape=aux)]
+                if self._aux_layers
+                else ()
+            ),
         )
 
     def addresses(self) -> Sequence[int]:
@@ -95,8 +111,6 @@ class PiecewiseCudaGraphRunner(GraphRunner):
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
         """``CausalLM.hidden_states`` [T, hidden_size], by graphs where there are some for so many tokens, with FORWARD
         current. Good until the next step is submitted."""
-        if batch.aux_hidden is not None:
-            return self._model.hidden_states(batch)  # the pieces were captured for a batch that keeps none
         num_tokens = batch.num_tokens
         size = self.size_for(num_tokens)
         if size is None or not self.fits():
@@ -111,6 +125,8 @@ class PiecewiseCudaGraphRunner(GraphRunner):
         else:
             self._submit(self._captured[size].replays, batch)
         self.stats.count_replay(size)
+        if batch.aux_hidden is not None:
+            batch.aux_hidden.out.copy_(tensors[_AUX])
         return tensors["hidden"]
 
     def begin_serving(self) -> None:
@@ -156,6 +172,7 @@ class PiecewiseCudaGraphRunner(GraphRunner):
             attn=_NoAttention(),
             kv_pool=self._kv_pool,
             buffers=PieceBuffers(rows),
+            aux_hidden=AuxHiddenStates(self._aux_layers, rows[_AUX]) if self._aux_layers else None,
         )
         return [partial(self._model.run_piece, index, batch) for index in range(self._model.num_layers + 1)]
 

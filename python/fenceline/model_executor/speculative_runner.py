@@ -110,6 +110,7 @@ class SpeculativeRunner(GraphRunner):
         kv_pool: KVPool,
         req_pool: ReqPool,
         attention: AttentionBackend,
+        draft_attention: AttentionBackend,
         max_batch: int,
         num_steps: int,
         aux_layers: tuple[int, ...] = (),
@@ -127,6 +128,7 @@ class SpeculativeRunner(GraphRunner):
         self._kv_pool = kv_pool
         self._req_pool = req_pool
         self._attention = attention
+        self._draft_attention = draft_attention
         self._num_steps = num_steps
         self._aux_layers = aux_layers
         self._simulated_accept_length = simulated_accept_length
@@ -280,10 +282,13 @@ class SpeculativeRunner(GraphRunner):
 
     def _make_plans(self, size: int, max_lens: npt.NDArray[np.int64]) -> _Plans:
         """``max_lens`` [size] int64 bound the lengths with all rows of the step."""
-        arena, draft, target = self.arena, self._draft.num_heads, self._model.config.num_heads
+        arena = self.arena
+        target = self._attention, self._model.config.num_heads
+        draft = self._draft_attention, self._draft.num_heads
 
-        def plan(num_queries: int, seq_lens: str, num_heads: int) -> AttentionPlan:
-            made = self._attention.plan_verify(
+        def plan(num_queries: int, seq_lens: str, whose: tuple[AttentionBackend, int]) -> AttentionPlan:
+            backend, num_heads = whose
+            made = backend.plan_verify(
                 VerifyInputs(
                     page_table=self._req_pool.page_table,
                     rows=arena["plan_rows"][:size],

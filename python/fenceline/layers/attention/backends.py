@@ -34,12 +34,19 @@ _NUM_ROUNDS = 4
 
 @dataclass(frozen=True, slots=True)
 class AttentionSetting:
-    """What a backend is made for: the pool, its device, this rank's query heads and the longest sequence."""
+    """What a backend is made for: the pool and those of its layers that it attends in, all alike (None: all of them),
+    its device, this rank's query heads and the longest sequence."""
 
     kv_pool: KVPool
     device: Device
     num_heads: int
     context_length: int
+    layers: range | None = None
+
+    @property
+    def own_layers(self) -> range:
+        """The layers of the pool that the backend attends in."""
+        return range(self.kv_pool.num_layers) if self.layers is None else self.layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,9 @@ def _make_fa3(setting: AttentionSetting) -> AttentionBackend:
 def _make_flashinfer(setting: AttentionSetting) -> AttentionBackend:
     from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend
 
-    return FlashInferAttentionBackend(setting.kv_pool, setting.device, setting.num_heads)
+    return FlashInferAttentionBackend(
+        setting.kv_pool, setting.device, setting.num_heads, layers=setting.own_layers
+    )
 
 
 def _make_torch(setting: AttentionSetting) -> AttentionBackend:
@@ -83,7 +92,7 @@ def _make_triton(setting: AttentionSetting) -> AttentionBackend:
             f"--attention-backend triton: Triton is not installed ({error}): pip install 'fenceline[cuda]', or use "
             "--attention-backend torch"
         ) from error
-    return TritonAttentionBackend(setting.kv_pool)
+    return TritonAttentionBackend(setting.kv_pool, setting.own_layers.start)
 
 
 ATTENTION_BACKENDS: Mapping[str, Callable[[AttentionSetting], AttentionBackend]] = MappingProxyType(
@@ -239,18 +248,19 @@ def _step(
     seq_len = min(batch.num_tokens, setting.context_length)
     query_len = seq_len - min(batch.prefix_len, seq_len - 1) if mode is ForwardMode.EXTEND else 1
     num_queries = batch.num_requests * query_len
-    keys = pool.k(0)
+    layers = setting.own_layers
+    keys = pool.k(layers.start)
     num_kv_heads, head_dim = keys.shape[1:]
     num_heads = setting.num_heads
     qkv = torch.randn(num_queries, num_heads + 2 * num_kv_heads, head_dim, device=keys.device).to(keys.dtype)
     q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     plan = _plan(backend, setting, mode, batch, seq_len, query_len)
-    num_calls = min(max(pool.num_layers, _NUM_CALLS[0]), _NUM_CALLS[1])
+    num_calls = min(max(len(layers), _NUM_CALLS[0]), _NUM_CALLS[1])
 
     def step() -> None:
         plan.prepare()
         for call in range(num_calls):
-            plan.forward(call % pool.num_layers, q, k, v, head_dim**-0.5)
+            plan.forward(layers[call % len(layers)], q, k, v, head_dim**-0.5)
 
     return step, num_calls
 

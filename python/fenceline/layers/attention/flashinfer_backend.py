@@ -60,20 +60,19 @@ class FlashInferAttentionBackend(AttentionBackend):
         prefill: str | None = None,
         tensor_cores: bool | None = None,
         library: Library | None = None,
+        layers: range | None = None,
     ) -> None:
-        keys = kv_pool.k(0)
-        self.shape = AttentionShape(
-            num_heads, keys.shape[1], keys.shape[2], kv_pool.page_size, kv_pool.k(0).dtype
-        )
+        layers = range(kv_pool.num_layers) if layers is None else layers
+        keys = kv_pool.k(layers.start)
+        self.shape = AttentionShape(num_heads, keys.shape[1], keys.shape[2], kv_pool.page_size, keys.dtype)
         library = InstalledLibrary() if library is None else library
         library.check(device, self.shape)
         self.kv_pool = kv_pool
         pages = (kv_pool.num_pages, kv_pool.page_size, *keys.shape[1:])
         # Views made once: prefill needs them for each layer, and a short prompt is bound by the CPU.
-        self._layer_pages = [
-            (kv_pool.k(layer).view(pages), kv_pool.v(layer).view(pages))
-            for layer in range(kv_pool.num_layers)
-        ]
+        self._layer_pages = {
+            layer: (kv_pool.k(layer).view(pages), kv_pool.v(layer).view(pages)) for layer in layers
+        }
         self._device = device
         fa3_or_fa2 = prefill or library.prefill_generation(device.torch_device, self.shape.dtype)
         self.prefill = PrefillKernels(self.shape, fa3_or_fa2, library)

@@ -37,13 +37,14 @@ _ONE_TILE = (1, MAX_GROUP)
 
 
 class TritonAttentionBackend(AttentionBackend):
-    """Plans over one KV pool; all of them share workspaces, so they run on one stream.
+    """Plans over the layers of one KV pool that are alike; all of them share workspaces, so they run on one stream.
 
     Raises ValueError for head sizes that are not a power of two.
     """
 
-    def __init__(self, kv_pool: KVPool) -> None:
-        keys = kv_pool.k(0)
+    def __init__(self, kv_pool: KVPool, first_layer: int = 0) -> None:
+        """``first_layer``: of the layers that it attends in, which are alike."""
+        keys = self._keys = kv_pool.k(first_layer)
         head_dim = keys.shape[2]
         if head_dim < 16 or head_dim & (head_dim - 1):
             raise ValueError(
@@ -84,7 +85,7 @@ class TritonAttentionBackend(AttentionBackend):
 
     def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
         """See ``AttentionBackend.plan_verify``."""
-        group = inputs.num_heads // self.kv_pool.k(0).shape[1]
+        group = inputs.num_heads // self._keys.shape[1]
         tiles = query_tiles(inputs.tree.num_queries * group)
         config = self.verify_config(len(inputs.rows), tiles)
         requests = self.requests_of(inputs)
@@ -100,7 +101,7 @@ class TritonAttentionBackend(AttentionBackend):
         The lengths are not known here, so any batch may have long requests. A single request is bound by latency; all
         other batches get enough stages to keep the memory busy.
         """
-        if self.kv_pool.k(0).element_size() > 2:
+        if self._keys.element_size() > 2:
             return DecodeConfig(32, self._num_workers(2), 4, 2, self._launch_pdl)
         if batch == 1:
             return DecodeConfig(32, self._num_workers(2), 2, 1, self._launch_pdl)
@@ -113,13 +114,13 @@ class TritonAttentionBackend(AttentionBackend):
         if tiles == _ONE_TILE:
             return self.decode_config(batch)
         num_workers = max(self._num_workers(2) // tiles[0], 1)
-        if self.kv_pool.k(0).element_size() > 2:
+        if self._keys.element_size() > 2:
             return DecodeConfig(32, num_workers, 4, 2, self._launch_pdl)
         return DecodeConfig(64, num_workers, 4, 3, self._launch_pdl)
 
     def extend_config(self, max_rows: int) -> ExtendConfig:
         """How a prefill is cut whose longest request has ``max_rows`` query rows for each KV head."""
-        if self.kv_pool.k(0).element_size() > 2:
+        if self._keys.element_size() > 2:
             return ExtendConfig(32, 32, 4, 2)
         if max_rows <= 16:
             return ExtendConfig(16, 64, 4, 5)
@@ -133,14 +134,15 @@ class TritonAttentionBackend(AttentionBackend):
 
     def _workspace(self, tiles: tuple[int, int]) -> DecodeWorkspace:
         if tiles not in self._workspaces:
-            keys = self.kv_pool.k(0)
             max_workers = max(self._num_workers(_MAX_WORKERS_PER_SM) // tiles[0], 1)
-            num_kv_heads, head_dim = keys.shape[1:]
-            self._workspaces[tiles] = DecodeWorkspace(num_kv_heads, head_dim, max_workers, keys.device, tiles)
+            num_kv_heads, head_dim = self._keys.shape[1:]
+            self._workspaces[tiles] = DecodeWorkspace(
+                num_kv_heads, head_dim, max_workers, self._keys.device, tiles
+            )
         return self._workspaces[tiles]
 
     def _num_workers(self, workers_per_sm: int) -> int:
-        return max(self.num_sms * workers_per_sm // self.kv_pool.k(0).shape[1], 1)
+        return max(self.num_sms * workers_per_sm // self._keys.shape[1], 1)
 
 
 class _DecodePlan(AttentionPlan):
