@@ -60,8 +60,8 @@ class DraftConfig:
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """How decode steps speculate: which draft proposes, and how many tokens in a step. ``simulated_accept_length``:
-    with dummy weights, so many tokens a step on average, whatever the draft proposes. ``draft_attention_backend``: of the
-    draft's layers; None: as the target's."""
+    with dummy weights, so many tokens a step on average, whatever the draft proposes. ``draft_attention_backend``: of
+    the draft's layers; None: as the target's."""
 
     draft: DraftConfig
     num_steps: int

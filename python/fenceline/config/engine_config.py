@@ -431,7 +431,7 @@ def _verifying(args: ServerArgs, decode: str, model: ModelConfig) -> str:
         return decode
     if decode != "auto":
         raise ConfigError(
-            f"--speculative-algorithm: {decode} cannot verify drafts, its plan needs lengths that the host learns late; "
+            f"--speculative-algorithm: {decode} cannot verify drafts, for the host learns their lengths late: "
             f"give --decode-attention-backend triton (--prefill-attention-backend {decode} may stay)"
         )
     return "triton" if model.head_dim >= 16 and model.head_dim & (model.head_dim - 1) == 0 else "torch"
