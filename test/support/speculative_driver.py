@@ -26,7 +26,15 @@ EAGLE, EAGLE3 = SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3
 NEXTN, STANDALONE = SpeculativeAlgorithm.NEXTN, SpeculativeAlgorithm.STANDALONE
 CONTEXT = 160
 # Each algorithm with its draft: the target itself as its own draft proposes what the target draws.
-DRAFTS = [(EAGLE, "eagle"), (EAGLE3, "eagle3"), (NEXTN, None), (STANDALONE, "near"), (STANDALONE, "target")]
+DRAFTS = [
+    (EAGLE, "eagle"),
+    (EAGLE3, "eagle3"),
+    (NEXTN, None),
+    (NEXTN, "mtp"),
+    (STANDALONE, "near"),
+    (STANDALONE, "target"),
+]
+NUM_MTP_LAYERS = 4  # of "mtp", each for a step of its own; the target has one
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +44,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     rng, folder = Random(7), tmp_path_factory.mktemp("models")
     save_target("llama", folder / "target")
     add_mtp(folder / "target", 1)
+    save_target("llama", folder / "mtp")
+    add_mtp(folder / "mtp", NUM_MTP_LAYERS)
     save_target("llama", folder / "near")
     for path in (folder / "near").glob("*.safetensors"):
         tensors = load_file(path)

@@ -156,7 +156,7 @@ class TraceMaker:
             sampling=req.sampling if last else None,
             prompt_logprobs_from=1 if req.prompt_logprobs and start == 0 else None,
             prompt_top_logprobs=2,
-            next_token=None if last else int(req.prompt[end]),
+            following=() if last else (int(req.prompt[end]),),
             history=(req.prompt, np.zeros(0, np.int64)) if penalised else None,
         )
 

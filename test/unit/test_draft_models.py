@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -24,6 +24,7 @@ from draft_checkpoints import (
     random_eagle3,
     save_target,
 )
+from draft_reference import Reference, target_states
 from model_parity import PagedModel, reference_logits, save_checkpoint
 from paged_draft import PagedDraft, Rows
 from ranks import Ranks
@@ -37,120 +38,6 @@ from fenceline.models.loader import load_draft_model
 EAGLE, EAGLE3 = SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3
 NEXTN, STANDALONE = SpeculativeAlgorithm.NEXTN, SpeculativeAlgorithm.STANDALONE
 TARGETS = ("llama", "llama-tied-biased", "qwen2", "qwen3", "qwen3-tied-biased")
-
-# --- the reference: dense, one request at a time, in float64 ------------------------------------------------
-
-
-def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
-
-
-def rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
-    """x [rows, heads, head_dim], row i at position i."""
-    half = x.shape[-1] // 2
-    angles = torch.arange(len(x))[:, None] * theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-
-
-@dataclass
-class Reference:
-    """What the checkpoint's tensors mean, for whole sequences: rows [n, ...] at positions 0 to n."""
-
-    made: DraftCheckpoint
-    embedding: torch.Tensor  # the draft's own or the target's
-    head: torch.Tensor
-
-    def __post_init__(self) -> None:
-        self.tensors = {name: tensor.double() for name, tensor in self.made.tensors.items()}
-        eps = self.made.config["rms_norm_eps"]
-        assert isinstance(eps, float)
-        self.eps = eps
-
-    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        y = x @ self.tensors[f"{name}.weight"].T
-        return y + self.tensors[f"{name}.bias"] if f"{name}.bias" in self.tensors else y
-
-    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return rms(x, self.tensors[f"{name}.weight"], self.eps)
-
-    def heads(self, x: torch.Tensor, name: str, num: int) -> torch.Tensor:
-        return self.linear(x, name).view(len(x), num, -1)
-
-    def attention(self, x: torch.Tensor, prefix: str) -> torch.Tensor:
-        config = self.made.config
-        heads, kv_heads = self.made.size("num_attention_heads"), self.made.size("num_key_value_heads")
-        parameters = config.get("rope_parameters") or config
-        theta = parameters["rope_theta"]  # type: ignore[index]
-        q, k = self.heads(x, f"{prefix}q_proj", heads), self.heads(x, f"{prefix}k_proj", kv_heads)
-        v = self.heads(x, f"{prefix}v_proj", kv_heads)
-        if f"{prefix}q_norm.weight" in self.tensors:
-            q, k = self.norm(q, f"{prefix}q_norm"), self.norm(k, f"{prefix}k_norm")
-        q, k = rotate(q, theta), rotate(k, theta)
-        k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
-        scores.masked_fill_(torch.ones(len(x), len(x)).triu(1).bool(), float("-inf"))
-        return self.linear(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1), f"{prefix}o_proj")
-
-    def block(self, x: torch.Tensor, prefix: str, attention_input: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(attention_input, f"{prefix}self_attn.")
-        y = self.norm(x, f"{prefix}post_attention_layernorm")
-        gate, up = self.linear(y, f"{prefix}mlp.gate_proj"), self.linear(y, f"{prefix}mlp.up_proj")
-        return x + self.linear(torch.nn.functional.silu(gate) * up, f"{prefix}mlp.down_proj")
-
-    def first(self, target: TargetStates) -> torch.Tensor:
-        """The hidden states of the first step."""
-        if "midlayer.hidden_norm.weight" in self.tensors:
-            return self.linear(target.aux, "fc")
-        return target.normed
-
-    def step(self, ids: torch.Tensor, hidden: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and next hidden states of all rows."""
-        embedded = self.embedding[ids]
-        if "midlayer.hidden_norm.weight" in self.tensors:
-            both = (
-                self.norm(embedded, "midlayer.input_layernorm"),
-                self.norm(hidden, "midlayer.hidden_norm"),
-            )
-            x = self.block(hidden, "midlayer.", torch.cat(both, -1))
-            return self.norm(x, "norm") @ self.head.T, x
-        if "fc.weight" in self.tensors:
-            x = self.linear(torch.cat((embedded, hidden), -1), "fc")
-            for index in range(self.made.size("num_hidden_layers")):
-                prefix = f"layers.{index}."
-                x = self.block(x, prefix, self.norm(x, f"{prefix}input_layernorm") if index else x)
-            return x @ self.head.T, x
-        prefix = f"model.mtp_layers.{step if self.made.size('num_nextn_predict_layers') > 1 else 0}."
-        embedded = torch.cat((torch.zeros_like(embedded[:1]), embedded[1:]))
-        both = self.norm(hidden, f"{prefix}hidden_layernorm"), self.norm(embedded, f"{prefix}token_layernorm")
-        x = self.linear(torch.cat(both, -1), f"{prefix}input_proj")
-        x = self.block(x, prefix, self.norm(x, f"{prefix}input_layernorm"))
-        x = self.norm(x, f"{prefix}final_layernorm")
-        return x @ self.head.T, x
-
-
-@dataclass(frozen=True)
-class TargetStates:
-    """What transformers' model computes for one sequence, in float64."""
-
-    normed: torch.Tensor  # after the final norm
-    aux: torch.Tensor
-
-
-def target_states(
-    model: transformers.PreTrainedModel, ids: torch.Tensor, layers: Sequence[int]
-) -> TargetStates:
-    """``layers``: whose inputs are read; the number of layers for the output of the last."""
-    last: list[torch.Tensor] = []
-    handle = model.model.norm.register_forward_pre_hook(lambda module, args: last.append(args[0]))
-    with torch.no_grad():
-        states = model.model(ids[None], output_hidden_states=True).hidden_states
-    handle.remove()
-    inputs = [*states[:-1], last[0]]
-    aux = [inputs[layer][0].double() for layer in layers]
-    return TargetStates(states[-1][0].double(), torch.cat(aux, -1) if aux else torch.empty(0))
-
 
 @dataclass
 class Case:

@@ -226,12 +226,13 @@ def _speculative(args: ServerArgs, device: str, target: ModelConfig) -> Speculat
             directory, flag, args.speculative_draft_model_revision, args.download_dir, weights
         )
     draft = read_draft_config(SpeculativeAlgorithm(args.speculative_algorithm), directory, target)
-    has_layers_by_step = draft.algorithm is SpeculativeAlgorithm.NEXTN and draft.model.num_layers > 1
-    num_steps = args.speculative_num_steps or (1 if has_layers_by_step else _SPECULATIVE_STEPS)
-    if has_layers_by_step and num_steps > 1:
+    num_layers = draft.model.num_layers
+    has_layers_by_step = draft.algorithm is SpeculativeAlgorithm.NEXTN and num_layers > 1
+    num_steps = args.speculative_num_steps or (num_layers if has_layers_by_step else _SPECULATIVE_STEPS)
+    if has_layers_by_step and num_steps > num_layers:
         raise ConfigError(
-            f"--speculative-num-steps {num_steps}: of {draft.model.num_layers} layers that predict further tokens the"
-            " first one is used so far; give 1"
+            f"--speculative-num-steps {num_steps}: this model has {num_layers} layers that predict further tokens, one"
+            f" for each step; give {num_layers} at most"
         )
     simulated = args.speculative_simulate_acceptance
     if simulated is not None and simulated > num_steps + 1:

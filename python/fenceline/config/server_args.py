@@ -394,8 +394,8 @@ class ServerArgs:
     )
     speculative_num_steps: int | None = flag(
         None,
-        "Tokens that the draft proposes in a step, 1 to 15; 3 unless given, and 1 with NEXTN where each step has a "
-        "layer of its own.",
+        "Tokens that the draft proposes in a step, 1 to 15; 3 unless given, and with NEXTN where each step has a "
+        "layer of its own as many as there are, the most too.",
         group=_SPECULATION,
     )
     speculative_eagle_topk: int | None = flag(

@@ -474,8 +474,7 @@ def _extend_arrays(batch: ExtendBatch) -> Arrays:
 
 def _prompt_targets(seq: ExtendSeq, first: int, last: int) -> npt.NDArray[np.int64]:
     """The tokens that the logits of chunk offsets ``first`` .. ``last - 1`` score: each one's successor."""
-    following = [] if seq.next_token is None else [seq.next_token]
-    tokens = np.concatenate([seq.token_ids[1:], np.array(following, dtype=np.int64)])
+    tokens = np.concatenate([seq.token_ids[1:], np.array(seq.following[:1], dtype=np.int64)])
     return tokens[first:last]
 
 

@@ -2,13 +2,16 @@
 
 One step is a chain on FORWARD, and nothing in it needs the host:
 
-1. *draft*: from what the last step has left of each request, ``num_steps`` tokens, one after the other;
+1. *draft*: from what the last step has left of each request, ``num_steps`` tokens, one after the other; a draft with a
+   layer for each step has proposed them already;
 2. *verify*: the target computes the request's last token and the drafted ones, ``num_steps + 1`` rows a request, in one
    forward;
 3. *draw*: at each of these rows the token that the target itself draws there, with the noise of that position;
 4. *accept*: drafts count as long as they are what was drawn. The tokens drawn up to the first that differs are the
    step's: 1 to ``num_steps + 1``. They are those of plain decoding, whatever the draft proposes;
-5. *draft-extend*: the draft computes its rows of the accepted tokens from the target's hidden states.
+5. *draft-extend*: the draft computes its rows of the accepted tokens from the target's hidden states. With a layer for
+   each step, layer k computes row i from token i + 1 + k. So its last k rows stand for tokens that it has proposed, and
+   are computed again when the tokens are known; nobody else gets a page with such rows (``DraftConfig.lookahead``).
 
 Lengths advance on the device (``SpeculativeState``); the host learns them one step later and only knows bounds.
 Rejected tokens leave KV in slots behind a request's length. They are written again before anybody reads them, and they
@@ -46,7 +49,7 @@ from fenceline.sampling.kernels.sample import sample_tokens
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.speculative.accept import accept, simulate_drafts
-from fenceline.speculative.kv_rows import node_slots
+from fenceline.speculative.kv_rows import node_slots, slots_at
 from fenceline.speculative.refuse import check_draft
 from fenceline.speculative.tree import DraftTree
 
@@ -61,19 +64,23 @@ class SpeculativeState:
     """What the device keeps of each request between two steps, by row; row 0 is the sink that padding names.
 
     ``lens`` [num_rows] int64: tokens of the request, the last one of which has no KV yet. For a draft that reads hidden
-    states, ``drafts`` [num_rows] int64 is its first proposal and ``hidden`` [num_rows, hidden_size] what it continues
-    from. For one that reads none, ``previous`` [num_rows] int64 is the token in front of the last one, and
+    states, ``drafts`` [num_rows, 1] int64 is its first proposal and ``hidden`` [num_rows, 1, hidden_size] what it
+    continues from; with n layers for as many steps, ``drafts`` [num_rows, n] are all its proposals, and ``hidden``
+    [num_rows, n - 1, hidden_size] at k is what layer k has left of row ``lens - 2 - k``, the last one that stands for
+    known tokens: layer k + 1 goes on from there. For one that reads none, ``previous`` [num_rows] int64 is the token in front of the last one, and
     ``is_behind`` [num_rows] bool says whether the draft has not computed that one yet. All of it is written on FORWARD
     alone, in program order with the steps that read it.
     """
 
-    def __init__(self, device: Device, num_rows: int, hidden_size: int, dtype: torch.dtype) -> None:
-        where = device.torch_device
+    def __init__(
+        self, device: Device, num_rows: int, num_layers: int, hidden_size: int, dtype: torch.dtype
+    ) -> None:
+        where, num_hidden = device.torch_device, max(num_layers - 1, 1)
         self.lens = torch.full((num_rows,), _SINK_LEN, dtype=torch.int64, device=where)
-        self.drafts = torch.zeros(num_rows, dtype=torch.int64, device=where)
+        self.drafts = torch.zeros(num_rows, num_layers, dtype=torch.int64, device=where)
         self.previous = torch.zeros(num_rows, dtype=torch.int64, device=where)
         self.is_behind = torch.zeros(num_rows, dtype=torch.bool, device=where)
-        self.hidden = torch.zeros(num_rows, hidden_size, dtype=dtype, device=where)
+        self.hidden = torch.zeros(num_rows, num_hidden, hidden_size, dtype=dtype, device=where)
         for name in ("lens", "drafts", "previous", "is_behind", "hidden"):
             tensor: torch.Tensor = getattr(self, name)
             device.name_memory(tensor, f"speculative.{name}", max(tensor[0].nbytes, 1))
@@ -85,7 +92,7 @@ class _Plans:
 
     size: int
     verify: AttentionPlan  # the target's
-    extend: AttentionPlan  # the draft's, of as many rows
+    extend: Sequence[AttentionPlan]  # the draft's, of as many rows, and for layer k of k more
     one: AttentionPlan  # the draft's, of a row for each request
     two: AttentionPlan | None  # a draft's that reads no hidden states, of two
 
@@ -139,7 +146,8 @@ class SpeculativeRunner(GraphRunner):
         self._plans: _Plans | None = None  # of the step whose draw is awaited
         self._replayed: _Captured | None = None  # and its graphs, if it runs in them
         dtype = model.context.dtype
-        self.state = SpeculativeState(device, req_pool.num_rows, draft.hidden_size, dtype)
+        self._num_layers = draft.max_steps or 1  # with a turn of their own
+        self.state = SpeculativeState(device, req_pool.num_rows, self._num_layers, draft.hidden_size, dtype)
         width = (self.num_rows_per_req,)
         i64, f32 = torch.int64, torch.float32
         self.arena = Arena(
@@ -304,7 +312,7 @@ class SpeculativeRunner(GraphRunner):
         return _Plans(
             size,
             verify=plan(self.num_rows_per_req, "seq_lens", target),
-            extend=plan(self.num_rows_per_req, "seq_lens", draft),
+            extend=[plan(self.num_rows_per_req + k, "seq_lens", draft) for k in range(self._num_layers)],
             one=plan(1, "draft_lens", draft),
             two=None if self.reads_hidden else plan(2, "lens", draft),
         )
@@ -351,9 +359,13 @@ class SpeculativeRunner(GraphRunner):
         size, arena, state = plans.size, self.arena, self.state
         rows, lens, draft_lens = (arena[name][:size] for name in ("plan_rows", "lens", "draft_lens"))
         ids, positions, slots = (arena[name][:size] for name in ("input_ids", "positions", "out_slots"))
-        hidden = state.hidden[rows]
+        if self._num_layers > 1:
+            for step in range(self._num_steps):
+                self._keep(size, step + 1, state.drafts[rows, step])
+            return
+        hidden = state.hidden[rows, 0]
         if plans.two is None:
-            self._keep(size, 1, state.drafts[rows])
+            self._keep(size, 1, state.drafts[rows, 0])
             first = 0  # the row in which the draft's next forward lies
         else:
             self._keep(size, 1, self._propose_from_two(plans))
@@ -385,7 +397,7 @@ class SpeculativeRunner(GraphRunner):
         last = torch.arange(size, device=ids.device) * 2 + 1
         assert plans.two is not None
         batch = self._batch(ids.flatten(), positions.flatten(), slots.flatten(), plans.two, last)
-        logits, _ = self._draft.forward(batch, state.hidden[:0])
+        logits, _ = self._draft.forward(batch, state.hidden[:0, 0])
         return self._draw(logits, size, lens)
 
     def _batch(
@@ -431,17 +443,39 @@ class SpeculativeRunner(GraphRunner):
             state.is_behind[rows] = counts == self.num_rows_per_req
 
     def _extend_draft(self, plans: _Plans, tokens: torch.Tensor, new_lens: torch.Tensor) -> None:
-        """The draft's rows of the drawn tokens, from the hidden states of the target's. Rows of tokens that do not
-        count are written again by the next step."""
-        size, arena = plans.size, self.arena
-        rows, counts, num_rows = arena["plan_rows"][:size], arena["counts"][:size], tokens.numel()
-        hidden = self._draft.hidden_states_from(self._hidden[:num_rows], self._aux[:num_rows])
-        last = torch.arange(size, device=rows.device) * self.num_rows_per_req + counts - 1
-        positions, slots = (arena[name][:size].flatten() for name in ("positions", "out_slots"))
-        batch = self._batch(tokens.flatten(), positions, slots, plans.extend, last)
-        logits, following = self._draft.forward(batch, hidden)
-        self.state.drafts[rows] = self._draw(logits, size, new_lens)
-        self.state.hidden[rows] = following[last]
+        """The draft's rows of the drawn tokens, layer after layer where each has a turn, from the hidden states of the
+        target's. Rows of tokens that do not count are written again by the next step.
+
+        Layer k computes ``num_rows_per_req + k`` rows of each request from row ``lens - 1 - k`` on: from token ``lens``
+        on, and where the drawn tokens end from those that the layers before it propose.
+        """
+        size, arena, state, width = plans.size, self.arena, self.state, self.num_rows_per_req
+        rows, counts, lens = (arena[name][:size] for name in ("plan_rows", "counts", "lens"))
+        before = state.hidden[rows]  # of the step before
+        hidden = self._draft.hidden_states_from(self._hidden[: tokens.numel()], self._aux[: tokens.numel()])
+        requests, last = torch.arange(size, device=rows.device), counts - 1
+        ids = torch.cat((tokens, tokens.new_zeros(size, self._num_layers - 1)), dim=1)
+        for layer, plan in enumerate(plans.extend):
+            if layer > 0:
+                previous = before[:, layer - 1 : layer]
+                hidden = torch.cat((previous, hidden.view(size, width - 1, -1)), dim=1).flatten(0, 1)
+            positions = (lens - 1 - layer).unsqueeze(1) + torch.arange(width, device=rows.device)
+            slots = slots_at(self._req_pool.page_table, rows, positions, self._kv_pool.page_size)
+            batch = self._batch(
+                ids[:, :width].flatten(),
+                positions.clamp(min=0).flatten(),  # in front of the first token: in the sink, for nobody
+                slots.flatten(),
+                plan,
+                requests * width + last + layer,
+            )
+            logits, hidden = self._draft.forward(batch, hidden, layer)
+            drafts = self._draw(logits, size, new_lens + layer)
+            state.drafts[rows, layer] = drafts
+            if layer < state.hidden.shape[1]:
+                state.hidden[rows, layer] = hidden.view(size, width, -1)[requests, last]
+            if layer + 1 < self._num_layers:
+                ids.scatter_(1, (counts + layer).unsqueeze(1), drafts.clamp(min=0).unsqueeze(1))
+                width += 1
 
     def make_aux(self, num_tokens: int) -> AuxHiddenStates | None:
         """Where the target leaves what the draft reads of a prefill step's tokens; None if that is its last layer's
@@ -470,14 +504,18 @@ class SpeculativeRunner(GraphRunner):
     # --- after prefill
 
     def extend_arrays(self, batch: ExtendBatch) -> Arrays:
-        """What :meth:`extend` needs beside the step's own inputs."""
+        """What :meth:`extend` needs beside the step's own inputs: for each layer the tokens that its rows are computed
+        from, as far as the prompts go; [layers * T] int64."""
         if not self.reads_hidden:
             return {}
-        following = [
-            np.append(seq.token_ids[1:], 0 if seq.next_token is None else seq.next_token)
-            for seq in batch.seqs
+        padding = np.zeros(self._num_layers, np.int64)
+        texts = [np.concatenate((seq.token_ids, seq.following, padding)) for seq in batch.seqs]
+        ids = [
+            text[1 + layer : 1 + layer + len(seq.token_ids)]
+            for layer in range(self._num_layers)
+            for text, seq in zip(texts, batch.seqs, strict=True)
         ]
-        return {"draft_ids": np.concatenate(following).astype(np.int64)}
+        return {"draft_ids": np.concatenate(ids).astype(np.int64)}
 
     def extend(
         self,
@@ -494,34 +532,44 @@ class SpeculativeRunner(GraphRunner):
         ends = forward_batch.logits_index[:num_sampled]  # the last token of each complete prompt
         rows, lens = views["sample_rows"], views["sample_positions"] + 1
         if not self.reads_hidden:
-            self._draft.forward(replace(forward_batch, logits_index=ends), state.hidden[:0])
+            self._draft.forward(replace(forward_batch, logits_index=ends), state.hidden[:0, 0])
             if num_sampled:
                 state.lens[rows] = lens
                 state.previous[rows] = forward_batch.input_ids[ends]
                 state.is_behind[rows] = False
             return
-        ids = views["draft_ids"].clone()
-        ids[ends] = next_tokens
-        aux = forward_batch.aux_hidden
+        aux, positions = forward_batch.aux_hidden, forward_batch.positions
         hidden = self._draft.hidden_states_from(x, None if aux is None else aux.out)
-        own = replace(
-            forward_batch,
-            input_ids=ids,
-            logits_index=ends,
-            logits_out=None,
-            aux_hidden=None,
-            layer_ready=None,
-        )
-        logits, following = self._draft.forward(own, hidden)
-        if not num_sampled:
-            return
-        assert sampling is not None
-        state.lens[rows] = lens
-        state.hidden[rows] = following[ends]
-        state.drafts[rows] = draw_draft(
-            logits, self._draft.target_ids, self._model.config.vocab_size,
-            sampling.temperatures, sampling.noise_scales, sampling.seed_keys, lens,
-        )  # fmt: skip
+        ids_by_layer = views["draft_ids"].view(self._num_layers, -1)
+        following = [next_tokens]  # what comes after the complete prompts
+        for layer in range(self._num_layers):
+            ids = ids_by_layer[layer].clone()
+            for ahead, tokens in enumerate(following):
+                # The row so many tokens in front of the prompt's last one, if the prompt is as long.
+                behind = layer - ahead
+                ids[torch.where(positions[ends] < behind, ends, ends - behind)] = tokens
+            own = replace(
+                forward_batch,
+                input_ids=ids,
+                logits_index=ends,
+                logits_out=None,
+                aux_hidden=None,
+                layer_ready=None,
+            )
+            logits, hidden = self._draft.forward(own, hidden, layer)
+            if not num_sampled:
+                continue
+            assert sampling is not None
+            drafts = draw_draft(
+                logits, self._draft.target_ids, self._model.config.vocab_size,
+                sampling.temperatures, sampling.noise_scales, sampling.seed_keys, lens + layer,
+            )  # fmt: skip
+            state.drafts[rows, layer] = drafts
+            if layer < state.hidden.shape[1]:
+                state.hidden[rows, layer] = hidden[torch.where(positions[ends] < layer, ends, ends - layer)]
+            following.append(drafts.clamp(min=0))
+        if num_sampled:
+            state.lens[rows] = lens
 
 
 def draw_draft(

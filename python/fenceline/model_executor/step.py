@@ -48,7 +48,8 @@ class ExtendSeq:
 
     ``sampling`` is None while the prompt goes on in a later chunk. ``prompt_logprobs_from`` is the first
     position (not before ``prefix_len + 1``) whose token's logprob is wanted, None for none; the targets
-    are this chunk's own tokens and ``next_token``, the prompt's token after the chunk, if any.
+    are this chunk's own tokens and the one after it. ``following``: the prompt's tokens after the chunk, as many as
+    the step reads: one, or with a draft the ``DraftConfig.lookahead``.
     ``history`` (prompt ids, output ids) goes with requests whose penalties start here.
     """
 
@@ -60,7 +61,7 @@ class ExtendSeq:
     prompt_logprobs_from: int | None = None
     prompt_top_logprobs: int = 0
     prompt_token_ids_logprob: tuple[int, ...] = ()
-    next_token: int | None = None
+    following: tuple[int, ...] = ()
     history: tuple[I64, I64] | None = None
 
     @property
@@ -72,7 +73,7 @@ class ExtendSeq:
         """Range of chunk offsets whose logits score a prompt token; empty where none is wanted."""
         if self.prompt_logprobs_from is None:
             return 0, 0
-        num_targets = len(self.token_ids) if self.next_token is not None else len(self.token_ids) - 1
+        num_targets = len(self.token_ids) if self.following else len(self.token_ids) - 1
         return max(self.prompt_logprobs_from - 1 - self.prefix_len, 0), max(num_targets, 0)
 
 

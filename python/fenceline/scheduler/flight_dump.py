@@ -216,7 +216,7 @@ def _seq(seq: ExtendSeq, rid: str, tables: _Tables) -> dict[str, object]:
         "prompt_logprobs_from": seq.prompt_logprobs_from,
         "prompt_top_logprobs": seq.prompt_top_logprobs,
         "prompt_token_ids_logprob": seq.prompt_token_ids_logprob,
-        "next_token": seq.next_token,
+        "following": list(seq.following),
         "history": history,
     }
 

@@ -220,8 +220,8 @@ class FlightRecorder:
             return replace(seq, token_ids=seq.token_ids.copy(), history=history)
         if history is not None:
             history = (withheld(len(history[0])), history[1])
-        next_token = None if seq.next_token is None else WITHHELD
-        return replace(seq, token_ids=withheld(len(seq.token_ids)), next_token=next_token, history=history)
+        following = (WITHHELD,) * len(seq.following)
+        return replace(seq, token_ids=withheld(len(seq.token_ids)), following=following, history=history)
 
 
 def withheld(num_tokens: int) -> I64:

@@ -27,11 +27,13 @@ class RunningBatch:
     Columns [B]: ``allocated_lens`` (the length once all steps in flight are done, at most), ``capacity`` (tokens that
     its pages hold), ``final_lens`` (the length after its last step). ``composition`` changes with membership and with
     nothing else. A step yields up to ``max_step_tokens`` for each request; where that is one, lengths are exact.
+    ``num_rewritten``: of how many committed tokens, the last ones, a step computes KV again.
     """
 
-    def __init__(self, page_size: int, max_step_tokens: int) -> None:
+    def __init__(self, page_size: int, max_step_tokens: int, num_rewritten: int = 0) -> None:
         self.page_size = page_size
         self.max_step_tokens = max_step_tokens
+        self.num_rewritten = num_rewritten
         self._num_advanced = 0  # of the next step, see DecodeBatch
         self.reqs: list[Req] = []
         self.composition = 0
@@ -134,6 +136,7 @@ class RunningBatch:
         committed = None
         if self.max_step_tokens > 1:
             committed = np.array([req.committed_len for req in self.reqs], dtype=np.int64)
+            committed = np.maximum(committed - self.num_rewritten, 0)
         return DecodeBatch(
             composition=self.composition,
             rows=self._rows,

@@ -28,8 +28,16 @@ def node_slots(
     it. ``rows`` [B] int64, of which 0 is the sink, that of padding; ``seq_lens`` [B] int64: committed tokens.
     """
     positions = seq_lens[:, None] + torch.arange(num_nodes, device=seq_lens.device)
-    pages = page_table[rows[:, None], positions // page_size].long()
-    return (pages * page_size + positions % page_size).flatten()
+    return slots_at(page_table, rows, positions, page_size).flatten()
+
+
+def slots_at(
+    page_table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, page_size: int
+) -> torch.Tensor:
+    """KV slots [B, N] int64 of tokens at ``positions`` [B, N] int64; as of :func:`node_slots`. A position in front of
+    the first token has the sink's slot 0."""
+    pages = page_table[rows[:, None], positions.clamp(min=0) // page_size].long()
+    return (pages * page_size + positions % page_size).masked_fill(positions < 0, 0)
 
 
 def _accesses(

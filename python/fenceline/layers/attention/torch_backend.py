@@ -363,7 +363,7 @@ def _visible(
     queries = torch.arange(tree.num_nodes - tree.num_queries, tree.num_nodes, device=nodes.device)
     own = queries[:, None]
     if tree.ancestors is None:
-        return nodes <= own
+        return (nodes <= own) | (positions == 0)  # a query in front of the first token attends to that one
     bits = tree.ancestors[requests, :, None] >> nodes.clamp(0, 63)
     return (positions < seq_lens) & ((nodes < 0) | (nodes == own) | (bits & 1).bool())
 

@@ -278,7 +278,7 @@ class _Reader:
             prompt_logprobs_from=seq["prompt_logprobs_from"],
             prompt_top_logprobs=min(seq["prompt_top_logprobs"], _MAX_TOP),
             prompt_token_ids_logprob=_named(seq["prompt_token_ids_logprob"]),
-            next_token=None if seq["next_token"] is None else seq["next_token"] % VOCAB_SIZE,
+            following=tuple(token % VOCAB_SIZE for token in seq["following"]),
             history=history,
         )
 
