@@ -159,8 +159,7 @@ class PrefillPlanner:
 
     ``chunk_size``: tokens of one step that prompts may take when split, None to never split;
     ``max_prefill_tokens``: tokens of one step whatever the split (one whole prompt always goes); ``sharing``: how long
-    a step is beyond which no further prompt joins it; ``max_reqs``: prompts of one step, None for any number. ``lookahead``: see ``DraftConfig``; the last tokens of
-    a prompt, as many, are computed in one step, whatever its size, for the rows of the draft in front of them.
+    a step is beyond which no further prompt joins it; ``max_reqs``: prompts of one step, None for any number.
     """
 
     def __init__(
@@ -170,10 +169,8 @@ class PrefillPlanner:
         max_prefill_tokens: int,
         sharing: StepSharing,
         max_reqs: int | None = None,
-        lookahead: int = 0,
     ) -> None:
         self._memory = memory
-        self._lookahead = lookahead
         self._page_size = memory.page_size
         self._chunk_size = chunk_size
         # Most tokens of a step; without chunks one prompt alone may have more.
@@ -379,8 +376,8 @@ class PrefillPlanner:
             unscored = max(req.source.logprob_start_len - req.allocated_len, 0)
             size = min(size, unscored + budget.scored_tokens)
             budget.scored_tokens -= max(size - unscored, 0)
-        if remaining - size < self._lookahead:
-            size = remaining
+        if remaining - size < self._memory.tree.lookahead:
+            size = remaining  # a draft's rows of this chunk are computed from tokens behind it
         start, end = req.allocated_len, req.allocated_len + size
         done = end == len(tokens)
         plan.reqs.append(req)
@@ -405,7 +402,7 @@ class PrefillPlanner:
             prompt_logprobs_from=first_scored,
             prompt_top_logprobs=req.source.top_logprobs_num if wants_prompt else 0,
             prompt_token_ids_logprob=tuple(req.source.token_ids_logprob) if wants_prompt else (),
-            following=tuple(tokens[end : end + max(self._lookahead, 1)].tolist()),
+            following=tuple(tokens[end : end + max(self._memory.tree.lookahead, 1)].tolist()),
             history=history,
         )
 

@@ -119,14 +119,12 @@ class Scheduler:
         self.inbox = inbox
         self.memory = make_request_memory(config, worker)
         sharing = StepSharing.of(config.model)
-        lookahead = 0 if config.speculative is None else config.speculative.draft.lookahead
         self.planner = PrefillPlanner(
             self.memory,
             config.chunked_prefill_size,
             config.max_prefill_tokens,
             sharing,
             config.prefill_max_requests,
-            lookahead,
         )
         # Prompts go before decoding, but whoever decodes waits for no more than this between two of its steps.
         self.max_prefill_in_row = max_prefills_in_row(config.device) * self.planner.step_tokens
@@ -147,7 +145,9 @@ class Scheduler:
             np.empty(0, dtype=np.int64),
         )  # that has come in a body of several, and its body
         self.chunked: Req | None = None
-        self.running = RunningBatch(args.page_size, worker.max_step_tokens, max(lookahead - 1, 0))
+        draft = None if config.speculative is None else config.speculative.draft
+        num_rewritten = 0 if draft is None else max(draft.lookahead - 1, draft.num_rows_behind)
+        self.running = RunningBatch(args.page_size, worker.max_step_tokens, num_rewritten)
         self.num_launched = 0  # steps
         self.joining: list[Req] = []  # they decode from the next step on: prompts just submitted whole
         self.departed: list[Req] = []
