@@ -39,6 +39,7 @@ EAGLE, EAGLE3 = SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3
 NEXTN, STANDALONE = SpeculativeAlgorithm.NEXTN, SpeculativeAlgorithm.STANDALONE
 TARGETS = ("llama", "llama-tied-biased", "qwen2", "qwen3", "qwen3-tied-biased")
 
+
 @dataclass
 class Case:
     """A target and a draft of it, ours and the reference's."""

@@ -118,7 +118,9 @@ def test_prompts_only_when_asked_for(prompts: bool) -> None:
         assert [seq["following"] for seq in seqs] == [[175], [179], []] and seqs[-1]["history"][0] == PROMPT
     else:
         assert [seq["token_ids"] for seq in seqs] == [None] * 3
-        assert [seq["following"] for seq in seqs] == [[-1], [-1], []] and seqs[-1]["history"][0] == len(PROMPT)
+        assert [seq["following"] for seq in seqs] == [[-1], [-1], []] and seqs[-1]["history"][0] == len(
+            PROMPT
+        )
     assert b"secret" not in dump_json(driver.scheduler.recorder, "test"), "stop strings are words"
 
 
