@@ -67,9 +67,9 @@ class SpeculativeState:
     states, ``drafts`` [num_rows, 1] int64 is its first proposal and ``hidden`` [num_rows, 1, hidden_size] what it
     continues from; with n layers for as many steps, ``drafts`` [num_rows, n] are all its proposals, and ``hidden``
     [num_rows, n - 1, hidden_size] at k is what layer k has left of row ``lens - 2 - k``, the last one that stands for
-    known tokens: layer k + 1 goes on from there. For one that reads none, ``previous`` [num_rows] int64 is the token in front of the last one, and
-    ``is_behind`` [num_rows] bool says whether the draft has not computed that one yet. All of it is written on FORWARD
-    alone, in program order with the steps that read it.
+    known tokens: layer k + 1 goes on from there. For one that reads none, ``previous`` [num_rows] int64 is the token in
+    front of the last one, and ``is_behind`` [num_rows] bool says whether the draft has not computed that one yet. All
+    of it is written on FORWARD alone, in program order with the steps that read it.
     """
 
     def __init__(
