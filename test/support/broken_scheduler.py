@@ -1,4 +1,4 @@
-"""The real scheduler process with a defect: its accounts of pages are wrong, or a step never ends."""
+"""The real scheduler process with a defect: its accounts of pages are wrong, a step never ends, a rank goes its way."""
 
 from __future__ import annotations
 
@@ -34,3 +34,19 @@ def run_hanging_step(config: EngineConfig, ports: PortArgs) -> None:
 
     Scheduler.publish_decode = hang  # type: ignore
     run_scheduler_process(config, ports)
+
+
+def run_rank_apart(config: EngineConfig, ports: PortArgs, rank: int = 0) -> None:
+    """Rank 1 gives its requests other pages than rank 0."""
+    from fenceline.scheduler.process import run_scheduler_process
+    from fenceline.scheduler.request_memory import RequestMemory
+
+    admit = RequestMemory.admit
+
+    def losing(self, req, prefix):  # type: ignore[no-untyped-def]
+        self.pages.alloc(1)
+        return admit(self, req, prefix)
+
+    if rank == 1:
+        RequestMemory.admit = losing  # type: ignore[method-assign]
+    run_scheduler_process(config, ports, rank)

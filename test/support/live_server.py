@@ -136,10 +136,10 @@ class LiveServer:
         """Scheduler and detokenizer (and multiprocessing's resource tracker)."""
         return psutil.Process(self.pid).children(recursive=True)
 
-    def engine_processes(self) -> list[psutil.Process]:
-        """Scheduler and detokenizer, in this order, which is that of their start."""
+    def engine_processes(self, num_ranks: int = 1) -> list[psutil.Process]:
+        """A scheduler for each rank, and the detokenizer, in this order, which is that of their start."""
         children = [child for child in self.children() if "resource_tracker" not in " ".join(child.cmdline())]
-        assert len(children) == 2
+        assert len(children) == num_ranks + 1
         return sorted(children, key=lambda child: child.create_time())
 
     def last_lines(self, num: int = 4) -> str:

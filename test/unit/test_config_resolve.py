@@ -435,6 +435,40 @@ def test_impossible_values_are_refused_with_the_remedy(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("spelling", ["--tp-size", "--tp", "--tensor-parallel-size"])
+def test_ranks_that_the_model_can_be_split_over(model_dir: Path, spelling: str) -> None:
+    """Four heads; of the two key/value heads each is held by two of four ranks."""
+    for size in (1, 2, 4):
+        args = parse_args(["--model-path", str(model_dir), spelling, str(size), "--device", "cpu"])
+        assert resolve(args, cuda_probe=lambda: False).server_args.tp_size == size
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tp-size 0", "--tp-size 0: must be at least 1"),
+        ("--tp-size 3", "--tp-size 3: this model has 4 attention heads, 2 key/value heads and an intermediate size of"
+         " 96, which it does not divide; use 1, 2, 4"),
+        ("--tp-size 8", "which it does not divide; use 1, 2, 4"),
+        ("--tp-size 2 --device cuda", "--tp-size 2 runs on a CPU only so far: use --device cpu, or --tp-size 1"),
+        ("--tp-size 2 --speculative-algorithm EAGLE3 --speculative-draft-model-path x",
+         "--tp-size 2 does not go with --speculative-algorithm yet: leave one of them out"),
+        ("--tp-size 2 --enable-hierarchical-cache",
+         "--tp-size 2 does not go with --enable-hierarchical-cache yet: leave one of them out"),
+        ("--tp-size 2 --cuda-graph-bs 1 2",
+         "--tp-size 2 does not go with --cuda-graph-bs yet: leave one of them out"),
+        ("--tp-size 2 --piecewise-cuda-graph-tokens 16",
+         "--tp-size 2 does not go with --piecewise-cuda-graph-tokens yet: leave one of them out"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_with_ranks_is_refused(model_dir: Path, flags: str, message: str) -> None:
+    args = parse_args(["--model-path", str(model_dir), *flags.split()])
+    with pytest.raises(ConfigError) as caught:
+        resolve(args, cuda_probe=lambda: "cuda" in flags)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -25,6 +25,7 @@ _AT_LEAST_ONE = (
     "piecewise_cuda_graph_max_tokens",
     "stream_interval",
     "decode_log_interval",
+    "tp_size",
 )
 
 
@@ -35,6 +36,7 @@ def check(args: ServerArgs) -> None:
     _check_ranges(args)
     _check_priority(args)
     _check_speculation(args)
+    _check_ranks(args)
     _check_memory(args)
     _check_graphs(args)
     _check_conflicts(args)
@@ -178,6 +180,22 @@ def _check_speculation(args: ServerArgs) -> None:
         rows is None or (steps is not None and rows == steps + 1),
         f"--speculative-num-draft-tokens {rows}: a chain has --speculative-num-steps + 1, leave it out",
     )
+
+
+def _check_ranks(args: ServerArgs) -> None:
+    """What does not work with several ranks yet."""
+    if args.tp_size == 1:
+        return
+    many = f"--tp-size {args.tp_size} does not go with"
+    _require(args.speculative_algorithm is None, f"{many} --speculative-algorithm yet: leave one of them out")
+    _require(
+        not args.enable_hierarchical_cache, f"{many} --enable-hierarchical-cache yet: leave one of them out"
+    )
+    for name in ("cuda_graph_bs", "piecewise_cuda_graph_tokens"):
+        _require(
+            getattr(args, name) is None or args.disable_cuda_graph,
+            f"{many} --{name.replace('_', '-')} yet: leave one of them out",
+        )
 
 
 def _check_memory(args: ServerArgs) -> None:

@@ -150,6 +150,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
     chunk = _chunked_prefill_size(args, device)
     max_prefill_tokens = args.max_prefill_tokens or max(_MAX_PREFILL_TOKENS, chunk or 0)
     max_running_requests = _max_running_requests(args, device, model.context_length)
+    _check_ranks(args, device, model)
     if device == "cpu":
         _check_memory(args, model, max_running_requests)
     attention = attention_backends(args, device, model)
@@ -241,6 +242,27 @@ def _speculative(args: ServerArgs, device: str, target: ModelConfig) -> Speculat
             f" {num_steps + 1} tokens"
         )
     return SpeculativeConfig(draft, num_steps, simulated, args.speculative_draft_attention_backend)
+
+
+def _check_ranks(args: ServerArgs, device: str, model: ModelConfig) -> None:
+    """Refuse a number of ranks that the model cannot be split over."""
+    size, heads, kv_heads = args.tp_size, model.num_heads, model.num_kv_heads
+    if size == 1:
+        return
+    if device != "cpu":
+        raise ConfigError(f"--tp-size {size} runs on a CPU only so far: use --device cpu, or --tp-size 1")
+    possible = [
+        n
+        for n in range(1, heads + 1)
+        if heads % n == 0
+        and model.intermediate_size % n == 0
+        and (kv_heads % n == 0 or (n > kv_heads and n % kv_heads == 0))
+    ]
+    if size not in possible:
+        raise ConfigError(
+            f"--tp-size {size}: this model has {heads} attention heads, {kv_heads} key/value heads and an intermediate"
+            f" size of {model.intermediate_size}, which it does not divide; use {', '.join(map(str, possible))}"
+        )
 
 
 def _priority(args: ServerArgs) -> PriorityConfig | None:

@@ -37,15 +37,15 @@ def _same(options: str, refusal: Refusal) -> dict[str, Refusal]:
     return dict.fromkeys(options.split(), refusal)
 
 
-_PARALLEL = "this server uses one GPU: leave it out and start one server per GPU"
+_PARALLEL = "this server runs one model on one host: leave it out, split the model with --tp-size or start more servers"
 _LORA = "merge the adapter into the model and pass the merged directory as --model-path"
 _QUANTIZED = "weights and KV cache keep --dtype: leave it out"
 _TLS = "put a TLS proxy in front of the server and leave it out"
 
 REFUSED: Mapping[str, Refusal] = {
     **_same(
-        "--tp --tp-size --tensor-parallel-size --ep --ep-size --expert-parallel-size --dp --dp-size"
-        " --data-parallel-size --pp --pp-size --pipeline-parallel-size --nnodes --moe-dense-tp-size --attn-cp-size",
+        "--ep --ep-size --expert-parallel-size --dp --dp-size --data-parallel-size --pp --pp-size"
+        " --pipeline-parallel-size --nnodes --moe-dense-tp-size --attn-cp-size",
         Refusal(_PARALLEL, ("1",)),
     ),
     **_same("--node-rank --base-gpu-id", Refusal(_PARALLEL, ("0",))),
@@ -118,12 +118,12 @@ ELSEWHERE: Mapping[str, str] = {
     "--enable-log-requests": "use --log-requests",
     "--disable-log-requests": "requests are logged with --log-requests alone: leave it out",
     "--disable-log-stats": "use a larger --decode-log-interval",
-    "--distributed-executor-backend": _PARALLEL,
+    "--distributed-executor-backend": "use --tp-size",
     "--speculative-config": "use --speculative-algorithm and --speculative-draft-model-path",
     "--lora-modules": _LORA,
     "--model-id": "use --model-path",
     "--hostname": "use --host",
-    "--num-shard": _PARALLEL,
+    "--num-shard": "use --tp-size",
     "--quantize": _QUANTIZED,
     "--max-input-length": "use --context-length",
     "--max-input-tokens": "use --context-length",

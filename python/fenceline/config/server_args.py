@@ -429,6 +429,13 @@ class ServerArgs:
         choices=("auto", "cpu", "cuda"),
         refused=dict.fromkeys(("xpu", "hpu", "npu", "mps"), "use --device cpu or --device cuda"),
     )
+    tp_size: int = flag(
+        1,
+        "Ranks that compute the model together, each a process with a part of every layer and of the KV cache (tensor "
+        "parallelism). It must divide the attention heads. On a CPU so far.",
+        group=_RUNTIME,
+        aliases=("--tensor-parallel-size", "--tp"),
+    )
     attention_backend: str | None = flag(
         None,
         "The attention kernels of prefill and decode: triton our own, flashinfer and fa3 those of the packages of that "

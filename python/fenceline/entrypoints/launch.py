@@ -23,6 +23,7 @@ from fenceline.ipc.child_process import (
     signals_blocked,
 )
 from fenceline.ipc.io_struct import PortArgs
+from fenceline.ipc.rank_board import create_rank_board
 from fenceline.ipc.sockets import SchedulerLink, ZmqLink, make_ports, remove_ports
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,9 @@ MIN_SILENCE_S = 4 * HEARTBEAT_INTERVAL_S
 FIRST_BEAT_S = 120.0  # from the start of a process to its first heartbeat: its interpreter starts
 LAST_WORDS_S = 0.5  # a dying process's FatalError may arrive after its death was noticed
 
-ProcessEntry = Callable[[EngineConfig, PortArgs], None]
+ProcessEntry = Callable[
+    ..., None
+]  # of the configuration and the ports; of a scheduler's rank too, if it is not 0
 
 
 class EngineBackend(Protocol):
@@ -52,11 +55,11 @@ class EngineBackend(Protocol):
         ...
 
 
-def run_scheduler(config: EngineConfig, ports: PortArgs) -> None:
-    """The scheduler process' entry. Its imports (torch, the model) happen in the child only."""
+def run_scheduler(config: EngineConfig, ports: PortArgs, rank: int = 0) -> None:
+    """The entry of a scheduler's process. Its imports (torch, the model) happen in the child only."""
     from fenceline.scheduler.process import run_scheduler_process
 
-    run_scheduler_process(config, ports)
+    run_scheduler_process(config, ports, rank)
 
 
 def run_detokenizer(config: EngineConfig, ports: PortArgs) -> None:
@@ -134,16 +137,21 @@ class EngineProcesses:
             process.kill()
 
     def dump_flight_recorder(self) -> None:
-        """Have the scheduler write its last steps to a file, even while it hangs."""
-        scheduler = self.processes[0]
-        if scheduler.pid is not None and scheduler.is_alive():
-            os.kill(scheduler.pid, DUMP_SIGNAL)
+        """Have each scheduler write its last steps to a file, even while it hangs."""
+        for scheduler in self._schedulers:
+            if scheduler.pid is not None and scheduler.is_alive():
+                os.kill(scheduler.pid, DUMP_SIGNAL)
+
+    @property
+    def _schedulers(self) -> list[BaseProcess]:
+        return [process for process in self.processes if process.name.startswith("scheduler")]
 
     def stop(self, timeout_s: float) -> None:
         """See :class:`EngineBackend`."""
         self._stopping = True
-        for process in self.processes[:1]:  # without the scheduler the detokenizer has nothing left to do
-            process.join(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        for process in self._schedulers:  # without them the detokenizer has nothing left to do
+            process.join(max(deadline - time.monotonic(), 0.0))
         for process in self.processes:
             if process.is_alive():
                 process.kill()
@@ -185,19 +193,23 @@ def launch_processes(
     scheduler_entry: ProcessEntry = run_scheduler,
     detokenizer_entry: ProcessEntry = run_detokenizer,
 ) -> EngineProcesses:
-    """Start the scheduler and, unless --skip-tokenizer-init, the detokenizer. Entries must be importable."""
+    """Start a scheduler for each rank and, unless --skip-tokenizer-init, the detokenizer. Entries are importable."""
     _explain_flags(config)
     context = multiprocessing.get_context("spawn")
     ports = make_ports()
     link = ZmqLink(ports)
-    entries = {"scheduler": scheduler_entry}
+    entries: dict[str, tuple[ProcessEntry, tuple[object, ...]]] = {"scheduler": (scheduler_entry, ())}
+    num_ranks = config.server_args.tp_size
+    if num_ranks > 1:
+        create_rank_board(ports, num_ranks)
+        entries |= {f"scheduler-{rank}": (scheduler_entry, (rank,)) for rank in range(1, num_ranks)}
     if not config.server_args.skip_tokenizer_init:
-        entries["detokenizer"] = detokenizer_entry
+        entries["detokenizer"] = detokenizer_entry, ()
     processes: list[BaseProcess] = []
     backend = EngineProcesses(processes, ports, link, config.server_args.watchdog_timeout)
     try:
-        for name, entry in entries.items():
-            process = context.Process(target=entry, args=(config, ports), name=name, daemon=True)
+        for name, (entry, others) in entries.items():
+            process = context.Process(target=entry, args=(config, ports, *others), name=name, daemon=True)
             with signals_blocked():
                 process.start()
             processes.append(process)

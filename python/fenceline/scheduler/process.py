@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import zmq
 
@@ -24,18 +25,30 @@ from fenceline.ipc.io_struct import (
     SchedulerReady,
     encode,
 )
-from fenceline.ipc.sockets import MAX_STEP_BYTES, MAX_STEP_MESSAGES, Inbox, connect_push
-from fenceline.memory_order import Device, open_device
+from fenceline.ipc.rank_board import RankBoard, rank_endpoint, rank_meeting
+from fenceline.ipc.sockets import MAX_STEP_BYTES, MAX_STEP_MESSAGES, Inbox, bind_pull, connect_push
+from fenceline.layers.context import Shard
+from fenceline.memory_order import Communicator, Device, PeerLostError, open_device
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.scheduler.core_dumps import CoreDumps, core_dump_environment, is_complete
 from fenceline.scheduler.flight_dump import dump_and_log, dump_on_signal
 from fenceline.scheduler.flight_recorder import FlightRecorder
+from fenceline.scheduler.ranks import (
+    TURN_DECODER,
+    FollowingRank,
+    LeadingRank,
+    RankLink,
+    RanksDifferError,
+    Turn,
+)
 from fenceline.scheduler.scheduler import InFlight, Scheduler
 
 logger = logging.getLogger(__name__)
 
 
 _QUIET_MS = 1000
+_LOST_S = 10.0  # much longer than the parent takes to notice the end of a process and to kill the others
+_RECORDS_S = 5.0  # for the flight records of ranks that differ
 
 
 class ZmqInbox:
@@ -114,33 +127,44 @@ def run_loop(scheduler: Scheduler) -> None:
         flight = scheduler.step(flight)
 
 
-def run_scheduler_process(config: EngineConfig, ports: PortArgs) -> None:
-    """Entry of the scheduler process: load the model, say so, serve.
+def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) -> None:
+    """Entry of the scheduler's process, one for each rank: load the model, say so, serve.
 
     Whatever goes wrong is told to the front end as :class:`FatalError` and ends the process with status 1.
     """
-    prepare_child("scheduler", config.server_args.log_level, ports)
+    num_ranks = config.server_args.tp_size
+    # The other ranks' logs say what rank 0's say.
+    prepare_child(scheduler_name(rank), config.server_args.log_level if rank == 0 else "warning", ports)
     faulthandler.enable()
     dumps = enable_core_dumps(config)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     recorder: FlightRecorder | None = None
     device: Device | None = None
+    link: RankLink | None = None
     watchdog = Watchdog(
-        config.server_args.watchdog_timeout, lambda reason: _die_of_hang(ports, recorder, reason)
+        config.server_args.watchdog_timeout,
+        lambda reason: _die_of_hang(ports, recorder, _explained(reason, link)),
     )
     try:
-        inbox = Inbox(context, ports.scheduler, SCHEDULER_DECODER)
+        messages = None if rank else Inbox(context, ports.scheduler, SCHEDULER_DECODER)
         outbox = ZmqOutbox(context, ports, config.server_args.skip_tokenizer_init)
         begin = time.perf_counter()
         device = open_device(config.device)
         logger.info("Opened the device (%s) in %.1f s", config.device, time.perf_counter() - begin)
-        worker = ModelRunner(config, device)
-        scheduler = Scheduler(config, worker, ZmqInbox(inbox, watchdog, FreeMemoryWatch()), outbox)
+        shard = Shard() if num_ranks == 1 else _meet_ranks(ports, rank, num_ranks, device)
+        worker = ModelRunner(config, device, show_progress=rank == 0, shard=shard)
+        inbox = _NoInbox() if messages is None else ZmqInbox(messages, watchdog, FreeMemoryWatch())
+        if num_ranks > 1:
+            link = _link_ranks(context, ports, rank, num_ranks, worker, inbox, watchdog)
+        scheduler = Scheduler(config, worker, inbox, outbox if rank == 0 else _NoOutbox(), link)
         recorder = scheduler.recorder
         dump_on_signal(recorder)
         scheduler.control.run_beside = _run_in_thread
-        scheduler.report()  # an idle server's gauges are 0, not absent
-        outbox.to_detokenizer(ready_message(config, scheduler))
+        with device.forward.active():
+            shard.smallest(0)  # all ranks have come so far
+        if rank == 0:
+            scheduler.report()  # an idle server's gauges are 0, not absent
+            outbox.to_detokenizer(ready_message(config, scheduler))
         freeze_garbage_collector()
         run_loop(scheduler)
         watchdog.waiting()
@@ -149,14 +173,95 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs) -> None:
     except Exception as error:
         watchdog.waiting()  # the step has ended; what follows may take longer than one
         logger.exception("the scheduler fails")
-        reason = f"{type(error).__name__}: {error}"
+        reason = _explained(f"{type(error).__name__}: {error}", link)
         try:
             dump_and_log(recorder, reason)
             log_core_dumps(dumps, device)
+            if link is not None:
+                _leave_ranks(link, shard, error)
         finally:
             _tell_fatal(context, ports, reason)
         sys.exit(1)
     context.destroy(linger=1000)
+
+
+def scheduler_name(rank: int) -> str:
+    """The name of a rank's process."""
+    return f"scheduler-{rank}" if rank else "scheduler"
+
+
+class _NoInbox:
+    """Of a rank to which nobody sends but rank 0."""
+
+    def drain(self, block: bool, timeout_ms: int | None = None) -> Sequence[Message]:
+        raise AssertionError("messages come in turns")
+
+
+class _NoOutbox:
+    """Of a rank whose news rank 0 tells."""
+
+    def to_detokenizer(self, message: BatchTokenOut) -> None:
+        return
+
+    def to_tokenizer(self, message: Message) -> None:
+        return
+
+
+def _meet_ranks(ports: PortArgs, rank: int, num_ranks: int, device: Device) -> Shard:
+    """This rank's part of the model, once all ranks have come."""
+    from fenceline.distributed.gloo import GlooBackend  # with one rank nobody needs it
+
+    backend = GlooBackend(rank, num_ranks, rank_meeting(ports))
+    return Shard(rank, num_ranks, Communicator("tp", device, device.forward, backend))
+
+
+def _link_ranks(
+    context: zmq.Context[zmq.Socket[bytes]],
+    ports: PortArgs,
+    rank: int,
+    num_ranks: int,
+    worker: ModelRunner,
+    inbox: ZmqInbox | _NoInbox,
+    watchdog: Watchdog,
+) -> RankLink:
+    board = RankBoard(ports, rank, num_ranks)
+    if rank == 0:
+        sockets = [connect_push(context, rank_endpoint(ports, other)) for other in range(1, num_ranks)]
+        return LeadingRank(
+            board, worker, inbox.drain, [partial(socket.send, flags=zmq.NOBLOCK) for socket in sockets]
+        )
+    turns = bind_pull(context, rank_endpoint(ports, rank))
+
+    def receive() -> Turn:
+        watchdog.waiting()
+        data = turns.recv()
+        watchdog.busy()
+        return TURN_DECODER.decode(data)
+
+    return FollowingRank(board, worker, receive)
+
+
+def _leave_ranks(link: RankLink, shard: Shard, error: Exception) -> None:
+    """Before this rank says why it fails: the server ends then, and the others with it, whatever they are doing."""
+    link.board.post_failed()
+    if isinstance(error, PeerLostError):
+        time.sleep(_LOST_S)  # whoever has failed says why, or its end is noticed
+    elif isinstance(error, RanksDifferError):
+        assert shard.communicator is not None, "one rank does not differ"
+        shard.communicator.close()  # who waits for this rank in a collective learns of it, and writes its record
+        deadline = time.monotonic() + _RECORDS_S
+        while not link.board.all_failed() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def _explained(reason: str, link: RankLink | None) -> str:
+    """``reason``, or why ranks wait for each other in vain."""
+    try:
+        if link is not None:
+            link.compare()
+    except RanksDifferError as error:
+        return f"{type(error).__name__}: {error}"
+    return reason
 
 
 def _run_in_thread(work: Callable[[], None]) -> None:

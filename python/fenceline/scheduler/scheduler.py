@@ -1,9 +1,9 @@
 """Scheduler: decides, step by step, what the device computes, and publishes what it has computed.
 
 Decisions are a function of the inbox's messages and of Completions (what has ended on device and disk), each drained
-once a step. There is no wall clock and no unordered iteration in them, so that ranks and replays that see the same
-decide the same. ``step`` is the only place that sequences a step; in-flight state is its argument and its return
-value::
+once a step; of several ranks all drain the same (``ranks``). There is no wall clock and no unordered iteration in them,
+so that ranks and replays that see the same decide the same. ``step`` is the only place that sequences a step; in-flight
+state is its argument and its return value::
 
     step k-1:  launch k-1 | publish k-2 ...            the CPU
     step k  :               launch k    | publish k-1
@@ -57,6 +57,7 @@ from fenceline.scheduler.control import SchedulerControl
 from fenceline.scheduler.flight_recorder import FlightRecorder
 from fenceline.scheduler.output import OutputSender, log_output, log_prompt
 from fenceline.scheduler.prefill import CLIP_NEW_TOKENS, PrefillPlan, PrefillPlanner, remap_writes
+from fenceline.scheduler.ranks import RankLink
 from fenceline.scheduler.req import LogprobLog, Req, emit_interval
 from fenceline.scheduler.request_memory import Remap, make_request_memory
 from fenceline.scheduler.running_batch import NewTokenRatio, RunningBatch
@@ -113,10 +114,19 @@ class InFlight:
 class Scheduler:
     """The requests of one engine and the loop that serves them."""
 
-    def __init__(self, config: EngineConfig, worker: Worker, inbox: Inbox, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        worker: Worker,
+        inbox: Inbox,
+        outbox: Outbox,
+        ranks: RankLink | None = None,
+    ) -> None:
+        """``ranks``: with several ranks, what a turn drains comes from there, and not from ``inbox`` and worker."""
         self.config = config
         self.worker = worker
         self.inbox = inbox
+        self.ranks = ranks
         self.memory = make_request_memory(config, worker)
         sharing = StepSharing.of(config.model)
         self.planner = PrefillPlanner(
@@ -178,9 +188,14 @@ class Scheduler:
         timeout_ms = None
         if block and self.memory.num_outstanding:
             timeout_ms = _ACK_INTERVAL_MS if self.reqs else _QUIET_ACK_INTERVAL_MS
-        self.ingest(self.inbox.drain(block, timeout_ms))
-        prefill = prev is not None and isinstance(prev.batch, ExtendBatch)
-        ended = self.worker.completions(prev.result if prev is not None and prefill else None)
+        awaited = prev if prev is not None and isinstance(prev.batch, ExtendBatch) else None
+        if self.ranks is None:
+            self.ingest(self.inbox.drain(block, timeout_ms))
+            ended = self.worker.completions(None if awaited is None else awaited.result)
+        else:
+            asked = None if awaited is None else (awaited.number, awaited.result)
+            messages, ended = self.ranks.turn(block, timeout_ms, asked)
+            self.ingest(messages)
         if ended:
             self.recorder.completed(ended)
             self.memory.complete(ended)  # every step, decode included (F6)
@@ -426,6 +441,8 @@ class Scheduler:
     def launch(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> InFlight:
         """Hand a batch to the worker and note it as its requests' last flight."""
         batch = self.memory.tables.up_to_date(batch, reqs)
+        if self.ranks is not None:
+            self.ranks.decided(self.num_launched + 1, batch, reqs)
         result = self.worker.launch(batch)
         done = Points.of(result.done)
         self.num_launched += 1

@@ -1,0 +1,54 @@
+"""What a step has decided, as a few numbers: ranks that decide the same have the same ones."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from fenceline.ipc.rank_board import NUM_FIELDS
+from fenceline.model_executor.step import ExtendBatch, ScheduleBatch
+from fenceline.scheduler.req import Req
+
+# In the order in which a difference is looked for: what follows from what comes later.
+FIELDS = ("kind of step", "requests", "rows", "lengths", "pages", "loads")
+assert len(FIELDS) == NUM_FIELDS
+
+_Array = npt.NDArray[np.generic]
+
+
+class Decisions:
+    """Makes the numbers. While a decode step has the requests of the step before, their names are not hashed again."""
+
+    def __init__(self) -> None:
+        self._composition = -1
+        self._requests = 0
+
+    def of(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> tuple[int, ...]:
+        """One number for each of ``FIELDS``: of ``batch`` and its requests, in batch order."""
+        writes = batch.page_writes
+        pages: list[_Array] = [writes.rows, writes.columns, writes.pages]
+        if isinstance(batch, ExtendBatch):
+            self._composition = -1
+            rows = np.array([seq.row for seq in batch.seqs])
+            lengths = np.array([(seq.prefix_len, seq.seq_len, seq.sampling is None) for seq in batch.seqs])
+            pages += [seq.out_slots for seq in batch.seqs]
+            loads = [np.array([ticket.id for ticket in batch.loads])]
+            return 1, _names(reqs), _hash(rows), _hash(lengths), _hash(*pages), _hash(*loads)
+        if batch.composition != self._composition:
+            self._composition, self._requests = batch.composition, _names(reqs)
+        return 2, self._requests, _hash(batch.rows), _hash(batch.seq_lens), _hash(*pages), 0
+
+
+def _names(reqs: Sequence[Req]) -> int:
+    return zlib.crc32("\n".join([req.rid for req in reqs]).encode())
+
+
+def _hash(*arrays: _Array) -> int:
+    value = 0
+    for array in arrays:
+        if array.size:
+            value = zlib.crc32(np.ascontiguousarray(array).data, value)
+    return value

@@ -1,0 +1,143 @@
+"""The schedulers of several ranks, one in each process, decide the same because they see the same.
+
+What a turn of the loop drains is one value, a :class:`Turn`. Rank 0 makes it, from its inbox and from what all ranks
+say on the RankBoard has reached them, and sends it to the others before anybody decides anything. It waits for nobody:
+what has not reached a rank yet is in a later turn. The others wait for it, and ask no clock, device or disk of their
+own on the way to a decision.
+
+Each rank posts a hash of a step's decisions before it launches the step, and compares those of this step and the last
+with whatever the others have posted by then. Of two that differ the later one sees it, and does not launch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import msgspec
+
+from fenceline.ipc.io_struct import (
+    FlightRecorderReq,
+    GetInternalStateReq,
+    Message,
+    ProfileReq,
+    SchedulerInput,
+)
+from fenceline.ipc.rank_board import RankBoard
+from fenceline.model_executor.step import Completions, ForwardResult, ScheduleBatch, Worker
+from fenceline.scheduler.decisions import FIELDS, Decisions
+from fenceline.scheduler.req import Req
+
+Drain = Callable[[bool, int | None], Sequence[Message]]
+Awaited = tuple[int, ForwardResult]  # a step's number and its results
+
+
+class RanksDifferError(RuntimeError):
+    """Ranks have decided differently; what they compute together is wrong from here on."""
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True):
+    """All that the schedulers learn in one turn of the loop, from 1 on, the same on all ranks."""
+
+    number: int
+    messages: list[SchedulerInput]  # that decide something
+    results_arrived: bool  # on all ranks: those of the step in flight, if they were asked for
+
+
+_OBSERVING = (ProfileReq, FlightRecorderReq, GetInternalStateReq)
+TURN_DECODER = msgspec.msgpack.Decoder(Turn)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class RankLink(ABC):
+    """One rank's connection to the others."""
+
+    def __init__(self, board: RankBoard, worker: Worker) -> None:
+        self.board = board
+        self._worker = worker
+        self._decisions = Decisions()
+        self._num_turns = 0
+        self._latest: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=2)  # steps and their numbers
+
+    @abstractmethod
+    def turn(
+        self, block: bool, timeout_ms: int | None, awaited: Awaited | None
+    ) -> tuple[Sequence[Message], Completions]:
+        """What this turn drains. ``block``: wait until there is a message, ``timeout_ms`` at most; ``awaited``: the
+        results to ask for. The messages that only observe go to rank 0 alone."""
+
+    def decided(self, step: int, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
+        """``step``, from 1 on, is about to be launched. Raises ``RanksDifferError``."""
+        fields = self._decisions.of(batch, reqs)
+        self._latest.append((step, fields))
+        self.board.post_decision(step, fields)
+        self.compare()
+
+    def compare(self) -> None:
+        """Compare this rank's last two steps with the other ranks'. Raises ``RanksDifferError``."""
+        board = self.board
+        for step, ours in self._latest:
+            for rank in range(board.num_ranks):
+                theirs = ours if rank == board.rank else board.decision(rank, step)
+                if theirs is None or theirs == ours:
+                    continue
+                name = next(name for name, a, b in zip(FIELDS, ours, theirs, strict=True) if a != b)
+                raise RanksDifferError(
+                    f"ranks {min(rank, board.rank)} and {max(rank, board.rank)} have decided differently: step {step},"
+                    f" {name}"
+                )
+
+    def post_arrivals(self, awaited: Awaited | None) -> None:
+        """Tell the others whether the results of ``awaited`` have reached this rank."""
+        ended = self._worker.completions(None if awaited is None else awaited[1])
+        assert not ended.transfers and not ended.storage, "ranks have no lower tiers"
+        if awaited is not None and ended.results_arrived:
+            self.board.post_arrived(awaited[0])
+
+
+class LeadingRank(RankLink):
+    """Rank 0."""
+
+    def __init__(
+        self, board: RankBoard, worker: Worker, drain: Drain, send: Sequence[Callable[[bytes], None]]
+    ) -> None:
+        """``drain``: of the inbox. ``send``: to each of the other ranks; never blocks."""
+        super().__init__(board, worker)
+        self._drain = drain
+        self._send = send
+
+    def turn(
+        self, block: bool, timeout_ms: int | None, awaited: Awaited | None
+    ) -> tuple[Sequence[Message], Completions]:
+        """See :class:`RankLink`."""
+        messages = self._drain(block, timeout_ms)
+        self.post_arrivals(awaited)
+        arrived = awaited is not None and self.board.all_arrived() >= awaited[0]
+        self._num_turns += 1
+        deciding = [message for message in messages if not isinstance(message, _OBSERVING)]
+        turn = Turn(self._num_turns, cast("list[SchedulerInput]", deciding), arrived)
+        data = _ENCODER.encode(turn)
+        for send in self._send:
+            send(data)
+        return messages, Completions(results_arrived=arrived)
+
+
+class FollowingRank(RankLink):
+    """Any other rank."""
+
+    def __init__(self, board: RankBoard, worker: Worker, receive: Callable[[], Turn]) -> None:
+        """``receive`` waits for the next turn."""
+        super().__init__(board, worker)
+        self._receive = receive
+
+    def turn(
+        self, block: bool, timeout_ms: int | None, awaited: Awaited | None
+    ) -> tuple[Sequence[Message], Completions]:
+        """See :class:`RankLink`."""
+        self.post_arrivals(awaited)
+        turn = self._receive()
+        self._num_turns += 1
+        assert turn.number == self._num_turns, f"turn {turn.number} came in place of {self._num_turns}"
+        return turn.messages, Completions(results_arrived=turn.results_arrived)

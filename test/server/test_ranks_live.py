@@ -1,0 +1,129 @@
+"""Servers whose model two ranks compute: the answers of one, and an end with the reason when a rank fails."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from demo_requests import prompts
+from live_server import WAIT_S, LiveServer, wait_for
+from scheduler_driver import answers, make_model_driver, request
+
+RANKS = ("--device", "cpu", "--tp-size", "2", "--page-size", "16")
+ENDLESS = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
+PARAMS: tuple[dict[str, object], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": 11},
+    {"temperature": 1.1, "seed": 12, "top_p": 0.8, "frequency_penalty": 0.3},
+    {"temperature": 0.7, "seed": 13, "min_p": 0.02},
+    {"temperature": 0.0, "repetition_penalty": 1.2},
+)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[LiveServer]:
+    with LiveServer.real("--model-path", "demo", *RANKS) as server:
+        yield server.wait_ready()
+
+
+def generate_body(ids: list[int], params: dict[str, object]) -> dict[str, object]:
+    sampling = {**params, "max_new_tokens": 20, "ignore_eos": True}
+    sampling["sampling_seed"] = sampling.pop("seed", 0)
+    return {"input_ids": ids, "sampling_params": sampling}
+
+
+def test_answers_are_those_of_one_rank(ranks: LiveServer) -> None:
+    """Alone and all at once, with and without cached prefixes."""
+    reqs = [
+        request(f"r{i}", ids, max_new_tokens=20, ignore_eos=True, **params)  # type: ignore[arg-type]
+        for i, (ids, params) in enumerate(zip(prompts(), PARAMS, strict=True))
+    ]
+    expected = answers(make_model_driver(), reqs)
+    bodies = [generate_body(ids, params) for ids, params in zip(prompts(), PARAMS, strict=True)]
+    with ranks.client() as client:
+        alone = [client.post("/generate", json=body).json()["output_ids"] for body in bodies]
+    assert alone == expected
+    at_once = [ranks.post_in_thread(body) for body in bodies]
+    assert [answer.result(WAIT_S).json()["output_ids"] for answer in at_once] == expected
+
+
+def test_the_openai_api_and_the_logprobs_of_a_chat(ranks: LiveServer) -> None:
+    with ranks.client() as client:
+        body = {
+            "model": "demo",
+            "messages": [{"role": "user", "content": "What is 12 + 30?"}],
+            "temperature": 0,
+            "logprobs": True,
+            "top_logprobs": 2,
+        }
+        answer = client.post("/v1/chat/completions", json=body).json()["choices"][0]
+        assert "42" in answer["message"]["content"]
+        for token in answer["logprobs"]["content"]:
+            assert token["top_logprobs"][0]["logprob"] == token["logprob"]
+
+
+def test_control_messages_reach_all_ranks(ranks: LiveServer) -> None:
+    """A pause that one rank did not know of would end the server: the ranks' steps would differ."""
+    with ranks.client() as client:
+        running = [ranks.post_in_thread(ENDLESS) for _ in range(2)]
+        wait_for(lambda: _num_running(client) == 2)
+        assert client.post("/pause_generation", json={"mode": "retract"}).status_code == 200
+        assert client.post("/continue_generation", json={}).status_code == 200
+        assert client.post("/abort_request", json={"abort_all": True}).status_code == 200
+        for answer in running:
+            assert answer.result(WAIT_S).json()["meta_info"]["finish_reason"]["type"] == "abort"
+        assert client.post("/flush_cache").status_code == 200
+        assert client.get("/health_generate").status_code == 200
+
+
+def _num_running(client: httpx.Client) -> int:
+    state = client.get("/get_server_info").json()["internal_states"][0]
+    return int(state["num_running_reqs"])
+
+
+def assert_gone(children: list[psutil.Process], folder: Path) -> None:
+    """No process is left, and of the shared memory and sockets nothing."""
+    _, alive = psutil.wait_procs(children, timeout=WAIT_S)
+    assert alive == []
+    wait_for(lambda: not [path for path in folder.glob("fenceline-*") if "flight" not in path.name])
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_killed_rank_takes_the_server_down(which: int) -> None:
+    """In the middle of a step of all ranks: the reason is the rank that was killed, not the one that has noticed."""
+    with (
+        tempfile.TemporaryDirectory(prefix="fl", dir="/tmp") as folder,
+        LiveServer.real("--model-path", "demo", *RANKS, env={"TMPDIR": folder}) as server,
+    ):
+        children = server.wait_ready().engine_processes(num_ranks=2)
+        answer = server.post_in_thread(ENDLESS)
+        with server.client() as client:
+            wait_for(lambda: _num_running(client) == 1)
+        children[which].kill()
+        assert server.wait_exit() == 1
+        name = ("scheduler", "scheduler-1")[which]
+        reason = f"the {name} process ended unexpectedly (killed by SIGKILL"
+        assert reason in server.last_lines()
+        assert answer.result(WAIT_S).status_code == 503
+        assert reason in answer.result(WAIT_S).json()["error"]["message"]
+        assert_gone(children, Path(folder))
+
+
+def test_a_rank_that_decides_otherwise_ends_the_server() -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="fl", dir="/tmp") as folder,
+        LiveServer.fake(*RANKS[2:], entry="run_rank_apart", env={"TMPDIR": folder}) as server,
+    ):
+        children = server.wait_ready().engine_processes(num_ranks=2)
+        answer = server.post_in_thread({"input_ids": [5, 6]})
+        assert server.wait_exit() == 1
+        reason = "RanksDifferError: ranks 0 and 1 have decided differently: step 1, pages"
+        assert reason in server.last_lines()
+        assert reason in answer.result(WAIT_S).json()["error"]["message"]
+        dumps = list(Path(folder).glob("fenceline-flight-recorder-*/*"))
+        assert len({path.name.split("-")[1] for path in dumps}) == 2, f"the flight records of both: {dumps}"
+        assert_gone(children, Path(folder))

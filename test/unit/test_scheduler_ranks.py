@@ -1,0 +1,205 @@
+"""Schedulers of several ranks: they see one value a turn, decide the same, and notice where they do not."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from random import Random
+
+import pytest
+from scheduler_driver import assert_right, make_driver, request
+from token_worker import next_token
+
+from fenceline.ipc.io_struct import (
+    AbortReq,
+    GetInternalStateReq,
+    Message,
+    PortArgs,
+    TokenizedGenerateReq,
+)
+from fenceline.ipc.rank_board import NUM_STEPS, RankBoard, create_rank_board
+from fenceline.model_executor.step import ExtendBatch
+from fenceline.scheduler.ranks import TURN_DECODER, FollowingRank, LeadingRank, RanksDifferError, Turn
+
+
+class Group:
+    """Ranks in one thread, each with a driver. A turn of the leader's loop is followed by one of each other's."""
+
+    def __init__(self, size: int, folder: Path, **flags: object) -> None:
+        ports = PortArgs(scheduler=f"ipc://{folder}/scheduler", detokenizer="", tokenizer="")
+        create_rank_board(ports, size)
+        self.boards = [RankBoard(ports, rank, size) for rank in range(size)]
+        self.drivers = [make_driver(**flags) for _ in range(size)]  # type: ignore[arg-type]
+        self.turns: list[deque[bytes]] = [deque() for _ in range(size - 1)]
+        leader = self.drivers[0]
+        leader.scheduler.ranks = LeadingRank(
+            self.boards[0], leader.worker, leader.drain, [turns.append for turns in self.turns]
+        )
+        for rank, turns in enumerate(self.turns, start=1):
+            driver = self.drivers[rank]
+            receive = lambda turns=turns: TURN_DECODER.decode(turns.popleft())  # noqa: E731
+            driver.scheduler.ranks = FollowingRank(self.boards[rank], driver.worker, receive)
+
+    def step(self) -> None:
+        for driver in self.drivers[1:]:  # who waits for the next turn has said before what has arrived
+            flight, link = driver.flight, driver.scheduler.ranks
+            if flight is not None and isinstance(flight.batch, ExtendBatch):
+                assert link is not None
+                link.post_arrivals((flight.number, flight.result))
+        self.drivers[0].step()
+        for driver, turns in zip(self.drivers[1:], self.turns, strict=True):
+            if turns:
+                driver.flight = driver.scheduler.step(driver.flight)
+                assert not turns, "one turn for each of the leader's"
+
+    def run(self, *messages: Message, max_steps: int = 5000) -> None:
+        """Until everything is answered on all ranks."""
+        leader = self.drivers[0]
+        leader.send(*messages)
+        for _ in range(max_steps):
+            if not (leader.pending or leader.scheduler.reqs or leader.flight is not None):
+                break
+            self.step()
+        for driver in self.drivers:
+            driver.scheduler.memory.check_books(every_page=True)
+
+    def answers(self) -> list[dict[str, list[int]]]:
+        return [{rid: answer.output_ids for rid, answer in driver.answers.items()} for driver in self.drivers]
+
+
+def requests(num: int, seed: int = 0) -> list[TokenizedGenerateReq]:
+    random = Random(seed)
+    common = [random.randrange(200) for _ in range(24)]
+    return [
+        request(
+            f"r{i}",
+            common[: random.randrange(24)] + [random.randrange(200) for _ in range(random.randrange(1, 40))],
+            seed=i,
+            max_new_tokens=random.randrange(1, 40),
+        )
+        for i in range(num)
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_whose_devices_differ_in_speed_decide_the_same(size: int, tmp_path: Path) -> None:
+    """Short of memory, so that requests are retracted; results arrive when each rank's own dice say."""
+    group = Group(size, tmp_path, num_pages=40, schedule_conservativeness=0.01)
+    speeds = [Random(rank) for rank in range(size)]
+    for driver, speed in zip(group.drivers, speeds, strict=True):
+        driver.worker.is_quick = lambda speed=speed: speed.random() < 0.7  # type: ignore[attr-defined]
+    reqs = requests(40)
+    leader = group.drivers[0]
+    leader.send(*reqs[:20])
+    for _ in range(30):
+        group.step()
+    leader.send(AbortReq(rid="r12"), *reqs[20:], AbortReq(rid="r31"))
+    group.run(max_steps=5000)
+    first, *others = group.answers()
+    assert all(answers == first for answers in others)
+    assert_right(leader, *[req for req in reqs if req.rid not in ("r12", "r31")])
+    assert group.drivers[0].scheduler.stats.num_retractions > 0
+    assert len({driver.scheduler.num_launched for driver in group.drivers}) == 1
+
+
+def test_results_count_as_arrived_when_all_ranks_have_them(tmp_path: Path) -> None:
+    group = Group(2, tmp_path)
+    quick = [True, False]
+    for driver, rank in zip(group.drivers, range(2), strict=True):
+        driver.worker.is_quick = lambda rank=rank: quick[rank]  # type: ignore[attr-defined]
+    leader, turn = group.drivers[0], group.drivers[0].scheduler.ranks
+    assert turn is not None
+    leader.send(*requests(1))
+    group.step()
+    assert leader.flight is not None
+    awaited = leader.flight.number, leader.flight.result
+    assert not turn.turn(False, None, awaited)[1].results_arrived
+    group.boards[1].post_arrived(awaited[0])
+    assert turn.turn(False, None, awaited)[1].results_arrived
+
+
+def test_who_only_observes_is_answered_by_rank_0(tmp_path: Path) -> None:
+    group = Group(2, tmp_path)
+    group.run(GetInternalStateReq(id="s"), *requests(2))
+    assert [type(reply).__name__ for reply in group.drivers[0].replies].count("ControlReply") == 1
+    assert not any(type(reply).__name__ == "ControlReply" for reply in group.drivers[1].replies)
+    assert all(len(answers) == 2 for answers in group.answers())
+
+
+def run_apart(group: Group) -> str:
+    """What is said when the ranks have come apart."""
+    long = request("long", list(range(150)), max_new_tokens=4)
+    ending = request("ending", [1, 2, 3], max_new_tokens=9, stop_token_ids=[next_token([1, 2, 3], 0)])
+    with pytest.raises(RanksDifferError) as error:
+        group.run(long, *requests(8, seed=3), ending)
+    return str(error.value)
+
+
+def test_a_rank_that_follows_its_own_device_is_found(tmp_path: Path) -> None:
+    """One that takes results as not arrived that are, because its own device says so a moment later."""
+    group = Group(2, tmp_path)
+    for driver in group.drivers:
+        driver.worker.is_quick = lambda: True  # type: ignore[attr-defined]
+    link = group.drivers[1].scheduler.ranks
+    assert isinstance(link, FollowingRank)
+    receive = link._receive
+
+    def own() -> Turn:
+        turn = receive()
+        return Turn(turn.number, turn.messages, False)
+
+    link._receive = own
+    assert "ranks 0 and 1 have decided differently: step" in run_apart(group)
+
+
+@pytest.mark.parametrize("which", ["pages", "rows", "requests", "lengths"])
+def test_the_step_and_the_first_field_that_differs_are_named(which: str, tmp_path: Path) -> None:
+    group = Group(3, tmp_path)
+    driver = group.drivers[2]
+    scheduler = driver.scheduler
+    if which == "pages":
+        scheduler.memory.pages.alloc(1)
+    elif which == "rows":
+        scheduler.memory.rows.alloc(1)
+    elif which == "requests":
+        link = scheduler.ranks
+        assert isinstance(link, FollowingRank)
+        receive = link._receive
+        link._receive = lambda: _without_first(receive())
+    else:
+        scheduler.planner.step_tokens //= 2
+    message = run_apart(group)
+    assert message == f"ranks 0 and 2 have decided differently: step 1, {which}"
+
+
+def _without_first(turn: Turn) -> Turn:
+    return Turn(turn.number, turn.messages[1:], turn.results_arrived)
+
+
+def test_a_record_that_is_being_written_is_not_read(tmp_path: Path) -> None:
+    ports = PortArgs(scheduler=f"ipc://{tmp_path}/scheduler", detokenizer="", tokenizer="")
+    create_rank_board(ports, 2)
+    ours, theirs = RankBoard(ports, 0, 2), RankBoard(ports, 1, 2)
+    fields = (1, 2, 3, 4, 5, 2**32 - 1)
+    assert ours.decision(1, 7) is None
+    theirs.post_decision(7, fields)
+    assert ours.decision(1, 7) == fields
+    assert ours.decision(0, 7) is None and ours.decision(1, 8) is None
+    theirs._records[1, 7 % NUM_STEPS, 3] += 1  # half of another one
+    assert ours.decision(1, 7) is None
+    theirs.post_decision(7 + NUM_STEPS, fields)
+    assert ours.decision(1, 7) is None and ours.decision(1, 7 + NUM_STEPS) == fields
+    ours.post_arrived(5)
+    assert ours.all_arrived() == theirs.all_arrived() == 0
+    theirs.post_arrived(3)
+    assert ours.all_arrived() == theirs.all_arrived() == 3
+
+
+def test_hashes_look_at_every_number(tmp_path: Path) -> None:
+    """Two that differ in one page, one length or one row never have the same numbers in a run of steps."""
+    group = Group(2, tmp_path)
+    group.run(*requests(6))
+    steps = group.drivers[0].scheduler.num_launched
+    assert steps > 10
+    for step in range(max(steps - NUM_STEPS + 1, 1), steps + 1):
+        assert group.boards[0].decision(0, step) == group.boards[0].decision(1, step) != None  # noqa: E711
