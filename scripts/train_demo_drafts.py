@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Trains the demo model's drafts, an EAGLE-3 head and a two-layer MTP, on a CPU in minutes.
 
-    python scripts/train_demo_drafts.py --output-dir draft_out --steps 600
+    OMP_NUM_THREADS=1 python scripts/train_demo_drafts.py --output-dir draft_out
     python scripts/train_demo_drafts.py --output-dir draft_out --drafts eagle3
 
-The data of every step is a function of the seed and the step number. Afterwards it prints the mean accept length on
+The data of every step is a function of the seed and the step number: trained items alone, each category as often as the
+others, with answers that are the target's own in all but a few cases. Afterwards it prints the mean accept length on
 held-out items: tokens for each time the target verifies, greedily, with chains of three tokens (MTP: two).
 """
 
@@ -31,29 +32,72 @@ from demo_training.export import load_weights
 from demo_training.model import DemoModel, Shape
 from demo_training.optimizer import Optimizer
 from fenceline.config.model_files import demo_model_path
-from fenceline.demo.corpus import build_batch
+from fenceline.demo.corpus import encode_document
+from fenceline.demo.documents import (
+    END_OF_TEXT,
+    MAKERS,
+    Document,
+    chat,
+    few_shot,
+    ledger_document,
+    short_document,
+    train_item,
+)
 from fenceline.demo.tokenizer import FastEncoder
 
-DRAFTS: dict[str, type[Eagle3] | type[MTP]] = {"eagle3": Eagle3, "mtp": MTP}
+DRAFTS: dict[str, type[Eagle3] | type[MTP]] = {"eagle3": Eagle3, "nextn": MTP}
 STEP_WEIGHT = 0.8  # of a chain's step, relative to the one before it
 
 
+def make_document(rng: random.Random, max_tokens: int) -> Document:
+    """A document of trained items, most often of one category, with many answers in few tokens."""
+    kind = rng.random()
+    if kind < 0.25 and max_tokens > 300:
+        return ledger_document(rng, max_tokens)
+    if kind < 0.4:
+        return short_document(rng)
+    category = rng.choice(list(MAKERS))
+    most = 3 if category == "long_copy" else 8
+    items = [train_item(rng, category) for _ in range(rng.randrange(2, most + 1))]
+    return chat([(item.question, item.answer) for item in items]) if rng.random() < 0.25 else few_shot(items)
+
+
+def make_batch(
+    seed: int, step: int, num_rows: int, length: int, encoder: FastEncoder
+) -> tuple[Tensor, Tensor]:
+    """The rows of a step: ids and the mask of answers, [num_rows, length] int64 and bool."""
+    rng = random.Random(f"drafts:{seed}:{step}")
+    separator = encoder.encode(END_OF_TEXT)
+    rows = []
+    for _ in range(num_rows):
+        ids: list[int] = []
+        mask: list[int] = []
+        while len(ids) < length:
+            new_ids, new_mask = encode_document(make_document(rng, length - len(ids)), encoder)
+            ids += new_ids + separator
+            mask += new_mask + [0]
+        rows.append((ids[:length], mask[:length]))
+    return torch.tensor([ids for ids, _ in rows]), torch.tensor([mask for _, mask in rows]).bool()
+
+
 def answer_rows(mask: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Rows [B, M] whose first predicted token belongs to an answer, padded with row 0, and which are no padding."""
-    wanted = mask[:, 2 : mask.shape[1] - steps + 1].bool()
+    """Rows [B, M] from which a chain begins while an answer is given: the token that they read and the first one that
+    they predict belong to it. (An answer's first token comes from the prefill.) With [B, M] bool: the others pad."""
+    length = mask.shape[1]
+    wanted = mask[:, 1 : length - steps] & mask[:, 2 : length - steps + 1]
     most = int(wanted.sum(1).max())
     order = (~wanted).long().argsort(dim=1, stable=True)[:, :most]
     return order, wanted.gather(1, order)
 
 
 def chain_loss(draft: Draft, target: DemoModel, states: States, mask: Tensor) -> tuple[Tensor, list[float]]:
-    """The loss over ids and mask [B, length], and how often each step is right."""
+    """The loss over the answers in mask [B, length] bool, and how often each step is right."""
     ids = states.ids
     rows, live = answer_rows(mask, draft.steps)
     loss, right = torch.zeros(()), []
     for step, logits in enumerate(draft.chains(states, rows, target)):
         labels = ids.gather(1, rows + 2 + step)
-        weights = (live & mask.gather(1, rows + 2 + step).bool()).float()
+        weights = (live & mask.gather(1, rows + 2 + step)).float()
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(weights)
         loss = loss + STEP_WEIGHT**step * (losses * weights).sum() / weights.sum()
         right.append(float(((logits.argmax(-1) == labels) * weights).sum() / weights.sum()))
@@ -62,7 +106,7 @@ def chain_loss(draft: Draft, target: DemoModel, states: States, mask: Tensor) ->
 
 def row_length(seed: int, step: int) -> int:
     """Mostly short rows; long ones teach recall over many tokens."""
-    return random.Random(f"draft:{seed}:{step}").choices((512, 1024, 2048), (0.75, 0.15, 0.1))[0]
+    return random.Random(f"length:{seed}:{step}").choices((512, 1024, 2048), (0.8, 0.1, 0.1))[0]
 
 
 def train(drafts: Sequence[Draft], target: DemoModel, encoder: FastEncoder, args: argparse.Namespace) -> None:
@@ -76,10 +120,10 @@ def train(drafts: Sequence[Draft], target: DemoModel, encoder: FastEncoder, args
     for step in range(args.steps):
         length = row_length(args.seed, step)
         num_rows = max(args.tokens_per_step // length, 1)
-        ids, mask = build_batch(args.seed + 1, step, num_rows, length, encoder)
-        states = target_states(target, torch.from_numpy(ids.astype("int64")))
+        ids, mask = make_batch(args.seed, step, num_rows, length, encoder)
+        states = target_states(target, ids)
         for draft, optimizer in zip(drafts, optimizers, strict=True):
-            loss, right = chain_loss(draft, target, states, torch.from_numpy(mask))
+            loss, right = chain_loss(draft, target, states, mask)
             loss.backward()
             optimizer.step(min(1.0, (step + 1) / 20, (args.steps - step) / (args.steps / 2)))
             if (step + 1) % args.log_every == 0:
@@ -98,15 +142,14 @@ def accept_lengths(draft: Draft, target: DemoModel, rows: Sequence[Row]) -> dict
     of the target's own."""
     found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for row in rows:
-        ids = torch.tensor([row.ids])
-        states = target_states(target, ids)
-        greedy = F.linear(states.normed[0], target.embed).argmax(-1)
-        if not torch.equal(greedy[row.start - 1 : -1], ids[0, row.start :]):
-            continue
         # Rows near the end predict beyond it; what they are compared with there does not count.
-        padded = F.pad(ids, (0, draft.steps))
+        padded = F.pad(torch.tensor([row.ids]), (0, draft.steps))
+        states = target_states(target, padded)
+        greedy = F.linear(states.normed[0, row.start - 1 : len(row.ids) - 1], target.embed).argmax(-1)
+        if not torch.equal(greedy, padded[0, row.start : len(row.ids)]):
+            continue
         asked = torch.arange(row.start - 1, len(row.ids) - 1)[None]
-        chains = draft.chains(target_states(target, padded), asked, target)
+        chains = draft.chains(states, asked, target)
         hits = torch.stack(
             [chain.argmax(-1)[0] == padded[0, asked[0] + 2 + step] for step, chain in enumerate(chains)]
         )
@@ -128,10 +171,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--drafts", nargs="+", choices=list(DRAFTS), default=list(DRAFTS))
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--tokens-per-step", type=int, default=4096)
+    parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=0.003)
-    parser.add_argument("--num-eval-items", type=int, default=240)
+    parser.add_argument("--num-eval-items", type=int, default=120)
     parser.add_argument("--log-every", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from fenceline.config import ConfigError
 from fenceline.config.engine_config import EngineConfig, attention_backends, resolve
+from fenceline.config.model_files import demo_model_path
 from fenceline.config.server_args import ServerArgs
 
 
@@ -75,3 +77,10 @@ def test_the_drafts_attention_runs_where_it_can() -> None:
         configure(**OWN, speculative_draft_attention_backend="triton")
     with pytest.raises(ConfigError, match="needs --speculative-algorithm"):
         configure(speculative_draft_attention_backend="torch")
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3"])
+def test_the_demo_model_brings_its_drafts(algorithm: str) -> None:
+    config = configure(speculative_algorithm=algorithm).speculative
+    assert config is not None
+    assert Path(config.draft.model.model_path) == Path(demo_model_path()).resolve() / algorithm.lower()

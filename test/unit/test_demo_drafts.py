@@ -7,15 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 from paged_draft import PagedDraft, Rows
+from scheduler_driver import Driver, answers, request
+from tokenizers import Tokenizer
 
 from demo_training.drafts import MTP, Draft, Eagle3, target_states
 from demo_training.evaluate import Row
 from demo_training.export import load_weights
 from demo_training.model import DemoModel, Shape
 from fenceline.config.draft_config import SpeculativeAlgorithm
+from fenceline.config.engine_config import resolve
 from fenceline.config.model_files import demo_model_path
+from fenceline.config.server_args import ServerArgs
+from fenceline.demo.evaluation import held_out_items
 from fenceline.layers.forward_batch import ForwardMode
-from train_demo_drafts import accept_lengths
+from fenceline.memory_order import open_device
+from fenceline.model_executor.model_runner import ModelRunner
+from train_demo_drafts import accept_lengths, answer_rows
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +104,48 @@ def test_accept_lengths_count_what_a_server_would(target: DemoModel) -> None:
     assert found((9, 0), (9, 1), (12, 0), (12, 1)) == (6, 2)
     assert found((13, 0), (13, 1)) == found((13, 0)) == (6, 5)  # there is nothing after the answer
     assert accept_lengths(Scripted(set()), target, [Row("x", [*ids[:-1], 3], 10)]) == {}, "not its answer"
+
+
+def test_chains_are_trained_where_a_server_begins_them() -> None:
+    """Row i reads token i + 1 and predicts token i + 2: both belong to an answer, and the chain ends in the row."""
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0]]).bool()
+    rows, live = answer_rows(mask, 2)
+    found = [row[ok].tolist() for row, ok in zip(rows, live, strict=True)]
+    assert found == [[1, 2, 7], [5]]
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3"])
+def test_the_shipped_drafts_are_accepted_on_cold_and_on_cached_prefixes(algorithm: str) -> None:
+    """Held-out items, two of each category, greedily: more than two tokens a step."""
+    directory = Path(demo_model_path())
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    (newline,) = tokenizer.encode("\n").ids
+    args = ServerArgs(model_path="demo", device="cpu", random_seed=1, speculative_algorithm=algorithm)
+    config = resolve(args)
+    driver = Driver(config, ModelRunner(config, open_device("cpu"), show_progress=False))
+    stats, items = driver.scheduler.stats, held_out_items(7, 24)
+    accept_lengths, texts, before = [], [], (0, 0)
+    for name in ("cold", "cached"):
+        reqs = [
+            request(
+                f"{name}{index}",
+                tokenizer.encode(item.prompt()).ids,
+                temperature=0.0,
+                max_new_tokens=len(item.item.answer) + 8,
+                stop_token_ids=(newline,),
+            )
+            for index, item in enumerate(items)
+        ]
+        texts.append([tokenizer.decode(output).strip() for output in answers(driver, reqs)])
+        now = stats.num_accepted, stats.num_verified
+        accept_lengths.append(1 + (now[0] - before[0]) / (now[1] - before[1]))
+        before = now
+    last = driver.answers["cached0"].last
+    assert last is not None and last.cached_tokens > 0
+    assert texts == [[item.item.answer for item in items]] * 2
+    assert min(accept_lengths) >= 2.0 and accept_lengths[1] == pytest.approx(accept_lengths[0], abs=0.05)
+
+
+def test_the_shipped_drafts_are_small() -> None:
+    files = Path(demo_model_path()).glob("*/*")
+    assert 0 < sum(file.stat().st_size for file in files) <= 2_000_000
