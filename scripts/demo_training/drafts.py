@@ -96,7 +96,7 @@ class Block(nn.Module):
 
 EPS = 1e-6
 ROPE_THETA = 100_000.0
-SHARPNESS = 1.5  # of normed queries and keys at first: at 1 it takes long until they tell a long list's words apart
+SHARPNESS = 1.5  # of normed queries and keys at first: at 1 they take long to tell a long list's words apart
 SCALE = 0.2  # of the logits of a new draft, relative to the target's, which is very sure of itself
 
 
