@@ -6,10 +6,11 @@ in its latest steps. A file in the server's private folder is the memory, so tha
 
 from __future__ import annotations
 
+import mmap
+import struct
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
 
 from fenceline.ipc.io_struct import PortArgs
 
@@ -17,14 +18,17 @@ NUM_FIELDS = 6  # of a decision
 NUM_STEPS = (
     64  # that a rank remembers: the ranks are never so many steps apart, since each step has collectives
 )
-_ARRIVED, _FAILED, _FIRST_RECORD = 0, 1, 2
-_RECORD = 2 + NUM_FIELDS  # step, fields, seal
-_MASK = (1 << 62) - 1
+_NUMBER = struct.Struct("q")  # native: one store
+_RECORD = struct.Struct(f"=q{NUM_FIELDS}I")  # step and fields
+_SEAL = struct.Struct("=Q")
+_RECORD_BYTES = _RECORD.size + _SEAL.size
+_ARRIVED, _FAILED, _FIRST_RECORD = 0, 8, 16  # where in a line
+_LINE = _FIRST_RECORD + NUM_STEPS * _RECORD_BYTES
 
 
 def create_rank_board(ports: PortArgs, num_ranks: int) -> None:
     """Make the memory, all zeros, before any rank opens it."""
-    _path(ports).write_bytes(bytes(8 * num_ranks * (_FIRST_RECORD + NUM_STEPS * _RECORD)))
+    _path(ports).write_bytes(bytes(num_ranks * _LINE))
 
 
 def rank_meeting(ports: PortArgs) -> Path:
@@ -48,40 +52,51 @@ class RankBoard:
     def __init__(self, ports: PortArgs, rank: int, num_ranks: int) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
-        words = _FIRST_RECORD + NUM_STEPS * _RECORD
-        lines = np.memmap(_path(ports), dtype=np.int64, mode="r+", shape=(num_ranks, words))
-        self._arrived = lines[:, _ARRIVED]
-        self._failed = lines[:, _FAILED]
-        self._records = lines[:, _FIRST_RECORD:].reshape(num_ranks, NUM_STEPS, _RECORD)
+        with open(_path(ports), "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), num_ranks * _LINE)
 
     def post_arrived(self, step: int) -> None:
         """This rank has the results of ``step``, 1 or more, and of all before it."""
-        self._arrived[self.rank] = step
+        _NUMBER.pack_into(self._memory, self.rank * _LINE + _ARRIVED, step)
 
     def all_arrived(self) -> int:
         """The latest step whose results have arrived on all ranks, as far as they have said."""
-        return int(self._arrived.min())
+        return min(self._number(rank, _ARRIVED) for rank in range(self.num_ranks))
 
     def post_failed(self) -> None:
         """This rank has failed, and has written its flight record."""
-        self._failed[self.rank] = 1
+        _NUMBER.pack_into(self._memory, self.rank * _LINE + _FAILED, 1)
 
     def all_failed(self) -> bool:
         """Whether all ranks have failed, and have written their flight records."""
-        return bool(self._failed.all())
+        return all(self._number(rank, _FAILED) for rank in range(self.num_ranks))
+
+    def _number(self, rank: int, where: int) -> int:
+        (value,) = _NUMBER.unpack_from(self._memory, rank * _LINE + where)
+        return int(value)
 
     def post_decision(self, step: int, fields: Sequence[int]) -> None:
-        """This rank has decided ``fields``, each of less than 32 bits, for ``step``, 1 or more."""
-        self._records[self.rank, step % NUM_STEPS] = (step, *fields, _seal(step, fields))
+        """This rank has decided ``fields``, 32 bits each, for ``step``, 1 or more."""
+        record = _RECORD.pack(step, *fields)
+        at = _place(self.rank, step)
+        self._memory[at : at + _RECORD_BYTES] = record + _SEAL.pack(zlib.crc32(record))
+
+    def agrees(self, rank: int, step: int) -> bool:
+        """Whether ``rank`` has posted for ``step`` what this rank has. Takes less time than :meth:`decision`."""
+        ours, theirs = _place(self.rank, step), _place(rank, step)
+        memory = self._memory
+        return memory[ours : ours + _RECORD_BYTES] == memory[theirs : theirs + _RECORD_BYTES]
 
     def decision(self, rank: int, step: int) -> tuple[int, ...] | None:
         """What ``rank`` has decided for ``step``; None if it has not said, or no longer says."""
-        found, *fields, seal = self._records[rank, step % NUM_STEPS].tolist()
-        return tuple(fields) if found == step and seal == _seal(step, fields) else None
+        at = _place(rank, step)
+        data = self._memory[at : at + _RECORD_BYTES]  # copied, so that seal and record are of one moment
+        record = data[: _RECORD.size]
+        if _SEAL.unpack(data[_RECORD.size :]) != (zlib.crc32(record),):
+            return None
+        found, *fields = _RECORD.unpack(record)
+        return tuple(fields) if found == step else None
 
 
-def _seal(step: int, fields: Sequence[int]) -> int:
-    seal = step
-    for value in fields:
-        seal = (seal * 1000003 + value) & _MASK
-    return seal
+def _place(rank: int, step: int) -> int:
+    return rank * _LINE + _FIRST_RECORD + step % NUM_STEPS * _RECORD_BYTES

@@ -20,11 +20,11 @@ _Array = npt.NDArray[np.generic]
 
 
 class Decisions:
-    """Makes the numbers. While a decode step has the requests of the step before, their names are not hashed again."""
+    """Makes the numbers. While a decode step has the requests of the step before, they are not hashed again."""
 
     def __init__(self) -> None:
         self._composition = -1
-        self._requests = 0
+        self._requests = self._rows = 0
 
     def of(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> tuple[int, ...]:
         """One number for each of ``FIELDS``: of ``batch`` and its requests, in batch order."""
@@ -38,8 +38,8 @@ class Decisions:
             loads = [np.array([ticket.id for ticket in batch.loads])]
             return 1, _names(reqs), _hash(rows), _hash(lengths), _hash(*pages), _hash(*loads)
         if batch.composition != self._composition:
-            self._composition, self._requests = batch.composition, _names(reqs)
-        return 2, self._requests, _hash(batch.rows), _hash(batch.seq_lens), _hash(*pages), 0
+            self._composition, self._requests, self._rows = batch.composition, _names(reqs), _hash(batch.rows)
+        return 2, self._requests, self._rows, _hash(batch.seq_lens), _hash(*pages), 0
 
 
 def _names(reqs: Sequence[Req]) -> int:
@@ -49,6 +49,6 @@ def _names(reqs: Sequence[Req]) -> int:
 def _hash(*arrays: _Array) -> int:
     value = 0
     for array in arrays:
-        if array.size:
-            value = zlib.crc32(np.ascontiguousarray(array).data, value)
+        if len(array):
+            value = zlib.crc32(array.tobytes(), value)
     return value

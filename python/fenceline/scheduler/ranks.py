@@ -80,7 +80,9 @@ class RankLink(ABC):
         board = self.board
         for step, ours in self._latest:
             for rank in range(board.num_ranks):
-                theirs = ours if rank == board.rank else board.decision(rank, step)
+                if rank == board.rank or board.agrees(rank, step):
+                    continue
+                theirs = board.decision(rank, step)
                 if theirs is None or theirs == ours:
                     continue
                 name = next(name for name, a, b in zip(FIELDS, ours, theirs, strict=True) if a != b)
