@@ -32,7 +32,7 @@ from fenceline.entrypoints.openai.chat_template import chat_template_of
 from fenceline.entrypoints.openai.parsing import parse_body as parse_chat_body
 from fenceline.entrypoints.openai.parsing import refuse_chat
 from fenceline.entrypoints.openai.protocol import ChatBody
-from fenceline.entrypoints.openai.serving_chat import conversation_text
+from fenceline.entrypoints.openai.serving_chat import tokenize_conversation
 from fenceline.entrypoints.sse import unless_gone, while_connected
 from fenceline.frontend.request_types import GenerateInput, RequestError, new_rid
 from fenceline.frontend.tokenizer_manager import TokenizerManager
@@ -310,9 +310,7 @@ class NativeApi:
 
     async def _tokenize_chat(self, request: Request, body: ChatBody) -> Response:
         refuse_chat(body)
-        text = await conversation_text(self._manager, self._template, body)
-        work = self._manager.tokenize([text], bool(body.add_special_tokens))
-        [tokens] = await while_connected(request, work)
+        tokens = await tokenize_conversation(self._manager, self._template, body, request)
         return json_response(
             {
                 "tokens": _for_json(tokens),

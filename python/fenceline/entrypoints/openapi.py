@@ -19,6 +19,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
+from fenceline.entrypoints.anthropic.protocol import CountBody, MessagesBody
 from fenceline.entrypoints.generate_body import GenerateBody
 from fenceline.entrypoints.native_api import AbortBody, DetokenizeBody, PauseBody, ProfileBody, TokenizeBody
 from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
@@ -36,6 +37,8 @@ BODIES: dict[str, tuple[type, bool]] = {
     "/v1/detokenize": (DetokenizeBody, False),
     "/v1/completions": (CompletionBody, False),
     "/v1/chat/completions": (ChatBody, False),
+    "/v1/messages": (MessagesBody, False),
+    "/v1/messages/count_tokens": (CountBody, False),
 }
 
 
@@ -48,7 +51,8 @@ def describe_app(app: FastAPI) -> dict[str, Any]:
     structs = [_without_raw(kind) for kind, _ in set(BODIES.values()) if issubclass(kind, msgspec.Struct)]
     _, components = msgspec.json.schema_components(structs, ref_template=_REFS + "{name}")
     _, models = models_json_schema(
-        [(CompletionBody, "validation"), (ChatBody, "validation")], ref_template=_REFS + "{model}"
+        [(kind, "validation") for kind in (CompletionBody, ChatBody, MessagesBody, CountBody)],
+        ref_template=_REFS + "{model}",
     )
     document.setdefault("components", {}).setdefault("schemas", {}).update({**components, **models["$defs"]})
     for path, operations in document["paths"].items():

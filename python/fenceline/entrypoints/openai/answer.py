@@ -4,10 +4,10 @@ reasons."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.entrypoints.openai.protocol import GenerationBody
@@ -30,6 +30,11 @@ class Generator(Protocol):
 
     def check_text_length(self, num_chars: int) -> None:
         """Raise RequestError if a prompt of so many characters cannot fit."""
+
+    def tokenize(
+        self, texts: Sequence[str], add_special_tokens: bool = True
+    ) -> Coroutine[Any, Any, list[Sequence[int]]]:
+        """Token ids of each text."""
 
     async def detokenize(self, lists: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
         """The text of each list of token ids."""

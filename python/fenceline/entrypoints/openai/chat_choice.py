@@ -6,38 +6,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from fenceline.entrypoints.openai.answer import TokenIds, finish_fields
+from fenceline.entrypoints.openai.chat_reader import ChatReader, Reasoning
 from fenceline.entrypoints.openai.delivery import StreamShape, TextFrame
 from fenceline.entrypoints.openai.logprobs import chat_logprobs
 from fenceline.entrypoints.openai.protocol import ChatBody
-from fenceline.entrypoints.openai.reasoning_parser import ReasoningParser, Split
 from fenceline.entrypoints.openai.token_texts import TokenTexts
-from fenceline.entrypoints.openai.tool_call_parser import Arguments, CallBegun, Content, ToolCallParser
+from fenceline.entrypoints.openai.tool_call_parser import CallBegun, Content
 from fenceline.frontend.request_types import GenerateChunk
 from fenceline.ipc.io_struct import FinishReason
 
 
 class ChatChoice:
-    """Writes one choice. ``parser`` is None if reasoning is not separated from the answer, ``calls`` if the model was
-    given no tools."""
+    """Writes one choice."""
 
     def __init__(
-        self,
-        index: int,
-        body: ChatBody,
-        texts: TokenTexts,
-        parser: ReasoningParser | None,
-        calls: ToolCallParser | None,
-        ids: TokenIds | None,
+        self, index: int, body: ChatBody, texts: TokenTexts, reader: ChatReader, ids: TokenIds | None
     ) -> None:
         self.index = index
         self._ids = ids
         self._texts = texts
         self._num_top = body.top_logprobs or 0
         self._with_logprobs = body.logprobs
-        self._parser = parser
-        self._calls = calls
-        self._one_call = not body.parallel_tool_calls
-        self._num_calls = 0
+        self._reader = reader
         self._hold_reasoning = not body.stream_reasoning
         self._held_reasoning = ""
         self._begun = False
@@ -46,17 +36,14 @@ class ChatChoice:
 
     def whole(self, chunk: GenerateChunk) -> dict[str, object]:
         """The choice of an answer that does not stream."""
-        split = self._split(chunk)
-        message: dict[str, object] = {"role": "assistant", "content": split.content}
-        if self._parser is not None:
-            message["content"] = split.content or None
-            message["reasoning_content"] = split.reasoning or None
-        if self._calls is not None:
-            message["content"], calls = self._with_calls(split.content, finished=True)
-            if calls:
-                message["tool_calls"] = [
-                    {key: call[key] for key in ("id", "type", "function")} for call in calls
-                ]
+        reasoning, content, calls = self._read(chunk)
+        message: dict[str, object] = {"role": "assistant", "content": content}
+        if self._reader.separates_reasoning or calls:
+            message["content"] = content or None
+        if self._reader.separates_reasoning:
+            message["reasoning_content"] = reasoning or None
+        if calls:
+            message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
         return {
             "index": self.index,
             "message": message,
@@ -65,42 +52,30 @@ class ChatChoice:
             **self._id_fields(chunk),
         }
 
-    def _split(self, chunk: GenerateChunk) -> Split:
-        if self._parser is None:
-            return Split("", chunk.text)
-        split = self._parser.feed(chunk.text)
-        if chunk.finish_reason is None:
-            return split
-        rest = self._parser.finish()
-        return Split(split.reasoning + rest.reasoning, split.content + rest.content)
-
-    def _with_calls(self, content: str, finished: bool) -> tuple[str | None, list[dict[str, Any]]]:
-        """What ``content``, more text of the answer, brings: text, and the calls that begin or go on in it, as a
-        stream's delta has them."""
-        assert self._calls is not None
-        found = self._calls.feed(content) + (self._calls.finish() if finished else [])
-        text = ""
+    def _read(self, chunk: GenerateChunk) -> tuple[str, str, list[dict[str, Any]]]:
+        """What ``chunk`` brings: reasoning, content, and the calls that begin or go on in it, as a stream's delta has
+        them."""
+        reasoning, content = "", ""
         calls: list[dict[str, Any]] = []
-        for event in found:
-            match event:
+        for piece in self._reader.read(chunk):
+            match piece:
+                case Reasoning():
+                    reasoning += piece.text
                 case Content():
-                    text += event.text
+                    content += piece.text
                 case CallBegun():
-                    self._num_calls += 1
-                    function = {"name": event.name, "arguments": ""}
-                    id = self._calls.make_id()
-                    calls.append(
-                        {"index": self._num_calls - 1, "id": id, "type": "function", "function": function}
-                    )
-                case Arguments():
+                    id, function = self._reader.new_call_id(), {"name": piece.name, "arguments": ""}
+                    index = self._reader.num_calls - 1
+                    calls.append({"index": index, "id": id, "type": "function", "function": function})
+                case _:
                     if not calls:
-                        calls.append({"index": self._num_calls - 1, "function": {"arguments": ""}})
-                    calls[-1]["function"]["arguments"] += event.text
-        return text or None, [call for call in calls if not (self._one_call and call["index"])]
+                        calls.append({"index": self._reader.num_calls - 1, "function": {"arguments": ""}})
+                    calls[-1]["function"]["arguments"] += piece.text
+        return reasoning, content, calls
 
     def _finish_fields(self, reason: FinishReason | None) -> dict[str, object]:
         fields = finish_fields(reason)
-        if self._num_calls and reason is not None and reason.type == "stop":
+        if self._reader.num_calls and reason is not None and reason.type == "stop":
             fields["finish_reason"] = "tool_calls"
         return fields
 
@@ -116,7 +91,7 @@ class ChatChoice:
 
     def text_frame(self, shape: StreamShape) -> TextFrame | None:
         """The prepared frame for chunks that carry text alone; None if every chunk of this choice carries more."""
-        if self._with_logprobs or self._parser or self._calls or self._ids:
+        if self._with_logprobs or self._ids is not None or not self._reader.is_plain:
             return None
         return shape.text_frame(self._delta({"content": TextFrame.MARK}))
 
@@ -126,7 +101,7 @@ class ChatChoice:
         if not self._begun:
             self._begun = True
             data += shape.frame(self._delta({"role": "assistant", "content": ""}), usage)
-        deltas, logprobs, ids = self._new_text(chunk), self._logprobs(chunk), self._id_fields(chunk)
+        deltas, logprobs, ids = self._deltas(chunk), self._logprobs(chunk), self._id_fields(chunk)
         if not deltas and (logprobs is not None or any(ids.values())):
             deltas = [{"content": ""}]
         for delta in deltas:
@@ -142,14 +117,12 @@ class ChatChoice:
     ) -> dict[str, object]:
         return {"index": self.index, "delta": delta, "logprobs": logprobs, **finish_fields(None)}
 
-    def _new_text(self, chunk: GenerateChunk) -> list[dict[str, Any]]:
+    def _deltas(self, chunk: GenerateChunk) -> list[dict[str, Any]]:
         """The deltas for the chunk's text: one for reasoning and content, and one for each call."""
-        split, finished = self._split(chunk), chunk.finish_reason is not None
-        reasoning = self._release_reasoning(split, finished) if self._hold_reasoning else split.reasoning
-        content: str | None = split.content
-        calls: list[dict[str, Any]] = []
-        if self._calls is not None:
-            content, calls = self._with_calls(split.content, finished)
+        reasoning, content, calls = self._read(chunk)
+        if self._hold_reasoning:
+            going_on = chunk.finish_reason is None and not (content or calls)
+            reasoning = self._release_reasoning(reasoning, going_on)
         delta: dict[str, Any] = {}
         if reasoning:
             delta["reasoning_content"] = reasoning
@@ -157,10 +130,10 @@ class ChatChoice:
             delta["content"] = content
         return [*([delta] if delta else []), *({"tool_calls": [call]} for call in calls)]
 
-    def _release_reasoning(self, split: Split, finished: bool) -> str:
+    def _release_reasoning(self, text: str, going_on: bool) -> str:
         """For ``stream_reasoning: false``: all of the reasoning at once, when the answer begins."""
-        self._held_reasoning += split.reasoning
-        if not (split.content or finished):
+        self._held_reasoning += text
+        if going_on:
             return ""
         whole, self._held_reasoning = self._held_reasoning, ""
         return whole

@@ -38,6 +38,16 @@ _MESSAGE_RULES = FieldRules(ChatMessage.model_fields, MESSAGE, MESSAGE_WITHOUT_E
 def parse_body(body_type: type[Body], raw: bytes, unknown: UnknownFields) -> Body:
     """The body of a request. Raises RequestError (400) for bad JSON, missing fields, wrong types and ranges, and
     fields that are refused."""
+    body = parse_model(body_type, _RULES[body_type], raw, unknown)
+    if isinstance(body, GenerationBody):
+        check_num_params(body.stop, body.stop_token_ids, body.logit_bias)
+    if isinstance(body, ChatBody):
+        check_arguments(body)
+    return body
+
+
+def parse_model(body_type: type[Body], rules: FieldRules, raw: bytes, unknown: UnknownFields) -> Body:
+    """The body of a request by its type and ``rules`` alone. Raises RequestError (400)."""
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -46,23 +56,17 @@ def parse_body(body_type: type[Body], raw: bytes, unknown: UnknownFields) -> Bod
         ) from None
     if not isinstance(value, dict):
         raise RequestError(400, "the request's body must be a JSON object")
-    rules = _RULES[body_type]
     if unknown_names := rules.unknown(value):
         unknown.note(unknown_names, rules)
     if body_type is ChatBody:
         _check_message_fields(value.get("messages"), unknown)
     try:
-        body = body_type.model_validate({key: item for key, item in value.items() if item is not None})
+        return body_type.model_validate({key: item for key, item in value.items() if item is not None})
     except ValidationError as error:
-        raise _readable(error) from None
-    if isinstance(body, GenerationBody):
-        check_num_params(body.stop, body.stop_token_ids, body.logit_bias)
-    if isinstance(body, ChatBody):
-        _check_arguments(body)
-    return body
+        raise readable(error) from None
 
 
-def _check_arguments(body: ChatBody) -> None:
+def check_arguments(body: ChatBody) -> None:
     """Raise RequestError (400) if the arguments of all tool calls, which are JSON texts, have too many values to parse.
     Their number is counted before they are parsed."""
     left = MAX_ARGUMENT_VALUES
@@ -97,7 +101,7 @@ def _check_message_fields(messages: object, unknown: UnknownFields) -> None:
         unknown.note(unknown_names, _MESSAGE_RULES)
 
 
-def _readable(error: ValidationError) -> RequestError:
+def readable(error: ValidationError) -> RequestError:
     """The first of pydantic's errors as ``messages[1].role: ...``, without pydantic's vocabulary."""
     first = error.errors(include_url=False, include_context=False)[0]
     steps = [step for step in first["loc"] if not _is_union_tag(step)]

@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.entrypoints.anthropic.serving_messages import MessagesServing
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.errors import error_response
 from fenceline.entrypoints.json_body import json_response
@@ -29,7 +30,7 @@ _CLIENT_CLOSED_REQUEST = 499  # for the access log; the client has gone
 
 
 def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) -> APIRouter:
-    """All ``/v1`` routes over ``manager``, usually the TokenizerManager.
+    """All ``/v1`` routes, Anthropic's too, over ``manager``, usually the TokenizerManager.
 
     Raises ValueError if --chat-template is not a valid template.
     """
@@ -45,6 +46,7 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
     chat = ChatServing(manager, model, texts, template, reasoning, calls)
     router = APIRouter()
     _add_model_routes(router, model)
+    router.include_router(MessagesServing(chat, model, manager, parser).router())
 
     @router.post("/v1/completions")
     async def create_completion(request: Request) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import msgspec
 from starlette.requests import Request
@@ -18,6 +19,7 @@ from fenceline.entrypoints.openai.answer import (
     required_tokenizer,
 )
 from fenceline.entrypoints.openai.chat_choice import ChatChoice
+from fenceline.entrypoints.openai.chat_reader import ChatReader
 from fenceline.entrypoints.openai.chat_template import ChatTemplate
 from fenceline.entrypoints.openai.delivery import Answer, StreamShape
 from fenceline.entrypoints.openai.parsing import refuse_chat, sampling_params
@@ -56,7 +58,24 @@ class ChatServing:
 
     async def respond(self, body: ChatBody, head: AnswerHead, request: Request) -> Response:
         """The answer, whole or as a stream. Raises RequestError, before anything is sent."""
+        prompt, group = await self.submit(body, head.id, request)
+        choices = [self._choice(index, body, prompt, group) for index in range(body.n)]
+        usage = UsageCounter(body.n, body.n, self._model.cache_report, body.return_cached_tokens_details)
+        answer = Answer(group, choices, usage)
+        if body.stream:
+            return answer.stream(StreamShape.of(body, head.fields("chat.completion.chunk")))
+        return await answer.whole(head.fields("chat.completion"), request)
+
+    async def submit(self, body: ChatBody, rid: str, request: Request) -> tuple[str | list[int], StreamGroup]:
+        """The prompt and the answers that are being generated. Raises RequestError."""
         required_tokenizer(self._generator)
+        self.check(body)
+        prompt = await self._prompt(body)
+        work = self._generator.submit_many(self._inputs(body, prompt, rid))
+        return prompt, await while_connected(request, work)
+
+    def check(self, body: ChatBody) -> None:
+        """Raise RequestError (400) for what this server or this model does not have."""
         refuse_chat(body)
         if may_call(body) and self._tool_calls is None:
             raise RequestError(
@@ -66,16 +85,19 @@ class ChatServing:
                 param="tools",
                 code="unsupported",
             )
-        prompt = await self._prompt(body)
-        group = await while_connected(
-            request, self._generator.submit_many(self._inputs(body, prompt, head.id))
-        )
-        choices = [self._choice(index, body, prompt, group) for index in range(body.n)]
-        usage = UsageCounter(body.n, body.n, self._model.cache_report, body.return_cached_tokens_details)
-        answer = Answer(group, choices, usage)
-        if body.stream:
-            return answer.stream(StreamShape.of(body, head.fields("chat.completion.chunk")))
-        return await answer.whole(head.fields("chat.completion"), request)
+
+    async def count_tokens(self, body: ChatBody, request: Request) -> int:
+        """The number of tokens of the prompt. Raises RequestError."""
+        self.check(body)
+        return len(await tokenize_conversation(self._generator, self._template, body, request))
+
+    def reader(self, body: ChatBody, prompt: str | list[int]) -> ChatReader:
+        """What reads one answer to ``body``."""
+        calls = None
+        if may_call(body) and self._tool_calls is not None:
+            functions = {tool.function.name: tool.function.model_dump() for tool in body.tools}
+            calls = ToolCallParser(self._tool_calls, functions)
+        return ChatReader(self._parser(body, prompt), calls, not body.parallel_tool_calls)
 
     async def _prompt(self, body: ChatBody) -> str | list[int]:
         """The text of the conversation, or its token ids if the client sent those."""
@@ -105,11 +127,8 @@ class ChatServing:
 
     def _choice(self, index: int, body: ChatBody, prompt: str | list[int], group: StreamGroup) -> ChatChoice:
         assert self._texts is not None  # there is a tokenizer
-        parser, calls = self._parser(body, prompt), None
-        if may_call(body) and self._tool_calls is not None:
-            functions = {tool.function.name: tool.function.model_dump() for tool in body.tools}
-            calls = ToolCallParser(self._tool_calls, functions)
-        return ChatChoice(index, body, self._texts, parser, calls, TokenIds.of(body, group, index))
+        ids = TokenIds.of(body, group, index)
+        return ChatChoice(index, body, self._texts, self.reader(body, prompt), ids)
 
     def _parser(self, body: ChatBody, prompt: str | list[int]) -> ReasoningParser | None:
         form = self._reasoning
@@ -145,6 +164,15 @@ async def conversation_text(generator: Generator, template: ChatTemplate | str, 
     if num_chars <= _INLINE_CHARS and len(contents) <= _INLINE_MESSAGES:
         return render_chat(template, body)
     return await asyncio.to_thread(render_chat, template, body)
+
+
+async def tokenize_conversation(
+    generator: Generator, template: ChatTemplate | str, body: ChatBody, request: Request
+) -> Sequence[int]:
+    """The token ids of the prompt. Raises RequestError, and ClientDisconnect if the client leaves meanwhile."""
+    text = await conversation_text(generator, template, body)
+    [tokens] = await while_connected(request, generator.tokenize([text], bool(body.add_special_tokens)))
+    return tokens
 
 
 def render_chat(template: ChatTemplate | str, body: ChatBody) -> str:

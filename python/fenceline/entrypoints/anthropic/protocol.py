@@ -1,0 +1,239 @@
+"""What a client of Anthropic's Messages API may send, and the chat request that it stands for.
+
+A request becomes the body of a chat completion: ``system`` and the blocks of messages become messages with text,
+reasoning, calls and the tools' results. Types are strict, as of :mod:`fenceline.entrypoints.openai.protocol`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+
+from fenceline.config.request_limits import MAX_MESSAGES
+from fenceline.entrypoints.fields import WITHOUT_EFFECT, FieldRules, Refused
+from fenceline.entrypoints.openai.protocol import MAX_MODEL_CHARS, ChatBody, JsonObject
+
+_STRICT = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
+# What the fields of a block must be, by its type. Others are refused.
+_BLOCKS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
+    "text": {"text": str},
+    "thinking": {"thinking": str},
+    "redacted_thinking": {},
+    "tool_use": {"id": str, "name": str, "input": dict},
+    "tool_result": {"tool_use_id": str},
+}
+
+
+def _known_blocks(value: object) -> object:
+    """Check the kinds of a content's blocks and their fields, for a clear error message."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of blocks")
+    for block in value:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if not isinstance(kind, str) or kind not in _BLOCKS:
+            raise ValueError(
+                f"has a block of type {str(kind)[:64]!r}; this server reads {', '.join(_BLOCKS)}"
+            )
+        for name, types in _BLOCKS[kind].items():
+            if not isinstance(block.get(name), types):
+                raise ValueError(f"has a block of type {kind!r} whose {name} is missing or of a wrong type")
+        if kind == "tool_result" and block.get("content") is not None:
+            _text_of(block["content"])
+    return value
+
+
+def _texts_only(value: object) -> object:
+    if value is not None:
+        _text_of(value)
+    return value
+
+
+def _text_of(content: object) -> str:
+    """The text of a string or of text blocks. Raises ValueError for anything else."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError("must be a string or a list of text blocks")
+    for block in content:
+        if not (
+            isinstance(block, dict) and block.get("type") == "text" and isinstance(block.get("text"), str)
+        ):
+            raise ValueError("has a block that is no text; this server reads text only")
+    return "\n".join(block["text"] for block in content)
+
+
+def _not_too_many(messages: object) -> object:
+    if isinstance(messages, list):
+        contents = [message.get("content") for message in messages if isinstance(message, dict)]
+        num_blocks = sum(len(content) for content in contents if isinstance(content, list))
+        if max(len(messages), num_blocks) > MAX_MESSAGES:
+            raise ValueError(
+                f"has {len(messages)} messages with {num_blocks} blocks, at most {MAX_MESSAGES} of each are taken"
+            )
+    return messages
+
+
+class InputMessage(BaseModel):
+    """One turn of a conversation."""
+
+    model_config = _STRICT
+
+    role: Literal["user", "assistant"]
+    content: Annotated[str | list[JsonObject], BeforeValidator(_known_blocks)]
+
+
+class InputTool(BaseModel):
+    """A tool that the model may call. Tools that Anthropic's own servers run have other types and are refused."""
+
+    model_config = _STRICT
+
+    type: Literal["custom"] | None = None
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")
+    description: str | None = None
+    input_schema: JsonObject
+
+
+class ToolChoice(BaseModel):
+    """Whether, and which, tools are called."""
+
+    model_config = _STRICT
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(BaseModel):
+    """Whether the model reasons before it answers."""
+
+    model_config = _STRICT
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class CountBody(BaseModel):
+    """The body of /v1/messages/count_tokens: what makes the prompt."""
+
+    model_config = _STRICT
+
+    model: str | None = Field(default=None, max_length=MAX_MODEL_CHARS)
+    messages: Annotated[list[InputMessage], FailFast(), BeforeValidator(_not_too_many)] = Field(min_length=1)
+    system: Annotated[str | list[JsonObject] | None, BeforeValidator(_texts_only)] = None
+    tools: Annotated[list[InputTool], FailFast()] = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+
+
+class MessagesBody(CountBody):
+    """The body of /v1/messages."""
+
+    max_tokens: int = Field(ge=1, le=2**53)
+    stop_sequences: Annotated[list[str], FailFast()] = Field(default_factory=list)
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+
+_REFUSED: Mapping[str, Refused] = {
+    "container": Refused("no code is run here; leave it out"),
+    "context_management": Refused("send the messages that the model is to see"),
+    "mcp_servers": Refused("the client calls tools; leave it out"),
+    "output_config": Refused("ask for the format in the prompt"),
+    "output_format": Refused("ask for the format in the prompt"),
+}
+_NO_EFFECT = WITHOUT_EFFECT | {"betas", "cache_control", "inference_geo", "speed"}
+RULES: Mapping[type[BaseModel], FieldRules] = {
+    CountBody: FieldRules(MessagesBody.model_fields, _REFUSED, _NO_EFFECT),
+    MessagesBody: FieldRules(MessagesBody.model_fields, _REFUSED, _NO_EFFECT),
+}
+
+
+def chat_fields(body: CountBody) -> dict[str, object]:
+    """The fields of the chat completion that ``body`` asks for."""
+    fields: dict[str, object] = {"model": body.model, "messages": list(_messages(body))}
+    if body.tools:
+        fields["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "parameters": tool.input_schema,
+                    **({} if tool.description is None else {"description": tool.description}),
+                },
+            }
+            for tool in body.tools
+        ]
+    if body.tool_choice is not None:
+        choice = body.tool_choice
+        named = {"type": "function", "function": {"name": choice.name}}
+        fields["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
+        fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if body.thinking is not None:
+        fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    if isinstance(body, MessagesBody):
+        given = {
+            name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "stream", "max_tokens")
+        }
+        fields |= {name: value for name, value in given.items() if value is not None}
+        fields["stop"] = body.stop_sequences
+    fields["continue_final_message"] = body.messages[-1].role == "assistant"
+    return fields
+
+
+def chat_body(body: CountBody) -> ChatBody:
+    """:func:`chat_fields`, checked. Raises pydantic's ValidationError."""
+    return ChatBody.model_validate(
+        {name: value for name, value in chat_fields(body).items() if value is not None}
+    )
+
+
+def _messages(body: CountBody) -> Iterator[dict[str, object]]:
+    if body.system:
+        yield {"role": "system", "content": _text_of(body.system)}
+    for message in body.messages:
+        if isinstance(message.content, str):
+            yield {"role": message.role, "content": message.content}
+        elif message.role == "user":
+            yield from _user(message.content)
+        else:
+            yield _assistant(message.content)
+
+
+def _user(blocks: list[JsonObject]) -> Iterator[dict[str, object]]:
+    """The tools' results as messages of their own, then the text."""
+    texts = []
+    for block in blocks:
+        if block["type"] == "tool_result":
+            result = _text_of(block.get("content") or "")
+            content = f"Error: {result}" if block.get("is_error") else result
+            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
+        elif block["type"] == "text":
+            texts.append({"type": "text", "text": block["text"]})
+    if texts:
+        yield {"role": "user", "content": texts}
+
+
+def _assistant(blocks: list[JsonObject]) -> dict[str, object]:
+    text = "".join(str(block["text"]) for block in blocks if block["type"] == "text")
+    thinking = "".join(str(block["thinking"]) for block in blocks if block["type"] == "thinking")
+    calls = [
+        {
+            "id": block["id"],
+            "type": "function",
+            "function": {"name": block["name"], "arguments": json.dumps(block["input"], ensure_ascii=False)},
+        }
+        for block in blocks
+        if block["type"] == "tool_use"
+    ]
+    message: dict[str, object] = {"role": "assistant", "content": None if calls and not text else text}
+    if thinking:
+        message["reasoning_content"] = thinking
+    if calls:
+        message["tool_calls"] = calls
+    return message

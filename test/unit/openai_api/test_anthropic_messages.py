@@ -1,0 +1,212 @@
+"""/v1/messages as the anthropic client sees it: texts, reasoning, tools, streams, counts and errors."""
+
+from __future__ import annotations
+
+import anthropic
+import httpx
+import pytest
+
+from fenceline.ipc.io_struct import FinishReason
+
+HI = [{"role": "user", "content": "Hi"}]
+WEATHER = {
+    "name": "weather",
+    "description": "The weather",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+TEMPLATE = (
+    "{% for tool in tools or [] %}<tool>{{ tool.function | tojson }}</tool><tool_call>{% endfor %}"
+    "{% for message in messages %}[{{ message.role }}]{{ message.reasoning_content or '' }}|{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}"
+    "{{ call.function.arguments | tojson }}{% endfor %};{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+ANSWER = [
+    "<think>Let me", " see.</think>", "I look.\n", '<tool_call>{"name": "weather", "arguments": {"city": "Par',
+    'is"}}</tool_call>',
+]  # fmt: skip
+
+
+@pytest.fixture
+def template(tmp_path):
+    path = tmp_path / "template.jinja"
+    path.write_text(TEMPLATE)
+    return str(path)
+
+
+def client_of(server) -> anthropic.AsyncAnthropic:
+    url = str(server.client.base_url).removesuffix("/v1/")
+    return anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0)
+
+
+def prompt_of(server) -> str:
+    return server.tokenizer.decode(server.link.sent[-1].input_ids, skip_special_tokens=False)
+
+
+async def test_a_message(serve):
+    async with serve() as server:
+        message = await client_of(server).messages.create(model="byte", max_tokens=100, messages=HI)
+        assert [(block.type, block.text) for block in message.content] == [("text", "Hello wörld")]
+        assert (message.role, message.model, message.stop_reason) == ("assistant", "byte", "end_turn")
+        assert message.usage.input_tokens > 0 and message.usage.output_tokens == 10
+        assert server.link.sent[0].sampling_params.max_new_tokens == 100
+
+
+async def test_cached_tokens_are_counted_apart(serve):
+    async with serve() as server:
+        plain = await client_of(server).messages.create(model="byte", max_tokens=100, messages=HI)
+        server.script.cached_tokens = 3
+        cached = await client_of(server).messages.create(model="byte", max_tokens=100, messages=HI)
+        assert cached.usage.cache_read_input_tokens == 3
+        assert cached.usage.input_tokens == plain.usage.input_tokens - 3
+
+
+async def test_thinking_text_and_tools_are_blocks(serve, template):
+    async with serve(chat_template=template, reasoning_parser="qwen3") as server:
+        server.script.pieces = ANSWER
+        message = await client_of(server).messages.create(
+            model="byte", max_tokens=100, messages=HI, tools=[WEATHER], system="Be brief."
+        )
+        thinking, text, call = message.content
+        assert (thinking.type, thinking.thinking) == ("thinking", "Let me see.")
+        assert (text.type, text.text) == ("text", "I look.")
+        assert (call.type, call.name, call.input) == ("tool_use", "weather", {"city": "Paris"})
+        assert message.stop_reason == "tool_use"
+        prompt = prompt_of(server)
+        assert "[system]|Be brief.;[user]|Hi;[assistant]" in prompt
+        assert '"description": "The weather"' in prompt and '"parameters": {' in prompt
+
+
+async def test_a_stream_says_the_same_block_by_block(serve, template):
+    async with serve(chat_template=template, reasoning_parser="qwen3") as server:
+        server.script.pieces = ANSWER
+        kinds = []
+        async with client_of(server).messages.stream(
+            model="byte", max_tokens=100, messages=HI, tools=[WEATHER]
+        ) as stream:
+            async for event in stream:
+                if event.type.startswith(("message_", "content_block_st")):
+                    kinds.append(event.type)
+            message = await stream.get_final_message()
+        block = ["content_block_start", "content_block_stop"]
+        assert kinds == ["message_start", *block * 3, "message_delta", "message_stop"]
+        thinking, text, call = message.content
+        assert (thinking.thinking, text.text, call.input) == ("Let me see.", "I look.", {"city": "Paris"})
+        assert message.stop_reason == "tool_use"
+        assert message.usage.output_tokens > 0
+
+
+async def test_a_history_with_tools(serve, template):
+    async with serve(chat_template=template) as server:
+        await client_of(server).messages.create(
+            model="byte",
+            max_tokens=100,
+            tools=[WEATHER],
+            messages=[
+                *HI,
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                        {"type": "text", "text": "I look."},
+                        {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Rome"}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "call_1",
+                            "content": [{"type": "text", "text": "Sun"}],
+                        },
+                        {"type": "tool_result", "tool_use_id": "call_2", "content": "gone", "is_error": True},
+                        {"type": "text", "text": "And now?"},
+                    ],
+                },
+            ],
+        )
+        assert prompt_of(server).endswith(
+            '[user]|Hi;[assistant]Hm.|I look.<tool_call>weather{"city": "Rome"};[tool]|Sun;[tool]|Error: gone;'
+            "[user]|And now?;[assistant]"
+        )
+
+
+@pytest.mark.parametrize(
+    ("finish", "reason", "sequence"),
+    [
+        (FinishReason(type="length"), "max_tokens", None),
+        (FinishReason(type="stop", matched="END"), "stop_sequence", "END"),
+        (FinishReason(type="stop", matched=0), "end_turn", None),
+    ],
+)
+async def test_why_an_answer_ended(serve, finish, reason, sequence):
+    async with serve() as server:
+        server.script.finish = finish
+        message = await client_of(server).messages.create(
+            model="byte", max_tokens=100, messages=HI, stop_sequences=["END"]
+        )
+        assert (message.stop_reason, message.stop_sequence) == (reason, sequence)
+        assert server.link.sent[0].sampling_params.stop == ("END",)
+
+
+async def test_a_last_message_of_the_assistant_is_continued(serve):
+    async with serve() as server:
+        await client_of(server).messages.create(
+            model="byte", max_tokens=100, messages=[*HI, {"role": "assistant", "content": "Well"}]
+        )
+        assert prompt_of(server).endswith("<|im_start|>assistant\nWell")
+
+
+async def test_tokens_are_counted_without_generating(serve, template):
+    async with serve(chat_template=template) as server:
+        client = client_of(server)
+        counted = await client.messages.count_tokens(model="byte", messages=HI, tools=[WEATHER])
+        assert not server.link.sent
+        await client.messages.create(model="byte", max_tokens=9, messages=HI, tools=[WEATHER])
+        assert counted.input_tokens == len(server.link.sent[0].input_ids)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "type 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "whose text is missing"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, r"tools\[0\].name"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\]"),
+        ({"stop_sequences": ["x"] * 65}, "stop"),
+        ({"extra_body": {"temperature": -1.0}}, "temperature"),
+        ({"extra_body": {"mcp_servers": [{"url": "x"}]}}, "mcp_servers is not available"),
+        ({"tools": [WEATHER]}, "tools is not available"),
+    ],
+)
+async def test_errors_are_anthropics(serve, fields, words):
+    async with serve() as server:
+        with pytest.raises(anthropic.BadRequestError, match=words) as caught:
+            await client_of(server).messages.create(
+                **{"model": "byte", "max_tokens": 9, "messages": HI} | fields
+            )
+        error = caught.value.body
+        assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error"
+        assert not server.link.sent
+
+
+async def test_a_stream_that_fails_says_so(serve):
+    async with serve() as server:
+        server.script.finish = FinishReason(type="abort", status_code=503, message="too long in the queue")
+        with pytest.raises(anthropic.APIStatusError, match="too long in the queue"):
+            async with client_of(server).messages.stream(model="byte", max_tokens=9, messages=HI) as stream:
+                await stream.get_final_message()
+
+
+async def test_bad_json_and_unknown_names(serve):
+    async with (
+        serve(strict_fields=True) as server,
+        httpx.AsyncClient(base_url=str(server.client.base_url)) as client,
+    ):
+        answer = await client.post("messages", content=b"{")
+        assert answer.status_code == 400 and answer.json()["type"] == "error"
+        answer = await client.post("messages", json={"max_tokens": 9, "messages": HI, "colour": "red"})
+        assert answer.status_code == 400 and "colour" in answer.json()["error"]["message"]
