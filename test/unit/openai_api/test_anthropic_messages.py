@@ -18,7 +18,8 @@ TEMPLATE = (
     "{% for tool in tools or [] %}<tool>{{ tool.function | tojson }}</tool><tool_call>{% endfor %}"
     "{% for message in messages %}[{{ message.role }}]{{ message.reasoning_content or '' }}|{{ message.content }}"
     "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}"
-    "{{ call.function.arguments | tojson }}{% endfor %};{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{{ call.function.arguments | tojson }}{% endfor %};{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 ANSWER = [
     "<think>Let me", " see.</think>", "I look.\n", '<tool_call>{"name": "weather", "arguments": {"city": "Par',
