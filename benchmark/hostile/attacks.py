@@ -931,6 +931,19 @@ one(
     limit_s=60,
 )
 several(
+    "8 streams that repeat 128 logprobs of 3,900 tokens",
+    "/generate",
+    lambda: {
+        "input_ids": _long_ids(),
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 128,
+        "stream": True,
+        "sampling_params": {"max_new_tokens": 50, "ignore_eos": True},
+    },
+    8,
+)
+several(
     "completions, echo with 20 logprobs of 3,900 tokens",
     "/v1/completions",
     lambda: {"prompt": _long_ids(), "echo": True, "logprobs": 20, "max_tokens": 1},

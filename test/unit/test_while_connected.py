@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 
+import orjson
 import pytest
 from frontend_bench import Bench, demo_config
 from starlette.requests import ClientDisconnect, Request
 
 from fenceline.entrypoints.body_parser import BodyParser
 from fenceline.entrypoints.fields import UnknownFields
+from fenceline.entrypoints.generate_api import AnswerWriter, stream_answers
 from fenceline.entrypoints.middleware import BODY_BYTES
 from fenceline.entrypoints.native_api import NativeApi
 from fenceline.entrypoints.sse import while_connected, written
-from fenceline.frontend.request_types import GenerateChunk
+from fenceline.frontend.request_types import GenerateChunk, GenerateInput
 from fenceline.ipc.io_struct import CancelFlushReq, FlushCacheReq, TokenLogprobs, TokenPairs
 
 
@@ -90,9 +93,12 @@ async def test_who_is_cancelled_himself_is_cancelled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_top", "beside"), [(1, 20, False), (100, 128, True), (5000, 0, True)]
+    ("num_tokens", "num_top", "repeats", "beside"),
+    [(1, 20, False, False), (100, 128, False, True), (5000, 0, False, True), (1, 20, True, True)],
 )
-async def test_many_logprobs_are_written_beside_the_loop(num_tokens: int, num_top: int, beside: bool) -> None:
+async def test_many_logprobs_are_written_beside_the_loop(
+    num_tokens: int, num_top: int, repeats: bool, beside: bool
+) -> None:
     logprobs = TokenLogprobs(
         token_ids=[1] * num_tokens,
         logprobs=[-1.0] * num_tokens,
@@ -102,6 +108,46 @@ async def test_many_logprobs_are_written_beside_the_loop(num_tokens: int, num_to
         rid="r", text="", output_ids=[], prompt_tokens=1, completion_tokens=0, cached_tokens=0, e2e_latency=0.0,
         input_logprobs=logprobs,
     )  # fmt: skip
-    threads = await asyncio.gather(*(written(chunk, threading.get_ident) for _ in range(20)))
+    num_bytes = 1 << 20 if repeats else 0
+    threads = await asyncio.gather(*(written(chunk, threading.get_ident, num_bytes) for _ in range(20)))
     assert len(set(threads)) == 1, "each thread that works in Python makes the loop wait for it"
     assert (threads[0] != threading.get_ident()) == beside
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize("num_positions", [1, 20_000])
+async def test_an_event_that_repeats_many_logprobs_is_made_beside_the_loop(
+    num_positions: int, incremental: bool
+) -> None:
+    """The prompt's come with the first event, and each later one repeats them: none is copied on the loop."""
+    config = demo_config()
+    writer = AnswerWriter(
+        GenerateInput(input_ids=[1], return_logprob=True), config, None, None, None, thinking_end=None
+    )
+
+    async def chunks() -> AsyncIterator[tuple[int, GenerateChunk]]:
+        for index in range(4):
+            num_input = 0 if index else num_positions
+            yield 0, GenerateChunk(
+                rid="r", text="a", output_ids=[5], prompt_tokens=1, completion_tokens=index + 1, cached_tokens=0,
+                e2e_latency=0.0, output_logprobs=logprobs_of(1), input_logprobs=logprobs_of(num_input),
+            )  # fmt: skip
+
+    threads = []
+
+    def framed(parts: list[bytes]) -> bytes:
+        threads.append(threading.get_ident())
+        return b"".join(parts)
+
+    events = [
+        orjson.loads(event)
+        async for event in stream_answers(chunks(), [writer], incremental, framed)  # type: ignore[arg-type]
+    ]
+    inputs = [len(event["meta_info"]["input_token_logprobs"]) for event in events]
+    assert inputs == [num_positions] * 4
+    is_loop = [thread == threading.get_ident() for thread in threads]
+    assert is_loop == [num_positions == 1] * 4
+
+
+def logprobs_of(num: int) -> TokenLogprobs:
+    return TokenLogprobs(token_ids=[1] * num, logprobs=[-1.25] * num, top_logprobs=TokenPairs.of([[]] * num))

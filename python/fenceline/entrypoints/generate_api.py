@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -105,9 +105,13 @@ async def answers_of(
 
 
 async def stream_answers(
-    group: StreamGroup, writers: Sequence[AnswerWriter], incremental: bool
+    group: StreamGroup,
+    writers: Sequence[AnswerWriter],
+    incremental: bool,
+    frame: Callable[[list[bytes]], bytes] = b"".join,
 ) -> AsyncIterator[bytes]:
-    """The JSON objects of a stream as they come. Raises the RequestError that ends one of its requests."""
+    """The JSON objects of a stream as they come, each joined by ``frame`` where it was written. Raises the RequestError
+    that ends one of its requests."""
     async for index, chunk in group:
         error = error_of(chunk)
         if error is not None:
@@ -115,17 +119,29 @@ async def stream_answers(
         writer = writers[index]
         write = writer.piece if incremental else writer.so_far
         if chunk.output_logprobs is None and chunk.input_logprobs is None:
-            yield b"".join(write(chunk))
+            yield frame(write(chunk))
         else:
-            yield b"".join(await written(chunk, partial(write, chunk)))
+            yield await written(chunk, partial(_framed, frame, write, chunk), writer.num_logprob_bytes)
+
+
+def _framed(
+    frame: Callable[[list[bytes]], bytes],
+    write: Callable[[GenerateChunk], list[bytes]],
+    chunk: GenerateChunk,
+) -> bytes:
+    return frame(write(chunk))
 
 
 async def _events(
     group: StreamGroup, writers: Sequence[AnswerWriter], incremental: bool
 ) -> AsyncIterator[bytes]:
-    async for answer in stream_answers(group, writers, incremental):
-        yield b"data: " + answer + b"\n\n"
+    async for event in stream_answers(group, writers, incremental, _event):
+        yield event
     yield DONE
+
+
+def _event(parts: list[bytes]) -> bytes:
+    return b"".join((b"data: ", *parts, b"\n\n"))
 
 
 class AnswerWriter:
@@ -162,6 +178,11 @@ class AnswerWriter:
         self._prompt_ids = prompt_ids
         self._thinking_end = thinking_end
         self._reasoning_tokens = 0
+
+    @property
+    def num_logprob_bytes(self) -> int:
+        """Of the logprobs that the next event repeats."""
+        return self._input.num_bytes + self._output.num_bytes
 
     def so_far(self, chunk: GenerateChunk) -> list[bytes]:
         """The event for ``chunk`` that repeats everything before it."""
@@ -244,6 +265,11 @@ class _LogprobText:
         self._chosen = bytearray()
         self._top = bytearray()
         self._named = bytearray()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all of it."""
+        return len(self._chosen) + len(self._top) + len(self._named)
 
     def add(self, logprobs: TokenLogprobs | None, tokenizer: Tokenizer | None) -> None:
         """Append the logprobs of consecutive positions."""

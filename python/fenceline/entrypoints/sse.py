@@ -25,6 +25,7 @@ DONE = b"data: [DONE]\n\n"
 HEAD_PATIENCE_S = 1.0
 _SHORT_WORK_BYTES = 1 << 15
 _INLINE_LOGPROBS = 2048
+_INLINE_BYTES = 1 << 17
 _LOGPROB_THREAD = ThreadPoolExecutor(1, thread_name_prefix="logprobs")
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -121,11 +122,12 @@ async def collect_or_abort(request: Request, group: StreamGroup) -> list[Generat
         group.close()
 
 
-async def written(chunk: GenerateChunk, write: Callable[[], T]) -> T:
-    """The result of ``write(chunk)``, in a thread if the chunk has many logprobs, which take microseconds each.
+async def written(chunk: GenerateChunk, write: Callable[[], T], num_bytes: int = 0) -> T:
+    """The result of ``write(chunk)``, in a thread if the chunk has many logprobs, which take microseconds each, or if
+    ``num_bytes``, which are repeated with it, are many.
 
     One chunk after the other is written there, since each thread that works in Python makes the loop wait for it."""
-    if num_logprobs(chunk) <= _INLINE_LOGPROBS:
+    if num_logprobs(chunk) <= _INLINE_LOGPROBS and num_bytes <= _INLINE_BYTES:
         return write()
     return await asyncio.get_running_loop().run_in_executor(_LOGPROB_THREAD, write)
 
