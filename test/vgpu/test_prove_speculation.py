@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from fenceline.config.draft_config import DraftConfig
+from fenceline.mem_cache import hicache
+from fenceline.mem_cache.tree import hiradix_cache
 from fenceline.memory_order.access import PagedMemory
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
 from fenceline.vgpu.errors import OwnershipError, TagError
@@ -104,4 +107,73 @@ def test_a_fault_that_changes_no_token_is_named(monkeypatch: pytest.MonkeyPatch,
     fault(monkeypatch)
     outcome = run(Trial("two", 2))
     assert outcome.checker == checker, outcome.report
+    assert re.search(report, outcome.report), outcome.report
+
+
+def _found_by_their_own_tokens(patch: pytest.MonkeyPatch) -> None:
+    """Pages are found whatever token follows them."""
+    patch.setattr(DraftConfig, "lookahead", 0)
+
+
+def _named_by_their_own_tokens(patch: pytest.MonkeyPatch) -> None:
+    """The same in storage alone."""
+    right = hiradix_cache.page_keys
+
+    def wrong(parent: bytes, tokens: Any, page_size: int, lookahead: int) -> list[bytes]:
+        return right(parent, tokens[: len(tokens) - lookahead], page_size)
+
+    patch.setattr(hiradix_cache, "page_keys", wrong)
+    patch.setattr(hicache, "page_keys", wrong)
+
+
+def _shared_with_a_row_left_out(patch: pytest.MonkeyPatch) -> None:
+    """A request that has ended leaves the row that its next step would have computed."""
+    patch.setattr(DraftConfig, "num_rows_behind", 0)
+
+
+SHARING_FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
+    "found by their own tokens": (_found_by_their_own_tokens, "EAGLE3", r"reads it as token 7 of r1"),
+    "named by their own tokens": (_named_by_their_own_tokens, "NEXTN", r"load fills it for token 7 of r0"),
+    "a row left out": (_shared_with_a_row_left_out, "ITSELF", r"which the draft has not computed, layer2\.k"),
+}
+
+
+def _prompts_that_part(draft: str) -> Callable[[Any], Scenario]:
+    """Two prompts that part where a page ends, one after the other."""
+
+    def make(random: Any) -> Scenario:
+        script = Script(random)
+        shared = script.prompt(8, 8)
+        for step, token in ((0, 3), (20, 4)):
+            script.add(
+                step, [*shared, token, 9], 7, ignore_eos=True, temperature=1.0
+            )  # its last page is full
+        return script.scenario(
+            max_total_tokens=64,
+            max_running_requests=2,
+            chunked_prefill_size=16,
+            page_size=4,
+            draft=draft,
+            speculative_num_steps=1,
+            context_length=64,
+            enable_hierarchical_cache=True,
+            hicache_ratio=4.0,
+            hicache_storage_backend="file",
+            hicache_storage_prefetch_policy="wait_complete",
+            disable_cuda_graph=True,
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("name", SHARING_FAULTS)
+def test_a_row_that_depends_on_another_token_is_not_shared(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    fault, draft, report = SHARING_FAULTS[name]
+    monkeypatch.setitem(WORKLOADS, "part", Workload("part", "", _prompts_that_part(draft)))
+    assert run(Trial("part", 2)).clean
+    fault(monkeypatch)
+    outcome = run(Trial("part", 2))
+    assert outcome.checker == TAGS, outcome.report
     assert re.search(report, outcome.report), outcome.report

@@ -10,7 +10,7 @@ What a slot must hold follows from a list of each request's tokens outside the e
 arrived, and what each step has sampled for it, added when that step samples.
 
 A draft that reads hidden states computes its row of a token from the token after it, so that is the token at which the
-row's prefix ends. The row of the last token of a shared page may be that of another continuation.
+row's prefix ends. Where the tree's pages depend on tokens behind them, so does what they must hold.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.mem_cache.transfer import TransferKind
@@ -55,22 +56,21 @@ class Prefixes:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, int | str], int] = {}
-        # Of each prefix: its length, the request that it was first made for, and the prefix without its last token.
-        self._ends: list[tuple[int, str, int]] = [(0, "", 0)]
+        # Of each prefix: its length, and the request that it was first made for.
+        self._ends: list[tuple[int, str]] = [(0, "")]
         self._marked: dict[int, tuple[int, str]] = {}
 
     def root(self, namespace: str) -> int:
         """The prefix without a token."""
-        return self._number((0, namespace), 0, f"namespace {namespace!r}", 0)
+        return self._number((0, namespace), 0, f"namespace {namespace!r}")
 
     def then(self, prefix: int, token: int, owner: str) -> int:
         """``prefix`` and one more token, of a request called ``owner`` in reports."""
-        return self._number((prefix, token), self._ends[prefix][0] + 1, owner, prefix)
+        return self._number((prefix, token), self._ends[prefix][0] + 1, owner)
 
     def marked(self, prefix: int, mark: str) -> int:
         """A number of its own for a slot of ``prefix`` that holds something else than its values; ``mark``: what."""
-        length, owner, before = self._ends[prefix]
-        number = self._number((prefix, mark), length, owner, before)
+        number = self._number((prefix, mark), *self._ends[prefix])
         self._marked[number] = prefix, mark
         return number
 
@@ -78,25 +78,21 @@ class Prefixes:
         """The prefix and the mark of a :meth:`marked` one; of any other itself and ""."""
         return self._marked.get(number, (number, ""))
 
-    def before(self, prefix: int) -> int:
-        """The prefix without its last token."""
-        return self._ends[prefix][2]
-
     def length(self, prefix: int) -> int:
         """Its number of tokens."""
         return self._ends[prefix][0]
 
     def describe(self, prefix: int) -> str:
         """``token 4 of r1`` for the last token of the prefix."""
-        length, owner, _ = self._ends[prefix]
+        length, owner = self._ends[prefix]
         mark = self.mark(prefix)[1]
         return f"token {length - 1} of {owner}{', ' if mark else ''}{mark}"
 
-    def _number(self, key: tuple[int, int | str], length: int, owner: str, before: int) -> int:
+    def _number(self, key: tuple[int, int | str], length: int, owner: str) -> int:
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self._ends)
-            self._ends.append((length, owner, before))
+            self._ends.append((length, owner))
         return number
 
 
@@ -206,8 +202,8 @@ def _pieces(layout: Layout) -> tuple[I64, int]:
 class Seq:
     """A request's part of a step: tokens ``first`` .. ``length - 1`` are computed, the one after them is sampled.
 
-    ``pages``: those of its tokens in order, as the request has them when the step is submitted; the first
-    ``num_shared`` tokens lie in pages of the tree. In a speculative step ``length`` is the most that it can be."""
+    ``pages``: those of its tokens in order, as the request has them when the step is submitted. In a speculative step
+    ``length`` is the most that it can be."""
 
     account: Account
     row: int
@@ -215,7 +211,6 @@ class Seq:
     length: int
     samples: bool
     pages: I32
-    num_shared: int = 0
 
     def slots(self, page_size: int) -> I64:
         """Numbers (page * page_size + offset) of the slots of all its tokens."""
@@ -321,17 +316,15 @@ class Step:
             yield from (seq for seq in unread[1:] if seq.length == longest)
 
     def _fits(self, memory: SlotMemory, slots: I64, part: int, seq: Seq) -> bool:
-        expected, slots = self._tags.tag(self._prefixes(seq, part), part), slots[: seq.length]
-        if len(slots) < len(expected):
-            return False
-        return not len(self._tags.differing(memory, slots, expected, seq.num_shared))
+        expected = self._tags.tag(self._prefixes(seq, part), part)
+        return np.array_equal(memory.held[slots[: seq.length]], expected)
 
     def _misread(self, op: Operation, memory: SlotMemory, slots: I64, part: int, seq: Seq) -> None:
         self._misread_as(op, memory, slots, seq, self._tags.tag(self._prefixes(seq, part), part))
 
     def _misread_as(self, op: Operation, memory: SlotMemory, slots: I64, seq: Seq, expected: I64) -> None:
         num = min(len(slots), len(expected))
-        wrong = self._tags.differing(memory, slots[:num], expected[:num], seq.num_shared)
+        wrong = np.flatnonzero(memory.held[slots[:num]] != expected[:num])
         position = int(wrong[0]) if len(wrong) else num
         if position == len(slots):
             text = f"token {position} of {seq.account.name} is left out"
@@ -453,7 +446,7 @@ class Step:
 
 class Transfer:
     """The purpose of the copies of one transfer. ``expected``: what pages at the destination must get, as prefixes by
-    token, as far as it is known; later tokens may be anything."""
+    token, with the lookahead, as far as it is known; later tokens may be anything."""
 
     def __init__(
         self, tags: Tags, kind: TransferKind, pairs: set[tuple[int, int]], expected: Mapping[int, I64]
@@ -495,7 +488,7 @@ class Transfer:
         for taken, slot in zip(a.tolist(), b.tolist(), strict=True):
             ends = self._expected.get(int(target.page[slot]), _NO_ENDS)
             offset = int(target.offset[slot])
-            if offset < len(ends) and not self._tags.holds(target, slot, ends):
+            if offset < len(ends) - self._tags.lookahead and not self._tags.holds(target, slot, ends):
                 text = f"{self._kind.value} fills it for {self._tags.prefixes.describe(int(ends[offset]))}"
                 self._tags.found(target, slot, text, op, (source, taken))
                 return
@@ -556,46 +549,12 @@ class Tags:
         """The tags of slots of ``part`` whose prefixes are ``ends``."""
         return np.asarray(ends, np.int64) * self.num_parts + part
 
-    def differing(self, memory: SlotMemory, slots: I64, expected: I64, num_shared: int) -> I64:
-        """Which of ``slots``, those of a request's first tokens, hold something else than the tags ``expected``. The
-        first ``num_shared`` lie in shared pages."""
-        found = np.flatnonzero(memory.held[slots] != expected)
-        if not len(found) or expected[0] % self.num_parts < self.num_target_parts:
-            return found
-        return np.array(
-            [
-                i
-                for i in found.tolist()
-                if not self._is_alike(
-                    int(memory.held[slots[i]]),
-                    int(expected[i]),
-                    i < num_shared and memory.offset[slots[i]] == memory.page_size - 1,
-                )
-            ],
-            np.int64,
-        )
-
-    def _is_alike(self, held: int, expected: int, may_go_on_otherwise: bool) -> bool:
-        """Whether a draft's slot may hold ``held`` in place of ``expected``: nothing, where the draft has not computed
-        it, or the row of another continuation, at the end of a shared page."""
-        (end, part), right = divmod(held, self.num_parts), expected // self.num_parts
-        if part != expected % self.num_parts:
-            return False
-        if self.prefixes.mark(end) == (right, HOLE):
-            return True
-        before = self.prefixes.before
-        return may_go_on_otherwise and self.shifts[part] > 0 and end > 0 and before(end) == before(right)
-
     def holds(self, memory: SlotMemory, slot: int, ends: I64) -> bool:
-        """Whether ``slot`` holds what it must in a page whose tokens are those that ``ends``, prefixes by token, end
-        at. On what a draft's row of the last of them depends is not known."""
-        part, offset = int(memory.part[slot]), int(memory.offset[slot])
-        shift, held = self.shifts[part], int(memory.held[slot])
-        if offset + shift < len(ends):
-            right = int(self.tag(ends[offset + shift], part))
-            return held == right or (part >= self.num_target_parts and self._is_alike(held, right, False))
-        end, held_part = divmod(held, self.num_parts)
-        return held_part == part and end > 0 and self.prefixes.before(end) == ends[offset]
+        """Whether ``slot`` holds what it must in a page whose tokens, and those behind it, are those that ``ends``,
+        prefixes by token, end at."""
+        part = int(memory.part[slot])
+        index = int(memory.offset[slot]) + self.shifts[part]
+        return index >= len(ends) or memory.held[slot] == self.tag(ends[index], part)
 
     # --- what is submitted
 
@@ -622,7 +581,7 @@ class Tags:
             num_shared = req.shared_len // size
             self.pages.share(pages[:num_shared].tolist(), account.name, shared)
             self.pages.claim(pages[num_shared:].tolist(), account.name, account, shared)
-            seqs.append(Seq(account, row, first, length, samples, pages, num_shared * size))
+            seqs.append(Seq(account, row, first, length, samples, pages))
         self._submitted = self._purpose(seqs, not isinstance(batch, ExtendBatch))
         with self._gpu.submitting_for(self._submitted):
             yield
@@ -656,12 +615,13 @@ class Tags:
             for column, page in enumerate(req.pages):
                 if page in pages:
                     first = column * self.page_size
-                    ends = self._account(req).ends[first : min(first + self.page_size, req.committed_len)]
-                    found[page] = np.array(ends, np.int64)
+                    end = min(first + self.page_size, req.committed_len) + self.lookahead
+                    found[page] = np.array(self._account(req).ends[first:end], np.int64)
         return found
 
     def _cached(self, tier: str) -> dict[int, I64]:
-        """What the pages of a tier (``pages`` or ``host_pages``) hold according to the tree: prefixes by token."""
+        """What the pages of a tier (``pages`` or ``host_pages``) hold according to the tree: prefixes by token, with
+        the lookahead."""
         found: dict[int, I64] = {}
         size = self.page_size
         ends: dict[TreeNode, int] = {}
@@ -671,13 +631,14 @@ class Tags:
             if end is None:
                 end = self.prefixes.root(self._tree.namespace(node))
             numbers = []
-            for token in node.tokens[: node.num_pages * size].tolist():
+            for token in node.tokens.tolist():
                 end = self.prefixes.then(end, token, "a prefix in the tree")
                 numbers.append(end)
-            ends[node] = end
+            ends[node] = numbers[node.num_pages * size - 1]
             pages = getattr(node, tier)
             if pages is not None and len(pages):
-                found.update(zip(pages.tolist(), np.array(numbers, np.int64).reshape(-1, size), strict=True))
+                windows = sliding_window_view(np.array(numbers, np.int64), size + self.lookahead)[::size]
+                found.update(zip(pages.tolist(), windows, strict=True))
         return found
 
     def _nodes(self) -> Iterator[TreeNode]:
@@ -687,6 +648,11 @@ class Tags:
             node = nodes.pop()
             yield node
             nodes += node.children.values()
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens behind a page that the tree finds it by."""
+        return self._tree.lookahead
 
     @property
     def _tree(self) -> RadixCache:
@@ -713,7 +679,7 @@ class Tags:
             slots = self._slots_of(parts)
             self.host_pages.claim([int(self._host.page[slots[0]])], "a write to storage")
             held, kept = self._host.held[slots], self._kept.setdefault(key, [])
-            if kept and not self._same_page(kept[0].tags, held, slots):
+            if kept and not np.array_equal(kept[0].tags, held):
                 text = f"storage is given it under a key that stands for {self._describe(kept[0].tags[-1])}"
                 self.found(self._host, int(slots[-1]), text)
             kept.append(_Kept(_digest(parts), held, self._host.origins[slots]))
@@ -737,17 +703,6 @@ class Tags:
             else:
                 self._host.held[slots], self._host.origins[slots] = kept.tags, kept.origins
 
-    def _same_page(self, first: I64, second: I64, slots: I64) -> bool:
-        """Whether two pages of one key hold the same; of a draft's rows as far as ``_is_alike`` says."""
-        is_draft = self._host.part[slots] >= self.num_target_parts
-        is_last = self._host.offset[slots] == self.page_size - 1
-        if not np.array_equal(first[~is_draft], second[~is_draft]):
-            return False
-        pairs = zip(
-            first[is_draft].tolist(), second[is_draft].tolist(), is_last[is_draft].tolist(), strict=True
-        )
-        return all(a == b or self._is_alike(a, b, end) or self._is_alike(b, a, end) for a, b, end in pairs)
-
     def _slots_of(self, parts: Sequence[npt.NDArray[np.uint8]]) -> I64:
         pieces = [(np.array([part.ctypes.data - self._host_start]), part.nbytes) for part in parts]
         return np.concatenate([self._host.between(*piece) for piece in pieces])
@@ -763,15 +718,14 @@ class Tags:
                     self._audit(memory, expected)
 
     def _audit(self, memory: SlotMemory, expected: Mapping[int, I64]) -> None:
-        ends = np.zeros((int(memory.page.max()) + 1, memory.page_size), np.int64)
+        shifts = np.array(self.shifts)
+        ends = np.zeros((int(memory.page.max()) + 1, memory.page_size + int(shifts.max())), np.int64)
         for page, numbers in expected.items():
-            ends[page] = numbers
-        meant = ends[memory.page, memory.offset]
-        differ = np.flatnonzero((meant > 0) & (memory.held != meant * self.num_parts + memory.part)).tolist()
-        slot = next(
-            (slot for slot in differ if not self.holds(memory, slot, ends[int(memory.page[slot])])), None
-        )
-        if slot is not None:
+            ends[page, : len(numbers)] = numbers[: ends.shape[1]]
+        meant = ends[memory.page, memory.offset + shifts[memory.part]]
+        wrong = np.flatnonzero((meant > 0) & (memory.held != meant * self.num_parts + memory.part))
+        if len(wrong):
+            slot = int(wrong[0])
             text = f"the tree has it for {self.prefixes.describe(int(meant[slot]))}"
             self.found(memory, slot, text)
 

@@ -500,11 +500,14 @@ class Shared:
 class Sharing:
     """Prefixes that have been computed and cached, a page at a time, by namespace."""
 
-    def __init__(self, page_size: int, disabled: bool, has_storage: bool, load_back_threshold: int) -> None:
+    def __init__(
+        self, page_size: int, disabled: bool, has_storage: bool, load_back_threshold: int, lookahead: int = 0
+    ) -> None:
         """``disabled``: without a cache nothing is ever shared. What of a prefix has left the device is used if it has
-        ``load_back_threshold`` tokens or more."""
+        ``load_back_threshold`` tokens or more. ``lookahead``: on how many tokens behind it the KV of a token depends."""
         self.admitted: dict[str, Shared] = {}
         self._page_size = page_size
+        self._lookahead = lookahead
         self._disabled = disabled
         self._has_storage = has_storage
         self._most_unused = load_back_threshold - 1
@@ -512,10 +515,11 @@ class Sharing:
         self._ever: set[int] = set()
         self._lost = self._moved = False
 
-    def cache(self, namespace: str, tokens: Sequence[int]) -> None:
-        """The KV of ``tokens`` has been computed and given to the cache, which keeps whole pages."""
+    def cache(self, namespace: str, tokens: Sequence[int], num_computed: int) -> None:
+        """The KV of the first ``num_computed`` of ``tokens`` has been computed and given to the cache, which keeps
+        whole pages."""
         if not self._disabled:
-            pages = self._pages(namespace, tokens)
+            pages = self._pages(namespace, tokens, num_computed)
             self._cached.update(pages)
             self._ever.update(pages)
 
@@ -539,7 +543,7 @@ class Sharing:
         most = len(prompt_ids) - 1  # one token is computed in any case
         if request.return_logprob and request.logprob_start_len >= 0:
             most = min(most, request.logprob_start_len)
-        pages = self._pages(request.extra_key, prompt_ids[:most])
+        pages = self._pages(request.extra_key, prompt_ids, most)
         self.admitted[request.rid] = Shared(
             since_flush=self._num_tokens(pages, self._cached),
             ever=self._num_tokens(pages, self._ever),
@@ -575,11 +579,11 @@ class Sharing:
             return f"{device} tokens from the device, though {shared.since_flush} were there ({details})"
         return ""
 
-    def _pages(self, namespace: str, tokens: Sequence[int]) -> list[int]:
-        """One number for each whole page: of everything up to its end."""
+    def _pages(self, namespace: str, tokens: Sequence[int], most: int) -> list[int]:
+        """One number for each whole page of the first ``most`` tokens: of all that its KV depends on."""
         size, found, so_far = self._page_size, [], hash(namespace)
-        for end in range(size, len(tokens) + 1, size):
-            so_far = hash((so_far, *tokens[end - size : end]))
+        for end in range(size, min(most, len(tokens) - self._lookahead) + 1, size):
+            so_far = hash((so_far, *tokens[end - size : end + self._lookahead]))
             found.append(so_far)
         return found
 

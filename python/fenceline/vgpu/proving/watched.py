@@ -39,7 +39,10 @@ class WatchedScheduler(Scheduler):
         args, tiers = config.server_args, config.hicache
         storage = tiers is not None and tiers.storage is not None
         threshold = 1 if tiers is None else tiers.load_back_threshold
-        self.sharing = Sharing(args.page_size, args.disable_radix_cache, storage, threshold)
+        draft = None if config.speculative is None else config.speculative.draft
+        lookahead = 0 if draft is None else draft.lookahead
+        self._num_rows_behind = 0 if draft is None else draft.num_rows_behind
+        self.sharing = Sharing(args.page_size, args.disable_radix_cache, storage, threshold, lookahead)
         tree = self.memory.tree
         around(tree, "_detach", after=lambda result, node: self.sharing.lost())
         around(tree, "evict", after=lambda num, num_pages: self.sharing.moved() if num else None)
@@ -63,13 +66,13 @@ class WatchedScheduler(Scheduler):
         super().publish(flight)
         for seq, req in reqs:
             if seq.sampling is not None:
-                self._cached(req, seq.seq_len)
+                self._cached(req, seq.seq_len, seq.seq_len)
 
     def retire_departed(self) -> None:
         """See Scheduler."""
         for req in self.departed:
             if req.row != 0:
-                self._cached(req, req.committed_len)
+                self._cached(req, req.committed_len, req.num_tokens)
         super().retire_departed()
 
     # --- choices
@@ -191,5 +194,7 @@ class WatchedScheduler(Scheduler):
 
     # --- prefixes
 
-    def _cached(self, req: Req, num_tokens: int) -> None:
-        self.sharing.cache(req.source.extra_key, req.token_ids()[:num_tokens].tolist())
+    def _cached(self, req: Req, num_computed: int, num_known: int) -> None:
+        """Of ``req`` the KV of ``num_computed`` tokens has been computed when ``num_known`` of them are known."""
+        tokens = req.token_ids()[:num_known].tolist()
+        self.sharing.cache(req.source.extra_key, tokens, num_computed - self._num_rows_behind)
