@@ -504,7 +504,7 @@ class Sharing:
         self, page_size: int, disabled: bool, has_storage: bool, load_back_threshold: int, lookahead: int = 0
     ) -> None:
         """``disabled``: without a cache nothing is ever shared. What of a prefix has left the device is used if it has
-        ``load_back_threshold`` tokens or more. ``lookahead``: on how many tokens behind it the KV of a token depends."""
+        ``load_back_threshold`` tokens or more. ``lookahead``: tokens behind a page that its KV depends on."""
         self.admitted: dict[str, Shared] = {}
         self._page_size = page_size
         self._lookahead = lookahead
