@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from fenceline.config.server_args import register_kind
-from fenceline.memory_order.arena import Arena, ArenaField, ArenaOutputs, Role
+from fenceline.memory_order.arena import Arena, ArenaField, ArenaOutputs, Role, keep_hidden
 from fenceline.memory_order.checker import OrderChecker, OrderError
 from fenceline.memory_order.communicator import (
     CollectiveBackend,
@@ -13,8 +13,14 @@ from fenceline.memory_order.communicator import (
 )
 from fenceline.memory_order.device import Device, HostChannel, HostWorker
 from fenceline.memory_order.graph import Graph, GraphError, GraphPool, GraphState
-from fenceline.memory_order.lease import LeaseError, LeasePool, page_leases
-from fenceline.memory_order.relocation import RelocationClock, Stamp, comparison
+from fenceline.memory_order.lease import (
+    LeaseError,
+    LeasePool,
+    layers_of_page,
+    page_leases,
+    tokens_in_flight,
+)
+from fenceline.memory_order.relocation import RelocationClock, Stamp, comparison, table_of_step
 from fenceline.memory_order.staging import InputRing, ResultLease, ResultRing
 from fenceline.memory_order.stream import Point, Points, Stream, wait_for_pages
 
@@ -47,9 +53,13 @@ __all__ = [
     "Stamp",
     "Stream",
     "comparison",
+    "keep_hidden",
+    "layers_of_page",
     "open_device",
     "page_leases",
     "register_device",
+    "table_of_step",
+    "tokens_in_flight",
     "wait_for_pages",
 ]
 

@@ -15,7 +15,7 @@ from enum import Enum
 import torch
 
 from fenceline.memory_order.device import Device, FillField
-from fenceline.memory_order.edges import ARENA_PAD, PLAN_SOURCE, SINK, TOTAL_BUCKETS, Guard
+from fenceline.memory_order.edges import ARENA_PAD, KEPT_HIDDEN, PLAN_SOURCE, SINK, TOTAL_BUCKETS, Guard
 from fenceline.memory_order.lease import LeaseError
 
 _SINK_ID = 0  # of rows, pages and slots
@@ -124,6 +124,13 @@ class ArenaOutputs:
         tensor = arena[name][:num_rows]
         arena._device.lease(tensor)
         return tensor
+
+
+def keep_hidden(device: Device, kept: torch.Tensor, x: torch.Tensor) -> None:
+    """Keep ``x`` in ``kept``, both [T, features], on the current stream, for a graph that is replayed after the present
+    one (``kept_hidden``). Severed, what an earlier step has kept stays there."""
+    if device.keeps(KEPT_HIDDEN):
+        kept.copy_(x)
 
 
 def _pad(device: Device, pad: int | float | Guard) -> int | float:

@@ -234,8 +234,8 @@ _PAGE_EDGE_OF = {edge.pairs[0]: edge for edge in PAGE_EDGES}
 
 
 def edge_of(part: str) -> str:
-    """The name of the edge to which ``part``, an :class:`EdgePart`'s name, belongs."""
-    return part.partition("@")[0].partition(":")[0]
+    """The name of the edge to which ``part``, an :class:`EdgePart`'s name or a row's, belongs."""
+    return part.partition("/")[0].partition("@")[0].partition(":")[0]
 
 
 def pages_edge(waiter: StreamName, source: StreamName) -> Edge:
@@ -357,6 +357,27 @@ SINK = Guard(
     failure="F18",
 )
 
+STEP_SLOTS = Guard(
+    name="step_slots",
+    protects="the slots of a speculative step's rows: derived on the device from the page table of that step",
+    failure="F5",
+)
+IN_FLIGHT = Guard(
+    name="in_flight",
+    protects="slots behind a request's published tokens, which a step in flight may write: they stay the request's",
+    failure="F13",
+)
+WHOLE_PAGE = Guard(
+    name="whole_page",
+    protects="a page's layers, the target's and the draft's: every copy moves all of them",
+    failure="F14",
+)
+KEPT_HIDDEN = Guard(
+    name="kept_hidden",
+    protects="the target's hidden states from which the draft computes its rows: kept in each step for that step",
+    failure="F8",
+)
+
 GUARDS: dict[str, Guard] = {
     guard.name: guard
     for guard in (
@@ -373,8 +394,35 @@ GUARDS: dict[str, Guard] = {
         TOTAL_BUCKETS,
         GRAPH_POOL,
         SINK,
+        STEP_SLOTS,
+        IN_FLIGHT,
+        WHOLE_PAGE,
+        KEPT_HIDDEN,
     )
 }
+# Those that are severed once more where the engine speculates, since its runner has an arena, graphs and results of its
+# own: rows of the proof, and what each severs.
+UNDER_SPECULATION: dict[str, str] = {
+    f"{name}/speculation": name
+    for name in (
+        HOST_AFTER_COPY.name,
+        *(
+            guard.name
+            for guard in (
+                SAME_COMPOSITION,
+                RETIRED_AFTER,
+                ARENA_PAD,
+                OWN_RESULTS,
+                PLAN_SOURCE,
+                TOTAL_BUCKETS,
+                GRAPH_POOL,
+                SINK,
+            )
+        ),
+    )
+}
+# All rows of the proof, in the order of its tables.
+ROWS = (*EDGE_PARTS, *GUARDS, *UNDER_SPECULATION)
 
 
 # --- docs/edges.md -----------------------------------------------------------------------------------
@@ -419,6 +467,16 @@ def edges_markdown() -> str:
         lines.append(
             f"| {guard.name} | {guard.protects} | {guard.failure or '-'} | {proved.cells(guard.name)} |"
         )
+    lines += [
+        "",
+        "## Under speculation",
+        "",
+        "The same, severed in an engine that speculates.",
+        "",
+        "| edge or guard | status | workload, seed | caught by |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| {severed} | {proved.cells(row)} |" for row, severed in UNDER_SPECULATION.items()]
     lines += [""] + [f"`{g.name}` is dormant: {g.dormant}." for g in GUARDS.values() if g.dormant]
     lines += ["", *(f"`{p.name}` is redundant: {p.covered}." for p in EDGE_PARTS.values() if p.covered)]
     return "\n".join(lines) + "\n"

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fenceline.memory_order.device import Device
-from fenceline.memory_order.edges import RETIRED_AFTER
+from fenceline.memory_order.edges import IN_FLIGHT, RETIRED_AFTER, WHOLE_PAGE
 from fenceline.memory_order.stream import Points
 
 Ids = npt.NDArray[np.int32]
@@ -165,6 +165,18 @@ class _WithoutPoints(LeasePool):
     def alloc(self, n: int) -> tuple[Ids, Points] | None:
         leased = super().alloc(n)
         return None if leased is None else (leased[0], Points.none())
+
+
+def tokens_in_flight(device: Device, max_step_tokens: int) -> int:
+    """How many tokens beyond those that are published a step in flight may write for a request, whose slots are nobody
+    else's until it is done (``in_flight``). Severed, none."""
+    return max_step_tokens if device.keeps(IN_FLIGHT) else 0
+
+
+def layers_of_page(device: Device, num_layers: int, num_target_layers: int) -> int:
+    """How many of the first layers of a page a load brings: all ``num_layers``, the draft's too (``whole_page``).
+    Severed, the target's."""
+    return num_layers if device.keeps(WHOLE_PAGE) else num_target_layers
 
 
 def page_leases(device: Device, size: int) -> LeasePool:

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from fenceline.memory_order.device import Device
-from fenceline.memory_order.edges import Guard
+from fenceline.memory_order.edges import STEP_SLOTS, Guard
 
 Owners = Sequence[int] | npt.NDArray[np.integer]
 _Ints = npt.NDArray[np.int64]
@@ -101,6 +102,21 @@ def _as_owners(owners: Owners) -> _Ints:
     array = np.array(owners, dtype=np.int64).reshape(-1)
     assert not len(array) or int(array.min()) >= 0, "owners are numbered from 0"
     return array
+
+
+def table_of_step(device: Device, table: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """The page table [rows, columns] from which a step derives its slots, on FORWARD: as it is at the moment of the
+    call, which is what ``step_slots`` is. Severed, as it was one step before."""
+    if device.keeps(STEP_SLOTS):
+        return lambda: table
+    last = table.clone()
+
+    def table_of_last_step() -> torch.Tensor:
+        stale = last.clone()
+        last.copy_(table)
+        return stale
+
+    return table_of_last_step
 
 
 def comparison(device: Device, guard: Guard) -> Callable[[int, int], bool]:

@@ -38,8 +38,18 @@ from fenceline.layers.forward_batch import (
     VerifyInputs,
 )
 from fenceline.mem_cache.kv_pool import KVPool, ReqPool
-from fenceline.memory_order import Arena, ArenaField, Device, Graph, GraphPool, Role
-from fenceline.memory_order.edges import SINK, TOTAL_BUCKETS
+from fenceline.memory_order import (
+    Arena,
+    ArenaField,
+    Device,
+    Graph,
+    GraphPool,
+    Role,
+    comparison,
+    keep_hidden,
+    table_of_step,
+)
+from fenceline.memory_order.edges import KEPT_HIDDEN, SAME_COMPOSITION, SINK, TOTAL_BUCKETS
 from fenceline.model_executor.decode_runner import Logits, plan_arrays
 from fenceline.model_executor.graph_runner import GraphRunner
 from fenceline.model_executor.step import DecodeBatch, ExtendBatch
@@ -141,6 +151,8 @@ class SpeculativeRunner(GraphRunner):
         self._simulated_accept_length = simulated_accept_length
         self._captured: dict[int, _Captured] = {}
         self._composition: int | None = None
+        self._same = comparison(device, SAME_COMPOSITION)
+        self._table_of_step = table_of_step(device, req_pool.page_table)
         self._num_reqs = 0
         self._sampling: SamplingBatch | None = None
         self._plans: _Plans | None = None  # of the step whose draw is awaited
@@ -173,6 +185,8 @@ class SpeculativeRunner(GraphRunner):
                 ArenaField("num_bad", i64, Role.OUTPUT, pad=0),  # 1 where the draft could not be used
             ),
         )
+        # Of the draft's current forward; a plan of its own for each, though they share this field (F9).
+        self._draft_lens = self.arena.derived("draft_lens", "lens")
         self._zeros = torch.zeros(max_batch, 1, device=device.torch_device)
         # What the target leaves of the rows that it verifies: hidden states, and those of further layers.
         num_rows, config = max_batch * self.num_rows_per_req, model.config
@@ -198,7 +212,7 @@ class SpeculativeRunner(GraphRunner):
 
     def arrays(self, batch: DecodeBatch) -> Arrays:
         """What has to be uploaded before :meth:`forward`: nothing if the requests are those of the step before."""
-        if self._composition == batch.composition:
+        if self._composition is not None and self._same(self._composition, batch.composition):
             return {}
         plan = plan_arrays(batch, sampling_arrays(batch.sampling))
         del plan["plan_seq_lens"]  # lengths are the device's
@@ -220,7 +234,8 @@ class SpeculativeRunner(GraphRunner):
         it has drawn goes to :meth:`accept`."""
         if "plan_rows" in views:
             self._fill(batch, views)
-        assert self._composition == batch.composition, "the first batch fills the arena"
+        assert self._composition is not None, "the first batch fills the arena"
+        self._device.begin_fill([self._hidden], KEPT_HIDDEN)
         num_reqs = self._num_reqs
         size = self.graph_size(num_reqs)
         captured = None if size is None else self._captured[size]
@@ -294,13 +309,15 @@ class SpeculativeRunner(GraphRunner):
         target = self._attention, self._model.config.num_heads
         draft = self._draft_attention, self._draft.num_heads
 
-        def plan(num_queries: int, seq_lens: str, whose: tuple[AttentionBackend, int]) -> AttentionPlan:
+        def plan(
+            num_queries: int, seq_lens: torch.Tensor, whose: tuple[AttentionBackend, int]
+        ) -> AttentionPlan:
             backend, num_heads = whose
             made = backend.plan_verify(
                 VerifyInputs(
                     page_table=self._req_pool.page_table,
                     rows=arena["plan_rows"][:size],
-                    seq_lens=arena[seq_lens][:size],
+                    seq_lens=seq_lens[:size],
                     max_seq_lens_cpu=max_lens,
                     tree=QueryTree(num_queries, num_queries),
                     num_heads=num_heads,
@@ -311,10 +328,12 @@ class SpeculativeRunner(GraphRunner):
 
         return _Plans(
             size,
-            verify=plan(self.num_rows_per_req, "seq_lens", target),
-            extend=[plan(self.num_rows_per_req + k, "seq_lens", draft) for k in range(self._num_layers)],
-            one=plan(1, "draft_lens", draft),
-            two=None if self.reads_hidden else plan(2, "lens", draft),
+            verify=plan(self.num_rows_per_req, arena["seq_lens"], target),
+            extend=[
+                plan(self.num_rows_per_req + k, arena["seq_lens"], draft) for k in range(self._num_layers)
+            ],
+            one=plan(1, self._draft_lens, draft),
+            two=None if self.reads_hidden else plan(2, arena["lens"], draft),
         )
 
     # --- the step
@@ -330,7 +349,7 @@ class SpeculativeRunner(GraphRunner):
             (lens - 1).unsqueeze(1), torch.arange(self.num_rows_per_req, device=lens.device), out=positions
         )
         slots = node_slots(
-            self._req_pool.page_table, rows, lens - 1, self.num_rows_per_req, self._kv_pool.page_size
+            self._table_of_step(), rows, lens - 1, self.num_rows_per_req, self._kv_pool.page_size
         )
         arena["out_slots"][:size] = slots.view_as(positions)  # by the page table of this moment (F5)
         arena["input_ids"][:size, 0] = self._req_pool.last_tokens[rows]
@@ -351,13 +370,13 @@ class SpeculativeRunner(GraphRunner):
         if logits_out is not None:
             batch = replace(batch, logits_out=logits_out[:num_rows])
         x = self._model.hidden_states(batch)
-        self._hidden[:num_rows] = x
+        keep_hidden(self._device, self._hidden[:num_rows], x)
         return self._model.compute_logits(x, batch)
 
     def _propose(self, plans: _Plans) -> None:
         """The drafts, one forward after the other."""
         size, arena, state = plans.size, self.arena, self.state
-        rows, lens, draft_lens = (arena[name][:size] for name in ("plan_rows", "lens", "draft_lens"))
+        rows, lens, draft_lens = arena["plan_rows"][:size], arena["lens"][:size], self._draft_lens[:size]
         ids, positions, slots = (arena[name][:size] for name in ("input_ids", "positions", "out_slots"))
         if self._num_layers > 1:
             for step in range(self._num_steps):

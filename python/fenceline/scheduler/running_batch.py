@@ -30,10 +30,14 @@ class RunningBatch:
     ``num_rewritten``: of how many committed tokens, the last ones, a step computes KV again.
     """
 
-    def __init__(self, page_size: int, max_step_tokens: int, num_rewritten: int = 0) -> None:
+    def __init__(
+        self, page_size: int, max_step_tokens: int, num_in_flight: int, num_rewritten: int = 0
+    ) -> None:
+        """``num_in_flight``: see ``memory_order.tokens_in_flight``."""
         self.page_size = page_size
         self.max_step_tokens = max_step_tokens
         self.num_rewritten = num_rewritten
+        self._num_in_flight = num_in_flight
         self._num_advanced = 0  # of the next step, see DecodeBatch
         self.reqs: list[Req] = []
         self.composition = 0
@@ -101,7 +105,7 @@ class RunningBatch:
                 req.allocated_len = req.committed_len
                 again.append(req)
                 continue
-            in_flight = 0 if req.last_step == number else self.max_step_tokens
+            in_flight = 0 if req.last_step == number else self._num_in_flight
             lens[index] = min(lens[index], req.committed_len + in_flight)
         self._allocated_lens, self._num_advanced = lens, 0
         return again

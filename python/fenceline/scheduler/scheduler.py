@@ -43,7 +43,7 @@ from fenceline.ipc.io_struct import (
     TickReq,
     TokenizedGenerateReq,
 )
-from fenceline.memory_order import Points
+from fenceline.memory_order import Points, tokens_in_flight
 from fenceline.model_executor.step import (
     DecodeBatch,
     ExtendBatch,
@@ -157,7 +157,9 @@ class Scheduler:
         self.chunked: Req | None = None
         draft = None if config.speculative is None else config.speculative.draft
         num_rewritten = 0 if draft is None else max(draft.lookahead - 1, draft.num_rows_behind)
-        self.running = RunningBatch(args.page_size, worker.max_step_tokens, num_rewritten)
+        most = worker.max_step_tokens
+        num_in_flight = tokens_in_flight(worker.device, most)
+        self.running = RunningBatch(args.page_size, most, num_in_flight, num_rewritten)
         self.num_launched = 0  # steps
         self.joining: list[Req] = []  # they decode from the next step on: prompts just submitted whole
         self.departed: list[Req] = []

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fenceline.vgpu.proving.campaign import Plan
     from fenceline.vgpu.proving.table import Proof
 
-_DEFAULT_SEEDS = 150
+_DEFAULT_SEEDS = 155
 _SEEDS_PER_ARM = 6
 _MAX_EXPLAINED = 3
 
@@ -100,7 +100,8 @@ def _plan(args: argparse.Namespace, parser: argparse.ArgumentParser, bar: tqdm) 
     if args.edge is not None:
         num_per_arm, num_intact = args.seeds or _SEEDS_PER_ARM, 0
     everything = args.edge is None and args.workload is None
-    bar.total = None if num_intact is None or args.exhaustive else num_intact + num_per_arm * len(arms)
+    if num_intact is not None and not args.exhaustive:
+        bar.total = num_intact + sum(arm.num_runs(num_per_arm) for arm in arms)
     return Plan(
         arms=tuple(arms),
         workloads=tuple(workloads) if args.workload is None else (args.workload,),

@@ -120,8 +120,9 @@ class SpeculativeStep(Step):
                     )
                     tags.found(memory, slot, text, op)
                 continue
-            if number != meant[position]:
-                self._misplaced(op, memory, slot, seq, position, int(meant[position]))
+            right = int(meant[position]) if position < len(meant) else -1  # beyond what the step may write
+            if number != right:
+                self._misplaced(op, memory, slot, seq, position, right)
             tag = int(tags.tag(rows[row % num_rows], part))
             stored[index][position] = tag
             memory.write(np.array([slot]), tag, op)
@@ -137,8 +138,12 @@ class SpeculativeStep(Step):
         name, page = seq.account.name, int(memory.page[slot])
         if page not in seq.pages and page != SINK_PAGE:
             self._tags.pages.refuse(page, f"a {self._kind} of {name}", op)
-        text = f"{self._kind} stores token {position} of {name} here, not in slot {meant % memory.page_size} of page "
-        self._tags.found(memory, slot, text + str(meant // memory.page_size), op)
+        text = f"{self._kind} stores token {position} of {name} here, "
+        if meant < 0:
+            text += "and it ends before"
+        else:
+            text += f"not in slot {meant % memory.page_size} of page {meant // memory.page_size}"
+        self._tags.found(memory, slot, text, op)
 
     # --- reading
 

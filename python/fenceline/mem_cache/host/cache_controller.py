@@ -25,7 +25,7 @@ from fenceline.mem_cache.host.host_pool import HostPool
 from fenceline.mem_cache.host.page_copy import PageCopier, make_page_copier
 from fenceline.mem_cache.kv_pool import KVPool
 from fenceline.mem_cache.transfer import Ticket, TransferKind
-from fenceline.memory_order import Device, LeasePool, Point, Points, Stream
+from fenceline.memory_order import Device, LeasePool, Point, Points, Stream, layers_of_page
 from fenceline.memory_order.access import Accesses, Memory, occupies_sm
 from fenceline.memory_order.edges import FORWARD_AFTER_LOAD, SM_EXCLUSIVE, StreamName
 from fenceline.memory_order.stream import wait_for_pages
@@ -72,15 +72,19 @@ class HiCacheController:
         host_pool: HostPool,
         copier: PageCopier,
         pages: Memory | None = None,
+        num_target_layers: int | None = None,
     ) -> None:
         """``pages`` are the device's, as steps declare them: of all layers together. What a load has brought of each
-        layer is declared beside that, since a step may read layers that are there while others are on their way."""
+        layer is declared beside that, since a step may read layers that are there while others are on their way.
+        ``num_target_layers``: those in front of a draft's; None: there is no draft."""
         self.host_pool = host_pool
         self.host_pages: LeasePool = host_pool.pages
         self.counts: dict[TransferKind, TransferCounts] = {kind: TransferCounts() for kind in TransferKind}
         self._device = device
         self._copier = copier
+        of_target = kv_pool.num_layers if num_target_layers is None else num_target_layers
         self._num_layers = kv_pool.num_layers
+        self._num_loaded = layers_of_page(device, kv_pool.num_layers, of_target)
         self._device_memory = Memory("kv_pool", kv_pool.num_pages, "page") if pages is None else pages
         self._host_memory = Memory("host_pool", host_pool.num_pages, "page")
         layers = range(kv_pool.num_layers)
@@ -129,13 +133,14 @@ class HiCacheController:
         wait_for_pages(stream, after)
         begin = stream.record()
         layer_points: list[Point] = []
-        for first in range(0, self._num_layers, LAYERS_PER_POINT):
-            layers = range(first, min(first + LAYERS_PER_POINT, self._num_layers))
+        for first in range(0, self._num_loaded, LAYERS_PER_POINT):
+            layers = range(first, min(first + LAYERS_PER_POINT, self._num_loaded))
             self._device.declare(
                 StreamName.LOAD, "load of KV pages", self._load_accesses, layers, device_pages, host_pages
             )
             self._copier.to_device(stream, host_pages, device_pages, layers)
             layer_points += [stream.record()] * len(layers)
+        layer_points += layer_points[-1:] * (self._num_layers - self._num_loaded)
         ticket.submit(Points.of(layer_points[-1]), tuple(layer_points))
         self._submitted(ticket, device_pages, begin, layer_points[-1], time.perf_counter() - begin_s)
 
@@ -263,7 +268,7 @@ def make_hicache_controller(
     copier = make_page_copier(device, kv_pool, host_pool, io_backend)
     if device.kind == "cuda":
         _warm_up(device, copier, kv_pool.num_layers)
-    return HiCacheController(device, kv_pool, host_pool, copier, pages)
+    return HiCacheController(device, kv_pool, host_pool, copier, pages, config.model.num_layers)
 
 
 def num_host_pages(config: EngineConfig, kv_pool: KVPool) -> int:

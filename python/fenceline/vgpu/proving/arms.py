@@ -6,13 +6,14 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fenceline.memory_order.edges import EDGE_PARTS, EDGES, GUARDS, edge_of
+from fenceline.memory_order.edges import EDGE_PARTS, EDGES, GUARDS, ROWS, UNDER_SPECULATION, edge_of
 from fenceline.vgpu.errors import (
     BoundsError,
     FreshnessError,
     OwnershipError,
     ProtectionError,
     StaleMemoryError,
+    TagError,
 )
 from fenceline.vgpu.proving.runs import HAPPENS_BEFORE, Outcome, Trial, named_races
 
@@ -54,9 +55,18 @@ class Arm:
     workload: str
     names: Callable[[Outcome], bool]
 
+    def num_runs(self, most: int) -> int:
+        """How many of ``most`` runs it gets. One that speculates takes twice as long as another."""
+        return -(-most // 2) if self.workload.startswith("speculation") else most
+
+    @property
+    def severs(self) -> str:
+        """The edge, part of an edge or guard."""
+        return UNDER_SPECULATION.get(self.name, self.name)
+
     def trial(self, seed: int, detect: bool = True) -> Trial:
         """The run under ``seed``."""
-        return Trial(self.workload, seed, frozenset({self.name}), detect)
+        return Trial(self.workload, seed, frozenset({self.severs}), detect)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +112,14 @@ def _by_owner(outcome: Outcome) -> bool:
     return outcome.checker == OwnershipError.checker
 
 
+def _by_tags(pattern: str) -> Callable[[Outcome], bool]:
+    """A slot is found to hold, or to be used for, something else than it must; or its page is somebody else's."""
+    return lambda outcome: (
+        (outcome.checker == TagError.checker and bool(re.search(pattern, outcome.report)))
+        or outcome.checker == OwnershipError.checker
+    )
+
+
 def _by_guard(checker: str, name: str) -> Callable[[Outcome], bool]:
     return lambda outcome: outcome.checker == checker and name in outcome.edges
 
@@ -131,14 +149,46 @@ _GUARD_ARMS = (
     Arm("total_buckets", "guard", "buckets", _by_guard(FreshnessError.checker, "total_buckets")),
     Arm("graph_pool", "guard", "graphs", _by_guard(StaleMemoryError.checker, "graph_pool")),
     Arm("sink", "guard", "graphs", _by_guard(BoundsError.checker, "sink")),
+    Arm("step_slots", "guard", "speculation", _by_tags("speculative step stores ")),
+    Arm("in_flight", "guard", "speculation", _by_tags("speculative step (stores|writes) ")),
+    Arm("whole_page", "guard", "speculation_tiers", _by_tags(r"^tags: kv_pool\.layer2\.")),
+    Arm("kept_hidden", "guard", "speculation", _by_guard(FreshnessError.checker, "kept_hidden")),
+)
+_SPECULATIVE_ARMS = (
+    Arm("host_after_copy/speculation", "edge", "speculation", _by_edge("host_after_copy")),
+    Arm("same_composition/speculation", "guard", "speculation", _by_effect),
+    Arm(
+        "retired_after/speculation",
+        "guard",
+        "speculation_tiers",
+        _by_report(r"on kv_pool\.layer\d(.|\n)*_after_(store|forward)"),
+    ),
+    Arm(
+        "arena_pad/speculation",
+        "guard",
+        "speculation",
+        lambda outcome: (
+            _by_guard(FreshnessError.checker, "arena_pad")(outcome) and "speculative." in outcome.report
+        ),
+    ),
+    Arm("own_results/speculation", "guard", "speculation", _by_report(r"WAR on speculative\.")),
+    Arm("plan_source/speculation", "guard", "speculation", _by_tags("speculative step ")),
+    Arm(
+        "total_buckets/speculation",
+        "guard",
+        "speculation",
+        _by_guard(FreshnessError.checker, "total_buckets"),
+    ),
+    Arm("graph_pool/speculation", "guard", "speculation", _by_guard(StaleMemoryError.checker, "graph_pool")),
+    Arm("sink/speculation", "guard", "speculation", _by_guard(BoundsError.checker, "sink")),
 )
 
 
 def all_arms() -> list[Arm]:
     """One for each edge, and for each guard that is not dormant, in the tables' order."""
     edges = [Arm(name, "edge", workload, _by_edge(name)) for name, workload in _EDGE_WORKLOADS.items()]
-    found = {arm.name: arm for arm in (*edges, *_GUARD_ARMS)}
-    return [found[name] for name in (*EDGE_PARTS, *GUARDS) if name in found]
+    found = {arm.name: arm for arm in (*edges, *_GUARD_ARMS, *_SPECULATIVE_ARMS)}
+    return [found[name] for name in ROWS if name in found]
 
 
 def judge(arm: Arm, outcomes: Sequence[Outcome]) -> Row:

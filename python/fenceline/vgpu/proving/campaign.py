@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 
-from fenceline.memory_order.edges import EDGE_PARTS, EDGES, GUARDS, edge_of
+from fenceline.memory_order.edges import EDGES, ROWS, edge_of
 from fenceline.vgpu.pairs import missed
 from fenceline.vgpu.policy import Answers
 from fenceline.vgpu.proving.arms import Arm, Row, judge, unarmed_rows
@@ -53,13 +53,14 @@ class Plan:
 
 @dataclass(slots=True)
 class _Tally:
-    by_arm: dict[str, list[Outcome]] = field(default_factory=dict)
+    by_arm: dict[tuple[str, str], list[Outcome]] = field(default_factory=dict)  # what is severed, workload
     intact: list[Outcome] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> None:
         severed = outcome.trial.severed
         if severed:
-            self.by_arm.setdefault(next(iter(severed)), []).append(outcome)
+            arm = next(iter(severed)), outcome.trial.workload
+            self.by_arm.setdefault(arm, []).append(outcome)
         else:
             self.intact.append(outcome)
 
@@ -88,7 +89,10 @@ def carry_out(plan: Plan) -> Proof:
                 plan.progress(1)
         proof.branches = branches
     severed = (
-        arm.trial(plan.first_seed + i, plan.detect) for i in range(plan.num_per_arm) for arm in plan.arms
+        arm.trial(plan.first_seed + i, plan.detect)
+        for i in range(plan.num_per_arm)
+        for arm in plan.arms
+        if i < arm.num_runs(plan.num_per_arm)
     )
     for outcome in _outcomes(chain(served, severed, intact), plan):
         tally.add(outcome)
@@ -145,10 +149,10 @@ def _judge(plan: Plan, tally: _Tally, proof: Proof) -> None:
         return sorted(outcomes, key=lambda outcome: outcome.trial.seed)
 
     arms = plan.arms if plan.detect else [replace(arm, names=_any_failure) for arm in plan.arms]
-    rows = {arm.name: judge(arm, by_seed(tally.by_arm.get(arm.name, ()))) for arm in arms}
+    rows = {arm.name: judge(arm, by_seed(tally.by_arm.get((arm.severs, arm.workload), ()))) for arm in arms}
     if plan.with_unarmed:
         rows |= {row.name: row for row in unarmed_rows()}
-    proof.rows = [rows[name] for name in (*EDGE_PARTS, *GUARDS) if name in rows]
+    proof.rows = [rows[name] for name in ROWS if name in rows]
     proof.undeclared = undeclared_sites(tally.intact)
     proof.pairs = Counter(pair for outcome in tally.intact for pair in outcome.pairs)
     if plan.with_unarmed and plan.detect and tally.num_everything >= _RUNS_FOR_EVENTS:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.ipc.io_struct import AbortReq, TokenOut
 from fenceline.mem_cache.hicache import HiCache
 from fenceline.mem_cache.storage.controller import Ack, Done, Fetched
@@ -20,7 +21,7 @@ from fenceline.mem_cache.transfer import PageMove, Ticket, TransferKind
 from fenceline.mem_cache.tree.hiradix_cache import HiRadixCache
 from fenceline.mem_cache.tree.radix_cache import TreeNode
 from fenceline.memory_order import Device, Points
-from fenceline.model_executor.step import DecodeBatch, ExtendBatch, PageWrites, ScheduleBatch
+from fenceline.model_executor.step import DecodeBatch, ExtendBatch, PageWrites, ScheduleBatch, StepOutput
 from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.scheduler.req import Prefix, Req
 from fenceline.scheduler.scheduler import InFlight, Scheduler
@@ -56,6 +57,19 @@ EVENTS: dict[str, str] = {
     "planned steps": "each batch's attention is planned on the host while the last step may still run",
     "planned decode replay": "the plan is copied to the graph's own memory before it is replayed",
     "a step for a request that has left": "it left while the step was in flight, so its results are dropped",
+    # speculation
+    "verification replay": "a speculative step replayed, exactly as large as its graphs",
+    "padded verification replay": "one with padded rows",
+    "accepted draft": "a step yields more than one token for a request",
+    "several accepted drafts": "more than two",
+    "rejected draft": "",
+    "draft behind": "all proposals of a draft without hidden states are accepted: it lacks the row of the last one",
+    "penalties beside drafts": "a request whose drafts may not count, in a step with others",
+    "tokens after an end": "a request ends in the middle of what a step yields; the rest is dropped",
+    "a rejected slot is handed on": "its page is leased again, and another step writes there",
+    "retraction while speculating": "by either policy",
+    "load with a draft": "a prefix comes from the host, its draft's layers too",
+    "admission from storage with a draft": "",
     # the prefix cache
     "hit": "a request finds a prefix on the device",
     "hit half-way through a node": "a node is split",
@@ -167,6 +181,9 @@ class Watch:
         around(scheduler, "pause", before=self._pauses)
         around(scheduler.stats, "preempted", before=self._preempts)
         around(scheduler, "flush_when_idle", before=self._falls_idle)
+        self._speculates = scheduler.config.speculative is not None
+        if self._speculates:
+            self._watch_speculation()
         around(memory, "admit", before=self._admits, after=self._admitted)
         around(memory, "_match", before=self._matches)
         around(memory.pages, "alloc", after=partial(self._handed_on, "pages handed on in use"))
@@ -189,7 +206,7 @@ class Watch:
         )
         self.note("planned decode replay", planned and replayed and isinstance(batch, DecodeBatch))
         if isinstance(batch, DecodeBatch):
-            self._decode(batch, [name for name in replayed if name.startswith("decode")])
+            self._decode(batch, [name for name in replayed if name.startswith(("decode", "verify"))])
         else:
             self._extend(batch, reqs, [name for name in replayed if name.startswith("prefill")])
 
@@ -205,6 +222,8 @@ class Watch:
             self.note("decode beyond the graphs", self._scheduler.config.cuda_graph_bs)
             return
         full = _size(replayed[0]) == len(batch.rows)
+        if self._speculates:
+            self.note("verification replay" if full else "padded verification replay")
         self.note("decode replay" if full else "padded decode replay")
         self.note("decode replay with the sampler", any(map(_beyond_a_draw, batch.sampling)))
 
@@ -231,6 +250,45 @@ class Watch:
 
     def _publishes(self, flight: InFlight) -> None:
         self.note("a step for a request that has left", any(req.left for req in flight.reqs))
+
+    # --- speculation ---------------------------------------------------------------------------------
+
+    def _watch_speculation(self) -> None:
+        scheduler, memory = self._scheduler, self._scheduler.memory
+        self._rejected_pages: set[int] = set()
+        config = scheduler.config.speculative
+        assert config is not None, "the engine speculates"
+        self._num_steps = config.num_steps
+        self._reads_hidden = config.draft.algorithm is not SpeculativeAlgorithm.STANDALONE
+        around(scheduler, "publish_counted", before=self._counted)
+        around(scheduler, "publish_tokens", before=self._yields)
+        around(memory, "release", before=self._releases)
+        around(memory.pages, "alloc", after=self._leased)
+
+    def _counted(self, batch: DecodeBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
+        counts = out.token_counts(len(reqs))
+        self.note("accepted draft", max(counts) > 1)
+        self.note("several accepted drafts", max(counts) > 2)
+        self.note("rejected draft", min(counts) <= self._num_steps)
+        self.note("draft behind", not self._reads_hidden and max(counts) > self._num_steps)
+        penalised = [req.params.needs_penalties for req in batch.sampling]
+        self.note("penalties beside drafts", any(penalised) and not all(penalised))
+
+    def _yields(self, req: Req, tokens: Sequence[int], out: StepOutput, first: int) -> None:
+        ends = (len(req.output_ids) + i >= req.max_new_tokens for i in range(1, len(tokens)))
+        self.note("tokens after an end", any(ends) or any(token in req.stop_ids for token in tokens[:-1]))
+
+    def _releases(self, req: Req) -> None:
+        size = self._scheduler.config.server_args.page_size
+        if req.row and req.num_verified:
+            last = min(req.committed_len + self._num_steps, len(req.pages) * size - 1)
+            self._rejected_pages |= set(req.pages[-(-req.committed_len // size) : last // size + 1])
+
+    def _leased(self, result: tuple[Sequence[int], Points] | None, num: int) -> None:
+        if result is not None:
+            pages = {int(page) for page in result[0]}
+            self.note("a rejected slot is handed on", pages & self._rejected_pages)
+            self._rejected_pages -= pages
 
     # --- requests ------------------------------------------------------------------------------------
 
@@ -259,6 +317,7 @@ class Watch:
         self.note("retraction by pause" if self._scheduler.paused else "retraction for memory")
         self.note("retraction by offload" if offloads else "retraction by recompute")
         self.note("retracted twice", req.num_retractions == 1)
+        self.note("retraction while speculating", req.num_verified)
 
     def _preempts(self, num_victims: int) -> None:
         self.note("preemption")
@@ -284,6 +343,7 @@ class Watch:
         match = prefix.match
         self.note("hit", match.num_tokens)
         self.note("load", match.num_host_tokens)
+        self.note("load with a draft", match.num_host_tokens and self._speculates)
         self.note("match of pages that are loading", match.loading)
         self.note("return", req.num_retractions)
         self.note("return with its tail", prefix.num_tail_tokens)
@@ -294,7 +354,9 @@ class Watch:
 
     def _admitted(self, after: Points, req: Req, prefix: Prefix) -> None:
         details = req.cached_details
-        self.note("admission from storage", details is not None and details.storage)
+        from_storage = details is not None and details.storage
+        self.note("admission from storage", from_storage)
+        self.note("admission from storage with a draft", from_storage and self._speculates)
 
     def _remaps(self, writes: PageWrites) -> None:
         left = [remap.req.left for remap in self._scheduler.remaps]

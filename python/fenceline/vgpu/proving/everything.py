@@ -22,6 +22,7 @@ from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TEN
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
 from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Flag, Flags, Scenario, Script, Workload
+from fenceline.vgpu.proving.speculative_workloads import draft_flags
 from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
 
 _RARE_STATES = ("retracted", "retracted with a tail", "waiting for storage")
@@ -156,6 +157,8 @@ def _flags(random: Random, page_size: int, most: int, tiers: bool = False) -> Fl
         flags |= {"enable_priority_scheduling": True, "schedule_policy": "fcfs"}
         flags["schedule_low_priority_values_first"] = random.random() < 0.3
         flags["priority_scheduling_preemption_threshold"] = random.choice((0, 0, 10))
+    if random.random() < 0.35:
+        flags |= draft_flags(random)
     if random.random() < 0.25:
         flags["req_running_timeout"] = random.choice((4.0, 14.0))  # twice as many steps
         flags["req_waiting_timeout"] = random.choice((3.0, 14.0))

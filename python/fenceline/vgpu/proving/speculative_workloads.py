@@ -82,8 +82,6 @@ def _speculation_tiers(random: Random) -> Scenario:
 
 
 SPECULATIVE_WORKLOADS = (
-    Workload("speculation", "drafts that are accepted and rejected, in padded graphs", _speculation, share=3),
-    Workload(
-        "speculation_tiers", "pages with a draft's layers on host and storage", _speculation_tiers, share=2
-    ),
+    Workload("speculation", "drafts that are accepted and rejected, in padded graphs", _speculation, share=2),
+    Workload("speculation_tiers", "pages with a draft's layers on host and storage", _speculation_tiers),
 )

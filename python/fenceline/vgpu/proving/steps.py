@@ -112,7 +112,9 @@ class Loop:
         self.scheduler = WatchedScheduler(config, worker, self, self, self._tags)
         self.watch.watch(self.scheduler)
         args = config.server_args
-        longest = min(config.model.context_length, self.scheduler.memory.num_pages * args.page_size)
+        # A step's rows need slots, whether its drafts are accepted or not.
+        num_slots = self.scheduler.memory.num_pages * args.page_size - (self.runner.max_step_tokens - 1)
+        longest = min(config.model.context_length, num_slots)
         timeouts_s = {"waiting": args.req_waiting_timeout, "running": args.req_running_timeout}
         eos_ids = frozenset(config.model.eos_token_ids)
         self.transcript = Transcript(

@@ -295,8 +295,8 @@ WORKLOADS: dict[str, Workload] = {
             _attention(FLASHINFER),
             share=3,
         ),
-        *SPECULATIVE_WORKLOADS,
         EVERYTHING,
+        *SPECULATIVE_WORKLOADS,
         Workload(ENGINE, "rounds of prompts through fenceline.Engine", _no_script),
     )
 }
