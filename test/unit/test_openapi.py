@@ -26,6 +26,7 @@ from fenceline.ipc import io_struct as io
 # What a client asks for itself. Whoever adds an endpoint decides here, or in ADMIN_PATHS, who may use it.
 NORMAL_PATHS = {
     "/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens",
+    "/v1/responses", "/v1/responses/{id}",
     "/v1/models", "/v1/models/{name}", "/tokenize",
     "/v1/tokenize", "/detokenize", "/v1/detokenize", "/health_generate", "/model_info", "/get_model_info",
     "/server_info", "/get_server_info",

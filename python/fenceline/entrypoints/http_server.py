@@ -38,7 +38,9 @@ from fenceline.version import __version__
 
 Handler = Callable[[Request], Awaitable[Response]]
 
-GENERATE_PATHS = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages")
+GENERATE_PATHS = (
+    "/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
+)  # fmt: skip
 SHUTDOWN_TIMEOUT_S = 2  # for answers still being written when the server closes
 KEEP_ALIVE_S = 60
 MAX_CONNECTIONS = 16384

@@ -23,6 +23,7 @@ from fenceline.entrypoints.anthropic.protocol import CountBody, MessagesBody
 from fenceline.entrypoints.generate_body import GenerateBody
 from fenceline.entrypoints.native_api import AbortBody, DetokenizeBody, PauseBody, ProfileBody, TokenizeBody
 from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody
+from fenceline.entrypoints.openai.responses_protocol import ResponsesBody
 
 _REFS = "#/components/schemas/"
 # The type of the body by path, and whether the body may be missing.
@@ -37,6 +38,7 @@ BODIES: dict[str, tuple[type, bool]] = {
     "/v1/detokenize": (DetokenizeBody, False),
     "/v1/completions": (CompletionBody, False),
     "/v1/chat/completions": (ChatBody, False),
+    "/v1/responses": (ResponsesBody, False),
     "/v1/messages": (MessagesBody, False),
     "/v1/messages/count_tokens": (CountBody, False),
 }
@@ -51,7 +53,7 @@ def describe_app(app: FastAPI) -> dict[str, Any]:
     structs = [_without_raw(kind) for kind, _ in set(BODIES.values()) if issubclass(kind, msgspec.Struct)]
     _, components = msgspec.json.schema_components(structs, ref_template=_REFS + "{name}")
     _, models = models_json_schema(
-        [(kind, "validation") for kind in (CompletionBody, ChatBody, MessagesBody, CountBody)],
+        [(kind, "validation") for kind in (CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountBody)],
         ref_template=_REFS + "{model}",
     )
     document.setdefault("components", {}).setdefault("schemas", {}).update({**components, **models["$defs"]})

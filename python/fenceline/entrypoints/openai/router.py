@@ -22,6 +22,7 @@ from fenceline.entrypoints.openai.protocol import ChatBody, CompletionBody, Gene
 from fenceline.entrypoints.openai.reasoning_parser import REASONING_FORMATS
 from fenceline.entrypoints.openai.serving_chat import ChatServing
 from fenceline.entrypoints.openai.serving_completions import CompletionServing
+from fenceline.entrypoints.openai.serving_responses import ResponsesServing
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.openai.tool_call_parser import TOOL_CALL_FORMATS
 from fenceline.frontend.request_types import RequestError, new_rid
@@ -46,6 +47,7 @@ def create_router(manager: Generator, config: EngineConfig, parser: BodyParser) 
     chat = ChatServing(manager, model, texts, template, reasoning, calls)
     router = APIRouter()
     _add_model_routes(router, model)
+    router.include_router(ResponsesServing(chat, model, parser).router())
     router.include_router(MessagesServing(chat, model, manager, parser).router())
 
     @router.post("/v1/completions")

@@ -1,0 +1,214 @@
+"""What a client may send to /v1/responses, and the chat completion that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+
+from fenceline.config.request_limits import MAX_MESSAGES
+from fenceline.entrypoints.fields import WITHOUT_EFFECT, FieldRules, Refused
+from fenceline.entrypoints.openai.protocol import MAX_MODEL_CHARS, ChatBody, JsonObject
+
+Message = dict[str, object]  # of a chat completion
+MAX_ID_CHARS = 64
+
+_STRICT = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
+_TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
+
+
+def _known_items(value: object) -> object:
+    """Check the kinds of the input's items and their fields, for a clear error message."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of items")
+    if len(value) > MAX_MESSAGES:
+        raise ValueError(f"has {len(value)} items, at most {MAX_MESSAGES} are taken")
+    for index, item in enumerate(value):
+        try:
+            _check_item(item)
+        except ValueError as error:
+            raise ValueError(f"[{index}] {error}") from None
+    return value
+
+
+def _check_item(item: object) -> None:
+    if not isinstance(item, dict):
+        raise ValueError("must be an object")
+    match item.get("type", "message"):
+        case "message":
+            if item.get("role") not in ("user", "assistant", "system", "developer"):
+                raise ValueError("is a message whose role is not user, assistant, system or developer")
+            _text_of(item.get("content"))
+        case "function_call":
+            if not all(isinstance(item.get(name), str) for name in ("call_id", "name", "arguments")):
+                raise ValueError("is a function_call, which has the strings call_id, name and arguments")
+        case "function_call_output":
+            if not isinstance(item.get("call_id"), str):
+                raise ValueError("is a function_call_output without its call_id")
+            _text_of(item.get("output"))
+        case "reasoning":
+            _text_of(item.get("content") or [], ("reasoning_text",))
+        case kind:
+            raise ValueError(
+                f"is of type {str(kind)[:64]!r}; this server reads message, function_call, function_call_output and "
+                "reasoning"
+            )
+
+
+def _text_of(content: object, kinds: tuple[str, ...] = _TEXT_PARTS) -> str:
+    """The text of a string or of parts. Raises ValueError for anything else."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError("has no text: give a string or a list of parts")
+    texts = []
+    for part in content:
+        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
+        if not (isinstance(text, str) and part.get("type") in kinds):
+            raise ValueError("has a part that is no text; this server reads text only")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+class ResponsesTool(BaseModel):
+    """A function that the model may call. Tools that OpenAI's own servers run have other types and are refused."""
+
+    model_config = _STRICT
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class TextSettings(BaseModel):
+    """The form of the answer's text."""
+
+    model_config = _STRICT
+
+    format: JsonObject | None = None
+
+
+class ReasoningSettings(BaseModel):
+    """How much the model reasons, for templates that know it."""
+
+    model_config = _STRICT
+
+    effort: str | None = None
+
+
+class ResponsesBody(BaseModel):
+    """The body of /v1/responses."""
+
+    model_config = _STRICT
+
+    model: str | None = Field(default=None, max_length=MAX_MODEL_CHARS)
+    input: Annotated[str | list[JsonObject], BeforeValidator(_known_items)] = Field(default_factory=list)
+    instructions: str | None = None
+    previous_response_id: str | None = Field(default=None, max_length=MAX_ID_CHARS)
+    store: bool = True
+    stream: bool = False
+    max_output_tokens: int | None = Field(default=None, ge=1, le=2**53)
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: Annotated[list[ResponsesTool], FailFast()] = Field(default_factory=list)
+    tool_choice: str | JsonObject | None = None
+    parallel_tool_calls: bool = True
+    text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
+    metadata: dict[str, str] = Field(default_factory=dict, max_length=16)
+
+
+_NO_LISTS = "the answer has its text, reasoning and calls; leave it out"
+_REFUSED: Mapping[str, Refused] = {
+    "background": Refused("stream, or wait for the answer"),
+    "conversation": Refused("use previous_response_id, or send the whole conversation"),
+    "include": Refused(_NO_LISTS, neutral=(["reasoning.encrypted_content"],)),
+    "max_tool_calls": Refused("the client runs the calls and can count them"),
+    "messages": Refused("use input, or /v1/chat/completions"),
+    "prompt": Refused("there are no stored prompts; send it as instructions and input"),
+    "top_logprobs": Refused("use /v1/chat/completions", neutral=(0,)),
+    "truncation": Refused("leave old items out of the input", neutral=("disabled",)),
+}
+RULES = FieldRules(ResponsesBody.model_fields, _REFUSED, WITHOUT_EFFECT | {"stream_options"})
+
+
+def chat_body(body: ResponsesBody, history: list[Message]) -> ChatBody:
+    """The chat completion that answers ``body`` after ``history``. Raises pydantic's ValidationError."""
+    first: list[Message] = (
+        [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    )
+    fields: dict[str, object] = {
+        "model": body.model,
+        "messages": [*first, *history, *input_messages(body.input)],
+        "stream": body.stream,
+        "max_completion_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "tools": [_tool(tool) for tool in body.tools],
+        "tool_choice": _tool_choice(body.tool_choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": None if body.text is None else _response_format(body.text.format),
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+    }
+    return ChatBody.model_validate({name: value for name, value in fields.items() if value is not None})
+
+
+def input_messages(items: str | list[JsonObject]) -> list[Message]:
+    """The messages of a chat completion that an input, or the output of an earlier response, stands for."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    return list(_messages(items))
+
+
+def _messages(items: list[JsonObject]) -> Iterator[Message]:
+    """What the model has said since the last message of somebody else is one message: reasoning, text and calls."""
+    own: Message = {}
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            text = _text_of(item.get("content") or [], ("reasoning_text",))
+            if own:
+                yield own
+            own = {"role": "assistant", "content": None, "reasoning_content": text} if text else {}
+        elif kind == "message" and item["role"] == "assistant":
+            if own.get("content") is not None or own.get("tool_calls"):
+                yield own
+                own = {}
+            own = {"role": "assistant"} | own | {"content": _text_of(item["content"])}
+        elif kind == "function_call":
+            own = {"role": "assistant", "content": None} | own
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            calls = own.setdefault("tool_calls", [])
+            assert isinstance(calls, list)
+            calls.append({"id": item["call_id"], "type": "function", "function": function})
+        else:
+            if own:
+                yield own
+                own = {}
+            if kind == "message":
+                yield {"role": item["role"], "content": _text_of(item["content"])}
+            else:
+                yield {"role": "tool", "tool_call_id": item["call_id"], "content": _text_of(item["output"])}
+    if own:
+        yield own
+
+
+def _tool(tool: ResponsesTool) -> JsonObject:
+    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+def _tool_choice(choice: str | JsonObject | None) -> str | JsonObject | None:
+    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return choice
+
+
+def _response_format(form: JsonObject | None) -> JsonObject | None:
+    if form is None or form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {name: form[name] for name in form if name != "type"}}

@@ -1,0 +1,334 @@
+"""/v1/responses: OpenAI's Responses API, served as a chat completion whose answer is written as items.
+
+Responses are kept for ``previous_response_id`` unless the request says ``store: false``: in memory, the latest 1,024
+and 64 MiB of them. Their ids cannot be guessed; whoever knows one, and the key, can read, continue and delete it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from fenceline.entrypoints.body_parser import BodyParser
+from fenceline.entrypoints.fields import UnknownFields
+from fenceline.entrypoints.json_body import json_response
+from fenceline.entrypoints.openai.answer import ServedModel
+from fenceline.entrypoints.openai.chat_reader import ChatReader, Piece, Reasoning
+from fenceline.entrypoints.openai.parsing import check_arguments, parse_model, readable
+from fenceline.entrypoints.openai.responses_protocol import (
+    RULES,
+    Message,
+    ResponsesBody,
+    chat_body,
+    input_messages,
+)
+from fenceline.entrypoints.openai.serving_chat import ChatServing
+from fenceline.entrypoints.openai.tool_call_parser import CallBegun, Content
+from fenceline.entrypoints.sse import EventStream, collect_or_abort
+from fenceline.frontend.request_stream import StreamGroup
+from fenceline.frontend.request_types import GenerateChunk, RequestError, error_of, new_rid
+
+MAX_STORED, MAX_STORED_BYTES = 1024, 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """``messages`` are the conversation with the answer, without instructions, which hold for one response."""
+
+    response: dict[str, Any]
+    messages: list[Message]
+    num_bytes: int
+
+
+class ResponseStore:
+    """The latest responses by id, as many as the two bounds allow."""
+
+    def __init__(self, max_responses: int = MAX_STORED, max_bytes: int = MAX_STORED_BYTES) -> None:
+        self._max_responses, self._max_bytes = max_responses, max_bytes
+        self._stored: OrderedDict[str, _Stored] = OrderedDict()
+        self._num_bytes = 0
+
+    def add(self, response: dict[str, Any], messages: list[Message]) -> None:
+        """Keep ``response``; the least recently used ones make room. One that is larger than all room is not kept."""
+        num_bytes = len(orjson.dumps(response)) + len(orjson.dumps(messages))
+        if num_bytes > self._max_bytes:
+            return
+        self._stored[response["id"]] = _Stored(response, messages, num_bytes)
+        self._num_bytes += num_bytes
+        while len(self._stored) > self._max_responses or self._num_bytes > self._max_bytes:
+            _, oldest = self._stored.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes
+
+    def get(self, id: str) -> _Stored:
+        """The response, which is now the most recently used one. Raises RequestError (404)."""
+        found = self._stored.get(id)
+        if found is None:
+            raise _not_found(id)
+        self._stored.move_to_end(id)
+        return found
+
+    def delete(self, id: str) -> None:
+        """Forget it. Raises RequestError (404)."""
+        found = self._stored.pop(id, None)
+        if found is None:
+            raise _not_found(id)
+        self._num_bytes -= found.num_bytes
+
+
+def _not_found(id: str) -> RequestError:
+    return RequestError(404, f"there is no response {id[:64]!r}: it was not stored, or is kept no longer")
+
+
+class ResponsesServing:
+    """Answers with the chat endpoint's prompts, limits and parsers."""
+
+    def __init__(self, chat: ChatServing, model: ServedModel, parser: BodyParser) -> None:
+        self._chat = chat
+        self._model = model
+        self._parser = parser
+        self.store = ResponseStore()
+
+    def router(self) -> APIRouter:
+        """The routes."""
+        router = APIRouter()
+        router.add_api_route("/v1/responses", self.create, methods=["POST"])
+        router.add_api_route("/v1/responses/{id}", self.retrieve, methods=["GET"])
+        router.add_api_route("/v1/responses/{id}", self.delete, methods=["DELETE"])
+        return router
+
+    async def create(self, request: Request) -> Response:
+        """Write the next items of a conversation."""
+        body = await self._parser.parse(request, _parse)
+        history: list[Message] = []
+        if body.previous_response_id is not None:
+            history = self.store.get(body.previous_response_id).messages
+        try:
+            chat = chat_body(body, history)
+        except ValidationError as error:
+            raise readable(error) from None
+        check_arguments(chat)
+        id = f"resp_{new_rid()}"
+        name = self._model.name_for(body.model)
+        prompt, group = await self._chat.submit(chat, id, request)
+        answer = _Answer(id, name, body, self._chat.reader(chat, prompt))
+        if body.stream:
+            return EventStream(self._events(group, answer, body, history), group.close)
+        [chunk] = await collect_or_abort(request, group)
+        for _ in answer.read(chunk):
+            pass
+        self._keep(answer, body, history)
+        return json_response(answer.fields)
+
+    async def retrieve(self, id: str) -> Response:
+        """A stored response."""
+        return json_response(self.store.get(id).response)
+
+    async def delete(self, id: str) -> Response:
+        """Forget a stored response."""
+        self.store.delete(id)
+        return json_response({"id": id, "object": "response", "deleted": True})
+
+    def _keep(self, answer: _Answer, body: ResponsesBody, history: list[Message]) -> None:
+        if body.store:
+            new = [*input_messages(body.input), *input_messages(answer.fields["output"])]
+            self.store.add(answer.fields, [*history, *new])
+
+    async def _events(
+        self, group: StreamGroup, answer: _Answer, body: ResponsesBody, history: list[Message]
+    ) -> AsyncGenerator[bytes, None]:
+        number = 0
+
+        def written(events: Iterator[dict[str, Any]]) -> bytes:
+            nonlocal number
+            data = b""
+            for event in events:
+                kind = event["type"].encode()
+                data += (
+                    b"event: "
+                    + kind
+                    + b"\ndata: "
+                    + orjson.dumps({**event, "sequence_number": number})
+                    + b"\n\n"
+                )
+                number += 1
+            return data
+
+        yield written(answer.begin())
+        try:
+            async for _, chunk in group:
+                if (error := error_of(chunk)) is not None:
+                    raise error
+                if data := written(answer.read(chunk)):
+                    yield data
+        except RequestError as error:
+            yield written(answer.fail(error))
+            return
+        self._keep(answer, body, history)
+
+
+def _parse(raw: bytes, unknown: UnknownFields) -> ResponsesBody:
+    return parse_model(ResponsesBody, RULES, raw, unknown)
+
+
+class _Answer:
+    """One response: ``fields`` is the object, which grows as chunks are read."""
+
+    def __init__(self, id: str, model: str, body: ResponsesBody, reader: ChatReader) -> None:
+        self._reader = reader
+        self._id = id
+        self._text = ""  # of the item that is being written
+        self.fields: dict[str, Any] = {
+            "id": id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {
+                "effort": None if body.reasoning is None else body.reasoning.effort,
+                "summary": None,
+            },
+            "store": body.store,
+            "temperature": body.temperature,
+            "text": {"format": (body.text.format if body.text is not None else None) or {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [tool.model_dump() for tool in body.tools],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "metadata": body.metadata,
+        }
+
+    # Each yields the events of what happened. An answer that does not stream drops them.
+
+    def begin(self) -> Iterator[dict[str, Any]]:
+        """The first events."""
+        yield {"type": "response.created", "response": self.fields}
+        yield {"type": "response.in_progress", "response": self.fields}
+
+    def read(self, chunk: GenerateChunk) -> Iterator[dict[str, Any]]:
+        """The next chunk, after the last one the end too."""
+        for piece in self._reader.read(chunk):
+            if isinstance(piece, CallBegun) or not self._continues(piece):
+                yield from self._end_item("completed")
+                yield from self._begin_item(piece)
+            if not isinstance(piece, CallBegun):
+                self._text += piece.text
+                yield {
+                    **self._place(),
+                    "type": f"response.{self._stem()}.delta",
+                    "delta": piece.text,
+                } | self._extra()
+        if chunk.finish_reason is not None:
+            cut = chunk.finish_reason.type == "length"
+            yield from self._end_item("incomplete" if cut else "completed")
+            self.fields["status"] = "incomplete" if cut else "completed"
+            if cut:
+                self.fields["incomplete_details"] = {"reason": "max_output_tokens"}
+            self.fields["usage"] = _usage(chunk)
+            yield {"type": f"response.{self.fields['status']}", "response": self.fields}
+
+    def fail(self, error: RequestError) -> Iterator[dict[str, Any]]:
+        """The answer ended with an error."""
+        yield from self._end_item("incomplete")
+        self.fields["status"] = "failed"
+        self.fields["error"] = {"code": "server_error", "message": error.message}
+        yield {"type": "response.failed", "response": self.fields}
+
+    # --- items
+
+    @property
+    def _item(self) -> dict[str, Any]:
+        item: dict[str, Any] = self.fields["output"][-1]
+        return item
+
+    def _continues(self, piece: Piece) -> bool:
+        output = self.fields["output"]
+        kind = output[-1]["type"] if output and output[-1]["status"] == "in_progress" else None
+        match piece:
+            case Reasoning():
+                return bool(kind == "reasoning")
+            case Content():
+                return bool(kind == "message")
+        return bool(kind == "function_call")
+
+    def _begin_item(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        output = self.fields["output"]
+        id = f"{self._id.removeprefix('resp_')}_{len(output)}"
+        match piece:
+            case Reasoning():
+                item = {"id": f"rs_{id}", "type": "reasoning", "summary": [], "content": []}
+            case Content():
+                item = {"id": f"msg_{id}", "type": "message", "role": "assistant", "content": []}
+            case _:
+                call_id = self._reader.new_call_id()
+                item = {"id": f"fc_{id}", "type": "function_call", "call_id": call_id, "arguments": ""}
+                if isinstance(piece, CallBegun):
+                    item["name"] = piece.name
+        output.append({**item, "status": "in_progress"})
+        self._text = ""
+        index = len(output) - 1
+        yield {"type": "response.output_item.added", "output_index": index, "item": self._item}
+        if (part := self._part()) is not None:
+            yield {"type": "response.content_part.added", **self._place(), "part": part}
+
+    def _end_item(self, status: str) -> Iterator[dict[str, Any]]:
+        output = self.fields["output"]
+        if not output or output[-1]["status"] != "in_progress":
+            return
+        part = self._part()
+        name = "arguments" if part is None else "text"
+        yield {**self._place(), "type": f"response.{self._stem()}.done", name: self._text} | self._extra()
+        if part is None:
+            self._item["arguments"] = self._text
+        else:
+            self._item["content"] = [part]
+            yield {"type": "response.content_part.done", **self._place(), "part": part}
+        self._item["status"] = status
+        yield {"type": "response.output_item.done", "output_index": len(output) - 1, "item": self._item}
+
+    def _stem(self) -> str:
+        return {
+            "reasoning": "reasoning_text",
+            "message": "output_text",
+            "function_call": "function_call_arguments",
+        }[self._item["type"]]
+
+    def _part(self) -> dict[str, Any] | None:
+        """The one part of the item's content, None for a call."""
+        match self._item["type"]:
+            case "reasoning":
+                return {"type": "reasoning_text", "text": self._text}
+            case "message":
+                return {"type": "output_text", "text": self._text, "annotations": []}
+        return None
+
+    def _place(self) -> dict[str, Any]:
+        place = {"item_id": self._item["id"], "output_index": len(self.fields["output"]) - 1}
+        return place if self._item["type"] == "function_call" else {**place, "content_index": 0}
+
+    def _extra(self) -> dict[str, Any]:
+        return {"logprobs": []} if self._item["type"] == "message" else {}
+
+
+def _usage(chunk: GenerateChunk) -> dict[str, Any]:
+    return {
+        "input_tokens": chunk.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": chunk.cached_tokens},
+        "output_tokens": chunk.completion_tokens,
+        "total_tokens": chunk.prompt_tokens + chunk.completion_tokens,
+    }

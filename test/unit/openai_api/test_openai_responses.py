@@ -1,0 +1,190 @@
+"""/v1/responses as the openai client sees it: items, streams, conversations that are kept, and what is refused."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from fenceline.entrypoints.openai.serving_responses import ResponseStore
+from fenceline.frontend.request_types import RequestError
+from fenceline.ipc.io_struct import FinishReason
+
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+TEMPLATE = (
+    "{% for tool in tools or [] %}<tool>{{ tool.function | tojson }}</tool><tool_call>{% endfor %}"
+    "{% for message in messages %}[{{ message.role }}]{{ message.reasoning_content or '' }}|{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}"
+    "{{ call.function.arguments | tojson }}{% endfor %};{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+ANSWER = [
+    "<think>Let me", " see.</think>", "I look.\n", '<tool_call>{"name": "weather", "arguments": {"city": "Par',
+    'is"}}</tool_call>',
+]  # fmt: skip
+
+
+@pytest.fixture
+def flags(tmp_path):
+    path = tmp_path / "template.jinja"
+    path.write_text(TEMPLATE)
+    return {"chat_template": str(path), "reasoning_parser": "qwen3"}
+
+
+def prompt_of(server) -> str:
+    return server.tokenizer.decode(server.link.sent[-1].input_ids, skip_special_tokens=False)
+
+
+async def test_a_text(serve, flags):
+    async with serve(**flags) as server:
+        response = await server.client.responses.create(
+            model="byte", input="Hi", instructions="Be brief.", max_output_tokens=50, temperature=0.5
+        )
+        assert response.output_text == "Hello wörld"
+        assert (response.status, response.model, response.error) == ("completed", "byte", None)
+        assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
+        assert prompt_of(server) == "[system]|Be brief.;[user]|Hi;[assistant]"
+        params = server.link.sent[0].sampling_params
+        assert (params.max_new_tokens, params.temperature) == (50, 0.5)
+
+
+async def test_reasoning_text_and_calls_are_items(serve, flags):
+    async with serve(**flags) as server:
+        server.script.pieces = ANSWER
+        response = await server.client.responses.create(model="byte", input="Hi", tools=[WEATHER])
+        reasoning, message, call = response.output
+        assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "Let me see.")
+        assert (message.type, message.content[0].text) == ("message", "I look.")
+        assert (call.type, call.name, call.arguments) == ("function_call", "weather", '{"city": "Paris"}')
+        assert len({item.id for item in response.output}) == 3
+
+
+async def test_a_stream_says_the_same_item_by_item(serve, flags):
+    async with serve(**flags) as server:
+        server.script.pieces = ANSWER
+        stream = await server.client.responses.create(model="byte", input="Hi", tools=[WEATHER], stream=True)
+        events = [event async for event in stream]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        part = ["response.content_part.added", "response.content_part.done"]
+        kinds = [event.type for event in events if not event.type.endswith(".delta")]
+        assert kinds == [
+            "response.created", "response.in_progress",
+            "response.output_item.added", part[0], "response.reasoning_text.done", part[1],
+            "response.output_item.done",
+            "response.output_item.added", part[0], "response.output_text.done", part[1], "response.output_item.done",
+            "response.output_item.added", "response.function_call_arguments.done", "response.output_item.done",
+            "response.completed",
+        ]  # fmt: skip
+        deltas: dict[str, str] = {}
+        for event in events:
+            if event.type.endswith(".delta"):
+                deltas[event.item_id] = deltas.get(event.item_id, "") + event.delta
+        final = events[-1].response
+        assert list(deltas) == [item.id for item in final.output]
+        assert list(deltas.values()) == ["Let me see.", "I look.", '{"city": "Paris"}']
+        assert final.output[1].content[0].text == "I look." and final.usage.output_tokens > 0
+        async with server.client.responses.stream(model="byte", input="Hi", tools=[WEATHER]) as parsed:
+            assert (await parsed.get_final_response()).output[2].arguments == '{"city": "Paris"}'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_conversation_goes_on(serve, flags, stream):
+    async with serve(**flags) as server:
+        server.script.pieces = ANSWER
+        first = await server.client.responses.create(
+            model="byte", input="Hi", tools=[WEATHER], instructions="Be brief.", stream=stream
+        )
+        if stream:
+            first = [event async for event in first][-1].response
+        call = first.output[-1]
+        await server.client.responses.create(
+            model="byte",
+            previous_response_id=first.id,
+            input=[{"type": "function_call_output", "call_id": call.call_id, "output": "Sun"}],
+        )
+        # Instructions hold for one response.
+        said = '[user]|Hi;[assistant]Let me see.|I look.<tool_call>weather{"city": "Paris"};'
+        assert prompt_of(server) == said + "[tool]|Sun;[assistant]"
+        kept = await server.client.responses.retrieve(first.id)
+        assert kept.output[1].content[0].text == "I look."
+        await server.client.responses.delete(first.id)
+        for gone in (first.id, "resp_unknown"):
+            with pytest.raises(openai.NotFoundError):
+                await server.client.responses.create(model="byte", input="x", previous_response_id=gone)
+
+
+async def test_the_output_may_be_sent_back_instead(serve, flags):
+    async with serve(**flags) as server:
+        server.script.pieces = ANSWER
+        first = await server.client.responses.create(model="byte", input="Hi", tools=[WEATHER], store=False)
+        with pytest.raises(openai.NotFoundError):
+            await server.client.responses.retrieve(first.id)
+        items = [item.model_dump(exclude_none=True) for item in first.output]
+        await server.client.responses.create(
+            model="byte", input=[{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}, *items]
+        )
+        said = '[user]|Hi;[assistant]Let me see.|I look.<tool_call>weather{"city": "Paris"};'
+        assert prompt_of(server) == said + "[assistant]"
+
+
+async def test_an_answer_at_its_limit_is_incomplete(serve, flags):
+    async with serve(**flags) as server:
+        server.script.finish = FinishReason(type="length")
+        response = await server.client.responses.create(model="byte", input="Hi")
+        assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert response.output[0].status == "incomplete"
+
+
+async def test_a_stream_that_fails_says_so(serve, flags):
+    async with serve(**flags) as server:
+        server.script.finish = FinishReason(type="abort", status_code=503, message="too long in the queue")
+        stream = await server.client.responses.create(model="byte", input="Hi", stream=True)
+        last = [event async for event in stream][-1]
+        assert (last.type, last.response.error.message) == ("response.failed", "too long in the queue")
+        with pytest.raises(openai.NotFoundError):
+            await server.client.responses.retrieve(last.response.id)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"input": [{"type": "item_reference", "id": "x"}]}, r"input \[0\] is of type 'item_reference'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "a part that is no text"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "call_id, name and arguments"),
+        ({"input": []}, "messages"),
+        ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type"),
+        ({"background": True}, "background is not available"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"tool_choice": "required"}, "only allowed with tools"),
+        ({"temperature": -1.0}, "temperature"),
+    ],
+)
+async def test_what_is_refused(serve, flags, fields, words):
+    async with serve(**flags) as server:
+        with pytest.raises(openai.BadRequestError, match=words):
+            await server.client.responses.create(**{"model": "byte", "input": "Hi"} | fields)
+        assert not server.link.sent
+
+
+def test_the_store_is_bounded() -> None:
+    """By number and by bytes; the least recently used go first."""
+    store = ResponseStore(max_responses=3, max_bytes=2000)
+    for name in "abc":
+        store.add({"id": name}, [])
+    store.get("a")
+    store.add({"id": "d"}, [])
+    with pytest.raises(RequestError):
+        store.get("b")
+    store.add({"id": "e"}, [{"content": "x" * 1970}])
+    for name in "acd":
+        with pytest.raises(RequestError):
+            store.get(name)
+    store.add({"id": "f"}, [{"content": "x" * 3000}])  # larger than all room: nobody else goes for it
+    assert store.get("e").response == {"id": "e"}
+    store.delete("e")
+    for name in "ghi":
+        store.add({"id": name}, [{"content": "x" * 500}])
+    assert [store.get(name).response["id"] for name in "ghi"] == list("ghi")
