@@ -36,6 +36,7 @@ TIERS = [
     *((STANDALONE, "near", policy, layout) for policy in POLICIES for layout in LAYOUTS),
     (EAGLE, "eagle", "write_through", "layer_first"),
     (NEXTN, None, "write_back", "page_first"),
+    (NEXTN, "mtp", "write_through", "page_first"),
 ]
 
 Rows = torch.Tensor  # [draft layers, 2, tokens, heads, features]
