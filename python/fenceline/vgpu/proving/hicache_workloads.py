@@ -163,6 +163,12 @@ def _storage(random: Random) -> Scenario:
     )
 
 
+def _swap_flags(script: Script, **flags: Flag) -> Flags:
+    random = script.random
+    tiers: Flags = {"hicache_ratio": 4.0, "hicache_write_policy": "write_through"}
+    return flags | tier_flags(random, **tiers, hicache_io_backend="direct") | script.graphs(1)
+
+
 def _swap(random: Random) -> Scenario:
     """F3: the pool holds one request. It ends on a stop token, which is known only one step later. The next request's
     pages are loaded from the host into its pages, which its step in flight still uses."""
@@ -171,15 +177,54 @@ def _swap(random: Random) -> Scenario:
     for turn in range(5):
         stop = tuple(random.sample(range(1, VOCAB_SIZE), 24))
         script.add(0, families[turn % 3], 6, temperature=1.0, stop_token_ids=stop)
-    return script.scenario(
-        max_total_tokens=24,
-        max_running_requests=1,
-        chunked_prefill_size=16,
-        **tier_flags(
-            random, hicache_ratio=4.0, hicache_write_policy="write_through", hicache_io_backend="direct"
-        ),
-        **script.graphs(1),
+    flags = _swap_flags(script, max_total_tokens=24, max_running_requests=1, chunked_prefill_size=16)
+    return script.scenario(**flags)
+
+
+def _handed_on(random: Random) -> Scenario:
+    """F3: pages are loaded into those that a step in flight reads, and that belong to no request: of a prefix, or
+    copies of what a twin has computed too."""
+    return random.choice((_copies, _shared_prefixes))(random)
+
+
+def _shared_prefixes(random: Random) -> Scenario:
+    """Two requests share a prefix and little else. One meets a stop token, which is known only one step later, perhaps
+    just when the other has all its tokens; and the next two need another prefix, which evicts this one."""
+    script = Script(random)
+    families = [script.prompt(24, 24) for _ in range(3)]
+    for turn in range(7):
+        stop = {"temperature": 1.0, "stop_token_ids": tuple(random.sample(range(1, VOCAB_SIZE), 40))}
+        for num_tokens, options in random.choice((((3, stop), (2, {})), ((2, {}), (3, stop)))):
+            prompt = families[turn % 3] + script.prompt(1, 1)
+            script.add(0, prompt, num_tokens, ignore_eos=True, min_new_tokens=1, **options)
+    most = random.choice((1, 2, 2))
+    flags = _swap_flags(
+        script,
+        max_total_tokens=24 + 8 * most,
+        max_running_requests=most,
+        chunked_prefill_size=-1,
+        schedule_conservativeness=0.01,
     )
+    return script.scenario(**flags)
+
+
+def _copies(random: Random) -> Scenario:
+    """Twins compute the same prompt. The second one's copies go back when the first one's are cached, while a step in
+    flight reads them, and a prefix is loaded into them."""
+    script = Script(random)
+    prefix, filler = script.prompt(12, 12), script.prompt(36, 36)
+    step = 0
+    for _ in range(3):
+        script.add(step, prefix + script.prompt(1, 1), 1)
+        script.add(step + 6, filler + script.prompt(1, 1), 1)
+        step += 12
+        twin = script.prompt(12, 12) + script.prompt(1, 1)
+        for _ in range(2):
+            script.add(step, twin, random.randint(2, 3), ignore_eos=True)
+        script.add(step + random.randrange(3), prefix + script.prompt(1, 1), 1)
+        step += 10
+    flags = _swap_flags(script, max_total_tokens=40, max_running_requests=3, chunked_prefill_size=-1)
+    return script.scenario(**flags)
 
 
 def _overwritten(random: Random) -> Scenario:
@@ -332,6 +377,7 @@ HICACHE_WORKLOADS: tuple[Workload, ...] = (
     Workload("spill", "pages go to the host while they are handed on, and come back", _spill),
     Workload("queued", "F5: prefixes move between their lookup and their use", _queued),
     Workload("swap", "F3: pages are loaded into those of a step in flight", _swap),
+    Workload("handed_on", "F3: pages are loaded into shared ones of a step in flight", _handed_on),
     Workload(
         "overwritten",
         "F15: backups into host pages that are being loaded",
