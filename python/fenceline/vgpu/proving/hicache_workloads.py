@@ -166,7 +166,8 @@ def _storage(random: Random) -> Scenario:
 def _swap_flags(script: Script, **flags: Flag) -> Flags:
     random = script.random
     tiers: Flags = {"hicache_ratio": 4.0, "hicache_write_policy": "write_through"}
-    return flags | tier_flags(random, **tiers, hicache_io_backend="direct") | script.graphs(1)
+    tiers = tier_flags(random, **tiers, hicache_io_backend="direct")
+    return {**flags, **tiers, **script.graphs(1)}
 
 
 def _swap(random: Random) -> Scenario:
