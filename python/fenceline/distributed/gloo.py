@@ -47,7 +47,7 @@ class GlooBackend:
         try:
             dist.all_gather(list(out), x)
         except RuntimeError as error:
-            text = str(error).partition("\n")[0]
+            text = str(error).partition("\n")[0].partition(". ")[0]  # of gloo's advice nothing applies
             raise PeerLostError(
                 f"rank {self.rank} of {self.size}: a collective has failed ({text})"
             ) from error
