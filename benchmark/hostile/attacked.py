@@ -26,9 +26,10 @@ FLAGS += ("--log-level-http", "warning")
 
 
 class AttackedServer:
-    """``python -m fenceline.launch_server`` of the tree whose packages are in ``python_path``, in a folder of its own
-    where all that it writes ends up. ``nofile``: soft and hard limit of its descriptors. The ``with`` block begins when
-    the process has been started, :meth:`wait_ready` returns when it serves."""
+    """``python -m fenceline.launch_server`` of the tree with packages in ``python_path``, or, if that is a file, this
+    program with the port as its argument; in a folder of its own where all that it writes ends up. ``nofile``: soft and
+    hard limit of its descriptors. The ``with`` block begins when the process has been started, :meth:`wait_ready`
+    returns when it serves."""
 
     def __init__(
         self, python_path: Path, flags: Sequence[str] = (), nofile: tuple[int, int] | None = None
@@ -40,6 +41,8 @@ class AttackedServer:
         self.log = self.folder / "server.log"
         self._command = [sys.executable, "-m", "fenceline.launch_server", *FLAGS, "--port", str(self.port)]
         self._command += ["--api-key", KEY, *flags]
+        if python_path.is_file():
+            self._command = [sys.executable, str(python_path), str(self.port)]
         self._env = {**os.environ, "PYTHONPATH": str(python_path), "TMPDIR": str(self.folder)}
 
     @property

@@ -351,7 +351,10 @@ def main() -> int:
     )
     attacks.add_argument("--list", action="store_true", help="show the attacks' names and stop")
     attacks.add_argument(
-        "--python-path", nargs="+", default=[TREE], help="folders with the package fenceline"
+        "--python-path",
+        nargs="+",
+        default=[TREE],
+        help="folders with the package fenceline, or programs that serve at the port that they are given (control.py)",
     )
     attacks.add_argument("--label", nargs="+", help="names of these trees; before and after for two")
     attacks.add_argument("--output", type=Path, help="append a JSON line for each measurement")

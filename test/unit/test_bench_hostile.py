@@ -111,3 +111,23 @@ def test_what_is_watched_and_what_is_known_already(
     )  # fmt: skip
     file.write_text("".join(json.dumps(asdict(replace(row, attack=name))) + "\n" for name in ATTACKS))
     assert run.run_attacks(known) == 0, "nothing is left to do"
+
+
+async def test_the_control_server_answers_what_observers_and_attackers_ask() -> None:
+    import asyncio
+
+    import control
+    from beside import _STREAM
+    from wire import exchange, post, request
+
+    server = await asyncio.get_running_loop().create_server(control.Control, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        for data in (
+            request("GET", "/health"),
+            post("/generate", b"[" * 3_000_000),
+            post("/v1/completions", _STREAM),
+        ):
+            answer = await exchange(port, data, 30.0)
+            assert not isinstance(answer, str) and answer.status == 200
+        assert answer.body.count(b"data: {") == 200 and answer.body.endswith(b"data: [DONE]\n\n")
