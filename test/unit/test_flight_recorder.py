@@ -22,7 +22,7 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import AbortReq, BatchTokenOut, ControlReply, FlightRecorderReq
 from fenceline.ipc.sockets import make_ports, remove_ports
 from fenceline.model_executor.step import DecodeBatch
-from fenceline.scheduler import control, flight_dump
+from fenceline.scheduler import control, flight_dump, flight_recorder
 from fenceline.scheduler.flight_dump import OFF, dump_and_log, dump_json, write_dump
 from fenceline.scheduler.process import ZmqOutbox
 
@@ -100,6 +100,52 @@ def test_the_ring_keeps_the_last_steps_and_nothing_that_is_large() -> None:
     assert [step["seq_lens"] for step in record["steps"]] == [[46], [47], [48], [49]]
     for step in driver.scheduler.recorder.snapshot()[0]:
         assert step.batch.after.points == ()
+
+
+@pytest.mark.parametrize(
+    ("params", "flags"),
+    [
+        ({}, {}),
+        ({"logit_bias": dict.fromkeys(range(100), 0.5)}, {}),
+        ({"stop_token_ids": tuple(range(1000, 1100))}, {}),
+        ({"stop": ("x" * 4000,)}, {}),
+        ({"frequency_penalty": 0.5}, {"flight_recorder_prompts": True}),
+    ],
+    ids=["page tables", "biases", "stop ids", "stop strings", "prompts"],
+)
+def test_large_requests_shorten_the_ring(
+    params: dict[str, object], flags: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its size is bounded, whatever is in the steps: the oldest are forgotten, the latest are there."""
+    monkeypatch.setattr(flight_recorder, "_MAX_BYTES", 40_000)
+    is_short = bool(params) and not flags
+    page_size = 16 if flags else 1  # with prompts kept, let them be most of it
+    driver = make_driver(400, page_size, context_length=400, chunked_prefill_size=64, **flags)
+    recorder = driver.scheduler.recorder
+    most = 0
+    for index in range(40):
+        length = 5 if is_short else 200
+        driver.send(request(f"r{index}", [index + 1] * length, max_new_tokens=4, ignore_eos=True, **params))
+        driver.step()
+        driver.step()
+        sizes = {}  # by what is kept: steps of a run share it
+        for step in recorder.snapshot()[0]:
+            arrays: list[Any] = [step.batch.page_writes.rows, step.batch.page_writes.columns]
+            kept: list[tuple[int, int]] = []
+            for seq in getattr(step.batch, "seqs", ()):
+                arrays += [seq.out_slots, *([seq.token_ids, *(seq.history or ())] if flags else [])]
+                if seq.sampling is not None:
+                    p = seq.sampling.params
+                    num = 100 * (len(p.logit_bias or ()) + len(p.stop_token_ids)) + sum(map(len, p.stop))
+                    kept.append((id(p), num))
+            sizes |= {id(array): array.nbytes for array in arrays} | dict(kept)
+        most = max(most, sum(sizes.values()))
+    driver.run()
+    assert 20_000 < most <= 40_000
+    record = dump(driver)
+    assert record["wrapped"] and 1 < len(record["steps"]) < driver.worker.num_steps
+    assert [step["done"] for step in record["steps"]][-1] == driver.worker.num_steps
+    assert all(step["tokens"] is not None for step in record["steps"])
 
 
 @pytest.mark.parametrize("prompts", [False, True])

@@ -14,7 +14,10 @@ from scheduler_driver import Driver, assert_right, make_driver, request
 import fenceline
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
+from fenceline.ipc.io_struct import AbortReq, TokenizedGenerateReq
+from fenceline.memory_order import Points
 from fenceline.model_executor.step import ExtendBatch, ForwardResult, ScheduleBatch
+from fenceline.scheduler.req import Prefix, Req
 from fenceline.scheduler.schedule_policy import StepSharing, num_waiting_tokens
 
 
@@ -39,7 +42,8 @@ def sharing_driver(sharing: StepSharing, **flags: object) -> tuple[Driver, list[
     [
         ([10] * 8, [[10] * 4, [10] * 4]),
         ([32, 10, 60], [[32], [10, 54], [6]]),  # 64 tokens are a step's most: 6 of the last are left
-        ([100, 20, 20], [[64], [36], [20, 20]]),
+        ([100, 20, 20], [[64], [20, 36], [20]]),  # who is half-way leaves up to half of a step
+        ([90, 40, 20], [[64], [26, 38], [2, 20]]),
         ([5], [[5]]),
     ],
 )
@@ -134,3 +138,177 @@ def test_what_a_step_costs_of_real_models(
         head_dim=head_dim,
     )
     assert StepSharing.of(model).cost_tokens == cost
+
+
+# --- beside a half-way prompt
+
+
+def longs(num: int, **params: object) -> list[TokenizedGenerateReq]:
+    return [request(f"long{i}", [i + 1] * 200, max_new_tokens=3, **params) for i in range(num)]
+
+
+def rids_of_steps(driver: Driver) -> list[dict[str, int]]:
+    """The prompts of each prefill step that follows, with their tokens."""
+    steps: list[dict[str, int]] = []
+    launch = driver.worker.launch
+
+    def noted(batch: ScheduleBatch) -> ForwardResult:
+        if isinstance(batch, ExtendBatch):
+            rids = {req.row: req.rid for req in driver.scheduler.reqs.values()}
+            steps.append({rids[seq.row]: len(seq.token_ids) for seq in batch.seqs})
+        return launch(batch)
+
+    driver.worker.launch = noted  # type: ignore[method-assign]
+    return steps
+
+
+@pytest.mark.parametrize("scores", [False, True], ids=["", "with logprobs"])
+@pytest.mark.parametrize("num_cached", [0, 40])
+def test_a_short_prompt_does_not_wait_for_long_ones(num_cached: int, scores: bool) -> None:
+    """What is cached of it does not count."""
+    driver, _ = sharing_driver(StepSharing(0, 32), chunked_prefill_size=16)
+    cached = [99] * num_cached
+    driver.send(request("before", [*cached, 98], max_new_tokens=1))
+    driver.run()
+    steps = rids_of_steps(driver)
+    logprobs: dict[str, object] = {"return_logprob": True, "logprob_start_len": 0} if scores else {}
+    reqs = longs(6, **logprobs)
+    driver.send(*reqs)
+    for _ in range(3):
+        driver.step()
+    new = request("new", [*cached, 5, 6, 7], max_new_tokens=3)
+    driver.send(new)
+    driver.step()
+    assert steps[-1] == {"new": 3, "long0": 13}
+    driver.run()
+    assert_right(driver, new, *reqs)
+
+
+def test_a_half_way_prompt_keeps_half_of_each_step() -> None:
+    driver, _ = sharing_driver(StepSharing(0, 32), chunked_prefill_size=16)
+    steps = rids_of_steps(driver)
+    sent = longs(1)
+    driver.send(*sent)
+    while sent[0].rid not in driver.answers:
+        driver.step()
+        sent += (new := [request(f"new{len(sent) + i}", [i + 5] * 3, max_new_tokens=1) for i in range(4)])
+        driver.send(*new)
+    assert all(step["long0"] in (8, 10, 16) for step in steps[:-1] if "long0" in step)
+    assert [len(step) for step in steps].count(3) > 10, "two newcomers beside it"
+    driver.run()
+    assert_right(driver, *sent)
+
+
+def test_a_worse_priority_passes_nobody() -> None:
+    driver, _ = sharing_driver(StepSharing(0, 32), chunked_prefill_size=16, enable_priority_scheduling=True)
+    steps = rids_of_steps(driver)
+    reqs = longs(2, priority=5)
+    driver.send(*reqs)
+    driver.step()
+    worse, better = (
+        request(rid, [7, 8, 9], max_new_tokens=1, priority=rank) for rid, rank in (("w", 1), ("b", 5))
+    )
+    driver.send(worse, better)
+    driver.run()
+    first = {rid: index for index, step in reversed(list(enumerate(steps))) for rid in step}
+    assert first["b"] == 1 and first["w"] > first["long1"] > first["b"]
+    assert_right(driver, worse, better, *reqs)
+
+
+def test_nobody_passes_a_better_priority_that_waits() -> None:
+    driver, _ = sharing_driver(StepSharing(0, 32), chunked_prefill_size=16, enable_priority_scheduling=True)
+    steps = rids_of_steps(driver)
+    half_way = longs(1, priority=5)
+    driver.send(*half_way)
+    driver.step()
+    better = request("better", [8] * 40, max_new_tokens=1, priority=9)
+    equal = request("equal", [9] * 3, max_new_tokens=1, priority=5)
+    driver.send(better, equal)
+    driver.run()
+    first = {rid: index for index, step in reversed(list(enumerate(steps))) for rid in step}
+    assert first["equal"] >= first["better"]
+    assert_right(driver, better, equal, *half_way)
+
+
+def test_the_end_of_a_half_way_prompt_shares_its_step() -> None:
+    """What is left over then stays empty: those that follow are looked at in the next step."""
+    driver, _ = sharing_driver(StepSharing(0, 32), chunked_prefill_size=16)
+    steps = rids_of_steps(driver)
+    reqs = [
+        request(rid, [index + 1] * num, max_new_tokens=1)
+        for index, (rid, num) in enumerate((("a", 26), ("b", 3), ("c", 40)))
+    ]
+    driver.send(*reqs)
+    driver.run()
+    assert steps[:3] == [{"a": 16}, {"b": 3, "a": 10}, {"c": 16}]
+    assert_right(driver, *reqs)
+
+
+def test_a_prompt_with_more_logprobs_than_a_step_computes_is_not_short() -> None:
+    driver = make_driver(4000, 4, 4, context_length=9000, chunked_prefill_size=4096)
+    steps = rids_of_steps(driver)
+    reqs = [
+        request("long", [1] * 7000, max_new_tokens=1),
+        request("scored", [2] * 1500, max_new_tokens=1, return_logprob=True, logprob_start_len=0),
+    ]
+    driver.send(*reqs)
+    driver.run()
+    assert steps[:2] == [{"long": 4096}, {"long": 2904, "scored": 1024}]
+    assert_right(driver, *reqs)
+
+
+def test_not_more_prompts_beside_it_than_are_allowed_in_a_step() -> None:
+    driver, _ = sharing_driver(StepSharing(0, 32), chunked_prefill_size=16, prefill_max_requests=3)
+    steps = rids_of_steps(driver)
+    reqs = longs(1)
+    driver.send(*reqs)
+    driver.step()
+    shorts = [request(f"s{i}", [7, i + 1], max_new_tokens=1) for i in range(4)]
+    driver.send(*shorts)
+    driver.run()
+    assert [len(step) for step in steps[1:3]] == [3, 3]
+    assert_right(driver, *shorts, *reqs)
+
+
+@pytest.mark.parametrize("what", ["rows", "memory"])
+def test_who_has_no_room_waits_beside_it_too(what: str) -> None:
+    driver, _ = sharing_driver(StepSharing(0, 32), chunked_prefill_size=16)
+    scheduler = driver.scheduler
+    free = scheduler.memory.rows.num_free if what == "rows" else scheduler.memory.num_available_pages - 52
+    rows = scheduler.memory.rows.alloc(free - 1) if what == "rows" else None
+    pages = scheduler.memory.pages.alloc(free) if what == "memory" else None
+    steps = rids_of_steps(driver)
+    reqs = longs(1)
+    driver.send(*reqs)
+    driver.step()
+    shorts = [request(f"s{i}", [7, i + 1], max_new_tokens=5, ignore_eos=True) for i in range(4)]
+    driver.send(*shorts)
+    for _ in range(6):
+        driver.step()
+    assert all(list(step) == ["long0"] for step in steps)
+    for lease, pool in ((rows, scheduler.memory.rows), (pages, scheduler.memory.pages)):
+        if lease is not None:
+            pool.retire(lease[0], Points.none())
+    driver.run()
+    assert_right(driver, *shorts, *reqs)
+
+
+def test_no_more_is_looked_at_than_a_bound() -> None:
+    """However many wait, and a prompt that has been found too long once is not looked up again."""
+    driver, _ = sharing_driver(StepSharing(0, 32), chunked_prefill_size=16)
+    driver.send(*longs(1), *(request(f"w{i}", [i % 250 + 1, 2] * 40, max_new_tokens=1) for i in range(1000)))
+    driver.step()
+    num_looked = 0
+    match = driver.scheduler.memory.match
+
+    def counted(req: Req) -> Prefix:
+        nonlocal num_looked
+        num_looked += 1
+        return match(req)
+
+    driver.scheduler.memory.match = counted  # type: ignore[method-assign]
+    driver.step()
+    assert 0 < num_looked <= 128
+    for rid in list(driver.scheduler.reqs):
+        driver.send(AbortReq(rid=rid))
+    driver.run()

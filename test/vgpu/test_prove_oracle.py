@@ -453,6 +453,27 @@ def _the_last_one_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "candidates", lambda self: reversed(list(right(self))))
 
 
+def _all_of_a_step_for_short_prompts(patch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is kept for the half-way prompt."""
+    right = PrefillPlanner._admit_short
+
+    def wrong(self: PrefillPlanner, *args: Any) -> None:
+        self.step_tokens *= 2
+        right(self, *args)
+        self.step_tokens //= 2
+
+    patch.setattr(PrefillPlanner, "_admit_short", wrong)
+
+
+def _the_last_short_prompt_first(patch: pytest.MonkeyPatch) -> None:
+    right = PrefillPlanner._admit_short
+    patch.setattr(
+        PrefillPlanner,
+        "_admit_short",
+        lambda self, plan, waiting, *args: right(self, plan, reversed(list(waiting)), *args),
+    )
+
+
 def _the_best_one_is_retracted(patch: pytest.MonkeyPatch) -> None:
     right, in_order = Scheduler.loses_least, prefill._largest_bodies_first
     patch.setattr(Scheduler, "loses_least", lambda self, req: (-right(self, req)[0],))
@@ -661,6 +682,8 @@ WRONG = [
     (_chunks_that_add_up, "mixed", r"a prefill step computes \d+ tokens, 8 are allowed"),
     (_the_last_one_first, "bursts", r"r\d is admitted before r\d, whose turn it is"),
     (_the_last_one_first, "priorities", r"r\d is admitted before r\d, whose turn it is"),
+    (_all_of_a_step_for_short_prompts, "bodies", r"r\d+ gets \d tokens of a step, \d are its half"),
+    (_the_last_short_prompt_first, "bodies", r"r\d+ is admitted before r\d+, whose turn it is"),
     (_no_turns, "bodies", r"r\d+ is admitted before r\d+, whose turn it is"),
     (_runners_before_newcomers, "bodies", r"r\d+ is admitted before r\d+, whose turn it is"),
     (_small_bodies_give_way, "crowd", r"r\d+ is retracted, and a larger body runs on"),

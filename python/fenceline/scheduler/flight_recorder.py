@@ -3,7 +3,8 @@
 Recording keeps references to what is frozen anyway (batches, sampled tokens) and copies nothing in a decode step;
 :mod:`fenceline.scheduler.flight_dump` makes JSON of it when somebody asks. It holds no Points, whose events would live
 on, no requests, and no prompt unless told to: prompts are somebody's words, and long. The size is bounded: about
-8 bytes for each request and step, and what page-table writes and departures add.
+8 bytes for each request and step, and 32 MiB of all else: where page-table writes, departures and the parameters of
+requests take more, fewer steps are kept.
 
 ``python -m fenceline.vgpu.replay FILE`` runs a dump's decisions again under the race detector.
 """
@@ -25,6 +26,7 @@ from fenceline.memory_order import Points
 from fenceline.model_executor.step import (
     Completions,
     DecodeBatch,
+    ExtendBatch,
     ExtendSeq,
     ForwardResult,
     PageWrites,
@@ -37,6 +39,9 @@ from fenceline.scheduler.request_memory import RequestMemory
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
+# Of page ids, slots, prompts and parameters. 100 prompts of 4,000 tokens admitted one by one take 12 MB.
+_MAX_BYTES = 32 << 20
+_VALUE_BYTES = 100  # of an entry of a dict of parameters, or a tuple: Python's objects
 WITHHELD = -1  # stands for each token id of a prompt that is not recorded
 # One number with strides of 0, made once because broadcasting takes longer than slicing.
 _WITHHELD = np.broadcast_to(np.int64(WITHHELD), (1 << 20,))
@@ -128,6 +133,8 @@ class FlightRecorder:
         self._rids: Sequence[str] = ()
         self._run: _Run | None = None
         self._advanced = 0  # lengths since the run began
+        self._num_bytes = 0  # of the runs that are kept; after some have left by themselves at most so many
+        self._was_cut = False
         if self.enabled:
             memory.pages.observer = self._retired
 
@@ -139,7 +146,7 @@ class FlightRecorder:
     @property
     def wrapped(self) -> bool:
         """Whether earlier steps may have been forgotten."""
-        return len(self._steps) == self.config.server_args.flight_recorder_steps
+        return self._was_cut or len(self._steps) == self.config.server_args.flight_recorder_steps
 
     def snapshot(self) -> tuple[Iterator[StepRecord], list[Event]]:
         """The steps, oldest first, and what has happened since the last launch. May be called from any thread; what
@@ -210,6 +217,19 @@ class FlightRecorder:
             batch = replace(batch, after=Points.none())
         self._run = _Run(batch, self._rids, after, events)
         self._advanced = 0
+        self._num_bytes += _num_bytes(self._run)
+        if self._num_bytes > _MAX_BYTES:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Forget the oldest steps until a quarter of the bytes is free: this is asked for seldom then."""
+        sizes = {id(step[0]): _num_bytes(step[0]) for step in self._steps if step[0] is not None}
+        self._num_bytes = sum(sizes.values()) + _num_bytes(self._run)
+        while self._num_bytes > _MAX_BYTES * 3 // 4 and self._steps:
+            run = self._steps.popleft()[0]
+            self._was_cut = True
+            if not self._steps or self._steps[0][0] is not run:
+                self._num_bytes -= sizes[id(run)]
 
     def _seq(self, seq: ExtendSeq) -> ExtendSeq:
         """``seq`` without a view into the whole prompt, and without words unless they were asked for."""
@@ -222,6 +242,24 @@ class FlightRecorder:
             history = (withheld(len(history[0])), history[1])
         following = (WITHHELD,) * len(seq.following)
         return replace(seq, token_ids=withheld(len(seq.token_ids)), following=following, history=history)
+
+
+def _num_bytes(run: _Run | None) -> int:
+    """Of what grows with prompts, answers and parameters in ``run``, about."""
+    if run is None:
+        return 0
+    batch, writes = run.batch, run.batch.page_writes
+    total = writes.rows.nbytes + writes.columns.nbytes + writes.pages.nbytes
+    total += sum(4 * len(event.pages) for event in run.events if not isinstance(event, Ended))
+    if isinstance(batch, ExtendBatch):
+        for seq in batch.seqs:
+            total += seq.out_slots.nbytes
+            total += sum(ids.nbytes for ids in (seq.token_ids, *(seq.history or ())) if any(ids.strides))
+            if seq.sampling is not None:
+                params = seq.sampling.params
+                num_values = len(params.logit_bias or ()) + len(params.stop_token_ids)
+                total += _VALUE_BYTES * num_values + sum(map(len, params.stop))
+    return total
 
 
 def withheld(num_tokens: int) -> I64:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ F64 = npt.NDArray[np.float64]
 CLIP_NEW_TOKENS = 4096
 # Logits of prompt positions are a vocabulary wide: a step computes at most this many, of all prompts together.
 _MAX_SCORED_TOKENS = 1024
+# Of so many that wait behind a half-way prompt the short ones are found: each may have to be looked up in the tree.
+_MAX_LOOKED_AT = 128
 
 
 @dataclass(slots=True)
@@ -180,16 +182,18 @@ class PrefillPlanner:
 
     def plan(
         self,
-        waiting: Iterable[Req],
+        waiting: Callable[[], Iterable[Req]],
         chunked: Req | None,
         num_running: int,
         reserved_tokens: int,
         num_waiting: Callable[[], int],
     ) -> PrefillPlan | None:
-        """The next extend step, or None if nothing fits. Those of ``waiting`` that are admitted get a row; no more of
-        it is looked at than up to the first that does not fit.
+        """The next extend step, or None if nothing fits. Those of ``waiting``, which begins anew at each call, that are
+        admitted get a row; no more of it is looked at than up to the first that does not fit.
 
-        ``chunked`` is the request whose prompt an earlier step left half-way; it goes first.
+        ``chunked`` is the request whose prompt an earlier step left half-way. It goes first, but where it would take
+        more than half of the step, waiting prompts that fit into the other half are computed beside it: they pass the
+        long ones that wait with them, and the half-way prompt goes on at half its pace at least.
         ``reserved_tokens`` is the memory that running requests are expected to need, ``num_waiting`` counts the tokens
         of all prompts that wait, and is asked when a second one might join the step.
         """
@@ -197,10 +201,13 @@ class PrefillPlanner:
         available = self._memory.num_available_pages * self._page_size
         budget = _Budget(self.step_tokens, available - reserved_tokens)
         if chunked is not None:
+            if chunked.num_tokens - chunked.allocated_len > self.step_tokens - self.step_tokens // 2:
+                self._admit_short(plan, waiting(), chunked, budget)
+            is_shared = bool(plan.reqs)
             self._add_chunk(plan, chunked, budget)
-        # A half-way prompt has used up its step; there is at most one such prompt.
-        if chunked is None or chunked.allocated_len == chunked.num_tokens:
-            self._admit_waiting(plan, waiting, num_running, budget, num_waiting)
+        # A half-way prompt has used up its step, or what others left of it; there is at most one such prompt.
+        if chunked is None or (chunked.allocated_len == chunked.num_tokens and not is_shared):
+            self._admit_waiting(plan, waiting(), num_running, budget, num_waiting)
         if not plan.reqs:
             return None
         last = plan.reqs[-1]
@@ -328,6 +335,23 @@ class PrefillPlanner:
             self._add_chunk(plan, req, budget)
             if req.allocated_len < req.num_tokens:
                 return
+
+    def _admit_short(self, plan: _Plan, waiting: Iterable[Req], chunked: Req, budget: _Budget) -> None:
+        """Those of ``waiting`` that fit whole into half of the step, which ``chunked`` leaves. Nobody passes one
+        of a better rank."""
+        room, rank = self.step_tokens // 2, chunked.rank
+        for req in islice(waiting, _MAX_LOOKED_AT):
+            rank = min(rank, req.rank)
+            is_full = self._max_reqs is not None and len(plan.reqs) + 1 >= self._max_reqs
+            if is_full or room == 0 or req.rank > rank or not self._memory.rows.num_free:
+                return
+            num_new = req.num_tokens - self._memory.match(req).num_tokens
+            if num_new > room or (req.scores_prompt and num_new > budget.scored_tokens):
+                continue
+            if not self._admit(plan, req, budget, alone=False):
+                return
+            self._add_chunk(plan, req, budget)
+            room -= num_new
 
     def _shared_tokens(self, plan: _Plan, num_waiting: int) -> int:
         """With so many tokens no further prompt joins the step. Prefixes that are cached are not computed: those of the

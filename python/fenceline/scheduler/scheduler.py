@@ -345,7 +345,7 @@ class Scheduler:
             self.make_way(threshold)
         reserved = self.running.reserved_tokens(self.ratio.value, CLIP_NEW_TOKENS)
         queue = partial(num_waiting_tokens, self.waiting, len(self.waiting))
-        plan = self.planner.plan(self.candidates(), self.chunked, len(self.running), reserved, queue)
+        plan = self.planner.plan(self.candidates, self.chunked, len(self.running), reserved, queue)
         if plan is not None:
             for req in plan.reqs:
                 if req is not self.chunked:
@@ -359,8 +359,8 @@ class Scheduler:
         return plan
 
     def candidates(self) -> Iterator[Req]:
-        """The waiting requests that may be admitted now, in the order of the policy; those that come before the one
-        asked for have been admitted."""
+        """The waiting requests that may be admitted now, in the order of the policy; of those that come before the one
+        asked for it is known whether they have been admitted."""
         policy = self.config.server_args.schedule_policy
         if policy == "fcfs":
             reqs = self.waiting.in_turn(self.may_schedule)

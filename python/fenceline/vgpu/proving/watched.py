@@ -143,17 +143,35 @@ class WatchedScheduler(Scheduler):
         if num_tokens > most and (chunk is not None or len(reqs) > 1):
             self.wrong.append(f"a prefill step computes {num_tokens} tokens, {most} are allowed")
         admitted = [req for req in reqs if req not in self._half_way]
+        room = self._room_beside(batch, reqs, most)
         self._half_way = [req for seq, req in zip(batch.seqs, reqs, strict=True) if seq.sampling is None]
         waiting = [req for req in self.waiting if req.prefetch is None and not self._has_twin(req)]
         running = {
             req.source.body or req.rid for req in self.reqs.values() if req.row and req not in admitted
         }
         for req in admitted:
-            passed = next((left for left in waiting if self._is_before(left, req, running)), None)
+            before = (left for left in waiting if self._is_before(left, req, running))
+            passed = next((left for left in before if room is None or self._fits(left, req, room)), None)
             if passed is not None:
                 self.wrong.append(f"{req.rid} is admitted before {passed.rid}, whose turn it is")
             running.add(req.source.body or req.rid)
             self._since[self._party(req)] = self._next_moment()
+
+    def _room_beside(self, batch: ExtendBatch, reqs: Sequence[Req], most: int) -> int | None:
+        """Of a step in which a half-way prompt has more than half, the tokens that the other half has left; None for
+        any other step, where nobody is passed for being too long."""
+        half = most - most // 2
+        sizes = {req: len(seq.token_ids) for seq, req in zip(batch.seqs, reqs, strict=True)}
+        for seq, req in zip(batch.seqs, reqs, strict=True):
+            if req in self._half_way and (seq.sampling is None or sizes[req] > half):
+                if len(reqs) > 1 and sizes[req] < half:
+                    self.wrong.append(f"{req.rid} gets {sizes[req]} tokens of a step, {half} are its half")
+                return most - half - (sum(sizes.values()) - sizes[req])
+        return None
+
+    def _fits(self, left: Req, req: Req, room: int) -> bool:
+        """Whether ``left`` would have fitted beside the half-way prompt as well, or is better than ``req``."""
+        return left.num_tokens <= room or self._rank(left) < self._rank(req)
 
     def _is_before(self, left: Req, req: Req, running: Collection[object]) -> bool:
         """Whether ``left``, which waits, would have had to be admitted before ``req``, where that is settled: by
