@@ -17,7 +17,7 @@ PACKAGE = "fenceline"
 # Folders from the lowest up. A folder may import from itself and from those before it; folders of one tuple do not
 # import from each other.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("memory_order",),
+    ("memory_order", "constrained"),
     ("distributed",),
     ("mem_cache",),
     ("layers",),
@@ -29,7 +29,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("entrypoints",),
 )
 # May be imported from anywhere, and import from no other folder.
-EVERYWHERE = ("config", "ipc", "sampling.sampling_params", "version")
+EVERYWHERE = ("config", "ipc", "sampling.sampling_params", "constrained.spec", "version")
 # May import everything but vgpu: command lines and tools around the server.
 TOOLS = ("", "__main__", "cli", "launch_server", "bench_serving", "benchmarking", "demo")
 # May import everything; nothing outside may import from it.
@@ -38,6 +38,8 @@ TEST_ONLY = "vgpu"
 # a GPU.
 NO_TORCH = (
     "config",
+    "constrained.spec",
+    "constrained.compile_server",
     "ipc",
     "frontend",
     "sampling.sampling_params",

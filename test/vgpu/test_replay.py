@@ -64,7 +64,7 @@ def test_a_recording_is_the_decisions_that_were_taken(tmp_path: Path) -> None:
             if isinstance(step.batch, DecodeBatch) and isinstance(taken.batch, DecodeBatch):
                 assert step.batch.rows.tolist() == taken.batch.rows.tolist()
                 assert step.batch.seq_lens.tolist() == taken.batch.seq_lens.tolist()
-            decisions.append(Decision(step.batch, taken.output))
+            decisions.append(Decision(step.batch, taken.output, taken.masks))  # a dump has no masks
         # The recorded tokens, of the recording executed anew. Masks of made-up tokens apart, it is the same model. A
         # dump does not name the proof's attention backends, whose sums are rounded differently.
         flags = dict(recording.flags)

@@ -7,6 +7,7 @@ from fenceline.config.flags import flags_of
 from fenceline.config.hicache import check_hicache
 from fenceline.config.request_limits import MAX_PRIORITY, MIN_PRIORITY
 from fenceline.config.server_args import ServerArgs
+from fenceline.constrained.spec import max_whitespace
 
 _MAX_SEED = 2**63 - 1
 _CHUNKING_OFF = -1
@@ -265,6 +266,10 @@ def _check_conflicts(args: ServerArgs) -> None:
         f"--schedule-policy {args.schedule_policy} sorts by cached prefix and --disable-radix-cache keeps none: use "
         "--schedule-policy fcfs",
     )
+    try:
+        max_whitespace(args.constrained_json_whitespace_pattern)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if args.skip_tokenizer_init:
         for name in ("tokenizer_path", "chat_template", "reasoning_parser", "tool_call_parser"):
             option = "--" + name.replace("_", "-")

@@ -584,6 +584,19 @@ class ServerArgs:
             "hermes",
         ),
     )
+    grammar_backend: Literal["xgrammar", "none"] = flag(
+        "xgrammar",
+        "The library that constrains answers to a JSON schema, a regular expression or a grammar. With none, requests "
+        "that ask for it are answered with a 400.",
+        group=_API,
+    )
+    constrained_json_whitespace_pattern: str | None = flag(
+        None,
+        "Where a constrained JSON text may have white space, how much of it: the class [\\n\\t ] followed by *, ? or "
+        "{0,N}; an empty text for a single space after each comma and colon. 20 characters in one place unless given.",
+        group=_API,
+        metavar="REGEX",
+    )
     enable_cache_report: bool = flag(
         False,
         "Report cached prompt tokens in the usage of OpenAI answers (prompt_tokens_details).",

@@ -114,8 +114,8 @@ class Engine:
 
     async def _submit(self, body: GenerateBody) -> tuple[StreamGroup, list[AnswerWriter], bool]:
         tokenizer = self._manager.tokenizer
-        expanded = await expand(body, self.config, None)
         thinking_end = thinking_end_id(body, self.config, tokenizer)
+        expanded = await expand(body, self.config, None, thinking_end)
         group = await self._manager.submit_many(expanded.inputs)
         writers = make_writers(expanded, group, body, self.config, tokenizer, thinking_end)
         return group, writers, expanded.single

@@ -56,7 +56,8 @@ def _same(names: str, refused: Refused) -> dict[str, Refused]:
 
 
 _CONSTRAINED = Refused(
-    "there is no constrained decoding yet; leave it out and ask for the format in the prompt"
+    "use response_format on OpenAI's routes, or json_schema, regex, ebnf or structural_tag in sampling_params of"
+    " /generate"
 )
 _TEXT_ONLY = Refused("only text models are served; leave it out")
 _ONE_RANK = Refused("this server has one rank; leave it out", neutral=(0,))
@@ -184,7 +185,7 @@ MESSAGE_WITHOUT_EFFECT = frozenset(("annotations", "refusal"))
 SAMPLING: Mapping[str, Refused] = {
     name: GENERATION[name]
     for name in (
-        "json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params", "beam_width",
+        "stop_regex", "custom_params", "beam_width",
         "stream_interval", "use_beam_search", "length_penalty", "early_stopping", "bad_words", "allowed_token_ids",
         "logits_processors", "truncate_prompt_tokens", "detokenize", "prompt_logprobs",
     )

@@ -49,8 +49,8 @@ async def generate(
     body = await parser.parse(request, parse_generate)
     try:
         with manager.reserved_id(request.scope[REQUEST_ID]) as rid:
-            expanded = await expand(body, config, rid)
             thinking_end = thinking_end_id(body, config, manager.tokenizer)
+            expanded = await expand(body, config, rid, thinking_end)
             group = await while_connected(request, manager.submit_many(expanded.inputs))
     except RequestError as error:
         if body.stream and error.status == 400:

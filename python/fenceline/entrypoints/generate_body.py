@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -12,6 +13,7 @@ import msgspec
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.request_limits import MAX_SAMPLES
+from fenceline.constrained.spec import GrammarKind, GrammarSpec, ThinkTokens
 from fenceline.entrypoints.fields import GENERATION, SAMPLING, FieldRules, UnknownFields, parse_known
 from fenceline.frontend.request_types import (
     TURN_REQUESTS,
@@ -55,6 +57,10 @@ class NativeSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     sampling_seed: int | None = None
     seed: int | None = None
     n: int | None = None
+    json_schema: str | dict[str, object] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, object] | None = None
 
 
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -160,8 +166,31 @@ class Expanded:
     single: bool
 
 
-async def expand(body: GenerateBody, config: EngineConfig, default_rid: str | None) -> Expanded:
-    """One GenerateInput per prompt and sample, samples of a prompt side by side. Raises RequestError.
+def grammar_of(**given: str | dict[str, object] | None) -> GrammarSpec | None:
+    """The one grammar among ``given``, each None or the text of its kind; a JSON text may come parsed.
+
+    Raises RequestError (400) for several.
+    """
+    specs = []
+    for kind, value in given.items():
+        if isinstance(value, dict):
+            try:
+                value = json.dumps(value)
+            except RecursionError:
+                raise RequestError(400, f"{kind} is nested too deep", param=kind) from None
+        if value:  # an empty text is unset
+            specs.append(GrammarSpec(cast(GrammarKind, kind), value))
+    if len(specs) > 1:
+        kinds = " and ".join(spec.kind for spec in specs)
+        raise RequestError(400, f"{kinds} exclude each other: give one of them", param=specs[1].kind)
+    return specs[0] if specs else None
+
+
+async def expand(
+    body: GenerateBody, config: EngineConfig, default_rid: str | None, thinking_end: int | None = None
+) -> Expanded:
+    """One GenerateInput per prompt and sample, samples of a prompt side by side. Raises RequestError. ``thinking_end``:
+    the token that ends the thinking with which every answer begins, None where they do not.
 
     Others run in between: there may be thousands.
     """
@@ -182,9 +211,17 @@ async def expand(body: GenerateBody, config: EngineConfig, default_rid: str | No
     named = _token_ids_logprob(body.token_ids_logprob, num)
     keys = extra_keys(body.cache_salt, body.extra_key, num)
     params: dict[int, SamplingParams] = {}  # each once, by the identity of what the client wrote
+    grammars: dict[int, GrammarSpec | None] = {}
+    think = None if thinking_end is None else ThinkTokens(-1, thinking_end, is_open=True)
     for native in sampling:
         if id(native) not in params:
             params[id(native)] = _to_params(native, config)
+            grammars[id(native)] = grammar_of(
+                json_schema=native.json_schema,
+                regex=native.regex,
+                ebnf=native.ebnf,
+                structural_tag=native.structural_tag,
+            )
             if len(params) % TURN_REQUESTS == 0:
                 await asyncio.sleep(0)
     inputs: list[GenerateInput] = []
@@ -200,6 +237,8 @@ async def expand(body: GenerateBody, config: EngineConfig, default_rid: str | No
             token_ids_logprob=named[index],
             extra_key=keys[index],
             priority=body.priority,
+            grammar=grammars[id(sampling[index])],
+            think=think,
             rid=new_rid() if rids is None else rids[index],
             family="" if rids is None else family,
         )

@@ -14,6 +14,7 @@ from fenceline.ipc.io_struct import (
     FlightRecorderReq,
     FlushCacheReq,
     GetInternalStateReq,
+    LoadGrammarReq,
     Message,
     PauseGenerationReq,
     ProfileReq,
@@ -72,6 +73,15 @@ class ControlClient:
         """See :class:`GetInternalStateReq`."""
         return await self._ask(GetInternalStateReq(id=uuid4().hex))
 
+    async def load_grammar(
+        self, grammar: int, data: bytes, vocabulary: bytes, forgotten: list[int]
+    ) -> ControlReply:
+        """See :class:`LoadGrammarReq`."""
+        message = LoadGrammarReq(
+            id=uuid4().hex, grammar=grammar, data=data, vocabulary=vocabulary, forgotten=forgotten
+        )
+        return await self._ask(message)
+
     def resolve(self, reply: ControlReply) -> None:
         """Hand a reply to its caller; late replies are dropped."""
         future = self._waiting.pop(reply.id, None)
@@ -93,7 +103,8 @@ class ControlClient:
         | ContinueGenerationReq
         | ProfileReq
         | FlightRecorderReq
-        | GetInternalStateReq,
+        | GetInternalStateReq
+        | LoadGrammarReq,
         timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> ControlReply:
         if self._failure is not None:

@@ -221,8 +221,10 @@ def build_message(
     limits: SchedulerReady,
     default_priority: int = 0,
     body: int = 0,
+    grammar: int = 0,
 ) -> TokenizedGenerateReq:
-    """The message of a request whose parameters and ids have been checked; ``body`` is that of the message. Raises
+    """The message of a request whose parameters and ids have been checked; ``body`` and ``grammar`` are
+    those of the message. Raises
     RequestError for a logprob_start_len beyond the prompt's tokens."""
     if inp.input_ids is None:
         _check_logprob_start(inp, len(ids))
@@ -238,4 +240,6 @@ def build_message(
         extra_key=inp.extra_key,
         priority=default_priority if inp.priority is None else inp.priority,
         body=body,
+        grammar=grammar,
+        think=inp.think if grammar else None,
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from fenceline.config.request_limits import MAX_REQUESTS, MAX_SAMPLES
+from fenceline.constrained.spec import GrammarSpec, ThinkTokens
 from fenceline.ipc.io_struct import CachedTokensDetails, FinishReason, SpecCounts, TokenLogprobs, TokenPairs
 from fenceline.sampling.sampling_params import SamplingParams, check_counts
 
@@ -77,7 +78,8 @@ class GenerateInput:
     ``add_special_tokens``: False where ``text`` is a rendered chat template, which writes its own BOS.
     ``family``: the client's one id for several requests, such as the samples of a prompt, that aborts them all.
     ``logprob_start_len``, ``token_ids_logprob``, ``extra_key`` and ``priority`` are those of
-    :class:`TokenizedGenerateReq`; a ``priority`` of None is --default-priority-value.
+    :class:`TokenizedGenerateReq`; a ``priority`` of None is --default-priority-value. ``grammar``: the form of the
+    answer, None for any, which begins after what the model thinks between the tokens ``think``.
     """
 
     text: str | None = None
@@ -93,6 +95,8 @@ class GenerateInput:
     extra_key: str = ""
     priority: int | None = None
     add_special_tokens: bool = True
+    grammar: GrammarSpec | None = None
+    think: ThinkTokens | None = None
 
 
 class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -22,7 +22,9 @@ import msgspec
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.request_limits import MAX_BODY_TOKENS, MAX_TOKENIZE_TOKENS
+from fenceline.constrained.spec import GrammarSpec
 from fenceline.frontend.control import MAX_FLUSH_WAIT_S, ControlClient
+from fenceline.frontend.grammar_client import GrammarClient
 from fenceline.frontend.metrics import Metrics
 from fenceline.frontend.request_prepare import (
     build_message,
@@ -84,6 +86,7 @@ class TokenizerManager:
             config.served_model_name, config.hicache is not None, config.server_args.metrics_prefix
         )
         self.control = ControlClient(link.send)
+        self._grammars = GrammarClient(config, tokenizer, self.control)
         self._link = link
         self._table = RequestTable(config.server_args.max_queued_requests, config.priority)
         self._log = RequestLog(config)
@@ -126,13 +129,16 @@ class TokenizerManager:
         # Refuse now what is refused for prompts of any length; each has at least one token.
         self._table.admit(rids, [len(inp.input_ids or "?") for inp in inputs], priorities, limits)
         prompts = await self._prompt_ids(inputs, limits)
-        limits = self._require_serving()  # tokenising may have taken a while
-        messages = await self._messages(inputs, prompts, limits, default_priority)
-        self._require_serving()  # after the end nothing would end new streams; there is no await from here on
-        check_num_logprobs(messages)
-        for entry in self._table.admit(rids, [len(ids) for ids in prompts], priorities, limits):
-            self._displace(entry)
-        streams = [self._start(inp, message) for inp, message in zip(inputs, messages, strict=True)]
+        with self._grammars.using() as used:
+            specs = dict.fromkeys(inp.grammar for inp in inputs if inp.grammar is not None)
+            grammars = {spec: await self._grammars.number_of(spec, used) for spec in specs}
+            limits = self._require_serving()  # tokenising may have taken a while
+            messages = await self._messages(inputs, prompts, limits, default_priority, grammars)
+            self._require_serving()  # after the end nothing would end new streams; there is no await from here on
+            check_num_logprobs(messages)
+            for entry in self._table.admit(rids, [len(ids) for ids in prompts], priorities, limits):
+                self._displace(entry)
+            streams = [self._start(inp, message) for inp, message in zip(inputs, messages, strict=True)]
         return StreamGroup(streams)
 
     # A body may have thousands of prompts, so both methods let other tasks run from time to time. The samples of a
@@ -147,6 +153,8 @@ class TokenizerManager:
         checked: Sequence[int] | None = None
         for index, inp in enumerate(inputs):
             check_untokenised(inp, self.tokenizer, self.config, limits)
+            if inp.grammar is not None:
+                self._grammars.check(inp.grammar)
             ids = inp.input_ids
             if ids is not None and ids is not checked:
                 check_ids(ids, self.vocab_size, limits)
@@ -162,6 +170,7 @@ class TokenizerManager:
         prompts: Sequence[list[int]],
         limits: SchedulerReady,
         default_priority: int,
+        grammars: Mapping[GrammarSpec, int],
     ) -> list[TokenizedGenerateReq]:
         messages: list[TokenizedGenerateReq] = []
         body = 0
@@ -175,7 +184,10 @@ class TokenizerManager:
                 check_ids(ids, self.vocab_size, limits)
                 checked = ids
                 num_ids += len(ids)
-            messages.append(build_message(inp, inp.rid, ids, self.vocab_size, limits, default_priority, body))
+            grammar = 0 if inp.grammar is None else grammars[inp.grammar]
+            messages.append(
+                build_message(inp, inp.rid, ids, self.vocab_size, limits, default_priority, body, grammar)
+            )
             if len(messages) % TURN_REQUESTS == 0 or num_ids > _TURN_IDS:
                 num_ids = 0
                 await asyncio.sleep(0)
@@ -464,6 +476,7 @@ class TokenizerManager:
     def shutdown(self, *, drain: bool = False) -> None:
         """Tell the scheduler to stop and release threads. The link stays the caller's to close."""
         self._link.send(ShutdownReq(drain=drain))
+        self._grammars.close()
         if self._pool is not None:
             self._pool.close()
 

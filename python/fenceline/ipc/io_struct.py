@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
+from fenceline.constrained.spec import ThinkTokens
 from fenceline.sampling.sampling_params import SamplingParams
 
 
@@ -34,7 +35,8 @@ class TokenizedGenerateReq(Message):
     ``extra_key``: the namespace in which its KV is cached, "" for the common one: requests of different
     namespaces never share a page, on any tier. ``priority``: with --enable-priority-scheduling, which waiting
     request goes first. ``body``: the number of the body that it came in together with others; bodies take turns. 0 for
-    one that came alone.
+    one that came alone. ``grammar``: the :class:`LoadGrammarReq` that the answer follows, 0 for none, apart from what
+    the model thinks between the tokens ``think``.
     """
 
     rid: str
@@ -48,6 +50,20 @@ class TokenizedGenerateReq(Message):
     extra_key: str = ""
     priority: int = 0
     body: int = 0
+    grammar: int = 0
+    think: ThinkTokens | None = None
+
+
+class LoadGrammarReq(Message):
+    """A compiled grammar, which requests name by ``grammar``, a number above 0 that is used once. ``vocabulary``: that
+    for which all are compiled, with the first. ``forgotten``: those that no further request names. Answered by
+    :class:`ControlReply` when requests may name it."""
+
+    id: str
+    grammar: int
+    data: bytes
+    vocabulary: bytes = b""
+    forgotten: list[int] = []
 
 
 class AbortReq(Message):
@@ -394,6 +410,7 @@ class FatalError(Message):
 
 SchedulerInput = (
     TokenizedGenerateReq
+    | LoadGrammarReq
     | AbortReq
     | TickReq
     | FlushCacheReq

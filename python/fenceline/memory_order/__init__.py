@@ -21,7 +21,7 @@ from fenceline.memory_order.lease import (
     tokens_in_flight,
 )
 from fenceline.memory_order.relocation import RelocationClock, Stamp, comparison, table_of_step
-from fenceline.memory_order.staging import InputRing, ResultLease, ResultRing
+from fenceline.memory_order.staging import InputRing, MaskTable, ResultLease, ResultRing
 from fenceline.memory_order.stream import Point, Points, Stream, wait_for_pages
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "InputRing",
     "LeaseError",
     "LeasePool",
+    "MaskTable",
     "OrderChecker",
     "OrderError",
     "PeerLostError",

@@ -92,8 +92,13 @@ class EdgePart(NamedTuple):
 _HOST, _SCHEDULE, _FORWARD = StreamName.HOST, StreamName.SCHEDULE, StreamName.FORWARD
 _COPY, _LOAD, _STORE = StreamName.COPY, StreamName.LOAD, StreamName.STORE
 
-# The rings that bring a step's inputs and its plan to the device.
+# The rings that bring a step's inputs, its masks and its plan to the device.
 _RINGS = (("InputRing.upload", ""), ("PlanRing.planning", ""))
+_MASKS = "MaskTable.write"
+_MASKS_COVERED = (
+    "masks are made of the tokens of the step before, whose results the host has waited for: FORWARD has taken its"
+    " copy of that step's masks by then. It stays because a slot has the same edges in every ring, and costs nothing"
+)
 
 # --- a step's inputs and results ---------------------------------------------------------------------
 
@@ -103,7 +108,7 @@ FORWARD_AFTER_SCHEDULE = Edge(
     hazards=(Hazard.RAW,),
     protects="device staging that was uploaded for this batch, and its plan",
     failure="",
-    sites=_RINGS,
+    sites=(*_RINGS, (_MASKS, "")),
 )
 SCHEDULE_AFTER_FORWARD = Edge(
     name="schedule_after_forward",
@@ -111,7 +116,7 @@ SCHEDULE_AFTER_FORWARD = Edge(
     hazards=(Hazard.WAR,),
     protects="device staging slots about to be reused",
     failure="F13",
-    sites=_RINGS,
+    sites=(*_RINGS, (_MASKS, _MASKS_COVERED)),
 )
 COPY_AFTER_FORWARD = Edge(
     name="copy_after_forward",
@@ -140,7 +145,7 @@ STAGING_REUSE = Edge(
     hazards=(Hazard.WAR,),
     protects="pinned staging slots about to be rewritten",
     failure="F12",
-    sites=_RINGS,
+    sites=(*_RINGS, (_MASKS, _MASKS_COVERED)),
 )
 
 # --- KV pages on their way between device and host ---------------------------------------------------
@@ -377,6 +382,12 @@ KEPT_HIDDEN = Guard(
     protects="the target's hidden states from which the draft computes its rows: kept in each step for that step",
     failure="F8",
 )
+MASK_ROWS = Guard(
+    name="mask_rows",
+    protects="the rows of requests without a grammar: they allow every token, and are not the mask of the row's last "
+    "request",
+    failure="F7",
+)
 
 GUARDS: dict[str, Guard] = {
     guard.name: guard
@@ -398,6 +409,7 @@ GUARDS: dict[str, Guard] = {
         IN_FLIGHT,
         WHOLE_PAGE,
         KEPT_HIDDEN,
+        MASK_ROWS,
     )
 }
 # Those that are severed once more where the engine speculates, since its runner has an arena, graphs and results of its

@@ -31,6 +31,7 @@ from fenceline.memory_order.edges import (
     GROWTH_STOP,
     HOST_AFTER_COPY,
     HOST_AFTER_FORWARD,
+    MASK_ROWS,
     OWN_COPY,
     OWN_RESULTS,
     SCHEDULE_AFTER_FORWARD,
@@ -70,6 +71,24 @@ class Slot:
         """SCHEDULE may copy the pinned buffer to the device's from now on."""
         on.schedule.wait(self.device_after, SCHEDULE_AFTER_FORWARD)  # WAR: an earlier step may still read it
         on.declare(StreamName.SCHEDULE, what, copies, self.host_memory, self.device_memory)
+
+    def upload(
+        self, on: Device, arrays: Mapping[str, npt.NDArray[np.generic]], what: str
+    ) -> dict[str, torch.Tensor]:
+        """FORWARD's own copies of ``arrays``, whose bytes fit, in program order from now on."""
+        offsets, nbytes = _layout(arrays)
+        self.begin_write(on, f"pack of {what}")
+        _pack(self.host, arrays, offsets)
+        self.begin_upload(on, f"upload of {what}")
+        on.schedule.copy(self.device[:nbytes], self.host[:nbytes])
+        self.end_upload(on)
+        on.declare(StreamName.FORWARD, f"FORWARD's own copy of {what}", reads, self.device_memory)
+        with on.forward.active():
+            block = self.device[:nbytes]
+            if on.keeps(OWN_COPY):  # the next upload may overwrite the slot from here on
+                block = block.clone()
+        self.device_after = Points.of(on.forward.record())
+        return _views(block, arrays)
 
     def end_upload(self, on: Device) -> None:
         """The copy has been submitted to SCHEDULE: FORWARD may read the device buffer from now on."""
@@ -131,23 +150,37 @@ class InputRing(_Ring):
         They are allocated on FORWARD and ordered by it: use them only there. The host may change the
         arrays as soon as this returns.
         """
-        offsets, nbytes = _layout(arrays)
-        slot = self._take(nbytes)
-        device = self._device
-        slot.begin_write(device, "pack of the step's inputs")
-        _pack(slot.host, arrays, offsets)
-        slot.begin_upload(device, "upload of the step's inputs")
-        device.schedule.copy(slot.device[:nbytes], slot.host[:nbytes])
-        slot.end_upload(device)
-        device.declare(
-            StreamName.FORWARD, "FORWARD's own copy of the step's inputs", reads, slot.device_memory
-        )
+        return self._take(_layout(arrays)[1]).upload(self._device, arrays, "the step's inputs")
+
+
+class MaskTable(_Ring):
+    """Which tokens may be drawn in each row that a step samples: bits [num_rows, ceil(V / 32)] int32 on the device.
+
+    The host knows them only when the step before has been published, so they have a slot of their own, beside that of
+    the step's inputs. The table's memory is always the same. Every step that reads it has written all its rows: those
+    of requests without a mask, and of padding, allow every token.
+    """
+
+    name = "mask_table"
+
+    def __init__(self, device: Device, num_rows: int, vocab_size: int) -> None:
+        super().__init__(device, depth=1)
+        num_words = -(-vocab_size // 32)
+        self._table = torch.full((num_rows, num_words), -1, dtype=torch.int32, device=device.torch_device)
+        device.name_memory(self._table, "token_masks", 4 * num_words)
+
+    def write(self, rows: npt.NDArray[np.int64], bits: npt.NDArray[np.int32], num_rows: int) -> torch.Tensor:
+        """The masks of a step that samples ``num_rows`` rows, a view of the table, good on FORWARD until the next
+        call: ``bits`` [M, ceil(V / 32)] for the rows ``rows`` [M], and every token for the others."""
+        arrays: dict[str, npt.NDArray[np.generic]] = {"rows": rows, "bits": bits}
+        device, table = self._device, self._table
+        views = self._take(_layout(arrays)[1]).upload(device, arrays, "the step's masks")
         with device.forward.active():
-            block = slot.device[:nbytes]
-            if device.keeps(OWN_COPY):  # the next upload may overwrite the slot from here on
-                block = block.clone()
-        slot.device_after = Points.of(device.forward.record())
-        return _views(block, arrays)
+            device.begin_fill([table], MASK_ROWS)
+            if device.keeps(MASK_ROWS):
+                table.fill_(-1)
+            table.index_copy_(0, views["rows"], views["bits"])
+        return table[:num_rows]
 
 
 class PlanRing(_Ring):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, Forwar
 from fenceline.mem_cache.host.cache_controller import HiCacheController, make_hicache_controller
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool, ReqPool, check_row_bytes, num_kv_pages
 from fenceline.mem_cache.storage.controller import Storage, make_storage
-from fenceline.memory_order import Device, InputRing, ResultRing, page_leases, wait_for_pages
+from fenceline.memory_order import Device, InputRing, MaskTable, ResultRing, page_leases, wait_for_pages
 from fenceline.memory_order.access import Accesses, Memory, PagedMemory
 from fenceline.memory_order.edges import STARTUP_STOP, StreamName
 from fenceline.model_executor.decode_runner import DecodeRunner, Logits
@@ -37,7 +38,9 @@ from fenceline.model_executor.step import (
     ExtendBatch,
     ExtendSeq,
     ForwardResult,
+    HeldStep,
     ScheduleBatch,
+    TokenMasks,
     drain_completions,
 )
 from fenceline.model_executor.warm_up import warm_up
@@ -99,6 +102,7 @@ class ModelRunner:
             self.sampler = Sampler(model.vocab_size, num_rows, device.torch_device)
         else:
             self.sampler = RankSampler(self.model.lm_head, num_rows, device.torch_device)
+        self._masks = MaskTable(device, num_rows * self.max_step_tokens, model.vocab_size)
         max_tokens_per_req = config.model.context_length + self.max_step_tokens - 1
         max_pages_per_req = -(-max_tokens_per_req // config.server_args.page_size) + 1
         # As much as 1 GiB by default.
@@ -251,12 +255,12 @@ class ModelRunner:
         return drain_completions(self.hicache, self.storage, awaited)
 
     @torch.inference_mode()
-    def launch(self, batch: ScheduleBatch) -> ForwardResult:
+    def launch(self, batch: ScheduleBatch) -> ForwardResult | HeldStep:
         """Submit one step in its two phases: the forward, which leaves Logits, and the sampling of them. Does not wait
         for the device.
 
-        Nothing needs the CPU between the two, so they are one submission. A decode step whose requests need a
-        temperature at most is one replay, which draws for itself.
+        Where nothing needs the CPU between the two, they are one submission. A decode step whose requests need a
+        temperature at most is one replay, which draws for itself. A step with masks is submitted as far as its logits.
         """
         wait_for_pages(self.device.forward, batch.after)  # WAR, WAW: transfers may still use retired pages
         self.device.checker.begin_step()
@@ -270,10 +274,33 @@ class ModelRunner:
             exclusive.before_persistent_forward()
         views = self._upload(batch)
         with self.device.forward.active():
-            result = self._sample(batch, self._forward(batch, views), views)
+            logits = self._forward(batch, views)
+            result: ForwardResult | HeldStep
+            if len(batch.constrained):
+                result = HeldStep(
+                    self.device.forward.record(), partial(self._sample_held, batch, logits, views)
+                )
+            else:
+                result = self._sample(batch, logits, views)
         if exclusive is not None:
             exclusive.after_persistent_forward(result.done)
         return result
+
+    @torch.inference_mode()
+    def _sample_held(
+        self, batch: ScheduleBatch, logits: Logits, views: Views, masks: TokenMasks
+    ) -> ForwardResult:
+        """The second phase of a step with masks."""
+        assert logits.values is not None, "what is drawn without the host has no masks"
+        num_rows, rows = len(logits.values), masks.rows
+        if logits.is_verified:
+            assert self.speculative is not None
+            rows = (
+                rows * self.speculative.num_rows_per_req
+            )  # the first of each request: drafts are not accepted
+        with self.device.forward.active():
+            table = self._masks.write(rows, masks.bits, num_rows)
+            return self._sample(batch, logits, views, table)
 
     def _upload(self, batch: ScheduleBatch) -> Views:
         """The inputs of a step on the device, all in one upload; none where a decode step has nothing new."""
@@ -298,14 +325,16 @@ class ModelRunner:
         self._write_pages(views)
         return self.decode.forward(batch, views)
 
-    def _sample(self, batch: ScheduleBatch, logits: Logits, views: Views) -> ForwardResult:
+    def _sample(
+        self, batch: ScheduleBatch, logits: Logits, views: Views, masks: torch.Tensor | None = None
+    ) -> ForwardResult:
         """The second phase: draw the next tokens, unless the forward has, keep them as the last tokens of their rows,
         and start to bring the results of both phases to the host."""
         if logits.tokens is not None:
             results = {"next_tokens": logits.tokens}
         else:
             assert logits.values is not None and logits.positions is not None and logits.sampling is not None
-            out = self.sampler.forward(logits.values.float(), logits.positions, logits.sampling)
+            out = self.sampler.forward(logits.values.float(), logits.positions, logits.sampling, masks)
             if logits.is_verified:
                 assert self.speculative is not None
                 results = self.speculative.accept(out.next_tokens)

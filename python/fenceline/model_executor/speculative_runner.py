@@ -217,8 +217,10 @@ class SpeculativeRunner(GraphRunner):
         plan = plan_arrays(batch, sampling_arrays(batch.sampling))
         del plan["plan_seq_lens"]  # lengths are the device's
         every_row = sampling_arrays(self._of_every_row(batch.sampling))
-        # Penalties follow from all tokens in front, drafts included, which their counts do not hold.
-        plan["may_accept"] = np.array([not req.params.needs_penalties for req in batch.sampling])
+        # Penalties and masks follow from all tokens in front, drafts included, which counts and grammars do not hold.
+        plan["may_accept"] = np.array(
+            [not (req.params.needs_penalties or req.constrained) for req in batch.sampling]
+        )
         return plan | {f"{_VERIFY}{name}": array for name, array in every_row.items()}
 
     def _of_every_row(self, reqs: Sequence[ReqSampling]) -> list[ReqSampling]:

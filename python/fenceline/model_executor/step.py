@@ -7,7 +7,7 @@ disk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -87,6 +87,11 @@ class ExtendBatch:
     after: Points
     loads: tuple[Ticket, ...] = ()
 
+    @property
+    def constrained(self) -> I64:
+        """See :class:`DecodeBatch`; places among the requests that sample."""
+        return constrained_rows([seq.sampling for seq in self.seqs])
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
@@ -97,6 +102,7 @@ class DecodeBatch:
     step, its tokens included: exact where a step yields one token, else the most that they can be, and no KV is written
     beyond them. ``num_advanced``: by how much every length grew since the step before, of the same composition; 0 where
     there is no such number. ``committed_lens`` [B], where a step yields several: no KV is written in front of them.
+    ``constrained``: the places of requests that sample under a mask.
     """
 
     composition: int
@@ -107,9 +113,25 @@ class DecodeBatch:
     after: Points
     num_advanced: int = 0
     committed_lens: I64 | None = None
+    constrained: I64 = field(default_factory=lambda: _NO_IDS)
 
 
 ScheduleBatch = ExtendBatch | DecodeBatch
+
+
+def constrained_rows(sampling: Sequence[ReqSampling | None]) -> I64:
+    """The places, among the requests that sample, of those that do it under a mask."""
+    present = [one for one in sampling if one is not None]
+    return np.flatnonzero(np.fromiter((one.constrained for one in present), np.bool_, len(present)))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens may be drawn: ``bits`` [M, ceil(V / 32)] int32 for the requests at places ``rows`` [M] int64 among
+    those that sample. The others' may be any."""
+
+    rows: I64
+    bits: I32
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +197,22 @@ class ForwardResult:
             kept = (np.arange(tokens.shape[1]) < counts[:, None]).ravel()
             tokens, logprobs = tokens.ravel()[kept], None if logprobs is None else logprobs.rows(kept)
         return StepOutput(tokens, logprobs, _logprobs(values, "prompt"), counts, bad_drafts)
+
+
+class HeldStep:
+    """A step whose forward has been submitted, and whose sampling waits for the host's masks: which tokens may come
+    depends on those of the step before, which the host reads meanwhile.
+
+    ``done`` is the Point on FORWARD after the forward: what comes later touches the requests' rows, and no KV.
+    """
+
+    def __init__(self, done: Point, sample: Callable[[TokenMasks], ForwardResult]) -> None:
+        self.done = done
+        self._sample = sample
+
+    def sample(self, masks: TokenMasks) -> ForwardResult:
+        """Submit the rest, once, before the next step."""
+        return self._sample(masks)
 
 
 def _logprobs(values: dict[str, npt.NDArray[np.generic]], prefix: str) -> LogprobValues | None:
@@ -251,6 +289,6 @@ class Worker(Protocol):
         """What has ended since the last call; ``awaited``: the results to ask for, None to ask for none."""
         ...
 
-    def launch(self, batch: ScheduleBatch) -> ForwardResult:
-        """Submit one step without waiting for it."""
+    def launch(self, batch: ScheduleBatch) -> ForwardResult | HeldStep:
+        """Submit one step without waiting for it; one with ``constrained`` requests as far as its logits."""
         ...

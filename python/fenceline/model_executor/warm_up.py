@@ -15,7 +15,7 @@ import torch
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.memory_order import Device, Points
-from fenceline.model_executor.step import ExtendBatch, ExtendSeq, ForwardResult, PageWrites
+from fenceline.model_executor.step import ExtendBatch, ExtendSeq, ForwardResult, HeldStep, PageWrites
 from fenceline.sampling.sampler import Sampler
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams
@@ -43,12 +43,16 @@ _SAMPLING: tuple[dict[str, object], ...] = (
 _TOP_LOGPROBS = 5
 
 
-def warm_up(device: Device, config: EngineConfig, launch: Callable[[ExtendBatch], ForwardResult]) -> None:
+def warm_up(
+    device: Device, config: EngineConfig, launch: Callable[[ExtendBatch], ForwardResult | HeldStep]
+) -> None:
     """Run prefill steps by ``launch`` and draws on FORWARD, and wait for them."""
     begin = time.perf_counter()
     num_steps = 0
     for batch in _extend_batches(config):
-        launch(batch).wait()
+        result = launch(batch)
+        assert not isinstance(result, HeldStep), "no request here has a grammar"
+        result.wait()
         num_steps += 1
     with device.forward.active():
         _warm_up_sampler(device, config)

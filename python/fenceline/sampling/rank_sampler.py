@@ -25,10 +25,16 @@ class RankSampler(Sampler):
         self._head = head
         self._own = GumbelSampler(head.weight.shape[0], device, head.first_row)
 
-    def forward(self, logits: torch.Tensor, positions: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
+    def forward(
+        self,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        batch: SamplingBatch,
+        masks: torch.Tensor | None = None,
+    ) -> SampleOutput:
         """Sample one token per request. ``logits`` [B, this rank's columns] float32; for the rest see ``Sampler``."""
         if not batch.is_plain:
-            return super().forward(self._head.whole_logits(logits), positions, batch)
+            return super().forward(self._head.whole_logits(logits), positions, batch, masks)
         if batch.seed_keys is None:
             scores, columns = logits.max(dim=-1)
         else:

@@ -1,8 +1,8 @@
 """The sampler: logits in, tokens out, everything on the device and in program order on FORWARD.
 
 Order of operations, as in vLLM and SGLang: logit_bias; repetition, frequency, presence penalty; the min_new_tokens
-mask; here the arg-max of greedy requests is taken; temperature; here logprobs are taken; top_k, top_p, min_p
-(jointly); the draw.
+mask; the grammars' masks; here the arg-max of greedy requests is taken; temperature; here logprobs are taken; top_k,
+top_p, min_p (jointly); the draw.
 
 Logprobs of outputs are, as SGLang's by default, those of the distribution after bias, penalties, mask and temperature
 and before top_k, top_p and min_p: a token's logprob is its chance in the unfiltered draw. A greedy request has
@@ -68,17 +68,26 @@ class Sampler:
             self._counts = TokenCounts(self._num_rows, self._vocab_size, self._device)
         self._counts.begin(row, prompt_ids, output_ids)
 
-    def forward(self, logits: torch.Tensor, positions: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
+    def forward(
+        self,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        batch: SamplingBatch,
+        masks: torch.Tensor | None = None,
+    ) -> SampleOutput:
         """Sample one token per request and count it.
 
         ``logits`` [B, V] float32, not changed. ``positions`` [B] int64: the position the sampled token will have
         in its sequence, prompt length plus outputs so far. Every sampled token is counted, so requests whose token
         will be thrown away (an unfinished prompt chunk) and have penalties must not be in the batch. NaN logits
-        give some token of the vocabulary, never an id outside it.
+        give some token of the vocabulary, never an id outside it. ``masks`` [B, ceil(V / 32)] int32: the bits of the
+        tokens that may be drawn; None: all may.
         """
         assert logits.shape == (batch.num_reqs, self._vocab_size), (logits.shape, batch.num_reqs)
         assert logits.dtype == torch.float32
         logits = self._adjust(logits, positions, batch)
+        if masks is not None:
+            logits = masked(logits, masks)
         scaled = _scale(logits, batch) if self._needs_scaled(batch) else None
         next_tokens = self._choose(logits, scaled, positions, batch)
         if batch.penalty_rows is not None:
@@ -144,6 +153,17 @@ class Sampler:
                 logits[rows] = penalized
             else:
                 logits.index_copy_(0, batch.penalty_index[rows], penalized)
+
+
+def masked(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """``logits`` [B, V], -inf where the token's bit in ``masks`` [B, ceil(V / 32)] int32 is not set; new."""
+    vocab_size = logits.shape[1]
+    places = torch.arange(32, dtype=torch.int32, device=masks.device)
+    pieces = []
+    for rows in row_chunks(*logits.shape):
+        bits = (masks[rows].unsqueeze(-1) >> places).bitwise_and_(1).flatten(1)[:, :vocab_size]
+        pieces.append(logits[rows].masked_fill(bits == 0, -torch.inf))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 class TokenCounts:

@@ -31,7 +31,8 @@ NO_TOP_P = 2.0  # more than all the mass: keeps every token
 @dataclass(frozen=True, slots=True)
 class ReqSampling:
     """Host facts of one request. ``seed`` is resolved (64 bits, signed or not). ``row`` indexes per-row device
-    tables. ``stop_ids`` are masked until ``params.min_new_tokens`` outputs exist."""
+    tables. ``stop_ids`` are masked until ``params.min_new_tokens`` outputs exist, unless the request is
+    ``constrained``: then the masks that come with each step say which tokens may be drawn."""
 
     params: SamplingParams
     seed: int
@@ -41,6 +42,7 @@ class ReqSampling:
     return_logprob: bool = False
     top_logprobs_num: int = 0
     token_ids_logprob: tuple[int, ...] = ()
+    constrained: bool = False
 
 
 def padded_ids(lists: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
@@ -140,7 +142,7 @@ def _add_min_tokens(arrays: dict[str, Array], reqs: Sequence[ReqSampling]) -> No
     triples = [
         (i, t, r.prompt_len + r.params.min_new_tokens)
         for i, r in enumerate(reqs)
-        if r.params.min_new_tokens > 0
+        if r.params.min_new_tokens > 0 and not r.constrained
         for t in dict.fromkeys(r.stop_ids)
     ]
     if not triples:
@@ -162,6 +164,7 @@ class SamplingBatch:
 
     num_reqs: int  # B
     return_logprob: bool
+    constrained: bool  # some request is
     max_top_logprobs: int
     max_top_k: int  # of the filtered requests; UNLIMITED_K if one of them has top_p only
     seed_keys: torch.Tensor | None = None  # [B] int64; None: every request is greedy
@@ -193,6 +196,7 @@ class SamplingBatch:
         filtered = [p for p in filtered if _has_top_k(p) or _has_top_p(p)]
         return SamplingBatch(
             num_reqs=len(reqs),
+            constrained=any(r.constrained for r in reqs),
             return_logprob=any(r.return_logprob for r in reqs),
             max_top_logprobs=max((r.top_logprobs_num for r in reqs if r.return_logprob), default=0),
             max_top_k=max((p.top_k if _has_top_k(p) else UNLIMITED_K for p in filtered), default=0),
@@ -210,7 +214,7 @@ class SamplingBatch:
             self.bias_index,
             self.stop_index,
         )
-        return not self.return_logprob and all(part is None for part in beyond)
+        return not (self.return_logprob or self.constrained) and all(part is None for part in beyond)
 
     @property
     def all_greedy(self) -> bool:
@@ -218,5 +222,5 @@ class SamplingBatch:
         return self.seed_keys is None
 
 
-_HOST_FACTS = ("num_reqs", "return_logprob", "max_top_logprobs", "max_top_k")
+_HOST_FACTS = ("num_reqs", "return_logprob", "constrained", "max_top_logprobs", "max_top_k")
 _ARRAY_NAMES = tuple(f.name for f in fields(SamplingBatch) if f.name not in _HOST_FACTS)

@@ -22,13 +22,12 @@ import numpy.typing as npt
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.mem_cache.storage.controller import Ack, Fetched, Found, Written
-from fenceline.memory_order import Points
+from fenceline.memory_order import Point, Points
 from fenceline.model_executor.step import (
     Completions,
     DecodeBatch,
     ExtendBatch,
     ExtendSeq,
-    ForwardResult,
     PageWrites,
     ScheduleBatch,
     StepOutput,
@@ -154,8 +153,9 @@ class FlightRecorder:
         steps, events = list(self._steps), list(self._events)  # each in one turn of the interpreter
         return starmap(_record, steps), events
 
-    def launched(self, batch: ScheduleBatch, reqs: Sequence[Req], result: ForwardResult) -> None:
-        """A step was handed to the worker; ``reqs`` in batch order. Of what it refers to nothing may change later."""
+    def launched(self, batch: ScheduleBatch, reqs: Sequence[Req], done: Point) -> None:
+        """A step was handed to the worker, which ends at ``done``; ``reqs`` in batch order. Of what it refers to
+        nothing may change later."""
         if (
             type(batch) is not DecodeBatch
             or batch.composition != self._composition
@@ -169,12 +169,18 @@ class FlightRecorder:
             self._begin_run(batch, reqs)
         else:
             self._advanced += batch.num_advanced
-        done, awaited = result.done, self._awaited
+        awaited = self._awaited
         tokens: list[I64] = []
         self._steps.append(
             (self._run, self._advanced, done.serial, done.stream.passed_serial, len(awaited), tokens)
         )
         awaited.append(tokens)
+
+    def sampled(self, done: Point) -> None:
+        """The latest step, of which only the forward had been launched, ends at ``done``."""
+        if self._steps:
+            run, advanced, _, passed, in_flight, tokens = self._steps[-1]
+            self._steps[-1] = (run, advanced, done.serial, passed, in_flight, tokens)
 
     def published(self, out: StepOutput) -> None:
         """The oldest step in flight has brought its tokens."""

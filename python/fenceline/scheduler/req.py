@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from fenceline.constrained.matcher import RequestGrammar
 from fenceline.ipc.io_struct import (
     CachedTokensDetails,
     DecodeInfo,
@@ -108,6 +109,7 @@ class Req:
     emit_interval: int  # tokens between two messages to the detokenizer
     rank: int = 0  # of its priority: the smallest goes first
     output_ids: list[int] = field(default_factory=list)
+    grammar: RequestGrammar | None = None  # has accepted the tokens of output_ids
     num_retractions: int = 0
     cached_tokens: int = 0  # of the prompt, as reported; set at first admission
     cached_details: CachedTokensDetails | None = None  # the same by tier, set with it; None without HiCache
@@ -183,6 +185,7 @@ class Req:
                 return_logprob=self.source.return_logprob,
                 top_logprobs_num=self.source.top_logprobs_num,
                 token_ids_logprob=tuple(self.source.token_ids_logprob),
+                constrained=self.grammar is not None,
             )
         return self._sampling
 
@@ -197,6 +200,8 @@ class Req:
     def finish_reason_after(self, token: int) -> FinishReason | None:
         """Why the request ends with ``token`` as its newest output, or None if it goes on."""
         num_outputs = len(self.output_ids)
+        if self.grammar is not None and self.grammar.ended:
+            return FinishReason(type="stop", matched=token)
         if token in self.stop_ids and num_outputs >= self.source.sampling_params.min_new_tokens:
             return FinishReason(type="stop", matched=token)
         if num_outputs >= self.max_new_tokens:
@@ -214,6 +219,7 @@ class Req:
             emit_interval=self.emit_interval,
             rank=self.rank,
             output_ids=self.output_ids,
+            grammar=self.grammar,
             num_retractions=self.num_retractions + 1,
             cached_tokens=self.cached_tokens,
             cached_details=self.cached_details,

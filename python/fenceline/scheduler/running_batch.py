@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fenceline.memory_order import Points
-from fenceline.model_executor.step import DecodeBatch, PageWrites
+from fenceline.model_executor.step import DecodeBatch, PageWrites, constrained_rows
 from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.scheduler.req import Req
 
@@ -46,6 +46,7 @@ class RunningBatch:
         self._capacity = _column()
         self._final_lens = _column()
         self._sampling: tuple[ReqSampling, ...] = ()
+        self._constrained = _column()
 
     def __len__(self) -> int:
         return len(self.reqs)
@@ -150,6 +151,7 @@ class RunningBatch:
             after=after,
             num_advanced=num_advanced,
             committed_lens=committed,
+            constrained=self._constrained,
         )
 
     def _grow(
@@ -195,6 +197,7 @@ class RunningBatch:
         self.composition += 1
         self._num_advanced = 0
         self._sampling = tuple(req.sampling() for req in self.reqs)
+        self._constrained = constrained_rows(self._sampling)
 
 
 class NewTokenRatio:

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.constrained.matcher import GrammarStore, all_tokens
 from fenceline.ipc.io_struct import (
     AbortReq,
     BatchTokenOut,
@@ -35,6 +36,7 @@ from fenceline.ipc.io_struct import (
     FlushCacheReq,
     GetInternalStateReq,
     InternalState,
+    LoadGrammarReq,
     Message,
     PauseGenerationReq,
     ProfileReq,
@@ -48,9 +50,11 @@ from fenceline.model_executor.step import (
     DecodeBatch,
     ExtendBatch,
     ForwardResult,
+    HeldStep,
     PageWrites,
     ScheduleBatch,
     StepOutput,
+    TokenMasks,
     Worker,
 )
 from fenceline.scheduler.control import SchedulerControl
@@ -101,14 +105,19 @@ class Outbox(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A launched step: its batch, its requests in batch order, its result to come, and the Points after which it no
-    longer touches what they hold."""
+    """A launched step: its batch, its requests in batch order, its result to come. ``held``: only its forward has been
+    launched, and the result is that of :meth:`Scheduler.sample_held`."""
 
     batch: ScheduleBatch
     reqs: Sequence[Req]
-    result: ForwardResult
-    done: Points
+    result: ForwardResult | HeldStep
     number: int  # of steps launched, this one included
+
+    @property
+    def brings(self) -> ForwardResult:
+        """Its result, once it has been launched as a whole."""
+        assert not isinstance(self.result, HeldStep), "its sampling has been submitted"
+        return self.result
 
 
 class Scheduler:
@@ -150,6 +159,7 @@ class Scheduler:
         self.flushes: list[FlushCacheReq] = []  # that wait for the last request to leave
         args = config.server_args
         self.waiting = WaitingQueue(None if args.disable_radix_cache else args.page_size)
+        self.grammars = GrammarStore(config.model.vocab_size, config.model.eos_token_ids)
         self.latest_prompt = (
             0,
             np.empty(0, dtype=np.int64),
@@ -190,14 +200,18 @@ class Scheduler:
         timeout_ms = None
         if block and self.memory.num_outstanding:
             timeout_ms = _ACK_INTERVAL_MS if self.reqs else _QUIET_ACK_INTERVAL_MS
+        if block and self.grammars.num_loading:
+            timeout_ms = _ACK_INTERVAL_MS
         awaited = prev if prev is not None and isinstance(prev.batch, ExtendBatch) else None
         if self.ranks is None:
             self.ingest(self.inbox.drain(block, timeout_ms))
-            ended = self.worker.completions(None if awaited is None else awaited.result)
+            ended = self.worker.completions(None if awaited is None else awaited.brings)
         else:
-            asked = None if awaited is None else (awaited.number, awaited.result)
+            asked = None if awaited is None else (awaited.number, awaited.brings)
             messages, ended = self.ranks.turn(block, timeout_ms, asked)
             self.ingest(messages)
+        for id, error in self.grammars.loaded():
+            self.control.answer(id, partial(_loaded, error))
         if ended:
             self.recorder.completed(ended)
             self.memory.complete(ended)  # every step, decode included (F6)
@@ -208,6 +222,8 @@ class Scheduler:
         flight = self.launch_next()
         if prev is not None:
             self.publish(prev)
+        if flight is not None and isinstance(flight.result, HeldStep):
+            flight = self.sample_held(flight, flight.result)
         if flight is not None and self.config.server_args.disable_overlap_schedule:
             self.publish(flight)
             flight = None
@@ -264,6 +280,8 @@ class Scheduler:
             emit_interval=emit_interval(message, self.config.server_args.stream_interval),
             rank=0 if self.config.priority is None else self.config.priority.rank(message.priority),
         )
+        if message.grammar:
+            req.grammar = self.grammars.begin(message.grammar, message.think)
         if message.rid in self.reqs:
             self.output.finish(req, _error(f"request id {message.rid!r} is already in use"))
         elif req.max_new_tokens < min(params.max_new_tokens, 1) or len(req.prompt_ids) == 0:
@@ -451,10 +469,43 @@ class Scheduler:
         for req in reqs:
             req.last_flight, req.last_step = done, self.num_launched
         self.books_checked = False
-        self.recorder.launched(batch, reqs, result)
+        self.recorder.launched(batch, reqs, result.done)
         if self.control.profiler.steps_left is not None:
             self.control.profiler.step()
-        return InFlight(batch, reqs, result, done, self.num_launched)
+        return InFlight(batch, reqs, result, self.num_launched)
+
+    def sample_held(self, flight: InFlight, held: HeldStep) -> InFlight:
+        """Submit the sampling of a step whose forward runs: the step before has been published, so that it is known
+        which tokens may come. What has left meanwhile keeps its row until this step is done too."""
+        masks = self.fill_masks(flight)
+        result = held.sample(masks)
+        done = Points.of(result.done)
+        for req in flight.reqs:
+            if req.last_step == flight.number:
+                req.last_flight = done
+        self.recorder.sampled(result.done)
+        return replace(flight, result=result)
+
+    def fill_masks(self, flight: InFlight) -> TokenMasks:
+        """The masks of a step's constrained requests. One for which no token may come ends."""
+        batch, reqs = flight.batch, flight.reqs
+        if isinstance(batch, ExtendBatch):
+            reqs = [req for seq, req in zip(batch.seqs, reqs, strict=True) if seq.sampling is not None]
+        rows = batch.constrained
+        bits = all_tokens(len(rows), self.grammars.num_words)
+        for index, row in enumerate(rows.tolist()):
+            req = reqs[row]
+            if req.left:
+                continue  # nobody reads what is drawn for it
+            assert req.grammar is not None, "who is constrained has a grammar"
+            least_more = req.source.sampling_params.min_new_tokens - len(req.output_ids)
+            if not req.grammar.fill(bits[index : index + 1], least_more):
+                bits[index] = -1
+                self.end(req, "no token of the vocabulary can follow in its grammar", 400)
+            elif req.grammar.is_too_slow:
+                self.end(req, "its grammar takes too long for each token: make it less ambiguous", 400)
+        self.output.flush()
+        return TokenMasks(rows, bits)
 
     def make_room(self) -> npt.NDArray[np.int64] | None:
         """Retract requests, running ones or the one that is half-way through its prompt, until the next tokens of the
@@ -517,7 +568,7 @@ class Scheduler:
 
     def publish(self, flight: InFlight) -> None:
         """Take a step's results: append tokens, end requests, tell the detokenizer."""
-        out = flight.result.wait()
+        out = flight.brings.wait()
         self.recorder.published(out)
         if isinstance(flight.batch, DecodeBatch):
             self.publish_decode(flight.batch, flight.reqs, flight.number, out)
@@ -529,7 +580,7 @@ class Scheduler:
 
     def publish_decode(self, batch: DecodeBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
         """The new tokens of each request that has not left since. The hot loop: what is rare is elsewhere."""
-        if self.running.max_step_tokens > 1 or out.logprobs is not None:
+        if self.running.max_step_tokens > 1 or out.logprobs is not None or len(batch.constrained):
             self.publish_counted(batch, reqs, number, out)
             return
         num_dropped = 0
@@ -550,7 +601,7 @@ class Scheduler:
         self.stats.num_generated_tokens += len(reqs) - num_dropped
 
     def publish_counted(self, batch: DecodeBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
-        """The same for a step with several tokens a request, or with logprobs."""
+        """The same for a step with several tokens a request, with logprobs, or with grammars."""
         tokens, counts = out.tokens.tolist(), out.token_counts(len(reqs))
         most, last = self.running.max_step_tokens, 0
         for req, length, count in zip(reqs, batch.seq_lens.tolist(), counts, strict=True):
@@ -597,8 +648,11 @@ class Scheduler:
             req.output_ids.append(token)
             if out.logprobs is not None:
                 log_output(req, token, out.logprobs, index)
-            reason = req.finish_reason_after(token)
             self.stats.num_generated_tokens += 1
+            if req.grammar is not None and not req.grammar.accept(token):
+                self.end(req, "a token was drawn that its grammar does not allow: logits are not finite", 500)
+                return
+            reason = req.finish_reason_after(token)
             if reason is not None:
                 break
         # The last token's own KV is computed by the step after it.
@@ -620,6 +674,10 @@ class Scheduler:
         """Carry out and answer one control message."""
         answer = self.control.answer
         match message:
+            case LoadGrammarReq():
+                self.grammars.load(
+                    message.id, message.grammar, message.data, message.vocabulary, message.forgotten
+                )
             case FlushCacheReq():
                 if message.wait and self.reqs:
                     self.flushes.append(message)
@@ -713,6 +771,11 @@ class Scheduler:
             self.memory.check_books()
             self.books_checked = True
             self.report()
+
+
+def _loaded(error: BaseException | None) -> tuple[bool, str]:
+    """What is told of a grammar that has been taken apart."""
+    return error is None, "" if error is None else f"{type(error).__name__}: {error}"
 
 
 def _error(message: str) -> FinishReason:

@@ -10,16 +10,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.constrained.matcher import all_tokens
 from fenceline.memory_order import Point, Points
 from fenceline.memory_order.edges import EDGES, GUARDS
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import ForwardResult
+from fenceline.model_executor.step import ForwardResult, HeldStep, TokenMasks
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.policy import POLICIES, make_policy
@@ -27,6 +29,7 @@ from fenceline.vgpu.proving.decisions import Decision, execute
 from fenceline.vgpu.proving.recording import Recording, Step, read_recording
 from fenceline.vgpu.proving.runs import TOKENS, Verdict, policy_of, verdict_of
 from fenceline.vgpu.proving.steps import make_config
+from fenceline.vgpu.proving.tiny_model import VOCAB_SIZE
 
 _DEFAULT_SEEDS = 8  # every policy at least once
 
@@ -67,6 +70,10 @@ def _drive(recording: Recording, config: EngineConfig, device: VgpuDevice, decis
             _publish(flights)
         decisions.append(Decision(step.batch))
         result = runner.launch(dataclasses.replace(step.batch, after=_points(step, done)))
+        if isinstance(result, HeldStep):  # its masks are not recorded: which tokens are drawn moves no access
+            rows = step.batch.constrained
+            masks = decisions[-1].masks = TokenMasks(rows, all_tokens(len(rows), -(-VOCAB_SIZE // 32)))
+            result = result.sample(masks)
         done[step.done] = result.done
         flights.append((decisions[-1], result))
     while flights:
@@ -80,9 +87,18 @@ def _publish(flights: deque[tuple[Decision, ForwardResult]]) -> None:
 
 
 def _points(step: Step, done: dict[int, Point]) -> Points:
-    """The Points that the step's memory came with. Points of steps that are no longer in the ring have passed."""
+    """The Points that the step's memory came with. Points of steps that are no longer in the ring have passed. One
+    between two steps is of a step whose sampling waited for masks, and lies after its forward: its end will do."""
     serials = [serial for name, serial in step.after.items() if name == "forward"]
-    return Points.of(*[done[serial] for serial in serials if serial in done])
+    known = sorted(done)
+    found = [bisect_left(known, serial) for serial in serials]
+    return Points.of(
+        *[
+            done[known[index]]
+            for index, serial in zip(found, serials, strict=True)
+            if index < len(known) and (index > 0 or known[0] == serial)
+        ]
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

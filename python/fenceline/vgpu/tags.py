@@ -586,6 +586,13 @@ class Tags:
         with self._gpu.submitting_for(self._submitted):
             yield
 
+    @contextmanager
+    def rest_of_step(self) -> Iterator[None]:
+        """Inside, the sampling of the latest step is submitted, which has waited for its masks."""
+        assert self._submitted is not None, "a step has been launched"
+        with self._gpu.submitting_for(self._submitted):
+            yield
+
     def declared(self, accessed: frozenset[int], written: frozenset[int]) -> None:
         """The step that is being submitted has declared these pages."""
         if self._submitted is not None:

@@ -65,8 +65,15 @@ COMPLETION_MISTAKES = [
     ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed when stream is true"),
     ({"suffix": "end"}, "suffix", "fill in the middle"),
     ({"best_of": 3}, "best_of", "must equal n=1"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "constrained decoding"),
-    ({"regex": "a*"}, "regex", "constrained decoding"),
+    (
+        {"response_format": {"type": "xml"}},
+        "response_format.type",
+        "json_schema or structural_tag, got 'xml'",
+    ),
+    ({"regex": "a*", "ebnf": "root ::= x"}, "ebnf", "exclude each other"),
+    ({"regex": "a*", "response_format": {"type": "json_object"}}, "regex", "exclude each other"),
+    ({"regex": "a" * 200_000}, "regex", "may have 131072 characters"),
+    ({"json_schema": "{}"}, "json_schema", "use response_format"),
     ({"lora_path": "x"}, "lora_path", "no adapters"),
     ({"return_hidden_states": True}, "return_hidden_states", "not available"),
     ({"rid": ""}, "rid", "1 character"),
@@ -97,7 +104,7 @@ CHAT_MISTAKES = [
     ({"logprobs": 3}, "logprobs", "valid boolean"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
     ({"top_logprobs": 2}, "top_logprobs", "only allowed when logprobs is true"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema", "takes"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "--tool-call-parser"),
     ({"tool_choice": "required"}, "tool_choice", "only allowed with tools"),
     ({"functions": [{"name": "f"}]}, "functions", "not available"),
@@ -142,7 +149,7 @@ async def test_mistakes(serve, path, body, mistakes):
                 assert "\n" not in error["message"] and "pydantic" not in error["message"]
                 if param is not None:
                     assert error["param"] == param, (change, error)
-                if param in ("response_format", "tools"):
+                if param == "tools":
                     assert error["code"] == "unsupported"
         assert server.link.sent == []
         answer = await server.client.completions.create(**COMPLETION)

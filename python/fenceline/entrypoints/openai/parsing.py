@@ -10,6 +10,7 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from fenceline.config.request_limits import MAX_ARGUMENT_VALUES
+from fenceline.constrained.spec import ANY_OBJECT, GrammarSpec
 from fenceline.entrypoints.fields import (
     CHAT,
     COMPLETION,
@@ -18,6 +19,7 @@ from fenceline.entrypoints.fields import (
     FieldRules,
     UnknownFields,
 )
+from fenceline.entrypoints.generate_body import grammar_of
 from fenceline.entrypoints.json_body import count_values
 from fenceline.entrypoints.openai.protocol import ChatBody, ChatMessage, CompletionBody, GenerationBody
 from fenceline.frontend.request_types import RequestError, check_num_params
@@ -129,17 +131,43 @@ def _given(value: object) -> str:
 
 def refuse_unavailable(body: GenerationBody) -> None:
     """Raise RequestError (400) for features of OpenAI's API that this server does not have."""
-    kind = (body.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise RequestError(
-            400,
-            f"response_format of type {kind!r} is not available: there is no constrained decoding yet; use "
-            '{"type": "text"} and ask for the format in the prompt',
-            param="response_format",
-            code="unsupported",
-        )
     if body.stream_options is not None and not body.stream:
         raise RequestError(400, "stream_options is only allowed when stream is true", param="stream_options")
+
+
+def answer_grammar(body: GenerationBody) -> GrammarSpec | None:
+    """The form of the answer that is asked for, None for any. Raises RequestError (400) for what is none."""
+    form = body.response_format or {}
+    kind = form.get("type", "text")
+    asked = grammar_of(regex=body.regex, ebnf=body.ebnf)
+    if kind == "text":
+        return asked
+    if asked is not None:
+        raise RequestError(
+            400, f"{asked.kind} and response_format exclude each other: give one of them", param=asked.kind
+        )
+    match kind:
+        case "json_object":
+            return ANY_OBJECT
+        case "json_schema":
+            given = form.get("json_schema")
+            schema = given.get("schema") if isinstance(given, dict) else None
+            if not isinstance(schema, dict):
+                raise RequestError(
+                    400,
+                    'response_format of type json_schema takes {"name": ..., "schema": {...}} as json_schema',
+                    param="response_format.json_schema",
+                )
+            return grammar_of(json_schema=schema)
+        case "structural_tag":
+            return grammar_of(structural_tag=dict(form))
+        case _:
+            shown = repr(kind)[:60]
+            raise RequestError(
+                400,
+                f"response_format is of type text, json_object, json_schema or structural_tag, got {shown}",
+                param="response_format.type",
+            )
 
 
 def refuse_completion(body: CompletionBody) -> None:

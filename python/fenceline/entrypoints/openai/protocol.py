@@ -140,6 +140,8 @@ class GenerationBody(BaseModel):
     return_cached_tokens_details: bool = False
 
     response_format: JsonObject | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
 
 class CompletionBody(GenerationBody):

@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from fenceline.constrained.spec import ThinkTokens
 from fenceline.entrypoints.generate_body import extra_keys
 from fenceline.entrypoints.openai.answer import (
     AnswerHead,
@@ -22,7 +23,7 @@ from fenceline.entrypoints.openai.chat_choice import ChatChoice
 from fenceline.entrypoints.openai.chat_reader import ChatReader
 from fenceline.entrypoints.openai.chat_template import ChatTemplate
 from fenceline.entrypoints.openai.delivery import Answer, StreamShape
-from fenceline.entrypoints.openai.parsing import refuse_chat, sampling_params
+from fenceline.entrypoints.openai.parsing import answer_grammar, refuse_chat, sampling_params
 from fenceline.entrypoints.openai.protocol import ChatBody, ChatMessage
 from fenceline.entrypoints.openai.reasoning_parser import ReasoningFormat, ReasoningParser
 from fenceline.entrypoints.openai.token_texts import TokenTexts
@@ -111,6 +112,7 @@ class ChatServing:
         params = sampling_params(body, asked or self._model.context_length, self._model.sampling_defaults)
         if may_call(body) and self._tool_calls is not None and self._tool_calls.has_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
+        grammar = answer_grammar(body)
         first = GenerateInput(
             text=prompt if isinstance(prompt, str) else None,
             input_ids=None if isinstance(prompt, str) else prompt,
@@ -122,6 +124,8 @@ class ChatServing:
             extra_key=extra_keys(body.cache_salt, body.extra_key, 1)[0],
             priority=body.priority,
             add_special_tokens=bool(body.add_special_tokens),  # off by default: the template writes them
+            grammar=grammar,
+            think=None if grammar is None else self._think(body, prompt),
         )
         return expand_samples(first, body.n)
 
@@ -134,14 +138,47 @@ class ChatServing:
         form = self._reasoning
         if form is None or not body.separate_reasoning:
             return None
-        if isinstance(prompt, list):
-            tail = required_tokenizer(self._generator).decode(prompt[-8:], skip_special_tokens=False)
-            return ReasoningParser(form, form.is_open_after(tail))
-        if not body.continue_final_message:
-            return ReasoningParser(form, form.is_open_after(prompt))
+        begun = self._begun(body, prompt)
+        if begun is not None:
+            return ReasoningParser(form, inside=True) if form.is_open_within(begun) else None
+        return ReasoningParser(form, form.is_open_after(self._tail(prompt)))
+
+    def _think(self, body: ChatBody, prompt: str | list[int]) -> ThinkTokens | None:
+        """Between which tokens the model thinks before the answer's grammar begins; None if it does not."""
+        form = self._reasoning
+        if form is None:
+            return None
+        begun = self._begun(body, prompt)
+        if begun is not None:
+            return self._think_tokens(form, is_open=True) if form.is_open_within(begun) else None
+        tail = self._tail(prompt).rstrip()
+        if tail.endswith(form.end):
+            return None  # the template has switched it off
+        return self._think_tokens(form, form.is_open_after(tail))
+
+    def _think_tokens(self, form: ReasoningFormat, is_open: bool) -> ThinkTokens:
+        token_to_id = required_tokenizer(self._generator).backend.token_to_id
+        start, end = token_to_id(form.start), token_to_id(form.end)
+        if end is None:
+            raise RequestError(
+                400,
+                f"response_format: the model's tokenizer has no token {form.end}, after which the answer begins; start "
+                "the server without --reasoning-parser",
+                param="response_format",
+            )
+        return ThinkTokens(-1 if start is None else start, end, is_open)
+
+    def _tail(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return required_tokenizer(self._generator).decode(prompt[-8:], skip_special_tokens=False)
+
+    def _begun(self, body: ChatBody, prompt: str | list[int]) -> str | None:
+        """The beginning of the answer that is to be continued, None where there is none."""
+        if isinstance(prompt, list) or not body.continue_final_message:
+            return None
         content = body.messages[-1].content
-        begun = content if isinstance(content, str) else "".join(part.text for part in content or ())
-        return ReasoningParser(form, inside=True) if form.is_open_within(begun) else None
+        return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
 def may_call(body: ChatBody) -> bool:

@@ -19,7 +19,7 @@ from fenceline.entrypoints.openai.answer import (
 )
 from fenceline.entrypoints.openai.delivery import Answer, StreamShape, TextFrame
 from fenceline.entrypoints.openai.logprobs import LegacyLogprobs, LegacyLogprobsWriter, join_legacy
-from fenceline.entrypoints.openai.parsing import refuse_completion, sampling_params
+from fenceline.entrypoints.openai.parsing import answer_grammar, refuse_completion, sampling_params
 from fenceline.entrypoints.openai.protocol import CompletionBody
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.sse import while_connected
@@ -80,6 +80,7 @@ class CompletionServing:
     def _inputs(self, body: CompletionBody, rid: str) -> list[GenerateInput]:
         max_new_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         params = sampling_params(body, max_new_tokens, self._model.sampling_defaults)
+        grammar = answer_grammar(body)
         keys = extra_keys(body.cache_salt, body.extra_key, len(body.prompt))
         inputs: list[GenerateInput] = []
         for index, prompt in enumerate(body.prompt):
@@ -96,6 +97,7 @@ class CompletionServing:
                 extra_key=keys[index],
                 priority=body.priority,
                 add_special_tokens=body.add_special_tokens is not False,
+                grammar=grammar,
             )
             inputs.extend(expand_samples(first, body.n))
         return inputs

@@ -25,6 +25,7 @@ from fenceline.ipc.io_struct import (
     FinishReason,
     FlushCacheReq,
     GetInternalStateReq,
+    LoadGrammarReq,
     Message,
     PauseGenerationReq,
     StrOut,
@@ -42,6 +43,8 @@ LOGPROB_TOLERANCE = 1e-4
 _LOWEST = float(np.finfo(np.float32).min)  # the logprob of probability 0
 # At most this share of the compared tokens may differ because of rounding, in addition to one in each run.
 MAX_CLOSE_SHARE = 1e-3
+
+_Asking = FlushCacheReq | PauseGenerationReq | ContinueGenerationReq | GetInternalStateReq | LoadGrammarReq
 
 
 @dataclass(slots=True)
@@ -69,7 +72,7 @@ class _Control:
     """A control message that is to be answered. ``num_pending``: requests that are left when it is carried out.
     ``waits``: a flush that is carried out when none is."""
 
-    message: FlushCacheReq | PauseGenerationReq | ContinueGenerationReq | GetInternalStateReq
+    message: _Asking
     num_pending: int
     paused: bool
     waits: bool = False
@@ -126,7 +129,13 @@ class Transcript:
     def received(self, message: Message) -> None:
         """Record ``message``, which the scheduler gets next."""
         match message:
-            case FlushCacheReq() | GetInternalStateReq() | PauseGenerationReq() | ContinueGenerationReq():
+            case (
+                FlushCacheReq()
+                | GetInternalStateReq()
+                | PauseGenerationReq()
+                | ContinueGenerationReq()
+                | LoadGrammarReq()
+            ):
                 self._asked(message)
             case CancelFlushReq() if message.id in self._open:
                 self._open[message.id].waits = False
@@ -152,9 +161,7 @@ class Transcript:
             case ContinueGenerationReq():
                 self._paused = self._quiet = False
 
-    def _asked(
-        self, message: FlushCacheReq | PauseGenerationReq | ContinueGenerationReq | GetInternalStateReq
-    ) -> None:
+    def _asked(self, message: _Asking) -> None:
         num_pending = self._num_pending()
         waits = isinstance(message, FlushCacheReq) and message.wait and num_pending > 0
         self._open[message.id] = _Control(message, num_pending, self._paused, waits)
@@ -197,7 +204,7 @@ class Transcript:
                 return True, f"paused ({control.message.mode})"
             case ContinueGenerationReq():
                 return True, "generation continues"
-            case GetInternalStateReq():
+            case GetInternalStateReq() | LoadGrammarReq():
                 return True, ""
 
     def _targets(self, message: AbortReq) -> list[Exchange]:
@@ -289,6 +296,9 @@ class _Comparison:
             frequency_penalty=params.frequency_penalty,
             presence_penalty=params.presence_penalty,
             logit_bias=tuple(sorted((params.logit_bias or {}).items())),
+            grammar=exchange.request.grammar,
+            eos_ids=setting.eos_ids if exchange.request.grammar else frozenset(),
+            pieces=PIECES if exchange.request.grammar else (),
         )
 
     def run(self) -> str:
@@ -365,6 +375,8 @@ class _Comparison:
         )
 
     def _end_after(self, num_outputs: int, token: int) -> FinishReason | None:
+        if token in self._query.eos_ids:  # its grammar has ended
+            return FinishReason(type="stop", matched=token)
         if token in self._query.stop_ids and num_outputs >= self._query.min_new_tokens:
             return FinishReason(type="stop", matched=token)
         if num_outputs >= self._limit:

@@ -24,13 +24,16 @@ UNPROVEN = "unproven"  # no arm, or no run
 _EDGE_WORKLOADS = {
     "forward_after_schedule@InputRing.upload": "mixed",
     "forward_after_schedule@PlanRing.planning": "flashinfer",
+    "forward_after_schedule@MaskTable.write": "grammars",
     "schedule_after_forward@InputRing.upload": "row_reuse",
     "schedule_after_forward@PlanRing.planning": "flashinfer",
+    "schedule_after_forward@MaskTable.write": "grammars",
     "copy_after_forward": "prefixes",
     "host_after_copy": "aborts",
     "host_after_forward": "spill",
     "staging_reuse@InputRing.upload": "staging",
     "staging_reuse@PlanRing.planning": "flashinfer",
+    "staging_reuse@MaskTable.write": "grammars",
     "store_after_forward": "offload",
     "forward_after_store": "spill",
     "load_after_forward": "swap",
@@ -181,6 +184,7 @@ _SPECULATIVE_ARMS = (
     ),
     Arm("graph_pool/speculation", "guard", "speculation", _by_guard(StaleMemoryError.checker, "graph_pool")),
     Arm("sink/speculation", "guard", "speculation", _by_guard(BoundsError.checker, "sink")),
+    Arm("mask_rows", "guard", "grammars", _by_guard(FreshnessError.checker, "mask_rows")),
 )
 
 

@@ -20,7 +20,14 @@ from fenceline.mem_cache.page_hash import PageKey
 from fenceline.mem_cache.transfer import Ticket, TransferKind
 from fenceline.memory_order import Points, open_device
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import ExtendBatch, LogprobValues, ScheduleBatch, StepOutput
+from fenceline.model_executor.step import (
+    ExtendBatch,
+    HeldStep,
+    LogprobValues,
+    ScheduleBatch,
+    StepOutput,
+    TokenMasks,
+)
 
 I32 = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
@@ -32,6 +39,7 @@ class Decision:
 
     batch: ScheduleBatch
     output: StepOutput | None = None
+    masks: TokenMasks | None = None  # of a step whose sampling waited for them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,7 +152,11 @@ class _Execution:
         batch = dataclasses.replace(decision.batch, after=Points.none())
         if isinstance(batch, ExtendBatch):
             batch = dataclasses.replace(batch, loads=())
-        expected = self._runner.launch(batch).wait()
+        result = self._runner.launch(batch)
+        if isinstance(result, HeldStep):
+            assert decision.masks is not None, "every launched step is sampled"
+            result = result.sample(decision.masks)
+        expected = result.wait()
         assert decision.output is not None, "every launched step is published"
         return _difference(expected, decision.output)
 

@@ -45,6 +45,11 @@ EVENTS: dict[str, str] = {
     "decode replay": "a decode step replayed, exactly as large as its graph",
     "padded decode replay": "one with padded rows",
     "decode replay with the sampler": "one whose logits go to the sampler with all its features",
+    "masks for some of a batch": "a decode step samples under the masks of some of its requests",
+    "masks after a replay": "the logits of a replay are masked",
+    "masks of a first token": "a prefill step samples under a mask",
+    "mask of a request that has left": "it left while the step's forward ran",
+    "return with a grammar": "a retracted request continues where it was in its grammar",
     "decode beyond the graphs": "a decode step larger than every graph",
     "piecewise replay": "a prefill step in pieces, exactly as large as its graphs",
     "padded piecewise replay": "one with padded rows",
@@ -157,6 +162,7 @@ class Watch:
         self.seen: set[str] = set()
         self._graphs: list[Graph] = []
         self._num_replays: Counter[str] = Counter()
+        self._has_replayed = False  # the latest decode step
         self._num_chunks: Counter[str] = Counter()
         self._namespaces: dict[bytes, set[str]] = {}
         if isinstance(device, VgpuDevice):
@@ -174,6 +180,7 @@ class Watch:
         memory = scheduler.memory
         around(scheduler, "launch", after=self._launched)
         around(scheduler, "publish", before=self._publishes)
+        around(scheduler, "fill_masks", before=self._fills)
         around(scheduler, "abort", before=self._aborts)
         around(scheduler, "retract", before=self._retracts)
         around(scheduler, "with_remaps", before=self._remaps)
@@ -218,6 +225,7 @@ class Watch:
         return list(new)
 
     def _decode(self, batch: DecodeBatch, replayed: list[str]) -> None:
+        self._has_replayed = bool(replayed)
         if not replayed:
             self.note("decode beyond the graphs", self._scheduler.config.cuda_graph_bs)
             return
@@ -247,6 +255,19 @@ class Watch:
             namespaces = self._namespaces.setdefault(req.prompt_ids.tobytes(), set())
             namespaces.add(req.source.extra_key)
             self.note("same prompt in two namespaces", len(namespaces) > 1)
+
+    def _fills(self, flight: InFlight) -> None:
+        batch, rows = flight.batch, flight.batch.constrained
+        if isinstance(batch, ExtendBatch):
+            self.note("masks of a first token")
+            reqs = [req for seq, req in zip(batch.seqs, flight.reqs, strict=True) if seq.sampling is not None]
+        else:
+            self.note("masks for some of a batch", len(rows) < len(batch.rows))
+            self.note("masks after a replay", self._has_replayed)
+            reqs = list(flight.reqs)
+        mine = [reqs[row] for row in rows.tolist()]
+        self.note("mask of a request that has left", any(req.left for req in mine))
+        self.note("return with a grammar", any(req.num_retractions and not req.left for req in mine))
 
     def _publishes(self, flight: InFlight) -> None:
         self.note("a step for a request that has left", any(req.left for req in flight.reqs))

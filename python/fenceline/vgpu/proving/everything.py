@@ -19,6 +19,7 @@ from fenceline.ipc.io_struct import (
 )
 from fenceline.vgpu.proving.events import STATES
 from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TENSOR_CORES
+from fenceline.vgpu.proving.grammars import choose, load_grammars
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
 from fenceline.vgpu.proving.persistent_attention import PERSISTENT
 from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Flag, Flags, Scenario, Script, Workload
@@ -75,19 +76,24 @@ def _requests(script: Script, page_size: int) -> None:
     """
     random, step = script.random, 0
     plain = random.random() < 0.4
+    constrained = not plain and random.random() < 0.5
+    if constrained:
+        load_grammars(script)
     families = [script.prompt(9, 15) for _ in range(4)]
     for first, second in random.choice((((0, 1), (1, 2)), ((0, 1), (2, 3), (0, 1)))):
         third = random.choice((first, second, random.randrange(4)))
         for family in (families[first], families[second], families[third]):
             kept = len(family) if plain or random.random() < 0.7 else random.randrange(len(family))
             prompt = family[:kept] + script.prompt(1, 6)
-            _some(script, step + random.choice((0, 0, 0, 2)), prompt, page_size, plain)
+            _some(script, step + random.choice((0, 0, 0, 2)), prompt, page_size, plain, constrained)
         step += random.choice((random.randint(4, 10), random.randint(16, 30)))
     if random.random() < 0.15:
         script.add(random.randrange(step), script.prompt(120, 130), 1)  # larger than the pool
 
 
-def _some(script: Script, step: int, prompt: list[int], page_size: int, plain: bool) -> None:
+def _some(
+    script: Script, step: int, prompt: list[int], page_size: int, plain: bool, constrained: bool
+) -> None:
     """A request, or two with the same prompt. The two have equal options except the seed, or independent ones."""
     random = script.random
     num_twins = random.choice((1, 1, 1, 2))
@@ -100,6 +106,8 @@ def _some(script: Script, step: int, prompt: list[int], page_size: int, plain: b
             if num_tokens > 1 and random.random() < 0.2:
                 options["min_new_tokens"] = random.randrange(2, num_tokens + 1)
                 options["stop_token_ids"] = tuple(range(16, VOCAB_SIZE))  # which it would say before that
+            if constrained and random.random() < 0.6:
+                options["grammar"] = choose(random)
             if options.get("logprob_start_len", -1) >= len(prompt):
                 options["logprob_start_len"] = len(prompt) - 1
         rid = script.add(step, prompt, num_tokens, **options)

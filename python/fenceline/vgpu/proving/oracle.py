@@ -52,6 +52,9 @@ class Query:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: int = 0  # of AUTOMATA, 0 for none
+    eos_ids: frozenset[int] = frozenset()  # that end an answer with a grammar
+    pieces: tuple[bytes, ...] = ()  # of each id, for its grammar
 
     @property
     def greedy(self) -> bool:
@@ -214,6 +217,8 @@ class Oracle:
 
 def _choose(logits: F64, query: Query, outputs: list[int]) -> Step:
     logits = _adjusted(logits, query, outputs)
+    if query.grammar:
+        logits = np.where(_allowed(query, outputs), logits, -np.inf)
     if query.greedy:
         scaled, scores = logits - logits.max(), logits
         nominal = surely = perhaps = np.ones(len(logits), dtype=bool)
@@ -237,9 +242,65 @@ def _adjusted(logits: F64, query: Query, outputs: list[int]) -> F64:
         logits[token] = score * query.repetition_penalty if score < 0 else score / query.repetition_penalty
     for token in set(outputs):
         logits[token] -= query.frequency_penalty * outputs.count(token) + query.presence_penalty
-    if len(outputs) < query.min_new_tokens:
+    if len(outputs) < query.min_new_tokens and not query.grammar:
         logits[list(query.stop_ids)] = -np.inf
     return logits
+
+
+@dataclass(frozen=True, slots=True)
+class Automaton:
+    """Over bytes: from state 0 along ``edges`` to one of ``ends``, which every state can reach."""
+
+    edges: dict[tuple[int, int], int]
+    ends: frozenset[int]
+
+    def after(self, text: bytes, state: int | None = 0) -> int | None:
+        """The state behind ``text``, None if there is none."""
+        for byte in text:
+            state = None if state is None else self.edges.get((state, byte))
+        return state
+
+
+def _automaton(edges: Sequence[tuple[int, str | bytes, int]], ends: Sequence[int]) -> Automaton:
+    """``edges``: from a state, by any of these bytes, to a state."""
+    table = {}
+    for state, labels, following in edges:
+        for byte in labels.encode() if isinstance(labels, str) else labels:
+            table[state, byte] = following
+    return Automaton(table, frozenset(ends))
+
+
+# By number: (th|he|a)+\\.   [a-e ]{2,6}!?   é?(no|on){1,3}
+AUTOMATA = {
+    1: _automaton(
+        [(0, "t", 1), (0, "h", 2), (0, "a", 3), (3, "t", 1), (3, "h", 2), (3, "a", 3)]
+        + [(1, "h", 3), (2, "e", 3), (3, ".", 4)],
+        [4],
+    ),
+    2: _automaton(
+        [(s, "abcde ", s + 1) for s in range(6)] + [(s, "!", 7) for s in range(2, 7)], [*range(2, 7), 7]
+    ),
+    3: _automaton(
+        [(10, b"\xa9", 11), (0, b"\xc3", 10), (11, b"n", 1), (11, b"o", 2)]
+        + [(3 * s, b"n", 3 * s + 1) for s in range(3)]
+        + [(3 * s, b"o", 3 * s + 2) for s in range(3)]
+        + [(3 * s + 1, b"o", 3 * s + 3) for s in range(3)]
+        + [(3 * s + 2, b"n", 3 * s + 3) for s in range(3)],
+        [3, 6, 9],
+    ),
+}
+
+
+def _allowed(query: Query, outputs: list[int]) -> npt.NDArray[np.bool_]:
+    """[V]: which tokens may come after ``outputs`` in the query's grammar."""
+    automaton = AUTOMATA[query.grammar]
+    state = automaton.after(b"".join(query.pieces[token] for token in outputs))
+    assert state is not None, "every output was allowed"
+    allowed = np.array([bool(piece) and automaton.after(piece, state) is not None for piece in query.pieces])
+    # An answer that may go on does not end before it has as many tokens as it must.
+    if state in automaton.ends and not (allowed.any() and len(outputs) < query.min_new_tokens):
+        allowed[list(query.eos_ids)] = True
+    return allowed
 
 
 def _kept(scaled: F64, query: Query) -> tuple[npt.NDArray[np.bool_], ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -21,8 +22,10 @@ from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.step import (
     Completions,
     ForwardResult,
+    HeldStep,
     ScheduleBatch,
     StepOutput,
+    TokenMasks,
     drain_completions,
 )
 from fenceline.vgpu.proving.decisions import Decision, Event, Fetched, Kept, Transfer, host_bytes
@@ -64,12 +67,18 @@ class RecordedWorker:
         """See ModelRunner."""
         return drain_completions(self.hicache, self.storage, awaited)
 
-    def launch(self, batch: ScheduleBatch) -> ForwardResult:
+    def launch(self, batch: ScheduleBatch) -> ForwardResult | HeldStep:
         """See ModelRunner."""
         result = self._runner.launch(batch)
         decision = Decision(batch)
         self._events.append(decision)
+        if isinstance(result, HeldStep):
+            return HeldStep(result.done, partial(self._sample, result, decision))
         return cast(ForwardResult, _RecordedResult(result, decision))
+
+    def _sample(self, held: HeldStep, decision: Decision, masks: TokenMasks) -> ForwardResult:
+        decision.masks = masks
+        return cast(ForwardResult, _RecordedResult(held.sample(masks), decision))
 
 
 class _RecordedResult:

@@ -26,6 +26,7 @@ from fenceline.model_executor.step import (
     ExtendSeq,
     PageWrites,
     ScheduleBatch,
+    constrained_rows,
 )
 from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.sampling.sampling_params import SamplingParams
@@ -248,13 +249,15 @@ class _Reader:
 
     def _decode(self, step: Mapping[str, Any]) -> DecodeBatch:
         composition = self._composition(step)
+        sampling = tuple(self._samplings[index] for index in composition["sampling"])
         return DecodeBatch(
             composition=step["composition"],
             rows=_ints(composition["rows"]),
             seq_lens=_ints(step["seq_lens"]),
-            sampling=tuple(self._samplings[index] for index in composition["sampling"]),
+            sampling=sampling,
             page_writes=self._page_writes(step),
             after=Points.none(),
+            constrained=constrained_rows(sampling),
         )
 
     def _extend(self, step: Mapping[str, Any]) -> ExtendBatch:
@@ -302,6 +305,7 @@ def _sampling(facts: Mapping[str, Any]) -> ReqSampling:
         return_logprob=facts["return_logprob"],
         top_logprobs_num=min(facts["top_logprobs_num"], _MAX_TOP),
         token_ids_logprob=_named(facts["token_ids_logprob"]),
+        constrained=facts["constrained"],
     )
 
 

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.ipc.io_struct import TokenizedGenerateReq
-from fenceline.model_executor.step import ExtendBatch, ScheduleBatch, Worker
+from fenceline.model_executor.step import ExtendBatch, HeldStep, ScheduleBatch, Worker
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import Inbox, InFlight, Outbox, Scheduler
 from fenceline.vgpu.proving.answers import Sharing
@@ -57,6 +57,11 @@ class WatchedScheduler(Scheduler):
                     self.sharing.admit(req.source, req.prompt_ids.tolist())
         with nullcontext() if self._tags is None else self._tags.step(batch, reqs):
             return super().launch(batch, reqs)
+
+    def sample_held(self, flight: InFlight, held: HeldStep) -> InFlight:
+        """See Scheduler."""
+        with nullcontext() if self._tags is None else self._tags.rest_of_step():
+            return super().sample_held(flight, held)
 
     def publish(self, flight: InFlight) -> None:
         """See Scheduler."""

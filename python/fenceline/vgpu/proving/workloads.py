@@ -18,6 +18,7 @@ from fenceline.ipc.io_struct import (
 )
 from fenceline.vgpu.proving.everything import EVERYTHING
 from fenceline.vgpu.proving.flashinfer_library import FLASHINFER
+from fenceline.vgpu.proving.grammars import GRAMMARS
 from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
 from fenceline.vgpu.proving.script import GRAPH_CONTEXT, Scenario, Script, Workload
@@ -287,6 +288,7 @@ WORKLOADS: dict[str, Workload] = {
         ),
         Workload("buckets", "F11: more requests than the largest graph holds", _buckets),
         Workload("growth", "uploads and results that outgrow the rings", _growth),
+        GRAMMARS,
         *HICACHE_WORKLOADS,
         Workload("launched", "attention by launches of our own kernels", _attention(LAUNCHED), share=3),
         Workload(

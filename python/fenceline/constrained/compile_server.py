@@ -1,0 +1,184 @@
+"""The process that compiles grammars, each in a child of its own with limits on time and memory.
+
+A compiler cannot be stopped from inside, and a schema of a few hundred bytes can keep it busy for minutes. This
+process loads the library and the vocabulary once, and forks for every grammar; what a child does not give back within
+its limits is refused. Others meanwhile have children of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+
+import msgspec
+import psutil
+
+from fenceline.constrained.spec import GrammarSpec
+
+logger = logging.getLogger(__name__)
+
+MAX_CPU_S = 5
+MAX_WALL_S = 30.0  # where cores are few, or the machine is busy
+MAX_MEMORY_BYTES = 1 << 30  # beyond what the process has that it is forked from
+_NICENESS = 5
+_READ_BYTES = 1 << 20
+
+
+class CompileJob(msgspec.Struct, frozen=True):
+    """A grammar to be compiled."""
+
+    id: int
+    spec: GrammarSpec
+    max_whitespace: int | None
+
+
+class Compiled(msgspec.Struct, frozen=True):
+    """What has come of a job: the grammar, or why there is none. The first of a process has ``id`` 0 and the
+    vocabulary."""
+
+    id: int
+    data: bytes = b""
+    error: str = ""
+
+
+class VocabularySource(msgspec.Struct, frozen=True):
+    """See :func:`fenceline.constrained.compile.make_vocabulary`."""
+
+    tokenizer_json: str
+    special_ids: frozenset[int]
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Child:
+    id: int
+    pid: int
+    file: int  # the pipe's end that is read
+    deadline: float
+    parts: list[bytes] = field(default_factory=list)
+
+
+def serve(connection: Connection, source: VocabularySource, num_children: int) -> None:
+    """The process's entry: load, say so with the vocabulary, and compile until the other end is closed."""
+    os.nice(_NICENESS)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+    try:
+        from fenceline.constrained.compile import compile_grammar, make_vocabulary
+
+        vocabulary = make_vocabulary(
+            source.tokenizer_json, source.special_ids, source.vocab_size, source.eos_token_ids
+        )
+        connection.send_bytes(msgspec.msgpack.encode(Compiled(0, vocabulary.serialize_json().encode())))
+    except Exception as error:
+        logger.exception("grammars cannot be compiled")
+        connection.send_bytes(msgspec.msgpack.encode(Compiled(0, error=f"{type(error).__name__}: {error}")))
+        return
+    memory = psutil.Process().memory_info().vms + MAX_MEMORY_BYTES
+    _Server(
+        connection,
+        num_children,
+        memory,
+        lambda job: compile_grammar(vocabulary, job.spec, job.max_whitespace),
+    ).run()
+
+
+class _Server:
+    def __init__(
+        self, connection: Connection, num_children: int, memory: int, work: Callable[[CompileJob], bytes]
+    ) -> None:
+        self._connection = connection
+        self._num_children = num_children
+        self._memory = memory
+        self._work = work
+        self._jobs: deque[CompileJob] = deque()
+        self._children: dict[int, _Child] = {}  # by file
+
+    def run(self) -> None:
+        """Until the other end is closed."""
+        decoder = msgspec.msgpack.Decoder(CompileJob)
+        while True:
+            for ready in wait([self._connection, *self._children], self._patience()):
+                if ready is self._connection:
+                    try:
+                        self._jobs.append(decoder.decode(self._connection.recv_bytes()))
+                    except EOFError:
+                        for child in self._children.values():
+                            os.kill(child.pid, signal.SIGKILL)
+                        return
+                elif isinstance(ready, int):
+                    self._read(self._children[ready])
+            now = time.monotonic()
+            for child in self._children.values():
+                if child.deadline <= now:
+                    os.kill(child.pid, signal.SIGKILL)  # its pipe then ends
+            while self._jobs and len(self._children) < self._num_children:
+                self._start(self._jobs.popleft())
+
+    def _patience(self) -> float | None:
+        if not self._children:
+            return None
+        return max(min(child.deadline for child in self._children.values()) - time.monotonic(), 0.05)
+
+    def _start(self, job: CompileJob) -> None:
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(read)
+                _compile_and_write(self._work, job, write, self._memory)
+            finally:
+                os._exit(1)
+        os.close(write)
+        self._children[read] = _Child(job.id, pid, read, time.monotonic() + MAX_WALL_S)
+
+    def _read(self, child: _Child) -> None:
+        data = os.read(child.file, _READ_BYTES)
+        if data:
+            child.parts.append(data)
+            return
+        os.close(child.file)
+        del self._children[child.file]
+        _, status = os.waitpid(child.pid, 0)
+        self._connection.send_bytes(msgspec.msgpack.encode(_result(child, os.waitstatus_to_exitcode(status))))
+
+
+def _result(child: _Child, status: int) -> Compiled:
+    if status == 0:
+        made = msgspec.msgpack.decode(b"".join(child.parts), type=Compiled)
+        return msgspec.structs.replace(made, id=child.id)
+    if status in (-signal.SIGXCPU, -signal.SIGKILL):
+        reason = f"it takes more than {MAX_CPU_S} s to compile"
+    else:
+        reason = f"the compiler failed, or needs more than {MAX_MEMORY_BYTES >> 20} MiB"
+    return Compiled(child.id, error=f"{reason}: make it smaller, or nest it less deep")
+
+
+def _compile_and_write(work: Callable[[CompileJob], bytes], job: CompileJob, file: int, memory: int) -> None:
+    """A child's whole life."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    quiet = os.open(os.devnull, os.O_WRONLY)  # the library warns of what is refused
+    os.dup2(quiet, sys.stderr.fileno())
+    try:
+        made = Compiled(job.id, work(job))
+    except ValueError as error:
+        made = Compiled(job.id, error=str(error) or "the compiler gives no reason")
+    except RecursionError:
+        made = Compiled(job.id, error="it is nested too deep")
+    except MemoryError:
+        os._exit(1)
+    left = memoryview(msgspec.msgpack.encode(made))
+    while left:
+        left = left[os.write(file, left) :]
+    os._exit(0)

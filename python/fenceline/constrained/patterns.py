@@ -1,0 +1,96 @@
+"""Which regular expressions the grammar library takes at their word.
+
+xgrammar refuses some constructs with an error, but reads others as something else: anchors in the middle and
+look-aheads in a string's pattern are ignored, unknown escapes stand for their letter, and in a string's pattern a
+literal quote or control character is written as it is, where JSON needs an escape. All of these are refused here.
+"""
+
+from __future__ import annotations
+
+_CLASSES = "dDwWsS"
+_CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
+_HEX_DIGITS = {"x": 2, "u": 4}
+
+
+def check_pattern(pattern: str, in_json: bool) -> None:
+    """Raise ValueError with the reason for a construct that would not mean what it says. ``in_json``: the pattern is
+    of a string within JSON, where some characters need an escape.
+
+    The pattern has to match the whole text, as in xgrammar; whether it is well-formed is the library's to say.
+    """
+    _Scan(pattern, in_json).run()
+
+
+class _Scan:
+    def __init__(self, pattern: str, in_json: bool) -> None:
+        self._pattern = pattern
+        self._in_json = in_json
+        self._at = 0
+        self._depth = 0
+        self._in_class = False
+
+    def run(self) -> None:
+        """One character, escape or opening of a group after the other."""
+        while self._at < len(self._pattern):
+            start = self._at
+            char = self._pattern[start]
+            self._at += 1
+            if char == "\\":
+                self._escape()
+            elif self._in_class:
+                self._in_class = char != "]"
+            elif char == "[":
+                self._in_class = True
+                # A bracket that is the first of its class is one of the class.
+                if self._pattern[self._at : self._at + 1] == "^":
+                    self._at += 1
+                if self._pattern[self._at : self._at + 1] == "]":
+                    raise self._error("write ] in a class as \\]")
+            elif char == "(":
+                self._depth += 1
+                self._group()
+            elif char == ")":
+                self._depth -= 1
+            elif char == "^":
+                before = self._pattern[:start]
+                if before and not (before.endswith("|") and self._depth == 0):
+                    raise self._error("^ is only possible at the beginning")
+            elif char == "$":
+                after = self._pattern[self._at :]
+                if after and not (after.startswith("|") and self._depth == 0):
+                    raise self._error("$ is only possible at the end")
+            else:
+                self._literal(ord(char))
+
+    def _group(self) -> None:
+        rest = self._pattern[self._at :]
+        if not rest.startswith("?") or rest.startswith("?:"):
+            return
+        named = rest.startswith(("?P<", "?<")) and not rest.startswith(("?<=", "?<!"))
+        end = rest.find(">")
+        if not named or end < 0:
+            raise self._error("only groups of the kinds (...), (?:...) and (?<name>...) are possible")
+        self._at += end + 1
+
+    def _escape(self) -> None:
+        char = self._pattern[self._at : self._at + 1]
+        self._at += 1
+        if char in _HEX_DIGITS:
+            digits = self._pattern[self._at : self._at + _HEX_DIGITS[char]]
+            if len(digits) != _HEX_DIGITS[char] or not all(d in "0123456789abcdefABCDEF" for d in digits):
+                raise self._error(f"\\{char} takes {_HEX_DIGITS[char]} hexadecimal digits")
+            self._at += len(digits)
+            self._literal(int(digits, 16))
+        elif char in _CONTROLS:
+            self._literal(_CONTROLS[char])
+        elif not char or (char.isalnum() and char not in _CLASSES):
+            raise self._error(f"\\{char} is not possible")
+        elif char not in _CLASSES:
+            self._literal(ord(char))
+
+    def _literal(self, code: int) -> None:
+        if self._in_json and not self._in_class and (code < 0x20 or code in (0x22, 0x5C)):
+            raise self._error(f"the character {chr(code)!r}, which JSON escapes, is not possible")
+
+    def _error(self, reason: str) -> ValueError:
+        return ValueError(f"the regular expression {self._pattern[:60]!r}: {reason}")

@@ -1,0 +1,279 @@
+"""GrammarClient: the front end's view of compiled grammars: which there are, and who compiles the others.
+
+A grammar is compiled once, in a process apart (:mod:`fenceline.constrained.compile_server`), sent to the scheduler, and
+named by a number from then on. Those that have not been used for the longest time are forgotten, here and there, when
+there are too many; why one could not be compiled is remembered as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import msgspec
+
+from fenceline.config import num_usable_cores
+from fenceline.config.engine_config import EngineConfig
+from fenceline.constrained.compile_server import Compiled, CompileJob, VocabularySource, serve
+from fenceline.constrained.spec import MAX_GRAMMAR_CHARS, GrammarSpec, max_whitespace
+from fenceline.frontend.control import ControlClient
+from fenceline.frontend.request_types import RequestError, shutting_down
+from fenceline.frontend.tokenizer import Tokenizer
+from fenceline.ipc.child_process import signals_blocked
+
+logger = logging.getLogger(__name__)
+
+MAX_GRAMMARS = 1024
+MAX_GRAMMAR_BYTES = 256 << 20  # of all compiled grammars
+MAX_ERRORS = 4096
+MAX_WAITING = 1024  # to be compiled
+
+
+class _Grammar:
+    """One that is compiled, or being compiled. ``users``: requests that are being prepared and will name it."""
+
+    __slots__ = ("num_bytes", "number", "ready", "users")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.ready: asyncio.Task[None] | None = None
+        self.num_bytes = 0
+        self.users = 0
+
+
+class GrammarClient:
+    """Lives on one event loop."""
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, control: ControlClient) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._control = control
+        self._max_whitespace = max_whitespace(config.server_args.constrained_json_whitespace_pattern)
+        self._grammars: OrderedDict[GrammarSpec, _Grammar] = OrderedDict()
+        self._errors: OrderedDict[GrammarSpec, str] = OrderedDict()
+        self._num_bytes = 0
+        self._num_made = 0
+        self._forgotten: list[int] = []  # and not told yet
+        self._process: CompileProcess | None = None
+        self._vocabulary_sent = False
+        self._loading = asyncio.Lock()  # one grammar is sent after the other
+        self._closed = False
+
+    @contextmanager
+    def using(self) -> Iterator[list[_Grammar]]:
+        """While requests are prepared, the grammars that :meth:`number_of` adds to the list are not forgotten."""
+        used: list[_Grammar] = []
+        try:
+            yield used
+        finally:
+            for grammar in used:
+                grammar.users -= 1
+
+    def check(self, spec: GrammarSpec) -> None:
+        """Raise RequestError (400) for a grammar that cannot be had whatever it says."""
+        reason = None
+        if self._config.server_args.grammar_backend == "none":
+            reason = "this server runs with --grammar-backend none: answers cannot be constrained"
+        elif self._config.server_args.tp_size > 1:
+            reason = "several ranks (--tp-size) do not constrain answers yet"
+        elif self._tokenizer is None:
+            reason = "this server runs with --skip-tokenizer-init: without a vocabulary answers cannot be constrained"
+        elif len(spec.text) > MAX_GRAMMAR_CHARS:
+            reason = f"{spec.kind} may have {MAX_GRAMMAR_CHARS} characters, got {len(spec.text)}"
+        if reason is not None:
+            raise RequestError(400, reason, param=spec.kind)
+        try:
+            spec.text.encode()
+        except UnicodeEncodeError:
+            raise RequestError(
+                400, f"{spec.kind} has half a surrogate pair: it is not Unicode text", param=spec.kind
+            ) from None
+
+    async def number_of(self, spec: GrammarSpec, used: list[_Grammar]) -> int:
+        """The number under which the scheduler knows the compiled ``spec``, at least until ``used``, of :meth:`using`,
+        ends. Raises RequestError (400) with the reason where it cannot be compiled."""
+        while True:
+            if (reason := self._errors.get(spec)) is not None:
+                self._errors.move_to_end(spec)
+                raise RequestError(400, f"{spec.kind}: {reason}", param=spec.kind)
+            grammar = self._grammars.get(spec)
+            if grammar is None:
+                grammar = self._begin(spec)
+            self._grammars.move_to_end(spec)
+            grammar.users += 1
+            used.append(grammar)
+            assert grammar.ready is not None
+            # Others may wait for the same one: whoever leaves does not end it.
+            await asyncio.shield(grammar.ready)
+            if spec in self._grammars:
+                return grammar.number
+
+    def close(self) -> None:
+        """End the process that compiles. Who waits for it gets RequestError (503)."""
+        self._closed = True
+        if self._process is not None:
+            self._process.close()
+
+    def _begin(self, spec: GrammarSpec) -> _Grammar:
+        if self._closed:
+            raise shutting_down()
+        waiting = sum(not grammar.ready.done() for grammar in self._grammars.values() if grammar.ready)
+        if waiting >= MAX_WAITING:
+            raise RequestError(503, f"{waiting} other grammars wait to be compiled; try again later")
+        self._num_made += 1
+        grammar = self._grammars[spec] = _Grammar(self._num_made)
+        grammar.ready = asyncio.get_running_loop().create_task(self._make(spec, grammar))
+        grammar.ready.add_done_callback(_note_error)
+        return grammar
+
+    async def _make(self, spec: GrammarSpec, grammar: _Grammar) -> None:
+        """Compile ``spec`` and have the scheduler take it in."""
+        try:
+            process = self._running_process()
+            vocabulary = await process.vocabulary
+            made = await process.compile(spec, self._max_whitespace)
+            if made.error:
+                self._errors[spec] = made.error
+                if len(self._errors) > MAX_ERRORS:
+                    self._errors.popitem(last=False)
+                raise RequestError(400, f"{spec.kind}: {made.error}", param=spec.kind)
+            async with self._loading:
+                grammar.num_bytes = len(made.data)
+                self._num_bytes += grammar.num_bytes
+                self._forget()
+                forgotten, self._forgotten = self._forgotten, []
+                first = b"" if self._vocabulary_sent else vocabulary
+                reply = await self._control.load_grammar(grammar.number, made.data, first, forgotten)
+                if not reply.success:
+                    raise RequestError(500, f"the grammar could not be loaded: {reply.message}")
+                self._vocabulary_sent = True
+        except BaseException:
+            self._num_bytes -= grammar.num_bytes
+            del self._grammars[spec]
+            raise
+
+    def _forget(self) -> None:
+        """Drop those that have not been used for the longest time, until there are not too many."""
+        for spec in list(self._grammars):
+            if len(self._grammars) <= MAX_GRAMMARS and self._num_bytes <= MAX_GRAMMAR_BYTES:
+                return
+            grammar = self._grammars[spec]
+            if grammar.users == 0 and grammar.ready is not None and grammar.ready.done():
+                del self._grammars[spec]
+                self._num_bytes -= grammar.num_bytes
+                self._forgotten.append(grammar.number)
+
+    def _running_process(self) -> CompileProcess:
+        if self._closed:
+            raise shutting_down()
+        if self._process is None or self._process.ended:
+            assert self._tokenizer is not None, "checked before"
+            source = VocabularySource(
+                self._tokenizer.backend.to_str(),
+                self._tokenizer.special_ids,
+                self._config.model.vocab_size,
+                tuple(self._config.model.eos_token_ids),
+            )
+            self._process = CompileProcess(source)
+        return self._process
+
+
+def _note_error(task: asyncio.Task[None]) -> None:
+    """Whoever waits for the task gets its error; where nobody does any more, it is not to be logged."""
+    if not task.cancelled():
+        task.exception()
+
+
+class CompileProcess:
+    """The process that compiles, seen from the event loop. ``vocabulary`` comes once it is ready."""
+
+    def __init__(self, source: VocabularySource) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.vocabulary: asyncio.Future[bytes] = self._loop.create_future()
+        self.vocabulary.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self.ended = False
+        self._waiting: dict[int, asyncio.Future[Compiled]] = {}
+        self._num_jobs = 0
+        self._sending = threading.Lock()
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        # Half of the cores, so that generation has the others; two, so that nobody waits for one alone.
+        num_children = min(8, max(2, num_usable_cores() // 2))
+        self._process: BaseProcess = context.Process(
+            target=serve, args=(theirs, source, num_children), name="grammar-compiler", daemon=True
+        )
+        threading.Thread(target=self._read, args=(theirs,), name="grammar-compiler", daemon=True).start()
+
+    async def compile(self, spec: GrammarSpec, max_whitespace: int | None) -> Compiled:
+        """What comes of ``spec``. Raises RequestError (503) if the process ends meanwhile."""
+        self._num_jobs += 1
+        job = CompileJob(self._num_jobs, spec, max_whitespace)
+        future = self._waiting[job.id] = self._loop.create_future()
+        try:
+            await self._loop.run_in_executor(None, self._send, msgspec.msgpack.encode(job))
+            made: Compiled = await future
+            return made
+        except OSError as error:
+            raise _gone() from error
+        finally:
+            self._waiting.pop(job.id, None)
+
+    def close(self) -> None:
+        """End it."""
+        if self._process.pid is not None:
+            self._process.kill()
+
+    def _send(self, data: bytes) -> None:
+        with self._sending:
+            self._connection.send_bytes(data)
+
+    def _read(self, theirs: Connection) -> None:
+        """The thread that starts the process, since that takes a while, and reads what comes."""
+        decoder = msgspec.msgpack.Decoder(Compiled)
+        try:
+            with signals_blocked():
+                self._process.start()
+            theirs.close()
+            while True:
+                made = decoder.decode(self._connection.recv_bytes())
+                self._call(self._resolve, made)
+        except (EOFError, OSError):
+            self._call(self._fail)
+
+    def _call(self, function: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            pass  # the loop is closed
+
+    def _resolve(self, made: Compiled) -> None:
+        if made.id == 0:
+            if made.error:
+                self.vocabulary.set_exception(
+                    RequestError(500, f"grammars cannot be compiled for this tokenizer: {made.error}")
+                )
+            else:
+                self.vocabulary.set_result(made.data)
+            return
+        future = self._waiting.get(made.id)
+        if future is not None and not future.done():
+            future.set_result(made)
+
+    def _fail(self) -> None:
+        self.ended = True
+        if not self.vocabulary.done():
+            self.vocabulary.set_exception(_gone())
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(_gone())
+
+
+def _gone() -> RequestError:
+    return RequestError(503, "the grammar could not be compiled: the process that does it ended; try again")

@@ -1,0 +1,68 @@
+"""Grammars of the proof: regular expressions over the tiny model's letters, compiled once in a process.
+
+The oracle knows each of them as an automaton of its own (``oracle.AUTOMATA``).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from random import Random
+
+from fenceline.constrained.compile import compile_grammar, make_vocabulary
+from fenceline.constrained.spec import GrammarSpec
+from fenceline.ipc.io_struct import LoadGrammarReq
+from fenceline.vgpu.proving.script import Scenario, Script, Workload
+from fenceline.vgpu.proving.tiny_model import EOS_TOKEN, VOCAB_SIZE, tiny_tokenizer
+
+# By the numbers that requests name. Ends that must come, that may come in several places, and half characters.
+EXPRESSIONS = {1: r"(th|he|a)+\.", 2: "[a-e ]{2,6}!?", 3: "\u00e9?(no|on){1,3}"}
+
+
+@lru_cache
+def _compiled() -> tuple[bytes, dict[int, bytes]]:
+    tokenizer = tiny_tokenizer()
+    vocabulary = make_vocabulary(tokenizer.backend.to_str(), tokenizer.special_ids, VOCAB_SIZE, (EOS_TOKEN,))
+    grammars = {
+        number: compile_grammar(vocabulary, GrammarSpec("regex", text), None)
+        for number, text in EXPRESSIONS.items()
+    }
+    return vocabulary.serialize_json().encode(), grammars
+
+
+def load_grammars(script: Script) -> None:
+    """All of them arrive before the first request."""
+    vocabulary, grammars = _compiled()
+    for number, data in grammars.items():
+        first = vocabulary if number == 1 else b""
+        script.send(0, LoadGrammarReq(id=f"grammar {number}", grammar=number, data=data, vocabulary=first))
+
+
+def choose(random: Random) -> int:
+    """A grammar's number."""
+    return random.choice(list(EXPRESSIONS))
+
+
+def _grammars(random: Random) -> Scenario:
+    """Rows change hands between requests with a grammar and others, which ignore the end of the sequence: what they
+    say is not what a mask allows. Steps with masks follow steps without."""
+    script = Script(random)
+    load_grammars(script)
+    for index in range(7):
+        options = script.options()
+        if random.random() < 0.55:
+            options |= {"grammar": choose(random)}
+        else:
+            options |= {"ignore_eos": True}
+        script.add(index * random.randint(0, 3), script.prompt(1, 9), random.randint(2, 9), **options)
+    return script.scenario(
+        max_total_tokens=random.choice((28, 96)),
+        max_running_requests=3,
+        chunked_prefill_size=random.choice((4, 16)),
+        page_size=4,
+        schedule_conservativeness=random.choice((0.01, 1.0)),
+        **script.graphs(2, 3),
+        **script.in_turn(),
+    )
+
+
+GRAMMARS = Workload("grammars", "masks from the host for some requests of a step", _grammars, share=3)

@@ -1,0 +1,98 @@
+"""Constrained answers of the whole engine: every one that ends by itself is valid, whatever else runs beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from random import Random
+from typing import Any
+
+import pytest
+from json_schemas import generated_schema, problem
+
+import fenceline
+
+_NUM_SCHEMAS = 24
+_AMBIGUOUS = 'root ::= ("a" | "aa" | root root root)+ "b"'
+_FLAGS = {
+    "model_path": "demo",
+    "constrained_json_whitespace_pattern": "",
+    "max_total_tokens": 560,
+    "max_running_requests": 16,
+    "chunked_prefill_size": 64,
+    "schedule_conservativeness": 0.01,  # so that requests are retracted
+    "log_level": "error",
+}
+
+
+async def _ask(engine: fenceline.Engine, prompt: str, params: dict[str, Any]) -> dict[str, Any]:
+    answer = await engine.async_generate(prompt, params)
+    assert isinstance(answer, dict)
+    return answer
+
+
+async def _all(engine: fenceline.Engine) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Pairs of a schema, empty for a request without one, and its answer."""
+    random = Random(5)
+    asked: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for index in range(_NUM_SCHEMAS):
+        schema = generated_schema(random, depth=1 + index % 4)
+        params = {"temperature": random.choice((0.0, 1.0)), "max_new_tokens": 400, "sampling_seed": index}
+        asked.append((schema, params | {"json_schema": json.dumps(schema)}))
+        asked.append(({}, {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}))
+    answers = await asyncio.gather(
+        *[_ask(engine, f"Q: What is {n} + 30?\nA:", params) for n, (_, params) in enumerate(asked)]
+    )
+    return [(schema, answer) for (schema, _), answer in zip(asked, answers, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_generated_schemas_are_followed_under_mixed_load(load_format: str) -> None:
+    with fenceline.Engine(load_format=load_format, **_FLAGS) as engine:
+        pairs = asyncio.run(_all(engine))
+        plain = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
+        alone = engine.generate("Q: What is 1 + 30?\nA:", plain)
+    ended = 0
+    for schema, answer in pairs:
+        if schema and answer["meta_info"]["finish_reason"]["type"] == "stop":
+            ended += 1
+            assert problem(json.loads(answer["text"]), schema, schema) == "", answer["text"]
+    assert ended >= 0.9 * _NUM_SCHEMAS
+    assert sum(answer["meta_info"]["num_retractions"] for _, answer in pairs) > 0
+    assert pairs[1][1]["output_ids"] == alone["output_ids"]  # who has no grammar is not touched by others'
+
+
+@pytest.mark.slow
+def test_an_engine_takes_every_kind_of_grammar_and_refuses_what_it_cannot_enforce() -> None:
+    with fenceline.Engine(model_path="demo", log_level="error") as engine:
+        matched = engine.generate(
+            "Q:", {"regex": "[0-9]{3}-[a-c]{2}", "max_new_tokens": 20, "n": 3, "temperature": 2}
+        )
+        assert all(re.fullmatch("[0-9]{3}-[a-c]{2}", answer["text"]) for answer in matched)
+        chosen = engine.generate(
+            "Q:", {"ebnf": 'root ::= "yes" | "no"', "min_new_tokens": 9, "ignore_eos": True}
+        )
+        assert chosen["text"] in ("yes", "no")
+        tag = {
+            "type": "tag",
+            "begin": "<a>",
+            "content": {"type": "regex", "pattern": "[xy]{2}"},
+            "end": "</a>",
+        }
+        tagged = engine.generate("Q:", {"structural_tag": {"type": "structural_tag", "format": tag}})
+        assert re.fullmatch("<a>[xy]{2}</a>", tagged["text"])
+        scored = engine.generate("Q:", {"regex": "7"}, return_logprob=True, top_logprobs_num=2)
+        assert scored["meta_info"]["output_token_logprobs"][0][0] == 0.0  # nothing else could come
+        for params, reason in (
+            ({"json_schema": {"not": {}}}, "not is not enforced"),
+            ({"regex": "a("}, "parenthesis"),
+            ({"regex": "a", "ebnf": "b"}, "exclude each other"),
+            ({"ebnf": _AMBIGUOUS, "max_new_tokens": 4000}, "too long for each token"),
+        ):  # fmt: skip
+            with pytest.raises((ValueError, RuntimeError), match=reason):
+                engine.generate("Q:", params)
+    with fenceline.Engine(model_path="demo", grammar_backend="none", log_level="error") as engine:
+        with pytest.raises(ValueError, match="--grammar-backend none"):
+            engine.generate("Q:", {"regex": "a"})

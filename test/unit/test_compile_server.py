@@ -1,0 +1,68 @@
+"""The process that compiles grammars: whatever a grammar does to its compiler, others are compiled meanwhile."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import msgspec
+import pytest
+from grammar_work import NUM_CHILDREN, serve_work
+
+from fenceline.constrained.compile_server import Compiled, CompileJob
+from fenceline.constrained.spec import GrammarSpec
+
+
+@pytest.fixture
+def server() -> Iterator[Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve_work, args=(theirs,))
+    process.start()
+    theirs.close()
+    yield ours
+    ours.close()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def _send(server: Connection, id: int, text: str) -> None:
+    server.send_bytes(msgspec.msgpack.encode(CompileJob(id, GrammarSpec("regex", text), None)))
+
+
+def _receive(server: Connection) -> Compiled:
+    assert server.poll(120)
+    return msgspec.msgpack.decode(server.recv_bytes(), type=Compiled)
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_others_do_not_wait_for_it(server: Connection) -> None:
+    _send(server, 1, "loop")
+    for id in range(2, 6):
+        _send(server, id, "fine")
+    answers = [_receive(server) for _ in range(5)]
+    assert [answer.id for answer in answers] == [2, 3, 4, 5, 1]
+    assert all(answer.data == b"fine" * 100_000 for answer in answers[:4])
+    assert "takes more than 1 s to compile" in answers[4].error
+
+
+def test_as_many_as_there_are_children_end_before_the_next_begin(server: Connection) -> None:
+    for id in range(NUM_CHILDREN):
+        _send(server, id + 1, "loop")
+    _send(server, 9, "fine")
+    answers = [_receive(server) for _ in range(NUM_CHILDREN + 1)]
+    assert answers[0].error
+    assert {answer.id for answer in answers if not answer.error} == {9}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("eat", "needs more than"), ("crash", "the compiler failed"), ("refuse", "this is why")],
+)
+def test_a_compiler_that_fails_says_why_and_the_next_grammar_is_compiled(
+    server: Connection, text: str, reason: str
+) -> None:
+    _send(server, 1, text)
+    assert reason in _receive(server).error
+    _send(server, 2, "fine")
+    assert _receive(server).data
