@@ -203,7 +203,8 @@ class HeldStep:
     """A step whose forward has been submitted, and whose sampling waits for the host's masks: which tokens may come
     depends on those of the step before, which the host reads meanwhile.
 
-    ``done`` is the Point on FORWARD after the forward: what comes later touches the requests' rows, and no KV.
+    ``done`` is the Point on FORWARD after the forward: what comes later touches the requests' rows, and KV only
+    where the engine speculates: then nothing is published between the two phases.
     """
 
     def __init__(self, done: Point, sample: Callable[[TokenMasks], ForwardResult]) -> None:

@@ -190,6 +190,12 @@ class Scheduler:
         return not any(self.memory.may_schedule(req) for req in self.waiting)
 
     @property
+    def speculates_under_masks(self) -> bool:
+        """Whether the step before is published before the next launch: the second phase of a speculative step touches
+        KV, so nothing may be retired between its two phases."""
+        return self.worker.max_step_tokens > 1 and any(req.grammar is not None for req in self.reqs.values())
+
+    @property
     def stopped(self) -> bool:
         """Whether the loop should end: told so, and no request is left."""
         return self.draining and not self.reqs
@@ -216,7 +222,7 @@ class Scheduler:
             self.recorder.completed(ended)
             self.memory.complete(ended)  # every step, decode included (F6)
         self.retire_departed()  # what aborts free is there for the next step
-        if prev is not None and ended.results_arrived:
+        if prev is not None and (ended.results_arrived or self.speculates_under_masks):
             self.publish(prev)  # the device has nothing to do, and first tokens would wait for the launch
             prev = None
         flight = self.launch_next()
