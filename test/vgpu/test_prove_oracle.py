@@ -178,6 +178,14 @@ def test_a_pause_resets_the_time(last: float, right: bool) -> None:
     assert _may_be_ended(4.0, "4 s (--req-waiting-timeout)", *messages) == right
 
 
+def test_a_pause_after_the_tick_that_ended_a_request_changes_nothing() -> None:
+    """The answer comes after both, which arrive together."""
+    pause = PauseGenerationReq(id="p", mode="in_place")
+    ticks = TickReq(now=10.0), TickReq(now=15.0)
+    assert _may_be_ended(4.0, "4 s (--req-waiting-timeout)", *ticks, pause)
+    assert not _may_be_ended(6.0, "6 s (--req-waiting-timeout)", *ticks, pause)
+
+
 def _may_be_ended(limit_s: float | None, said: str, *messages: Message) -> bool:
     """Whether a request that has waited while these came may be told so."""
     transcript = Transcript(dataclasses.replace(SETTING, timeouts_s={"waiting": limit_s, "running": None}))

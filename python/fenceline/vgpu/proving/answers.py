@@ -56,10 +56,16 @@ class Exchange:
     outs: list[TokenOut] = field(default_factory=list)
     texts: list[StrOut] = field(default_factory=list)  # the detokenizer's texts, if there is a detokenizer
     aborted: AbortReq | None = None  # the message that aborted it
-    ticks: list[float] = field(
-        default_factory=list
-    )  # that the scheduler was told since it arrived, or since a pause
+    # The ticks that the scheduler was told since it arrived, or since a pause, and the longest time between two of them
+    # before a pause: a tick may have ended it of which the answer comes after the pause.
+    ticks: list[float] = field(default_factory=list)
+    waited_before: float = 0.0
     ended: bool = False
+
+    @property
+    def waited(self) -> float:
+        """Seconds between the first and the last of ``ticks``."""
+        return self.ticks[-1] - self.ticks[0] if self.ticks else 0.0
 
     @property
     def tokens(self) -> list[int]:
@@ -155,6 +161,7 @@ class Transcript:
             case PauseGenerationReq():
                 self._paused = True
                 for exchange in self.exchanges.values():
+                    exchange.waited_before = max(exchange.waited_before, exchange.waited)
                     exchange.ticks.clear()
                 if message.mode == "abort":
                     self.received(AbortReq(abort_all=True))
@@ -364,10 +371,10 @@ class _Comparison:
         """Whether a client asked for it, in these words, or its time was up."""
         overdue = re.search(r"after ([\d.]+) s \(--req-(waiting|running)-timeout\)", reason.message or "")
         if overdue is not None and reason.status_code == 503:
-            ticks, limit = self._exchange.ticks, self._setting.timeouts_s.get(overdue[2])
+            limit, exchange = self._setting.timeouts_s.get(overdue[2]), self._exchange
             if limit is None or f"{limit:g}" != overdue[1]:
                 return False
-            return len(ticks) > 1 and ticks[-1] - ticks[0] > limit
+            return max(exchange.waited, exchange.waited_before) > limit
         asked = self._exchange.aborted
         return asked is not None and (reason.message, reason.status_code) == (
             asked.message or "aborted",

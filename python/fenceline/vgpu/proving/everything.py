@@ -169,7 +169,7 @@ def _flags(random: Random, page_size: int, most: int, tiers: bool = False) -> Fl
         flags |= draft_flags(random)
     if random.random() < 0.25:
         flags["req_running_timeout"] = random.choice((4.0, 14.0))  # twice as many steps
-        flags["req_waiting_timeout"] = random.choice((3.0, 14.0))
+        flags["req_waiting_timeout"] = random.choice((1.5, 14.0))
     if tiers or random.random() < 0.9:
         flags |= _tiers(random)
     else:
