@@ -12,6 +12,15 @@ import pytest
 from json_schemas import generated_schema, problem
 
 import fenceline
+from fenceline.entrypoints.openai.parsing import answer_grammar, refuse_chat
+from fenceline.entrypoints.openai.protocol import ChatBody
+from fenceline.entrypoints.openai.tool_call_parser import (
+    JSON_CALLS,
+    Arguments,
+    CallBegun,
+    Content,
+    ToolCallParser,
+)
 
 _NUM_SCHEMAS = 24
 _AMBIGUOUS = 'root ::= ("a" | "aa" | root root root)+ "b"'
@@ -96,3 +105,63 @@ def test_an_engine_takes_every_kind_of_grammar_and_refuses_what_it_cannot_enforc
     with fenceline.Engine(model_path="demo", grammar_backend="none", log_level="error") as engine:
         with pytest.raises(ValueError, match="--grammar-backend none"):
             engine.generate("Q:", {"regex": "a"})
+
+
+_TOOLS = [
+    {"type": "function", "function": {"name": "now"}},
+    {
+        "type": "function",
+        "function": {
+            "name": "move",
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {"to": {"$ref": "#/$defs/place"}, "steps": {"type": "integer", "maximum": 99}},
+                "required": ["to", "steps"],
+                "additionalProperties": False,
+                "$defs": {"place": {"enum": ["north", "south"]}},
+            },
+        },
+    },
+]
+
+
+@pytest.mark.slow
+def test_a_call_that_must_be_is_one_of_the_tools() -> None:
+    """With random weights too: the grammar makes the call, and references within a tool's schema hold."""
+    seen: set[str] = set()
+    with fenceline.Engine(
+        load_format="dummy", **{**_FLAGS, "max_total_tokens": 4096, "schedule_conservativeness": 1.0}
+    ) as engine:
+        for seed, choice in enumerate(("required", "required", _TOOLS[1], _TOOLS[0])):
+            body = ChatBody.model_validate(
+                {"messages": [{"role": "user", "content": "Hi"}], "tools": _TOOLS, "tool_choice": choice}
+                | {"parallel_tool_calls": seed != 0}
+            )
+            refuse_chat(body)
+            grammar = answer_grammar(body)
+            assert grammar is not None
+            answer = engine.generate(
+                "Q:",
+                {
+                    grammar.kind: grammar.text,
+                    "max_new_tokens": 900,
+                    "sampling_seed": seed,
+                    "temperature": 0.7,
+                },
+            )
+            assert answer["meta_info"]["finish_reason"]["type"] == "stop", answer["text"]
+            parser = ToolCallParser(JSON_CALLS, {tool["function"]["name"]: {} for tool in _TOOLS})
+            found = [*parser.feed(answer["text"]), *parser.finish()]
+            names = [event.name for event in found if isinstance(event, CallBegun)]
+            seen.update(names)
+            assert names and (seed != 0 or len(names) == 1)
+            assert not any(isinstance(event, Content) for event in found)
+            if choice is _TOOLS[1]:
+                assert names == ["move"]
+                text = "".join(event.text for event in found if isinstance(event, Arguments))
+                arguments = json.loads(text)
+                assert arguments["to"] in ("north", "south") and arguments["steps"] <= 99
+            if choice is _TOOLS[0]:
+                assert names == ["now"]
+    assert seen == {"now", "move"}

@@ -68,7 +68,6 @@ REFUSED: Mapping[str, Refusal] = {
         " decode"
     ),
     "--enable-torch-compile": Refusal("models run as written: leave it out"),
-    "--grammar-backend": Refusal("there is no constrained decoding yet: leave it out", ("none",)),
     "--is-embedding": Refusal("only text generation is served: leave it out"),
     "--enable-multimodal": Refusal("only text models are served: leave it out"),
     "--disaggregation-mode": Refusal("prefill and decode share one process: leave it out", ("null", "none")),

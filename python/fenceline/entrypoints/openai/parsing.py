@@ -137,6 +137,8 @@ def refuse_unavailable(body: GenerationBody) -> None:
 
 def answer_grammar(body: GenerationBody) -> GrammarSpec | None:
     """The form of the answer that is asked for, None for any. Raises RequestError (400) for what is none."""
+    if isinstance(body, ChatBody) and must_call(body):
+        return grammar_of(json_schema=_calls_schema(body))
     form = body.response_format or {}
     kind = form.get("type", "text")
     asked = grammar_of(regex=body.regex, ebnf=body.ebnf)
@@ -186,10 +188,11 @@ def refuse_chat(body: ChatBody) -> None:
     refuse_unavailable(body)
     if body.tool_choice is not None:
         _check_tool_choice(body)
-    if any(tool.function.strict for tool in body.tools) and body.tool_choice != "none":
+    if body.tool_choice in (None, "auto") and any(tool.function.strict for tool in body.tools):
         raise RequestError(
             400,
-            "a function with strict true is not available: there is no constrained decoding yet; leave strict out",
+            "a function with strict true is not available where the model may also answer with text: set tool_choice to "
+            "'required' or to the function, or leave strict out",
             param="tools",
             code="unsupported",
         )
@@ -229,12 +232,50 @@ def _check_tool_choice(body: ChatBody) -> None:
             f"tool_choice names a function that is not among the tools: {str(wanted)[:128]!r}",
             param="tool_choice",
         )
-    raise RequestError(
-        400,
-        "tool_choice 'required' or of one function is not available: there is no constrained decoding yet; use 'auto'",
-        param="tool_choice",
-        code="unsupported",
+
+
+def must_call(body: ChatBody) -> bool:
+    """Whether ``tool_choice`` leaves no answer but a call."""
+    return body.tool_choice not in (None, "none", "auto")
+
+
+def _calls_schema(body: ChatBody) -> dict[str, object]:
+    """The schema of a list of calls, ``[{"name": ..., "parameters": {...}}, ...]``, of the tools that may be called."""
+    function = body.tool_choice.get("function") if isinstance(body.tool_choice, Mapping) else None
+    wanted = function.get("name") if isinstance(function, Mapping) else None
+    calls: list[dict[str, object]] = []
+    schemas: dict[str, object] = {}
+    for index, tool in enumerate(body.tools):
+        if wanted is None or tool.function.name == wanted:
+            place = f"tool{index}"
+            schemas[place] = _moved(tool.function.parameters or {"type": "object"}, f"#/$defs/{place}")
+            parts = {"name": {"const": tool.function.name}, "parameters": {"$ref": f"#/$defs/{place}"}}
+            calls.append(
+                {
+                    "type": "object",
+                    "properties": parts,
+                    "required": ["name", "parameters"],
+                    "additionalProperties": False,
+                }
+            )
+    bounds = (
+        {"minItems": 1} if body.parallel_tool_calls and wanted is None else {"minItems": 1, "maxItems": 1}
     )
+    items = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return {"type": "array", "items": items, **bounds, "$defs": schemas}
+
+
+def _moved(value: object, place: str) -> object:
+    """The schema ``value`` with its references to itself as they are where it stands at ``place``."""
+    if isinstance(value, list):
+        return [_moved(one, place) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    moved = {key: _moved(one, place) for key, one in value.items()}
+    ref = value.get("$ref")
+    if isinstance(ref, str) and ref.startswith("#"):
+        moved["$ref"] = place + ref[1:]
+    return moved
 
 
 def sampling_params(

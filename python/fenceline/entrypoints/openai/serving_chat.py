@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 from starlette.requests import Request
@@ -23,11 +24,11 @@ from fenceline.entrypoints.openai.chat_choice import ChatChoice
 from fenceline.entrypoints.openai.chat_reader import ChatReader
 from fenceline.entrypoints.openai.chat_template import ChatTemplate
 from fenceline.entrypoints.openai.delivery import Answer, StreamShape
-from fenceline.entrypoints.openai.parsing import answer_grammar, refuse_chat, sampling_params
+from fenceline.entrypoints.openai.parsing import answer_grammar, must_call, refuse_chat, sampling_params
 from fenceline.entrypoints.openai.protocol import ChatBody, ChatMessage
 from fenceline.entrypoints.openai.reasoning_parser import ReasoningFormat, ReasoningParser
 from fenceline.entrypoints.openai.token_texts import TokenTexts
-from fenceline.entrypoints.openai.tool_call_parser import ToolCallFormat, ToolCallParser
+from fenceline.entrypoints.openai.tool_call_parser import JSON_CALLS, ToolCallFormat, ToolCallParser
 from fenceline.entrypoints.sse import while_connected
 from fenceline.frontend.request_stream import StreamGroup
 from fenceline.frontend.request_types import GenerateInput, RequestError, expand_samples
@@ -97,7 +98,10 @@ class ChatServing:
         calls = None
         if may_call(body) and self._tool_calls is not None:
             functions = {tool.function.name: tool.function.model_dump() for tool in body.tools}
-            calls = ToolCallParser(self._tool_calls, functions)
+            form = self._tool_calls
+            if must_call(body):
+                form = replace(JSON_CALLS, make_id=form.make_id)
+            calls = ToolCallParser(form, functions)
         return ChatReader(self._parser(body, prompt), calls, not body.parallel_tool_calls)
 
     async def _prompt(self, body: ChatBody) -> str | list[int]:
