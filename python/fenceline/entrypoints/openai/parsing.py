@@ -191,7 +191,7 @@ def refuse_chat(body: ChatBody) -> None:
     if body.tool_choice in (None, "auto") and any(tool.function.strict for tool in body.tools):
         raise RequestError(
             400,
-            "a function with strict true is not available where the model may also answer with text: set tool_choice to "
+            "a function with strict true is not available where the model may answer with text too: set tool_choice to "
             "'required' or to the function, or leave strict out",
             param="tools",
             code="unsupported",
