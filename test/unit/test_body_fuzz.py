@@ -25,6 +25,7 @@ ENDPOINTS = (
     "/pause_generation", "/start_profile", "/flush_cache", "/continue_generation", "/stop_profile", "/flight_recorder",
     "/clear_hicache_storage_backend",
 )  # fmt: skip
+RUNNER = asyncio.Runner()  # as in a server, all requests share an event loop
 
 
 # Looks at everything, as those of models with tools do.
@@ -79,11 +80,12 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ASGIApp]:
     )  # fmt: skip
     yield create_app(manager, config)
     manager.shutdown()
+    RUNNER.close()
 
 
 def post(app: ASGIApp, path: str, body: bytes, query: bytes = b"") -> tuple[int, bytes]:
     """The answer's status and body."""
-    return asyncio.run(_post(app, path, body, query))
+    return RUNNER.run(_post(app, path, body, query))
 
 
 async def _post(app: ASGIApp, path: str, body: bytes, query: bytes) -> tuple[int, bytes]:

@@ -214,7 +214,7 @@ def test_what_has_left_the_device_is_used_from_a_number_of_tokens_on(threshold: 
     prompt = [7, 8, 9, 1, 2, 3, 4]
     for used, moved, details in itertools.product(range(0, 7, 2), (False, True), (False, True)):
         sharing = Sharing(2, disabled=False, has_storage=False, load_back_threshold=threshold)
-        sharing.cache("", prompt)
+        sharing.cache("", prompt, len(prompt))
         if moved:
             sharing.moved()
         request = TokenizedGenerateReq(rid="r", input_ids=prompt, sampling_params=SamplingParams())
@@ -335,9 +335,11 @@ def _retraction_loses_a_token(patch: pytest.MonkeyPatch) -> None:
 
 def _sampler_at_the_wrong_position(patch: pytest.MonkeyPatch) -> None:
     right = Sampler.forward
-    patch.setattr(
-        Sampler, "forward", lambda self, logits, positions, batch: right(self, logits, positions - 1, batch)
-    )
+
+    def wrong(self: Sampler, logits: torch.Tensor, positions: torch.Tensor, *args: Any) -> Any:
+        return right(self, logits, positions - 1, *args)
+
+    patch.setattr(Sampler, "forward", wrong)
 
 
 def _penalties_count_twice(patch: pytest.MonkeyPatch) -> None:
