@@ -257,6 +257,22 @@ def test_a_prompt_with_more_logprobs_than_a_step_computes_is_not_short() -> None
     assert_right(driver, *reqs)
 
 
+def test_a_half_way_prompt_keeps_half_of_what_a_step_scores() -> None:
+    """Else short prompts with logprobs would leave nothing to it, and it would be in the step without a token."""
+    driver = make_driver(4000, 4, 20, context_length=9000, chunked_prefill_size=4096)
+    steps = rids_of_steps(driver)
+    scores: dict[str, object] = {"return_logprob": True, "logprob_start_len": 0}
+    long = request("long", [1] * 7000, max_new_tokens=1, **scores)
+    driver.send(long)
+    driver.step()
+    short = [request(f"short{i}", [i + 2] * 510, max_new_tokens=1, **scores) for i in range(8)]
+    driver.send(*short)
+    driver.run()
+    beside = [step for step in steps if "long" in step and len(step) > 1]
+    assert beside and all(step["long"] >= 512 for step in beside)
+    assert_right(driver, long, *short)
+
+
 def test_not_more_prompts_beside_it_than_are_allowed_in_a_step() -> None:
     driver, _ = sharing_driver(StepSharing(0, 32), chunked_prefill_size=16, prefill_max_requests=3)
     steps = rids_of_steps(driver)

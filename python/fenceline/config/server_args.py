@@ -413,6 +413,10 @@ class ServerArgs:
         "Attention of the draft's layers, where it is not to be the model's: triton or torch.",
         group=_SPECULATION,
         choices=("triton", "torch"),
+        refused={
+            "flashinfer": "its plan needs lengths that the host learns late: leave it out",
+            "fa3": "its plan needs lengths that the host learns late: leave it out",
+        },
     )
     speculative_simulate_acceptance: float | None = flag(
         None,

@@ -45,8 +45,15 @@ class EventStream(Response):
     at the same time all are submitted before the first head is written.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        close: Callable[[], None],
+        write_error: Callable[[RequestError], bytes] | None = None,
+    ) -> None:
+        """``write_error``: the last events of a stream that failed, of an API with a form of its own."""
         super().__init__()
+        self._write_error = write_error or error_event
         self._events = events
         self._close = close
 
@@ -71,10 +78,10 @@ class EventStream(Response):
             async for event in self._events:
                 yield event
         except RequestError as error:
-            yield error_event(error)
+            yield self._write_error(error)
         except Exception as error:  # too late for a status code: the client still gets a reason
             logger.exception("a stream failed")
-            yield error_event(internal_error(error))
+            yield self._write_error(internal_error(error))
 
 
 def error_event(error: RequestError) -> bytes:

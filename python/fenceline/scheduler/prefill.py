@@ -340,18 +340,21 @@ class PrefillPlanner:
         """Those of ``waiting`` that fit whole into half of the step, which ``chunked`` leaves. Nobody passes one
         of a better rank."""
         room, rank = self.step_tokens // 2, chunked.rank
+        # Of the tokens that are scored in a step it has its half too, if it needs them.
+        scored = budget.scored_tokens // 2 if chunked.scores_prompt else budget.scored_tokens
         for req in islice(waiting, _MAX_LOOKED_AT):
             rank = min(rank, req.rank)
             is_full = self._max_reqs is not None and len(plan.reqs) + 1 >= self._max_reqs
             if is_full or room == 0 or req.rank > rank or not self._memory.rows.num_free:
                 return
             num_new = req.num_tokens - self._memory.match(req).num_tokens
-            if num_new > room or (req.scores_prompt and num_new > budget.scored_tokens):
+            if num_new > room or (req.scores_prompt and num_new > scored):
                 continue
             if not self._admit(plan, req, budget, alone=False):
                 return
             self._add_chunk(plan, req, budget)
             room -= num_new
+            scored -= num_new if req.scores_prompt else 0
 
     def _shared_tokens(self, plan: _Plan, num_waiting: int) -> int:
         """With so many tokens no further prompt joins the step. Prefixes that are cached are not computed: those of the
@@ -402,6 +405,7 @@ class PrefillPlanner:
             budget.scored_tokens -= max(size - unscored, 0)
         if remaining - size < self._memory.tree.lookahead:
             size = remaining  # a draft's rows of this chunk are computed from tokens behind it
+        assert size > 0, f"{req.rid} has no part in the step that it is in"
         start, end = req.allocated_len, req.allocated_len + size
         done = end == len(tokens)
         plan.reqs.append(req)

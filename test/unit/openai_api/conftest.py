@@ -29,7 +29,9 @@ from fenceline.ipc.io_struct import (
     AbortReq,
     BatchStrOut,
     CachedTokensDetails,
+    ControlReply,
     FinishReason,
+    LoadGrammarReq,
     Message,
     SchedulerReady,
     StrOut,
@@ -84,6 +86,9 @@ class ScriptedLink:
             task.add_done_callback(self._tasks.discard)
         elif isinstance(message, AbortReq):
             self.aborted.append(message.rid)
+        elif isinstance(message, LoadGrammarReq):
+            assert self.manager is not None
+            self.manager.handle(ControlReply(id=message.id, success=True, message=""))
 
     async def receive(self) -> list[Message]:
         """Nothing comes this way: answers go straight to the manager."""

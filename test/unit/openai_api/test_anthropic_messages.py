@@ -77,6 +77,21 @@ async def test_thinking_text_and_tools_are_blocks(serve, template):
         assert '"description": "The weather"' in prompt and '"parameters": {' in prompt
 
 
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [('{"x": 123456789012345678901234567890}', {"x": 123456789012345678901234567890}), ('{"x": "\\ud800"}', {}),
+     ('{"x": ' + "[" * 300 + "]" * 300 + "}", None), ("[1]", {})],
+)  # fmt: skip
+async def test_odd_arguments_do_not_lose_the_answer(serve, template, written, read):
+    async with serve(chat_template=template) as server:
+        server.script.pieces = [f'<tool_call>{{"name": "weather", "arguments": {written}}}</tool_call>']
+        message = await client_of(server).messages.create(
+            model="byte", max_tokens=9, messages=HI, tools=[WEATHER]
+        )
+        call = next((block for block in message.content if block.type == "tool_use"), None)
+        assert call is not None and (read is None or call.input == read)
+
+
 async def test_a_stream_says_the_same_block_by_block(serve, template):
     async with serve(chat_template=template, reasoning_parser="qwen3") as server:
         server.script.pieces = ANSWER

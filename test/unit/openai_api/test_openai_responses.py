@@ -171,20 +171,25 @@ async def test_what_is_refused(serve, flags, fields, words):
 
 def test_the_store_is_bounded() -> None:
     """By number and by bytes; the least recently used go first."""
-    store = ResponseStore(max_responses=3, max_bytes=2000)
+    store = ResponseStore(max_responses=3, max_bytes=2000, max_conversation_bytes=2000)
     for name in "abc":
-        store.add({"id": name}, [])
+        store.add({"id": name}, None, [])
     store.get("a")
-    store.add({"id": "d"}, [])
+    store.add({"id": "d"}, None, [])
     with pytest.raises(RequestError):
         store.get("b")
-    store.add({"id": "e"}, [{"content": "x" * 1970}])
+    store.add({"id": "e"}, None, [{"content": "x" * 1970}])
     for name in "acd":
         with pytest.raises(RequestError):
             store.get(name)
-    store.add({"id": "f"}, [{"content": "x" * 3000}])  # larger than all room: nobody else goes for it
+    store.add(
+        {"id": "f"}, None, [{"content": "x" * 3000}]
+    )  # too long a conversation: nobody else goes for it
+    store.add({"id": "f"}, store.get("e"), [{"content": "x" * 100}])
+    with pytest.raises(RequestError):
+        store.get("f")
     assert store.get("e").response == {"id": "e"}
     store.delete("e")
     for name in "ghi":
-        store.add({"id": name}, [{"content": "x" * 500}])
+        store.add({"id": name}, None, [{"content": "x" * 500}])
     assert [store.get(name).response["id"] for name in "ghi"] == list("ghi")

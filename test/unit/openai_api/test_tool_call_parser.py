@@ -128,6 +128,10 @@ PLAIN = [
     ("pythonic", "[now(a={1})]"),
     ("pythonic", "[now(a=" + "[" * 500 + "]" * 500 + ")]"),
     ("json", "[5]"),
+    ("qwen25", '<tool_call>{"arguments": "\\ud800", "name": "now"}</tool_call>'),
+    ("pythonic", "[now(a='\\ud800')]"),
+    ("pythonic", "[" + "a" * 300),
+    ("mistral", "[TOOL_CALLS]" + "a" * 300 + "[ARGS]{}"),
 ]
 
 

@@ -215,6 +215,7 @@ async def test_a_template_without_tools_refuses_them(serve):
         ({"tools": [NOW], "tool_choice": "sometimes"}, "tool_choice must be"),
         ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "gone"}}}, "not among the tools"),
         ({"tool_choice": "required"}, "only allowed with tools"),
+        ({"tools": [NOW], "response_format": {"type": "json_object"}}, "no way to call its tools"),
     ],
 )  # fmt: skip
 async def test_what_is_refused(serve, template, fields, words):

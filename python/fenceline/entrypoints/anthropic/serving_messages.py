@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -21,9 +20,9 @@ from fenceline.entrypoints.json_body import json_response
 from fenceline.entrypoints.middleware import REQUEST_ID
 from fenceline.entrypoints.openai.answer import Generator, ServedModel
 from fenceline.entrypoints.openai.chat_reader import ChatReader, Piece, Reasoning
-from fenceline.entrypoints.openai.parsing import parse_model, readable
+from fenceline.entrypoints.openai.parsing import check_arguments, parse_model, readable
 from fenceline.entrypoints.openai.protocol import ChatBody
-from fenceline.entrypoints.openai.serving_chat import ChatServing
+from fenceline.entrypoints.openai.serving_chat import ChatServing, functions_of
 from fenceline.entrypoints.openai.tool_call_parser import Arguments, CallBegun, Content
 from fenceline.entrypoints.sse import EventStream, collect_or_abort
 from fenceline.frontend.request_stream import StreamGroup
@@ -66,9 +65,9 @@ class MessagesServing:
         wanted = f"msg_{request.scope.get(REQUEST_ID) or new_rid()}"
         with self._manager.reserved_id(wanted, lambda: f"msg_{new_rid()}") as rid:
             prompt, group = await self._chat.submit(chat, rid, request)
-        message = _Message(rid, name, self._chat.reader(chat, prompt))
+        message = _Message(rid, name, self._chat.reader(chat, prompt, functions_of(chat)))
         if chat.stream:
-            return EventStream(_events(group, message), group.close)
+            return EventStream(_events(group, message), group.close, _error_event)
         [chunk] = await collect_or_abort(request, group)
         return json_response(message.whole(chunk))
 
@@ -161,16 +160,17 @@ class _Message:
 
 async def _events(group: StreamGroup, message: _Message) -> AsyncGenerator[bytes, None]:
     begun = False
-    try:
-        async for _, chunk in group:
-            if (error := error_of(chunk)) is not None:
-                raise error
-            data = b"" if begun else message.begin(chunk)
-            begun = True
-            if data := data + message.events(chunk):
-                yield data
-    except RequestError as error:
-        yield _event("error", error=_error(error))
+    async for _, chunk in group:
+        if (error := error_of(chunk)) is not None:
+            raise error
+        data = b"" if begun else message.begin(chunk)
+        begun = True
+        if data := data + message.events(chunk):
+            yield data
+
+
+def _error_event(error: RequestError) -> bytes:
+    return _event("error", error=_error(error))
 
 
 def _event(kind: str, **fields: object) -> bytes:
@@ -198,10 +198,12 @@ def _delta(piece: Reasoning | Content | Arguments) -> dict[str, str]:
 def _input_of(arguments: str) -> object:
     """The object that the model has written as a call's arguments; empty if the answer's end has cut it off."""
     try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
+        value = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
         return {}
-    return value if isinstance(value, dict) else {}
+    return (
+        orjson.Fragment(arguments.encode()) if isinstance(value, dict) else {}
+    )  # numbers as they were written
 
 
 def _usage(chunk: GenerateChunk) -> dict[str, int]:
@@ -221,6 +223,7 @@ def _parse(body_type: type[CountBody], raw: bytes, unknown: UnknownFields) -> Ch
     except ValidationError as error:
         raise readable(error) from None
     check_num_params(chat.stop, (), None)
+    check_arguments(chat)
     return chat
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -61,7 +61,18 @@ class ChatServing:
     async def respond(self, body: ChatBody, head: AnswerHead, request: Request) -> Response:
         """The answer, whole or as a stream. Raises RequestError, before anything is sent."""
         prompt, group = await self.submit(body, head.id, request)
-        choices = [self._choice(index, body, prompt, group) for index in range(body.n)]
+        functions = functions_of(body)
+        assert self._texts is not None  # there is a tokenizer
+        choices = [
+            ChatChoice(
+                index,
+                body,
+                self._texts,
+                self.reader(body, prompt, functions),
+                TokenIds.of(body, group, index),
+            )
+            for index in range(body.n)
+        ]
         usage = UsageCounter(body.n, body.n, self._model.cache_report, body.return_cached_tokens_details)
         answer = Answer(group, choices, usage)
         if body.stream:
@@ -93,11 +104,12 @@ class ChatServing:
         self.check(body)
         return len(await tokenize_conversation(self._generator, self._template, body, request))
 
-    def reader(self, body: ChatBody, prompt: str | list[int]) -> ChatReader:
-        """What reads one answer to ``body``."""
+    def reader(
+        self, body: ChatBody, prompt: str | list[int], functions: Mapping[str, Mapping[str, object]]
+    ) -> ChatReader:
+        """What reads one answer to ``body``; ``functions``: :func:`functions_of` it."""
         calls = None
         if may_call(body) and self._tool_calls is not None:
-            functions = {tool.function.name: tool.function.model_dump() for tool in body.tools}
             form = self._tool_calls
             if must_call(body):
                 form = replace(JSON_CALLS, make_id=form.make_id)
@@ -117,6 +129,14 @@ class ChatServing:
         if may_call(body) and self._tool_calls is not None and self._tool_calls.has_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         grammar = answer_grammar(body)
+        if grammar is not None and may_call(body) and not must_call(body):
+            raise RequestError(
+                400,
+                f"{grammar.kind} or response_format leaves the model no way to call its tools: set tool_choice to "
+                "'none' or 'required', or leave the format out",
+                param="response_format",
+                code="unsupported",
+            )
         first = GenerateInput(
             text=prompt if isinstance(prompt, str) else None,
             input_ids=None if isinstance(prompt, str) else prompt,
@@ -132,11 +152,6 @@ class ChatServing:
             think=None if grammar is None else self._think(body, prompt),
         )
         return expand_samples(first, body.n)
-
-    def _choice(self, index: int, body: ChatBody, prompt: str | list[int], group: StreamGroup) -> ChatChoice:
-        assert self._texts is not None  # there is a tokenizer
-        ids = TokenIds.of(body, group, index)
-        return ChatChoice(index, body, self._texts, self.reader(body, prompt), ids)
 
     def _parser(self, body: ChatBody, prompt: str | list[int]) -> ReasoningParser | None:
         form = self._reasoning
@@ -190,6 +205,11 @@ def may_call(body: ChatBody) -> bool:
     return bool(body.tools) and body.tool_choice != "none"
 
 
+def functions_of(body: ChatBody) -> Mapping[str, Mapping[str, object]]:
+    """The request's functions by name."""
+    return {tool.function.name: tool.function.model_dump() for tool in body.tools}
+
+
 async def conversation_text(generator: Generator, template: ChatTemplate | str, body: ChatBody) -> str:
     """:func:`render_chat`, in a worker thread if the conversation is long.
 
@@ -199,6 +219,9 @@ async def conversation_text(generator: Generator, template: ChatTemplate | str, 
         len(content) if isinstance(content, str) else sum(len(part.text) for part in content or ())
         for content in contents
     )
+    for message in body.messages:
+        num_chars += len(message.reasoning_content or message.reasoning or "")
+        num_chars += sum(len(msgspec.json.encode(call)) for call in message.tool_calls or ())
     if may_call(body):
         num_chars += sum(len(msgspec.json.encode(tool.model_dump())) for tool in body.tools)
     generator.check_text_length(num_chars)

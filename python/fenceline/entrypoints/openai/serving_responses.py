@@ -1,7 +1,7 @@
 """/v1/responses: OpenAI's Responses API, served as a chat completion whose answer is written as items.
 
 Responses are kept for ``previous_response_id`` unless the request says ``store: false``: in memory, the latest 1,024
-and 64 MiB of them. Their ids cannot be guessed; whoever knows one, and the key, can read, continue and delete it.
+and 64 MiB of them, none of a conversation of more than 4 MiB. Their ids cannot be guessed; whoever knows one, and the key, can read, continue and delete it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from fenceline.entrypoints.openai.responses_protocol import (
     chat_body,
     input_messages,
 )
-from fenceline.entrypoints.openai.serving_chat import ChatServing
+from fenceline.entrypoints.openai.serving_chat import ChatServing, functions_of
 from fenceline.entrypoints.openai.tool_call_parser import CallBegun, Content
 from fenceline.entrypoints.sse import EventStream, collect_or_abort
 from fenceline.frontend.request_stream import StreamGroup
 from fenceline.frontend.request_types import GenerateChunk, RequestError, error_of, new_rid
 
 MAX_STORED, MAX_STORED_BYTES = 1024, 64 << 20
+MAX_CONVERSATION_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +52,26 @@ class _Stored:
 class ResponseStore:
     """The latest responses by id, as many as the two bounds allow."""
 
-    def __init__(self, max_responses: int = MAX_STORED, max_bytes: int = MAX_STORED_BYTES) -> None:
+    def __init__(
+        self,
+        max_responses: int = MAX_STORED,
+        max_bytes: int = MAX_STORED_BYTES,
+        max_conversation_bytes: int = MAX_CONVERSATION_BYTES,
+    ) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
+        self._max_conversation_bytes = max_conversation_bytes
         self._stored: OrderedDict[str, _Stored] = OrderedDict()
         self._num_bytes = 0
 
-    def add(self, response: dict[str, Any], messages: list[Message]) -> None:
-        """Keep ``response``; the least recently used ones make room. One that is larger than all room is not kept."""
-        num_bytes = len(orjson.dumps(response)) + len(orjson.dumps(messages))
-        if num_bytes > self._max_bytes:
+    def add(self, response: dict[str, Any], history: _Stored | None, new: list[Message]) -> None:
+        """Keep ``response``, whose conversation is that of ``history`` and the ``new`` messages; the least recently used
+        ones make room. One of a longer conversation than is allowed is not kept."""
+        num_bytes = len(orjson.dumps(response)) + len(orjson.dumps(new))
+        messages = new
+        if history is not None:
+            num_bytes += history.num_bytes
+            messages = [*history.messages, *new]
+        if num_bytes > self._max_conversation_bytes:
             return
         self._stored[response["id"]] = _Stored(response, messages, num_bytes)
         self._num_bytes += num_bytes
@@ -107,18 +119,18 @@ class ResponsesServing:
     async def create(self, request: Request) -> Response:
         """Write the next items of a conversation."""
         body = await self._parser.parse(request, _parse)
-        history: list[Message] = []
+        history = None
         if body.previous_response_id is not None:
-            history = self.store.get(body.previous_response_id).messages
+            history = self.store.get(body.previous_response_id)
         try:
-            chat = chat_body(body, history)
+            chat = chat_body(body, [] if history is None else history.messages)
         except ValidationError as error:
             raise readable(error) from None
         check_arguments(chat)
         id = f"resp_{new_rid()}"
         name = self._model.name_for(body.model)
         prompt, group = await self._chat.submit(chat, id, request)
-        answer = _Answer(id, name, body, self._chat.reader(chat, prompt))
+        answer = _Answer(id, name, body, self._chat.reader(chat, prompt, functions_of(chat)))
         if body.stream:
             return EventStream(self._events(group, answer, body, history), group.close)
         [chunk] = await collect_or_abort(request, group)
@@ -136,13 +148,13 @@ class ResponsesServing:
         self.store.delete(id)
         return json_response({"id": id, "object": "response", "deleted": True})
 
-    def _keep(self, answer: _Answer, body: ResponsesBody, history: list[Message]) -> None:
+    def _keep(self, answer: _Answer, body: ResponsesBody, history: _Stored | None) -> None:
         if body.store:
             new = [*input_messages(body.input), *input_messages(answer.fields["output"])]
-            self.store.add(answer.fields, [*history, *new])
+            self.store.add(answer.fields, history, new)
 
     async def _events(
-        self, group: StreamGroup, answer: _Answer, body: ResponsesBody, history: list[Message]
+        self, group: StreamGroup, answer: _Answer, body: ResponsesBody, history: _Stored | None
     ) -> AsyncGenerator[bytes, None]:
         number = 0
 
@@ -166,12 +178,13 @@ class ResponsesServing:
             async for _, chunk in group:
                 if (error := error_of(chunk)) is not None:
                     raise error
-                if data := written(answer.read(chunk)):
+                data = written(answer.read(chunk))
+                if chunk.finish_reason is not None:
+                    self._keep(answer, body, history)  # before the client learns that it is complete
+                if data:
                     yield data
         except RequestError as error:
             yield written(answer.fail(error))
-            return
-        self._keep(answer, body, history)
 
 
 def _parse(raw: bytes, unknown: UnknownFields) -> ResponsesBody:

@@ -47,6 +47,10 @@ T = TypeVar("T")
 Reading = Generator[Found | None, None, T]
 
 
+_FEED_CHARS = 4096
+_MAX_NAME_CHARS = 128
+
+
 class _NotACallError(Exception):
     """The text is not what the format has here, or ends too early."""
 
@@ -106,10 +110,11 @@ class ToolCallParser:
 
     def feed(self, text: str) -> list[Found]:
         """Add ``text``; returns what it brings."""
-        if not text:
-            return []
-        self._source.text += text
-        return self._read()
+        found: list[Found] = []
+        for first in range(0, len(text), _FEED_CHARS):  # reading copies what is left of a piece at each mark
+            self._source.text += text[first : first + _FEED_CHARS]
+            found += self._read()
+        return found
 
     def finish(self) -> list[Found]:
         """What was kept back. No more text comes after this."""
@@ -208,8 +213,9 @@ def _expect(source: Source, mark: str) -> Reading[None]:
         raise _NotACallError
 
 
-def _until(source: Source, *marks: str) -> Reading[tuple[str, str]]:
-    """Read up to the first of ``marks``, which is left; returns the text in front and the mark."""
+def _until(source: Source, *marks: str, most: int | None = None) -> Reading[tuple[str, str]]:
+    """Read up to the first of ``marks``, which is left; returns the text in front and the mark. Raises _NotACallError
+    where more than ``most`` characters are in front."""
     first, begin = source.pos, re.compile("|".join(re.escape(mark) for mark in marks))
     longest = max(map(len, marks))
     start = first
@@ -218,6 +224,8 @@ def _until(source: Source, *marks: str) -> Reading[tuple[str, str]]:
         if found:
             source.pos = found.start()
             return source.text[first : found.start()], found.group()
+        if most is not None and len(source.text) - first > most + longest:
+            raise _NotACallError
         start = max(first, len(source.text) - longest + 1)  # what was searched is not searched again
         yield from source.more()
 
@@ -285,9 +293,11 @@ def _string(source: Source) -> Reading[str]:
         yield from source.more()
     source.pos += 1
     try:
-        return str(json.loads(source.text[first : source.pos], strict=False))
+        value = str(json.loads(source.text[first : source.pos], strict=False))
+        value.encode()  # half of a surrogate pair cannot be sent
     except ValueError:
         raise _NotACallError from None
+    return value
 
 
 def _value(source: Source) -> Reading[str]:
@@ -433,7 +443,7 @@ def _mistral(source: Source) -> Reading[None]:
 
 
 def _named_call(source: Source) -> Reading[None]:
-    name, mark = yield from _until(source, "[CALL_ID]", "[ARGS]", "{")
+    name, mark = yield from _until(source, "[CALL_ID]", "[ARGS]", "{", most=_MAX_NAME_CHARS)
     yield _call(source, name.strip(), known=False)
     if mark != "{":
         yield from _until(source, "{")
@@ -478,6 +488,8 @@ def _pythonic(source: Source) -> Reading[None]:
 def _python_call(source: Source) -> Reading[None]:
     first = source.pos
     while not (name := re.compile(r"[\w.]*(?=[^\w.])").match(source.text, first)):
+        if len(source.text) - first > _MAX_NAME_CHARS:
+            raise _NotACallError
         yield from source.more()
     source.pos = name.end()
     yield from _expect(source, "(")
@@ -489,6 +501,7 @@ def _python_call(source: Source) -> Reading[None]:
             raise _NotACallError
         values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in tree.keywords}
         arguments = json.dumps(values, ensure_ascii=False, allow_nan=False)
+        arguments.encode()
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise _NotACallError from None
     yield _call(source, name.group(), known=True)
@@ -512,10 +525,10 @@ _CALL_SEPARATOR = "<｜tool▁sep｜>"
 
 
 def _deepseek_call(source: Source) -> Reading[None]:
-    name, _ = yield from _until(source, _CALL_SEPARATOR)
+    name, _ = yield from _until(source, _CALL_SEPARATOR, most=_MAX_NAME_CHARS)
     source.pos += len(_CALL_SEPARATOR)
     if (yield from _blank(source)) != "{":
-        name, _ = yield from _until(source, "\n", "{")
+        name, _ = yield from _until(source, "\n", "{", most=_MAX_NAME_CHARS)
     yield _call(source, name.strip(), known=False)
     yield from _until(source, "{")
     yield from _arguments(source)
@@ -533,7 +546,7 @@ def _tagged_call(source: Source) -> Reading[None]:
     if source.text.startswith("<tool_call>"):
         yield from _blank(source)
         yield from _expect(source, "<function=")
-    name, _ = yield from _until(source, ">")
+    name, _ = yield from _until(source, ">", most=_MAX_NAME_CHARS)
     source.pos += 1
     name = name.strip()
     yield _call(source, name, known=False)
@@ -596,7 +609,7 @@ def _types(function: JsonObject, key: str) -> set[object]:
     options = value.get("anyOf")
     for option in options if isinstance(options, list) else [value]:
         kinds = option.get("type", "any") if isinstance(option, Mapping) else "any"
-        found.update(kinds if isinstance(kinds, list) else [str(kinds)])
+        found.update(str(kind) for kind in (kinds if isinstance(kinds, list) else [kinds]))
     return found
 
 
@@ -605,6 +618,8 @@ def _typed(text: str, kinds: set[object]) -> str:
     plain = {"True": "true", "False": "false", "None": "null"}.get(text, text)
     try:
         value = json.loads(plain, parse_constant=_refuse_constant)
+        if isinstance(value, str):
+            value.encode()
     except (ValueError, RecursionError):
         value = plain = text
     if isinstance(value, str):
