@@ -1,7 +1,8 @@
 """/v1/responses: OpenAI's Responses API, served as a chat completion whose answer is written as items.
 
 Responses are kept for ``previous_response_id`` unless the request says ``store: false``: in memory, the latest 1,024
-and 64 MiB of them, none of a conversation of more than 4 MiB. Their ids cannot be guessed; whoever knows one, and the key, can read, continue and delete it.
+and 64 MiB of them, none of a conversation of more than 4 MiB. Their ids cannot be guessed; whoever knows one, and the
+key, can read, continue and delete it.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class ResponseStore:
         self._num_bytes = 0
 
     def add(self, response: dict[str, Any], history: _Stored | None, new: list[Message]) -> None:
-        """Keep ``response``, whose conversation is that of ``history`` and the ``new`` messages; the least recently used
-        ones make room. One of a longer conversation than is allowed is not kept."""
+        """Keep ``response``, whose conversation is that of ``history`` and the ``new`` messages; the least recently
+        used ones make room. One of a longer conversation than is allowed is not kept."""
         num_bytes = len(orjson.dumps(response)) + len(orjson.dumps(new))
         messages = new
         if history is not None:
