@@ -65,6 +65,8 @@ def make_driver(
     num_rows: int = 8,
     device: Device | None = None,
     simulated_accept_length: float | None = None,
+    topk: int = 1,
+    num_draft_tokens: int | None = None,
     **flags: object,
 ) -> Driver:
     """A scheduler over the target; without ``algorithm`` it decodes a token a step."""
@@ -86,6 +88,8 @@ def make_driver(
         speculative = SpeculativeConfig(
             read_draft_config(algorithm, directory, model), num_steps, simulated_accept_length
         )
+        if topk > 1:
+            speculative = dataclasses.replace(speculative, topk=topk, num_draft_tokens=num_draft_tokens or 8)
         config = dataclasses.replace(config, speculative=speculative)
     if config.hicache is not None:  # prefixes of any length come from the lower tiers
         storage = config.hicache.storage

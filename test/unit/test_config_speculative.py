@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from draft_checkpoints import add_mtp, save_target
 
 from fenceline.config import ConfigError
 from fenceline.config.engine_config import EngineConfig, attention_backends, resolve
@@ -20,6 +21,7 @@ def configure(**flags: object) -> EngineConfig:
 
 OWN = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "demo"}  # it drafts for itself
 DUMMY = {**OWN, "load_format": "dummy"}
+TREE = {**OWN, "speculative_eagle_topk": 2, "speculative_num_steps": 3}
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,14 @@ DUMMY = {**OWN, "load_format": "dummy"}
             {**DUMMY, "speculative_simulate_acceptance": 3.5, "speculative_num_steps": 2},
             r"yields at most --speculative-num-steps \+ 1 = 3 tokens",
         ),
+        ({"speculative_eagle_topk": 2}, "needs --speculative-algorithm"),
+        ({**OWN, "speculative_eagle_topk": 0}, "must be at least 1"),
+        ({**DUMMY, "speculative_simulate_acceptance": 2.0, "speculative_eagle_topk": 2}, "of chains alone"),
+        ({**OWN, "speculative_num_steps": 3, "speculative_num_draft_tokens": 8}, "a chain has"),
+        ({**OWN, "speculative_eagle_topk": 40}, "a tree of 80 tokens, 64 at most are possible; lower one"),
+        ({**OWN, "speculative_eagle_topk": 2000, "speculative_num_steps": 1}, "the draft knows 1024 tokens"),
+        ({**TREE, "speculative_num_draft_tokens": 3}, "trees of 3 steps and topk 2 have 4 to 11"),
+        ({**TREE, "speculative_num_draft_tokens": 12}, "trees of 3 steps and topk 2 have 4 to 11"),
     ],
 )
 def test_impossible_values_are_refused_with_the_remedy(flags: dict[str, object], message: str) -> None:
@@ -84,3 +94,42 @@ def test_the_demo_model_brings_its_drafts(algorithm: str) -> None:
     config = configure(speculative_algorithm=algorithm).speculative
     assert config is not None
     assert Path(config.draft.model.model_path) == Path(demo_model_path()).resolve() / algorithm.lower()
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_draft_tokens", "num_slots"),
+    [
+        ({}, None, 4),
+        ({"speculative_eagle_topk": 2}, 8, 8),
+        ({"speculative_eagle_topk": 2, "speculative_num_steps": 9}, 10, 17),
+        ({"speculative_eagle_topk": 2, "speculative_num_steps": 1}, 3, 3),
+        ({"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 30}, 30, 30),
+    ],
+)
+def test_trees_have_a_size_unless_one_is_given(
+    flags: dict[str, object], num_draft_tokens: int | None, num_slots: int
+) -> None:
+    config = configure(**OWN, **flags)
+    assert config.speculative is not None
+    assert config.speculative.num_draft_tokens == num_draft_tokens
+    assert config.speculative.num_step_slots == num_slots
+    shown = config.public_dict()
+    assert shown["speculative_num_draft_tokens"] == (num_draft_tokens or 4)
+
+
+def test_layers_of_their_own_propose_chains_of_as_many_steps(tmp_path: Path) -> None:
+    save_target("llama", tmp_path)
+    add_mtp(tmp_path, 2)
+
+    def configure_layers(**flags: object) -> EngineConfig:
+        own: dict[str, object] = {"speculative_algorithm": "NEXTN", "context_length": 64} | flags
+        return resolve(ServerArgs(model_path=str(tmp_path), device="cpu", **own))  # type: ignore[arg-type]
+
+    config = configure_layers().speculative
+    assert config is not None and config.num_steps == 2
+    with pytest.raises(
+        ConfigError, match="2 layers that predict further tokens, one for each step; give 2 at most"
+    ):
+        configure_layers(speculative_num_steps=3)
+    with pytest.raises(ConfigError, match="layers that each run one step propose chains, leave it out"):
+        configure_layers(speculative_eagle_topk=2)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from scheduler_driver import answers
-from speculative_driver import DRAFTS, EAGLE3, count_tokens, make_driver, models, requests
+from speculative_driver import DRAFTS, EAGLE, EAGLE3, STANDALONE, count_tokens, make_driver, models, requests
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.memory_order.edges import ARENA_PAD, GRAPH_POOL, SINK, TOTAL_BUCKETS
@@ -57,6 +57,25 @@ def test_prefill_in_pieces(models: dict[str, Path], page_size: int) -> None:
     pieces, counts, worker = run(piecewise_cuda_graph_tokens=(8, 32))
     assert pieces == plain and counts == plain_counts
     assert worker.prefill_graph_stats is not None and worker.prefill_graph_stats.replays > 0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "draft", "policy"),
+    [
+        (EAGLE3, "eagle3", "laziest"),
+        (STANDALONE, "near", "random"),
+        pytest.param(EAGLE, "eagle", "pct", marks=pytest.mark.long),
+    ],
+)
+def test_trees(models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str, policy: str) -> None:
+    device = VgpuDevice(gpu=VirtualGpu(seed=5, policy=policy))
+    reqs = requests(3, num=6, max_new_tokens=9)
+    sizes: dict[str, object] = {"num_steps": 3, "num_rows": 5, "max_total_tokens": 640, "topk": 2}
+    driver = make_driver(models, algorithm, draft, device=device, cuda_graph_bs=(2, 5), **sizes)  # type: ignore[arg-type]
+    assert answers(driver, reqs) == answers(make_driver(models), reqs)
+    assert isinstance(driver.worker, ModelRunner) and driver.worker.graph_stats is not None
+    stats = driver.worker.graph_stats
+    assert stats.replays == stats.eligible_steps > 3 and not stats.fallbacks
 
 
 def test_without_graphs(models: dict[str, Path]) -> None:

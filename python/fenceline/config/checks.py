@@ -176,9 +176,13 @@ def _check_speculation(args: ServerArgs) -> None:
         simulated is None or args.load_format == "dummy",
         f"--speculative-simulate-acceptance {simulated}: changes tokens, which only --load-format dummy allows",
     )
-    _require(topk in (None, 1), f"--speculative-eagle-topk {topk}: there are no trees of drafts yet, use 1")
     _require(
-        rows is None or (steps is not None and rows == steps + 1),
+        simulated is None or topk in (None, 1),
+        f"--speculative-simulate-acceptance {simulated}: of chains alone, leave --speculative-eagle-topk out",
+    )
+    _require(topk is None or topk >= 1, f"--speculative-eagle-topk {topk}: must be at least 1")
+    _require(
+        rows is None or topk not in (None, 1) or (steps is not None and rows == steps + 1),
         f"--speculative-num-draft-tokens {rows}: a chain has --speculative-num-steps + 1, leave it out",
     )
 

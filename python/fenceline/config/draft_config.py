@@ -57,16 +57,37 @@ class DraftConfig:
         return int(self.algorithm is SpeculativeAlgorithm.STANDALONE)
 
 
+def num_step_slots(num_steps: int, topk: int, num_nodes: int, reads_hidden: bool) -> int:
+    """KV slots that a step writes from the last token's on, for each request: of its nodes and, in the draft's layers,
+    of all frontiers but the last, which for a draft that reads no hidden states come after the root's row."""
+    rows = topk * (num_steps - 1) + (not reads_hidden) if topk > 1 else 0
+    return max(num_steps + 1, num_nodes, rows)
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How decode steps speculate: which draft proposes, and how many tokens in a step. ``simulated_accept_length``:
-    with dummy weights, so many tokens a step on average, whatever the draft proposes. ``draft_attention_backend``: of
-    the draft's layers; None: as the target's."""
+    """How decode steps speculate: which draft proposes, in how many steps, how many tokens in each place (``topk``),
+    and how many of them, with the last token, are verified: all where ``num_draft_tokens`` is None.
+    ``simulated_accept_length``: with dummy weights, so many tokens a step on average, whatever the draft proposes.
+    ``draft_attention_backend``: of the draft's layers; None: as the target's."""
 
     draft: DraftConfig
     num_steps: int
     simulated_accept_length: float | None = None
     draft_attention_backend: str | None = None
+    topk: int = 1
+    num_draft_tokens: int | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """Rows that the target verifies for each request: the last token and the drafts."""
+        return self.num_draft_tokens or self.num_steps + 1
+
+    @property
+    def num_step_slots(self) -> int:
+        """See :func:`num_step_slots`."""
+        reads_hidden = self.draft.algorithm is not SpeculativeAlgorithm.STANDALONE
+        return num_step_slots(self.num_steps, self.topk, self.num_nodes, reads_hidden)
 
 
 def read_draft_config(

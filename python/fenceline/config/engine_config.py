@@ -15,7 +15,12 @@ from pathlib import Path
 from fenceline.config import ConfigError
 from fenceline.config.chat_templates import read_chat_template
 from fenceline.config.checks import check
-from fenceline.config.draft_config import SpeculativeAlgorithm, SpeculativeConfig, read_draft_config
+from fenceline.config.draft_config import (
+    DraftConfig,
+    SpeculativeAlgorithm,
+    SpeculativeConfig,
+    read_draft_config,
+)
 from fenceline.config.flags import flags_of
 from fenceline.config.hicache import HiCacheConfig, hicache_config, machine_bytes
 from fenceline.config.model_config import ModelConfig
@@ -29,6 +34,8 @@ API_KEY_VARIABLE = "FENCELINE_API_KEY"
 ADMIN_API_KEY_VARIABLE = "FENCELINE_ADMIN_API_KEY"
 # --sampling-backend has no effect: every value that it accepts means this.
 _SPECULATIVE_STEPS = 3
+_TREE_TOKENS = 8  # that are verified, the last one and drafts, with trees
+_MOST_TREE_NODES = 64  # bits of an ancestor mask
 _SAMPLING_BACKEND = "torch"
 # Where Linux shows an NVIDIA driver: bare metal and containers, WSL, Tegra.
 _DRIVER_MARKS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu")
@@ -121,8 +128,10 @@ class EngineConfig:
             flags[name] = flags[name] is not None
         if values.pop("speculative") is not None:
             assert self.speculative is not None
-            steps = self.speculative.num_steps
-            flags |= {"speculative_num_steps": steps, "speculative_num_draft_tokens": steps + 1}
+            steps, topk = self.speculative.num_steps, self.speculative.topk
+            num_nodes = self.speculative.num_draft_tokens or steps + 1
+            flags |= {"speculative_num_steps": steps, "speculative_eagle_topk": topk}
+            flags["speculative_num_draft_tokens"] = num_nodes
         model = {name: values["model"][name] for name in ("model_path", "dtype", "context_length")}
         return flags | values | model | {"sampling_backend": _SAMPLING_BACKEND}
 
@@ -235,13 +244,44 @@ def _speculative(args: ServerArgs, device: str, target: ModelConfig) -> Speculat
             f"--speculative-num-steps {num_steps}: this model has {num_layers} layers that predict further tokens, one"
             f" for each step; give {num_layers} at most"
         )
+    topk, num_draft_tokens = args.speculative_eagle_topk or 1, None
+    if topk > 1:
+        if has_layers_by_step:
+            raise ConfigError(
+                f"--speculative-eagle-topk {topk}: layers that each run one step propose chains, leave it out"
+            )
+        num_draft_tokens = _tree_size(args, draft, num_steps, topk)
     simulated = args.speculative_simulate_acceptance
     if simulated is not None and simulated > num_steps + 1:
         raise ConfigError(
             f"--speculative-simulate-acceptance {simulated:g}: a step yields at most --speculative-num-steps + 1 ="
             f" {num_steps + 1} tokens"
         )
-    return SpeculativeConfig(draft, num_steps, simulated, args.speculative_draft_attention_backend)
+    return SpeculativeConfig(
+        draft, num_steps, simulated, args.speculative_draft_attention_backend, topk, num_draft_tokens
+    )
+
+
+def _tree_size(args: ServerArgs, draft: DraftConfig, num_steps: int, topk: int) -> int:
+    """--speculative-num-draft-tokens of trees."""
+    flag = f"--speculative-eagle-topk {topk}"
+    num_known = draft.draft_vocab_size or draft.model.vocab_size
+    if topk > num_known:
+        raise ConfigError(f"{flag}: the draft knows {num_known} tokens, give at most as many")
+    if topk * (num_steps - 1) > _MOST_TREE_NODES:
+        raise ConfigError(
+            f"{flag}: with --speculative-num-steps {num_steps} the draft would attend to a tree of"
+            f" {topk * (num_steps - 1)} tokens, {_MOST_TREE_NODES} at most are possible; lower one of the two"
+        )
+    least, most = num_steps + 1, min(1 + topk + (num_steps - 1) * topk * topk, _MOST_TREE_NODES)
+    given = args.speculative_num_draft_tokens
+    if given is None:
+        return min(max(_TREE_TOKENS, least), most)
+    if not least <= given <= most:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens {given}: trees of {num_steps} steps and topk {topk} have {least} to {most}"
+        )
+    return given
 
 
 def _check_ranks(args: ServerArgs, device: str, model: ModelConfig) -> None:

@@ -400,12 +400,13 @@ class ServerArgs:
     )
     speculative_eagle_topk: int | None = flag(
         None,
-        "How many tokens the draft proposes in each place. Chains are there so far: 1.",
+        "How many tokens the draft proposes in each place: 1 unless given, a chain; a tree where there are more.",
         group=_SPECULATION,
     )
     speculative_num_draft_tokens: int | None = flag(
         None,
-        "Rows that the model verifies for each request: with chains --speculative-num-steps + 1.",
+        "Rows that the model verifies for each request: the last token and the drafts with the best scores. With "
+        "chains --speculative-num-steps + 1; with trees 8 unless given, 64 at most.",
         group=_SPECULATION,
     )
     speculative_draft_attention_backend: str | None = flag(

@@ -84,9 +84,10 @@ class ModelRunner:
             show_progress,
         )
         self.draft: DraftModel | None = None
-        self.max_step_tokens = 1
+        self.max_step_tokens = num_step_slots = num_nodes = 1
         if config.speculative is not None:
             self.max_step_tokens = config.speculative.num_steps + 1
+            num_step_slots, num_nodes = config.speculative.num_step_slots, config.speculative.num_nodes
             self.draft = load_draft_model(
                 config.speculative.draft,
                 config.server_args.load_format,
@@ -102,8 +103,8 @@ class ModelRunner:
             self.sampler = Sampler(model.vocab_size, num_rows, device.torch_device)
         else:
             self.sampler = RankSampler(self.model.lm_head, num_rows, device.torch_device)
-        self._masks = MaskTable(device, num_rows * self.max_step_tokens, model.vocab_size)
-        max_tokens_per_req = config.model.context_length + self.max_step_tokens - 1
+        self._masks = MaskTable(device, num_rows * num_nodes, model.vocab_size)
+        max_tokens_per_req = config.model.context_length + num_step_slots - 1
         max_pages_per_req = -(-max_tokens_per_req // config.server_args.page_size) + 1
         # As much as 1 GiB by default.
         check_row_bytes(config, device, num_rows * (4 * max_pages_per_req + 8))
@@ -149,6 +150,8 @@ class ModelRunner:
                 config.cuda_graph_bs,
                 padding,
                 config.speculative.simulated_accept_length,
+                config.speculative.topk,
+                config.speculative.num_draft_tokens,
             )
         else:
             self.decode = DecodeRunner(
@@ -337,12 +340,14 @@ class ModelRunner:
             out = self.sampler.forward(logits.values.float(), logits.positions, logits.sampling, masks)
             if logits.is_verified:
                 assert self.speculative is not None
-                results = self.speculative.accept(out.next_tokens)
+                results, logprobs = self.speculative.accept(out.next_tokens), out.logprobs
+                if logprobs is not None:
+                    results |= _logprob_results("out", self.speculative.logprobs_of_path(logprobs))
             else:
                 self.req_pool.last_tokens[logits.rows] = out.next_tokens
                 results = {"next_tokens": out.next_tokens}
-            if out.logprobs is not None:
-                results |= _logprob_results("out", out.logprobs)
+                if out.logprobs is not None:
+                    results |= _logprob_results("out", out.logprobs)
         if self.speculative is not None and isinstance(batch, ExtendBatch):
             assert self._extended is not None
             self.speculative.extend(*self._extended, views, results["next_tokens"], logits.sampling)

@@ -13,6 +13,10 @@ One step is a chain on FORWARD, and nothing in it needs the host:
    each step, layer k computes row i from token i + 1 + k. So its last k rows stand for tokens that it has proposed, and
    are computed again when the tokens are known; nobody else gets a page with such rows (``DraftConfig.lookahead``).
 
+Drafts are chains, or trees where ``topk`` is above 1 (``speculative/tree.py``). The nodes of a tree lie in slots one
+after the other, from that of the last token on, and so do, in the draft's own layers, the rows that it computes while
+it proposes. The rows of an accepted path are moved to their tokens' slots in the step that accepts them.
+
 Lengths advance on the device (``SpeculativeState``); the host learns them one step later and only knows bounds.
 Rejected tokens leave KV in slots behind a request's length. They are written again before anybody reads them, and they
 are never shared, since only committed tokens are.
@@ -28,6 +32,7 @@ import numpy.typing as npt
 import torch
 from msgspec import structs
 
+from fenceline.config.draft_config import num_step_slots
 from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.forward_batch import (
     AttentionPlan,
@@ -41,6 +46,7 @@ from fenceline.mem_cache.kv_pool import KVPool, ReqPool
 from fenceline.memory_order import (
     Arena,
     ArenaField,
+    ArenaOutputs,
     Device,
     Graph,
     GraphPool,
@@ -55,13 +61,20 @@ from fenceline.model_executor.graph_runner import GraphRunner
 from fenceline.model_executor.step import DecodeBatch, ExtendBatch
 from fenceline.models.decoder import CausalLM
 from fenceline.models.draft import DraftModel
-from fenceline.sampling.kernels.sample import sample_tokens
+from fenceline.sampling.logprobs import OutputLogprobs, select_logprobs
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.speculative.accept import accept, simulate_drafts
-from fenceline.speculative.kv_rows import node_slots, slots_at
+from fenceline.speculative.draws import best_drafts, draw_draft
+from fenceline.speculative.kv_rows import KVMover, node_slots, slots_at
 from fenceline.speculative.refuse import check_draft
-from fenceline.speculative.tree import DraftTree
+from fenceline.speculative.tree import (
+    Candidates,
+    DraftTree,
+    build_tree,
+    first_candidates,
+    more_candidates,
+)
 
 Arrays = dict[str, npt.NDArray[np.generic]]
 Views = Mapping[str, torch.Tensor]
@@ -74,24 +87,26 @@ class SpeculativeState:
     """What the device keeps of each request between two steps, by row; row 0 is the sink that padding names.
 
     ``lens`` [num_rows] int64: tokens of the request, the last one of which has no KV yet. For a draft that reads hidden
-    states, ``drafts`` [num_rows, 1] int64 is its first proposal and ``hidden`` [num_rows, 1, hidden_size] what it
-    continues from; with n layers for as many steps, ``drafts`` [num_rows, n] are all its proposals, and ``hidden``
-    [num_rows, n - 1, hidden_size] at k is what layer k has left of row ``lens - 2 - k``, the last one that stands for
-    known tokens: layer k + 1 goes on from there. For one that reads none, ``previous`` [num_rows] int64 is the token in
-    front of the last one, and ``is_behind`` [num_rows] bool says whether the draft has not computed that one yet. All
-    of it is written on FORWARD alone, in program order with the steps that read it.
+    states, ``drafts`` [num_rows, topk] int64 are its first proposals, ``scores`` [num_rows, topk] float32 their
+    logarithms of probabilities, and ``hidden`` [num_rows, 1, hidden_size] what it continues from; with n layers for as
+    many steps, ``drafts`` [num_rows, n] are all its proposals, and ``hidden`` [num_rows, n - 1, hidden_size] at k is
+    what layer k has left of row ``lens - 2 - k``, the last one that stands for known tokens: layer k + 1 goes on from
+    there. For one that reads none, ``previous`` [num_rows] int64 is the token in front of the last one, and
+    ``is_behind`` [num_rows] bool says whether the draft has not computed that one yet. All of it is written on FORWARD
+    alone, in program order with the steps that read it.
     """
 
     def __init__(
-        self, device: Device, num_rows: int, num_layers: int, hidden_size: int, dtype: torch.dtype
+        self, device: Device, num_rows: int, num_layers: int, topk: int, hidden_size: int, dtype: torch.dtype
     ) -> None:
         where, num_hidden = device.torch_device, max(num_layers - 1, 1)
         self.lens = torch.full((num_rows,), _SINK_LEN, dtype=torch.int64, device=where)
-        self.drafts = torch.zeros(num_rows, num_layers, dtype=torch.int64, device=where)
+        self.drafts = torch.zeros(num_rows, max(num_layers, topk), dtype=torch.int64, device=where)
+        self.scores = torch.zeros(num_rows, topk, device=where)
         self.previous = torch.zeros(num_rows, dtype=torch.int64, device=where)
         self.is_behind = torch.zeros(num_rows, dtype=torch.bool, device=where)
         self.hidden = torch.zeros(num_rows, num_hidden, hidden_size, dtype=dtype, device=where)
-        for name in ("lens", "drafts", "previous", "is_behind", "hidden"):
+        for name in ("lens", "drafts", "scores", "previous", "is_behind", "hidden"):
             tensor: torch.Tensor = getattr(self, name)
             device.name_memory(tensor, f"speculative.{name}", max(tensor[0].nbytes, 1))
 
@@ -103,7 +118,8 @@ class _Plans:
     size: int
     verify: AttentionPlan  # the target's
     extend: Sequence[AttentionPlan]  # the draft's, of as many rows, and for layer k of k more
-    one: AttentionPlan  # the draft's, of a row for each request
+    # The draft's while it proposes, of a row for each request; of a tree, of topk rows in each step but the first.
+    steps: Sequence[AttentionPlan]
     two: AttentionPlan | None  # a draft's that reads no hidden states, of two
 
 
@@ -134,11 +150,15 @@ class SpeculativeRunner(GraphRunner):
         sizes: Sequence[int] = (),
         padding: bool = True,
         simulated_accept_length: float | None = None,
+        topk: int = 1,
+        num_nodes: int | None = None,
     ) -> None:
-        """``num_steps``: tokens that the draft proposes in a step. ``aux_layers``: see ``DraftConfig``. ``sizes`` as of
-        ``DecodeRunner``. ``simulated_accept_length``: tokens of a step on average, whatever the draft proposes."""
+        """``num_steps``: tokens that the draft proposes in a step, one after the other. ``topk``: how many in each
+        place; of them and the last token ``num_nodes`` are verified, and for chains, ``topk`` 1, all. ``aux_layers``:
+        see ``DraftConfig``. ``sizes`` as of ``DecodeRunner``. ``simulated_accept_length``: tokens of a step on average,
+        whatever the draft proposes."""
         super().__init__(device, "speculative decode", "requests", sizes, padding)
-        self.num_rows_per_req = num_steps + 1
+        self.num_rows_per_req = num_steps + 1 if num_nodes is None else num_nodes
         self.reads_hidden = draft.hidden_size > 0
         self._model = model
         self._draft = draft
@@ -147,6 +167,8 @@ class SpeculativeRunner(GraphRunner):
         self._attention = attention
         self._draft_attention = draft_attention
         self._num_steps = num_steps
+        self._topk = topk
+        self._num_slots = num_step_slots(num_steps, topk, self.num_rows_per_req, self.reads_hidden)
         self._aux_layers = aux_layers
         self._simulated_accept_length = simulated_accept_length
         self._captured: dict[int, _Captured] = {}
@@ -157,10 +179,13 @@ class SpeculativeRunner(GraphRunner):
         self._sampling: SamplingBatch | None = None
         self._plans: _Plans | None = None  # of the step whose draw is awaited
         self._replayed: _Captured | None = None  # and its graphs, if it runs in them
+        self._outputs: ArenaOutputs | None = None  # of the latest step
         dtype = model.context.dtype
         self._num_layers = draft.max_steps or 1  # with a turn of their own
-        self.state = SpeculativeState(device, req_pool.num_rows, self._num_layers, draft.hidden_size, dtype)
-        width = (self.num_rows_per_req,)
+        self.state = SpeculativeState(
+            device, req_pool.num_rows, self._num_layers, topk, draft.hidden_size, dtype
+        )
+        width, path = (self.num_rows_per_req,), (num_steps + 1,)
         i64, f32 = torch.int64, torch.float32
         self.arena = Arena(
             device,
@@ -183,10 +208,28 @@ class SpeculativeRunner(GraphRunner):
                 ArenaField("drawn", i64, Role.INPUT, pad=0, shape=width),  # the target's own tokens there
                 ArenaField("counts", i64, Role.OUTPUT, pad=1),  # tokens of the step
                 ArenaField("num_bad", i64, Role.OUTPUT, pad=0),  # 1 where the draft could not be used
+                # Of a tree: see DraftTree and Accepted.
+                ArenaField("parents", i64, Role.INPUT, pad=0, shape=width),
+                ArenaField("ancestors", i64, Role.INPUT, pad=0, shape=width),
+                ArenaField(
+                    "draft_nodes", i64, Role.INPUT, pad=0, shape=width
+                ),  # the draft's row of each, 0: none
+                ArenaField(
+                    "draft_ancestors", i64, Role.INPUT, pad=0, shape=(topk,)
+                ),  # of its current forward
+                ArenaField("path_lens", i64, Role.INPUT, pad=_SINK_LEN),  # with all rows that a path may have
+                ArenaField("path", i64, Role.OUTPUT, pad=0, shape=path),
+                ArenaField("path_tokens", i64, Role.OUTPUT, pad=0, shape=path),
             ),
         )
         # Of the draft's current forward; a plan of its own for each, though they share this field (F9).
         self._draft_lens = self.arena.derived("draft_lens", "lens")
+        parts = [tensor for _, tensor in kv_pool.tensors()]
+        num_target_parts = len(kv_pool.layout.parts_of(range(model.num_layers)))
+        self._target_rows, self._draft_rows = (
+            KVMover(parts[:num_target_parts]),
+            KVMover(parts[num_target_parts:]),
+        )
         self._zeros = torch.zeros(max_batch, 1, device=device.torch_device)
         # What the target leaves of the rows that it verifies: hidden states, and those of further layers.
         num_rows, config = max_batch * self.num_rows_per_req, model.config
@@ -228,7 +271,7 @@ class SpeculativeRunner(GraphRunner):
         rows = []
         for req in reqs:
             further = replace(req, params=_without_penalties(req.params))
-            rows += [req] + [further] * self._num_steps
+            rows += [req] + [further] * (self.num_rows_per_req - 1)
         return rows
 
     def forward(self, batch: DecodeBatch, views: Views) -> Logits:
@@ -260,19 +303,30 @@ class SpeculativeRunner(GraphRunner):
 
     def accept(self, drawn: torch.Tensor) -> dict[str, torch.Tensor]:
         """End the step: ``drawn`` [B * num_rows_per_req] int64 are the target's own tokens. The results, good until the
-        next step is submitted: ``next_tokens`` [B, num_rows_per_req], ``counts`` [B], how many of them are the step's,
+        next step is submitted: ``next_tokens`` [B, num_steps + 1], ``counts`` [B], how many of them are the step's,
         and ``num_bad`` [B], 1 where the draft could not be used."""
         num_reqs, arena = self._num_reqs, self.arena
         assert self._plans is not None
         tokens = arena["drawn"][:num_reqs].copy_(drawn.view(num_reqs, self.num_rows_per_req))
-        outputs = arena.begin_replay()
+        outputs = self._outputs = arena.begin_replay()
         if self._replayed is None:
             self._accept(self._plans)
         else:
             self._replayed.accept.replay()
+        if self._topk > 1:
+            tokens = outputs.take("path_tokens", num_reqs)
         return {"next_tokens": tokens} | {
             name: outputs.take(name, num_reqs) for name in ("counts", "num_bad")
         }
+
+    def logprobs_of_path(self, logprobs: OutputLogprobs) -> OutputLogprobs:
+        """Of the tokens that :meth:`accept` has returned, those of all nodes being given."""
+        if self._topk == 1:
+            return logprobs
+        assert self._outputs is not None
+        path = self._outputs.take("path", self._num_reqs)
+        first = torch.arange(self._num_reqs, device=path.device).unsqueeze(1) * self.num_rows_per_req
+        return select_logprobs(logprobs, (first + path).flatten())
 
     def _fill(self, batch: DecodeBatch, views: Views) -> None:
         plan = ("plan_rows", "may_accept", "temperatures", "noise_scales", "seed_keys")
@@ -292,7 +346,7 @@ class SpeculativeRunner(GraphRunner):
         """The arena is all padding meanwhile, so only the sink is touched."""
         device = self._device
         with device.forward.active():  # what a plan allocates and writes, FORWARD then reads
-            plans = self._make_plans(size, np.full(size, max_seq_len + self._num_steps, np.int64))
+            plans = self._make_plans(size, np.full(size, max_seq_len + self._num_slots - 1, np.int64))
             self._propose_and_verify(plans, self._logits)  # compiles and sets up what the first call does
             self._accept(plans)
         device.synchronize()
@@ -312,29 +366,40 @@ class SpeculativeRunner(GraphRunner):
         draft = self._draft_attention, self._draft.num_heads
 
         def plan(
-            num_queries: int, seq_lens: torch.Tensor, whose: tuple[AttentionBackend, int]
+            num_queries: int,
+            seq_lens: torch.Tensor,
+            whose: tuple[AttentionBackend, int],
+            num_nodes: int | None = None,
+            ancestors: str | None = None,
         ) -> AttentionPlan:
             backend, num_heads = whose
+            above = None if ancestors is None else arena[ancestors][:size]
             made = backend.plan_verify(
                 VerifyInputs(
                     page_table=self._req_pool.page_table,
                     rows=arena["plan_rows"][:size],
                     seq_lens=seq_lens[:size],
                     max_seq_lens_cpu=max_lens,
-                    tree=QueryTree(num_queries, num_queries),
+                    tree=QueryTree(num_queries, num_nodes or num_queries, above),
                     num_heads=num_heads,
                 )
             )
             assert made is not None, "the backend was asked when it was chosen"
             return made
 
+        topk, is_tree = self._topk, self._topk > 1
+        if is_tree:
+            counts = [topk * step for step in range(1, self._num_steps)]  # of nodes
+            steps = [plan(topk, self._draft_lens, draft, count, "draft_ancestors") for count in counts]
+        else:
+            steps = [plan(1, self._draft_lens, draft)] * (self._num_steps - 1)
         return _Plans(
             size,
-            verify=plan(self.num_rows_per_req, arena["seq_lens"], target),
-            extend=[
-                plan(self.num_rows_per_req + k, arena["seq_lens"], draft) for k in range(self._num_layers)
-            ],
-            one=plan(1, self._draft_lens, draft),
+            verify=plan(
+                self.num_rows_per_req, arena["seq_lens"], target, None, "ancestors" if is_tree else None
+            ),
+            extend=[plan(self._num_steps + 1 + k, arena["path_lens"], draft) for k in range(self._num_layers)],
+            steps=steps,
             two=None if self.reads_hidden else plan(2, arena["lens"], draft),
         )
 
@@ -345,7 +410,8 @@ class SpeculativeRunner(GraphRunner):
         arena, state = self.arena, self.state
         rows, lens = arena["plan_rows"][:size], arena["lens"][:size]
         lens.copy_(state.lens[rows])
-        arena["seq_lens"][:size] = lens + self._num_steps
+        arena["seq_lens"][:size] = lens - 1 + self.num_rows_per_req
+        arena["path_lens"][:size] = lens + self._num_steps
         positions = arena["positions"][:size]
         torch.add(
             (lens - 1).unsqueeze(1), torch.arange(self.num_rows_per_req, device=lens.device), out=positions
@@ -377,6 +443,9 @@ class SpeculativeRunner(GraphRunner):
 
     def _propose(self, plans: _Plans) -> None:
         """The drafts, one forward after the other."""
+        if self._topk > 1:
+            self._propose_tree(plans)
+            return
         size, arena, state = plans.size, self.arena, self.state
         rows, lens, draft_lens = arena["plan_rows"][:size], arena["lens"][:size], self._draft_lens[:size]
         ids, positions, slots = (arena[name][:size] for name in ("input_ids", "positions", "out_slots"))
@@ -389,12 +458,12 @@ class SpeculativeRunner(GraphRunner):
             self._keep(size, 1, state.drafts[rows, 0])
             first = 0  # the row in which the draft's next forward lies
         else:
-            self._keep(size, 1, self._propose_from_two(plans))
+            self._keep(size, 1, self._draw(self._logits_of_two(plans), size, lens))
             first = 1
         for step in range(1, self._num_steps):
             at = step - 1 + first
             torch.add(lens, at, out=draft_lens)
-            batch = self._batch(ids[:, step], positions[:, at], slots[:, at], plans.one)
+            batch = self._batch(ids[:, step], positions[:, at], slots[:, at], plans.steps[step - 1])
             logits, hidden = self._draft.forward(batch, hidden)
             self._keep(size, step + 1, self._draw(logits, size, lens + step))
 
@@ -406,8 +475,69 @@ class SpeculativeRunner(GraphRunner):
         self.arena["input_ids"][:size, column] = usable.squeeze(1)
         is_bad.copy_(bad)
 
-    def _propose_from_two(self, plans: _Plans) -> torch.Tensor:
-        """The first proposal of a draft without hidden states, from its rows of the last two tokens. Where it has
+    def _propose_tree(self, plans: _Plans) -> None:
+        """The tree of the best drafts. Of each step's frontier the draft computes ``topk`` rows of each request, which
+        attend to their own ancestors among the rows of the steps before."""
+        size, arena, state, topk = plans.size, self.arena, self.state, self._topk
+        rows, lens, is_bad = (arena[name][:size] for name in ("plan_rows", "lens", "is_bad"))
+        hidden = state.hidden[rows].expand(size, topk, -1)
+        if plans.two is None:
+            first, drafts, scores = lens - 1, state.drafts[rows], state.scores[rows]
+        else:
+            first = lens  # where the rows of the frontiers begin
+            drafts, scores = self._best(self._logits_of_two(plans), size, lens)
+        candidates = self._more(None, drafts.unsqueeze(1), scores.unsqueeze(1), is_bad)
+        number = torch.arange(topk, device=rows.device)
+        masks = torch.zeros_like(drafts)
+        frontiers = []
+        for step in range(1, self._num_steps):
+            above = number.expand(size, topk) if step == 1 else candidates.frontier_rows
+            nodes = number + (step - 1) * topk
+            masks = masks.gather(1, above) | torch.ones_like(nodes) << nodes
+            hidden = hidden.gather(1, above.unsqueeze(2).expand(-1, -1, hidden.shape[2]))
+            arena["draft_ancestors"][:size] = masks
+            torch.add(first, topk * step, out=self._draft_lens[:size])
+            slots = slots_at(
+                self._req_pool.page_table, rows, first.unsqueeze(1) + nodes, self._kv_pool.page_size
+            )
+            positions = (first + step - 1).unsqueeze(1).expand(size, topk)
+            ids = candidates.frontier_tokens
+            frontiers.append(candidates.frontier)
+            batch = self._batch(ids.flatten(), positions.flatten(), slots.flatten(), plans.steps[step - 1])
+            logits, following = self._draft.forward(batch, hidden.flatten(0, 1))
+            hidden = following.view(size, topk, -1)
+            drafts, scores = self._best(logits, size, lens + step)
+            candidates = self._more(
+                candidates, drafts.view(size, topk, topk), scores.view(size, topk, topk), is_bad
+            )
+        tree = build_tree(arena["input_ids"][:size, 0].clone(), lens - 1, candidates, self.num_rows_per_req)
+        assert tree.parents is not None and tree.ancestors is not None and tree.chosen is not None
+        for name, values in (
+            ("input_ids", tree.token_ids),
+            ("positions", tree.positions),
+            ("parents", tree.parents),
+            ("ancestors", tree.ancestors),
+        ):
+            arena[name][:size] = values
+        if frontiers:
+            # The root's row is the draft's number 0; rows of frontiers follow.
+            computed = torch.cat(frontiers, 1)
+            numbers = torch.arange(1, computed.shape[1] + 1, device=rows.device).expand_as(computed)
+            by_candidate = torch.zeros_like(candidates.token_ids).scatter_(1, computed, numbers)
+            arena["draft_nodes"][:size, 1:] = by_candidate.gather(1, tree.chosen)
+
+    def _more(
+        self, before: Candidates | None, drafts: torch.Tensor, scores: torch.Tensor, is_bad: torch.Tensor
+    ) -> Candidates:
+        """With the children [B, parents, topk] of the frontier, unless there is one that cannot be used."""
+        drafts, scores, bad = check_draft(drafts, scores, self._model.config.vocab_size, is_bad)
+        is_bad.copy_(bad)
+        if before is None:
+            return first_candidates(drafts[:, 0], scores[:, 0])
+        return more_candidates(before, drafts, scores)
+
+    def _logits_of_two(self, plans: _Plans) -> torch.Tensor:
+        """The first logits of a draft without hidden states, from its rows of the last two tokens. Where it has
         computed the first of them already, that row goes to the sink: its page may be shared by now."""
         size, arena, state = plans.size, self.arena, self.state
         rows, lens = arena["plan_rows"][:size], arena["lens"][:size]
@@ -419,7 +549,7 @@ class SpeculativeRunner(GraphRunner):
         assert plans.two is not None
         batch = self._batch(ids.flatten(), positions.flatten(), slots.flatten(), plans.two, last)
         logits, _ = self._draft.forward(batch, state.hidden[:0, 0])
-        return self._draw(logits, size, lens)
+        return logits
 
     def _batch(
         self,
@@ -448,33 +578,60 @@ class SpeculativeRunner(GraphRunner):
         rows, lens = arena["plan_rows"][:size], arena["lens"][:size]
         ids, tokens = arena["input_ids"][:size], arena["drawn"][:size]
         is_bad, may_accept = arena["is_bad"][:size], arena["may_accept"][:size]
-        chain = DraftTree(ids, arena["positions"][:size], None, None, is_rejected=is_bad | ~may_accept)
+        is_tree = self._topk > 1
+        parents = arena["parents"][:size] if is_tree else None
+        drafts = DraftTree(ids, arena["positions"][:size], parents, None, is_bad | ~may_accept)
         if self._simulated_accept_length is not None:
-            chain = simulate_drafts(chain, tokens, rows, self._simulated_accept_length)
-        path = accept(chain, tokens, self._num_steps)
-        counts = arena["counts"][:size].copy_(path.counts)
+            drafts = simulate_drafts(drafts, tokens, rows, self._simulated_accept_length)
+        accepted = accept(drafts, tokens, self._num_steps)
+        counts = arena["counts"][:size].copy_(accepted.counts)
         arena["num_bad"][:size] = is_bad
         last, new_lens = counts.unsqueeze(1) - 1, lens + counts
-        self._req_pool.last_tokens[rows] = path.last_tokens
+        if is_tree:
+            tokens = arena["path_tokens"][:size].copy_(accepted.token_ids)
+            path = arena["path"][:size].copy_(accepted.path)
+            self._target_rows.move(arena["out_slots"][:size].flatten(), path, counts)
+        self._req_pool.last_tokens[rows] = accepted.last_tokens
         state.lens[rows] = torch.where(rows == 0, _SINK_LEN, new_lens)
         if self.reads_hidden:
             self._extend_draft(plans, tokens, new_lens)
+            return
+        state.previous[rows] = ids.gather(1, accepted.path.gather(1, last)).squeeze(1)
+        if is_tree:
+            state.is_behind[rows] = self._move_draft(size)
         else:
-            state.previous[rows] = ids.gather(1, last).squeeze(1)
             state.is_behind[rows] = counts == self.num_rows_per_req
+
+    def _move_draft(self, size: int) -> torch.Tensor:
+        """Bring the rows that a draft without hidden states has computed for the path to their places. Returns whether
+        it has not computed the last one [B] bool: that was in no frontier."""
+        arena, num_frontiers = self.arena, self._num_steps - 1
+        rows, lens, counts, path = (arena[name][:size] for name in ("plan_rows", "lens", "counts", "path"))
+        nodes = arena["draft_nodes"][:size].gather(1, path)
+        is_behind = (counts > 1) & (nodes.gather(1, counts.unsqueeze(1) - 1).squeeze(1) == 0)
+        if num_frontiers:
+            num_rows = 1 + num_frontiers * self._topk
+            slots = node_slots(self._req_pool.page_table, rows, lens - 1, num_rows, self._kv_pool.page_size)
+            self._draft_rows.move(slots, nodes, counts - is_behind.long())
+        return is_behind
 
     def _extend_draft(self, plans: _Plans, tokens: torch.Tensor, new_lens: torch.Tensor) -> None:
         """The draft's rows of the drawn tokens, layer after layer where each has a turn, from the hidden states of the
         target's. Rows of tokens that do not count are written again by the next step.
 
-        Layer k computes ``num_rows_per_req + k`` rows of each request from row ``lens - 1 - k`` on: from token ``lens``
+        Layer k computes ``num_steps + 1 + k`` rows of each request from row ``lens - 1 - k`` on: from token ``lens``
         on, and where the drawn tokens end from those that the layers before it propose.
         """
-        size, arena, state, width = plans.size, self.arena, self.state, self.num_rows_per_req
+        size, arena, state, width = plans.size, self.arena, self.state, self._num_steps + 1
         rows, counts, lens = (arena[name][:size] for name in ("plan_rows", "counts", "lens"))
         before = state.hidden[rows]  # of the step before
-        hidden = self._draft.hidden_states_from(self._hidden[: tokens.numel()], self._aux[: tokens.numel()])
         requests, last = torch.arange(size, device=rows.device), counts - 1
+        num_rows = size * self.num_rows_per_req
+        x, aux = self._hidden[:num_rows], self._aux[:num_rows]
+        if self._topk > 1:
+            nodes = (requests.unsqueeze(1) * self.num_rows_per_req + arena["path"][:size]).flatten()
+            x, aux = x[nodes], aux[nodes]
+        hidden = self._draft.hidden_states_from(x, aux)
         ids = torch.cat((tokens, tokens.new_zeros(size, self._num_layers - 1)), dim=1)
         for layer, plan in enumerate(plans.extend):
             if layer > 0:
@@ -490,8 +647,11 @@ class SpeculativeRunner(GraphRunner):
                 requests * width + last + layer,
             )
             logits, hidden = self._draft.forward(batch, hidden, layer)
-            drafts = self._draw(logits, size, new_lens + layer)
-            state.drafts[rows, layer] = drafts
+            if self._topk > 1:
+                state.drafts[rows], state.scores[rows] = self._best(logits, size, new_lens)
+            else:
+                drafts = self._draw(logits, size, new_lens + layer)
+                state.drafts[rows, layer] = drafts
             if layer < state.hidden.shape[1]:
                 state.hidden[rows, layer] = hidden.view(size, width, -1)[requests, last]
             if layer + 1 < self._num_layers:
@@ -520,6 +680,29 @@ class SpeculativeRunner(GraphRunner):
             scales,
             keys,
             positions,
+        )
+
+    def _best(
+        self, logits: torch.Tensor, size: int, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`_draw`, the best ``topk`` of each row and their scores, for as many rows of each request."""
+        num = len(logits) // size
+        temperatures, scales, keys, positions = (
+            values.unsqueeze(1).expand(size, num).flatten()
+            for values in (
+                *(self.arena[name][:size] for name in ("temperatures", "noise_scales", "seed_keys")),
+                positions,
+            )
+        )
+        return best_drafts(
+            logits,
+            self._draft.target_ids,
+            self._model.config.vocab_size,
+            temperatures,
+            scales,
+            keys,
+            positions,
+            self._topk,
         )
 
     # --- after prefill
@@ -581,41 +764,20 @@ class SpeculativeRunner(GraphRunner):
             if not num_sampled:
                 continue
             assert sampling is not None
-            drafts = draw_draft(
+            given = (
                 logits, self._draft.target_ids, self._model.config.vocab_size,
                 sampling.temperatures, sampling.noise_scales, sampling.seed_keys, lens + layer,
             )  # fmt: skip
-            state.drafts[rows, layer] = drafts
+            if self._topk > 1:
+                state.drafts[rows], state.scores[rows] = best_drafts(*given, self._topk)
+            else:
+                state.drafts[rows, layer] = draw_draft(*given)
+            drafts = state.drafts[rows, layer]
             if layer < state.hidden.shape[1]:
                 state.hidden[rows, layer] = hidden[torch.where(positions[ends] < layer, ends, ends - layer)]
             following.append(drafts.clamp(min=0))
         if num_sampled:
             state.lens[rows] = lens
-
-
-def draw_draft(
-    logits: torch.Tensor,
-    target_ids: torch.Tensor | None,
-    vocab_size: int,
-    temperatures: torch.Tensor | None,
-    noise_scales: torch.Tensor | None,
-    seed_keys: torch.Tensor | None,
-    positions: torch.Tensor,
-) -> torch.Tensor:
-    """Tokens [B] int64 of the target's vocabulary, drawn as ``sample_tokens`` does from ``logits`` [B, draft
-    vocabulary]; those that the draft does not know are never drawn. -1, which ``check_draft`` refuses, where logits are
-    NaN or infinite."""
-    best = logits.amax(dim=-1)
-    if target_ids is not None:
-        whole = logits.new_full((len(logits), vocab_size), -torch.inf)
-        whole[:, target_ids] = logits
-        logits = whole
-    tokens = torch.empty_like(positions)
-    sample_tokens(
-        logits, temperatures, noise_scales, seed_keys, positions, thresholds=None, rows=None, last_tokens=None,
-        next_tokens=tokens,
-    )  # fmt: skip
-    return tokens.masked_fill_(best.isnan() | best.isinf(), -1)
 
 
 def _without_penalties(params: SamplingParams) -> SamplingParams:

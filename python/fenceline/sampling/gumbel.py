@@ -110,6 +110,23 @@ class GumbelSampler:
         ]
         return torch.cat([best.values for best in pieces]), torch.cat([best.indices for best in pieces])
 
+    def topk(
+        self,
+        scaled: torch.Tensor,
+        seed_keys: torch.Tensor,
+        positions: torch.Tensor,
+        num: int,
+        noise_scales: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ``num`` columns of each row with the highest scores with noise [B, num] int64, that of :meth:`draw`
+        first, and their logarithms in the softmax of these scores [B, num] float32."""
+        columns, logprobs = [], []
+        for scores in self._noisy(scaled, seed_keys, positions, noise_scales, None):
+            best = scores.topk(num, dim=-1)
+            columns.append(best.indices)
+            logprobs.append(best.values - scores.logsumexp(dim=-1, keepdim=True))
+        return torch.cat(columns), torch.cat(logprobs)
+
     def _noisy(
         self,
         scaled: torch.Tensor,

@@ -78,6 +78,14 @@ def spread(part: OutputLogprobs, index: torch.Tensor, num_reqs: int) -> OutputLo
     return OutputLogprobs(place(part.chosen), place(part.top_logprobs), place(part.top_ids), named)
 
 
+def select_logprobs(logprobs: OutputLogprobs, index: torch.Tensor) -> OutputLogprobs:
+    """Of the rows ``index`` [N] int64."""
+    named = None if logprobs.named is None else logprobs.named[index]
+    return OutputLogprobs(
+        logprobs.chosen[index], logprobs.top_logprobs[index], logprobs.top_ids[index], named
+    )
+
+
 def _finite(logprobs: torch.Tensor) -> torch.Tensor:
     lowest = torch.finfo(torch.float32).min
     return logprobs.nan_to_num_(nan=lowest, posinf=0.0, neginf=lowest)

@@ -27,16 +27,18 @@ class RunningBatch:
     Columns [B]: ``allocated_lens`` (the length once all steps in flight are done, at most), ``capacity`` (tokens that
     its pages hold), ``final_lens`` (the length after its last step). ``composition`` changes with membership and with
     nothing else. A step yields up to ``max_step_tokens`` for each request; where that is one, lengths are exact.
-    ``num_rewritten``: of how many committed tokens, the last ones, a step computes KV again.
+    ``num_rewritten``: of how many committed tokens, the last ones, a step computes KV again. ``num_spare``: slots
+    behind the longest that a request may be after a step, which the step writes as well: for nodes of a draft's tree.
     """
 
     def __init__(
-        self, page_size: int, max_step_tokens: int, num_in_flight: int, num_rewritten: int = 0
+        self, page_size: int, max_step_tokens: int, num_in_flight: int, num_rewritten: int = 0, num_spare: int = 0
     ) -> None:
         """``num_in_flight``: see ``memory_order.tokens_in_flight``."""
         self.page_size = page_size
         self.max_step_tokens = max_step_tokens
         self.num_rewritten = num_rewritten
+        self.num_spare = num_spare
         self._num_in_flight = num_in_flight
         self._num_advanced = 0  # of the next step, see DecodeBatch
         self.reqs: list[Req] = []
@@ -120,12 +122,18 @@ class RunningBatch:
             self._num_advanced = 0
         return lens
 
+    @property
+    def max_step_slots(self) -> int:
+        """KV slots that a step writes for a request."""
+        return self.max_step_tokens + self.num_spare
+
     def num_pages_needed(self, lens: I64) -> int:
         """Pages without which the next step cannot bring the requests to ``lens``."""
-        short = lens > self._capacity
+        missing = lens + self.num_spare - self._capacity
+        short = missing > 0
         if not short.any():
             return 0
-        return int((-(-(lens - self._capacity)[short] // self.page_size)).sum())
+        return int((-(-missing[short] // self.page_size)).sum())
 
     def schedule_step(
         self,
@@ -135,7 +143,8 @@ class RunningBatch:
     ) -> DecodeBatch:
         """A step that brings the requests to ``lens``, their :meth:`next_lens`; pages come from ``grow``, as many at
         least as are needed."""
-        writes, after = self._grow(lens, num_available_pages, grow)
+        ends = lens + self.num_spare if self.num_spare else lens
+        writes, after = self._grow(ends, num_available_pages, grow)
         self._allocated_lens = lens
         num_advanced, self._num_advanced = self._num_advanced, self.max_step_tokens
         committed = None
@@ -145,7 +154,7 @@ class RunningBatch:
         return DecodeBatch(
             composition=self.composition,
             rows=self._rows,
-            seq_lens=lens,
+            seq_lens=ends,
             sampling=self._sampling,
             page_writes=writes,
             after=after,

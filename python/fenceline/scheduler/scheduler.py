@@ -167,9 +167,12 @@ class Scheduler:
         self.chunked: Req | None = None
         draft = None if config.speculative is None else config.speculative.draft
         num_rewritten = 0 if draft is None else max(draft.lookahead - 1, draft.num_rows_behind)
+        num_spare = 0
+        if config.speculative is not None:
+            num_spare = config.speculative.num_step_slots - worker.max_step_tokens
         most = worker.max_step_tokens
         num_in_flight = tokens_in_flight(worker.device, most)
-        self.running = RunningBatch(args.page_size, most, num_in_flight, num_rewritten)
+        self.running = RunningBatch(args.page_size, most, num_in_flight, num_rewritten, num_spare)
         self.num_launched = 0  # steps
         self.joining: list[Req] = []  # they decode from the next step on: prompts just submitted whole
         self.departed: list[Req] = []
@@ -269,7 +272,7 @@ class Scheduler:
         eos = () if params.ignore_eos else self.config.model.eos_token_ids
         num_tokens = self.memory.num_pages * self.config.server_args.page_size
         # The last step computes as many rows as any, whether tokens of the request come of them or not.
-        capacity = min(self.config.model.context_length, num_tokens - self.worker.max_step_tokens + 1)
+        capacity = min(self.config.model.context_length, num_tokens - self.running.max_step_slots + 1)
         # Three times as fast as np.array.
         prompt_ids = np.frombuffer(array("q", message.input_ids), dtype=np.int64)
         if message.body:

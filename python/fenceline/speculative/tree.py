@@ -36,6 +36,7 @@ class DraftTree:
     parents: torch.Tensor | None  # [B, N] int64, -1 for the root
     ancestors: torch.Tensor | None  # [B, N] int64, bit m: m is the node itself or one of its ancestors
     is_rejected: torch.Tensor | None = None  # [B] bool
+    chosen: torch.Tensor | None = None  # [B, N - 1] int64, the candidate that each node but the root has been
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def more_candidates(before: Candidates, token_ids: torch.Tensor, logprobs: torch
     num_before, topk = before.token_ids.shape[1], before.frontier.shape[1]
     # Rounding may make a probability exceed 1: a child's score must not exceed its parent's.
     scores = (before.scores.gather(1, before.frontier).unsqueeze(2) + logprobs.clamp(max=0)).flatten(1)
-    parents = before.frontier.repeat_interleave(topk, dim=1, output_size=topk * topk)
+    parents = before.frontier.unsqueeze(2).expand(-1, -1, topk).flatten(1)
     return Candidates(
         token_ids=torch.cat([before.token_ids, token_ids.flatten(1)], 1),
         scores=torch.cat([before.scores, scores], 1),
@@ -109,7 +110,7 @@ def build_tree(
         ancestors = torch.cat([ancestors[:, :1], ancestors.gather(1, above) | own[1:]], 1)
     depths = (ancestors.unsqueeze(2) >> numbers & 1).sum(2) - 1
     token_ids = torch.cat([root_ids[:, None], candidates.token_ids.gather(1, chosen)], 1)
-    return DraftTree(token_ids, seq_lens[:, None] + depths, parents, ancestors)
+    return DraftTree(token_ids, seq_lens[:, None] + depths, parents, ancestors, chosen=chosen)
 
 
 def build_chain(root_ids: torch.Tensor, seq_lens: torch.Tensor, token_ids: torch.Tensor) -> DraftTree:

@@ -1,0 +1,145 @@
+"""Trees of drafts change no token: with random small drafts, against the same server without speculation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from scheduler_driver import answers, request
+from speculative_driver import (
+    CONTEXT,
+    EAGLE,
+    EAGLE3,
+    NEXTN,
+    STANDALONE,
+    count_tokens,
+    make_driver,
+    models,
+    requests,
+)
+
+from fenceline.config.draft_config import SpeculativeAlgorithm
+
+__all__ = ["models"]  # a fixture
+
+DRAFTS = [(EAGLE, "eagle"), (EAGLE3, "eagle3"), (NEXTN, None), (STANDALONE, "near"), (STANDALONE, "target")]
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "topk", "num_draft_tokens", "page_size"), [(1, 3, 3, 16), (3, 2, 8, 1), (4, 4, 16, 16)]
+)
+@pytest.mark.parametrize(("algorithm", "draft"), DRAFTS)
+def test_no_token_changes(
+    models: dict[str, Path],
+    algorithm: SpeculativeAlgorithm,
+    draft: str | None,
+    num_steps: int,
+    topk: int,
+    num_draft_tokens: int,
+    page_size: int,
+) -> None:
+    reqs = requests(num_steps)
+    driver = make_driver(
+        models,
+        algorithm,
+        draft,
+        num_steps,
+        topk=topk,
+        num_draft_tokens=num_draft_tokens,
+        page_size=page_size,
+    )
+    counted = count_tokens(driver)
+    assert answers(driver, reqs) == answers(make_driver(models), reqs)
+    if draft == "target":
+        # The first child of each node is what the target draws, and the best of its place.
+        assert min(counted) > 1 and counted.most_common(1)[0][0] == num_steps + 1
+    else:
+        assert {1, 2} <= set(counted) <= set(range(1, num_steps + 2))
+
+
+def test_every_node_of_a_whole_tree(models: dict[str, Path]) -> None:
+    """All candidates of two steps are verified, so a draft that is the target loses none of its own path."""
+    driver = make_driver(models, STANDALONE, "target", 2, topk=2, num_draft_tokens=7)
+    counted = count_tokens(driver)
+    reqs = requests(4)
+    assert answers(driver, reqs) == answers(make_driver(models), reqs)
+    assert set(counted) == {3}
+
+
+@pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE3, "eagle3"), (STANDALONE, "target")])
+def test_prefixes_that_are_cached(
+    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str
+) -> None:
+    """Prompts that continue earlier answers: pages hold the accepted tokens, each in its own slot."""
+    driver, plain = make_driver(models, algorithm, draft, topk=3), make_driver(models)
+    first = requests(5, num=4, max_new_tokens=30)
+    outputs = answers(driver, first)
+    assert outputs == answers(plain, first)
+    again = [
+        request(
+            f"again{i}",
+            [*req.input_ids, *output, 9],
+            temperature=0.7,
+            seed=i,
+            max_new_tokens=20,
+            ignore_eos=True,
+        )
+        for i, (req, output) in enumerate(zip(first, outputs, strict=True))
+    ]
+    assert answers(driver, again) == answers(plain, again)
+    for req in again:
+        last = driver.answers[req.rid].last
+        assert last is not None and last.cached_tokens >= (len(req.input_ids) - 3) // 16 * 16
+
+
+def test_everything_that_a_request_may_ask_for(models: dict[str, Path]) -> None:
+    prompts = [req.input_ids for req in requests(8, num=7)]
+    options: list[dict[str, object]] = [
+        {"top_p": 0.9, "top_k": 20},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
+        {"logit_bias": {7: 4.0, 8: -2.0}},
+        {"min_new_tokens": 12, "stop_token_ids": tuple(range(3, 60))},
+        {"stop_token_ids": tuple(range(3, 30))},
+        {"return_logprob": True, "top_logprobs_num": 3, "ignore_eos": True},
+        {"return_logprob": True, "token_ids_logprob": (5, 9), "ignore_eos": True},
+    ]
+    reqs = [
+        request(f"r{i}", prompt, seed=i, **{"temperature": 0.8, "max_new_tokens": 30, **wanted})
+        for i, (prompt, wanted) in enumerate(zip(prompts, options, strict=True))
+    ]
+    driver = make_driver(models, STANDALONE, "near", topk=3)
+    counted, plain = count_tokens(driver), make_driver(models)
+    assert answers(driver, reqs) == answers(plain, reqs)
+    assert max(counted) > 2
+    for req in reqs:
+        assert driver.answers[req.rid].finish == plain.answers[req.rid].finish
+    for rid in ("r5", "r6"):
+        ours, theirs = driver.output_logprobs[rid], plain.output_logprobs[rid]
+        assert ours == pytest.approx(theirs, abs=1e-4) and len(ours) == 30
+
+
+@pytest.mark.parametrize("retract_policy", ["recompute", "offload"])
+@pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE, "eagle"), (STANDALONE, "near")])
+def test_too_little_memory(
+    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str, retract_policy: str
+) -> None:
+    """Requests are retracted and resumed; rows and pages pass from one to the next."""
+    flags: dict[str, object] = {"max_total_tokens": 208, "num_rows": 5, "retract_policy": retract_policy}
+    if retract_policy == "offload":
+        flags |= {"enable_hierarchical_cache": True, "hicache_ratio": 4.0, "memory_check": "order"}
+    reqs = requests(11, num=8, max_new_tokens=40)
+    driver = make_driver(models, algorithm, draft, topk=2, **flags)  # type: ignore[arg-type]
+    assert answers(driver, reqs) == answers(make_driver(models), reqs)
+    assert driver.scheduler.stats.num_retractions > 0
+
+
+@pytest.mark.parametrize("num_tokens", [CONTEXT - 5, CONTEXT - 1])
+def test_up_to_the_end_of_the_context(models: dict[str, Path], num_tokens: int) -> None:
+    """The last step computes nodes beyond the context, which are nobody's."""
+    prompt = [5 + i % 90 for i in range(num_tokens)]
+    reqs = [request("r", prompt, seed=4, max_new_tokens=50, ignore_eos=True)]
+    expected = answers(make_driver(models), reqs)
+    assert len(expected[0]) == CONTEXT - num_tokens
+    for algorithm, draft in ((EAGLE3, "eagle3"), (STANDALONE, "target")):
+        driver = make_driver(models, algorithm, draft, topk=4, num_draft_tokens=20, page_size=1)
+        assert answers(driver, reqs) == expected
