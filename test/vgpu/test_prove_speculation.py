@@ -26,24 +26,24 @@ TAGS, OWNERSHIP = TagError.checker, OwnershipError.checker
 
 def _row_computed_again(patch: pytest.MonkeyPatch) -> None:
     """A whole model as a draft computes the token before the last one in every step, though it mostly has it."""
-    right = SpeculativeRunner._propose_from_two
+    right = SpeculativeRunner._logits_of_two
 
     def wrong(self: SpeculativeRunner, plans: Any) -> torch.Tensor:
         self.state.is_behind.fill_(True)
         return right(self, plans)
 
-    patch.setattr(SpeculativeRunner, "_propose_from_two", wrong)
+    patch.setattr(SpeculativeRunner, "_logits_of_two", wrong)
 
 
 def _row_left_out(patch: pytest.MonkeyPatch) -> None:
     """It does not compute that token after all of its proposals have been accepted."""
-    right = SpeculativeRunner._propose_from_two
+    right = SpeculativeRunner._logits_of_two
 
     def wrong(self: SpeculativeRunner, plans: Any) -> torch.Tensor:
         self.state.is_behind.fill_(False)
         return right(self, plans)
 
-    patch.setattr(SpeculativeRunner, "_propose_from_two", wrong)
+    patch.setattr(SpeculativeRunner, "_logits_of_two", wrong)
 
 
 def _one_page_declared(patch: pytest.MonkeyPatch) -> None:
