@@ -398,7 +398,9 @@ class SpeculativeRunner(GraphRunner):
             verify=plan(
                 self.num_rows_per_req, arena["seq_lens"], target, None, "ancestors" if is_tree else None
             ),
-            extend=[plan(self._num_steps + 1 + k, arena["path_lens"], draft) for k in range(self._num_layers)],
+            extend=[
+                plan(self._num_steps + 1 + k, arena["path_lens"], draft) for k in range(self._num_layers)
+            ],
             steps=steps,
             two=None if self.reads_hidden else plan(2, arena["lens"], draft),
         )

@@ -32,7 +32,12 @@ class RunningBatch:
     """
 
     def __init__(
-        self, page_size: int, max_step_tokens: int, num_in_flight: int, num_rewritten: int = 0, num_spare: int = 0
+        self,
+        page_size: int,
+        max_step_tokens: int,
+        num_in_flight: int,
+        num_rewritten: int = 0,
+        num_spare: int = 0,
     ) -> None:
         """``num_in_flight``: see ``memory_order.tokens_in_flight``."""
         self.page_size = page_size
