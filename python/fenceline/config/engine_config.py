@@ -266,8 +266,12 @@ def _tree_size(args: ServerArgs, draft: DraftConfig, num_steps: int, topk: int) 
     """--speculative-num-draft-tokens of trees."""
     flag = f"--speculative-eagle-topk {topk}"
     num_known = draft.draft_vocab_size or draft.model.vocab_size
-    if topk > num_known:
-        raise ConfigError(f"{flag}: the draft knows {num_known} tokens, give at most as many")
+    most_topk = min(num_known, _MOST_TREE_NODES - 1)
+    if topk > most_topk:
+        raise ConfigError(
+            f"{flag}: give at most {most_topk}: the draft knows {num_known} tokens, and a tree has"
+            f" {_MOST_TREE_NODES} at most, the last one of the request included"
+        )
     if topk * (num_steps - 1) > _MOST_TREE_NODES:
         raise ConfigError(
             f"{flag}: with --speculative-num-steps {num_steps} the draft would attend to a tree of"

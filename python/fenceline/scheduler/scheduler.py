@@ -619,7 +619,9 @@ class Scheduler:
                 if most > 1:
                     self.stats.verified(req, count - 1)
                 self.publish_tokens(req, tokens[first:last], out, first)
-                assert req.committed_len <= length and count <= most, f"{req.rid} got more tokens than it may"
+                assert req.committed_len <= length - self.running.num_spare and count <= most, (
+                    f"{req.rid} got more tokens than it may"
+                )
         if out.bad_drafts is not None and out.bad_drafts.any():
             self.stats.bad_drafts([reqs[index] for index in np.flatnonzero(out.bad_drafts).tolist()])
         if most > 1:
