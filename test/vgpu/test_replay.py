@@ -19,6 +19,7 @@ from fenceline.vgpu.proving.decisions import Decision, Transfer, execute, num_st
 from fenceline.vgpu.proving.everything import EVERYTHING
 from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS
 from fenceline.vgpu.proving.recording import read_recording
+from fenceline.vgpu.proving.speculative_workloads import SPECULATIVE_WORKLOADS
 from fenceline.vgpu.proving.steps import Loop, make_config
 from fenceline.vgpu.proving.workloads import ENGINE, WORKLOADS
 from fenceline.vgpu.replay import main, replay
@@ -26,7 +27,8 @@ from fenceline.vgpu.replay import main, replay
 torch.set_num_threads(1)
 
 TIERED = [workload.name for workload in (*HICACHE_WORKLOADS, EVERYTHING)]
-NAMES = [name for name in WORKLOADS if name not in (ENGINE, "growth", *TIERED)]
+SPECULATIVE = [workload.name for workload in SPECULATIVE_WORKLOADS]
+NAMES = [name for name in WORKLOADS if name not in (ENGINE, "growth", *TIERED, *SPECULATIVE)]
 
 
 def run(name: str, seed: int = 3, **flags: int | bool) -> Loop:
@@ -183,6 +185,16 @@ def test_steps_of_an_engine_with_a_host_tier_run_without_its_transfers_and_say_s
     assert main([str(path), "--seeds", "4"]) == 0
     out = capsys.readouterr().out
     assert "host tier's transfers are not recorded" in out and "every checker is silent" in out
+
+
+@pytest.mark.parametrize("name", SPECULATIVE)
+def test_steps_that_speculated_are_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(dump(run(name), tmp_path))]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert "--speculative-algorithm" in err and "cannot be replayed" in err
 
 
 def test_only_the_last_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,8 +113,16 @@ class Recording:
 
 
 def read_recording(path: Path, last: int | None = None) -> Recording:
-    """The dump in ``path``, or its ``last`` steps. Raises ValueError, one line, for anything that is not a dump."""
-    return _Reader(read_dump(path), last).recording()
+    """The dump in ``path``, or its ``last`` steps. Raises ValueError, one line, for anything that is not a dump, and
+    for steps that speculated: where one writes depends on how many drafts were accepted before it, which is a value."""
+    dump = read_dump(path)
+    algorithm = dump["config"].get("speculative_algorithm")
+    if algorithm is not None:
+        raise ValueError(
+            f"{path}: steps of a server with --speculative-algorithm {algorithm} cannot be replayed: how many drafts"
+            " are accepted depends on values, which a replay makes up"
+        )
+    return _Reader(dump, last).recording()
 
 
 class _Reader:
