@@ -141,7 +141,13 @@ def test_a_replay_with_the_plan_of_an_earlier_one_is_noticed(monkeypatch: pytest
 
     monkeypatch.setattr(FlashInferAttentionBackend, "before_replay", forget)
     found = [run(Trial("flashinfer", seed)) for seed in _decodes_in_graphs()]
-    assert any(one.checker == TagError.checker and "is left out" in one.report for one in found), found
+    # With the shorter lengths of the earlier plan the attention misses a request's last tokens: it goes on with the
+    # next request's, and after the last one's there are none.
+    missed = re.compile(
+        r"decode step(: token \d+ of r\d+ is left out| reads it as token \d+ of r\d+)\n"
+        r"  by flashinfer_paged in decode\["
+    )
+    assert all(one.checker == TagError.checker and missed.search(one.report) for one in found), found
     blind = [run(Trial("flashinfer", seed, detect=False)) for seed in _decodes_in_graphs()]
     assert any(not one.clean and one.checker != HAPPENS_BEFORE for one in blind), "tokens are wrong as well"
 
