@@ -232,10 +232,10 @@ def test_what_has_left_the_device_is_used_from_a_number_of_tokens_on(threshold: 
     assert "though 6 were there" in sharing.compare([Exchange(request, 0, [out])])
 
 
-@pytest.mark.parametrize(("workload", "seed"), [("engine", 1170), ("everything", 1204)])
+@pytest.mark.parametrize(("workload", "seed"), [("engine", 1170), ("everything", 1204), ("everything", 137)])
 def test_seeds_that_failed_once(workload: str, seed: int) -> None:
     """A prefix of one token that only the host had, which is not worth loading; a request that came right after a tick
-    and whose time began with that tick."""
+    and whose time began with that tick; a draft extended under masks while a backup ran on SMs."""
     outcome = run(Trial(workload, seed))
     assert outcome.clean, outcome.report
 

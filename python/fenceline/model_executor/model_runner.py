@@ -267,7 +267,7 @@ class ModelRunner:
         """
         wait_for_pages(self.device.forward, batch.after)  # WAR, WAW: transfers may still use retired pages
         self.device.checker.begin_step()
-        mode = ForwardMode.EXTEND if isinstance(batch, ExtendBatch) else ForwardMode.DECODE
+        mode = _mode(batch)
         exclusive = self.hicache
         if exclusive is not None and not (
             self._attention.persistent(mode) or self._draft_attention.persistent(mode)
@@ -301,9 +301,17 @@ class ModelRunner:
             rows = (
                 rows * self.speculative.num_rows_per_req
             )  # the first of each request: drafts are not accepted
+        exclusive = self.hicache
+        if self.speculative is None or not self._draft_attention.persistent(_mode(batch)):
+            exclusive = None
+        if exclusive is not None:
+            exclusive.before_persistent_forward()  # the draft is extended
         with self.device.forward.active():
             table = self._masks.write(rows, masks.bits, num_rows)
-            return self._sample(batch, logits, views, table)
+            result = self._sample(batch, logits, views, table)
+        if exclusive is not None:
+            exclusive.after_persistent_forward(result.done)
+        return result
 
     def _upload(self, batch: ScheduleBatch) -> Views:
         """The inputs of a step on the device, all in one upload; none where a decode step has nothing new."""
@@ -426,6 +434,10 @@ class ModelRunner:
             if seq.history is not None:
                 prompt, output = views[f"history_prompt_{index}"], views[f"history_output_{index}"]
                 self.sampler.begin_request(seq.row, prompt, output)
+
+
+def _mode(batch: ScheduleBatch) -> ForwardMode:
+    return ForwardMode.EXTEND if isinstance(batch, ExtendBatch) else ForwardMode.DECODE
 
 
 @contextmanager
