@@ -15,7 +15,8 @@ NUM_CHILDREN = 2
 
 
 def work(job: CompileJob) -> bytes:
-    """``loop`` never ends, ``eat`` takes all memory, ``crash`` dies, ``refuse`` is wrong; anything else is fine."""
+    """``loop`` never ends, ``eat`` takes all memory, ``crash`` dies, ``kill`` is killed, ``refuse`` is wrong;
+    anything else is fine."""
     match job.spec.text:
         case "loop":
             while True:
@@ -24,6 +25,8 @@ def work(job: CompileJob) -> bytes:
             return b"".join([bytes(1 << 28) for _ in range(1000)])
         case "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         case "refuse":
             raise ValueError("this is why")
     return job.spec.text.encode() * 100_000  # more than a pipe holds

@@ -43,7 +43,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_others_do_not_wait_for_it(
     answers = [_receive(server) for _ in range(5)]
     assert [answer.id for answer in answers] == [2, 3, 4, 5, 1]
     assert all(answer.data == b"fine" * 100_000 for answer in answers[:4])
-    assert "takes more than 1 s to compile" in answers[4].error
+    assert "takes more than 1 s to compile" in answers[4].error and answers[4].is_refused
 
 
 def test_as_many_as_there_are_children_end_before_the_next_begin(server: Connection) -> None:
@@ -56,13 +56,19 @@ def test_as_many_as_there_are_children_end_before_the_next_begin(server: Connect
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
-    [("eat", "needs more than"), ("crash", "the compiler failed"), ("refuse", "this is why")],
+    ("text", "reason", "is_refused"),
+    [
+        ("eat", "needs more than", False),
+        ("crash", "the compiler failed", False),
+        ("kill", "try again later", False),
+        ("refuse", "this is why", True),
+    ],
 )
 def test_a_compiler_that_fails_says_why_and_the_next_grammar_is_compiled(
-    server: Connection, text: str, reason: str
+    server: Connection, text: str, reason: str, is_refused: bool
 ) -> None:
     _send(server, 1, text)
-    assert reason in _receive(server).error
+    answer = _receive(server)
+    assert reason in answer.error and answer.is_refused == is_refused
     _send(server, 2, "fine")
     assert _receive(server).data

@@ -38,8 +38,9 @@ async def make_request(num_bytes: int) -> tuple[Request, asyncio.Event]:
     return request, left
 
 
-async def test_work_ends_when_the_client_leaves() -> None:
-    request, left = await make_request(100_000)
+@pytest.mark.parametrize(("num_bytes", "is_long"), [(100_000, False), (10, True)])
+async def test_work_ends_when_the_client_leaves(num_bytes: int, is_long: bool) -> None:
+    request, left = await make_request(num_bytes)
     ended = asyncio.Event()
 
     async def work() -> None:
@@ -50,7 +51,7 @@ async def test_work_ends_when_the_client_leaves() -> None:
             ended.set()
 
     with pytest.raises(ClientDisconnect):
-        await while_connected(request, work())
+        await asyncio.wait_for(while_connected(request, work(), is_long), 60)
     assert ended.is_set()
 
 

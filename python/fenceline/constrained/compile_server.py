@@ -42,11 +42,12 @@ class CompileJob(msgspec.Struct, frozen=True):
 
 class Compiled(msgspec.Struct, frozen=True):
     """What has come of a job: the grammar, or why there is none. The first of a process has ``id`` 0 and the
-    vocabulary."""
+    vocabulary. ``is_refused``: the error is the grammar's, whenever it is compiled."""
 
     id: int
     data: bytes = b""
     error: str = ""
+    is_refused: bool = False
 
 
 class VocabularySource(msgspec.Struct, frozen=True):
@@ -156,11 +157,16 @@ def _result(child: _Child, status: int) -> Compiled:
     if status == 0:
         made = msgspec.msgpack.decode(b"".join(child.parts), type=Compiled)
         return msgspec.structs.replace(made, id=child.id)
-    if status in (-signal.SIGXCPU, -signal.SIGKILL):
-        reason = f"it takes more than {MAX_CPU_S} s to compile"
+    smaller = "make it smaller, or nest it less deep"
+    if status == -signal.SIGXCPU:
+        return Compiled(
+            child.id, error=f"it takes more than {MAX_CPU_S} s to compile: {smaller}", is_refused=True
+        )
+    if status == -signal.SIGKILL:  # by us, or by the system for want of memory
+        reason = f"it was not compiled within {MAX_WALL_S:g} s, or memory is short: try again later"
     else:
-        reason = f"the compiler failed, or needs more than {MAX_MEMORY_BYTES >> 20} MiB"
-    return Compiled(child.id, error=f"{reason}: make it smaller, or nest it less deep")
+        reason = f"the compiler failed, or needs more than {MAX_MEMORY_BYTES >> 20} MiB: {smaller}"
+    return Compiled(child.id, error=reason)
 
 
 def _compile_and_write(work: Callable[[CompileJob], bytes], job: CompileJob, file: int, memory: int) -> None:
@@ -173,9 +179,9 @@ def _compile_and_write(work: Callable[[CompileJob], bytes], job: CompileJob, fil
     try:
         made = Compiled(job.id, work(job))
     except ValueError as error:
-        made = Compiled(job.id, error=str(error) or "the compiler gives no reason")
+        made = Compiled(job.id, error=str(error) or "the compiler gives no reason", is_refused=True)
     except RecursionError:
-        made = Compiled(job.id, error="it is nested too deep")
+        made = Compiled(job.id, error="it is nested too deep", is_refused=True)
     except MemoryError:
         os._exit(1)
     left = memoryview(msgspec.msgpack.encode(made))

@@ -48,7 +48,7 @@ class GrammarStore:
     def load(self, id: str, grammar: int, data: bytes, vocabulary: bytes, forgotten: Sequence[int]) -> None:
         """Take in ``grammar``; :meth:`loaded` tells when it is there, by ``id``. ``vocabulary``: with the first."""
         for number in forgotten:
-            del self._grammars[number]
+            self._grammars.pop(number, None)  # it may never have come
         future: Future[xgrammar.CompiledGrammar] = Future()
         self._grammars[grammar] = future
         self._loading.append((id, future))

@@ -33,6 +33,7 @@ from fenceline.frontend.request_types import (
     RequestError,
     RequestTimes,
     error_of,
+    have_grammars,
 )
 from fenceline.frontend.tokenizer import Tokenizer
 from fenceline.frontend.tokenizer_manager import TokenizerManager
@@ -51,7 +52,8 @@ async def generate(
         with manager.reserved_id(request.scope[REQUEST_ID]) as rid:
             thinking_end = thinking_end_id(body, config, manager.tokenizer)
             expanded = await expand(body, config, rid, thinking_end)
-            group = await while_connected(request, manager.submit_many(expanded.inputs))
+            work = manager.submit_many(expanded.inputs)
+            group = await while_connected(request, work, have_grammars(expanded.inputs))
     except RequestError as error:
         if body.stream and error.status == 400:
             return Response(error_event(error), media_type="text/event-stream")

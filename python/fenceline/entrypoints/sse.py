@@ -148,12 +148,13 @@ def num_logprobs(chunk: GenerateChunk) -> int:
     )
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(request: Request, work: Coroutine[Any, Any, T], is_long: bool = False) -> T:
     """The result of ``work``, which is cancelled if the client disconnects meanwhile; ClientDisconnect is raised then.
 
-    The body has been read. The work for a small one is too short to look out for clients that leave.
+    The body has been read. Unless it ``is_long``, the work for a small one is too short to look out for clients that
+    leave.
     """
-    if request.scope.get(BODY_BYTES, 0) <= _SHORT_WORK_BYTES:
+    if not is_long and request.scope.get(BODY_BYTES, 0) <= _SHORT_WORK_BYTES:
         return await work
     return await unless_gone(request, work)
 

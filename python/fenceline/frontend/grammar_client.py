@@ -8,11 +8,12 @@ there are too many; why one could not be compiled is remembered as well.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import multiprocessing
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -34,15 +35,21 @@ MAX_GRAMMARS = 1024
 MAX_GRAMMAR_BYTES = 256 << 20  # of all compiled grammars
 MAX_ERRORS = 4096
 MAX_WAITING = 1024  # to be compiled
+MAX_OF_BODY = 16  # different ones
+
+_Key = tuple[str, bytes]  # the kind, and the SHA-256 of the text, which may be long
 
 
 class _Grammar:
-    """One that is compiled, or being compiled. ``users``: requests that are being prepared and will name it."""
+    """One that is compiled, or being compiled. ``users``: requests that are being prepared and will name it.
+    ``is_queued``: its compilation has not begun."""
 
-    __slots__ = ("num_bytes", "number", "ready", "users")
+    __slots__ = ("is_queued", "key", "num_bytes", "number", "ready", "users")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, key: _Key, number: int) -> None:
+        self.key = key
         self.number = number
+        self.is_queued = True
         self.ready: asyncio.Task[None] | None = None
         self.num_bytes = 0
         self.users = 0
@@ -56,8 +63,8 @@ class GrammarClient:
         self._tokenizer = tokenizer
         self._control = control
         self._max_whitespace = max_whitespace(config.server_args.constrained_json_whitespace_pattern)
-        self._grammars: OrderedDict[GrammarSpec, _Grammar] = OrderedDict()
-        self._errors: OrderedDict[GrammarSpec, str] = OrderedDict()
+        self._grammars: OrderedDict[_Key, _Grammar] = OrderedDict()
+        self._errors: OrderedDict[_Key, str] = OrderedDict()
         self._num_bytes = 0
         self._num_made = 0
         self._forgotten: list[int] = []  # and not told yet
@@ -68,13 +75,25 @@ class GrammarClient:
 
     @contextmanager
     def using(self) -> Iterator[list[_Grammar]]:
-        """While requests are prepared, the grammars that :meth:`number_of` adds to the list are not forgotten."""
+        """While requests are prepared, the grammars that :meth:`number_of` adds to the list are not forgotten. Those
+        that wait to be compiled and have no user any more are dropped."""
         used: list[_Grammar] = []
         try:
             yield used
         finally:
             for grammar in used:
                 grammar.users -= 1
+                if grammar.users == 0 and grammar.is_queued and self._grammars.get(grammar.key) is grammar:
+                    assert grammar.ready is not None
+                    grammar.ready.cancel()
+                    del self._grammars[grammar.key]
+
+    def check_all(self, specs: Collection[GrammarSpec]) -> None:
+        """:meth:`check` those of one body, and how many they are."""
+        for spec in specs:
+            self.check(spec)
+        if len(specs) > MAX_OF_BODY:
+            raise RequestError(400, f"a body may have {MAX_OF_BODY} different grammars, got {len(specs)}")
 
     def check(self, spec: GrammarSpec) -> None:
         """Raise RequestError (400) for a grammar that cannot be had whatever it says."""
@@ -98,22 +117,19 @@ class GrammarClient:
 
     async def number_of(self, spec: GrammarSpec, used: list[_Grammar]) -> int:
         """The number under which the scheduler knows the compiled ``spec``, at least until ``used``, of :meth:`using`,
-        ends. Raises RequestError (400) with the reason where it cannot be compiled."""
-        while True:
-            if (reason := self._errors.get(spec)) is not None:
-                self._errors.move_to_end(spec)
-                raise RequestError(400, f"{spec.kind}: {reason}", param=spec.kind)
-            grammar = self._grammars.get(spec)
-            if grammar is None:
-                grammar = self._begin(spec)
-            self._grammars.move_to_end(spec)
-            grammar.users += 1
-            used.append(grammar)
-            assert grammar.ready is not None
-            # Others may wait for the same one: whoever leaves does not end it.
-            await asyncio.shield(grammar.ready)
-            if spec in self._grammars:
-                return grammar.number
+        ends. Raises RequestError: 400 with the reason where it cannot be compiled, 503 where it could be later."""
+        key = (spec.kind, hashlib.sha256(spec.text.encode()).digest())
+        if (reason := self._errors.get(key)) is not None:
+            self._errors.move_to_end(key)
+            raise RequestError(400, f"{spec.kind}: {reason}", param=spec.kind)
+        grammar = self._grammars.get(key) or self._begin(key, spec)
+        self._grammars.move_to_end(key)
+        grammar.users += 1
+        used.append(grammar)
+        assert grammar.ready is not None
+        # Others may wait for the same one: whoever leaves does not end it.
+        await asyncio.shield(grammar.ready)
+        return grammar.number
 
     def close(self) -> None:
         """End the process that compiles. Who waits for it gets RequestError (503)."""
@@ -121,14 +137,14 @@ class GrammarClient:
         if self._process is not None:
             self._process.close()
 
-    def _begin(self, spec: GrammarSpec) -> _Grammar:
+    def _begin(self, key: _Key, spec: GrammarSpec) -> _Grammar:
         if self._closed:
             raise shutting_down()
         waiting = sum(not grammar.ready.done() for grammar in self._grammars.values() if grammar.ready)
         if waiting >= MAX_WAITING:
             raise RequestError(503, f"{waiting} other grammars wait to be compiled; try again later")
         self._num_made += 1
-        grammar = self._grammars[spec] = _Grammar(self._num_made)
+        grammar = self._grammars[key] = _Grammar(key, self._num_made)
         grammar.ready = asyncio.get_running_loop().create_task(self._make(spec, grammar))
         grammar.ready.add_done_callback(_note_error)
         return grammar
@@ -137,43 +153,55 @@ class GrammarClient:
         """Compile ``spec`` and have the scheduler take it in."""
         try:
             process = self._running_process()
-            vocabulary = await process.vocabulary
-            made = await process.compile(spec, self._max_whitespace)
-            if made.error:
-                self._errors[spec] = made.error
+            vocabulary = await asyncio.shield(process.vocabulary)
+            async with process.turns:
+                grammar.is_queued = False
+                made = await process.compile(spec, self._max_whitespace)
+            if made.error and made.is_refused:
+                self._errors[grammar.key] = made.error
                 if len(self._errors) > MAX_ERRORS:
                     self._errors.popitem(last=False)
                 raise RequestError(400, f"{spec.kind}: {made.error}", param=spec.kind)
+            if made.error:
+                raise RequestError(503, f"{spec.kind}: {made.error}", param=spec.kind)
             async with self._loading:
                 grammar.num_bytes = len(made.data)
                 self._num_bytes += grammar.num_bytes
                 self._forget()
-                forgotten, self._forgotten = self._forgotten, []
-                first = b"" if self._vocabulary_sent else vocabulary
-                reply = await self._control.load_grammar(grammar.number, made.data, first, forgotten)
-                if not reply.success:
-                    raise RequestError(500, f"the grammar could not be loaded: {reply.message}")
-                self._vocabulary_sent = True
+                await self._load(grammar.number, made.data, vocabulary)
         except BaseException:
             self._num_bytes -= grammar.num_bytes
-            del self._grammars[spec]
+            if self._grammars.get(grammar.key) is grammar:
+                del self._grammars[grammar.key]
             raise
+
+    async def _load(self, number: int, data: bytes, vocabulary: bytes) -> None:
+        """Have the scheduler take it in, and forget those that it still has to forget: this one too, if it fails."""
+        forgotten, self._forgotten = self._forgotten, []
+        try:
+            first = b"" if self._vocabulary_sent else vocabulary
+            reply = await self._control.load_grammar(number, data, first, forgotten)
+            if not reply.success:
+                raise RequestError(500, f"the grammar could not be loaded: {reply.message}")
+        except BaseException:
+            self._forgotten += [*forgotten, number]
+            raise
+        self._vocabulary_sent = True
 
     def _forget(self) -> None:
         """Drop those that have not been used for the longest time, until there are not too many."""
-        for spec in list(self._grammars):
+        for key, grammar in list(self._grammars.items()):
             if len(self._grammars) <= MAX_GRAMMARS and self._num_bytes <= MAX_GRAMMAR_BYTES:
                 return
-            grammar = self._grammars[spec]
             if grammar.users == 0 and grammar.ready is not None and grammar.ready.done():
-                del self._grammars[spec]
+                del self._grammars[key]
                 self._num_bytes -= grammar.num_bytes
                 self._forgotten.append(grammar.number)
 
     def _running_process(self) -> CompileProcess:
         if self._closed:
             raise shutting_down()
-        if self._process is None or self._process.ended:
+        if self._process is None or (self._process.ended and not self._process.is_unusable):
             assert self._tokenizer is not None, "checked before"
             source = VocabularySource(
                 self._tokenizer.backend.to_str(),
@@ -192,13 +220,16 @@ def _note_error(task: asyncio.Task[None]) -> None:
 
 
 class CompileProcess:
-    """The process that compiles, seen from the event loop. ``vocabulary`` comes once it is ready."""
+    """The process that compiles, seen from the event loop. ``vocabulary`` comes once it is ready; ``is_unusable``:
+    never, since it cannot be had of this tokenizer. ``turns``: whoever compiles holds one."""
 
     def __init__(self, source: VocabularySource) -> None:
         self._loop = asyncio.get_running_loop()
         self.vocabulary: asyncio.Future[bytes] = self._loop.create_future()
         self.vocabulary.add_done_callback(lambda future: future.cancelled() or future.exception())
         self.ended = False
+        self.is_unusable = False
+        self._closed = False
         self._waiting: dict[int, asyncio.Future[Compiled]] = {}
         self._num_jobs = 0
         self._sending = threading.Lock()
@@ -206,6 +237,7 @@ class CompileProcess:
         self._connection, theirs = context.Pipe()
         # Half of the cores, so that generation has the others; two, so that nobody waits for one alone.
         num_children = min(8, max(2, num_usable_cores() // 2))
+        self.turns = asyncio.Semaphore(num_children)
         self._process: BaseProcess = context.Process(
             target=serve, args=(theirs, source, num_children), name="grammar-compiler", daemon=True
         )
@@ -213,6 +245,8 @@ class CompileProcess:
 
     async def compile(self, spec: GrammarSpec, max_whitespace: int | None) -> Compiled:
         """What comes of ``spec``. Raises RequestError (503) if the process ends meanwhile."""
+        if self.ended:
+            raise _gone()
         self._num_jobs += 1
         job = CompileJob(self._num_jobs, spec, max_whitespace)
         future = self._waiting[job.id] = self._loop.create_future()
@@ -226,7 +260,8 @@ class CompileProcess:
             self._waiting.pop(job.id, None)
 
     def close(self) -> None:
-        """End it."""
+        """End it, or have it ended as soon as it has been started."""
+        self._closed = True
         if self._process.pid is not None:
             self._process.kill()
 
@@ -241,10 +276,16 @@ class CompileProcess:
             with signals_blocked():
                 self._process.start()
             theirs.close()
+            if self._closed:
+                self._process.kill()
             while True:
                 made = decoder.decode(self._connection.recv_bytes())
                 self._call(self._resolve, made)
         except (EOFError, OSError):
+            pass
+        except Exception:
+            logger.exception("the process that compiles grammars is lost")
+        finally:
             self._call(self._fail)
 
     def _call(self, function: Callable[..., None], *args: object) -> None:
@@ -256,6 +297,7 @@ class CompileProcess:
     def _resolve(self, made: Compiled) -> None:
         if made.id == 0:
             if made.error:
+                self.is_unusable = True
                 self.vocabulary.set_exception(
                     RequestError(500, f"grammars cannot be compiled for this tokenizer: {made.error}")
                 )

@@ -126,11 +126,12 @@ class TokenizerManager:
         default_priority = 0 if priority is None else priority.default_value
         priorities = [default_priority if inp.priority is None else inp.priority for inp in inputs]
         await self._check_untokenised(inputs, limits)
+        specs = dict.fromkeys(inp.grammar for inp in inputs if inp.grammar is not None)
+        self._grammars.check_all(specs)
         # Refuse now what is refused for prompts of any length; each has at least one token.
         self._table.admit(rids, [len(inp.input_ids or "?") for inp in inputs], priorities, limits)
         prompts = await self._prompt_ids(inputs, limits)
         with self._grammars.using() as used:
-            specs = dict.fromkeys(inp.grammar for inp in inputs if inp.grammar is not None)
             grammars = {spec: await self._grammars.number_of(spec, used) for spec in specs}
             limits = self._require_serving()  # tokenising may have taken a while
             messages = await self._messages(inputs, prompts, limits, default_priority, grammars)
@@ -153,8 +154,6 @@ class TokenizerManager:
         checked: Sequence[int] | None = None
         for index, inp in enumerate(inputs):
             check_untokenised(inp, self.tokenizer, self.config, limits)
-            if inp.grammar is not None:
-                self._grammars.check(inp.grammar)
             ids = inp.input_ids
             if ids is not None and ids is not checked:
                 check_ids(ids, self.vocab_size, limits)

@@ -105,8 +105,8 @@ class Outbox(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A launched step: its batch, its requests in batch order, its result to come. ``held``: only its forward has been
-    launched, and the result is that of :meth:`Scheduler.sample_held`."""
+    """A launched step: its batch, its requests in batch order, its result to come: a HeldStep while only its forward
+    has been launched, until :meth:`Scheduler.sample_held`."""
 
     batch: ScheduleBatch
     reqs: Sequence[Req]

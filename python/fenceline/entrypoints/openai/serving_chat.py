@@ -31,7 +31,7 @@ from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.openai.tool_call_parser import JSON_CALLS, ToolCallFormat, ToolCallParser
 from fenceline.entrypoints.sse import while_connected
 from fenceline.frontend.request_stream import StreamGroup
-from fenceline.frontend.request_types import GenerateInput, RequestError, expand_samples
+from fenceline.frontend.request_types import GenerateInput, RequestError, expand_samples, have_grammars
 
 # Conversations up to this size are rendered on the event loop, which takes a millisecond or two.
 _INLINE_CHARS, _INLINE_MESSAGES = 1 << 15, 64
@@ -84,8 +84,9 @@ class ChatServing:
         required_tokenizer(self._generator)
         self.check(body)
         prompt = await self._prompt(body)
-        work = self._generator.submit_many(self._inputs(body, prompt, rid))
-        return prompt, await while_connected(request, work)
+        inputs = self._inputs(body, prompt, rid)
+        work = self._generator.submit_many(inputs)
+        return prompt, await while_connected(request, work, have_grammars(inputs))
 
     def check(self, body: ChatBody) -> None:
         """Raise RequestError (400) for what this server or this model does not have."""

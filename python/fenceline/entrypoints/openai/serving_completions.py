@@ -23,7 +23,13 @@ from fenceline.entrypoints.openai.parsing import answer_grammar, refuse_completi
 from fenceline.entrypoints.openai.protocol import CompletionBody
 from fenceline.entrypoints.openai.token_texts import TokenTexts
 from fenceline.entrypoints.sse import while_connected
-from fenceline.frontend.request_types import GenerateChunk, GenerateInput, check_num_requests, expand_samples
+from fenceline.frontend.request_types import (
+    GenerateChunk,
+    GenerateInput,
+    check_num_requests,
+    expand_samples,
+    have_grammars,
+)
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -43,7 +49,8 @@ class CompletionServing:
         assert self._texts is not None
         refuse_completion(body)
         check_num_requests(len(body.prompt), body.n)
-        group = await while_connected(request, self._generator.submit_many(self._inputs(body, head.id)))
+        inputs = self._inputs(body, head.id)
+        group = await while_connected(request, self._generator.submit_many(inputs), have_grammars(inputs))
         try:
             echoed = await self._echoed(body)
         except BaseException:

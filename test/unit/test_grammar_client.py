@@ -1,0 +1,179 @@
+"""The front end's view of compiled grammars: what is remembered, what is dropped, and what the scheduler is told."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from frontend_bench import demo_config
+
+from fenceline.constrained.compile_server import Compiled, VocabularySource
+from fenceline.constrained.spec import GrammarSpec
+from fenceline.frontend import grammar_client
+from fenceline.frontend.control import ControlClient
+from fenceline.frontend.grammar_client import CompileProcess, GrammarClient
+from fenceline.frontend.request_types import RequestError
+from fenceline.frontend.tokenizer import load_tokenizer
+from fenceline.ipc.io_struct import ControlReply, LoadGrammarReq
+
+
+class FakeProcess:
+    """Compiles as its ``answers`` say, each text when it is told to, two at a time."""
+
+    def __init__(self) -> None:
+        self.vocabulary: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.vocabulary.set_result(b"vocabulary")
+        self.turns = asyncio.Semaphore(2)
+        self.ended = self.is_unusable = False
+        self.go = asyncio.Event()
+        self.compiled: list[str] = []
+        self.answers: dict[str, Compiled] = {}
+
+    async def compile(self, spec: GrammarSpec, max_whitespace: int | None) -> Compiled:
+        self.compiled.append(spec.text)
+        await self.go.wait()
+        return self.answers.get(spec.text, Compiled(1, b"grammar"))
+
+    def close(self) -> None:
+        pass
+
+
+class Bench:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = demo_config()
+        self.sent: list[LoadGrammarReq] = []
+        self.num_processes = 0
+        self.process = FakeProcess()
+        self.replies = True
+        self.is_cut_off = False
+        self.control = ControlClient(self._answer)
+        self.client = GrammarClient(config, load_tokenizer(config.tokenizer_path), self.control)
+        monkeypatch.setattr(grammar_client, "CompileProcess", self._start)
+
+    def _start(self, source: Any) -> FakeProcess:
+        self.num_processes += 1
+        return self.process
+
+    def _answer(self, message: Any) -> None:
+        if self.is_cut_off:
+            raise RequestError(503, "gone")
+        self.sent.append(message)
+        asyncio.get_running_loop().call_soon(
+            self.control.resolve, ControlReply(id=message.id, success=self.replies, message="no room")
+        )
+
+    async def number(self, text: str) -> int:
+        with self.client.using() as used:
+            return await self.client.number_of(GrammarSpec("regex", text), used)
+
+
+@pytest.fixture
+async def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+async def test_what_is_refused_is_remembered_and_what_failed_is_tried_again(bench: Bench) -> None:
+    bench.process.go.set()
+    bench.process.answers = {
+        "wrong": Compiled(1, error="it is wrong", is_refused=True),
+        "killed": Compiled(1, error="memory is short"),
+    }
+    for text, status in (("wrong", 400), ("killed", 503)):
+        for _ in range(2):
+            with pytest.raises(RequestError) as caught:
+                await bench.number(text)
+            assert caught.value.status == status
+    assert bench.process.compiled == ["wrong", "killed", "killed"]
+    bench.process.answers.clear()
+    assert await bench.number("killed") > 0
+
+
+async def test_nobody_compiles_what_nobody_waits_for_any_more(bench: Bench) -> None:
+    asked = [asyncio.create_task(bench.number(text)) for text in "abcd"]
+    async with asyncio.timeout(10):
+        while len(bench.process.compiled) < 2:
+            await asyncio.sleep(0)
+    asked[2].cancel()
+    await asyncio.wait([asked[2]])
+    # Somebody else may come for it right away.
+    again = asyncio.create_task(bench.number("c"))
+    again.cancel()
+    await asyncio.wait([again])
+    bench.process.go.set()
+    assert await asyncio.gather(asked[0], asked[1], asked[3]) == [1, 2, 4]
+    assert bench.process.compiled == ["a", "b", "d"]
+    assert await bench.number("c") > 4
+
+
+async def test_what_the_scheduler_did_not_take_in_is_forgotten_there_later(bench: Bench) -> None:
+    bench.process.go.set()
+    bench.replies = False
+    with pytest.raises(RequestError, match="no room"):
+        await bench.number("a")
+    bench.replies, bench.is_cut_off = True, True
+    with pytest.raises(RequestError, match="gone"):
+        await bench.number("b")
+    bench.is_cut_off = False
+    assert await bench.number("c") == 3
+    assert [(one.grammar, one.forgotten, one.vocabulary) for one in bench.sent] == [
+        (1, [], b"vocabulary"),
+        (3, [1, 2], b"vocabulary"),
+    ]
+
+
+async def test_a_tokenizer_that_cannot_be_used_is_tried_once(bench: Bench) -> None:
+    bench.process.vocabulary = asyncio.get_running_loop().create_future()
+    bench.process.vocabulary.set_exception(
+        RequestError(500, "grammars cannot be compiled for this tokenizer")
+    )
+    bench.process.ended = bench.process.is_unusable = True
+    for text in "ab":
+        with pytest.raises(RequestError, match="this tokenizer"):
+            await bench.number(text)
+    assert bench.num_processes == 1
+
+
+async def test_a_body_has_a_limited_number_of_grammars(bench: Bench) -> None:
+    specs = [GrammarSpec("regex", str(number)) for number in range(17)]
+    bench.client.check_all(specs[:16])
+    with pytest.raises(RequestError, match="16 different grammars, got 17"):
+        bench.client.check_all(specs)
+
+
+_NO_SOURCE = VocabularySource("{}", frozenset(), 8, (0,))
+
+
+async def test_whoever_waits_for_a_process_that_cannot_be_started_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing() -> None:
+        raise RuntimeError("no thread")
+
+    monkeypatch.setattr(grammar_client, "signals_blocked", failing)
+    process = CompileProcess(_NO_SOURCE)
+    with pytest.raises(RequestError) as caught:
+        await asyncio.wait_for(process.vocabulary, 60)
+    assert caught.value.status == 503
+    with pytest.raises(RequestError):
+        await process.compile(GrammarSpec("regex", "a"), None)
+
+
+async def test_a_process_that_is_closed_while_it_starts_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = threading.Event()
+
+    @contextmanager
+    def slowly() -> Iterator[None]:
+        assert closed.wait(60)
+        yield
+
+    monkeypatch.setattr(grammar_client, "signals_blocked", slowly)
+    process = CompileProcess(_NO_SOURCE)
+    process.close()
+    closed.set()
+    with pytest.raises(RequestError) as caught:
+        await asyncio.wait_for(process.vocabulary, 60)
+    assert caught.value.status == 503  # before it could say that there is no tokenizer
