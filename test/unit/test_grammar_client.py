@@ -13,6 +13,7 @@ from frontend_bench import demo_config
 
 from fenceline.constrained.compile_server import Compiled, VocabularySource
 from fenceline.constrained.spec import GrammarSpec
+from fenceline.entrypoints.generate_body import grammar_of
 from fenceline.frontend import grammar_client
 from fenceline.frontend.control import ControlClient
 from fenceline.frontend.grammar_client import CompileProcess, GrammarClient
@@ -177,3 +178,19 @@ async def test_a_process_that_is_closed_while_it_starts_ends(monkeypatch: pytest
     with pytest.raises(RequestError) as caught:
         await asyncio.wait_for(process.vocabulary, 60)
     assert caught.value.status == 503  # before it could say that there is no tokenizer
+
+
+def test_a_schema_counts_as_many_characters_as_it_has() -> None:
+    spec = grammar_of(json_schema={"const": "汉字"})
+    assert spec is not None and spec.text == '{"const":"汉字"}'
+
+
+@pytest.mark.parametrize("depth", [300, 5000])
+def test_a_schema_that_is_nested_too_deep_is_refused(depth: int) -> None:
+    schema: dict[str, object] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    for wrong in (schema, {"const": 2**64}, {"const": "\ud800"}):
+        with pytest.raises(RequestError) as caught:
+            grammar_of(json_schema=wrong)
+        assert caught.value.status == 400

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import msgspec
+import orjson
 
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.request_limits import MAX_SAMPLES
@@ -175,9 +175,11 @@ def grammar_of(**given: str | dict[str, object] | None) -> GrammarSpec | None:
     for kind, value in given.items():
         if isinstance(value, dict):
             try:
-                value = json.dumps(value)
-            except RecursionError:
-                raise RequestError(400, f"{kind} is nested too deep", param=kind) from None
+                value = orjson.dumps(value).decode()
+            except (
+                orjson.JSONEncodeError
+            ) as error:  # nested deeper than 254, numbers beyond 64 bits, half a character
+                raise RequestError(400, f"{kind} cannot be taken: {error}", param=kind) from None
         if value:  # an empty text is unset
             specs.append(GrammarSpec(cast(GrammarKind, kind), value))
     if len(specs) > 1:
