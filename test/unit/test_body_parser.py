@@ -174,10 +174,10 @@ LISTS = b'{"text": "a", "x": [' + b"[]," * 500_000 + b"1]}"
      + b"1," * 300_000 + b"1]}}", "more than 64 KiB"),
     (parse_chat, b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"function": '
      b'{"name": "f", "arguments": "[' + b"1," * 300_000 + b'1]"}}]}]}', "at most 65536 JSON values"),
-    (parse_chat, b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": "none", "tools": ['
-     + b'{"a":"b"},' * 200_000 + b"{}]}", "more than 262144 values"),
-    (parse_chat, b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": "none", "tools": [{"a":'
-     + b"[" * 900 + b"]" * 900 + b"}" + b',{"a":"b"}' * 20_000 + b"]}", "nested too deeply"),
+    (parse_chat, b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": {"a": ['
+     + b'{"a":"b"},' * 200_000 + b"{}]}}", "more than 262144 values"),
+    (parse_chat, b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": {"a": [{"a":'
+     + b"[" * 900 + b"]" * 900 + b"}" + b',{"a":"b"}' * 20_000 + b"]}}", "nested too deeply"),
     (parse_generate, b'{"input_ids": [' + b"[1]," * 200_000 + b"[1]]}", "at most 4096 are taken"),
     (parse_generate, b'{"text": "a", "sampling_params": [' + b"{}," * 200_000 + b"{}]}", "at most 4096 are taken"),
     (parse_completion, b'{"prompt": [' + b'"a",' * 200_000 + b'"a"]}', "at most 4096 are taken"),

@@ -239,6 +239,9 @@ def must_call(body: ChatBody) -> bool:
     return body.tool_choice not in (None, "none", "auto")
 
 
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
 def _calls_schema(body: ChatBody) -> dict[str, object]:
     """The schema of a list of calls, ``[{"name": ..., "parameters": {...}}, ...]``, of the tools that may be called."""
     function = body.tool_choice.get("function") if isinstance(body.tool_choice, Mapping) else None
@@ -248,7 +251,7 @@ def _calls_schema(body: ChatBody) -> dict[str, object]:
     for index, tool in enumerate(body.tools):
         if wanted is None or tool.function.name == wanted:
             place = f"tool{index}"
-            schemas[place] = _moved(tool.function.parameters or {"type": "object"}, f"#/$defs/{place}")
+            schemas[place] = _moved(tool.function.parameters or _NO_PARAMETERS, f"#/$defs/{place}")
             parts = {"name": {"const": tool.function.name}, "parameters": {"$ref": f"#/$defs/{place}"}}
             calls.append(
                 {
