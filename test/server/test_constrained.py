@@ -26,6 +26,7 @@ _NUM_SCHEMAS = 24
 _AMBIGUOUS = 'root ::= ("a" | "aa" | root root root)+ "b"'
 _FLAGS = {
     "model_path": "demo",
+    "random_seed": 1,  # of random weights
     "constrained_json_whitespace_pattern": "",
     "max_total_tokens": 560,
     "max_running_requests": 16,

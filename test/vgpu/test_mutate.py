@@ -177,7 +177,8 @@ def test_points_of_a_node_that_has_left_are_missed(what: str, tmp_path: Path) ->
     results = tmp_path / "results.jsonl"
     command = [sys.executable, "-m", "fenceline.vgpu.mutate", "--id", mutant.id, "--workload", "gone"]
     subprocess.run([*command, "--results", str(results)], check=True, capture_output=True, timeout=280)
-    assert read_results(results)[mutant.id].by_name
+    result = read_results(results)[mutant.id]
+    assert result.killed and "missing edge:" in result.report
 
 
 @pytest.mark.long
