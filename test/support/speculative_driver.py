@@ -118,6 +118,21 @@ def requests(seed: int, num: int = 8, **params: object) -> list[TokenizedGenerat
     ]
 
 
+def continued(first: list[TokenizedGenerateReq], outputs: list[list[int]]) -> list[TokenizedGenerateReq]:
+    """Requests that go on where the answers ``outputs`` to ``first`` ended."""
+    return [
+        request(
+            f"again{i}",
+            [*req.input_ids, *output, 9],
+            temperature=0.7,
+            seed=i,
+            max_new_tokens=20,
+            ignore_eos=True,
+        )
+        for i, (req, output) in enumerate(zip(first, outputs, strict=True))
+    ]
+
+
 def count_tokens(driver: Driver) -> Counter[int]:
     """Filled while the driver runs: how often a request got how many tokens in a step."""
     assert isinstance(driver.worker, ModelRunner) and driver.worker.speculative is not None

@@ -12,6 +12,7 @@ from speculative_driver import (
     EAGLE3,
     NEXTN,
     STANDALONE,
+    continued,
     count_tokens,
     make_driver,
     models,
@@ -75,17 +76,7 @@ def test_prefixes_that_are_cached(
     first = requests(5, num=4, max_new_tokens=30)
     outputs = answers(driver, first)
     assert outputs == answers(plain, first)
-    again = [
-        request(
-            f"again{i}",
-            [*req.input_ids, *output, 9],
-            temperature=0.7,
-            seed=i,
-            max_new_tokens=20,
-            ignore_eos=True,
-        )
-        for i, (req, output) in enumerate(zip(first, outputs, strict=True))
-    ]
+    again = continued(first, outputs)
     assert answers(driver, again) == answers(plain, again)
     for req in again:
         last = driver.answers[req.rid].last

@@ -144,7 +144,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
     link: RankLink | None = None
     watchdog = Watchdog(
         config.server_args.watchdog_timeout,
-        lambda reason: _die_of_hang(ports, recorder, _explained(reason, link)),
+        lambda reason: _die_of_hang(ports, rank, recorder, _explained(reason, link)),
     )
     try:
         messages = None if rank else Inbox(context, ports.scheduler, SCHEDULER_DECODER)
@@ -183,8 +183,12 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
             log_core_dumps(dumps, device)
             if link is not None:
                 _leave_ranks(link, shard, error)
+            if isinstance(error, PeerLostError):
+                # Another rank has failed, perhaps while it loaded the model. It says why, or its end is noticed, and
+                # the parent ends this process long before the time is over.
+                time.sleep(_LOST_S)
         finally:
-            _tell_fatal(context, ports, reason)
+            _tell_fatal(context, ports, rank, reason)
         sys.exit(1)
     context.destroy(linger=1000)
 
@@ -248,14 +252,12 @@ def _link_ranks(
 def _leave_ranks(link: RankLink, shard: Shard, error: Exception) -> None:
     """Before this rank says why it fails: the server ends then, and the others with it, whatever they are doing."""
     link.board.post_failed()
-    if isinstance(error, PeerLostError):
-        time.sleep(_LOST_S)  # whoever has failed says why, or its end is noticed
-    elif isinstance(error, RanksDifferError):
+    if isinstance(error, RanksDifferError):
         assert shard.communicator is not None, "one rank does not differ"
         shard.communicator.close()  # who waits for this rank in a collective learns of it, and writes its record
         deadline = time.monotonic() + _RECORDS_S
         while not link.board.all_failed() and time.monotonic() < deadline:
-            time.sleep(0.01)
+            time.sleep(0.01)  # the board is shared memory, which wakes nobody
 
 
 def _explained(reason: str, link: RankLink | None) -> str:
@@ -327,16 +329,16 @@ def _may_be_in_error(device: Device | None) -> Callable[[], bool]:
     return lambda: not sound.is_set()
 
 
-def _tell_fatal(context: zmq.Context[zmq.Socket[bytes]], ports: PortArgs, message: str) -> None:
+def _tell_fatal(context: zmq.Context[zmq.Socket[bytes]], ports: PortArgs, rank: int, message: str) -> None:
     socket = connect_push(context, ports.tokenizer)
-    socket.send(encode(FatalError(source="scheduler", message=message)))
+    socket.send(encode(FatalError(source=scheduler_name(rank), message=message)))
     context.destroy(linger=1000)
 
 
-def _die_of_hang(ports: PortArgs, recorder: FlightRecorder | None, reason: str) -> None:
+def _die_of_hang(ports: PortArgs, rank: int, recorder: FlightRecorder | None, reason: str) -> None:
     """From the watchdog's thread: say why, show where, and go. Sockets of the hung thread are not touched."""
     faulthandler.dump_traceback(all_threads=True)
     dump_and_log(recorder, reason)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    _tell_fatal(context, ports, reason)
+    _tell_fatal(context, ports, rank, reason)
     os._exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import anthropic
 import httpx
 import pytest
+from chat_answer import ANSWER, TEMPLATE, prompt_of
 
 from fenceline.ipc.io_struct import FinishReason
 
@@ -14,17 +15,6 @@ WEATHER = {
     "description": "The weather",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
-TEMPLATE = (
-    "{% for tool in tools or [] %}<tool>{{ tool.function | tojson }}</tool><tool_call>{% endfor %}"
-    "{% for message in messages %}[{{ message.role }}]{{ message.reasoning_content or '' }}|{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}"
-    "{{ call.function.arguments | tojson }}{% endfor %};{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-ANSWER = [
-    "<think>Let me", " see.</think>", "I look.\n", '<tool_call>{"name": "weather", "arguments": {"city": "Par',
-    'is"}}</tool_call>',
-]  # fmt: skip
 
 
 @pytest.fixture
@@ -37,10 +27,6 @@ def template(tmp_path):
 def client_of(server) -> anthropic.AsyncAnthropic:
     url = str(server.client.base_url).removesuffix("/v1/")
     return anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0)
-
-
-def prompt_of(server) -> str:
-    return server.tokenizer.decode(server.link.sent[-1].input_ids, skip_special_tokens=False)
 
 
 async def test_a_message(serve):

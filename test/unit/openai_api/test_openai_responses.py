@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import openai
 import pytest
+from chat_answer import ANSWER, TEMPLATE, prompt_of
 
 from fenceline.entrypoints.openai.serving_responses import ResponseStore
 from fenceline.frontend.request_types import RequestError
@@ -14,17 +15,6 @@ WEATHER = {
     "name": "weather",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
-TEMPLATE = (
-    "{% for tool in tools or [] %}<tool>{{ tool.function | tojson }}</tool><tool_call>{% endfor %}"
-    "{% for message in messages %}[{{ message.role }}]{{ message.reasoning_content or '' }}|{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}"
-    "{{ call.function.arguments | tojson }}{% endfor %};{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-ANSWER = [
-    "<think>Let me", " see.</think>", "I look.\n", '<tool_call>{"name": "weather", "arguments": {"city": "Par',
-    'is"}}</tool_call>',
-]  # fmt: skip
 
 
 @pytest.fixture
@@ -32,10 +22,6 @@ def flags(tmp_path):
     path = tmp_path / "template.jinja"
     path.write_text(TEMPLATE)
     return {"chat_template": str(path), "reasoning_parser": "qwen3"}
-
-
-def prompt_of(server) -> str:
-    return server.tokenizer.decode(server.link.sent[-1].input_ids, skip_special_tokens=False)
 
 
 async def test_a_text(serve, flags):
