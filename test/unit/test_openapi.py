@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import warnings
 from typing import Any
 
 import orjson
 import pytest
+from app_requests import ask, ask_many, make_app
 from fastapi import FastAPI
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp
 
 from fenceline.config import ConfigError, engine_config
 from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints import openapi
-from fenceline.entrypoints.http_server import create_app
 from fenceline.entrypoints.middleware import ADMIN_PATHS, OPEN_PATHS
 from fenceline.frontend.metrics import Metrics
-from fenceline.frontend.tokenizer import load_tokenizer
-from fenceline.frontend.tokenizer_manager import TokenizerManager
-from fenceline.ipc import io_struct as io
 
 # What a client asks for itself. Whoever adds an endpoint decides here, or in ADMIN_PATHS, who may use it.
 NORMAL_PATHS = {
@@ -35,71 +31,6 @@ WITHOUT_BODY = {
     "/flush_cache", "/clear_hicache_storage_backend", "/hicache/storage-backend/clear", "/continue_generation",
     "/stop_profile", "/flight_recorder",
 }  # fmt: skip
-
-
-class DeadLink:
-    """Nobody answers."""
-
-    def send(self, message: io.Message) -> None:
-        pass
-
-    async def receive(self) -> list[io.Message]:
-        raise AssertionError("nobody listens")
-
-    def close(self) -> None:
-        pass
-
-
-def make_app(**flags: Any) -> ASGIApp:
-    config = resolve(ServerArgs(model_path="demo", device="cpu", **flags))
-    manager = TokenizerManager(config, load_tokenizer(config.tokenizer_path), DeadLink())
-    app = create_app(manager, config)
-    manager.shutdown()
-    return app
-
-
-def ask(
-    app: ASGIApp, path: str, headers: dict[str, str] | None = None, method: str = "GET"
-) -> tuple[int, dict[str, str], bytes]:
-    [answer] = ask_many(app, path, headers, method)
-    return answer
-
-
-def ask_many(
-    app: ASGIApp, path: str, headers: dict[str, str] | None = None, method: str = "GET", num: int = 1
-) -> list[tuple[int, dict[str, str], bytes]]:
-    """The answers to ``num`` equal requests that begin in one turn of the event loop."""
-
-    async def one() -> tuple[int, dict[str, str], bytes]:
-        sent: list[Message] = []
-        parts: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
-
-        async def receive() -> Message:
-            if not parts:
-                await asyncio.Event().wait()
-            return parts.pop()
-
-        async def send(message: Message) -> None:
-            sent.append(message)
-
-        scope = {
-            "type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
-            "headers": [(name.encode(), value.encode()) for name, value in (headers or {}).items()], "root_path": "",
-            "scheme": "http", "server": ("127.0.0.1", 1), "client": ("127.0.0.1", 2), "http_version": "1.1",
-        }  # fmt: skip
-        task = asyncio.ensure_future(app(scope, receive, send))
-        for _ in range(50):
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        body = b"".join(message.get("body", b"") for message in sent[1:])
-        answer_headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-        return sent[0]["status"], answer_headers, body
-
-    async def run() -> list[tuple[int, dict[str, str], bytes]]:
-        return await asyncio.gather(*(one() for _ in range(num)))
-
-    return asyncio.run(run())
 
 
 @pytest.fixture(scope="module")

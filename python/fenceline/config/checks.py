@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from fenceline.config import ConfigError
 from fenceline.config.flags import flags_of
 from fenceline.config.hicache import check_hicache
@@ -9,6 +11,7 @@ from fenceline.config.request_limits import MAX_PRIORITY, MIN_PRIORITY
 from fenceline.config.server_args import ServerArgs
 from fenceline.constrained.spec import max_whitespace
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.\-\[\]:]+")
 _MAX_SEED = 2**63 - 1
 _CHUNKING_OFF = -1
 _MOST = 2**31 - 1  # of any count: what tensors of int32 can tell
@@ -70,6 +73,12 @@ def _check_server(args: ServerArgs) -> None:
         _require(
             key is None or (key.isascii() and key.isprintable() and key == key.strip()),
             f"{name}: use ASCII characters only, without blanks around them, HTTP headers carry nothing else reliably",
+        )
+    for origin in args.cors_allowed_origins or ():
+        _require(
+            origin == "*" or _ORIGIN.fullmatch(origin) is not None,
+            f"--cors-allowed-origins {origin}: give *, or what browsers call the origin of a page: scheme, host and"
+            " perhaps a port in small letters, without a path, as in https://chat.example.org",
         )
     _require(
         args.watchdog_timeout > 0,

@@ -26,7 +26,10 @@ _METADATA_KEY = "flag"
 _TRUE_WORDS = ("true", "yes", "on", "1")
 _FALSE_WORDS = ("false", "no", "off", "0")
 _EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-_EXPECTED_MANY: dict[type[Any], str] = {int: "whole numbers with spaces between them"}
+_EXPECTED_MANY: dict[type[Any], str] = {
+    int: "whole numbers with spaces between them",
+    str: "words with spaces between them",
+}
 
 Scalar = str | int | float | bool
 Value = Scalar | tuple[Scalar, ...]

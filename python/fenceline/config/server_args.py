@@ -155,6 +155,13 @@ class ServerArgs:
         group=_HTTP,
         secret=True,
     )
+    cors_allowed_origins: tuple[str, ...] | None = flag(
+        None,
+        "The web sites whose pages may use this server from a browser, as in --cors-allowed-origins "
+        "https://chat.example.org http://localhost:3000, or * for all of them. Unless given, browsers let none.",
+        group=_HTTP,
+        metavar="ORIGIN",
+    )
     max_queued_requests: int | None = flag(
         None,
         "Most requests that may wait; what comes on top is answered with 503 (with --enable-priority-scheduling the "

@@ -12,6 +12,7 @@ from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -52,7 +53,7 @@ _RESERVED_DESCRIPTORS = 128  # for all that is no connection: sockets to the eng
 
 
 def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
-    """All endpoints over ``manager``, behind the one middleware."""
+    """All endpoints over ``manager``, behind the one middleware; with --cors-allowed-origins behind Starlette's too."""
     app = FastAPI(title="Fenceline", version=__version__, openapi_url=None)
     install_error_handlers(app)
     parser = BodyParser(config.model.context_length, UnknownFields(config.server_args.strict_fields))
@@ -61,8 +62,17 @@ def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
         app.include_router(router)
     install_docs(app)
     direct = DirectRoutes(app, handlers_of(route for router in routers for route in router.routes))
-    return RequestMiddleware(
-        direct, api_key=config.server_args.api_key, admin_api_key=config.server_args.admin_api_key
+    args = config.server_args
+    served = RequestMiddleware(direct, api_key=args.api_key, admin_api_key=args.admin_api_key)
+    if args.cors_allowed_origins is None:
+        return served
+    # Outermost: a browser asks for permission without the key, and is to see why it was refused.
+    return CORSMiddleware(
+        served,
+        allow_origins=args.cors_allowed_origins,
+        allow_methods=("GET", "POST", "PUT", "DELETE"),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "retry-after"),
     )
 
 
