@@ -84,12 +84,12 @@ def kv_bytes_per_token(shape: str) -> int:
 
 
 def make_model_dir(shape: str, parent: Path) -> Path:
-    """``parent``/NAME with config.json, tokenizer.json and tokenizer_config.json; made once."""
+    """``parent``/NAME with config.json, tokenizer.json and tokenizer_config.json; made once. Some have drafts too, each
+    in a folder with the name of its algorithm, where the server looks for one."""
     folder = parent / SHAPES[shape]
     if (folder / "tokenizer_config.json").is_file():
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(_config_file(shape), folder)
+    shutil.copytree(_config_file(shape).parent, folder, dirs_exist_ok=True)
     make_tokenizer().save(str(folder / "tokenizer.json"), pretty=False)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -67,6 +67,7 @@ def make_driver(
     simulated_accept_length: float | None = None,
     topk: int = 1,
     num_draft_tokens: int | None = None,
+    prefill_backend: str | None = None,
     **flags: object,
 ) -> Driver:
     """A scheduler over the target; without ``algorithm`` it decodes a token a step."""
@@ -83,6 +84,8 @@ def make_driver(
     model = ModelConfig.from_dir(str(models["target"]), dtype="float32")
     model = dataclasses.replace(model, context_length=CONTEXT)
     config = dataclasses.replace(resolve(args), model=model)
+    if prefill_backend is not None:
+        config = dataclasses.replace(config, prefill_attention_backend=prefill_backend)
     if algorithm is not None:
         directory = None if draft is None else str(models[draft])
         speculative = SpeculativeConfig(

@@ -28,6 +28,7 @@ from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.ipc.io_struct import AbortReq
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.vgpu.proving.flashinfer_library import FLASHINFER
 
 __all__ = ["models"]  # a fixture
 
@@ -47,6 +48,16 @@ def test_no_token_changes(
         assert {1, 2} <= set(counted) <= set(range(1, num_steps + 2)), (
             "drafts were accepted, and drafts were not"
         )
+
+
+@pytest.mark.parametrize(("algorithm", "draft"), [(EAGLE, "eagle"), (STANDALONE, "target")])
+def test_a_prefill_backend_made_for_the_layers_it_attends_in(
+    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str
+) -> None:
+    """FlashInfer's keeps views of its layers; a draft's whose heads are the target's are among them."""
+    reqs = requests(1)
+    driver = make_driver(models, algorithm, draft, prefill_backend=FLASHINFER)
+    assert answers(driver, reqs) == answers(make_driver(models), reqs)
 
 
 @pytest.mark.parametrize(("algorithm", "draft"), DRAFTS)

@@ -177,7 +177,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
         prefill_max_requests=args.prefill_max_requests or _PREFILL_MAX_REQUESTS[_limits_of(device)],
         priority=_priority(args),
         hicache=hicache_config(args, device, attention),
-        speculative=_speculative(args, device, model),
+        speculative=_speculative(args, model),
         device=device,
         prefill_attention_backend=attention[0],
         decode_attention_backend=attention[1],
@@ -221,14 +221,10 @@ def _timeout(given: float | None, variable: str) -> float | None:
     return seconds if 0 < seconds < float("inf") else None
 
 
-def _speculative(args: ServerArgs, device: str, target: ModelConfig) -> SpeculativeConfig | None:
+def _speculative(args: ServerArgs, target: ModelConfig) -> SpeculativeConfig | None:
     """How decode steps speculate. May download the draft."""
     if args.speculative_algorithm is None:
         return None
-    if device == "cuda":
-        raise ConfigError(
-            "--speculative-algorithm runs on a CPU only so far: leave it out, or use --device cpu"
-        )
     directory = args.speculative_draft_model_path
     if directory is not None:
         flag, weights = "--speculative-draft-model-path", args.load_format != "dummy"

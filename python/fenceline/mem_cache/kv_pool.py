@@ -268,8 +268,9 @@ def num_kv_pages(config: EngineConfig, device: Device, layout: KVLayout, num_ran
         num_pages = min(budget // page_bytes, useful)
     if num_pages < 2:
         raise ValueError(
-            f"no room for the KV cache: {num_pages} pages of {page_bytes} bytes; "
-            "raise --mem-fraction-static or --max-total-tokens, or use a smaller model"
+            f"no room for the KV cache: {max(num_pages, 0)} pages of {page_bytes} bytes, {(total - free) / 2**30:.1f}"
+            f" of {total / 2**30:.1f} GiB are in use; raise --mem-fraction-static or --max-total-tokens, use a smaller"
+            " model, or end other programs"
         )
     logger.info(
         "Sized memory: %.2f of %.2f GiB are free beside the weights, the KV cache takes %.2f GiB (%d tokens)",

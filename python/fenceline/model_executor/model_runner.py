@@ -124,8 +124,7 @@ class ModelRunner:
         device.name_memory(last_tokens, "req_pool.last_tokens", last_tokens.itemsize)
         self._num_heads = shard.divide(model.num_heads, "attention heads")
         with _phase("Prepared attention"):
-            self._attention = self._make_attention(config)
-            self._draft_attention = self._make_draft_attention(config)
+            self._attention, self._draft_attention = self._make_attention(config)
         self._inputs = InputRing(device)
         hicache = config.hicache
         # With the direct backend, backups keep the copy engine busy, so FORWARD copies small results itself.
@@ -199,31 +198,27 @@ class ModelRunner:
         if self.prefill_graphs is not None:
             self.prefill_graphs.begin_serving()
 
-    def _make_attention(self, config: EngineConfig) -> AttentionBackends:
-        setting = AttentionSetting(
-            self.kv_pool,
-            self.device,
-            self._num_heads,
-            config.model.context_length,
-            range(self.model.num_layers),
-        )
-        return make_attention_backends(
-            config.prefill_attention_backend, config.decode_attention_backend, setting
-        )
+    def _make_attention(self, config: EngineConfig) -> tuple[AttentionBackends, AttentionBackends]:
+        """The backends of the model's layers and of the draft's: the same ones where the heads are alike and no flag
+        wants others, or if there is no draft."""
 
-    def _make_draft_attention(self, config: EngineConfig) -> AttentionBackends:
-        """Of the draft's layers: the target's where the heads are alike and no flag wants another one."""
-        if self.draft is None or config.speculative is None:
-            return self._attention
-        wanted, target = config.speculative.draft_attention_backend, self._attention
-        layers = range(self.model.num_layers, self.kv_pool.num_layers)
-        alike = self.draft.kv_rows[0] == self.model.kv_rows[0] and self.draft.num_heads == self._num_heads
-        if wanted is None and alike:
-            return target
-        setting = AttentionSetting(
-            self.kv_pool, self.device, self.draft.num_heads, config.model.context_length, layers
-        )
-        return make_attention_backends(wanted or target.prefill_name, wanted or target.decode_name, setting)
+        def make(num_heads: int, layers: range, prefill: str, decode: str) -> AttentionBackends:
+            length = config.model.context_length
+            setting = AttentionSetting(self.kv_pool, self.device, num_heads, length, layers)
+            return make_attention_backends(prefill, decode, setting)
+
+        prefill, decode = config.prefill_attention_backend, config.decode_attention_backend
+        model, draft, num_layers = self.model, self.draft, self.kv_pool.num_layers
+        wanted = None if config.speculative is None else config.speculative.draft_attention_backend
+        if draft is None or (
+            wanted is None and draft.kv_rows[0] == model.kv_rows[0] and draft.num_heads == self._num_heads
+        ):
+            shared = make(self._num_heads, range(num_layers), prefill, decode)
+            return shared, shared
+        target = make(self._num_heads, range(model.num_layers), prefill, decode)
+        layers = range(model.num_layers, num_layers)
+        prefill, decode = wanted or target.prefill_name, wanted or target.decode_name
+        return target, make(draft.num_heads, layers, prefill, decode)
 
     @torch.inference_mode()
     def _capture(self, config: EngineConfig, show_progress: bool) -> None:

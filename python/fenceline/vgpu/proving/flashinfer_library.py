@@ -411,7 +411,9 @@ class PlannedLibrary:
 def _make(setting: AttentionSetting, tensor_cores: bool) -> FlashInferAttentionBackend:
     library = PlannedLibrary(2 if tensor_cores else 1)
     given = setting.kv_pool, setting.device, setting.num_heads
-    return FlashInferAttentionBackend(*given, tensor_cores=tensor_cores, library=library)
+    return FlashInferAttentionBackend(
+        *given, tensor_cores=tensor_cores, library=library, layers=setting.own_layers
+    )
 
 
 register_attention_backend(FLASHINFER, lambda setting: _make(setting, tensor_cores=False))
