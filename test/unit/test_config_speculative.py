@@ -133,3 +133,10 @@ def test_layers_of_their_own_propose_chains_of_as_many_steps(tmp_path: Path) -> 
         configure_layers(speculative_num_steps=3)
     with pytest.raises(ConfigError, match="layers that each run one step propose chains, leave it out"):
         configure_layers(speculative_eagle_topk=2)
+    with pytest.raises(
+        ConfigError, match="prefill step of 3 tokens is too short .* give at least 4 as --chunked"
+    ):
+        configure_layers(chunked_prefill_size=3, page_size=1)
+    with pytest.raises(ConfigError, match="prefill step of 3 tokens is too short"):
+        configure_layers(max_prefill_tokens=3, page_size=1)
+    configure_layers(chunked_prefill_size=4, page_size=1)

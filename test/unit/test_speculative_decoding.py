@@ -157,6 +157,23 @@ def test_up_to_the_end_of_the_context(models: dict[str, Path], num_tokens: int) 
         assert answers(make_driver(models, algorithm, draft, page_size=1), reqs) == expected
 
 
+def test_a_simulated_acceptance_keeps_the_token_in_front_of_the_last(models: dict[str, Path]) -> None:
+    """From which a draft without hidden states goes on, though nobody has proposed it."""
+    driver = make_driver(
+        models, STANDALONE, "near", simulated_accept_length=3.5, disable_overlap_schedule=True
+    )
+    assert isinstance(driver.worker, ModelRunner) and driver.worker.speculative is not None
+    driver.send(*requests(3, num=4, max_new_tokens=20))
+    previous = driver.worker.speculative.state.previous
+    num_compared = 0
+    for _ in range(12):
+        driver.step()
+        for req in (req for req in driver.scheduler.running.reqs if not req.left):
+            assert previous[req.row] == req.token_ids()[-2]
+            num_compared += 1
+    assert num_compared > 8
+
+
 def test_aborts_free_everything(models: dict[str, Path]) -> None:
     driver = make_driver(models, EAGLE, "eagle")
     reqs = requests(2, max_new_tokens=39)

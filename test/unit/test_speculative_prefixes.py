@@ -25,6 +25,7 @@ from fenceline.ipc.io_struct import (
 )
 from fenceline.mem_cache.transfer import TransferKind
 from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.model_executor.step import ExtendBatch, ForwardResult, HeldStep, ScheduleBatch
 
 __all__ = ["models"]  # a fixture
 
@@ -243,3 +244,23 @@ def test_a_page_that_is_shared_is_not_offloaded_again(driver_of: MakeDriver, tmp
     assert driver.scheduler.reqs["r"].num_retractions == 1 and copied.num_pages == before
     driver.send(ContinueGenerationReq(id="go on"))
     driver.run(max_steps=100_000)
+
+
+@pytest.mark.parametrize("num_tokens", range(2 * PAGE - 1, 3 * PAGE + 3))
+def test_layers_that_look_ahead_lengthen_no_chunk(driver_of: MakeDriver, num_tokens: int) -> None:
+    """Of a prompt whose last tokens are fewer than the layers read behind a chunk, the chunk before is shorter."""
+    driver = driver_of(NEXTN, "mtp", chunked_prefill_size=PAGE)
+    launch, sizes = driver.worker.launch, []
+
+    def count(batch: ScheduleBatch) -> ForwardResult | HeldStep:
+        if isinstance(batch, ExtendBatch):
+            sizes.append(sum(len(seq.token_ids) for seq in batch.seqs))
+        return launch(batch)
+
+    driver.worker.launch = count  # type: ignore[method-assign]
+    for seed, (rid, length) in enumerate((("long", num_tokens), ("short", 5), ("scored", num_tokens))):
+        scored = {"return_logprob": True, "logprob_start_len": 0} if rid == "scored" else {}
+        driver.send(request(rid, random_tokens(seed, length), max_new_tokens=9, ignore_eos=True, **scored))
+    driver.run(max_steps=100_000)
+    assert sum(sizes) == 2 * num_tokens + 5 and max(sizes) <= PAGE
+    assert check_tree(driver, driver_of(NEXTN, "mtp")) > 2

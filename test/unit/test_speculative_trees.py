@@ -134,3 +134,18 @@ def test_up_to_the_end_of_the_context(models: dict[str, Path], num_tokens: int) 
     for algorithm, draft in ((EAGLE3, "eagle3"), (STANDALONE, "target")):
         driver = make_driver(models, algorithm, draft, topk=4, num_draft_tokens=20, page_size=1)
         assert answers(driver, reqs) == expected
+
+
+def test_a_request_that_is_admitted_has_room_for_its_last_tree(models: dict[str, Path]) -> None:
+    """Two requests fit into memory by their tokens, but not with the nodes behind the last one: the second waits."""
+    reqs = [request(f"r{i}", [5 + i] * 20, max_new_tokens=20, ignore_eos=True) for i in range(2)]
+    flags: dict[str, object] = {"topk": 4, "num_draft_tokens": 20, "page_size": 1, "max_total_tokens": 92}
+    driver = make_driver(models, EAGLE, "eagle", schedule_conservativeness=2.0, **flags)  # type: ignore[arg-type]
+    driver.send(*reqs)
+    driver.step()
+    first = driver.scheduler.reqs["r0"]
+    while len(first.output_ids) < 10:
+        assert driver.scheduler.reqs["r1"].row == 0
+        driver.step()
+    driver.run()
+    assert [driver.answers[req.rid].output_ids for req in reqs] == answers(make_driver(models), reqs)

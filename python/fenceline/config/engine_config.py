@@ -177,7 +177,7 @@ def resolve(args: ServerArgs, cuda_probe: Callable[[], bool] | None = None) -> E
         prefill_max_requests=args.prefill_max_requests or _PREFILL_MAX_REQUESTS[_limits_of(device)],
         priority=_priority(args),
         hicache=hicache_config(args, device, attention),
-        speculative=_speculative(args, model),
+        speculative=_speculative(args, model, chunk and min(chunk, max_prefill_tokens)),
         device=device,
         prefill_attention_backend=attention[0],
         decode_attention_backend=attention[1],
@@ -221,8 +221,11 @@ def _timeout(given: float | None, variable: str) -> float | None:
     return seconds if 0 < seconds < float("inf") else None
 
 
-def _speculative(args: ServerArgs, target: ModelConfig) -> SpeculativeConfig | None:
-    """How decode steps speculate. May download the draft."""
+def _speculative(
+    args: ServerArgs, target: ModelConfig, prefill_tokens: int | None
+) -> SpeculativeConfig | None:
+    """How decode steps speculate. May download the draft. ``prefill_tokens``: of a prefill step; None: it splits no
+    prompt."""
     if args.speculative_algorithm is None:
         return None
     directory = args.speculative_draft_model_path
@@ -239,6 +242,12 @@ def _speculative(args: ServerArgs, target: ModelConfig) -> SpeculativeConfig | N
         raise ConfigError(
             f"--speculative-num-steps {num_steps}: this model has {num_layers} layers that predict further tokens, one"
             f" for each step; give {num_layers} at most"
+        )
+    if has_layers_by_step and prefill_tokens is not None and prefill_tokens < 2 * num_layers:
+        # A half-way prompt may have half of a step, and all its chunks but the last end that far from its end.
+        raise ConfigError(
+            f"a prefill step of {prefill_tokens} tokens is too short for layers that look {num_layers} tokens ahead:"
+            f" give at least {2 * num_layers} as --chunked-prefill-size and --max-prefill-tokens"
         )
     topk, num_draft_tokens = args.speculative_eagle_topk or 1, None
     if topk > 1:

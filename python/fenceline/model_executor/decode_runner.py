@@ -167,7 +167,7 @@ class DecodeRunner(GraphRunner):
                 ArenaField("num_steps", i64, Role.INPUT, pad=0),  # since the fill
                 ArenaField("seq_lens", i64, Role.INPUT, pad=1),  # with the token that the step computes
                 ArenaField("positions", i64, Role.INPUT, pad=0),
-                ArenaField("out_slots", i64, Role.INPUT, pad=0),
+                ArenaField("out_slots", i64, Role.INPUT, pad=SINK),
                 ArenaField("input_ids", i64, Role.INPUT, pad=0),
                 ArenaField("next_tokens", i64, Role.OUTPUT, pad=0),
             ),

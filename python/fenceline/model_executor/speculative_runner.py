@@ -185,51 +185,39 @@ class SpeculativeRunner(GraphRunner):
         self.state = SpeculativeState(
             device, req_pool.num_rows, self._num_layers, topk, draft.hidden_size, dtype
         )
-        width, path = (self.num_rows_per_req,), (num_steps + 1,)
+        width = (self.num_rows_per_req,)
         i64, f32 = torch.int64, torch.float32
-        self.arena = Arena(
-            device,
-            "speculative",
-            max_batch,
-            (
-                ArenaField("plan_rows", i64, Role.PLAN, pad=SINK),
-                ArenaField("may_accept", torch.bool, Role.PLAN, pad=False),  # whether drafts may count
-                ArenaField("temperatures", f32, Role.PLAN, pad=1.0),
-                ArenaField("noise_scales", f32, Role.PLAN, pad=0.0),
-                ArenaField("seed_keys", i64, Role.PLAN, pad=0),
-                ArenaField("lens", i64, Role.INPUT, pad=_SINK_LEN),  # as the step begins
-                ArenaField("seq_lens", i64, Role.INPUT, pad=_SINK_LEN),  # with all rows of the step
-                ArenaField("draft_lens", i64, Role.INPUT, pad=_SINK_LEN),  # of the draft's current forward
-                ArenaField("is_bad", torch.bool, Role.INPUT, pad=False),  # drafts that are not to be used
-                # Of the rows that the target verifies: the last token and the drafts.
-                ArenaField("input_ids", i64, Role.INPUT, pad=0, shape=width),
-                ArenaField("positions", i64, Role.INPUT, pad=0, shape=width),
-                ArenaField("out_slots", i64, Role.INPUT, pad=0, shape=width),
-                ArenaField("drawn", i64, Role.INPUT, pad=0, shape=width),  # the target's own tokens there
-                ArenaField("counts", i64, Role.OUTPUT, pad=1),  # tokens of the step
-                ArenaField("num_bad", i64, Role.OUTPUT, pad=0),  # 1 where the draft could not be used
-                # Of a tree: see DraftTree and Accepted.
-                ArenaField("parents", i64, Role.INPUT, pad=0, shape=width),
-                ArenaField("ancestors", i64, Role.INPUT, pad=0, shape=width),
-                ArenaField(
-                    "draft_nodes", i64, Role.INPUT, pad=0, shape=width
-                ),  # the draft's row of each, 0: none
-                ArenaField(
-                    "draft_ancestors", i64, Role.INPUT, pad=0, shape=(topk,)
-                ),  # of its current forward
-                ArenaField("path_lens", i64, Role.INPUT, pad=_SINK_LEN),  # with all rows that a path may have
-                ArenaField("path", i64, Role.OUTPUT, pad=0, shape=path),
-                ArenaField("path_tokens", i64, Role.OUTPUT, pad=0, shape=path),
-            ),
-        )
+        fields = [
+            ArenaField("plan_rows", i64, Role.PLAN, pad=SINK),
+            ArenaField("may_accept", torch.bool, Role.PLAN, pad=False),  # whether drafts may count
+            ArenaField("temperatures", f32, Role.PLAN, pad=1.0),
+            ArenaField("noise_scales", f32, Role.PLAN, pad=0.0),
+            ArenaField("seed_keys", i64, Role.PLAN, pad=0),
+            ArenaField("lens", i64, Role.INPUT, pad=_SINK_LEN),  # as the step begins
+            ArenaField("seq_lens", i64, Role.INPUT, pad=_SINK_LEN),  # with all rows of the step
+            ArenaField("draft_lens", i64, Role.INPUT, pad=_SINK_LEN),  # of the draft's current forward
+            ArenaField("is_bad", torch.bool, Role.INPUT, pad=False),  # drafts that are not to be used
+            # Of the rows that the target verifies: the last token and the drafts.
+            ArenaField("input_ids", i64, Role.INPUT, pad=0, shape=width),
+            ArenaField("positions", i64, Role.INPUT, pad=0, shape=width),
+            ArenaField("out_slots", i64, Role.INPUT, pad=SINK, shape=width),
+            ArenaField("drawn", i64, Role.INPUT, pad=0, shape=width),  # the target's own tokens there
+            ArenaField("counts", i64, Role.OUTPUT, pad=1),  # tokens of the step
+            ArenaField("num_bad", i64, Role.OUTPUT, pad=0),  # 1 where the draft could not be used
+        ]
+        if topk > 1:
+            fields += _tree_fields(num_steps, topk, self.num_rows_per_req)
+        self.arena = Arena(device, "speculative", max_batch, fields)
         # Of the draft's current forward; a plan of its own for each, though they share this field (F9).
         self._draft_lens = self.arena.derived("draft_lens", "lens")
-        parts = [tensor for _, tensor in kv_pool.tensors()]
-        num_target_parts = len(kv_pool.layout.parts_of(range(model.num_layers)))
-        self._target_rows, self._draft_rows = (
-            KVMover(parts[:num_target_parts]),
-            KVMover(parts[num_target_parts:]),
-        )
+        self._target_rows: KVMover | None = None  # of trees
+        self._draft_rows: KVMover | None = None  # of trees whose draft reads no hidden states
+        if topk > 1:
+            parts = [tensor for _, tensor in kv_pool.tensors()]
+            num_target_parts = len(kv_pool.layout.parts_of(range(model.num_layers)))
+            self._target_rows = KVMover(parts[:num_target_parts])
+            if not self.reads_hidden:
+                self._draft_rows = KVMover(parts[num_target_parts:])
         self._zeros = torch.zeros(max_batch, 1, device=device.torch_device)
         # What the target leaves of the rows that it verifies: hidden states, and those of further layers.
         num_rows, config = max_batch * self.num_rows_per_req, model.config
@@ -388,6 +376,7 @@ class SpeculativeRunner(GraphRunner):
             return made
 
         topk, is_tree = self._topk, self._topk > 1
+        path_lens = arena["path_lens" if is_tree else "seq_lens"]
         if is_tree:
             counts = [topk * step for step in range(1, self._num_steps)]  # of nodes
             steps = [plan(topk, self._draft_lens, draft, count, "draft_ancestors") for count in counts]
@@ -398,9 +387,7 @@ class SpeculativeRunner(GraphRunner):
             verify=plan(
                 self.num_rows_per_req, arena["seq_lens"], target, None, "ancestors" if is_tree else None
             ),
-            extend=[
-                plan(self._num_steps + 1 + k, arena["path_lens"], draft) for k in range(self._num_layers)
-            ],
+            extend=[plan(self._num_steps + 1 + k, path_lens, draft) for k in range(self._num_layers)],
             steps=steps,
             two=None if self.reads_hidden else plan(2, arena["lens"], draft),
         )
@@ -413,7 +400,8 @@ class SpeculativeRunner(GraphRunner):
         rows, lens = arena["plan_rows"][:size], arena["lens"][:size]
         lens.copy_(state.lens[rows])
         arena["seq_lens"][:size] = lens - 1 + self.num_rows_per_req
-        arena["path_lens"][:size] = lens + self._num_steps
+        if self._topk > 1:
+            arena["path_lens"][:size] = lens + self._num_steps
         positions = arena["positions"][:size]
         torch.add(
             (lens - 1).unsqueeze(1), torch.arange(self.num_rows_per_req, device=lens.device), out=positions
@@ -521,7 +509,7 @@ class SpeculativeRunner(GraphRunner):
             ("ancestors", tree.ancestors),
         ):
             arena[name][:size] = values
-        if frontiers:
+        if frontiers and not self.reads_hidden:
             # The root's row is the draft's number 0; rows of frontiers follow.
             computed = torch.cat(frontiers, 1)
             numbers = torch.arange(1, computed.shape[1] + 1, device=rows.device).expand_as(computed)
@@ -580,8 +568,7 @@ class SpeculativeRunner(GraphRunner):
         rows, lens = arena["plan_rows"][:size], arena["lens"][:size]
         ids, tokens = arena["input_ids"][:size], arena["drawn"][:size]
         is_bad, may_accept = arena["is_bad"][:size], arena["may_accept"][:size]
-        is_tree = self._topk > 1
-        parents = arena["parents"][:size] if is_tree else None
+        parents = arena["parents"][:size] if self._topk > 1 else None
         drafts = DraftTree(ids, arena["positions"][:size], parents, None, is_bad | ~may_accept)
         if self._simulated_accept_length is not None:
             drafts = simulate_drafts(drafts, tokens, rows, self._simulated_accept_length)
@@ -589,7 +576,7 @@ class SpeculativeRunner(GraphRunner):
         counts = arena["counts"][:size].copy_(accepted.counts)
         arena["num_bad"][:size] = is_bad
         last, new_lens = counts.unsqueeze(1) - 1, lens + counts
-        if is_tree:
+        if self._target_rows is not None:
             tokens = arena["path_tokens"][:size].copy_(accepted.token_ids)
             path = arena["path"][:size].copy_(accepted.path)
             self._target_rows.move(arena["out_slots"][:size].flatten(), path, counts)
@@ -598,13 +585,13 @@ class SpeculativeRunner(GraphRunner):
         if self.reads_hidden:
             self._extend_draft(plans, tokens, new_lens)
             return
-        state.previous[rows] = ids.gather(1, accepted.path.gather(1, last)).squeeze(1)
-        if is_tree:
-            state.is_behind[rows] = self._move_draft(size)
+        state.previous[rows] = drafts.token_ids.gather(1, accepted.path.gather(1, last)).squeeze(1)
+        if self._draft_rows is not None:
+            state.is_behind[rows] = self._move_draft(self._draft_rows, size)
         else:
             state.is_behind[rows] = counts == self.num_rows_per_req
 
-    def _move_draft(self, size: int) -> torch.Tensor:
+    def _move_draft(self, mover: KVMover, size: int) -> torch.Tensor:
         """Bring the rows that a draft without hidden states has computed for the path to their places. Returns whether
         it has not computed the last one [B] bool: that was in no frontier."""
         arena, num_frontiers = self.arena, self._num_steps - 1
@@ -614,7 +601,7 @@ class SpeculativeRunner(GraphRunner):
         if num_frontiers:
             num_rows = 1 + num_frontiers * self._topk
             slots = node_slots(self._req_pool.page_table, rows, lens - 1, num_rows, self._kv_pool.page_size)
-            self._draft_rows.move(slots, nodes, counts - is_behind.long())
+            mover.move(slots, nodes, counts - is_behind.long())
         return is_behind
 
     def _extend_draft(self, plans: _Plans, tokens: torch.Tensor, new_lens: torch.Tensor) -> None:
@@ -780,6 +767,20 @@ class SpeculativeRunner(GraphRunner):
             following.append(drafts.clamp(min=0))
         if num_sampled:
             state.lens[rows] = lens
+
+
+def _tree_fields(num_steps: int, topk: int, num_nodes: int) -> list[ArenaField]:
+    """Those that only trees have: see ``DraftTree`` and ``Accepted``."""
+    i64, width, path = torch.int64, (num_nodes,), (num_steps + 1,)
+    return [
+        ArenaField("parents", i64, Role.INPUT, pad=0, shape=width),
+        ArenaField("ancestors", i64, Role.INPUT, pad=0, shape=width),
+        ArenaField("draft_nodes", i64, Role.INPUT, pad=0, shape=width),  # the draft's row of each, 0: none
+        ArenaField("draft_ancestors", i64, Role.INPUT, pad=0, shape=(topk,)),  # of its current forward
+        ArenaField("path_lens", i64, Role.INPUT, pad=_SINK_LEN),  # with all rows that a path may have
+        ArenaField("path", i64, Role.OUTPUT, pad=0, shape=path),
+        ArenaField("path_tokens", i64, Role.OUTPUT, pad=0, shape=path),
+    ]
 
 
 def _without_penalties(params: SamplingParams) -> SamplingParams:

@@ -161,7 +161,8 @@ class PrefillPlanner:
 
     ``chunk_size``: tokens of one step that prompts may take when split, None to never split;
     ``max_prefill_tokens``: tokens of one step whatever the split (one whole prompt always goes); ``sharing``: how long
-    a step is beyond which no further prompt joins it; ``max_reqs``: prompts of one step, None for any number.
+    a step is beyond which no further prompt joins it; ``max_reqs``: prompts of one step, None for any number;
+    ``num_spare``: slots behind a request's last token that its last decode step writes.
     """
 
     def __init__(
@@ -171,6 +172,7 @@ class PrefillPlanner:
         max_prefill_tokens: int,
         sharing: StepSharing,
         max_reqs: int | None = None,
+        num_spare: int = 0,
     ) -> None:
         self._memory = memory
         self._page_size = memory.page_size
@@ -179,6 +181,7 @@ class PrefillPlanner:
         self.step_tokens = max_prefill_tokens if chunk_size is None else min(max_prefill_tokens, chunk_size)
         self.sharing = sharing
         self._max_reqs = max_reqs
+        self._num_spare = num_spare
 
     def plan(
         self,
@@ -308,7 +311,7 @@ class PrefillPlanner:
     def _new_memory(self, req: Req, prefix: Prefix) -> tuple[int, int]:
         """Pages that ``req`` gets when it is admitted, and tokens that it is expected to ask for afterwards."""
         num_pages = self._memory.num_pages_for(req.num_tokens) - len(prefix.match.pages)
-        return num_pages, min(req.final_len - req.num_tokens + 1, CLIP_NEW_TOKENS)
+        return num_pages, min(req.final_len - req.num_tokens + 1, CLIP_NEW_TOKENS) + self._num_spare
 
     def _admit_waiting(
         self,
@@ -372,6 +375,8 @@ class PrefillPlanner:
         splits = self._chunk_size is not None
         if not splits and plan.reqs and num_new > budget.step_tokens:
             return False
+        if self._chunk_tokens(req, prefix.num_tokens, budget) == 0:
+            return False
         free_before = memory.num_available_pages
         memory.tree.lock(node)
         pinned = (free_before - memory.num_available_pages) * self._page_size
@@ -392,19 +397,24 @@ class PrefillPlanner:
         plan.page_ids.append(np.array(req.pages, dtype=np.int32))
         return True
 
-    def _add_chunk(self, plan: _Plan, req: Req, budget: _Budget) -> None:
-        """Schedule as much of the request's prompt as the step has room for."""
-        tokens = req.token_ids()
-        remaining = len(tokens) - req.allocated_len
-        size = remaining
+    def _chunk_tokens(self, req: Req, start: int, budget: _Budget) -> int:
+        """How many tokens from ``start`` on the step has room for; 0 for none."""
+        remaining = size = req.num_tokens - start
         if self._chunk_size is not None:
             size = min(size, budget.step_tokens)
         if req.scores_prompt:
-            unscored = max(req.source.logprob_start_len - req.allocated_len, 0)
-            size = min(size, unscored + budget.scored_tokens)
-            budget.scored_tokens -= max(size - unscored, 0)
-        if remaining - size < self._memory.tree.lookahead:
-            size = remaining  # a draft's rows of this chunk are computed from tokens behind it
+            size = min(size, max(req.source.logprob_start_len - start, 0) + budget.scored_tokens)
+        if size == remaining:
+            return size
+        # A draft's rows of a chunk are computed from tokens behind it, which are those of the prompt.
+        return max(min(size, remaining - self._memory.tree.lookahead), 0)
+
+    def _add_chunk(self, plan: _Plan, req: Req, budget: _Budget) -> None:
+        """Schedule as much of the request's prompt as the step has room for."""
+        tokens = req.token_ids()
+        size = self._chunk_tokens(req, req.allocated_len, budget)
+        if req.scores_prompt:
+            budget.scored_tokens -= max(size - max(req.source.logprob_start_len - req.allocated_len, 0), 0)
         assert size > 0, f"{req.rid} has no part in the step that it is in"
         start, end = req.allocated_len, req.allocated_len + size
         done = end == len(tokens)

@@ -137,13 +137,23 @@ class Scheduler:
         self.inbox = inbox
         self.ranks = ranks
         self.memory = make_request_memory(config, worker)
-        sharing = StepSharing.of(config.model)
+        draft = None if config.speculative is None else config.speculative.draft
+        num_rewritten = 0 if draft is None else max(draft.lookahead - 1, draft.num_rows_behind)
+        num_spare = 0
+        if config.speculative is not None:
+            num_spare = config.speculative.num_step_slots - worker.max_step_tokens
+        most = worker.max_step_tokens
+        num_in_flight = tokens_in_flight(worker.device, most)
+        self.running = RunningBatch(
+            config.server_args.page_size, most, num_in_flight, num_rewritten, num_spare
+        )
         self.planner = PrefillPlanner(
             self.memory,
             config.chunked_prefill_size,
             config.max_prefill_tokens,
-            sharing,
+            StepSharing.of(config.model),
             config.prefill_max_requests,
+            self.running.max_step_slots - 1,
         )
         # Prompts go before decoding, but whoever decodes waits for no more than this between two of its steps.
         self.max_prefill_in_row = max_prefills_in_row(config.device) * self.planner.step_tokens
@@ -165,14 +175,6 @@ class Scheduler:
             np.empty(0, dtype=np.int64),
         )  # that has come in a body of several, and its body
         self.chunked: Req | None = None
-        draft = None if config.speculative is None else config.speculative.draft
-        num_rewritten = 0 if draft is None else max(draft.lookahead - 1, draft.num_rows_behind)
-        num_spare = 0
-        if config.speculative is not None:
-            num_spare = config.speculative.num_step_slots - worker.max_step_tokens
-        most = worker.max_step_tokens
-        num_in_flight = tokens_in_flight(worker.device, most)
-        self.running = RunningBatch(args.page_size, most, num_in_flight, num_rewritten, num_spare)
         self.num_launched = 0  # steps
         self.joining: list[Req] = []  # they decode from the next step on: prompts just submitted whole
         self.departed: list[Req] = []
