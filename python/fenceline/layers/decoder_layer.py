@@ -1,4 +1,4 @@
-"""A decoder layer: attention, then the MLP. Each reads the residual stream and adds its result to it."""
+"""A decoder layer: attention, then a mixer of features: a dense MLP, or experts (``experts.py``)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fenceline.config.model_config import ModelConfig
+from fenceline.layers.branch import Branch, BranchNorms
 from fenceline.layers.context import LayerContext
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.base import HeadLayout, QKNorm
@@ -16,8 +17,11 @@ from fenceline.layers.weight import WeightSlots
 from fenceline.mem_cache.kv_pool import KVRow, keys_and_values
 from fenceline.memory_order import ArenaField, Role
 
+_BEFORE_ATTENTION = BranchNorms("input_layernorm")
+_BEFORE_MLP = BranchNorms("post_attention_layernorm")
 
-class SelfAttention:
+
+class SelfAttention(Branch):
     """x += o_proj(attention(rope(qkv_proj(norm(x))))), with queries and keys normalised head by head in some families.
 
     Only ``attend`` depends on the requests' lengths, so what comes before and after it can be captured in graphs:
@@ -33,15 +37,15 @@ class SelfAttention:
         qkv_bias: bool,
         o_bias: bool,
         qk_norm: bool = False,
-        input_norm: bool = True,
+        norms: BranchNorms = _BEFORE_ATTENTION,
         input_size: int | None = None,
     ) -> None:
-        """``layer_id`` is its index in the KV pool. Without ``input_norm``, ``project`` takes its input as it is; that
-        has ``input_size`` features, hidden_size by default. Parameters are uninitialised."""
+        """``layer_id`` is its index in the KV pool. Without a norm before it, ``project`` takes its input as it is;
+        that has ``input_size`` features, hidden_size by default. Parameters are uninitialised."""
+        super().__init__(config, context, norms)
         head_dim, hidden_size, eps = config.head_dim, config.hidden_size, config.rms_norm_eps
         self.layer_id = layer_id
         self.scale = head_dim**-0.5
-        self.input_norm = context.norm(hidden_size, eps) if input_norm else None
         self.qkv_proj = QKVParallelLinear(
             input_size or hidden_size, config.num_heads, config.num_kv_heads, head_dim, qkv_bias, context
         )
@@ -105,7 +109,7 @@ class SelfAttention:
         if attended is None:
             assert batch.buffers is not None, "only a forward in pieces has buffers"
             attended = batch.buffers.tensors[self._attended_buffer]
-        return self.o_proj.add_to(x, attended)
+        return self.add_product(x, self.o_proj, attended)
 
     @property
     def kv_rows(self) -> tuple[KVRow, ...]:
@@ -121,7 +125,6 @@ class SelfAttention:
         )
 
     def weight_slots(self, prefix: str) -> WeightSlots:
-        """Slots by their names in the checkpoint, but for ``input_norm``, whose name is the layer's to give."""
         slots = {**self.qkv_proj.weight_slots(prefix), **self.o_proj.weight_slots(prefix)}
         if self.q_norm is not None and self.k_norm is not None:
             slots |= self.q_norm.weight_slots(f"{prefix}q_norm")
@@ -129,44 +132,44 @@ class SelfAttention:
         return slots
 
 
-class GatedMLP:
+class GatedMLP(Branch):
     """x += down(silu(gate(norm(x))) * up(norm(x))), SwiGLU (arXiv:2002.05202)."""
 
-    def __init__(self, config: ModelConfig, context: LayerContext, bias: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, context: LayerContext, bias: bool, norms: BranchNorms = _BEFORE_MLP
+    ) -> None:
+        super().__init__(config, context, norms)
         hidden_size, size = config.hidden_size, config.intermediate_size
-        self.input_norm = context.norm(hidden_size, config.rms_norm_eps)
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden_size, {"gate_proj": size, "up_proj": size}, bias, context
         )
         self.down_proj = RowParallelLinear("down_proj", size, hidden_size, bias, context)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The residual stream x [T, hidden_size], added to in place."""
-        return self.down_proj.add_to(x, self.gate_up_proj.forward_gated(x, self.input_norm))
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        return self.add_product(x, self.down_proj, self.gate_up_proj.forward_gated(x, self.input_norm))
 
     def weight_slots(self, prefix: str) -> WeightSlots:
-        """Slots by their names in the checkpoint, but for ``input_norm``, whose name is the layer's to give."""
         return {**self.gate_up_proj.weight_slots(prefix), **self.down_proj.weight_slots(prefix)}
 
 
 class DecoderLayer:
-    """Pre-norm residual block: x += attention(norm(x)), then x += mlp(norm(x))."""
+    """x += attention(x), then x += mixer(x)."""
 
-    def __init__(self, self_attn: SelfAttention, mlp: GatedMLP) -> None:
+    def __init__(self, self_attn: SelfAttention, mlp: Branch, mlp_name: str = "mlp") -> None:
+        """``mlp_name``: the mixer's in the checkpoint."""
         self.self_attn = self_attn
         self.mlp = mlp
+        self.mlp_name = mlp_name
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """The residual stream x [T, hidden_size], added to in place."""
-        return self.mlp.forward(self.self_attn.forward(x, batch))
+        return self.mlp.forward(self.self_attn.forward(x, batch), batch)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         """Slots by their names in the checkpoint."""
-        slots = {
+        return {
             **self.self_attn.weight_slots(f"{prefix}self_attn."),
-            **self.mlp.weight_slots(f"{prefix}mlp."),
-            **self.mlp.input_norm.weight_slots(f"{prefix}post_attention_layernorm"),
+            **self.self_attn.norm_slots(prefix),
+            **self.mlp.weight_slots(f"{prefix}{self.mlp_name}."),
+            **self.mlp.norm_slots(prefix),
         }
-        if self.self_attn.input_norm is not None:
-            slots |= self.self_attn.input_norm.weight_slots(f"{prefix}input_layernorm")
-        return slots

@@ -89,9 +89,12 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
             for name, full in outputs.items()
         ]
         super().__init__(in_features, parts, bias, context)
+        self.kernels = context.kernels
 
-    def forward_gated(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """For two equal parts, gate and up: silu(gate) * up of norm(x), [T, size of one part]."""
+    def forward_gated(self, x: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+        """For two equal parts, gate and up: silu(gate) * up of norm(x), or of x as it is, [T, size of one part]."""
+        if norm is None:
+            return self.kernels.silu_and_mul(self.forward(x))
         return self.weight.gated_product(x, norm, self.bias)
 
 
@@ -153,16 +156,21 @@ class RowParallelLinear:
         self.weight = context.linear(out_features, self.shard.divide(in_features, f"{name} input features"))
         self.bias = torch.empty(out_features, dtype=context.dtype) if bias else None
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The whole product of x, [T, out_features]: the ranks' products summed.
+
+        Only rank 0 adds the bias: if all ranks added it, the sum would contain it ``size`` times.
+        """
+        return self.shard.all_reduce(self.weight.product(x, self.bias if self.shard.rank == 0 else None))
+
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """``residual`` [T, out_features] += the whole product of x, in place; returns ``residual``.
 
-        The ranks' products are summed before they are added to the residual stream, which all ranks hold whole. Only
-        rank 0 adds the bias: if all ranks added it, the sum would contain it ``size`` times.
+        The ranks' products are summed before they are added to the residual stream, which all ranks hold whole.
         """
         if self.shard.size == 1:
             return self.weight.add_product(residual, x, self.bias)
-        partial = self.weight.product(x, self.bias if self.shard.rank == 0 else None)
-        return residual.add_(self.shard.all_reduce(partial))
+        return residual.add_(self.forward(x))
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         """Slots named ``{prefix}{name}.weight`` and ``.bias``."""

@@ -46,7 +46,7 @@ class CausalLM(ABC):
             config.head_dim, config.context_length, config.rope_theta, config.rope_scaling
         )
         self.layers = [
-            self.make_layer(config, context, self.rotary, first_layer + index)
+            self.make_layer(config, context, self.rotary, first_layer + index, index)
             for index in range(config.num_layers)
         ]
         self.norm = context.norm(config.hidden_size, config.rms_norm_eps)
@@ -57,9 +57,9 @@ class CausalLM(ABC):
     @staticmethod
     @abstractmethod
     def make_layer(
-        config: ModelConfig, context: LayerContext, rotary: RotaryEmbedding, layer_id: int
+        config: ModelConfig, context: LayerContext, rotary: RotaryEmbedding, layer_id: int, index: int
     ) -> DecoderLayer:
-        """One layer of the family, whose keys and values are layer ``layer_id`` of the KV pool."""
+        """Layer ``index`` of the family's model, whose keys and values are layer ``layer_id`` of the KV pool."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [L, vocab_size] in the model's dtype of the rows ``batch.logits_index`` (all T where it is None).
@@ -106,7 +106,7 @@ class CausalLM(ABC):
             x.copy_(self.embed_tokens.forward(batch.input_ids))
         else:
             layer = self.layers[index - 1]
-            layer.mlp.forward(layer.self_attn.add_output(x, batch))
+            layer.mlp.forward(layer.self_attn.add_output(x, batch), batch)
         batch.keep_aux_hidden(index, x)
         if index < len(self.layers):
             self.layers[index].self_attn.project(x, batch)

@@ -29,7 +29,7 @@ class EagleDraft(SharingDraft):
         first = target.num_layers
         make_layer = MODELS[model.architecture].make_layer
         self.layers = [
-            make_layer(model, context, self.rotary, first + index) for index in range(model.num_layers)
+            make_layer(model, context, self.rotary, first + index, index) for index in range(model.num_layers)
         ]
         self.layers[0].self_attn.input_norm = None
 

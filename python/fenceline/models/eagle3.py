@@ -7,6 +7,7 @@ from collections.abc import Iterable, Set
 import torch
 
 from fenceline.config.draft_config import DraftConfig
+from fenceline.layers.branch import BranchNorms
 from fenceline.layers.context import LayerContext
 from fenceline.layers.decoder_layer import DecoderLayer, GatedMLP, SelfAttention
 from fenceline.layers.forward_batch import ForwardBatch
@@ -34,7 +35,7 @@ class Eagle3Draft(SharingDraft):
         bias = model.attention_bias
         attention = SelfAttention(
             model, context, target.num_layers, self.rotary,
-            qkv_bias=bias, o_bias=bias, input_norm=False, input_size=2 * size,
+            qkv_bias=bias, o_bias=bias, norms=BranchNorms(), input_size=2 * size,
         )  # fmt: skip
         self.midlayer = DecoderLayer(attention, GatedMLP(model, context, bias=model.mlp_bias))
         self.layers = [self.midlayer]
@@ -58,7 +59,7 @@ class Eagle3Draft(SharingDraft):
         both = torch.cat((embedded, self.hidden_norm.forward(hidden_states)), dim=-1)
         attention = self.midlayer.self_attn
         attended = attention.attend(attention.project(both, batch), batch)
-        x = self.midlayer.mlp.forward(attention.add_output(hidden_states.clone(), batch, attended))
+        x = self.midlayer.mlp.forward(attention.add_output(hidden_states.clone(), batch, attended), batch)
         return self.lm_head.logits(batch.logits_rows(x), self.norm, batch.logits_out), x
 
     def weight_slots(self) -> WeightSlots:

@@ -60,7 +60,7 @@ class MTPDraft(SharingDraft):
         model, first = config.model, target.num_layers
         make_layer = MODELS[model.architecture].make_layer
         self.layers = [
-            make_layer(model, context, self.rotary, first + index) for index in range(model.num_layers)
+            make_layer(model, context, self.rotary, first + index, index) for index in range(model.num_layers)
         ]
         self.mtp_layers = [MTPLayer(config, context, target, layer) for layer in self.layers]
         self.max_steps = None if model.num_layers == 1 else model.num_layers

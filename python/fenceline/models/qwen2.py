@@ -14,7 +14,7 @@ class Qwen2ForCausalLM(CausalLM):
 
     @staticmethod
     def make_layer(
-        config: ModelConfig, context: LayerContext, rotary: RotaryEmbedding, layer_id: int
+        config: ModelConfig, context: LayerContext, rotary: RotaryEmbedding, layer_id: int, index: int
     ) -> DecoderLayer:
         attention = SelfAttention(config, context, layer_id, rotary, qkv_bias=True, o_bias=False)
         return DecoderLayer(attention, GatedMLP(config, context, bias=False))

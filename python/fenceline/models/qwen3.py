@@ -14,7 +14,7 @@ class Qwen3ForCausalLM(CausalLM):
 
     @staticmethod
     def make_layer(
-        config: ModelConfig, context: LayerContext, rotary: RotaryEmbedding, layer_id: int
+        config: ModelConfig, context: LayerContext, rotary: RotaryEmbedding, layer_id: int, index: int
     ) -> DecoderLayer:
         bias = config.attention_bias
         attention = SelfAttention(config, context, layer_id, rotary, qkv_bias=bias, o_bias=bias, qk_norm=True)
