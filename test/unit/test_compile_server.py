@@ -27,8 +27,8 @@ def server() -> Iterator[Connection]:
     assert process.exitcode == 0
 
 
-def _send(server: Connection, id: int, text: str) -> None:
-    server.send_bytes(msgspec.msgpack.encode(CompileJob(id, GrammarSpec("regex", text), None)))
+def _send(server: Connection, id: int, text: str, is_short: bool = False) -> None:
+    server.send_bytes(msgspec.msgpack.encode(CompileJob(id, GrammarSpec("regex", text), None, is_short)))
 
 
 def _receive(server: Connection) -> Compiled:
@@ -44,6 +44,14 @@ def test_a_grammar_that_takes_too_long_is_refused_and_others_do_not_wait_for_it(
     assert [answer.id for answer in answers] == [2, 3, 4, 5, 1]
     assert all(answer.data == b"fine" * 100_000 for answer in answers[:4])
     assert "takes more than 1 s to compile" in answers[4].error and answers[4].is_refused
+
+
+def test_a_short_attempt_decides_nothing(server: Connection) -> None:
+    _send(server, 1, "loop", is_short=True)
+    _send(server, 2, "fine", is_short=True)
+    answers = {answer.id: answer for answer in (_receive(server), _receive(server))}
+    assert answers[1] == Compiled(1, is_given_up=True)
+    assert answers[2].data
 
 
 def test_as_many_as_there_are_children_end_before_the_next_begin(server: Connection) -> None:

@@ -15,6 +15,7 @@ from fenceline.constrained.compile_server import Compiled, VocabularySource
 from fenceline.constrained.spec import GrammarSpec
 from fenceline.entrypoints.generate_body import grammar_of
 from fenceline.frontend import grammar_client
+from fenceline.frontend.compile_turns import Party
 from fenceline.frontend.control import ControlClient
 from fenceline.frontend.grammar_client import CompileProcess, GrammarClient
 from fenceline.frontend.request_types import RequestError
@@ -23,20 +24,22 @@ from fenceline.ipc.io_struct import ControlReply, LoadGrammarReq
 
 
 class FakeProcess:
-    """Compiles as its ``answers`` say, each text when it is told to, two at a time."""
+    """Compiles as its ``answers`` say, each text when it is told to; ``slow`` ones not at the first attempt."""
 
     def __init__(self) -> None:
         self.vocabulary: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.vocabulary.set_result(b"vocabulary")
-        self.turns = asyncio.Semaphore(2)
         self.ended = self.is_unusable = False
         self.go = asyncio.Event()
         self.compiled: list[str] = []
         self.answers: dict[str, Compiled] = {}
+        self.slow: set[str] = set()
 
-    async def compile(self, spec: GrammarSpec, max_whitespace: int | None) -> Compiled:
+    async def compile(self, spec: GrammarSpec, max_whitespace: int | None, is_short: bool) -> Compiled:
         self.compiled.append(spec.text)
         await self.go.wait()
+        if is_short and spec.text in self.slow:
+            return Compiled(1, is_given_up=True)
         return self.answers.get(spec.text, Compiled(1, b"grammar"))
 
     def close(self) -> None:
@@ -52,10 +55,11 @@ class Bench:
         self.replies = True
         self.is_cut_off = False
         self.control = ControlClient(self._answer)
+        monkeypatch.setattr(grammar_client, "num_usable_cores", lambda: 4)
         self.client = GrammarClient(config, load_tokenizer(config.tokenizer_path), self.control)
         monkeypatch.setattr(grammar_client, "CompileProcess", self._start)
 
-    def _start(self, source: Any) -> FakeProcess:
+    def _start(self, source: Any, num_children: int) -> FakeProcess:
         self.num_processes += 1
         return self.process
 
@@ -67,9 +71,9 @@ class Bench:
             self.control.resolve, ControlReply(id=message.id, success=self.replies, message="no room")
         )
 
-    async def number(self, text: str) -> int:
+    async def number(self, text: str, party: Party = Party()) -> int:
         with self.client.using() as used:
-            return await self.client.number_of(GrammarSpec("regex", text), used)
+            return await self.client.number_of(GrammarSpec("regex", text), party, used)
 
 
 @pytest.fixture
@@ -95,9 +99,7 @@ async def test_what_is_refused_is_remembered_and_what_failed_is_tried_again(benc
 
 async def test_nobody_compiles_what_nobody_waits_for_any_more(bench: Bench) -> None:
     asked = [asyncio.create_task(bench.number(text)) for text in "abcd"]
-    async with asyncio.timeout(10):
-        while len(bench.process.compiled) < 2:
-            await asyncio.sleep(0)
+    await _until_compiling(bench, 2)
     asked[2].cancel()
     await asyncio.wait([asked[2]])
     # Somebody else may come for it right away.
@@ -108,6 +110,63 @@ async def test_nobody_compiles_what_nobody_waits_for_any_more(bench: Bench) -> N
     assert await asyncio.gather(asked[0], asked[1], asked[3]) == [1, 2, 4]
     assert bench.process.compiled == ["a", "b", "d"]
     assert await bench.number("c") > 4
+
+
+async def _until_compiling(bench: Bench, count: int) -> None:
+    async with asyncio.timeout(10):
+        while len(bench.process.compiled) < count:
+            await asyncio.sleep(0)
+
+
+async def test_clients_take_turns_and_what_is_slow_waits_behind_what_is_not(bench: Bench) -> None:
+    bench.process.slow = {"a0", "a1", "a2"}
+    asked = [asyncio.create_task(bench.number(f"a{i}")) for i in range(6)]
+    await _until_compiling(bench, 2)
+    asked += [asyncio.create_task(bench.number(f"{key}{i}", Party(0, key))) for i in range(2) for key in "bc"]
+    asked.append(asyncio.create_task(bench.number("first", Party(-1, "b"))))
+    await asyncio.sleep(0)
+    bench.process.go.set()
+    await asyncio.gather(*asked)
+    turns = bench.process.compiled
+    assert turns[:2] == ["a0", "a1"]
+    assert turns.index("first") == 2
+    # One of the slow ones at a time has a second attempt while others wait for their first.
+    seconds = [turns.index(text, turns.index(text) + 1) for text in ("a0", "a1", "a2")]
+    assert seconds == sorted(seconds)
+    quick = [text for text in turns[3:] if text not in ("a0", "a1")]
+    quick.pop([i for i, text in enumerate(quick) if text == "a2"][1])
+    assert quick == ["a2", "b0", "c0", "a3", "b1", "c1", "a4", "a5"]
+
+
+async def test_when_too_many_wait_the_largest_client_waits_less(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_client, "MAX_WAITING", 4)
+    large, small = Party(0, "large"), Party(0, "small")
+    compiling = [asyncio.create_task(bench.number(text, large)) for text in "ab"]
+    await _until_compiling(bench, 2)
+    asked = [asyncio.create_task(bench.number(text, large)) for text in "cdef"]
+    asked.append(asyncio.create_task(bench.number("x", small)))
+    for task in [asyncio.create_task(bench.number("g", large)), asked[3]]:
+        with pytest.raises(RequestError, match="grammars wait to be compiled") as caught:
+            await task
+        assert caught.value.status == 503
+    bench.process.go.set()
+    await asyncio.gather(*compiling, *asked[:3], asked[4])
+    assert sorted(bench.process.compiled) == ["a", "b", "c", "d", "e", "x"]
+
+
+async def test_the_grammar_that_was_not_used_for_the_longest_time_makes_room(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_client, "MAX_GRAMMAR_BYTES", 3 * len(b"grammar"))
+    bench.process.go.set()
+    bench.process.answers["large"] = Compiled(1, 2 * b"grammar")
+    numbers = {text: await bench.number(text) for text in "abc"}
+    assert await bench.number("a") == numbers["a"]
+    await bench.number("large")
+    assert bench.sent[-1].forgotten == [numbers["b"], numbers["c"]]
+    assert await bench.number("a") == numbers["a"]
 
 
 async def test_what_the_scheduler_did_not_take_in_is_forgotten_there_later(bench: Bench) -> None:
@@ -155,12 +214,12 @@ async def test_whoever_waits_for_a_process_that_cannot_be_started_is_told(
         raise RuntimeError("no thread")
 
     monkeypatch.setattr(grammar_client, "signals_blocked", failing)
-    process = CompileProcess(_NO_SOURCE)
+    process = CompileProcess(_NO_SOURCE, 2)
     with pytest.raises(RequestError) as caught:
         await asyncio.wait_for(process.vocabulary, 60)
     assert caught.value.status == 503
     with pytest.raises(RequestError):
-        await process.compile(GrammarSpec("regex", "a"), None)
+        await process.compile(GrammarSpec("regex", "a"), None, is_short=True)
 
 
 async def test_a_process_that_is_closed_while_it_starts_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +231,7 @@ async def test_a_process_that_is_closed_while_it_starts_ends(monkeypatch: pytest
         yield
 
     monkeypatch.setattr(grammar_client, "signals_blocked", slowly)
-    process = CompileProcess(_NO_SOURCE)
+    process = CompileProcess(_NO_SOURCE, 2)
     process.close()
     closed.set()
     with pytest.raises(RequestError) as caught:

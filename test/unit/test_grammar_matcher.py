@@ -28,12 +28,17 @@ def _vocabulary() -> xgrammar.TokenizerInfo:
 
 
 def _begin(regex: str, think: ThinkTokens | None = None) -> RequestGrammar:
+    return _store(regex).begin(7, think)
+
+
+def _store(regex: str) -> GrammarStore:
+    """One whose grammar 7 is ``regex``."""
     store = GrammarStore(len(_PIECES), (_EOS,))
     data = compile_grammar(_vocabulary(), GrammarSpec("regex", regex), None)
     store.load("id", 7, data, _vocabulary().serialize_json().encode(), [])
     assert store.num_loading == 1
     assert store.loaded() == [("id", None)]
-    return store.begin(7, think)
+    return store
 
 
 def _allowed(grammar: RequestGrammar, least_more: int = 0) -> list[int]:
@@ -107,6 +112,34 @@ def test_a_grammar_whose_tokens_take_too_long_is_given_up(monkeypatch: pytest.Mo
         assert not grammar.is_too_slow
     assert grammar.accept(_A)
     assert grammar.is_too_slow
+
+
+def _times(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> None:
+    """Each use of a grammar takes the next of ``seconds``."""
+    clock = iter(np.cumsum([second for taken in seconds for second in (0, taken)]).tolist())
+    monkeypatch.setattr(matcher_module.time, "thread_time", lambda: next(clock))
+
+
+def test_requests_with_one_grammar_have_one_clock_while_there_are_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = _store("(ab)*")
+    requests = [store.begin(7, None) for _ in range(4)]
+    _times(monkeypatch, [0.04] * 4)
+    for request in requests[:3]:
+        _allowed(request)
+    assert all(request.is_too_slow for request in requests)
+    assert store.begin(7, None).is_too_slow
+    del requests, request
+    assert not store.begin(7, None).is_too_slow
+
+
+def test_a_grammar_with_a_slow_token_now_and_then_is_not_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = _begin("(ab)*")
+    _times(monkeypatch, ([0.04] + [0.00005] * 50) * 10)
+    for _ in range(510):
+        _allowed(grammar)
+        assert not grammar.is_too_slow
 
 
 def test_what_the_front_end_has_forgotten_is_gone_and_errors_are_told() -> None:

@@ -17,7 +17,7 @@ from trace_runner import make_runner, play
 from transformers import AutoModelForCausalLM
 
 import fenceline
-from fenceline.memory_order import open_device
+from fenceline.memory_order import Device, MaskTable, open_device
 from fenceline.model_executor import model_runner
 from fenceline.sampling.sampler import OutputLogprobs, prompt_logprobs
 
@@ -51,6 +51,22 @@ def test_seeded_sampling_does_not_depend_on_how_it_is_computed(flags: dict[str, 
     if not flags.get("disable_radix_cache"):
         driver.answers.clear()
         assert answers(driver, sampled_requests()) == sampled_reference(), "the same with cached prefixes"
+
+
+@pytest.mark.parametrize("flags", [{"grammar_backend": "none"}, {"skip_tokenizer_init": True}, {}], ids=str)
+def test_masks_take_memory_only_where_answers_may_be_constrained(
+    flags: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[tuple[int, ...]] = []
+
+    class Counted(MaskTable):
+        def __init__(self, device: Device, num_rows: int, vocab_size: int) -> None:
+            sizes.append((num_rows, vocab_size))
+            super().__init__(device, num_rows, vocab_size)
+
+    monkeypatch.setattr(model_runner, "MaskTable", Counted)
+    config = make_model_driver(**flags).config
+    assert sizes == ([] if flags else [(config.max_running_requests + 1, config.model.vocab_size)])
 
 
 def test_retraction_keeps_every_token() -> None:

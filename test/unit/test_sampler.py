@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from fenceline.sampling import gumbel
-from fenceline.sampling.sampler import SampleOutput, Sampler
+from fenceline.sampling.sampler import SampleOutput, Sampler, masked
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams
 
@@ -339,6 +339,15 @@ def test_ties_at_the_edge_do_not_depend_on_the_batch(max_k_elsewhere: int) -> No
         assert both[0] == alone[0]
         drawn.add(alone.item())
     assert drawn == set(range(30, VOCAB))
+
+
+def test_each_mask_is_of_the_first_of_a_requests_rows() -> None:
+    logits = torch.arange(6 * 40.0).view(6, 40)
+    masks = torch.tensor([[-1, -1], [1 << 3, 1 << 2]], dtype=torch.int32)
+    out = masked(logits, masks)
+    assert torch.equal(out[[0, 1, 2, 4, 5]], logits[[0, 1, 2, 4, 5]])
+    assert torch.nonzero(out[3].isfinite()).flatten().tolist() == [3, 34]
+    assert torch.equal(out[3, [3, 34]], logits[3, [3, 34]])
 
 
 def test_min_new_tokens_masks_stops_until_they_exist() -> None:

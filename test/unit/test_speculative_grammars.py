@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Sequence, ValuesView
 from pathlib import Path
 from random import Random
 
@@ -11,12 +12,13 @@ import pytest
 import xgrammar
 from draft_checkpoints import VOCAB
 from scheduler_driver import answers, request
-from speculative_driver import EAGLE3, STANDALONE, count_tokens, make_driver, models
+from speculative_driver import EAGLE3, STANDALONE, count_tokens, make_driver, models, requests
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.constrained.compile import compile_grammar
 from fenceline.constrained.spec import GrammarSpec
-from fenceline.ipc.io_struct import LoadGrammarReq
+from fenceline.ipc.io_struct import AbortReq, LoadGrammarReq
+from fenceline.scheduler.req import Req
 
 __all__ = ["models"]  # a fixture
 
@@ -46,6 +48,36 @@ def test_requests_with_a_grammar_beside_others(
     assert max(counted) > 1
     for output in outputs[1::2]:
         assert set(output[:-1]) <= set(range(10, 20))
+
+
+def test_nobody_looks_for_grammars_where_there_are_none(models: dict[str, Path]) -> None:
+    looks = Counter[str]()
+
+    class Requests(dict[str, Req]):
+        def values(self) -> ValuesView[Req]:
+            looks["all"] += 1
+            return super().values()
+
+    driver = make_driver(models, EAGLE3, "eagle3")
+    driver.scheduler.reqs = Requests()
+    assert answers(driver, requests(1))
+    assert looks["all"] < driver.scheduler.num_launched / 2  # for statistics alone, now and then
+
+
+def test_a_step_is_published_before_the_next_launch_while_there_are_grammars(models: dict[str, Path]) -> None:
+    driver = make_driver(models, EAGLE3, "eagle3")
+    driver.send(_ten_tokens(driver.config.model.eos_token_ids))
+    constrained = msgspec.structs.replace(requests(1, 1)[0], rid="constrained", grammar=1)
+    answers(driver, [*requests(2, 3), constrained])  # whoever has left is not counted, see check_books
+    assert not driver.scheduler.speculates_under_masks
+    driver.send(msgspec.structs.replace(constrained, rid="again"))
+    driver.step()
+    assert driver.scheduler.speculates_under_masks
+    driver.scheduler.retract(driver.scheduler.reqs["again"])
+    assert driver.scheduler.speculates_under_masks
+    driver.send(AbortReq(rid="again"))
+    driver.run()
+    assert not driver.scheduler.speculates_under_masks
 
 
 def _ten_tokens(eos: Sequence[int]) -> LoadGrammarReq:

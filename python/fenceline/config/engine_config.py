@@ -120,6 +120,18 @@ class EngineConfig:
     torch_profiler_dir: str | None  # None: a fresh folder of the scheduler's own
     cuda_coredump_dir: str | None
 
+    @property
+    def refuses_grammars(self) -> str | None:
+        """Why no answer of this server can be made to follow a grammar; None: answers can."""
+        args = self.server_args
+        if args.grammar_backend == "none":
+            return "this server runs with --grammar-backend none: answers cannot be constrained"
+        if args.tp_size > 1:
+            return "several ranks (--tp-size) do not constrain answers yet"
+        if args.skip_tokenizer_init:
+            return "this server runs with --skip-tokenizer-init: without a vocabulary answers cannot be constrained"
+        return None
+
     def public_dict(self) -> dict[str, object]:
         """The configuration for logs and /get_server_info: JSON values, keys replaced by whether they are set."""
         values = dataclasses.asdict(self)

@@ -26,6 +26,7 @@ from fenceline.constrained.spec import GrammarSpec
 logger = logging.getLogger(__name__)
 
 MAX_CPU_S = 5
+SHORT_CPU_S = 0.25  # of a first attempt
 MAX_WALL_S = 30.0  # where cores are few, or the machine is busy
 MAX_MEMORY_BYTES = 1 << 30  # beyond what the process has that it is forked from
 _NICENESS = 5
@@ -33,21 +34,24 @@ _READ_BYTES = 1 << 20
 
 
 class CompileJob(msgspec.Struct, frozen=True):
-    """A grammar to be compiled."""
+    """A grammar to be compiled. ``is_short``: given up, for now, after ``SHORT_CPU_S``."""
 
     id: int
     spec: GrammarSpec
     max_whitespace: int | None
+    is_short: bool = False
 
 
 class Compiled(msgspec.Struct, frozen=True):
     """What has come of a job: the grammar, or why there is none. The first of a process has ``id`` 0 and the
-    vocabulary. ``is_refused``: the error is the grammar's, whenever it is compiled."""
+    vocabulary. ``is_refused``: the error is the grammar's, whenever it is compiled. ``is_given_up``: a short job has
+    taken too long, and nothing is known."""
 
     id: int
     data: bytes = b""
     error: str = ""
     is_refused: bool = False
+    is_given_up: bool = False
 
 
 class VocabularySource(msgspec.Struct, frozen=True):
@@ -157,6 +161,8 @@ def _result(child: _Child, status: int) -> Compiled:
     if status == 0:
         made = msgspec.msgpack.decode(b"".join(child.parts), type=Compiled)
         return msgspec.structs.replace(made, id=child.id)
+    if status == -signal.SIGPROF:
+        return Compiled(child.id, is_given_up=True)
     smaller = "make it smaller, or nest it less deep"
     if status == -signal.SIGXCPU:
         return Compiled(
@@ -174,6 +180,9 @@ def _compile_and_write(work: Callable[[CompileJob], bytes], job: CompileJob, fil
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S + 1))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    if job.is_short:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, SHORT_CPU_S)
     quiet = os.open(os.devnull, os.O_WRONLY)  # the library warns of what is refused
     os.dup2(quiet, sys.stderr.fileno())
     try:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 I32 = npt.NDArray[np.int32]
 
 _ALL = np.int32(-1)
-# CPU time that a request's grammar may take: for each token, and beyond that in all. Ordinary ones take 50 us a token;
-# an ambiguous one may take longer with every token, and everybody in the batch waits for it.
+# CPU time that a grammar may take: for each token, and beyond that in all. Ordinary ones take 50 us a token; an
+# ambiguous one may take longer with every token, and everybody in the batch waits for it.
 TOKEN_S = 0.002
 EXCESS_S = 0.1
 
@@ -37,6 +38,9 @@ class GrammarStore:
         self.num_words = -(-vocab_size // 32)  # of a mask
         self._eos = tuple(eos_token_ids)
         self._grammars: dict[int, Future[xgrammar.CompiledGrammar]] = {}
+        self._clocks: WeakValueDictionary[int, GrammarClock] = (
+            WeakValueDictionary()
+        )  # while requests hold them
         self._loading: list[tuple[str, Future[xgrammar.CompiledGrammar]]] = []
         self.run_beside: Callable[[Callable[[], None]], object] = lambda work: work()
         self._vocabulary: xgrammar.TokenizerInfo | None = None
@@ -73,7 +77,8 @@ class GrammarStore:
 
         compiled = self._grammars[grammar].result()
         matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=not self._eos)
-        return RequestGrammar(matcher, self._eos, think)
+        clock = self._clocks.setdefault(grammar, GrammarClock())
+        return RequestGrammar(matcher, self._eos, think, clock)
 
     def _read(self, data: bytes, vocabulary: bytes, future: Future[xgrammar.CompiledGrammar]) -> None:
         try:
@@ -87,21 +92,44 @@ class GrammarStore:
             future.set_exception(error)
 
 
+class GrammarClock:
+    """The time that one grammar takes, for all requests that are there with it: a hundred of them together make others
+    wait no longer than one. What one token takes less than it may is deducted from what others have taken more."""
+
+    def __init__(self) -> None:
+        self._excess_s = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has taken more time than others can be made to wait."""
+        return self._excess_s > EXCESS_S
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """One of the two things that a token takes: it is accepted, or the mask for it is filled."""
+        begin = time.thread_time()
+        yield
+        self._excess_s = max(0.0, self._excess_s + time.thread_time() - begin - TOKEN_S / 2)
+
+
 class RequestGrammar:
     """Which tokens may come next in one request. Its published tokens have been accepted, no others."""
 
-    def __init__(self, matcher: Any, eos: tuple[int, ...], think: ThinkTokens | None) -> None:
-        """``matcher``: xgrammar's GrammarMatcher. ``eos``: the tokens that end an answer, when it may end."""
+    def __init__(
+        self, matcher: Any, eos: tuple[int, ...], think: ThinkTokens | None, clock: GrammarClock
+    ) -> None:
+        """``matcher``: xgrammar's GrammarMatcher. ``eos``: the tokens that end an answer, when it may end. ``clock``:
+        of the grammar."""
         self._matcher = matcher
         self._eos = eos
         self._think = think  # None once it is over
         self._in_thought = think is not None and think.is_open
-        self._excess_s = 0.0
+        self._clock = clock
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether it has taken more time than others can be made to wait."""
-        return self._excess_s > EXCESS_S
+        """Whether the grammar has taken more time than others can be made to wait."""
+        return self._clock.is_over
 
     @property
     def ended(self) -> bool:
@@ -110,7 +138,7 @@ class RequestGrammar:
 
     def accept(self, token: int) -> bool:
         """Go on by a token that was sampled; False if it is none that may come."""
-        with self._timed():
+        with self._clock.running():
             return self._accept(token)
 
     def _accept(self, token: int) -> bool:
@@ -136,7 +164,7 @@ class RequestGrammar:
         if self._in_thought:
             _clear(words, self._eos)
             return True
-        with self._timed():
+        with self._clock.running():
             self._matcher.fill_next_token_bitmask(words, 0)
         if self._think is not None and self._think.start >= 0:
             words[0, self._think.start // 32] |= _bit(self._think.start)
@@ -146,12 +174,6 @@ class RequestGrammar:
             if not words.any():
                 words[:] = before
         return bool(words.any())
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        begin = time.thread_time()
-        yield
-        self._excess_s += max(0.0, time.thread_time() - begin - TOKEN_S / 2)
 
 
 def all_tokens(num_rows: int, num_words: int) -> I32:

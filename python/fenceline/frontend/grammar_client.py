@@ -12,7 +12,7 @@ import hashlib
 import logging
 import multiprocessing
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -24,6 +24,7 @@ from fenceline.config import num_usable_cores
 from fenceline.config.engine_config import EngineConfig
 from fenceline.constrained.compile_server import Compiled, CompileJob, VocabularySource, serve
 from fenceline.constrained.spec import MAX_GRAMMAR_CHARS, GrammarSpec, max_whitespace
+from fenceline.frontend.compile_turns import CompileTurns, Party
 from fenceline.frontend.control import ControlClient
 from fenceline.frontend.request_types import RequestError, shutting_down
 from fenceline.frontend.tokenizer import Tokenizer
@@ -41,14 +42,15 @@ _Key = tuple[str, bytes]  # the kind, and the SHA-256 of the text, which may be 
 
 
 class _Grammar:
-    """One that is compiled, or being compiled. ``users``: requests that are being prepared and will name it.
-    ``is_queued``: its compilation has not begun."""
+    """One that is compiled, or being compiled. ``party``: who asked for it first. ``users``: requests that are being
+    prepared and will name it. ``is_queued``: it waits for its turn to be compiled."""
 
-    __slots__ = ("is_queued", "key", "num_bytes", "number", "ready", "users")
+    __slots__ = ("is_queued", "key", "num_bytes", "number", "party", "ready", "users")
 
-    def __init__(self, key: _Key, number: int) -> None:
+    def __init__(self, key: _Key, number: int, party: Party) -> None:
         self.key = key
         self.number = number
+        self.party = party
         self.is_queued = True
         self.ready: asyncio.Task[None] | None = None
         self.num_bytes = 0
@@ -70,6 +72,9 @@ class GrammarClient:
         self._forgotten: list[int] = []  # and not told yet
         self._process: CompileProcess | None = None
         self._vocabulary_sent = False
+        # Half of the cores, so that generation has the others; two, so that nobody waits for one alone.
+        self._num_children = min(8, max(2, num_usable_cores() // 2))
+        self._turns = CompileTurns(self._num_children)
         self._loading = asyncio.Lock()  # one grammar is sent after the other
         self._closed = False
 
@@ -84,9 +89,7 @@ class GrammarClient:
             for grammar in used:
                 grammar.users -= 1
                 if grammar.users == 0 and grammar.is_queued and self._grammars.get(grammar.key) is grammar:
-                    assert grammar.ready is not None
-                    grammar.ready.cancel()
-                    del self._grammars[grammar.key]
+                    self._drop(grammar)
 
     def check_all(self, specs: Collection[GrammarSpec]) -> None:
         """:meth:`check` those of one body, and how many they are."""
@@ -97,14 +100,8 @@ class GrammarClient:
 
     def check(self, spec: GrammarSpec) -> None:
         """Raise RequestError (400) for a grammar that cannot be had whatever it says."""
-        reason = None
-        if self._config.server_args.grammar_backend == "none":
-            reason = "this server runs with --grammar-backend none: answers cannot be constrained"
-        elif self._config.server_args.tp_size > 1:
-            reason = "several ranks (--tp-size) do not constrain answers yet"
-        elif self._tokenizer is None:
-            reason = "this server runs with --skip-tokenizer-init: without a vocabulary answers cannot be constrained"
-        elif len(spec.text) > MAX_GRAMMAR_CHARS:
+        reason = self._config.refuses_grammars
+        if reason is None and len(spec.text) > MAX_GRAMMAR_CHARS:
             reason = f"{spec.kind} may have {MAX_GRAMMAR_CHARS} characters, got {len(spec.text)}"
         if reason is not None:
             raise RequestError(400, reason, param=spec.kind)
@@ -115,20 +112,26 @@ class GrammarClient:
                 400, f"{spec.kind} has half a surrogate pair: it is not Unicode text", param=spec.kind
             ) from None
 
-    async def number_of(self, spec: GrammarSpec, used: list[_Grammar]) -> int:
+    async def number_of(self, spec: GrammarSpec, party: Party, used: list[_Grammar]) -> int:
         """The number under which the scheduler knows the compiled ``spec``, at least until ``used``, of :meth:`using`,
-        ends. Raises RequestError: 400 with the reason where it cannot be compiled, 503 where it could be later."""
+        ends. ``party``: who asks for it. Raises RequestError: 400 with the reason where it cannot be compiled, 503
+        where it could be later."""
         key = (spec.kind, hashlib.sha256(spec.text.encode()).digest())
         if (reason := self._errors.get(key)) is not None:
             self._errors.move_to_end(key)
             raise RequestError(400, f"{spec.kind}: {reason}", param=spec.kind)
-        grammar = self._grammars.get(key) or self._begin(key, spec)
+        grammar = self._grammars.get(key) or self._begin(key, spec, party)
         self._grammars.move_to_end(key)
         grammar.users += 1
         used.append(grammar)
         assert grammar.ready is not None
         # Others may wait for the same one: whoever leaves does not end it.
-        await asyncio.shield(grammar.ready)
+        try:
+            await asyncio.shield(grammar.ready)
+        except asyncio.CancelledError:
+            if grammar.ready.cancelled():
+                raise _queue_full() from None
+            raise
         return grammar.number
 
     def close(self) -> None:
@@ -137,26 +140,41 @@ class GrammarClient:
         if self._process is not None:
             self._process.close()
 
-    def _begin(self, key: _Key, spec: GrammarSpec) -> _Grammar:
+    def _begin(self, key: _Key, spec: GrammarSpec, party: Party) -> _Grammar:
         if self._closed:
             raise shutting_down()
-        waiting = sum(not grammar.ready.done() for grammar in self._grammars.values() if grammar.ready)
-        if waiting >= MAX_WAITING:
-            raise RequestError(503, f"{waiting} other grammars wait to be compiled; try again later")
+        self._make_way(party)
         self._num_made += 1
-        grammar = self._grammars[key] = _Grammar(key, self._num_made)
+        grammar = self._grammars[key] = _Grammar(key, self._num_made, party)
         grammar.ready = asyncio.get_running_loop().create_task(self._make(spec, grammar))
         grammar.ready.add_done_callback(_note_error)
         return grammar
+
+    def _make_way(self, party: Party) -> None:
+        """Where too many wait to be compiled, the last of those who have most of them must go. Raises RequestError
+        (503) where ``party`` would have as many."""
+        waiting = [grammar for grammar in self._grammars.values() if grammar.is_queued]
+        if len(waiting) < MAX_WAITING:
+            return
+        counts = Counter(grammar.party for grammar in waiting)
+        largest, most = counts.most_common(1)[0]
+        if counts[party] + 1 >= most:
+            raise _queue_full()
+        last = max((one for one in waiting if one.party == largest), key=lambda one: one.number)
+        self._drop(last)
+
+    def _drop(self, grammar: _Grammar) -> None:
+        """It waits for its turn, and not any more."""
+        assert grammar.ready is not None
+        grammar.ready.cancel()
+        del self._grammars[grammar.key]
 
     async def _make(self, spec: GrammarSpec, grammar: _Grammar) -> None:
         """Compile ``spec`` and have the scheduler take it in."""
         try:
             process = self._running_process()
             vocabulary = await asyncio.shield(process.vocabulary)
-            async with process.turns:
-                grammar.is_queued = False
-                made = await process.compile(spec, self._max_whitespace)
+            made = await self._compiled(process, spec, grammar)
             if made.error and made.is_refused:
                 self._errors[grammar.key] = made.error
                 if len(self._errors) > MAX_ERRORS:
@@ -174,6 +192,17 @@ class GrammarClient:
             if self._grammars.get(grammar.key) is grammar:
                 del self._grammars[grammar.key]
             raise
+
+    async def _compiled(self, process: CompileProcess, spec: GrammarSpec, grammar: _Grammar) -> Compiled:
+        """What comes of ``spec`` when it is its turn."""
+        for is_long in (False, True):
+            grammar.is_queued = True
+            async with self._turns.turn(grammar.party, is_long):
+                grammar.is_queued = False
+                made = await process.compile(spec, self._max_whitespace, is_short=not is_long)
+            if not made.is_given_up:
+                break
+        return made
 
     async def _load(self, number: int, data: bytes, vocabulary: bytes) -> None:
         """Have the scheduler take it in, and forget those that it still has to forget: this one too, if it fails."""
@@ -209,7 +238,7 @@ class GrammarClient:
                 self._config.model.vocab_size,
                 tuple(self._config.model.eos_token_ids),
             )
-            self._process = CompileProcess(source)
+            self._process = CompileProcess(source, self._num_children)
         return self._process
 
 
@@ -221,9 +250,9 @@ def _note_error(task: asyncio.Task[None]) -> None:
 
 class CompileProcess:
     """The process that compiles, seen from the event loop. ``vocabulary`` comes once it is ready; ``is_unusable``:
-    never, since it cannot be had of this tokenizer. ``turns``: whoever compiles holds one."""
+    never, since it cannot be had of this tokenizer. It compiles ``num_children`` at a time."""
 
-    def __init__(self, source: VocabularySource) -> None:
+    def __init__(self, source: VocabularySource, num_children: int) -> None:
         self._loop = asyncio.get_running_loop()
         self.vocabulary: asyncio.Future[bytes] = self._loop.create_future()
         self.vocabulary.add_done_callback(lambda future: future.cancelled() or future.exception())
@@ -235,20 +264,17 @@ class CompileProcess:
         self._sending = threading.Lock()
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        # Half of the cores, so that generation has the others; two, so that nobody waits for one alone.
-        num_children = min(8, max(2, num_usable_cores() // 2))
-        self.turns = asyncio.Semaphore(num_children)
         self._process: BaseProcess = context.Process(
             target=serve, args=(theirs, source, num_children), name="grammar-compiler", daemon=True
         )
         threading.Thread(target=self._read, args=(theirs,), name="grammar-compiler", daemon=True).start()
 
-    async def compile(self, spec: GrammarSpec, max_whitespace: int | None) -> Compiled:
-        """What comes of ``spec``. Raises RequestError (503) if the process ends meanwhile."""
+    async def compile(self, spec: GrammarSpec, max_whitespace: int | None, is_short: bool) -> Compiled:
+        """What comes of a CompileJob. Raises RequestError (503) if the process ends meanwhile."""
         if self.ended:
             raise _gone()
         self._num_jobs += 1
-        job = CompileJob(self._num_jobs, spec, max_whitespace)
+        job = CompileJob(self._num_jobs, spec, max_whitespace, is_short)
         future = self._waiting[job.id] = self._loop.create_future()
         try:
             await self._loop.run_in_executor(None, self._send, msgspec.msgpack.encode(job))
@@ -315,6 +341,10 @@ class CompileProcess:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(_gone())
+
+
+def _queue_full() -> RequestError:
+    return RequestError(503, f"{MAX_WAITING} grammars wait to be compiled; try again later")
 
 
 def _gone() -> RequestError:

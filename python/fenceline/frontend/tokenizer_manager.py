@@ -23,6 +23,7 @@ import msgspec
 from fenceline.config.engine_config import EngineConfig
 from fenceline.config.request_limits import MAX_BODY_TOKENS, MAX_TOKENIZE_TOKENS
 from fenceline.constrained.spec import GrammarSpec
+from fenceline.frontend.compile_turns import Party
 from fenceline.frontend.control import MAX_FLUSH_WAIT_S, ControlClient
 from fenceline.frontend.grammar_client import GrammarClient
 from fenceline.frontend.metrics import Metrics
@@ -126,13 +127,19 @@ class TokenizerManager:
         default_priority = 0 if priority is None else priority.default_value
         priorities = [default_priority if inp.priority is None else inp.priority for inp in inputs]
         await self._check_untokenised(inputs, limits)
-        specs = dict.fromkeys(inp.grammar for inp in inputs if inp.grammar is not None)
+        specs = {
+            inp.grammar: Party(0 if priority is None else priority.rank(value), inp.extra_key)
+            for inp, value in zip(inputs, priorities, strict=True)
+            if inp.grammar is not None
+        }
         self._grammars.check_all(specs)
         # Refuse now what is refused for prompts of any length; each has at least one token.
         self._table.admit(rids, [len(inp.input_ids or "?") for inp in inputs], priorities, limits)
         prompts = await self._prompt_ids(inputs, limits)
         with self._grammars.using() as used:
-            grammars = {spec: await self._grammars.number_of(spec, used) for spec in specs}
+            grammars = {
+                spec: await self._grammars.number_of(spec, party, used) for spec, party in specs.items()
+            }
             limits = self._require_serving()  # tokenising may have taken a while
             messages = await self._messages(inputs, prompts, limits, default_priority, grammars)
             self._require_serving()  # after the end nothing would end new streams; there is no await from here on

@@ -154,11 +154,11 @@ class InputRing(_Ring):
 
 
 class MaskTable(_Ring):
-    """Which tokens may be drawn in each row that a step samples: bits [num_rows, ceil(V / 32)] int32 on the device.
+    """Which tokens each request that a step samples may draw: bits [num_rows, ceil(V / 32)] int32 on the device.
 
     The host knows them only when the step before has been published, so they have a slot of their own, beside that of
-    the step's inputs. The table's memory is always the same. Every step that reads it has written all its rows: those
-    of requests without a mask, and of padding, allow every token.
+    the step's inputs. The table's memory is always the same. Every step that reads it has written the rows that it
+    reads: those of requests without a mask, and of padding, allow every token.
     """
 
     name = "mask_table"
@@ -170,17 +170,17 @@ class MaskTable(_Ring):
         device.name_memory(self._table, "token_masks", 4 * num_words)
 
     def write(self, rows: npt.NDArray[np.int64], bits: npt.NDArray[np.int32], num_rows: int) -> torch.Tensor:
-        """The masks of a step that samples ``num_rows`` rows, a view of the table, good on FORWARD until the next
-        call: ``bits`` [M, ceil(V / 32)] for the rows ``rows`` [M], and every token for the others."""
+        """The masks of a step that samples for ``num_rows`` requests, a view of the table, good on FORWARD until the
+        next call: ``bits`` [M, ceil(V / 32)] for the rows ``rows`` [M], and every token for the others."""
         arrays: dict[str, npt.NDArray[np.generic]] = {"rows": rows, "bits": bits}
-        device, table = self._device, self._table
+        device, table = self._device, self._table[:num_rows]
         views = self._take(_layout(arrays)[1]).upload(device, arrays, "the step's masks")
         with device.forward.active():
             device.begin_fill([table], MASK_ROWS)
             if device.keeps(MASK_ROWS):
                 table.fill_(-1)
             table.index_copy_(0, views["rows"], views["bits"])
-        return table[:num_rows]
+        return table
 
 
 class PlanRing(_Ring):

@@ -84,10 +84,10 @@ class ModelRunner:
             show_progress,
         )
         self.draft: DraftModel | None = None
-        self.max_step_tokens = num_step_slots = num_nodes = 1
+        self.max_step_tokens = num_step_slots = 1
         if config.speculative is not None:
             self.max_step_tokens = config.speculative.num_steps + 1
-            num_step_slots, num_nodes = config.speculative.num_step_slots, config.speculative.num_nodes
+            num_step_slots = config.speculative.num_step_slots
             self.draft = load_draft_model(
                 config.speculative.draft,
                 config.server_args.load_format,
@@ -103,7 +103,9 @@ class ModelRunner:
             self.sampler = Sampler(model.vocab_size, num_rows, device.torch_device)
         else:
             self.sampler = RankSampler(self.model.lm_head, num_rows, device.torch_device)
-        self._masks = MaskTable(device, num_rows * num_nodes, model.vocab_size)
+        self._masks = (
+            MaskTable(device, num_rows, model.vocab_size) if config.refuses_grammars is None else None
+        )
         max_tokens_per_req = config.model.context_length + num_step_slots - 1
         max_pages_per_req = -(-max_tokens_per_req // config.server_args.page_size) + 1
         # As much as 1 GiB by default.
@@ -290,19 +292,18 @@ class ModelRunner:
     ) -> ForwardResult:
         """The second phase of a step with masks."""
         assert logits.values is not None, "what is drawn without the host has no masks"
-        num_rows, rows = len(logits.values), masks.rows
+        assert self._masks is not None, "grammars are refused where there is no table for their masks"
+        num_reqs = len(logits.values)
         if logits.is_verified:
             assert self.speculative is not None
-            rows = (
-                rows * self.speculative.num_rows_per_req
-            )  # the first of each request: drafts are not accepted
+            num_reqs //= self.speculative.num_rows_per_req
         exclusive = self.hicache
         if self.speculative is None or not self._draft_attention.persistent(_mode(batch)):
             exclusive = None
         if exclusive is not None:
             exclusive.before_persistent_forward()  # the draft is extended
         with self.device.forward.active():
-            table = self._masks.write(rows, masks.bits, num_rows)
+            table = self._masks.write(masks.rows, masks.bits, num_reqs)
             result = self._sample(batch, logits, views, table)
         if exclusive is not None:
             exclusive.after_persistent_forward(result.done)

@@ -80,8 +80,8 @@ class Sampler:
         ``logits`` [B, V] float32, not changed. ``positions`` [B] int64: the position the sampled token will have
         in its sequence, prompt length plus outputs so far. Every sampled token is counted, so requests whose token
         will be thrown away (an unfinished prompt chunk) and have penalties must not be in the batch. NaN logits
-        give some token of the vocabulary, never an id outside it. ``masks`` [B, ceil(V / 32)] int32: the bits of the
-        tokens that may be drawn; None: all may.
+        give some token of the vocabulary, never an id outside it. ``masks``: the bits of the tokens that may be drawn,
+        see :func:`masked`; None: all may.
         """
         assert logits.shape == (batch.num_reqs, self._vocab_size), (logits.shape, batch.num_reqs)
         assert logits.dtype == torch.float32
@@ -156,7 +156,15 @@ class Sampler:
 
 
 def masked(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-    """``logits`` [B, V], -inf where the token's bit in ``masks`` [B, ceil(V / 32)] int32 is not set; new."""
+    """``logits`` [B, V], -inf where the token's bit in ``masks`` [B, ceil(V / 32)] int32 is not set; new.
+
+    With fewer masks, [B / n, ceil(V / 32)], they are those of every n-th row, from the first on: of a request's rows
+    that are verified only the first draws under its mask, since its drafts are not accepted."""
+    stride = len(logits) // len(masks)
+    if stride > 1:
+        made = logits.clone()
+        made[::stride] = masked(logits[::stride], masks)
+        return made
     vocab_size = logits.shape[1]
     places = torch.arange(32, dtype=torch.int32, device=masks.device)
     pieces = []

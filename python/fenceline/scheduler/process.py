@@ -162,7 +162,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         dump_on_signal(recorder)
         scheduler.control.run_beside = _run_in_thread
         scheduler.grammars.run_beside = ThreadPoolExecutor(1, thread_name_prefix="grammars").submit
-        if config.device == "cuda" and config.server_args.grammar_backend != "none":
+        if config.device == "cuda" and config.refuses_grammars is None:
             scheduler.grammars.prepare()  # a server on a CPU starts at once, and its first grammar waits
         with device.forward.active():
             shard.smallest(0)  # all ranks have come so far

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fenceline.config.engine_config import EngineConfig
-from fenceline.constrained.matcher import GrammarStore, all_tokens
+from fenceline.constrained.matcher import GrammarStore, RequestGrammar, all_tokens
 from fenceline.ipc.io_struct import (
     AbortReq,
     BatchTokenOut,
@@ -77,6 +77,7 @@ from fenceline.scheduler.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
+_TOO_SLOW = "its grammar takes too long for each token: make it less ambiguous"
 # How long a loop without anything to compute waits for messages while transfers of the cache or jobs of its storage
 # have not ended: briefly where a request waits for them.
 _ACK_INTERVAL_MS = 1
@@ -164,6 +165,7 @@ class Scheduler:
         self.seeds = Random(config.random_seed)
         self.shuffler = Random(config.random_seed)  # its own: how often the queue is shuffled moves no seed
         self.reqs: dict[str, Req] = {}  # all that have not left, by rid
+        self.num_constrained = 0  # of them, by a grammar
         self.recorder = FlightRecorder(config, self.memory, self.reqs)
         self.control = SchedulerControl(self.recorder, config.torch_profiler_dir, outbox.to_tokenizer)
         self.flushes: list[FlushCacheReq] = []  # that wait for the last request to leave
@@ -198,7 +200,7 @@ class Scheduler:
     def speculates_under_masks(self) -> bool:
         """Whether the step before is published before the next launch: the second phase of a speculative step touches
         KV, so nothing may be retired between its two phases."""
-        return self.worker.max_step_tokens > 1 and any(req.grammar is not None for req in self.reqs.values())
+        return self.worker.max_step_tokens > 1 and self.num_constrained > 0
 
     @property
     def stopped(self) -> bool:
@@ -300,12 +302,17 @@ class Scheduler:
         else:
             req.prompt_log = LogprobLog.of_prompt(message, req.prompt_ids)
             req.output_log = LogprobLog() if message.return_logprob else None
-            self.reqs[req.rid] = req
+            self.enter(req)
             self.waiting.add(req)
             self.memory.prefetch(req)
             self.stats.arrived(req)
             return
         self.output.flush()
+
+    def enter(self, req: Req) -> None:
+        """The request is there, until :meth:`depart`."""
+        self.reqs[req.rid] = req
+        self.num_constrained += req.grammar is not None
 
     def abort(self, message: AbortReq) -> None:
         """End one request, or all. ``silent`` means the detokenizer has already told the client."""
@@ -510,11 +517,13 @@ class Scheduler:
                 continue  # nobody reads what is drawn for it
             assert req.grammar is not None, "who is constrained has a grammar"
             least_more = req.source.sampling_params.min_new_tokens - len(req.output_ids)
-            if not req.grammar.fill(bits[index : index + 1], least_more):
+            if req.grammar.is_too_slow:  # by what another request of the same grammar has taken
+                self.end(req, _TOO_SLOW, 400)
+            elif not req.grammar.fill(bits[index : index + 1], least_more):
                 bits[index] = -1
                 self.end(req, "no token of the vocabulary can follow in its grammar", 400)
             elif req.grammar.is_too_slow:
-                self.end(req, "its grammar takes too long for each token: make it less ambiguous", 400)
+                self.end(req, _TOO_SLOW, 400)
         self.output.flush()
         return TokenMasks(rows, bits)
 
@@ -557,7 +566,7 @@ class Scheduler:
         self.retire_departed()
         resumed = req.resumed()
         resumed.tail = tail
-        self.reqs[resumed.rid] = resumed
+        self.enter(resumed)
         self.waiting.put_back(resumed)
 
     def with_remaps(self, writes: PageWrites) -> PageWrites:
@@ -662,8 +671,7 @@ class Scheduler:
             if out.logprobs is not None:
                 log_output(req, token, out.logprobs, index)
             self.stats.num_generated_tokens += 1
-            if req.grammar is not None and not req.grammar.accept(token):
-                self.end(req, "a token was drawn that its grammar does not allow: logits are not finite", 500)
+            if req.grammar is not None and not self.goes_on(req, req.grammar, token):
                 return
             reason = req.finish_reason_after(token)
             if reason is not None:
@@ -674,6 +682,16 @@ class Scheduler:
             self.output.token(req)
         else:
             self.finish(req, reason)
+
+    def goes_on(self, req: Req, grammar: RequestGrammar, token: int) -> bool:
+        """Advance its grammar by a new token; False if it has ended for that."""
+        if grammar.is_too_slow:
+            self.end(req, _TOO_SLOW, 400)
+            return False
+        if not grammar.accept(token):
+            self.end(req, "a token was drawn that its grammar does not allow: logits are not finite", 500)
+            return False
+        return True
 
     def finish(self, req: Req, reason: FinishReason | None) -> None:
         """End a request with its last news."""
@@ -764,6 +782,7 @@ class Scheduler:
         req.left = True
         self.recorder.departed(req, why)
         del self.reqs[req.rid]
+        self.num_constrained -= req.grammar is not None
         if req.row == 0:
             self.waiting.remove(req)
         else:
@@ -782,6 +801,9 @@ class Scheduler:
         """Once each time the engine falls idle: every page and row is accounted for."""
         if not self.books_checked:
             self.memory.check_books()
+            assert self.num_constrained == 0, (
+                f"{self.num_constrained} requests with a grammar have left unnoticed"
+            )
             self.books_checked = True
             self.report()
 

@@ -156,6 +156,7 @@ _GUARD_ARMS = (
     Arm("in_flight", "guard", "speculation", _by_tags("speculative step (stores|writes) ")),
     Arm("whole_page", "guard", "speculation_tiers", _by_tags(r"^tags: kv_pool\.layer2\.")),
     Arm("kept_hidden", "guard", "speculation", _by_guard(FreshnessError.checker, "kept_hidden")),
+    Arm("mask_rows", "guard", "grammars", _by_guard(FreshnessError.checker, "mask_rows")),
 )
 _SPECULATIVE_ARMS = (
     Arm("host_after_copy/speculation", "edge", "speculation", _by_edge("host_after_copy")),
@@ -184,7 +185,6 @@ _SPECULATIVE_ARMS = (
     ),
     Arm("graph_pool/speculation", "guard", "speculation", _by_guard(StaleMemoryError.checker, "graph_pool")),
     Arm("sink/speculation", "guard", "speculation", _by_guard(BoundsError.checker, "sink")),
-    Arm("mask_rows", "guard", "grammars", _by_guard(FreshnessError.checker, "mask_rows")),
 )
 
 
