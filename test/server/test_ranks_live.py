@@ -5,15 +5,21 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import httpx
 import psutil
 import pytest
 from demo_requests import prompts
-from live_server import WAIT_S, LiveServer, wait_for
+from live_server import WAIT_S, LiveServer, scheduler_state, wait_for
 from scheduler_driver import answers, make_model_driver, request
 
 RANKS = ("--device", "cpu", "--tp-size", "2", "--page-size", "16")
+TIERS = (
+    *("--enable-hierarchical-cache", "--hicache-ratio", "4", "--retract-policy", "offload"),
+    *("--max-total-tokens", "512", "--schedule-conservativeness", "0.01"),
+    *("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete"),
+)
 ENDLESS = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
 PARAMS: tuple[dict[str, object], ...] = (
     {"temperature": 0.0},
@@ -51,6 +57,48 @@ def test_answers_are_those_of_one_rank(ranks: LiveServer) -> None:
     assert [answer.result(WAIT_S).json()["output_ids"] for answer in at_once] == expected
 
 
+def test_answers_are_those_of_one_rank_while_pages_move_between_the_tiers(tmp_path: Path) -> None:
+    """Device and host are too small for what comes: prefixes are evicted, requests retracted, and all comes back."""
+    random = Random(3)
+    shared = [random.randrange(5, 1000) for _ in range(150)]
+    prompts = [
+        shared[: random.randrange(150)]
+        + [random.randrange(5, 1000) for _ in range(random.randrange(20, 150))]
+        for _ in range(12)
+    ]
+    prompts += [
+        [random.randrange(5, 1000) for _ in range(320)] for _ in range(4)
+    ]  # storage reads 256 tokens or none
+    params = [{**PARAMS[i % len(PARAMS)]} for i in range(len(prompts))]
+    reqs = [
+        request(f"r{i}", ids, max_new_tokens=20, ignore_eos=True, **one)  # type: ignore[arg-type]
+        for i, (ids, one) in enumerate(zip(prompts, params, strict=True))
+    ]
+    expected = answers(make_model_driver(max_total_tokens=16384), reqs)
+    bodies = [generate_body(ids, one) for ids, one in zip(prompts, params, strict=True)]
+    storage = ("--hicache-storage-dir", str(tmp_path / "pages"))
+    with LiveServer.real("--model-path", "demo", *RANKS, *TIERS, *storage) as server:
+        server.wait_ready()
+        for _ in range(2):
+            at_once = [server.post_in_thread(body) for body in bodies]
+            assert [answer.result(WAIT_S).json()["output_ids"] for answer in at_once] == expected
+        with server.client() as client:
+            state = scheduler_state(client)
+            tiers = state["hicache"]
+            assert state["num_retractions"] > 0
+            assert min(tiers["evicted_tokens"].values()) > 0 and tiers["load"]["num_tokens"] > 0
+            assert client.post("/flush_cache?storage=true").status_code == 200
+            written = tiers["storage_write"]["num_tokens"]
+            assert client.post("/generate", json=bodies[-1]).json()["output_ids"] == expected[-1]
+            wait_for(
+                lambda: scheduler_state(client)["hicache"]["storage_write"]["num_tokens"] >= written + 320
+            )
+            assert client.post("/flush_cache").status_code == 200
+            answer = client.post("/generate", json=bodies[-1]).json()
+            assert answer["output_ids"] == expected[-1]
+            assert answer["meta_info"]["cached_tokens_details"] == {"device": 0, "host": 0, "storage": 304}
+
+
 def test_the_openai_api_and_the_logprobs_of_a_chat(ranks: LiveServer) -> None:
     with ranks.client() as client:
         body = {
@@ -81,8 +129,7 @@ def test_control_messages_reach_all_ranks(ranks: LiveServer) -> None:
 
 
 def _num_running(client: httpx.Client) -> int:
-    state = client.get("/get_server_info").json()["internal_states"][0]
-    return int(state["num_running_reqs"])
+    return int(scheduler_state(client)["num_running_reqs"])
 
 
 def assert_gone(children: list[psutil.Process], folder: Path) -> None:
@@ -92,12 +139,13 @@ def assert_gone(children: list[psutil.Process], folder: Path) -> None:
     wait_for(lambda: not [path for path in folder.glob("fenceline-*") if "flight" not in path.name])
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_killed_rank_takes_the_server_down(which: int) -> None:
+@pytest.mark.parametrize(("which", "tiers"), [(0, ()), (1, ()), (1, TIERS)])
+def test_a_killed_rank_takes_the_server_down(which: int, tiers: tuple[str, ...], tmp_path: Path) -> None:
     """In the middle of a step of all ranks: the reason is the rank that was killed, not the one that has noticed."""
+    storage = ("--hicache-storage-dir", str(tmp_path)) if tiers else ()
     with (
         tempfile.TemporaryDirectory(prefix="fl", dir="/tmp") as folder,
-        LiveServer.real("--model-path", "demo", *RANKS, env={"TMPDIR": folder}) as server,
+        LiveServer.real("--model-path", "demo", *RANKS, *tiers, *storage, env={"TMPDIR": folder}) as server,
     ):
         children = server.wait_ready().engine_processes(num_ranks=2)
         answer = server.post_in_thread(ENDLESS)

@@ -61,6 +61,7 @@ class TokenResult:
 
     def wait(self) -> StepOutput:
         self._worker.run_until(self)
+        self.done.stream.note_passed(self.done)
         assert self.output is not None
         output, self.output = self.output, None
         return output
@@ -140,6 +141,7 @@ class TokenWorker:
         self.num_steps = 0
         self.slots = np.full((num_pages + 1) * page_size, -1, dtype=np.int64)
         self._queue: deque[TokenResult] = deque()
+        self.num_run = 0  # steps; the host knows of those whose results it has waited for
         self._composition: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def completions(self, awaited: TokenResult | None) -> Completions:
@@ -175,7 +177,7 @@ class TokenWorker:
             for point in step.waits:
                 self.run_to(point)
             step.output = step.run()
-            self.forward.note_passed(step.done)
+            self.num_run = step.done.serial
 
     def run_to(self, point: Point) -> None:
         """Run what a stream has to run before ``point``."""
@@ -183,7 +185,7 @@ class TokenWorker:
             assert self.hicache is not None
             self.hicache.run_to(point)
             return
-        while self.forward.passed_serial < point.serial:
+        while self.num_run < point.serial:
             self.run_until(self._queue[0])
 
     def run_oldest(self) -> None:
@@ -297,12 +299,13 @@ class TokenTransfers:
             self.load_stream: deque(),
             self.store_stream: deque(),
         }
-        self._tickets: deque[Ticket] = deque()
+        self._tickets: dict[TransferKind, deque[Ticket]] = {kind: deque() for kind in TransferKind}
+        self._num_run = dict.fromkeys(self._queues, 0)  # the host knows of those that were drained
         worker.hicache = self
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._tickets)
+        return sum(map(len, self._tickets.values()))
 
     def store(self, ticket: Ticket, device_pages: np.ndarray, host_pages: np.ndarray, after: Points) -> None:
         def run() -> None:
@@ -333,7 +336,8 @@ class TokenTransfers:
             self.num_moved["store"] += len(pages)
         self._queues[stream].append((done, after, run))
         ticket.submit(Points.of(done), (done,) if stream is self.load_stream else ())
-        self._tickets.append(ticket)
+        self._tickets[ticket.kind].append(ticket)
+        self.counts[ticket.kind].num_transfers += 1
         self._advance()
 
     def _advance(self) -> None:
@@ -342,23 +346,38 @@ class TokenTransfers:
             stream = self._random.choice([self.load_stream, self.store_stream, self._worker.forward])
             if stream is self._worker.forward:
                 self._worker.run_oldest()
-            elif self._queues[stream] and all(p.passed for p in self._queues[stream][0][1]):
+            elif self._queues[stream] and all(map(self._has_run, self._queues[stream][0][1])):
                 self.run_to(self._queues[stream][0][0])
 
     def run_to(self, point: Point) -> None:
         queue = self._queues[point.stream]
-        while point.stream.passed_serial < point.serial:
+        while not self._has_run(point):
             done, after, run = queue.popleft()
             for earlier in after:
                 self._worker.run_to(earlier)
             run()
-            point.stream.note_passed(done)
+            self._num_run[point.stream] = done.serial
 
-    def drain_acks(self) -> list[Ticket]:
+    def _has_run(self, point: Point) -> bool:
+        if point.stream is self._worker.forward:
+            return self._worker.num_run >= point.serial
+        return self._num_run[point.stream] >= point.serial
+
+    def ended(self) -> tuple[int, int]:
         self._advance()
-        done = [ticket for ticket in self._tickets if ticket.points.passed]
-        self._tickets = deque(ticket for ticket in self._tickets if not ticket.points.passed)
-        return done
+        # Each transfer has one Point of its own.
+        return self._num_run[self.load_stream], self._num_run[self.store_stream]
+
+    def drain_acks(self, until: tuple[int, int] | None = None) -> list[Ticket]:
+        acks = []
+        for (kind, tickets), most in zip(self._tickets.items(), until or self.ended(), strict=True):
+            stream = self.load_stream if kind is TransferKind.LOAD else self.store_stream
+            for _ in range(most - (self.counts[kind].num_transfers - len(tickets))):
+                ticket = tickets.popleft()
+                for point in ticket.points:
+                    stream.note_passed(point)
+                acks.append(ticket)
+        return acks
 
 
 __all__ = ["VOCAB_SIZE", "LaggingStream", "Points", "TokenTransfers", "TokenWorker", "next_token"]

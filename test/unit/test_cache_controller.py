@@ -127,15 +127,30 @@ def test_acks_stop_at_the_first_that_has_not_ended(monkeypatch: pytest.MonkeyPat
     ended = {next(iter(rig.controller._in_flight[STORE])).end.serial}
     asked: list[int] = []
 
-    def poll(point: Point) -> bool:
+    def ask(point: Point) -> bool:
         asked.append(point.serial)
         return point.serial in ended
 
-    monkeypatch.setattr(rig.device.store, "poll", poll)
+    monkeypatch.setattr(rig.device.store, "ask", ask)
     assert rig.controller.drain_acks() == [first]
     assert len(asked) == 2, "the third is not asked about"
     ended.update(flight.end.serial for flight in rig.controller._in_flight[STORE])
     assert rig.controller.drain_acks() == [second, third]
+
+
+def test_what_has_ended_is_known_once_it_has_ended_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ids that are handed out depend on what the host knows to have passed."""
+    rig = Rig()
+    first, second, load = rig.store([1], [0]), rig.store([2], [1]), rig.load([3], [0])
+    learned: list[Point] = []
+    for stream in (rig.device.store, rig.device.load):
+        monkeypatch.setattr(stream, "learn", learned.append)
+    assert rig.controller.ended() == (1, 2) and learned == []
+    assert rig.controller.drain_acks((0, 1)) == [first]
+    assert len(learned) == 1
+    assert rig.controller.ended() == (1, 2)
+    assert rig.controller.drain_acks((0, 1)) == []
+    assert rig.controller.drain_acks((1, 2)) == [load, second] and len(learned) == 3
 
 
 # --- edges -------------------------------------------------------------------------------------------

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 import pytest
-from scheduler_driver import assert_right, make_driver, request
-from token_worker import next_token
+from scheduler_driver import Driver, assert_right, make_driver, make_tiered_driver, request
+from token_worker import TokenTransfers, next_token
 
 from fenceline.ipc.io_struct import (
     AbortReq,
@@ -17,7 +18,7 @@ from fenceline.ipc.io_struct import (
     PortArgs,
     TokenizedGenerateReq,
 )
-from fenceline.ipc.rank_board import NUM_STEPS, RankBoard, create_rank_board
+from fenceline.ipc.rank_board import NUM_NEWS, NUM_STEPS, RankBoard, create_rank_board
 from fenceline.model_executor.step import ExtendBatch
 from fenceline.scheduler.ranks import TURN_DECODER, FollowingRank, LeadingRank, RanksDifferError, Turn
 
@@ -25,15 +26,20 @@ from fenceline.scheduler.ranks import TURN_DECODER, FollowingRank, LeadingRank, 
 class Group:
     """Ranks in one thread, each with a driver. A turn of the leader's loop is followed by one of each other's."""
 
-    def __init__(self, size: int, folder: Path, **flags: object) -> None:
+    def __init__(
+        self, size: int, folder: Path, make: Callable[..., Driver] = make_driver, **flags: object
+    ) -> None:
         ports = PortArgs(scheduler=f"ipc://{folder}/scheduler", detokenizer="", tokenizer="")
         create_rank_board(ports, size)
         self.boards = [RankBoard(ports, rank, size) for rank in range(size)]
-        self.drivers = [make_driver(**flags) for _ in range(size)]  # type: ignore[arg-type]
+        self.drivers = [make(**flags) for _ in range(size)]
         self.turns: list[deque[bytes]] = [deque() for _ in range(size - 1)]
         leader = self.drivers[0]
         leader.scheduler.ranks = LeadingRank(
-            self.boards[0], leader.worker, leader.drain, [turns.append for turns in self.turns]
+            self.boards[0],
+            leader.worker,
+            lambda block, timeout_ms: leader.drain(False),
+            [turns.append for turns in self.turns],
         )
         for rank, turns in enumerate(self.turns, start=1):
             driver = self.drivers[rank]
@@ -43,9 +49,9 @@ class Group:
     def step(self) -> None:
         for driver in self.drivers[1:]:  # who waits for the next turn has said before what has arrived
             flight, link = driver.flight, driver.scheduler.ranks
-            if flight is not None and isinstance(flight.batch, ExtendBatch):
-                assert link is not None
-                link.post_arrivals((flight.number, flight.result))
+            assert link is not None
+            asked = flight is not None and isinstance(flight.batch, ExtendBatch)
+            link.post_progress((flight.number, flight.result) if asked else None)  # type: ignore[union-attr]
         self.drivers[0].step()
         for driver, turns in zip(self.drivers[1:], self.turns, strict=True):
             if turns:
@@ -60,7 +66,16 @@ class Group:
             if not (leader.pending or leader.scheduler.reqs or leader.flight is not None):
                 break
             self.step()
+        self.settle()
+
+    def settle(self) -> None:
+        """Until all transfers have ended on all ranks."""
+        for _ in range(5000):
+            if not any(driver.scheduler.memory.num_outstanding for driver in self.drivers):
+                break
+            self.step()
         for driver in self.drivers:
+            assert driver.scheduler.memory.num_outstanding == 0
             driver.scheduler.memory.check_books(every_page=True)
 
     def answers(self) -> list[dict[str, list[int]]]:
@@ -100,6 +115,54 @@ def test_ranks_whose_devices_differ_in_speed_decide_the_same(size: int, tmp_path
     assert_right(leader, *[req for req in reqs if req.rid not in ("r12", "r31")])
     assert group.drivers[0].scheduler.stats.num_retractions > 0
     assert len({driver.scheduler.num_launched for driver in group.drivers}) == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "policy"), [(2, "write_through"), (2, "write_back"), (3, "write_through_selective")]
+)
+def test_ranks_whose_transfers_take_different_times_decide_the_same(
+    size: int, policy: str, tmp_path: Path
+) -> None:
+    """Prefixes are evicted, retracted requests offloaded, and all come back from the host; when a copy runs and a step
+    ends is each rank's own dice."""
+    seeds = iter(range(size))
+    group = Group(
+        size,
+        tmp_path,
+        lambda **flags: make_tiered_driver(seed=next(seeds), **flags),
+        hicache_write_policy=policy,
+        retract_policy="offload",
+        schedule_conservativeness=0.01,
+    )
+    leader = group.drivers[0]
+    for round in range(2):
+        reqs = [
+            request(f"{round}-{i}", req.input_ids, seed=i, max_new_tokens=req.sampling_params.max_new_tokens)
+            for i, req in enumerate(requests(30))
+        ]
+        group.run(*reqs)
+        assert_right(leader, *reqs)
+    first, *others = group.answers()
+    assert all(answers == first for answers in others)
+    assert leader.scheduler.stats.num_retractions > 0
+    for driver in group.drivers:
+        assert isinstance(driver.worker.hicache, TokenTransfers)
+        assert min(driver.worker.hicache.num_moved.values()) > 0
+
+
+def test_a_transfer_has_ended_when_it_has_ended_on_all_ranks(tmp_path: Path) -> None:
+    group = Group(2, tmp_path, make_tiered_driver)
+    followed = group.drivers[1].worker.hicache
+    assert isinstance(followed, TokenTransfers)
+    ended = followed.ended
+    followed.ended = lambda: (0, 0)  # type: ignore[method-assign]
+    leader = group.drivers[0]
+    leader.send(*requests(1))
+    for _ in range(60):
+        group.step()
+    assert len(leader.answers) == 1 and leader.scheduler.memory.num_outstanding > 0
+    followed.ended = ended  # type: ignore[method-assign]
+    group.settle()
 
 
 def test_results_count_as_arrived_when_all_ranks_have_them(tmp_path: Path) -> None:
@@ -193,10 +256,34 @@ def test_a_record_that_is_being_written_is_not_read(tmp_path: Path) -> None:
     assert ours.decision(1, 7) is None and not ours.agrees(1, 7)
     theirs.post_decision(7 + NUM_STEPS, fields)
     assert ours.decision(1, 7) is None and ours.decision(1, 7 + NUM_STEPS) == fields
+    ours.post_transfers(4, 9)
+    theirs.post_transfers(6, 2)
+    assert ours.all_transfers() == theirs.all_transfers() == (4, 2)
     ours.post_arrived(5)
     assert ours.all_arrived() == theirs.all_arrived() == 0
     theirs.post_arrived(3)
     assert ours.all_arrived() == theirs.all_arrived() == 3
+
+
+def test_news_that_find_no_room_wait(tmp_path: Path) -> None:
+    ports = PortArgs(scheduler=f"ipc://{tmp_path}/scheduler", detokenizer="", tokenizer="")
+    create_rank_board(ports, 3)
+    ours, theirs = RankBoard(ports, 0, 3), RankBoard(ports, 2, 3)
+    news = [(number, -number, number << 40) for number in range(3 * NUM_NEWS + 5)]
+    theirs.post_news(news[:3])
+    assert ours.read_news(2) == news[:3] and ours.read_news(2) == [] and ours.read_news(1) == []
+    theirs.post_news(news[3:])
+    read = news[:3]
+    while more := ours.read_news(2):
+        assert len(more) <= NUM_NEWS
+        read += more
+        theirs.post_news([])
+    assert read == news
+    theirs.post_news([(1, 2, 3)])
+    whole = bytes(theirs._memory)
+    at = whole.rindex((len(news) + 1).to_bytes(8, "little")) + 20
+    theirs._memory[at : at + 4] = b"half"
+    assert ours.read_news(2) == []
 
 
 def test_ranks_have_compared_every_step(tmp_path: Path) -> None:

@@ -202,9 +202,6 @@ def _check_ranks(args: ServerArgs) -> None:
         return
     many = f"--tp-size {args.tp_size} does not go with"
     _require(args.speculative_algorithm is None, f"{many} --speculative-algorithm yet: leave one of them out")
-    _require(
-        not args.enable_hierarchical_cache, f"{many} --enable-hierarchical-cache yet: leave one of them out"
-    )
     for name in ("cuda_graph_bs", "piecewise_cuda_graph_tokens"):
         _require(
             getattr(args, name) is None or args.disable_cuda_graph,

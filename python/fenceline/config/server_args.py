@@ -296,7 +296,7 @@ class ServerArgs:
     )
     hicache_size: float = flag(
         0.0,
-        "Size of the host tier in GB (10^9 bytes); with 0 --hicache-ratio gives it.",
+        "Size of each rank's host tier in GB (10^9 bytes); with 0 --hicache-ratio gives it.",
         group=_HICACHE,
     )
     hicache_write_policy: WritePolicy = flag(

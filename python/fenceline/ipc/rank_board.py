@@ -1,7 +1,8 @@
 """RankBoard: what the ranks of a host tell each other without waiting for each other, in shared memory.
 
-Each rank writes its own line and reads all of them: up to which step its results have arrived, and what it has decided
-in its latest steps. A file in the server's private folder is the memory, so that it goes when the folder goes.
+Each rank writes its own line and reads all of them: up to which step its results have arrived, how many transfers of
+its cache have ended, what its storage has done, and what it has decided in its latest steps. A file in the server's
+private folder is the memory, so that it goes when the folder goes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import mmap
 import struct
 import zlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fenceline.ipc.io_struct import PortArgs
@@ -22,12 +24,26 @@ _NUMBER = struct.Struct("q")  # native: one store
 _RECORD = struct.Struct(f"=q{NUM_FIELDS}I")  # step and fields
 _SEAL = struct.Struct("=Q")
 _RECORD_BYTES = _RECORD.size + _SEAL.size
-_ARRIVED, _FAILED, _FIRST_RECORD = 0, 8, 16  # where in a line
-_LINE = _FIRST_RECORD + NUM_STEPS * _RECORD_BYTES
+NUM_NEWS = 256  # that may be posted and not yet read; more wait
+_NEWS = struct.Struct("=4q")  # number, from 1 on, and three values
+_NEWS_BYTES = _NEWS.size + _SEAL.size
+_MOST_RANKS = 64
+_ARRIVED, _FAILED, _LOADS, _STORES, _READ = (
+    0,
+    8,
+    16,
+    24,
+    32,
+)  # where in a line; _READ is a number for each rank
+_FIRST_RECORD = _READ + 8 * _MOST_RANKS
+_FIRST_NEWS = _FIRST_RECORD + NUM_STEPS * _RECORD_BYTES
+_LINE = _FIRST_NEWS + NUM_NEWS * _NEWS_BYTES
+News = tuple[int, int, int]
 
 
 def create_rank_board(ports: PortArgs, num_ranks: int) -> None:
     """Make the memory, all zeros, before any rank opens it."""
+    assert num_ranks <= _MOST_RANKS, f"{num_ranks} ranks"
     _path(ports).write_bytes(bytes(num_ranks * _LINE))
 
 
@@ -54,10 +70,12 @@ class RankBoard:
         self.num_ranks = num_ranks
         with open(_path(ports), "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), num_ranks * _LINE)
+        self._unposted: deque[News] = deque()
+        self._num_news = 0  # posted
 
     def post_arrived(self, step: int) -> None:
         """This rank has the results of ``step``, 1 or more, and of all before it."""
-        _NUMBER.pack_into(self._memory, self.rank * _LINE + _ARRIVED, step)
+        self._post(_ARRIVED, step)
 
     def all_arrived(self) -> int:
         """The latest step whose results have arrived on all ranks, as far as they have said."""
@@ -65,11 +83,60 @@ class RankBoard:
 
     def post_failed(self) -> None:
         """This rank has failed, and has written its flight record."""
-        _NUMBER.pack_into(self._memory, self.rank * _LINE + _FAILED, 1)
+        self._post(_FAILED, 1)
 
     def all_failed(self) -> bool:
         """Whether all ranks have failed, and have written their flight records."""
         return all(self._number(rank, _FAILED) for rank in range(self.num_ranks))
+
+    def post_transfers(self, loads: int, stores: int) -> None:
+        """So many loads and stores of this rank's cache have ended since the start, in the order of submission."""
+        self._post(_LOADS, loads)
+        self._post(_STORES, stores)
+
+    def all_transfers(self) -> tuple[int, int]:
+        """How many loads and stores have ended on all ranks, as far as they have said."""
+        loads, stores = (
+            [self._number(rank, where) for rank in range(self.num_ranks)] for where in (_LOADS, _STORES)
+        )
+        return min(loads), min(stores)
+
+    def post_news(self, news: Iterable[News]) -> None:
+        """Tell rank 0 of ``news``, three numbers each, in order. What there is no room for is told by a later call."""
+        self._unposted.extend(news)
+        if not self._unposted:
+            return
+        num_read = self._number(0, _READ + 8 * self.rank)
+        while self._unposted and self._num_news - num_read < NUM_NEWS:
+            self._num_news += 1
+            record = _NEWS.pack(self._num_news, *self._unposted.popleft())
+            at = _news_place(self.rank, self._num_news)
+            self._memory[at : at + _NEWS_BYTES] = record + _SEAL.pack(zlib.crc32(record))
+
+    def read_news(self, rank: int) -> list[News]:
+        """What ``rank`` has told since the last call. Rank 0 alone reads."""
+        assert self.rank == 0, "rank 0 reads"
+        where = _READ + 8 * rank
+        first = number = self._number(0, where)
+        news: list[News] = []
+        while (values := self._news(rank, number + 1)) is not None:
+            number += 1
+            news.append(values)
+        if number > first:
+            self._post(where, number)
+        return news
+
+    def _news(self, rank: int, number: int) -> News | None:
+        at = _news_place(rank, number)
+        data = self._memory[at : at + _NEWS_BYTES]
+        record = data[: _NEWS.size]
+        found, *values = _NEWS.unpack(record)
+        if found != number or _SEAL.unpack(data[_NEWS.size :]) != (zlib.crc32(record),):
+            return None
+        return values[0], values[1], values[2]
+
+    def _post(self, where: int, value: int) -> None:
+        _NUMBER.pack_into(self._memory, self.rank * _LINE + where, value)
 
     def _number(self, rank: int, where: int) -> int:
         (value,) = _NUMBER.unpack_from(self._memory, rank * _LINE + where)
@@ -96,6 +163,10 @@ class RankBoard:
             return None
         found, *fields = _RECORD.unpack(record)
         return tuple(fields) if found == step else None
+
+
+def _news_place(rank: int, number: int) -> int:
+    return rank * _LINE + _FIRST_NEWS + number % NUM_NEWS * _NEWS_BYTES
 
 
 def _place(rank: int, step: int) -> int:

@@ -63,8 +63,12 @@ class Transfers(Protocol):
         """Copy host pages to device pages, on LOAD after ``after``, layer by layer."""
         ...
 
-    def drain_acks(self) -> Sequence[Ticket]:
-        """Transfers that have ended since the last call."""
+    def ended(self) -> tuple[int, int]:
+        """How many loads and how many stores have ended on the device since the start, in the order of submission."""
+        ...
+
+    def drain_acks(self, until: tuple[int, int] | None = None) -> Sequence[Ticket]:
+        """Transfers that have ended since the last call; of those only so many first loads and stores as ``until``."""
         ...
 
 
@@ -356,8 +360,8 @@ class StorageTier:
 
     @property
     def num_outstanding(self) -> int:
-        """Jobs that a worker has not done yet."""
-        return self._controller.num_outstanding
+        """Jobs that a worker has not done yet, or whose end has not been taken in: other ranks' may not have ended."""
+        return max(self._controller.num_outstanding, len(self._wanted) + self._tree.num_host_holds)
 
     @property
     def num_fetch_pages(self) -> int:
@@ -394,7 +398,9 @@ class StorageTier:
 
     def _fetch(self, op: Prefetch) -> None:
         leased = None
-        if op.num_found * self._page_size >= self._threshold:
+        # Of several ranks one may have found none, or the request has left while they agreed on how many there are.
+        wanted = op.num_found > 0 and not op.cancelled
+        if wanted and op.num_found * self._page_size >= self._threshold:
             leased = self._tree.alloc_host(op.num_found)
         if leased is None:  # too few pages, or the host tier is full of pages in use
             self._controller.cancel(op)

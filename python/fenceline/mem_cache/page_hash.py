@@ -90,12 +90,14 @@ def page_keys(
     return keys
 
 
-def page_fingerprint(config: EngineConfig, layout: KVLayout) -> PageFingerprint:
-    """Of the pages that a server with this configuration makes, which consist of ``layout``."""
+def page_fingerprint(config: EngineConfig, layout: KVLayout, rank: int = 0) -> PageFingerprint:
+    """Of the pages that ``rank`` of a server with this configuration makes, which consist of ``layout``."""
     return PageFingerprint(
         model_id=model_id(config),
         layout=layout.describe(),
         page_nbytes=layout.page_nbytes,
+        tp_rank=rank,
+        tp_size=config.server_args.tp_size,
     )
 
 

@@ -105,13 +105,21 @@ class Stream(ABC):
 
         For completions that are drained once a step, oldest first. False orders nothing.
         """
-        assert point.stream is self, "a Point is polled on its own stream"
-        if not point.passed:
-            if not self._query(point):
-                return False
-            self.note_passed(point)
-        self.checker.host_waited(point.clock)
+        if not self.ask(point):
+            return False
+        self.learn(point)
         return True
+
+    def ask(self, point: Point) -> bool:
+        """Ask the device whether ``point``, which is on this stream, has passed. The host does not know it yet: it is
+        told by :meth:`learn`, of several ranks when the Point has passed on all of them."""
+        assert point.stream is self, "a Point is polled on its own stream"
+        return point.passed or self._query(point)
+
+    def learn(self, point: Point) -> None:
+        """The host knows from now on that ``point``, of which :meth:`ask` has said so, has passed."""
+        self.note_passed(point)
+        self.checker.host_waited(point.clock)
 
     def _is_cut(self, edge: Edge, waiter: StreamName, source: StreamName) -> bool:
         """Whether a test has severed ``edge``, its part between these streams, or its use by the calling function."""

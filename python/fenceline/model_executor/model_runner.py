@@ -23,6 +23,7 @@ from fenceline.layers.attention.backends import AttentionBackends, AttentionSett
 from fenceline.layers.context import Shard, make_layer_context
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
 from fenceline.mem_cache.host.cache_controller import HiCacheController, make_hicache_controller
+from fenceline.mem_cache.host.host_pool import available_host_bytes
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool, ReqPool, check_row_bytes, num_kv_pages
 from fenceline.mem_cache.storage.controller import Storage, make_storage
 from fenceline.memory_order import Device, InputRing, MaskTable, ResultRing, page_leases, wait_for_pages
@@ -185,10 +186,13 @@ class ModelRunner:
         self.storage: Storage | None = None
         if config.hicache is not None:
             with _phase("Allocated the host tier"):
-                self.hicache = make_hicache_controller(config, device, self.kv_pool, self._accesses.pages)
+                with device.forward.active():  # before any rank takes its part
+                    room = shard.smallest(available_host_bytes() // shard.size)
+                pages = self._accesses.pages
+                self.hicache = make_hicache_controller(config, device, self.kv_pool, pages, room)
             if config.hicache.storage is not None:
                 with _phase("Opened the storage"):
-                    self.storage = make_storage(device, self.hicache.host_pool, config)
+                    self.storage = make_storage(device, self.hicache.host_pool, config, rank=shard.rank)
         device.full_stop(STARTUP_STOP)  # weights and pools were written on the default stream
         self._capture(config, show_progress)
         if device.kind == "cuda":

@@ -1,8 +1,9 @@
 """The schedulers of several ranks, one in each process, decide the same because they see the same.
 
 What a turn of the loop drains is one value, a :class:`Turn`. Rank 0 makes it, from its inbox and from what all ranks
-say on the RankBoard has reached them, and sends it to the others before anybody decides anything. It waits for nobody:
-what has not reached a rank yet is in a later turn. The others wait for it, and ask no clock, device or disk of their
+say on the RankBoard: whether results have reached them, which transfers have ended, what their storages have done. It
+sends it to the others before anybody decides anything. It waits for nobody: what has not reached a rank yet is in a
+later turn. The others wait for it, and ask no clock, device or disk of their
 own on the way to a decision.
 
 Each rank posts a hash of a step's decisions before it launches the step, and compares those of this step and the last
@@ -25,7 +26,8 @@ from fenceline.ipc.io_struct import (
     ProfileReq,
     SchedulerInput,
 )
-from fenceline.ipc.rank_board import RankBoard
+from fenceline.ipc.rank_board import News, RankBoard
+from fenceline.mem_cache.storage.agreement import StorageAgreement, StorageVoice
 from fenceline.model_executor.step import Completions, ForwardResult, ScheduleBatch, Worker
 from fenceline.scheduler.decisions import FIELDS, Decisions
 from fenceline.scheduler.req import Req
@@ -44,6 +46,8 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     number: int
     messages: list[SchedulerInput]  # that decide something
     results_arrived: bool  # on all ranks: those of the step in flight, if they were asked for
+    transfers: tuple[int, int] = (0, 0)  # that have ended on all ranks since the start: loads and stores
+    storage: list[News] = []  # what the ranks' storages have done since the last turn, see StorageAgreement
 
 
 _OBSERVING = (ProfileReq, FlightRecorderReq, GetInternalStateReq)
@@ -60,6 +64,7 @@ class RankLink(ABC):
         self._decisions = Decisions()
         self._num_turns = 0
         self._latest: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=2)  # steps and their numbers
+        self._voice = StorageVoice()
 
     @abstractmethod
     def turn(
@@ -91,12 +96,25 @@ class RankLink(ABC):
                     f" {name}"
                 )
 
-    def post_arrivals(self, awaited: Awaited | None) -> None:
-        """Tell the others whether the results of ``awaited`` have reached this rank."""
-        ended = self._worker.completions(None if awaited is None else awaited[1])
-        assert not ended.transfers and not ended.storage, "ranks have no lower tiers"
-        if awaited is not None and ended.results_arrived:
+    def post_progress(self, awaited: Awaited | None) -> None:
+        """Tell the others whether the results of ``awaited`` have reached this rank, which of its transfers have ended
+        and what its storage has done."""
+        if awaited is not None and awaited[1].arrived():
             self.board.post_arrived(awaited[0])
+        worker = self._worker
+        if worker.hicache is not None:
+            self.board.post_transfers(*worker.hicache.ended())
+        if worker.storage is not None:
+            self.board.post_news(self._voice.told(worker.storage.controller.drain()))
+
+    def _completions(self, turn: Turn) -> Completions:
+        """What ``turn`` says of all ranks, of this rank's transfers and prefetches."""
+        transfers = self._worker.hicache
+        return Completions(
+            transfers=() if transfers is None else transfers.drain_acks(turn.transfers),
+            storage=self._voice.heard(turn.storage),
+            results_arrived=turn.results_arrived,
+        )
 
 
 class LeadingRank(RankLink):
@@ -109,21 +127,28 @@ class LeadingRank(RankLink):
         super().__init__(board, worker)
         self._drain = drain
         self._send = send
+        self._agreement = StorageAgreement(board.num_ranks)
 
     def turn(
         self, block: bool, timeout_ms: int | None, awaited: Awaited | None
     ) -> tuple[Sequence[Message], Completions]:
         """See :class:`RankLink`."""
         messages = self._drain(block, timeout_ms)
-        self.post_arrivals(awaited)
-        arrived = awaited is not None and self.board.all_arrived() >= awaited[0]
+        self.post_progress(awaited)
+        board = self.board
+        arrived = awaited is not None and board.all_arrived() >= awaited[0]
+        transfers = (0, 0) if self._worker.hicache is None else board.all_transfers()
+        storage: list[News] = []
+        if self._worker.storage is not None:
+            for rank in range(board.num_ranks):
+                storage += self._agreement.hear(rank, board.read_news(rank))
         self._num_turns += 1
         deciding = [message for message in messages if not isinstance(message, _OBSERVING)]
-        turn = Turn(self._num_turns, cast("list[SchedulerInput]", deciding), arrived)
+        turn = Turn(self._num_turns, cast("list[SchedulerInput]", deciding), arrived, transfers, storage)
         data = _ENCODER.encode(turn)
         for send in self._send:
             send(data)
-        return messages, Completions(results_arrived=arrived)
+        return messages, self._completions(turn)
 
 
 class FollowingRank(RankLink):
@@ -138,8 +163,8 @@ class FollowingRank(RankLink):
         self, block: bool, timeout_ms: int | None, awaited: Awaited | None
     ) -> tuple[Sequence[Message], Completions]:
         """See :class:`RankLink`."""
-        self.post_arrivals(awaited)
+        self.post_progress(awaited)
         turn = self._receive()
         self._num_turns += 1
         assert turn.number == self._num_turns, f"turn {turn.number} came in place of {self._num_turns}"
-        return turn.messages, Completions(results_arrived=turn.results_arrived)
+        return turn.messages, self._completions(turn)

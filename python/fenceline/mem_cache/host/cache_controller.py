@@ -144,16 +144,25 @@ class HiCacheController:
         ticket.submit(Points.of(layer_points[-1]), tuple(layer_points))
         self._submitted(ticket, device_pages, begin, layer_points[-1], time.perf_counter() - begin_s)
 
-    def drain_acks(self) -> list[Ticket]:
-        """Transfers that have ended since the last call: loads, then stores, each in the order of their submission.
+    def ended(self) -> tuple[int, int]:
+        """How many loads and how many stores have ended since the start, as the device says; it is asked once or twice.
+        Nobody learns of it before :meth:`drain_acks`."""
+        num_loads, num_stores = (self._num_ended(kind) for kind in TransferKind)
+        return num_loads, num_stores
 
-        Asks the device once or twice. To be called every step, whatever the step is (F6).
+    def drain_acks(self, until: tuple[int, int] | None = None) -> list[Ticket]:
+        """Transfers that have ended since the last call: loads, then stores, each in the order of their submission.
+        ``until``: only those that are among so many first loads and stores, which have ended (:meth:`ended`).
+
+        To be called every step, whatever the step is (F6).
         """
         ended: list[Ticket] = []
-        for kind, queue in self._in_flight.items():
-            stream = self._stream(kind)
-            while queue and stream.poll(queue[0].end):
-                ended.append(self._ended(kind, queue.popleft()))
+        for kind, num_ended in zip(TransferKind, self.ended() if until is None else until, strict=True):
+            queue, stream = self._in_flight[kind], self._stream(kind)
+            for _ in range(num_ended - (self.counts[kind].num_transfers - len(queue))):
+                flight = queue.popleft()
+                stream.learn(flight.end)
+                ended.append(self._ended(kind, flight))
         return ended
 
     # --- FORWARD -------------------------------------------------------------------------------------
@@ -223,6 +232,15 @@ class HiCacheController:
         pages = [flight.device_pages for flight in queue if flight.ticket in loads]
         return np.concatenate(pages) if pages else np.zeros(0, dtype=np.int32)
 
+    def _num_ended(self, kind: TransferKind) -> int:
+        queue, stream = self._in_flight[kind], self._stream(kind)
+        num_ended = self.counts[kind].num_transfers - len(queue)
+        for flight in queue:
+            if not stream.ask(flight.end):
+                break
+            num_ended += 1
+        return num_ended
+
     def _submitted(
         self, ticket: Ticket, device_pages: I32, begin: Point, end: Point, submit_s: float
     ) -> None:
@@ -248,9 +266,9 @@ def _is_empty(ticket: Ticket, device_pages: I32, host_pages: I32) -> bool:
 
 
 def make_hicache_controller(
-    config: EngineConfig, device: Device, kv_pool: KVPool, pages: Memory
+    config: EngineConfig, device: Device, kv_pool: KVPool, pages: Memory, room: int
 ) -> HiCacheController:
-    """A host tier for ``kv_pool``, whose ``pages`` steps declare.
+    """A host tier for ``kv_pool``, whose ``pages`` steps declare. ``room``: bytes of host memory that are there for it.
 
     Copies the sink page there and back on a GPU, so that nothing is compiled or loaded while a request waits. Waits for
     the device. Raises ``ValueError`` with the remedy where the host has no room for it.
@@ -263,7 +281,7 @@ def make_hicache_controller(
             kv_pool.page_size,
         )
     host_pool = HostPool(
-        device, num_host_pages(config, kv_pool), kv_pool.layout, config.server_args.hicache_mem_layout
+        device, num_host_pages(config, kv_pool), kv_pool.layout, config.server_args.hicache_mem_layout, room
     )
     copier = make_page_copier(device, kv_pool, host_pool, io_backend)
     if device.kind == "cuda":

@@ -34,8 +34,17 @@ class HostPool:
     How the memory is pinned is the device's business (``Device.host_buffer``): there it takes seconds for 60 GB.
     """
 
-    def __init__(self, device: Device, num_pages: int, layout: KVLayout, mem_layout: MemLayout) -> None:
-        """Raises ``ValueError`` with the remedy where that much memory is not there or cannot be pinned."""
+    def __init__(
+        self,
+        device: Device,
+        num_pages: int,
+        layout: KVLayout,
+        mem_layout: MemLayout,
+        room: int | None = None,
+    ) -> None:
+        """``room``: bytes of host memory that are there for it; all that can be had unless given.
+
+        Raises ``ValueError`` with the remedy where that much memory is not there or cannot be pinned."""
         if mem_layout not in ("layer_first", "page_first"):
             raise ValueError(f"--hicache-mem-layout {mem_layout}: use layer_first or page_first")
         if num_pages < 1:
@@ -47,7 +56,9 @@ class HostPool:
         self.mem_layout: MemLayout = mem_layout
         self.num_pages = num_pages
         self.page_nbytes = layout.page_nbytes
-        self.buffer = _allocate(device, num_pages * self.page_nbytes)
+        self.buffer = _allocate(
+            device, num_pages * self.page_nbytes, available_host_bytes() if room is None else room
+        )
         # Each part of the layout, all pages: uint8 [num_pages, nbytes of the part], one page's contiguous.
         self.parts = [self._part(part) for part in layout.parts]
         self._areas = self._make_areas()
@@ -120,8 +131,8 @@ _CGROUP_FILES = (
 )
 
 
-def _allocate(device: Device, nbytes: int) -> torch.Tensor:
-    room = int(available_host_bytes() * (1 - _KEPT_FREE))
+def _allocate(device: Device, nbytes: int, available: int) -> torch.Tensor:
+    room = int(available * (1 - _KEPT_FREE))
     if nbytes > room:
         raise ValueError(
             f"the host tier wants {nbytes / 1e9:.1f} GB, but only {room / 1e9:.1f} GB of host memory can be taken: "

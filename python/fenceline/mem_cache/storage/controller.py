@@ -62,8 +62,8 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Storage has the first ``num_pages`` (at least one) of the keys: call ``fetch`` with that many host pages, or
-    fewer, or ``cancel``."""
+    """Storage has the first ``num_pages`` of the keys: call ``fetch`` with that many host pages, or fewer, or
+    ``cancel``. At least one; none where another rank's storage has none."""
 
     op: Prefetch
     num_pages: int
@@ -526,18 +526,23 @@ class Storage:
 
 
 def make_storage(
-    device: Device, host_pool: HostPool, config: EngineConfig, clock: Callable[[], float] = time.monotonic
+    device: Device,
+    host_pool: HostPool,
+    config: EngineConfig,
+    clock: Callable[[], float] = time.monotonic,
+    rank: int = 0,
 ) -> Storage | None:
     """The storage that ``config`` asks for, its threads running; None if it asks for none. The caller closes it.
 
-    ``clock``: seconds, of timeouts; a run that is to be repeated gives one that counts its steps.
+    ``clock``: seconds, of timeouts; a run that is to be repeated gives one that counts its steps. ``rank``: whose part
+    of a page the pool holds.
 
     Raises ``ValueError`` with the remedy for a directory that cannot be used or holds not even one page.
     """
     storage = None if config.hicache is None else config.hicache.storage
     if storage is None:
         return None
-    fingerprint = page_fingerprint(config, host_pool.layout)
+    fingerprint = page_fingerprint(config, host_pool.layout, rank)
     controller = StorageController(
         device,
         host_pool,

@@ -135,9 +135,13 @@ class RecordedTransfers:
     def _purpose_of(self, *transfer: Any) -> AbstractContextManager[None]:
         return nullcontext() if self._tags is None else self._tags.transfer(*transfer)
 
-    def drain_acks(self) -> Sequence[Ticket]:
+    def ended(self) -> tuple[int, int]:
         """See HiCacheController."""
-        return self._controller.drain_acks()
+        return self._controller.ended()
+
+    def drain_acks(self, until: tuple[int, int] | None = None) -> Sequence[Ticket]:
+        """See HiCacheController."""
+        return self._controller.drain_acks(until)
 
 
 class RecordedStorage:
