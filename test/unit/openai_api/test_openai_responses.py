@@ -5,7 +5,9 @@ from __future__ import annotations
 import openai
 import pytest
 from chat_answer import ANSWER, TEMPLATE, prompt_of
+from openai.types.responses import ResponseErrorEvent
 
+from fenceline.entrypoints.openai.chat_reader import ChatReader
 from fenceline.entrypoints.openai.serving_responses import ResponseStore
 from fenceline.frontend.request_types import RequestError
 from fenceline.ipc.io_struct import FinishReason
@@ -122,6 +124,25 @@ async def test_an_answer_at_its_limit_is_incomplete(serve, flags):
         response = await server.client.responses.create(model="byte", input="Hi")
         assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
         assert response.output[0].status == "incomplete"
+
+
+async def test_a_stream_that_a_defect_ends_says_so_as_an_event(serve, flags, monkeypatch):
+    read = ChatReader.read
+
+    def failing(self, chunk):
+        yield from read(self, chunk)
+        if chunk.finish_reason is not None:
+            raise ValueError("a defect")
+
+    monkeypatch.setattr(ChatReader, "read", failing)
+    async with serve(**flags) as server:
+        stream = await server.client.responses.create(model="byte", input="Hi", stream=True)
+        events = [event async for event in stream]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        last = events[-1]
+        assert isinstance(last, ResponseErrorEvent)
+        assert (last.type, last.code) == ("error", "server_error")
+        assert "ValueError" in last.message and "a defect" not in last.message
 
 
 async def test_a_stream_that_fails_says_so(serve, flags):

@@ -91,15 +91,18 @@ class _Message:
     def whole(self, chunk: GenerateChunk) -> dict[str, object]:
         """The message of an answer that does not stream."""
         blocks: list[dict[str, Any]] = []
+        parts: list[list[str]] = []  # of each block's text
         for piece in self._reader.read(chunk):
             if self._begins_block(piece):
                 blocks.append(self._new_block(piece))
-            field = {"thinking": "thinking", "text": "text", "tool_use": "input"}[self._kind]
+                parts.append([])
             if not isinstance(piece, CallBegun):
-                blocks[-1][field] = (blocks[-1][field] or "") + piece.text
-        for block in blocks:
+                parts[-1].append(piece.text)
+        for block, text in zip(blocks, map("".join, parts), strict=True):
             if block["type"] == "tool_use":
-                block["input"] = _input_of(block["input"] or "")
+                block["input"] = _input_of(text)
+            else:
+                block[block["type"]] = text
         return {**self._fields, "content": blocks, **self._stop(chunk), "usage": _usage(chunk)}
 
     # --- streaming
@@ -112,19 +115,19 @@ class _Message:
 
     def events(self, chunk: GenerateChunk) -> bytes:
         """The events of a chunk, after the last one those of the message's end too."""
-        data = b""
+        parts: list[bytes] = []
         for piece in self._reader.read(chunk):
             if self._begins_block(piece):
-                data += self._end_block() + _event(
-                    "content_block_start", index=self._num_blocks, content_block=self._new_block(piece, {})
-                )
+                parts.append(self._end_block())
+                block = self._new_block(piece, {})
+                parts.append(_event("content_block_start", index=self._num_blocks, content_block=block))
             if not isinstance(piece, CallBegun):
-                data += _event("content_block_delta", index=self._num_blocks, delta=_delta(piece))
+                parts.append(_event("content_block_delta", index=self._num_blocks, delta=_delta(piece)))
         if chunk.finish_reason is not None:
-            data += self._end_block()
-            data += _event("message_delta", delta=self._stop(chunk), usage=_usage(chunk))
-            data += _event("message_stop")
-        return data
+            parts.append(self._end_block())
+            parts.append(_event("message_delta", delta=self._stop(chunk), usage=_usage(chunk)))
+            parts.append(_event("message_stop"))
+        return b"".join(parts)
 
     def _end_block(self) -> bytes:
         if not self._kind:

@@ -29,7 +29,7 @@ class ChatChoice:
         self._with_logprobs = body.logprobs
         self._reader = reader
         self._hold_reasoning = not body.stream_reasoning
-        self._held_reasoning = ""
+        self._held_reasoning: list[str] = []
         self._begun = False
 
     # --- whole
@@ -55,23 +55,29 @@ class ChatChoice:
     def _read(self, chunk: GenerateChunk) -> tuple[str, str, list[dict[str, Any]]]:
         """What ``chunk`` brings: reasoning, content, and the calls that begin or go on in it, as a stream's delta has
         them."""
-        reasoning, content = "", ""
+        reasoning: list[str] = []
+        content: list[str] = []
         calls: list[dict[str, Any]] = []
+        arguments: list[list[str]] = []  # of each call
         for piece in self._reader.read(chunk):
             match piece:
                 case Reasoning():
-                    reasoning += piece.text
+                    reasoning.append(piece.text)
                 case Content():
-                    content += piece.text
+                    content.append(piece.text)
                 case CallBegun():
-                    id, function = self._reader.new_call_id(), {"name": piece.name, "arguments": ""}
+                    id, function = self._reader.new_call_id(), {"name": piece.name}
                     index = self._reader.num_calls - 1
                     calls.append({"index": index, "id": id, "type": "function", "function": function})
+                    arguments.append([])
                 case _:
                     if not calls:
-                        calls.append({"index": self._reader.num_calls - 1, "function": {"arguments": ""}})
-                    calls[-1]["function"]["arguments"] += piece.text
-        return reasoning, content, calls
+                        calls.append({"index": self._reader.num_calls - 1, "function": {}})
+                        arguments.append([])
+                    arguments[-1].append(piece.text)
+        for call, texts in zip(calls, arguments, strict=True):
+            call["function"]["arguments"] = "".join(texts)
+        return "".join(reasoning), "".join(content), calls
 
     def _finish_fields(self, reason: FinishReason | None) -> dict[str, object]:
         fields = finish_fields(reason)
@@ -132,8 +138,8 @@ class ChatChoice:
 
     def _release_reasoning(self, text: str, going_on: bool) -> str:
         """For ``stream_reasoning: false``: all of the reasoning at once, when the answer begins."""
-        self._held_reasoning += text
+        self._held_reasoning.append(text)
         if going_on:
             return ""
-        whole, self._held_reasoning = self._held_reasoning, ""
-        return whole
+        whole, self._held_reasoning = self._held_reasoning, []
+        return "".join(whole)

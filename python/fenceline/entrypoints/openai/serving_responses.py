@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,7 +133,9 @@ class ResponsesServing:
         prompt, group = await self._chat.submit(chat, id, request)
         answer = _Answer(id, name, body, self._chat.reader(chat, prompt, functions_of(chat)))
         if body.stream:
-            return EventStream(self._events(group, answer, body, history), group.close)
+            events = _Events()
+            stream = self._events(group, answer, events, body, history)
+            return EventStream(stream, group.close, events.error)
         [chunk] = await collect_or_abort(request, group)
         for _ in answer.read(chunk):
             pass
@@ -155,41 +157,51 @@ class ResponsesServing:
             self.store.add(answer.fields, history, new)
 
     async def _events(
-        self, group: StreamGroup, answer: _Answer, body: ResponsesBody, history: _Stored | None
+        self,
+        group: StreamGroup,
+        answer: _Answer,
+        events: _Events,
+        body: ResponsesBody,
+        history: _Stored | None,
     ) -> AsyncGenerator[bytes, None]:
-        number = 0
-
-        def written(events: Iterator[dict[str, Any]]) -> bytes:
-            nonlocal number
-            data = b""
-            for event in events:
-                kind = event["type"].encode()
-                data += (
-                    b"event: "
-                    + kind
-                    + b"\ndata: "
-                    + orjson.dumps({**event, "sequence_number": number})
-                    + b"\n\n"
-                )
-                number += 1
-            return data
-
-        yield written(answer.begin())
+        yield events.write(answer.begin())
         try:
             async for _, chunk in group:
                 if (error := error_of(chunk)) is not None:
                     raise error
-                data = written(answer.read(chunk))
+                data = events.write(answer.read(chunk))
                 if chunk.finish_reason is not None:
                     self._keep(answer, body, history)  # before the client learns that it is complete
                 if data:
                     yield data
         except RequestError as error:
-            yield written(answer.fail(error))
+            yield events.write(answer.fail(error))
 
 
 def _parse(raw: bytes, unknown: UnknownFields) -> ResponsesBody:
     return parse_model(ResponsesBody, RULES, raw, unknown)
+
+
+class _Events:
+    """Writes the events of one stream, which are numbered."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def write(self, events: Iterable[dict[str, Any]]) -> bytes:
+        """The events as they are sent."""
+        parts: list[bytes] = []
+        for event in events:
+            data = orjson.dumps({**event, "sequence_number": self._number})
+            parts += (b"event: ", event["type"].encode(), b"\ndata: ", data, b"\n\n")
+            self._number += 1
+        return b"".join(parts)
+
+    def error(self, error: RequestError) -> bytes:
+        """The last event of a stream that a defect has ended, for which there is no response any more."""
+        return self.write(
+            [{"type": "error", "code": "server_error", "message": error.message, "param": None}]
+        )
 
 
 class _Answer:
@@ -198,7 +210,7 @@ class _Answer:
     def __init__(self, id: str, model: str, body: ResponsesBody, reader: ChatReader) -> None:
         self._reader = reader
         self._id = id
-        self._text = ""  # of the item that is being written
+        self._text: list[str] = []  # of the item that is being written, in parts
         self.fields: dict[str, Any] = {
             "id": id,
             "object": "response",
@@ -241,7 +253,7 @@ class _Answer:
                 yield from self._end_item("completed")
                 yield from self._begin_item(piece)
             if not isinstance(piece, CallBegun):
-                self._text += piece.text
+                self._text.append(piece.text)
                 yield {
                     **self._place(),
                     "type": f"response.{self._stem()}.delta",
@@ -294,21 +306,22 @@ class _Answer:
                 if isinstance(piece, CallBegun):
                     item["name"] = piece.name
         output.append({**item, "status": "in_progress"})
-        self._text = ""
+        self._text = []
         index = len(output) - 1
         yield {"type": "response.output_item.added", "output_index": index, "item": self._item}
-        if (part := self._part()) is not None:
+        if (part := self._part("")) is not None:
             yield {"type": "response.content_part.added", **self._place(), "part": part}
 
     def _end_item(self, status: str) -> Iterator[dict[str, Any]]:
         output = self.fields["output"]
         if not output or output[-1]["status"] != "in_progress":
             return
-        part = self._part()
+        text = "".join(self._text)
+        part = self._part(text)
         name = "arguments" if part is None else "text"
-        yield {**self._place(), "type": f"response.{self._stem()}.done", name: self._text} | self._extra()
+        yield {**self._place(), "type": f"response.{self._stem()}.done", name: text} | self._extra()
         if part is None:
-            self._item["arguments"] = self._text
+            self._item["arguments"] = text
         else:
             self._item["content"] = [part]
             yield {"type": "response.content_part.done", **self._place(), "part": part}
@@ -322,13 +335,13 @@ class _Answer:
             "function_call": "function_call_arguments",
         }[self._item["type"]]
 
-    def _part(self) -> dict[str, Any] | None:
-        """The one part of the item's content, None for a call."""
+    def _part(self, text: str) -> dict[str, Any] | None:
+        """The one part of the item's content, ``text``, None for a call."""
         match self._item["type"]:
             case "reasoning":
-                return {"type": "reasoning_text", "text": self._text}
+                return {"type": "reasoning_text", "text": text}
             case "message":
-                return {"type": "output_text", "text": self._text, "annotations": []}
+                return {"type": "output_text", "text": text, "annotations": []}
         return None
 
     def _place(self) -> dict[str, Any]:
