@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 from scheduler_driver import Driver, assert_right, make_driver, make_tiered_driver, request
-from token_worker import TokenTransfers, next_token
+from token_worker import TokenTransfers, TokenWorker, next_token
 
 from fenceline.ipc.io_struct import (
     AbortReq,
@@ -19,7 +20,7 @@ from fenceline.ipc.io_struct import (
     TokenizedGenerateReq,
 )
 from fenceline.ipc.rank_board import NUM_NEWS, NUM_STEPS, RankBoard, create_rank_board
-from fenceline.model_executor.step import ExtendBatch
+from fenceline.model_executor.step import DecodeBatch, ExtendBatch, StepOutput
 from fenceline.scheduler.ranks import TURN_DECODER, FollowingRank, LeadingRank, RanksDifferError, Turn
 
 
@@ -235,6 +236,22 @@ def test_the_step_and_the_first_field_that_differs_are_named(which: str, tmp_pat
     assert message == f"ranks 0 and 2 have decided differently: step 1, {which}"
 
 
+def test_a_token_that_one_rank_has_drawn_otherwise_is_named(tmp_path: Path) -> None:
+    """One that ends no request, and so changes no decision."""
+    group = Group(2, tmp_path)
+    worker = group.drivers[1].worker
+    assert isinstance(worker, TokenWorker)
+    decode = worker._decode
+
+    def otherwise(batch: DecodeBatch) -> StepOutput:
+        out = decode(batch)
+        return replace(out, tokens=out.tokens + 1)
+
+    worker._decode = otherwise  # type: ignore[method-assign]
+    with pytest.raises(RanksDifferError, match="sampled tokens"):
+        group.run(*[request(f"r{i}", [i, 7], ignore_eos=True, max_new_tokens=8) for i in range(4)])
+
+
 def _without_first(turn: Turn) -> Turn:
     return Turn(turn.number, turn.messages[1:], turn.results_arrived)
 
@@ -243,7 +260,7 @@ def test_a_record_that_is_being_written_is_not_read(tmp_path: Path) -> None:
     ports = PortArgs(scheduler=f"ipc://{tmp_path}/scheduler", detokenizer="", tokenizer="")
     create_rank_board(ports, 2)
     ours, theirs = RankBoard(ports, 0, 2), RankBoard(ports, 1, 2)
-    fields = (1, 2, 3, 4, 5, 2**32 - 1)
+    fields = (1, 2, 3, 4, 5, 6, 2**32 - 1)
     assert ours.decision(1, 7) is None
     theirs.post_decision(7, fields)
     assert ours.decision(1, 7) == fields

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fenceline.ipc.io_struct import PortArgs
 
-NUM_FIELDS = 6  # of a decision
+NUM_FIELDS = 7  # of a decision
 NUM_STEPS = (
     64  # that a rank remembers: the ranks are never so many steps apart, since each step has collectives
 )

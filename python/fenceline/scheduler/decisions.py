@@ -1,4 +1,4 @@
-"""What a step has decided, as a few numbers: ranks that decide the same have the same ones."""
+"""What a step has decided, and the tokens before it, as a few numbers: ranks that do the same have the same ones."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fenceline.ipc.rank_board import NUM_FIELDS
-from fenceline.model_executor.step import ExtendBatch, ScheduleBatch
+from fenceline.model_executor.step import ExtendBatch, ScheduleBatch, StepOutput
 from fenceline.scheduler.req import Req
 
 # In the order in which a difference is looked for: what follows from what comes later.
-FIELDS = ("kind of step", "requests", "rows", "lengths", "pages", "loads")
+FIELDS = ("sampled tokens", "kind of step", "requests", "rows", "lengths", "pages", "loads")
 assert len(FIELDS) == NUM_FIELDS
 
 _Array = npt.NDArray[np.generic]
@@ -25,6 +25,11 @@ class Decisions:
     def __init__(self) -> None:
         self._composition = -1
         self._requests = self._rows = 0
+        self._tokens = 0
+
+    def published(self, out: StepOutput) -> None:
+        """The results of a step, which all ranks have computed for themselves: its tokens count for what follows."""
+        self._tokens = zlib.crc32(out.tokens.tobytes(), self._tokens)
 
     def of(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> tuple[int, ...]:
         """One number for each of ``FIELDS``: of ``batch`` and its requests, in batch order."""
@@ -36,10 +41,11 @@ class Decisions:
             lengths = np.array([(seq.prefix_len, seq.seq_len, seq.sampling is None) for seq in batch.seqs])
             pages += [seq.out_slots for seq in batch.seqs]
             loads = [np.array([ticket.id for ticket in batch.loads])]
-            return 1, _names(reqs), _hash(rows), _hash(lengths), _hash(*pages), _hash(*loads)
+            pages_hash, loads_hash = _hash(*pages), _hash(*loads)
+            return self._tokens, 1, _names(reqs), _hash(rows), _hash(lengths), pages_hash, loads_hash
         if batch.composition != self._composition:
             self._composition, self._requests, self._rows = batch.composition, _names(reqs), _hash(batch.rows)
-        return 2, self._requests, self._rows, _hash(batch.seq_lens), _hash(*pages), 0
+        return self._tokens, 2, self._requests, self._rows, _hash(batch.seq_lens), _hash(*pages), 0
 
 
 def _names(reqs: Sequence[Req]) -> int:

@@ -61,7 +61,7 @@ class RankLink(ABC):
     def __init__(self, board: RankBoard, worker: Worker) -> None:
         self.board = board
         self._worker = worker
-        self._decisions = Decisions()
+        self.decisions = Decisions()
         self._num_turns = 0
         self._latest: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=2)  # steps and their numbers
         self._voice = StorageVoice()
@@ -75,7 +75,7 @@ class RankLink(ABC):
 
     def decided(self, step: int, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
         """``step``, from 1 on, is about to be launched. Raises ``RanksDifferError``."""
-        fields = self._decisions.of(batch, reqs)
+        fields = self.decisions.of(batch, reqs)
         self._latest.append((step, fields))
         self.board.post_decision(step, fields)
         self.compare()

@@ -590,6 +590,8 @@ class Scheduler:
         """Take a step's results: append tokens, end requests, tell the detokenizer."""
         out = flight.brings.wait()
         self.recorder.published(out)
+        if self.ranks is not None:
+            self.ranks.decisions.published(out)
         if isinstance(flight.batch, DecodeBatch):
             self.publish_decode(flight.batch, flight.reqs, flight.number, out)
         else:
