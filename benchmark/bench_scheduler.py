@@ -104,7 +104,7 @@ class Bench:
     """A scheduler in the midst of decoding ``num_running`` requests, for ``num_steps`` steps at most."""
 
     def __init__(self, num_running: int, num_steps: int, page_size: int, recorder_steps: int = 512) -> None:
-        context = 64 + num_steps
+        context = 64 + num_steps + num_running  # they decode while others' prompts come in
         args = ServerArgs(
             model_path=fenceline.demo_model_path(),
             device="cpu",
@@ -127,7 +127,9 @@ class Bench:
         worker = NullWorker(num_running * (context // page_size + 2), num_running)
         self.scheduler = Scheduler(config, worker, box, box)
         self._flight: InFlight | None = None
-        self.run(32)  # prompts in, then warm
+        while len(self.scheduler.running) < num_running:
+            self.run(1)
+        self.run(32)  # warm
         assert len(self.scheduler.running) == num_running
 
     def run(self, num_steps: int) -> float:

@@ -186,6 +186,18 @@ def test_a_pause_after_the_tick_that_ended_a_request_changes_nothing() -> None:
     assert not _may_be_ended(6.0, "6 s (--req-waiting-timeout)", *ticks, pause)
 
 
+@pytest.mark.parametrize("pause_first", [False, True])
+def test_a_stop_string_found_after_an_abort_is_too_late(pause_first: bool) -> None:
+    """Who is aborted gets one output more; whose text has ended at a stop string gets none."""
+    stop, pause = AbortReq(rid="r", silent=True), PauseGenerationReq(id="p", mode="abort")
+    transcript = Transcript(SETTING)
+    params = SamplingParams(max_new_tokens=3)
+    transcript.received(TokenizedGenerateReq(rid="r", input_ids=[1, 2], sampling_params=params))
+    for message in (pause, stop) if pause_first else (stop, pause):
+        transcript.received(message)
+    assert transcript.exchanges["r"].ended is not pause_first
+
+
 def _may_be_ended(limit_s: float | None, said: str, *messages: Message) -> bool:
     """Whether a request that has waited while these came may be told so."""
     transcript = Transcript(dataclasses.replace(SETTING, timeouts_s={"waiting": limit_s, "running": None}))

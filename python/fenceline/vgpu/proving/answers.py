@@ -153,8 +153,9 @@ class Transcript:
                 self.exchanges[message.rid] = exchange
             case AbortReq():
                 for exchange in self._targets(message):
-                    exchange.aborted = message
-                    exchange.ended |= message.silent
+                    if exchange.aborted is None:  # a later one, even if silent, finds no request any more
+                        exchange.aborted = message
+                        exchange.ended = message.silent
             case TickReq() if not self._paused:
                 for exchange in self._targets(AbortReq(abort_all=True)):
                     exchange.ticks.append(message.now)
