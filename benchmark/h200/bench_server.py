@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 _POLL_S = 0.25
 _STOP_TIMEOUT_S = 20.0
@@ -74,6 +74,7 @@ class BenchServer:
         return self._process is not None and self._process.poll() is None
 
     def __enter__(self) -> BenchServer:
+        signal.signal(signal.SIGTERM, _leave)
         begin = time.perf_counter()
         with self._log.open("ab") as file:  # a session of its own: stopping reaches every child
             self._process = subprocess.Popen(
@@ -131,6 +132,12 @@ class BenchServer:
                 return bool(response.status == 200)
         except (urllib.error.URLError, OSError):
             return False
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """SIGTERM, which timeout(1) sends, ends the benchmark as Ctrl-C does: by way of its with blocks, whose servers would
+    keep the GPU's memory otherwise."""
+    sys.exit(128 + number)
 
 
 def _free_port() -> int:
