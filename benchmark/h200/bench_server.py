@@ -135,7 +135,7 @@ class BenchServer:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """SIGTERM, which timeout(1) sends, ends the benchmark as Ctrl-C does: by way of its with blocks, whose servers would
+    """SIGTERM, which timeout(1) sends, ends the benchmark as Ctrl-C does, by its with blocks, whose servers would
     keep the GPU's memory otherwise."""
     sys.exit(128 + number)
 
