@@ -146,6 +146,8 @@ def test_metrics(server: LiveServer, client: httpx.Client) -> None:
     assert values["fenceline:prefill_cuda_graph_repairs_total" + reason % "none"] == 0
     assert values["fenceline:cache_hit_rate" + label] == 0.25
     assert values["fenceline:gen_throughput" + label] == 123.0
+    assert values["fenceline:spec_accept_length" + label] == 2.5
+    assert values['fenceline:spec_steps_total{depth="2",model_name="demo"}'] == 5
     for name in ("num_running_reqs", "num_queue_reqs", "token_usage", "num_used_tokens"):
         assert f"fenceline:{name}{label}" in values
     for name in ("prompt_tokens_total", "generation_tokens_total", "num_requests_total"):

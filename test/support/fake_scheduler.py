@@ -281,6 +281,8 @@ class FakeScheduler:
                 capture_s=0.5, capture_bytes=2,
             ),
             hicache=HICACHE_STATE if self.has_tiers else None,
+            avg_spec_accept_length=2.5,
+            spec_steps_by_depth={"0": 3, "2": 5},
         )  # fmt: skip
 
 

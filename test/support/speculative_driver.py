@@ -21,6 +21,7 @@ from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.memory_order import Device, open_device
 from fenceline.model_executor.model_runner import ModelRunner
+from fenceline.vgpu.proving.random_depths import RandomDepths
 
 EAGLE, EAGLE3 = SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3
 NEXTN, STANDALONE = SpeculativeAlgorithm.NEXTN, SpeculativeAlgorithm.STANDALONE
@@ -67,11 +68,15 @@ def make_driver(
     simulated_accept_length: float | None = None,
     topk: int = 1,
     num_draft_tokens: int | None = None,
+    depth_seed: int | None = None,
+    measures_steps: bool = False,
     prefill_backend: str | None = None,
     **flags: object,
 ) -> Driver:
-    """A scheduler over the target; without ``algorithm`` it decodes a token a step."""
+    """A scheduler over the target; without ``algorithm`` it decodes a token a step. ``depth_seed``: of a random depth
+    for each step, 0 to ``num_steps``; ``measures_steps``: depths that promise the best speed."""
     device = device or open_device("cpu")
+    device.keeps_time = measures_steps
     sizes: dict[str, object] = {"max_total_tokens": 4096, "page_size": 16, "chunked_prefill_size": 32}
     args = ServerArgs(
         model_path=fenceline.demo_model_path(),
@@ -91,6 +96,7 @@ def make_driver(
         speculative = SpeculativeConfig(
             read_draft_config(algorithm, directory, model), num_steps, simulated_accept_length
         )
+        speculative = dataclasses.replace(speculative, is_adaptive=measures_steps or depth_seed is not None)
         if topk > 1:
             speculative = dataclasses.replace(speculative, topk=topk, num_draft_tokens=num_draft_tokens or 8)
         config = dataclasses.replace(config, speculative=speculative)
@@ -99,7 +105,10 @@ def make_driver(
         storage = storage and dataclasses.replace(storage, prefetch_threshold=1)
         hicache = dataclasses.replace(config.hicache, storage=storage, load_back_threshold=1)
         config = dataclasses.replace(config, hicache=hicache)
-    return Driver(config, ModelRunner(config, device, show_progress=False))
+    driver = Driver(config, ModelRunner(config, device, show_progress=False))
+    if depth_seed is not None:
+        driver.scheduler.draft_depth = RandomDepths(tuple(driver.scheduler.shapes), depth_seed)
+    return driver
 
 
 def requests(seed: int, num: int = 8, **params: object) -> list[TokenizedGenerateReq]:

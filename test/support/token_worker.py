@@ -124,6 +124,7 @@ class TokenWorker:
         self.device = open_device("cpu")
         self.page_size = page_size
         self.max_step_tokens = max_step_tokens
+        self.step_costs = None
         self.num_by_count: Counter[int] = Counter()  # requests of decode steps, by how many tokens they got
         self._lens: dict[int, int] = {}  # tokens whose KV is in a row's slots, as the device knows
         self.pages = AuditedPool("KV pages", num_pages + 1)
@@ -240,7 +241,7 @@ class TokenWorker:
         tokens: list[int] = []
         counts: list[int] = []
         for row, most, sampling in zip(rows.tolist(), lens.tolist(), batch.sampling, strict=True):
-            accepted = self._decode_row(row, most, sampling)
+            accepted = self._decode_row(row, most, sampling, batch.depth.depth + 1)
             tokens += accepted
             counts.append(len(accepted))
         self.num_by_count.update(counts)
@@ -248,14 +249,14 @@ class TokenWorker:
         out = StepOutput(np.array(tokens, dtype=np.int64), _logprobs(tokens, sampled), None)
         return out if self.max_step_tokens == 1 else dataclasses.replace(out, counts=np.array(counts))
 
-    def _decode_row(self, row: int, most: int, sampling: ReqSampling) -> list[int]:
-        """The step of one request, whose length is at most ``most`` afterwards."""
+    def _decode_row(self, row: int, most: int, sampling: ReqSampling, num_tokens: int) -> list[int]:
+        """The step of one request, of up to ``num_tokens``; its length is at most ``most`` afterwards."""
         first = self._lens[row]
         assert first < most <= first + 2 * self.max_step_tokens, "the step before, this one, and no more"
-        end = min(first + self.max_step_tokens, most)
+        end = min(first + num_tokens, most)
         history, accepted = self._history(row, first), []
         token = int(self.req_pool.last_tokens[row])
-        wanted = 1 + zlib.crc32(np.array([token, first], dtype=np.int64).tobytes()) % self.max_step_tokens
+        wanted = 1 + zlib.crc32(np.array([token, first], dtype=np.int64).tobytes()) % num_tokens
         for position in range(first, min(first + wanted, end)):
             self.slots[self._slot(row, position)] = token
             history.append(token)

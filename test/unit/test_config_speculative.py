@@ -9,6 +9,7 @@ import pytest
 from draft_checkpoints import add_mtp, save_target
 
 from fenceline.config import ConfigError
+from fenceline.config.draft_config import StepShape
 from fenceline.config.engine_config import EngineConfig, attention_backends, resolve
 from fenceline.config.model_files import demo_model_path
 from fenceline.config.server_args import ServerArgs
@@ -36,6 +37,7 @@ TREE = {**OWN, "speculative_eagle_topk": 2, "speculative_num_steps": 3}
             r"yields at most --speculative-num-steps \+ 1 = 3 tokens",
         ),
         ({"speculative_eagle_topk": 2}, "needs --speculative-algorithm"),
+        ({"speculative_adaptive": True}, "needs --speculative-algorithm"),
         ({**OWN, "speculative_eagle_topk": 0}, "must be at least 1"),
         ({**DUMMY, "speculative_simulate_acceptance": 2.0, "speculative_eagle_topk": 2}, "of chains alone"),
         ({**OWN, "speculative_num_steps": 3, "speculative_num_draft_tokens": 8}, "a chain has"),
@@ -112,9 +114,20 @@ def test_trees_have_a_size_unless_one_is_given(
     config = configure(**OWN, **flags)
     assert config.speculative is not None
     assert config.speculative.num_draft_tokens == num_draft_tokens
-    assert config.speculative.num_step_slots == num_slots
+    assert config.speculative.largest.num_slots == num_slots
     shown = config.public_dict()
     assert shown["speculative_num_draft_tokens"] == (num_draft_tokens or 4)
+
+
+def test_adaptive_depths_are_none_one_and_all() -> None:
+    for num_steps, depths in ((1, (0, 1)), (2, (0, 1, 2)), (5, (0, 1, 5))):
+        flags: dict[str, object] = {**OWN, "speculative_num_steps": num_steps}
+        fixed, adaptive = configure(**flags), configure(**flags, speculative_adaptive=True)
+        assert fixed.speculative is not None and fixed.speculative.depths == (num_steps,)
+        assert adaptive.speculative is not None and adaptive.speculative.depths == depths
+        assert [config.public_dict()["speculative_adaptive"] for config in (fixed, adaptive)] == [False, True]
+    shapes = configure(**TREE, speculative_adaptive=True).speculative.shapes  # type: ignore[union-attr]
+    assert shapes == {0: StepShape(), 1: StepShape(1, 3, 3), 3: StepShape(3, 8, 8)}
 
 
 def test_layers_of_their_own_propose_chains_of_as_many_steps(tmp_path: Path) -> None:

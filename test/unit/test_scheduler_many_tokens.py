@@ -25,6 +25,7 @@ from token_worker import VOCAB_SIZE, TokenWorker
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models
 
+from fenceline.config.draft_config import StepShape
 from fenceline.frontend.detokenizer_manager import Detokenizer
 from fenceline.frontend.tokenizer import Tokenizer
 from fenceline.ipc.io_struct import (
@@ -35,6 +36,7 @@ from fenceline.ipc.io_struct import (
     TokenizedGenerateReq,
 )
 from fenceline.scheduler.flight_dump import dump_json
+from fenceline.vgpu.proving.random_depths import RandomDepths
 
 MOST = 4
 PROMPT = [5, 6, 7, 8, 9]
@@ -42,6 +44,13 @@ PROMPT = [5, 6, 7, 8, 9]
 
 def driver_of(**flags: object) -> Driver:
     return make_driver(max_step_tokens=MOST, **flags)
+
+
+def vary_depth(driver: Driver, seed: int) -> None:
+    """Each step yields up to another number of tokens, one to as many as the worker can."""
+    most = driver.worker.max_step_tokens
+    driver.scheduler.shapes = {depth: StepShape(depth, depth + 1, depth + 1) for depth in range(most)}
+    driver.scheduler.draft_depth = RandomDepths(range(most), seed)
 
 
 def counts(driver: Driver) -> set[int]:
@@ -209,6 +218,7 @@ def test_one_request_may_fill_all_of_memory() -> None:
 def test_recorded_steps_are_the_launched_ones() -> None:
     """Lengths, tokens and counts; a step whose lengths do not follow from the one before is told in full."""
     driver = driver_of()
+    vary_depth(driver, 3)
     taken: list[list[int]] = []
     launch = driver.worker.launch
 
@@ -229,6 +239,7 @@ def test_recorded_steps_are_the_launched_ones() -> None:
         else:
             rids, nums = record["compositions"][str(step["composition"])]["rids"], step["counts"]
             assert step["seq_lens"] == lens
+            assert step["draft_depth"]["why"] == "random" and max(nums) <= step["draft_depth"]["depth"] + 1
         tokens = iter(step["tokens"])
         for rid, num in zip(rids, nums, strict=True):
             told.setdefault(rid, []).extend(next(tokens) for _ in range(num))
@@ -252,6 +263,8 @@ def test_any_mixture(seed: int, tiers: bool) -> None:
         schedule_conservativeness=random.choice([0.01, 1.0]),
         disable_overlap_schedule=random.random() < 0.2,
     )
+    if random.random() < 0.5:
+        vary_depth(driver, seed)
     reqs: list[TokenizedGenerateReq] = []
     aborted: set[str] = set()
     shared = [random.randrange(1, 211) for _ in range(12)]

@@ -36,17 +36,30 @@ class Chain:
 
 def record(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[Chain]:
     """The chains of the one request that runs at a time, filled while the driver runs."""
-    assert isinstance(driver.worker, ModelRunner) and driver.worker.draft is not None
-    draft, chains = driver.worker.draft, list[Chain]()
-    forward = draft.forward
+    assert isinstance(driver.worker, ModelRunner)
+    draft, runner, chains = driver.worker.draft, driver.worker.speculative, list[Chain]()
+    assert draft is not None and runner is not None
+    forward, logits_of, is_within = draft.forward, draft.logits, list[bool]()
+
+    def logits_and_record(hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The first of a step, of the hidden states that the step before has left."""
+        logits = logits_of(hidden, out)
+        if not is_within:
+            last = [int(runner.arena["input_ids"][0, 0])]
+            chains.append(Chain(int(runner.arena["lens"][0]) - 2, last, [logits[0].double()]))
+        return logits
 
     def forward_and_record(
         batch: ForwardBatch, hidden: torch.Tensor, step: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        is_within.append(True)
         logits, following = forward(batch, hidden, step)
+        is_within.clear()
         if len(logits):
             (row,) = batch.logits_rows(batch.positions[:, None])[:, 0].tolist()
-            goes_on = step > 0 or (batch.mode is ForwardMode.VERIFY and batch.num_tokens == 1)
+            goes_on = step > 0
+            if draft.max_steps is None:
+                goes_on = batch.mode is ForwardMode.VERIFY and batch.num_tokens == 1
             if not goes_on:
                 chains.append(Chain(row))
             chains[-1].ids += batch.logits_rows(batch.input_ids[:, None])[:, 0].tolist()
@@ -54,6 +67,7 @@ def record(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[Chain]:
         return logits, following
 
     monkeypatch.setattr(draft, "forward", forward_and_record)
+    monkeypatch.setattr(draft, "logits", logits_and_record)
     return chains
 
 
@@ -73,7 +87,7 @@ def reference_logits(
     return found
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("page_size", "depth_seed"), [(1, None), (16, None), (16, 5)])
 @pytest.mark.parametrize(
     ("algorithm", "draft"), [(EAGLE, "eagle"), (EAGLE3, "eagle3"), (NEXTN, None), (NEXTN, "mtp")]
 )
@@ -82,9 +96,10 @@ def test_draft_logits_equal_the_reference(
     algorithm: SpeculativeAlgorithm,
     draft: str | None,
     page_size: int,
+    depth_seed: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    driver = make_driver(models, algorithm, draft, page_size=page_size)
+    driver = make_driver(models, algorithm, draft, page_size=page_size, depth_seed=depth_seed)
     counted, chains = count_tokens(driver), record(driver, monkeypatch)
     folder = models[draft or "target"]
     made = DraftCheckpoint(dict(read_model_json(folder)), load_file(folder / "model.safetensors"))
@@ -122,8 +137,8 @@ def test_draft_logits_equal_the_reference(
             for ours, theirs in zip(chain.logits, expected, strict=True):
                 torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
             checked += steps
-        assert checked > 20
+        assert checked > (20 if depth_seed is None else 5)
         # The next prompt goes on from this answer, or leaves it: at the end of a page, and a few tokens before it.
         cut = [len(text), 64, 63, 61][number] if number < 4 else 0
         prompts.append([*text[:cut], *torch.randint(3, VOCAB, (5,), generator=generator).tolist()])
-    assert num_cached > 150 and len(counted) > 2
+    assert num_cached > 150 and len(counted) > (2 if depth_seed is None else 1)

@@ -169,14 +169,20 @@ def test_drafts_after_a_hit_fare_as_without_one(
     check(driver_of(algorithm, draft, **flags), 93, "storage")
 
 
+@pytest.mark.parametrize("depth_seed", [None, 2])
 @pytest.mark.parametrize(("algorithm", "draft"), DRAFTS)
 def test_whatever_is_cached_is_complete(
-    driver_of: MakeDriver, algorithm: SpeculativeAlgorithm, draft: str | None, tmp_path: Path
+    driver_of: MakeDriver,
+    algorithm: SpeculativeAlgorithm,
+    draft: str | None,
+    depth_seed: int | None,
+    tmp_path: Path,
 ) -> None:
     """Prompts in chunks and at the end of a page; one token a step; ends in the middle of a step; aborts; retraction by
-    way of the host."""
+    way of the host; steps without drafts among others."""
     flags = tiers("write_through", "layer_first", tmp_path) | {"retract_policy": "offload"}
-    driver, cold = driver_of(algorithm, draft, **flags), driver_of(algorithm, draft)
+    driver = driver_of(algorithm, draft, depth_seed=depth_seed, **flags)
+    cold = driver_of(algorithm, draft)
     kinds: list[dict[str, object]] = [
         {},
         {"repetition_penalty": 1.3, "presence_penalty": 0.5},

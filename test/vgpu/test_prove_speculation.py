@@ -26,24 +26,24 @@ TAGS, OWNERSHIP = TagError.checker, OwnershipError.checker
 
 def _row_computed_again(patch: pytest.MonkeyPatch) -> None:
     """A whole model as a draft computes the token before the last one in every step, though it mostly has it."""
-    right = SpeculativeRunner._logits_of_two
+    right = SpeculativeRunner._compute_two
 
-    def wrong(self: SpeculativeRunner, plans: Any) -> torch.Tensor:
+    def wrong(self: SpeculativeRunner, *args: Any) -> torch.Tensor:
         self.state.is_behind.fill_(True)
-        return right(self, plans)
+        return right(self, *args)
 
-    patch.setattr(SpeculativeRunner, "_logits_of_two", wrong)
+    patch.setattr(SpeculativeRunner, "_compute_two", wrong)
 
 
 def _row_left_out(patch: pytest.MonkeyPatch) -> None:
     """It does not compute that token after all of its proposals have been accepted."""
-    right = SpeculativeRunner._logits_of_two
+    right = SpeculativeRunner._compute_two
 
-    def wrong(self: SpeculativeRunner, plans: Any) -> torch.Tensor:
+    def wrong(self: SpeculativeRunner, *args: Any) -> torch.Tensor:
         self.state.is_behind.fill_(False)
-        return right(self, plans)
+        return right(self, *args)
 
-    patch.setattr(SpeculativeRunner, "_logits_of_two", wrong)
+    patch.setattr(SpeculativeRunner, "_compute_two", wrong)
 
 
 def _one_page_declared(patch: pytest.MonkeyPatch) -> None:
@@ -63,16 +63,34 @@ def _draft_not_extended(patch: pytest.MonkeyPatch) -> None:
 def _rows_one_too_late(patch: pytest.MonkeyPatch) -> None:
     right = SpeculativeRunner._begin
 
-    def wrong(self: SpeculativeRunner, size: int) -> None:
-        right(self, size)
-        slots = self.arena["out_slots"][:size]
+    def wrong(self: SpeculativeRunner, plans: Any) -> None:
+        right(self, plans)
+        slots = self.arena["out_slots"][: plans.size]
         slots.copy_(slots.roll(-1, 1))
 
     patch.setattr(SpeculativeRunner, "_begin", wrong)
 
 
+def _behind_without_proposals(patch: pytest.MonkeyPatch) -> None:
+    """A whole model as a draft takes it that a step without proposals leaves its row out."""
+    right = SpeculativeRunner._accept
+
+    def wrong(self: SpeculativeRunner, plans: Any) -> None:
+        right(self, plans)
+        if plans.shape.depth == 0:
+            self.state.is_behind.fill_(True)
+
+    patch.setattr(SpeculativeRunner, "_accept", wrong)
+
+
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] = {
     "a row computed again": (_row_computed_again, "ITSELF", TAGS, r"computes token \d+ of r\d again"),
+    "behind without proposals": (
+        _behind_without_proposals,
+        "ITSELF",
+        TAGS,
+        r"computes token \d+ of r\d again",
+    ),
     "a row left out": (_row_left_out, "ITSELF", TAGS, r"layer2\.k page 0, .* stores token \d+ of r\d here"),
     "one page declared": (_one_page_declared, "EAGLE3", TAGS, "writes a page that it has not declared"),
     "a draft not extended": (_draft_not_extended, "NEXTN", TAGS, r"holds .* from its own hidden states"),
@@ -80,7 +98,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] = 
 }
 
 
-def _two_requests(draft: str) -> Callable[[Any], Scenario]:
+def _two_requests(draft: str, **flags: int) -> Callable[[Any], Scenario]:
     def make(random: Any) -> Scenario:
         script = Script(random)
         for _ in range(2):
@@ -94,6 +112,7 @@ def _two_requests(draft: str) -> Callable[[Any], Scenario]:
             speculative_num_steps=2,
             cuda_graph_bs=(2,),
             context_length=64,
+            **flags,
         )
 
     return make
@@ -102,7 +121,8 @@ def _two_requests(draft: str) -> Callable[[Any], Scenario]:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_that_changes_no_token_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     fault, draft, checker, report = FAULTS[name]
-    monkeypatch.setitem(WORKLOADS, "two", Workload("two", "", _two_requests(draft)))
+    flags = {"depth_seed": 1} if fault is _behind_without_proposals else {}
+    monkeypatch.setitem(WORKLOADS, "two", Workload("two", "", _two_requests(draft, **flags)))
     assert run(Trial("two", 2)).clean
     fault(monkeypatch)
     outcome = run(Trial("two", 2))

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 from scheduler_driver import answers
-from speculative_driver import DRAFTS, EAGLE, EAGLE3, STANDALONE, count_tokens, make_driver, models, requests
+from speculative_driver import (
+    DRAFTS,
+    EAGLE,
+    EAGLE3,
+    NEXTN,
+    STANDALONE,
+    count_tokens,
+    make_driver,
+    models,
+    requests,
+)
 
 from fenceline.config.draft_config import SpeculativeAlgorithm
 from fenceline.memory_order.edges import ARENA_PAD, GRAPH_POOL, SINK, TOTAL_BUCKETS
@@ -76,6 +86,31 @@ def test_trees(models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: 
     assert isinstance(driver.worker, ModelRunner) and driver.worker.graph_stats is not None
     stats = driver.worker.graph_stats
     assert stats.replays == stats.eligible_steps > 3 and not stats.fallbacks
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "draft", "topk"),
+    [
+        (EAGLE3, "eagle3", 1),
+        (NEXTN, "mtp", 1),
+        (STANDALONE, "target", 1),
+        (EAGLE, "eagle", 2),
+        (STANDALONE, "near", 2),
+    ],
+)
+@pytest.mark.parametrize("policy", ["random", pytest.param("laziest", marks=pytest.mark.long)])
+def test_each_depth_has_graphs_of_its_own(
+    models: dict[str, Path], algorithm: SpeculativeAlgorithm, draft: str, topk: int, policy: str
+) -> None:
+    device = VgpuDevice(gpu=VirtualGpu(seed=6, policy=policy))
+    reqs = requests(3, num=6, max_new_tokens=9)
+    flags: dict[str, object] = {**FLAGS, "topk": topk, "num_steps": 3, "cuda_graph_bs": (2, 5)}
+    driver = make_driver(models, algorithm, draft, device=device, depth_seed=1, **flags)  # type: ignore[arg-type]
+    assert answers(driver, reqs) == answers(make_driver(models), reqs)
+    assert isinstance(driver.worker, ModelRunner) and driver.worker.graph_stats is not None
+    stats, steps = driver.worker.graph_stats, driver.scheduler.stats.num_steps_by_depth
+    assert stats.replays == stats.eligible_steps == steps.total() and not stats.fallbacks
+    assert set(steps) == {0, 1, 3}
 
 
 def test_without_graphs(models: dict[str, Path]) -> None:

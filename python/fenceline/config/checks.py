@@ -162,6 +162,7 @@ def _check_speculation(args: ServerArgs) -> None:
     given = {
         "--speculative-draft-model-path": args.speculative_draft_model_path,
         "--speculative-draft-model-revision": args.speculative_draft_model_revision,
+        "--speculative-adaptive": args.speculative_adaptive or None,
         "--speculative-draft-attention-backend": args.speculative_draft_attention_backend,
         "--speculative-num-steps": steps,
         "--speculative-eagle-topk": topk,

@@ -57,11 +57,25 @@ class DraftConfig:
         return int(self.algorithm is SpeculativeAlgorithm.STANDALONE)
 
 
-def num_step_slots(num_steps: int, topk: int, num_nodes: int, reads_hidden: bool) -> int:
-    """KV slots that a step writes from the last token's on, for each request: of its nodes and, in the draft's layers,
-    of all frontiers but the last, which for a draft that reads no hidden states come after the root's row."""
-    rows = topk * (num_steps - 1) + (not reads_hidden) if topk > 1 else 0
-    return max(num_steps + 1, num_nodes, rows)
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a decode step computes for each request: the draft proposes ``depth`` tokens one after the other, the target
+    verifies ``num_nodes`` rows, the last token's among them, and rows go to ``num_slots`` KV slots from that of the
+    last token on. Of depth 0 it is a step without drafts."""
+
+    depth: int = 0
+    num_nodes: int = 1
+    num_slots: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step yields at most."""
+        return self.depth + 1
+
+    @property
+    def num_spare(self) -> int:
+        """Slots that it writes behind those of its tokens."""
+        return self.num_slots - self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +83,8 @@ class SpeculativeConfig:
     """How decode steps speculate: which draft proposes, in how many steps, how many tokens in each place (``topk``),
     and how many of them, with the last token, are verified: all where ``num_draft_tokens`` is None.
     ``simulated_accept_length``: with dummy weights, so many tokens a step on average, whatever the draft proposes.
-    ``draft_attention_backend``: of the draft's layers; None: as the target's."""
+    ``draft_attention_backend``: of the draft's layers; None: as the target's. ``is_adaptive``: steps may be of fewer
+    drafts, see :attr:`depths`."""
 
     draft: DraftConfig
     num_steps: int
@@ -77,17 +92,33 @@ class SpeculativeConfig:
     draft_attention_backend: str | None = None
     topk: int = 1
     num_draft_tokens: int | None = None
+    is_adaptive: bool = False
 
     @property
-    def num_nodes(self) -> int:
-        """Rows that the target verifies for each request: the last token and the drafts."""
-        return self.num_draft_tokens or self.num_steps + 1
+    def depths(self) -> tuple[int, ...]:
+        """How many tokens, one after the other, a step's draft may propose, ascending; the last is ``num_steps``."""
+        return tuple(sorted({0, 1, self.num_steps})) if self.is_adaptive else (self.num_steps,)
 
     @property
-    def num_step_slots(self) -> int:
-        """See :func:`num_step_slots`."""
-        reads_hidden = self.draft.algorithm is not SpeculativeAlgorithm.STANDALONE
-        return num_step_slots(self.num_steps, self.topk, self.num_nodes, reads_hidden)
+    def shapes(self) -> dict[int, StepShape]:
+        """Those of the steps, by depth, ascending."""
+        return {depth: self._shape(depth) for depth in self.depths}
+
+    @property
+    def largest(self) -> StepShape:
+        """The shape of the deepest steps."""
+        return self._shape(self.num_steps)
+
+    def _shape(self, depth: int) -> StepShape:
+        num_nodes, rows, topk = depth + 1, 0, self.topk
+        if topk > 1 and depth > 0:
+            num_nodes = 1 + topk + (depth - 1) * topk * topk
+            # In the draft's layers the rows of all frontiers but the last, which for a draft that reads no hidden
+            # states come after the root's row.
+            rows = topk * (depth - 1) + (self.draft.algorithm is SpeculativeAlgorithm.STANDALONE)
+        if self.num_draft_tokens is not None:
+            num_nodes = min(num_nodes, self.num_draft_tokens)
+        return StepShape(depth, num_nodes, max(depth + 1, num_nodes, rows))
 
 
 def read_draft_config(

@@ -34,6 +34,7 @@ API_KEY_VARIABLE = "FENCELINE_API_KEY"
 ADMIN_API_KEY_VARIABLE = "FENCELINE_ADMIN_API_KEY"
 # --sampling-backend has no effect: every value that it accepts means this.
 _SPECULATIVE_STEPS = 3
+_ADAPTIVE = False  # whether steps propose more or fewer drafts unless --speculative-adaptive says so
 _TREE_TOKENS = 8  # that are verified, the last one and drafts, with trees
 _MOST_TREE_NODES = 64  # bits of an ancestor mask
 _SAMPLING_BACKEND = "torch"
@@ -141,9 +142,10 @@ class EngineConfig:
         if values.pop("speculative") is not None:
             assert self.speculative is not None
             steps, topk = self.speculative.num_steps, self.speculative.topk
-            num_nodes = self.speculative.num_draft_tokens or steps + 1
+            num_nodes = self.speculative.largest.num_nodes
             flags |= {"speculative_num_steps": steps, "speculative_eagle_topk": topk}
             flags["speculative_num_draft_tokens"] = num_nodes
+            flags["speculative_adaptive"] = self.speculative.is_adaptive
         model = {name: values["model"][name] for name in ("model_path", "dtype", "context_length")}
         return flags | values | model | {"sampling_backend": _SAMPLING_BACKEND}
 
@@ -274,9 +276,9 @@ def _speculative(
             f"--speculative-simulate-acceptance {simulated:g}: a step yields at most --speculative-num-steps + 1 ="
             f" {num_steps + 1} tokens"
         )
-    return SpeculativeConfig(
-        draft, num_steps, simulated, args.speculative_draft_attention_backend, topk, num_draft_tokens
-    )
+    is_adaptive = _ADAPTIVE if args.speculative_adaptive is None else args.speculative_adaptive
+    backend = args.speculative_draft_attention_backend
+    return SpeculativeConfig(draft, num_steps, simulated, backend, topk, num_draft_tokens, is_adaptive)
 
 
 def _tree_size(args: ServerArgs, draft: DraftConfig, num_steps: int, topk: int) -> int:

@@ -58,6 +58,9 @@ REFUSED: Mapping[str, Refusal] = {
         "--speculative-token-map --speculative-attention-mode",
         Refusal("speculation has no such choice yet: leave it out"),
     ),
+    "--speculative-adaptive-config": Refusal(
+        "--speculative-adaptive chooses by what it measures, none to --speculative-num-steps: leave it out"
+    ),
     "--dense-as-sparse": Refusal("there is no sparse attention: leave it out"),
     **_same("--enable-lora --lora-paths --max-loras-per-batch", Refusal(_LORA)),
     "--quantization": Refusal(_QUANTIZED, ("none",)),

@@ -416,6 +416,13 @@ class ServerArgs:
         "chains --speculative-num-steps + 1; with trees 8 unless given, 64 at most.",
         group=_SPECULATION,
     )
+    speculative_adaptive: bool | None = flag(
+        None,
+        "Whether each decode step proposes as many tokens as promise the best speed, from none to "
+        "--speculative-num-steps: by the batch's size, what drafts have been accepted, and what steps took when they "
+        "were measured at start. Off unless given.",
+        group=_SPECULATION,
+    )
     speculative_draft_attention_backend: str | None = flag(
         None,
         "Attention of the draft's layers, where it is not to be the model's: triton or torch.",

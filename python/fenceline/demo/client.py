@@ -64,7 +64,7 @@ async def find_model(base_url: str, api_key: str) -> str:
 
 
 async def mean_accept_length(server: Server) -> float | None:
-    """Tokens that a request got in a step with drafts, on average since the server's start; None of a server that does
+    """Tokens that a request got in a decode step, on average since the server's start; None of a server that does
     not speculate or does not tell."""
     try:
         async with aiohttp.ClientSession(headers=server.headers()) as session:

@@ -231,7 +231,7 @@ class AnswerWriter:
                 % (
                     spec.verify_ct,
                     1 + spec.num_accepted / spec.verify_ct,
-                    spec.num_accepted / spec.num_drafts,
+                    spec.num_accepted / max(spec.num_drafts, 1),
                 )
             )
         reason = chunk.finish_reason

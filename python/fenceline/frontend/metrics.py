@@ -202,8 +202,11 @@ class Metrics:
         yield self._gauge("cache_hit_rate", "Share of prompt tokens found cached.", state.cache_hit_rate)
         yield self._gauge("gen_throughput", "Generated tokens per second.", state.gen_throughput)
         if state.avg_spec_accept_length is not None:
-            what = "Tokens of a request's step with drafts, on average."
+            what = "Tokens of a request's step, on average."
             yield self._gauge("spec_accept_length", what, state.avg_spec_accept_length)
+        if state.spec_steps_by_depth is not None:
+            what = "Decode steps by how many tokens their drafts proposed, one after the other."
+            yield self._counters("spec_steps", what, "depth", state.spec_steps_by_depth)
         yield self._gauge("new_token_ratio", "Share of the answers' room kept free.", state.new_token_ratio)
         yield self._counter("num_retractions", "Requests sent back to the queue.", state.num_retractions)
         if state.cuda_graphs is not None:

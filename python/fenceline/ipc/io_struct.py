@@ -263,7 +263,7 @@ class TokenOut(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class SpecCounts(msgspec.Struct, frozen=True, array_like=True):
     """What speculation has done for a request so far."""
 
-    verify_ct: int  # steps in which drafts were verified
+    verify_ct: int  # decode steps
     num_accepted: int  # drafts that were accepted
     num_drafts: int  # drafts that were proposed
 
@@ -372,6 +372,8 @@ class InternalState(msgspec.Struct, frozen=True, kw_only=True):
     avg_spec_accept_length: float | None = (
         None  # tokens of a request's step since start; None without speculation
     )
+    # Decode steps since start by how many tokens their drafts proposed, one after the other; None without speculation
+    spec_steps_by_depth: dict[str, int] | None = None
 
 
 class ControlReply(Message):

@@ -94,6 +94,7 @@ class Device(ABC):
 
     kind: str
     tolerates_repairs = True  # tests' devices raise where a replay's precondition had to be repaired
+    keeps_time = True  # whether how long something takes tells anything; tests' devices decide nothing by it
     watches_host = False  # whether calls of :meth:`host_access` have an effect
 
     def __init__(self, torch_device: torch.device, severed: frozenset[str] = frozenset()) -> None:

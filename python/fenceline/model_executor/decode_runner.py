@@ -76,7 +76,9 @@ class Logits:
     rows: torch.Tensor | None = None
     sampling: SamplingBatch | None = None
     prompt_logprobs: OutputLogprobs | None = None
-    is_verified: bool = False  # rows of a speculative step: what is drawn goes to SpeculativeRunner.accept
+    num_verified: int = (
+        0  # rows for each request of a speculative step: what is drawn goes to SpeculativeRunner.accept
+    )
 
 
 def plan_arrays(batch: DecodeBatch, sampling: Mapping[str, npt.NDArray[np.generic]]) -> Arrays:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fenceline.config.draft_config import StepShape
 from fenceline.config.engine_config import EngineConfig
 from fenceline.layers.attention.backends import AttentionBackends, AttentionSetting, make_attention_backends
 from fenceline.layers.context import Shard, make_layer_context
@@ -41,10 +42,11 @@ from fenceline.model_executor.step import (
     ForwardResult,
     HeldStep,
     ScheduleBatch,
+    StepCosts,
     TokenMasks,
     drain_completions,
 )
-from fenceline.model_executor.warm_up import warm_up
+from fenceline.model_executor.warm_up import measure_steps, warm_up
 from fenceline.models.draft import DraftModel
 from fenceline.models.loader import load_draft_model, load_model
 from fenceline.sampling.rank_sampler import RankSampler
@@ -85,10 +87,9 @@ class ModelRunner:
             show_progress,
         )
         self.draft: DraftModel | None = None
-        self.max_step_tokens = num_step_slots = 1
+        largest = StepShape()
         if config.speculative is not None:
-            self.max_step_tokens = config.speculative.num_steps + 1
-            num_step_slots = config.speculative.num_step_slots
+            largest = config.speculative.largest
             self.draft = load_draft_model(
                 config.speculative.draft,
                 config.server_args.load_format,
@@ -98,6 +99,7 @@ class ModelRunner:
                 show_progress,
                 self.model,
             )
+        self.max_step_tokens = largest.num_tokens
         num_rows = config.max_running_requests + 1  # with the sink
         self.sampler: Sampler
         if shard.size == 1:
@@ -107,7 +109,7 @@ class ModelRunner:
         self._masks = (
             MaskTable(device, num_rows, model.vocab_size) if config.refuses_grammars is None else None
         )
-        max_tokens_per_req = config.model.context_length + num_step_slots - 1
+        max_tokens_per_req = config.model.context_length + largest.num_slots - 1
         max_pages_per_req = -(-max_tokens_per_req // config.server_args.page_size) + 1
         # As much as 1 GiB by default.
         check_row_bytes(config, device, num_rows * (4 * max_pages_per_req + 8))
@@ -147,13 +149,9 @@ class ModelRunner:
                 self._attention.decode,
                 self._draft_attention.decode,
                 config.max_running_requests,
-                config.speculative.num_steps,
-                config.speculative.draft.aux_layers,
+                config.speculative,
                 config.cuda_graph_bs,
                 padding,
-                config.speculative.simulated_accept_length,
-                config.speculative.topk,
-                config.speculative.num_draft_tokens,
             )
         else:
             self.decode = DecodeRunner(
@@ -201,6 +199,10 @@ class ModelRunner:
                     for backend in {self._attention.prefill, self._draft_attention.prefill}:
                         backend.warm_up()
                 warm_up(device, config, self.launch)
+        self.step_costs: StepCosts | None = None  # None unless the depth of steps may change
+        if config.speculative is not None and config.speculative.is_adaptive and device.keeps_time:
+            self.step_costs = measure_steps(config, self.launch)
+            self.decode.stats.restart()
         if self.prefill_graphs is not None:
             self.prefill_graphs.begin_serving()
 
@@ -297,10 +299,7 @@ class ModelRunner:
         """The second phase of a step with masks."""
         assert logits.values is not None, "what is drawn without the host has no masks"
         assert self._masks is not None, "grammars are refused where there is no table for their masks"
-        num_reqs = len(logits.values)
-        if logits.is_verified:
-            assert self.speculative is not None
-            num_reqs //= self.speculative.num_rows_per_req
+        num_reqs = len(logits.values) // max(logits.num_verified, 1)
         exclusive = self.hicache
         if self.speculative is None or not self._draft_attention.persistent(_mode(batch)):
             exclusive = None
@@ -346,7 +345,7 @@ class ModelRunner:
         else:
             assert logits.values is not None and logits.positions is not None and logits.sampling is not None
             out = self.sampler.forward(logits.values.float(), logits.positions, logits.sampling, masks)
-            if logits.is_verified:
+            if logits.num_verified:
                 assert self.speculative is not None
                 results, logprobs = self.speculative.accept(out.next_tokens), out.logprobs
                 if logprobs is not None:

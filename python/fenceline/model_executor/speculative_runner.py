@@ -2,16 +2,19 @@
 
 One step is a chain on FORWARD, and nothing in it needs the host:
 
-1. *draft*: from what the last step has left of each request, ``num_steps`` tokens, one after the other; a draft with a
+1. *draft*: from what the last step has left of each request, ``depth`` tokens, one after the other; a draft with a
    layer for each step has proposed them already;
-2. *verify*: the target computes the request's last token and the drafted ones, ``num_steps + 1`` rows a request, in one
+2. *verify*: the target computes the request's last token and the drafted ones, ``depth + 1`` rows a request, in one
    forward;
 3. *draw*: at each of these rows the token that the target itself draws there, with the noise of that position;
 4. *accept*: drafts count as long as they are what was drawn. The tokens drawn up to the first that differs are the
-   step's: 1 to ``num_steps + 1``. They are those of plain decoding, whatever the draft proposes;
+   step's: 1 to ``depth + 1``. They are those of plain decoding, whatever the draft proposes;
 5. *draft-extend*: the draft computes its rows of the accepted tokens from the target's hidden states. With a layer for
    each step, layer k computes row i from token i + 1 + k. So its last k rows stand for tokens that it has proposed, and
    are computed again when the tokens are known; nobody else gets a page with such rows (``DraftConfig.lookahead``).
+
+The depth may be another in each step, one of a few (``SpeculativeConfig.shapes``), and 0: then nothing is proposed, and
+the draft computes its row of the last token, so that nothing that it will propose from is missing.
 
 Drafts are chains, or trees where ``topk`` is above 1 (``speculative/tree.py``). The nodes of a tree lie in slots one
 after the other, from that of the last token on, and so do, in the draft's own layers, the rows that it computes while
@@ -32,7 +35,7 @@ import numpy.typing as npt
 import torch
 from msgspec import structs
 
-from fenceline.config.draft_config import num_step_slots
+from fenceline.config.draft_config import SpeculativeConfig, StepShape
 from fenceline.layers.attention.base import AttentionBackend
 from fenceline.layers.forward_batch import (
     AttentionPlan,
@@ -87,26 +90,24 @@ class SpeculativeState:
     """What the device keeps of each request between two steps, by row; row 0 is the sink that padding names.
 
     ``lens`` [num_rows] int64: tokens of the request, the last one of which has no KV yet. For a draft that reads hidden
-    states, ``drafts`` [num_rows, topk] int64 are its first proposals, ``scores`` [num_rows, topk] float32 their
-    logarithms of probabilities, and ``hidden`` [num_rows, 1, hidden_size] what it continues from; with n layers for as
-    many steps, ``drafts`` [num_rows, n] are all its proposals, and ``hidden`` [num_rows, n - 1, hidden_size] at k is
-    what layer k has left of row ``lens - 2 - k``, the last one that stands for known tokens: layer k + 1 goes on from
-    there. For one that reads none, ``previous`` [num_rows] int64 is the token in front of the last one, and
-    ``is_behind`` [num_rows] bool says whether the draft has not computed that one yet. All of it is written on FORWARD
-    alone, in program order with the steps that read it.
+    states, ``hidden`` [num_rows, 1, hidden_size] is what it proposes from; with n layers for as many steps, ``drafts``
+    [num_rows, n] int64 are all its proposals, and ``hidden`` [num_rows, n - 1, hidden_size] at k is what layer k has
+    left of row ``lens - 2 - k``, the last one that stands for known tokens: layer k + 1 goes on from there. For one
+    that reads none, ``previous`` [num_rows] int64 is the token in front of the last one, and ``is_behind`` [num_rows]
+    bool says whether the draft has not computed that one yet. All of it is written on FORWARD alone, in program order
+    with the steps that read it.
     """
 
     def __init__(
-        self, device: Device, num_rows: int, num_layers: int, topk: int, hidden_size: int, dtype: torch.dtype
+        self, device: Device, num_rows: int, num_layers: int, hidden_size: int, dtype: torch.dtype
     ) -> None:
         where, num_hidden = device.torch_device, max(num_layers - 1, 1)
         self.lens = torch.full((num_rows,), _SINK_LEN, dtype=torch.int64, device=where)
-        self.drafts = torch.zeros(num_rows, max(num_layers, topk), dtype=torch.int64, device=where)
-        self.scores = torch.zeros(num_rows, topk, device=where)
+        self.drafts = torch.zeros(num_rows, num_layers, dtype=torch.int64, device=where)
         self.previous = torch.zeros(num_rows, dtype=torch.int64, device=where)
         self.is_behind = torch.zeros(num_rows, dtype=torch.bool, device=where)
         self.hidden = torch.zeros(num_rows, num_hidden, hidden_size, dtype=dtype, device=where)
-        for name in ("lens", "drafts", "scores", "previous", "is_behind", "hidden"):
+        for name in ("lens", "drafts", "previous", "is_behind", "hidden"):
             tensor: torch.Tensor = getattr(self, name)
             device.name_memory(tensor, f"speculative.{name}", max(tensor[0].nbytes, 1))
 
@@ -116,6 +117,8 @@ class _Plans:
     """Attention of a step of ``size`` requests."""
 
     size: int
+    shape: StepShape
+    is_tree: bool
     verify: AttentionPlan  # the target's
     extend: Sequence[AttentionPlan]  # the draft's, of as many rows, and for layer k of k more
     # The draft's while it proposes, of a row for each request; of a tree, of topk rows in each step but the first.
@@ -131,9 +134,9 @@ class _Captured:
 
 
 class SpeculativeRunner(GraphRunner):
-    """One device's speculative decode steps for up to ``max_batch`` requests, and the graphs of some batch sizes: one
-    as far as the target's logits, one from the draw on. Everything is submitted to FORWARD, which must be current in
-    all methods but :meth:`arrays`."""
+    """One device's speculative decode steps for up to ``max_batch`` requests, and the graphs of some batch sizes and of
+    each depth: one as far as the target's logits, one from the draw on. Everything is submitted to FORWARD, which must
+    be current in all methods but :meth:`arrays`."""
 
     def __init__(
         self,
@@ -145,20 +148,12 @@ class SpeculativeRunner(GraphRunner):
         attention: AttentionBackend,
         draft_attention: AttentionBackend,
         max_batch: int,
-        num_steps: int,
-        aux_layers: tuple[int, ...] = (),
+        config: SpeculativeConfig,
         sizes: Sequence[int] = (),
         padding: bool = True,
-        simulated_accept_length: float | None = None,
-        topk: int = 1,
-        num_nodes: int | None = None,
     ) -> None:
-        """``num_steps``: tokens that the draft proposes in a step, one after the other. ``topk``: how many in each
-        place; of them and the last token ``num_nodes`` are verified, and for chains, ``topk`` 1, all. ``aux_layers``:
-        see ``DraftConfig``. ``sizes`` as of ``DecodeRunner``. ``simulated_accept_length``: tokens of a step on average,
-        whatever the draft proposes."""
+        """``config`` says how steps speculate; ``sizes`` as of ``DecodeRunner``."""
         super().__init__(device, "speculative decode", "requests", sizes, padding)
-        self.num_rows_per_req = num_steps + 1 if num_nodes is None else num_nodes
         self.reads_hidden = draft.hidden_size > 0
         self._model = model
         self._draft = draft
@@ -166,26 +161,23 @@ class SpeculativeRunner(GraphRunner):
         self._req_pool = req_pool
         self._attention = attention
         self._draft_attention = draft_attention
-        self._num_steps = num_steps
-        self._topk = topk
-        self._num_slots = num_step_slots(num_steps, topk, self.num_rows_per_req, self.reads_hidden)
-        self._aux_layers = aux_layers
-        self._simulated_accept_length = simulated_accept_length
-        self._captured: dict[int, _Captured] = {}
+        self._shapes, largest = config.shapes, config.largest
+        self._topk = topk = config.topk
+        self._aux_layers = aux_layers = config.draft.aux_layers
+        self._simulated_accept_length = config.simulated_accept_length
+        self._captured: dict[tuple[int, int], _Captured] = {}  # by size and depth
         self._composition: int | None = None
         self._same = comparison(device, SAME_COMPOSITION)
         self._table_of_step = table_of_step(device, req_pool.page_table)
         self._num_reqs = 0
-        self._sampling: SamplingBatch | None = None
+        self._sampling: dict[int, SamplingBatch] = {}  # of the present batch, by depth
         self._plans: _Plans | None = None  # of the step whose draw is awaited
         self._replayed: _Captured | None = None  # and its graphs, if it runs in them
         self._outputs: ArenaOutputs | None = None  # of the latest step
         dtype = model.context.dtype
         self._num_layers = draft.max_steps or 1  # with a turn of their own
-        self.state = SpeculativeState(
-            device, req_pool.num_rows, self._num_layers, topk, draft.hidden_size, dtype
-        )
-        width = (self.num_rows_per_req,)
+        self.state = SpeculativeState(device, req_pool.num_rows, self._num_layers, draft.hidden_size, dtype)
+        width = (largest.num_nodes,)
         i64, f32 = torch.int64, torch.float32
         fields = [
             ArenaField("plan_rows", i64, Role.PLAN, pad=SINK),
@@ -197,7 +189,8 @@ class SpeculativeRunner(GraphRunner):
             ArenaField("seq_lens", i64, Role.INPUT, pad=_SINK_LEN),  # with all rows of the step
             ArenaField("draft_lens", i64, Role.INPUT, pad=_SINK_LEN),  # of the draft's current forward
             ArenaField("is_bad", torch.bool, Role.INPUT, pad=False),  # drafts that are not to be used
-            # Of the rows that the target verifies: the last token and the drafts.
+            # Of the rows that the target verifies: the last token and the drafts. Where there are fewer than in the
+            # deepest steps, they lie one request's after the other's all the same, see _rows.
             ArenaField("input_ids", i64, Role.INPUT, pad=0, shape=width),
             ArenaField("positions", i64, Role.INPUT, pad=0, shape=width),
             ArenaField("out_slots", i64, Role.INPUT, pad=SINK, shape=width),
@@ -206,7 +199,7 @@ class SpeculativeRunner(GraphRunner):
             ArenaField("num_bad", i64, Role.OUTPUT, pad=0),  # 1 where the draft could not be used
         ]
         if topk > 1:
-            fields += _tree_fields(num_steps, topk, self.num_rows_per_req)
+            fields += _tree_fields(largest, topk)
         self.arena = Arena(device, "speculative", max_batch, fields)
         # Of the draft's current forward; a plan of its own for each, though they share this field (F9).
         self._draft_lens = self.arena.derived("draft_lens", "lens")
@@ -220,13 +213,15 @@ class SpeculativeRunner(GraphRunner):
                 self._draft_rows = KVMover(parts[num_target_parts:])
         self._zeros = torch.zeros(max_batch, 1, device=device.torch_device)
         # What the target leaves of the rows that it verifies: hidden states, and those of further layers.
-        num_rows, config = max_batch * self.num_rows_per_req, model.config
-        where = device.torch_device
-        self._hidden = torch.zeros(num_rows, config.hidden_size, dtype=dtype, device=where)
-        self._aux = torch.zeros(num_rows, len(aux_layers) * config.hidden_size, dtype=dtype, device=where)
-        self._logits = torch.zeros(
-            (sizes[-1] if sizes else 0) * self.num_rows_per_req, config.vocab_size, dtype=dtype, device=where
+        num_rows, where, hidden_size = (
+            max_batch * largest.num_nodes,
+            device.torch_device,
+            model.config.hidden_size,
         )
+        self._hidden = torch.zeros(num_rows, hidden_size, dtype=dtype, device=where)
+        self._aux = torch.zeros(num_rows, len(aux_layers) * hidden_size, dtype=dtype, device=where)
+        num_rows = (sizes[-1] if sizes else 0) * largest.num_nodes
+        self._logits = torch.zeros(num_rows, model.config.vocab_size, dtype=dtype, device=where)
         for name, tensor in (("hidden", self._hidden), ("aux", self._aux), ("logits", self._logits)):
             if tensor.numel():
                 device.name_memory(tensor, f"speculative.target_{name}", tensor[0].nbytes)
@@ -242,24 +237,30 @@ class SpeculativeRunner(GraphRunner):
     # --- a batch
 
     def arrays(self, batch: DecodeBatch) -> Arrays:
-        """What has to be uploaded before :meth:`forward`: nothing if the requests are those of the step before."""
-        if self._composition is not None and self._same(self._composition, batch.composition):
-            return {}
+        """What has to be uploaded before :meth:`forward`: nothing if the requests are those of the step before, and
+        have had a step of this depth."""
+        arrays, is_same = {}, self._holds(batch)
+        if not (is_same and batch.depth.depth in self._sampling):
+            every_row = sampling_arrays(self._of_every_row(batch))
+            arrays = {f"{_VERIFY}{name}": array for name, array in every_row.items()}
+        if is_same:
+            return arrays
         plan = plan_arrays(batch, sampling_arrays(batch.sampling))
         del plan["plan_seq_lens"]  # lengths are the device's
-        every_row = sampling_arrays(self._of_every_row(batch.sampling))
-        # Penalties and masks follow from all tokens in front, drafts included, which counts and grammars do not hold.
-        plan["may_accept"] = np.array(
-            [not (req.params.needs_penalties or req.constrained) for req in batch.sampling]
-        )
-        return plan | {f"{_VERIFY}{name}": array for name, array in every_row.items()}
+        assert batch.may_accept is not None, "the engine speculates"
+        plan["may_accept"] = batch.may_accept
+        return plan | arrays
 
-    def _of_every_row(self, reqs: Sequence[ReqSampling]) -> list[ReqSampling]:
+    def _holds(self, batch: DecodeBatch) -> bool:
+        """Whether the arena holds the batch's requests."""
+        return self._composition is not None and self._same(self._composition, batch.composition)
+
+    def _of_every_row(self, batch: DecodeBatch) -> list[ReqSampling]:
         """What the draws of all rows need, row after row. Only a request's first row is penalised and counted."""
-        rows = []
-        for req in reqs:
+        rows, num_further = [], self._shapes[batch.depth.depth].num_nodes - 1
+        for req in batch.sampling:
             further = replace(req, params=_without_penalties(req.params))
-            rows += [req] + [further] * (self.num_rows_per_req - 1)
+            rows += [req] + [further] * num_further
         return rows
 
     def forward(self, batch: DecodeBatch, views: Views) -> Logits:
@@ -268,12 +269,18 @@ class SpeculativeRunner(GraphRunner):
         if "plan_rows" in views:
             self._fill(batch, views)
         assert self._composition is not None, "the first batch fills the arena"
+        depth, num_reqs = batch.depth.depth, self._num_reqs
+        sampling = self._sampling.get(depth)
+        if sampling is None:
+            own = {
+                name.removeprefix(_VERIFY): view for name, view in views.items() if name.startswith(_VERIFY)
+            }
+            sampling = self._sampling[depth] = SamplingBatch.from_views(self._of_every_row(batch), own)
         self._device.begin_fill([self._hidden], KEPT_HIDDEN)
-        num_reqs = self._num_reqs
         size = self.graph_size(num_reqs)
-        captured = None if size is None else self._captured[size]
+        captured = None if size is None else self._captured[size, depth]
         if captured is None:
-            self._plans = self._make_plans(num_reqs, batch.seq_lens)
+            self._plans = self._make_plans(num_reqs, self._shapes[depth], batch.seq_lens)
             values = self._propose_and_verify(self._plans)
         else:
             self._device.begin_fill([self._logits], TOTAL_BUCKETS)
@@ -282,47 +289,54 @@ class SpeculativeRunner(GraphRunner):
             self.stats.count_replay(captured.plans.size)
             values = self._logits
         self._replayed = captured
-        assert self._sampling is not None
-        num_rows = num_reqs * self.num_rows_per_req
-        positions = self.arena["positions"][:num_reqs].flatten() + 1  # those of the tokens that are drawn
+        num_nodes = self._plans.shape.num_nodes
+        # Those of the tokens that are drawn.
+        positions = self._rows("positions", num_reqs, num_nodes).flatten() + 1
         return Logits(
-            values=values[:num_rows], positions=positions, sampling=self._sampling, is_verified=True
+            values=values[: num_reqs * num_nodes],
+            positions=positions,
+            sampling=sampling,
+            num_verified=num_nodes,
         )
 
     def accept(self, drawn: torch.Tensor) -> dict[str, torch.Tensor]:
-        """End the step: ``drawn`` [B * num_rows_per_req] int64 are the target's own tokens. The results, good until the
-        next step is submitted: ``next_tokens`` [B, num_steps + 1], ``counts`` [B], how many of them are the step's,
-        and ``num_bad`` [B], 1 where the draft could not be used."""
-        num_reqs, arena = self._num_reqs, self.arena
-        assert self._plans is not None
-        tokens = arena["drawn"][:num_reqs].copy_(drawn.view(num_reqs, self.num_rows_per_req))
-        outputs = self._outputs = arena.begin_replay()
+        """End the step: ``drawn`` [B * num_nodes] int64 are the target's own tokens. The results, good until the next
+        step is submitted: ``next_tokens`` [B, depth + 1], ``counts`` [B], how many of them are the step's, and
+        ``num_bad`` [B], 1 where the draft could not be used."""
+        num_reqs, plans = self._num_reqs, self._plans
+        assert plans is not None
+        tokens = self._rows("drawn", num_reqs, plans.shape.num_nodes).copy_(drawn.view(num_reqs, -1))
+        outputs = self._outputs = self.arena.begin_replay()
         if self._replayed is None:
-            self._accept(self._plans)
+            self._accept(plans)
         else:
             self._replayed.accept.replay()
-        if self._topk > 1:
-            tokens = outputs.take("path_tokens", num_reqs)
+        if plans.is_tree:
+            tokens = _rows_of(outputs.take("path_tokens", num_reqs), num_reqs, plans.shape.num_tokens)
         return {"next_tokens": tokens} | {
             name: outputs.take(name, num_reqs) for name in ("counts", "num_bad")
         }
 
     def logprobs_of_path(self, logprobs: OutputLogprobs) -> OutputLogprobs:
         """Of the tokens that :meth:`accept` has returned, those of all nodes being given."""
-        if self._topk == 1:
+        assert self._outputs is not None and self._plans is not None
+        if not self._plans.is_tree:
             return logprobs
-        assert self._outputs is not None
-        path = self._outputs.take("path", self._num_reqs)
-        first = torch.arange(self._num_reqs, device=path.device).unsqueeze(1) * self.num_rows_per_req
+        num_reqs, shape = self._num_reqs, self._plans.shape
+        path = _rows_of(self._outputs.take("path", num_reqs), num_reqs, shape.num_tokens)
+        first = torch.arange(num_reqs, device=path.device).unsqueeze(1) * shape.num_nodes
         return select_logprobs(logprobs, (first + path).flatten())
 
     def _fill(self, batch: DecodeBatch, views: Views) -> None:
         plan = ("plan_rows", "may_accept", "temperatures", "noise_scales", "seed_keys")
         self._num_reqs = len(batch.rows)
         self.arena.fill({name: views[name] for name in plan}, self._num_reqs)
-        own = {name.removeprefix(_VERIFY): view for name, view in views.items() if name.startswith(_VERIFY)}
-        self._sampling = SamplingBatch.from_views(self._of_every_row(batch.sampling), own)
+        self._sampling.clear()
         self._composition = batch.composition
+
+    def _rows(self, name: str, size: int, width: int) -> torch.Tensor:
+        """``width`` rows of each of the first ``size`` requests, one after the other, [size, width]."""
+        return _rows_of(self.arena[name], size, width)
 
     # --- graphs
 
@@ -332,9 +346,17 @@ class SpeculativeRunner(GraphRunner):
 
     def _capture_size(self, pool: GraphPool, size: int, max_seq_len: int) -> Sequence[Graph]:
         """The arena is all padding meanwhile, so only the sink is touched."""
-        device = self._device
+        graphs: list[Graph] = []
+        for shape in reversed(self._shapes.values()):
+            graphs += self._capture_shape(pool, size, shape, max_seq_len)
+        return graphs
+
+    def _capture_shape(
+        self, pool: GraphPool, size: int, shape: StepShape, max_seq_len: int
+    ) -> Sequence[Graph]:
+        device, name = self._device, f"[{size}] of depth {shape.depth}"
         with device.forward.active():  # what a plan allocates and writes, FORWARD then reads
-            plans = self._make_plans(size, np.full(size, max_seq_len + self._num_slots - 1, np.int64))
+            plans = self._make_plans(size, shape, np.full(size, max_seq_len + shape.num_slots - 1, np.int64))
             self._propose_and_verify(plans, self._logits)  # compiles and sets up what the first call does
             self._accept(plans)
         device.synchronize()
@@ -342,12 +364,12 @@ class SpeculativeRunner(GraphRunner):
         def propose_and_verify() -> None:
             self._propose_and_verify(plans, self._logits)
 
-        verify = device.capture(f"verify[{size}]", pool, propose_and_verify)
-        accept = device.capture(f"accept[{size}]", pool, lambda: self._accept(plans))
-        self._captured[size] = _Captured(plans, verify, accept)
+        verify = device.capture(f"verify{name}", pool, propose_and_verify)
+        accept = device.capture(f"accept{name}", pool, lambda: self._accept(plans))
+        self._captured[size, shape.depth] = _Captured(plans, verify, accept)
         return verify, accept
 
-    def _make_plans(self, size: int, max_lens: npt.NDArray[np.int64]) -> _Plans:
+    def _make_plans(self, size: int, shape: StepShape, max_lens: npt.NDArray[np.int64]) -> _Plans:
         """``max_lens`` [size] int64 bound the lengths with all rows of the step."""
         arena = self.arena
         target = self._attention, self._model.config.num_heads
@@ -361,7 +383,7 @@ class SpeculativeRunner(GraphRunner):
             ancestors: str | None = None,
         ) -> AttentionPlan:
             backend, num_heads = whose
-            above = None if ancestors is None else arena[ancestors][:size]
+            above = None if ancestors is None else self._rows(ancestors, size, num_queries)
             made = backend.plan_verify(
                 VerifyInputs(
                     page_table=self._req_pool.page_table,
@@ -375,55 +397,54 @@ class SpeculativeRunner(GraphRunner):
             assert made is not None, "the backend was asked when it was chosen"
             return made
 
-        topk, is_tree = self._topk, self._topk > 1
-        path_lens = arena["path_lens" if is_tree else "seq_lens"]
+        topk, depth = self._topk, shape.depth
+        is_tree = topk > 1 and depth > 0
+        path_lens = arena["path_lens" if topk > 1 else "seq_lens"]
         if is_tree:
-            counts = [topk * step for step in range(1, self._num_steps)]  # of nodes
+            counts = [topk * step for step in range(1, depth)]  # of nodes
             steps = [plan(topk, self._draft_lens, draft, count, "draft_ancestors") for count in counts]
         else:
-            steps = [plan(1, self._draft_lens, draft)] * (self._num_steps - 1)
+            steps = [plan(1, self._draft_lens, draft)] * (depth - 1)
         return _Plans(
             size,
-            verify=plan(
-                self.num_rows_per_req, arena["seq_lens"], target, None, "ancestors" if is_tree else None
-            ),
-            extend=[plan(self._num_steps + 1 + k, path_lens, draft) for k in range(self._num_layers)],
+            shape,
+            is_tree,
+            verify=plan(shape.num_nodes, arena["seq_lens"], target, None, "ancestors" if is_tree else None),
+            extend=[plan(depth + 1 + k, path_lens, draft) for k in range(self._num_layers)],
             steps=steps,
             two=None if self.reads_hidden else plan(2, arena["lens"], draft),
         )
 
     # --- the step
 
-    def _begin(self, size: int) -> None:
+    def _begin(self, plans: _Plans) -> None:
         """Derive the rows that are verified; their ids are still to be proposed."""
-        arena, state = self.arena, self.state
+        arena, state, size, shape = self.arena, self.state, plans.size, plans.shape
         rows, lens = arena["plan_rows"][:size], arena["lens"][:size]
         lens.copy_(state.lens[rows])
-        arena["seq_lens"][:size] = lens - 1 + self.num_rows_per_req
+        arena["seq_lens"][:size] = lens - 1 + shape.num_nodes
         if self._topk > 1:
-            arena["path_lens"][:size] = lens + self._num_steps
-        positions = arena["positions"][:size]
-        torch.add(
-            (lens - 1).unsqueeze(1), torch.arange(self.num_rows_per_req, device=lens.device), out=positions
-        )
-        slots = node_slots(
-            self._table_of_step(), rows, lens - 1, self.num_rows_per_req, self._kv_pool.page_size
-        )
-        arena["out_slots"][:size] = slots.view_as(positions)  # by the page table of this moment (F5)
-        arena["input_ids"][:size, 0] = self._req_pool.last_tokens[rows]
+            arena["path_lens"][:size] = lens + shape.depth
+        positions = self._rows("positions", size, shape.num_nodes)
+        torch.add((lens - 1).unsqueeze(1), torch.arange(shape.num_nodes, device=lens.device), out=positions)
+        # By the page table of this moment (F5).
+        slots = node_slots(self._table_of_step(), rows, lens - 1, shape.num_nodes, self._kv_pool.page_size)
+        self._rows("out_slots", size, shape.num_nodes).copy_(slots.view_as(positions))
+        self._rows("input_ids", size, shape.num_nodes)[:, 0] = self._req_pool.last_tokens[rows]
         arena["is_bad"][:size] = False
 
     def _propose_and_verify(self, plans: _Plans, logits_out: torch.Tensor | None = None) -> torch.Tensor:
-        """The drafts, and the target's logits of all rows, [size * num_rows_per_req, vocab_size], in the first rows of
+        """The drafts, and the target's logits of all rows, [size * num_nodes, vocab_size], in the first rows of
         ``logits_out`` if given."""
-        size, arena = plans.size, self.arena
-        self._begin(size)
+        size, num_nodes = plans.size, plans.shape.num_nodes
+        self._begin(plans)
         self._propose(plans)
-        num_rows = size * self.num_rows_per_req
+        num_rows = size * num_nodes
         aux = None
         if self._aux_layers:
             aux = AuxHiddenStates(self._aux_layers, self._aux[:num_rows])
-        ids, positions, slots = (arena[n][:size].flatten() for n in ("input_ids", "positions", "out_slots"))
+        names = ("input_ids", "positions", "out_slots")
+        ids, positions, slots = (self._rows(name, size, num_nodes).flatten() for name in names)
         batch = self._batch(ids, positions, slots, plans.verify, aux=aux)
         if logits_out is not None:
             batch = replace(batch, logits_out=logits_out[:num_rows])
@@ -433,54 +454,61 @@ class SpeculativeRunner(GraphRunner):
 
     def _propose(self, plans: _Plans) -> None:
         """The drafts, one forward after the other."""
-        if self._topk > 1:
+        if plans.is_tree:
             self._propose_tree(plans)
             return
-        size, arena, state = plans.size, self.arena, self.state
+        size, depth, arena, state = plans.size, plans.shape.depth, self.arena, self.state
         rows, lens, draft_lens = arena["plan_rows"][:size], arena["lens"][:size], self._draft_lens[:size]
-        ids, positions, slots = (arena[name][:size] for name in ("input_ids", "positions", "out_slots"))
+        ids, positions, slots = (
+            self._rows(name, size, depth + 1) for name in ("input_ids", "positions", "out_slots")
+        )
         if self._num_layers > 1:
-            for step in range(self._num_steps):
-                self._keep(size, step + 1, state.drafts[rows, step])
+            for step in range(depth):
+                self._keep(plans, step + 1, state.drafts[rows, step])
+            return
+        if depth == 0:
+            if plans.two is not None:
+                self._compute_two(plans, plans.two, lens[:0])
             return
         hidden = state.hidden[rows, 0]
-        if plans.two is None:
-            self._keep(size, 1, state.drafts[rows, 0])
-            first = 0  # the row in which the draft's next forward lies
-        else:
-            self._keep(size, 1, self._draw(self._logits_of_two(plans), size, lens))
-            first = 1
-        for step in range(1, self._num_steps):
+        self._keep(plans, 1, self._draw(self._first_logits(plans, hidden), size, lens))
+        first = int(plans.two is not None)  # the row in which the draft's next forward lies
+        for step in range(1, depth):
             at = step - 1 + first
             torch.add(lens, at, out=draft_lens)
             batch = self._batch(ids[:, step], positions[:, at], slots[:, at], plans.steps[step - 1])
             logits, hidden = self._draft.forward(batch, hidden)
-            self._keep(size, step + 1, self._draw(logits, size, lens + step))
+            self._keep(plans, step + 1, self._draw(logits, size, lens + step))
 
-    def _keep(self, size: int, column: int, tokens: torch.Tensor) -> None:
+    def _first_logits(self, plans: _Plans, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of the first drafts: of what the step before has left of a draft that reads hidden states
+        ``hidden`` [size, hidden_size], of one that reads none from its rows of the last two tokens."""
+        if plans.two is None:
+            return self._draft.logits(hidden)
+        return self._compute_two(plans, plans.two, torch.arange(plans.size, device=hidden.device) * 2 + 1)
+
+    def _keep(self, plans: _Plans, column: int, tokens: torch.Tensor) -> None:
         """``tokens`` [B] are the drafts in ``column``, unless there is one that cannot be used."""
+        size, vocab_size = plans.size, self._model.config.vocab_size
         is_bad = self.arena["is_bad"][:size]
-        vocab_size = self._model.config.vocab_size
         usable, _, bad = check_draft(tokens.unsqueeze(1), self._zeros[:size], vocab_size, is_bad)
-        self.arena["input_ids"][:size, column] = usable.squeeze(1)
+        self._rows("input_ids", size, plans.shape.num_nodes)[:, column] = usable.squeeze(1)
         is_bad.copy_(bad)
 
     def _propose_tree(self, plans: _Plans) -> None:
         """The tree of the best drafts. Of each step's frontier the draft computes ``topk`` rows of each request, which
         attend to their own ancestors among the rows of the steps before."""
-        size, arena, state, topk = plans.size, self.arena, self.state, self._topk
+        size, shape, arena, topk = plans.size, plans.shape, self.arena, self._topk
         rows, lens, is_bad = (arena[name][:size] for name in ("plan_rows", "lens", "is_bad"))
-        hidden = state.hidden[rows].expand(size, topk, -1)
-        if plans.two is None:
-            first, drafts, scores = lens - 1, state.drafts[rows], state.scores[rows]
-        else:
-            first = lens  # where the rows of the frontiers begin
-            drafts, scores = self._best(self._logits_of_two(plans), size, lens)
+        hidden = self.state.hidden[rows]
+        first = lens - int(self.reads_hidden)  # where the rows of the frontiers begin
+        drafts, scores = self._best(self._first_logits(plans, hidden[:, 0]), size, lens)
+        hidden = hidden.expand(size, topk, -1)
         candidates = self._more(None, drafts.unsqueeze(1), scores.unsqueeze(1), is_bad)
         number = torch.arange(topk, device=rows.device)
         masks = torch.zeros_like(drafts)
         frontiers = []
-        for step in range(1, self._num_steps):
+        for step in range(1, shape.depth):
             above = number.expand(size, topk) if step == 1 else candidates.frontier_rows
             nodes = number + (step - 1) * topk
             masks = masks.gather(1, above) | torch.ones_like(nodes) << nodes
@@ -500,7 +528,8 @@ class SpeculativeRunner(GraphRunner):
             candidates = self._more(
                 candidates, drafts.view(size, topk, topk), scores.view(size, topk, topk), is_bad
             )
-        tree = build_tree(arena["input_ids"][:size, 0].clone(), lens - 1, candidates, self.num_rows_per_req)
+        roots = self._rows("input_ids", size, shape.num_nodes)[:, 0].clone()
+        tree = build_tree(roots, lens - 1, candidates, shape.num_nodes)
         assert tree.parents is not None and tree.ancestors is not None and tree.chosen is not None
         for name, values in (
             ("input_ids", tree.token_ids),
@@ -508,13 +537,17 @@ class SpeculativeRunner(GraphRunner):
             ("parents", tree.parents),
             ("ancestors", tree.ancestors),
         ):
-            arena[name][:size] = values
-        if frontiers and not self.reads_hidden:
+            self._rows(name, size, shape.num_nodes).copy_(values)
+        if not self.reads_hidden:
             # The root's row is the draft's number 0; rows of frontiers follow.
-            computed = torch.cat(frontiers, 1)
-            numbers = torch.arange(1, computed.shape[1] + 1, device=rows.device).expand_as(computed)
-            by_candidate = torch.zeros_like(candidates.token_ids).scatter_(1, computed, numbers)
-            arena["draft_nodes"][:size, 1:] = by_candidate.gather(1, tree.chosen)
+            by_candidate = torch.zeros_like(candidates.token_ids)
+            if frontiers:
+                computed = torch.cat(frontiers, 1)
+                numbers = torch.arange(1, computed.shape[1] + 1, device=rows.device).expand_as(computed)
+                by_candidate.scatter_(1, computed, numbers)
+            draft_nodes = self._rows("draft_nodes", size, shape.num_nodes)
+            draft_nodes[:, 0] = 0
+            draft_nodes[:, 1:] = by_candidate.gather(1, tree.chosen)
 
     def _more(
         self, before: Candidates | None, drafts: torch.Tensor, scores: torch.Tensor, is_bad: torch.Tensor
@@ -526,18 +559,17 @@ class SpeculativeRunner(GraphRunner):
             return first_candidates(drafts[:, 0], scores[:, 0])
         return more_candidates(before, drafts, scores)
 
-    def _logits_of_two(self, plans: _Plans) -> torch.Tensor:
-        """The first logits of a draft without hidden states, from its rows of the last two tokens. Where it has
-        computed the first of them already, that row goes to the sink: its page may be shared by now."""
+    def _compute_two(self, plans: _Plans, two: AttentionPlan, logits_index: torch.Tensor) -> torch.Tensor:
+        """The rows of the last two tokens of a draft without hidden states; the logits of those of ``logits_index``.
+        Where it has computed the first of the two already, that row goes to the sink: its page may be shared by now."""
         size, arena, state = plans.size, self.arena, self.state
         rows, lens = arena["plan_rows"][:size], arena["lens"][:size]
-        ids = torch.stack((state.previous[rows], arena["input_ids"][:size, 0]), dim=1)
+        last_tokens = self._rows("input_ids", size, plans.shape.num_nodes)[:, 0]
+        ids = torch.stack((state.previous[rows], last_tokens), dim=1)
         positions = torch.stack((lens - 2, lens - 1), dim=1)
         slots = node_slots(self._req_pool.page_table, rows, lens - 2, 2, self._kv_pool.page_size).view(-1, 2)
         slots[:, 0] *= state.is_behind[rows]
-        last = torch.arange(size, device=ids.device) * 2 + 1
-        assert plans.two is not None
-        batch = self._batch(ids.flatten(), positions.flatten(), slots.flatten(), plans.two, last)
+        batch = self._batch(ids.flatten(), positions.flatten(), slots.flatten(), two, logits_index)
         logits, _ = self._draft.forward(batch, state.hidden[:0, 0])
         return logits
 
@@ -564,61 +596,68 @@ class SpeculativeRunner(GraphRunner):
 
     def _accept(self, plans: _Plans) -> None:
         """Count the drafts that were drawn, advance the rows, and let the draft go on from the tokens drawn."""
-        size, arena, state = plans.size, self.arena, self.state
+        size, shape, arena, state = plans.size, plans.shape, self.arena, self.state
         rows, lens = arena["plan_rows"][:size], arena["lens"][:size]
-        ids, tokens = arena["input_ids"][:size], arena["drawn"][:size]
+        ids, positions, tokens = (
+            self._rows(name, size, shape.num_nodes) for name in ("input_ids", "positions", "drawn")
+        )
         is_bad, may_accept = arena["is_bad"][:size], arena["may_accept"][:size]
-        parents = arena["parents"][:size] if self._topk > 1 else None
-        drafts = DraftTree(ids, arena["positions"][:size], parents, None, is_bad | ~may_accept)
+        parents = self._rows("parents", size, shape.num_nodes) if plans.is_tree else None
+        drafts = DraftTree(ids, positions, parents, None, is_bad | ~may_accept)
         if self._simulated_accept_length is not None:
             drafts = simulate_drafts(drafts, tokens, rows, self._simulated_accept_length)
-        accepted = accept(drafts, tokens, self._num_steps)
+        accepted = accept(drafts, tokens, shape.depth)
         counts = arena["counts"][:size].copy_(accepted.counts)
         arena["num_bad"][:size] = is_bad
         last, new_lens = counts.unsqueeze(1) - 1, lens + counts
-        if self._target_rows is not None:
-            tokens = arena["path_tokens"][:size].copy_(accepted.token_ids)
-            path = arena["path"][:size].copy_(accepted.path)
-            self._target_rows.move(arena["out_slots"][:size].flatten(), path, counts)
+        if plans.is_tree:
+            tokens = self._rows("path_tokens", size, shape.num_tokens).copy_(accepted.token_ids)
+            path = self._rows("path", size, shape.num_tokens).copy_(accepted.path)
+            assert self._target_rows is not None, "there are trees"
+            self._target_rows.move(self._rows("out_slots", size, shape.num_nodes).flatten(), path, counts)
         self._req_pool.last_tokens[rows] = accepted.last_tokens
         state.lens[rows] = torch.where(rows == 0, _SINK_LEN, new_lens)
         if self.reads_hidden:
             self._extend_draft(plans, tokens, new_lens)
             return
         state.previous[rows] = drafts.token_ids.gather(1, accepted.path.gather(1, last)).squeeze(1)
-        if self._draft_rows is not None:
-            state.is_behind[rows] = self._move_draft(self._draft_rows, size)
-        else:
-            state.is_behind[rows] = counts == self.num_rows_per_req
+        if plans.is_tree:
+            state.is_behind[rows] = self._move_draft(plans)
+        else:  # it has computed rows of all that it has proposed but the last; without proposals that of the last token
+            state.is_behind[rows] = counts > max(shape.depth, 1)
 
-    def _move_draft(self, mover: KVMover, size: int) -> torch.Tensor:
+    def _move_draft(self, plans: _Plans) -> torch.Tensor:
         """Bring the rows that a draft without hidden states has computed for the path to their places. Returns whether
         it has not computed the last one [B] bool: that was in no frontier."""
-        arena, num_frontiers = self.arena, self._num_steps - 1
-        rows, lens, counts, path = (arena[name][:size] for name in ("plan_rows", "lens", "counts", "path"))
-        nodes = arena["draft_nodes"][:size].gather(1, path)
+        size, shape, arena = plans.size, plans.shape, self.arena
+        rows, lens, counts = (arena[name][:size] for name in ("plan_rows", "lens", "counts"))
+        path = self._rows("path", size, shape.num_tokens)
+        nodes = self._rows("draft_nodes", size, shape.num_nodes).gather(1, path)
         is_behind = (counts > 1) & (nodes.gather(1, counts.unsqueeze(1) - 1).squeeze(1) == 0)
+        num_frontiers = shape.depth - 1
         if num_frontiers:
             num_rows = 1 + num_frontiers * self._topk
             slots = node_slots(self._req_pool.page_table, rows, lens - 1, num_rows, self._kv_pool.page_size)
-            mover.move(slots, nodes, counts - is_behind.long())
+            assert self._draft_rows is not None, "there are trees of a draft that reads no hidden states"
+            self._draft_rows.move(slots, nodes, counts - is_behind.long())
         return is_behind
 
     def _extend_draft(self, plans: _Plans, tokens: torch.Tensor, new_lens: torch.Tensor) -> None:
         """The draft's rows of the drawn tokens, layer after layer where each has a turn, from the hidden states of the
         target's. Rows of tokens that do not count are written again by the next step.
 
-        Layer k computes ``num_steps + 1 + k`` rows of each request from row ``lens - 1 - k`` on: from token ``lens``
-        on, and where the drawn tokens end from those that the layers before it propose.
+        Layer k computes ``depth + 1 + k`` rows of each request from row ``lens - 1 - k`` on: from token ``lens`` on,
+        and where the drawn tokens end from those that the layers before it propose.
         """
-        size, arena, state, width = plans.size, self.arena, self.state, self._num_steps + 1
+        size, arena, state, width = plans.size, self.arena, self.state, plans.shape.num_tokens
+        by_turns = self._num_layers > 1
         rows, counts, lens = (arena[name][:size] for name in ("plan_rows", "counts", "lens"))
         before = state.hidden[rows]  # of the step before
         requests, last = torch.arange(size, device=rows.device), counts - 1
-        num_rows = size * self.num_rows_per_req
-        x, aux = self._hidden[:num_rows], self._aux[:num_rows]
-        if self._topk > 1:
-            nodes = (requests.unsqueeze(1) * self.num_rows_per_req + arena["path"][:size]).flatten()
+        num_nodes = plans.shape.num_nodes
+        x, aux = self._hidden[: size * num_nodes], self._aux[: size * num_nodes]
+        if plans.is_tree:
+            nodes = (requests.unsqueeze(1) * num_nodes + self._rows("path", size, width)).flatten()
             x, aux = x[nodes], aux[nodes]
         hidden = self._draft.hidden_states_from(x, aux)
         ids = torch.cat((tokens, tokens.new_zeros(size, self._num_layers - 1)), dim=1)
@@ -633,12 +672,10 @@ class SpeculativeRunner(GraphRunner):
                 positions.clamp(min=0).flatten(),  # in front of the first token: in the sink, for nobody
                 slots.flatten(),
                 plan,
-                requests * width + last + layer,
+                requests * width + last + layer if by_turns else requests[:0],
             )
             logits, hidden = self._draft.forward(batch, hidden, layer)
-            if self._topk > 1:
-                state.drafts[rows], state.scores[rows] = self._best(logits, size, new_lens)
-            else:
+            if by_turns:
                 drafts = self._draw(logits, size, new_lens + layer)
                 state.drafts[rows, layer] = drafts
             if layer < state.hidden.shape[1]:
@@ -720,12 +757,12 @@ class SpeculativeRunner(GraphRunner):
     ) -> None:
         """The draft's rows of a prefill step: ``forward_batch`` is the target's, ``x`` [T, hidden_size] what it has
         left, and ``next_tokens`` [S] int64 what was drawn for the requests whose prompts are complete."""
-        state, num_sampled = self.state, len(next_tokens)
+        state, num_sampled, by_turns = self.state, len(next_tokens), self._num_layers > 1
         assert forward_batch.logits_index is not None
         ends = forward_batch.logits_index[:num_sampled]  # the last token of each complete prompt
         rows, lens = views["sample_rows"], views["sample_positions"] + 1
         if not self.reads_hidden:
-            self._draft.forward(replace(forward_batch, logits_index=ends), state.hidden[:0, 0])
+            self._draft.forward(replace(forward_batch, logits_index=ends[:0]), state.hidden[:0, 0])
             if num_sampled:
                 state.lens[rows] = lens
                 state.previous[rows] = forward_batch.input_ids[ends]
@@ -744,7 +781,7 @@ class SpeculativeRunner(GraphRunner):
             own = replace(
                 forward_batch,
                 input_ids=ids,
-                logits_index=ends,
+                logits_index=ends if by_turns else ends[:0],
                 logits_out=None,
                 aux_hidden=None,
                 layer_ready=None,
@@ -752,26 +789,28 @@ class SpeculativeRunner(GraphRunner):
             logits, hidden = self._draft.forward(own, hidden, layer)
             if not num_sampled:
                 continue
-            assert sampling is not None
-            given = (
-                logits, self._draft.target_ids, self._model.config.vocab_size,
-                sampling.temperatures, sampling.noise_scales, sampling.seed_keys, lens + layer,
-            )  # fmt: skip
-            if self._topk > 1:
-                state.drafts[rows], state.scores[rows] = best_drafts(*given, self._topk)
-            else:
-                state.drafts[rows, layer] = draw_draft(*given)
-            drafts = state.drafts[rows, layer]
+            if by_turns:
+                assert sampling is not None
+                drafts = draw_draft(
+                    logits, self._draft.target_ids, self._model.config.vocab_size,
+                    sampling.temperatures, sampling.noise_scales, sampling.seed_keys, lens + layer,
+                )  # fmt: skip
+                state.drafts[rows, layer] = drafts
+                following.append(drafts.clamp(min=0))
             if layer < state.hidden.shape[1]:
                 state.hidden[rows, layer] = hidden[torch.where(positions[ends] < layer, ends, ends - layer)]
-            following.append(drafts.clamp(min=0))
         if num_sampled:
             state.lens[rows] = lens
 
 
-def _tree_fields(num_steps: int, topk: int, num_nodes: int) -> list[ArenaField]:
+def _rows_of(field: torch.Tensor, size: int, width: int) -> torch.Tensor:
+    """The first ``size * width`` values of ``field`` [B, at least width], as [size, width]."""
+    return field.view(-1)[: size * width].view(size, width)
+
+
+def _tree_fields(largest: StepShape, topk: int) -> list[ArenaField]:
     """Those that only trees have: see ``DraftTree`` and ``Accepted``."""
-    i64, width, path = torch.int64, (num_nodes,), (num_steps + 1,)
+    i64, width, path = torch.int64, (largest.num_nodes,), (largest.num_tokens,)
     return [
         ArenaField("parents", i64, Role.INPUT, pad=0, shape=width),
         ArenaField("ancestors", i64, Role.INPUT, pad=0, shape=width),

@@ -7,9 +7,10 @@ disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -93,6 +94,28 @@ class ExtendBatch:
         return constrained_rows([seq.sampling for seq in self.seqs])
 
 
+class DepthChoice(NamedTuple):
+    """How many tokens a decode step's draft proposes, one after the other, and ``why``: "fixed", the "best" of several
+    depths, "kept" because none is better by enough, or a "probe" of the greatest. ``rates``: the tokens in a second
+    that each depth promised, ascending."""
+
+    depth: int
+    why: str = "fixed"
+    rates: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds that decode steps take, by depth: of batches of ``sizes`` requests, which ascend."""
+
+    sizes: tuple[int, ...]
+    seconds: Mapping[int, tuple[float, ...]]
+
+    def of(self, num_reqs: int, depth: int) -> float:
+        """Of ``num_reqs`` requests: as long as the next larger size takes, or the largest if there is none."""
+        return self.seconds[depth][min(bisect_left(self.sizes, num_reqs), len(self.sizes) - 1)]
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
     """A decode step: new tokens for each request, ``Worker.max_step_tokens`` at most.
@@ -102,7 +125,8 @@ class DecodeBatch:
     step, its tokens included: exact where a step yields one token, else the most that they can be, and no KV is written
     beyond them. ``num_advanced``: by how much every length grew since the step before, of the same composition; 0 where
     there is no such number. ``committed_lens`` [B], where a step yields several: no KV is written in front of them.
-    ``constrained``: the places of requests that sample under a mask.
+    ``constrained``: the places of requests that sample under a mask. ``may_accept`` [B], where the engine speculates:
+    whether more than one of a request's tokens may be drawn in a step. ``depth``: what the draft proposes.
     """
 
     composition: int
@@ -114,6 +138,8 @@ class DecodeBatch:
     num_advanced: int = 0
     committed_lens: I64 | None = None
     constrained: I64 = field(default_factory=lambda: _NO_IDS)
+    may_accept: npt.NDArray[np.bool_] | None = None
+    depth: DepthChoice = DepthChoice(0)
 
 
 ScheduleBatch = ExtendBatch | DecodeBatch
@@ -273,6 +299,9 @@ class Worker(Protocol):
     def memory_bytes(self) -> dict[str, int]:
         """Long-lived allocations by name."""
         ...
+
+    @property
+    def step_costs(self) -> StepCosts | None: ...  # None unless the depth of steps may change
 
     @property
     def hicache(self) -> Transfers | None: ...  # what moves pages to the host tier and back, None without one

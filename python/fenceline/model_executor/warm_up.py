@@ -1,6 +1,8 @@
 """What a server does once before it serves: prefill steps and draws of the usual shapes, so that no kernel is compiled
 and none is loaded onto the GPU while a request waits for it. Decode steps are warmed up as they are captured.
 
+Where decode steps may propose more or fewer drafts, it measures how long they take.
+
 All of it runs in the sink: row 0, whose pages are page 0, and slot 0.
 """
 
@@ -9,13 +11,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 
 import numpy as np
 import torch
 
+from fenceline.config.draft_config import StepShape
 from fenceline.config.engine_config import EngineConfig
 from fenceline.memory_order import Device, Points
-from fenceline.model_executor.step import ExtendBatch, ExtendSeq, ForwardResult, HeldStep, PageWrites
+from fenceline.model_executor.step import (
+    DecodeBatch,
+    DepthChoice,
+    ExtendBatch,
+    ExtendSeq,
+    ForwardResult,
+    HeldStep,
+    PageWrites,
+    ScheduleBatch,
+    StepCosts,
+)
 from fenceline.sampling.sampler import Sampler
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams
@@ -41,23 +55,82 @@ _SAMPLING: tuple[dict[str, object], ...] = (
     {"logit_bias": {0: 1.0}, "min_new_tokens": 1},
 )
 _TOP_LOGPROBS = 5
+# Steps of each size and depth that are measured, one after the other as in serving, after as many that are not; and the
+# largest size if there are no graphs.
+_MEASURED_STEPS = 4
+_MOST_MEASURED = 32
+
+Launch = Callable[[ScheduleBatch], ForwardResult | HeldStep]
 
 
-def warm_up(
-    device: Device, config: EngineConfig, launch: Callable[[ExtendBatch], ForwardResult | HeldStep]
-) -> None:
+def warm_up(device: Device, config: EngineConfig, launch: Launch) -> None:
     """Run prefill steps by ``launch`` and draws on FORWARD, and wait for them."""
     begin = time.perf_counter()
     num_steps = 0
     for batch in _extend_batches(config):
-        result = launch(batch)
-        assert not isinstance(result, HeldStep), "no request here has a grammar"
-        result.wait()
+        _launched(launch, batch).wait()
         num_steps += 1
     with device.forward.active():
         _warm_up_sampler(device, config)
     device.synchronize()
     logger.info("Warmed up with %d prefill steps in %.1f s", num_steps, time.perf_counter() - begin)
+
+
+def measure_steps(config: EngineConfig, launch: Launch) -> StepCosts:
+    """What decode steps of each depth take, in seconds from one to the next: of one request, of twice as many and so on
+    up to the largest graph. Requests are short, since what their keys take is much the same at each depth. They have a
+    temperature."""
+    assert config.speculative is not None, "steps have depths"
+    begin, shapes, graphs = time.perf_counter(), config.speculative.shapes, config.cuda_graph_bs
+    most = max(graphs) if graphs else min(config.max_running_requests, _MOST_MEASURED)
+    sizes = tuple(dict.fromkeys([*(1 << n for n in range(most.bit_length())), most]))
+    seconds: dict[int, list[float]] = {depth: [] for depth in shapes}
+    for number, (size, shape) in enumerate(product(sizes, shapes.values())):
+        batch = _decode_batch(-1 - number, size, shape)
+        _run_steps(launch, batch)
+        started = time.perf_counter()
+        _run_steps(launch, batch)
+        seconds[shape.depth].append((time.perf_counter() - started) / _MEASURED_STEPS)
+    costs = StepCosts(sizes, {depth: tuple(of_depth) for depth, of_depth in seconds.items()})
+    table = "; ".join(
+        f"depth {depth}: " + " ".join(f"{1e3 * one:.2f}" for one in costs.seconds[depth]) for depth in shapes
+    )
+    logger.info(
+        "Measured decode steps of %s requests in %.1f s, ms: %s",
+        " ".join(map(str, sizes)), time.perf_counter() - begin, table,
+    )  # fmt: skip
+    return costs
+
+
+def _run_steps(launch: Launch, batch: DecodeBatch) -> None:
+    """``_MEASURED_STEPS`` steps, the results of each taken while the next one runs."""
+    result = _launched(launch, batch)
+    for _ in range(_MEASURED_STEPS - 1):
+        following = _launched(launch, batch)
+        result.wait()
+        result = following
+    result.wait()
+
+
+def _launched(launch: Launch, batch: ScheduleBatch) -> ForwardResult:
+    result = launch(batch)
+    assert not isinstance(result, HeldStep), "no request here has a grammar"
+    return result
+
+
+def _decode_batch(composition: int, num_reqs: int, shape: StepShape) -> DecodeBatch:
+    in_sink = np.zeros(num_reqs, dtype=np.int64)
+    return DecodeBatch(
+        composition=composition,
+        rows=in_sink,
+        seq_lens=in_sink + 1 + shape.num_slots,
+        sampling=(_req_sampling({}, 1),) * num_reqs,
+        page_writes=PageWrites(),
+        after=Points.none(),
+        committed_lens=in_sink,
+        may_accept=np.ones(num_reqs, np.bool_),
+        depth=DepthChoice(shape.depth),
+    )
 
 
 def _extend_batches(config: EngineConfig) -> Iterator[ExtendBatch]:

@@ -14,7 +14,7 @@ from fenceline.layers.decoder_layer import DecoderLayer
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.linear import VocabParallelEmbedding
 from fenceline.layers.rotary import RotaryEmbedding
-from fenceline.layers.weight import WeightSlots, fill_slots
+from fenceline.layers.weight import RMSNorm, WeightSlots, fill_slots
 from fenceline.mem_cache.kv_pool import KVRow
 from fenceline.models.decoder import ROTARY_TABLE, CausalLM
 
@@ -60,6 +60,11 @@ class DraftModel(ABC):
         Writes the batch's keys and values into ``batch.kv_pool``. Runs on the current stream.
         """
 
+    @abstractmethod
+    def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [L, draft vocabulary], in ``out`` if given, of hidden states [L, hidden_size] that ``forward`` has
+        returned. Not for drafts that read none."""
+
     @property
     @abstractmethod
     def kv_rows(self) -> tuple[tuple[KVRow, ...], ...]:
@@ -96,6 +101,9 @@ class StandaloneDraft(DraftModel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.model.forward(batch), hidden_states
 
+    def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        raise AssertionError("it leaves no hidden states")
+
     @property
     def kv_rows(self) -> tuple[tuple[KVRow, ...], ...]:
         return self.model.kv_rows
@@ -111,6 +119,7 @@ class SharingDraft(DraftModel):
     """A draft that uses the target's embedding and head, except where its checkpoint brings its own."""
 
     layers: list[DecoderLayer]
+    head_norm: RMSNorm | None = None  # through which the head reads
     ignored: frozenset[str] = frozenset()  # tensors that such checkpoints hold and nobody needs
 
     def __init__(self, config: DraftConfig, context: LayerContext, target: CausalLM, names: Set[str]) -> None:
@@ -126,6 +135,9 @@ class SharingDraft(DraftModel):
         head_size = config.draft_vocab_size or model.vocab_size
         self.embed_tokens = self._table("embed_tokens", model.vocab_size, target.embed_tokens, context, names)
         self.lm_head = self._table("lm_head", head_size, target.lm_head, context, names)
+
+    def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self.lm_head.logits(hidden_states, self.head_norm, out)
 
     def _table(
         self,

@@ -42,7 +42,7 @@ class EagleDraft(SharingDraft):
         x = self.fc.forward(torch.cat((self.embed_tokens.forward(batch.input_ids), hidden_states), dim=-1))
         for layer in self.layers:
             x = layer.forward(x, batch)
-        return self.lm_head.logits(batch.logits_rows(x), None, batch.logits_out), x
+        return self.logits(batch.logits_rows(x), batch.logits_out), x
 
     def weight_slots(self) -> WeightSlots:
         slots = super().weight_slots() | self.fc.weight_slots("")

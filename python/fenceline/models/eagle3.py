@@ -19,7 +19,7 @@ from fenceline.models.draft import SharingDraft
 
 class Eagle3Draft(SharingDraft):
     """hidden = fc(the target's auxiliary hidden states); attention reads [norm(embedding), norm(hidden)] and adds to
-    hidden. What the layer returns continues before ``norm``, which only the head reads through.
+    hidden. What the layer returns continues before ``norm``, through which only the head reads.
 
     The head may know a part of the vocabulary, ``d2t`` of the checkpoint says which: the target's id of the draft's
     token i is i + d2t[i].
@@ -41,7 +41,7 @@ class Eagle3Draft(SharingDraft):
         self.layers = [self.midlayer]
         self.input_norm = context.norm(size, eps)
         self.hidden_norm = context.norm(size, eps)
-        self.norm = context.norm(size, eps)
+        self.norm = self.head_norm = context.norm(size, eps)
         self._d2t: torch.Tensor | None = None
         if "d2t" in names or self.lm_head.vocab_size != model.vocab_size:
             # The head of dummy weights is that of the first tokens.
@@ -60,7 +60,7 @@ class Eagle3Draft(SharingDraft):
         attention = self.midlayer.self_attn
         attended = attention.attend(attention.project(both, batch), batch)
         x = self.midlayer.mlp.forward(attention.add_output(hidden_states.clone(), batch, attended), batch)
-        return self.lm_head.logits(batch.logits_rows(x), self.norm, batch.logits_out), x
+        return self.logits(batch.logits_rows(x), batch.logits_out), x
 
     def weight_slots(self) -> WeightSlots:
         slots = super().weight_slots() | self.fc.weight_slots("")

@@ -74,7 +74,7 @@ class MTPDraft(SharingDraft):
         assert self.max_steps is None or step < self.max_steps, f"step {step} of {self.max_steps} layers"
         layer = self.mtp_layers[0 if self.max_steps is None else step]
         x = layer.forward(self.embed_tokens.forward(batch.input_ids), hidden_states, batch)
-        return self.lm_head.logits(batch.logits_rows(x), None, batch.logits_out), x
+        return self.logits(batch.logits_rows(x), batch.logits_out), x
 
     def weight_slots(self) -> WeightSlots:
         slots = super().weight_slots()

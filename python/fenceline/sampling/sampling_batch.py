@@ -44,6 +44,12 @@ class ReqSampling:
     token_ids_logprob: tuple[int, ...] = ()
     constrained: bool = False
 
+    @property
+    def accepts_drafts(self) -> bool:
+        """Whether more than one of its tokens may be drawn in a step. Penalties and masks follow from all tokens in
+        front, drafts included, which counts and grammars do not hold."""
+        return not (self.constrained or self.params.needs_penalties)
+
 
 def padded_ids(lists: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
     """Lists of token ids as one table, row after row: [len(lists) * longest], short rows filled up with token 0."""

@@ -194,7 +194,8 @@ def _step(step: StepRecord, tables: _Tables) -> dict[str, object]:
     }
     if isinstance(batch, DecodeBatch):
         composition = tables.composition(batch, step.rids)
-        return {**record, "mode": "decode", "composition": composition, "seq_lens": batch.seq_lens}
+        told = {"composition": composition, "seq_lens": batch.seq_lens, "draft_depth": batch.depth._asdict()}
+        return {**record, "mode": "decode", **told}
     seqs = [_seq(seq, rid, tables) for seq, rid in zip(batch.seqs, step.rids, strict=True)]
     return {**record, "mode": "extend", "seqs": seqs}
 

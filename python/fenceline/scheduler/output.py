@@ -20,10 +20,10 @@ from fenceline.scheduler.req import LogprobLog, Req
 class OutputSender:
     """Collects the news of one step and sends them as one message."""
 
-    def __init__(self, send: Callable[[BatchTokenOut], None], num_drafts: int = 0) -> None:
-        """``num_drafts``: tokens that a decode step proposes for each request, 0 without speculation."""
+    def __init__(self, send: Callable[[BatchTokenOut], None], speculates: bool = False) -> None:
+        """``speculates``: whether what drafts have done is told."""
         self._send = send
-        self._num_drafts = num_drafts
+        self._speculates = speculates
         self._outs: list[TokenOut] = []
 
     def token(self, req: Req) -> None:
@@ -66,7 +66,7 @@ class OutputSender:
                 output_logprobs=output_logprobs,
                 num_retractions=req.num_retractions,
                 cached_tokens_details=req.cached_details,
-                spec=None if self._num_drafts == 0 else req.spec_counts(self._num_drafts),
+                spec=req.spec_counts if self._speculates else None,
             )
         )
         req.num_emitted = num_outputs

@@ -114,7 +114,9 @@ def ready_message(config: EngineConfig, scheduler: Scheduler) -> SchedulerReady:
     return SchedulerReady(
         max_total_num_tokens=num_tokens,
         max_running_requests=config.max_running_requests,
-        max_req_input_len=min(config.model.context_length, num_tokens - scheduler.running.max_step_slots + 1)
+        max_req_input_len=min(
+            config.model.context_length, num_tokens - scheduler.running.largest.num_slots + 1
+        )
         - 1,
         context_length=config.model.context_length,
         memory_bytes=scheduler.worker.memory_bytes,

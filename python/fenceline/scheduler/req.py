@@ -129,8 +129,9 @@ class Req:
     allocated_len: int = 0
     committed_len: int = 0
     last_flight: Points = field(default_factory=Points.none)
-    num_verified: int = 0  # steps in which drafts of it were verified
-    num_accepted: int = 0  # of those drafts
+    num_verified: int = 0  # decode steps, where the engine speculates
+    num_drafts: int = 0  # that were verified in them
+    num_accepted: int = 0  # of those
     has_bad_draft: bool = False
     last_step: int = 0  # number of the latest step that it is in
     queued_match: QueuedMatch | None = None  # while it waits
@@ -163,9 +164,10 @@ class Req:
         """Whether prompt tokens are scored: asked for, and not already done before a retraction."""
         return self.source.return_logprob and self.source.logprob_start_len >= 0 and not self.output_ids
 
-    def spec_counts(self, num_drafts: int) -> SpecCounts:
-        """What speculation has done for it, with ``num_drafts`` proposed in each step."""
-        return SpecCounts(self.num_verified, self.num_accepted, self.num_verified * num_drafts)
+    @property
+    def spec_counts(self) -> SpecCounts:
+        """What speculation has done for it."""
+        return SpecCounts(self.num_verified, self.num_accepted, self.num_drafts)
 
     def token_ids(self) -> I64:
         """Prompt and published output as one array."""
@@ -226,6 +228,7 @@ class Req:
             was_admitted=True,
             num_emitted=self.num_emitted,
             num_verified=self.num_verified,
+            num_drafts=self.num_drafts,
             num_accepted=self.num_accepted,
             has_bad_draft=self.has_bad_draft,
             announced=self.announced,

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from fenceline.config.draft_config import StepShape
 from fenceline.memory_order import Points
-from fenceline.model_executor.step import DecodeBatch, PageWrites, constrained_rows
+from fenceline.model_executor.step import DecodeBatch, DepthChoice, PageWrites, constrained_rows
 from fenceline.sampling.sampling_batch import ReqSampling
 from fenceline.scheduler.req import Req
 
@@ -26,25 +27,25 @@ class RunningBatch:
 
     Columns [B]: ``allocated_lens`` (the length once all steps in flight are done, at most), ``capacity`` (tokens that
     its pages hold), ``final_lens`` (the length after its last step). ``composition`` changes with membership and with
-    nothing else. A step yields up to ``max_step_tokens`` for each request; where that is one, lengths are exact.
-    ``num_rewritten``: of how many committed tokens, the last ones, a step computes KV again. ``num_spare``: slots
-    behind the longest that a request may be after a step, which the step writes as well: for nodes of a draft's tree.
+    nothing else. A step yields as many tokens for each request as its ``StepShape`` says, at most, and writes its spare
+    slots as well. Where the ``largest`` shape yields one token, lengths are exact. ``num_rewritten``: of how many
+    committed tokens, the last ones, a step computes KV again.
     """
 
     def __init__(
         self,
         page_size: int,
-        max_step_tokens: int,
-        num_in_flight: int,
+        largest: StepShape,
+        tokens_in_flight: Callable[[int], int],
         num_rewritten: int = 0,
-        num_spare: int = 0,
     ) -> None:
-        """``num_in_flight``: see ``memory_order.tokens_in_flight``."""
+        """``tokens_in_flight``: see ``memory_order``, of the device."""
         self.page_size = page_size
-        self.max_step_tokens = max_step_tokens
+        self.largest = largest
         self.num_rewritten = num_rewritten
-        self.num_spare = num_spare
-        self._num_in_flight = num_in_flight
+        self.num_drafting = 0  # requests whose drafts may be accepted
+        self._tokens_in_flight = tokens_in_flight
+        self._num_in_flight = 0  # of the latest step
         self._num_advanced = 0  # of the next step, see DecodeBatch
         self.reqs: list[Req] = []
         self.composition = 0
@@ -54,6 +55,7 @@ class RunningBatch:
         self._final_lens = _column()
         self._sampling: tuple[ReqSampling, ...] = ()
         self._constrained = _column()
+        self._may_accept: Bools | None = None
 
     def __len__(self) -> int:
         return len(self.reqs)
@@ -118,23 +120,23 @@ class RunningBatch:
         self._allocated_lens, self._num_advanced = lens, 0
         return again
 
-    def next_lens(self) -> I64:
-        """The lengths [B] after the next step, at most."""
-        lens = self._allocated_lens + self.max_step_tokens
-        if self.max_step_tokens > 1:
+    @property
+    def is_exact(self) -> bool:
+        """Whether lengths are: every step yields one token."""
+        return self.largest.num_tokens == 1
+
+    def next_lens(self, shape: StepShape) -> I64:
+        """The lengths [B] after a step of ``shape``, at most."""
+        lens = self._allocated_lens + shape.num_tokens
+        if not self.is_exact:
             # A request's last step computes as many rows as any, and those beyond its end need slots as well.
-            np.minimum(lens, self._final_lens + self.max_step_tokens - 1, out=lens)
+            np.minimum(lens, self._final_lens + shape.num_tokens - 1, out=lens)
             self._num_advanced = 0
         return lens
 
-    @property
-    def max_step_slots(self) -> int:
-        """KV slots that a step writes for a request."""
-        return self.max_step_tokens + self.num_spare
-
-    def num_pages_needed(self, lens: I64) -> int:
-        """Pages without which the next step cannot bring the requests to ``lens``."""
-        missing = lens + self.num_spare - self._capacity
+    def num_pages_needed(self, lens: I64, shape: StepShape) -> int:
+        """Pages without which a step of ``shape`` cannot bring the requests to ``lens``."""
+        missing = lens + shape.num_spare - self._capacity
         short = missing > 0
         if not short.any():
             return 0
@@ -143,17 +145,20 @@ class RunningBatch:
     def schedule_step(
         self,
         lens: I64,
+        shape: StepShape,
+        choice: DepthChoice,
         num_available_pages: int,
         grow: Callable[[Req, int], tuple[npt.NDArray[np.int32], Points]],
     ) -> DecodeBatch:
-        """A step that brings the requests to ``lens``, their :meth:`next_lens`; pages come from ``grow``, as many at
-        least as are needed."""
-        ends = lens + self.num_spare if self.num_spare else lens
+        """A step of ``shape``, by ``choice``, that brings the requests to ``lens``, their :meth:`next_lens`; pages come
+        from ``grow``, as many at least as are needed."""
+        ends = lens + shape.num_spare if shape.num_spare else lens
         writes, after = self._grow(ends, num_available_pages, grow)
         self._allocated_lens = lens
-        num_advanced, self._num_advanced = self._num_advanced, self.max_step_tokens
+        num_advanced, self._num_advanced = self._num_advanced, shape.num_tokens
         committed = None
-        if self.max_step_tokens > 1:
+        if not self.is_exact:
+            self._num_in_flight = self._tokens_in_flight(shape.num_tokens)
             committed = np.array([req.committed_len for req in self.reqs], dtype=np.int64)
             committed = np.maximum(committed - self.num_rewritten, 0)
         return DecodeBatch(
@@ -166,6 +171,8 @@ class RunningBatch:
             num_advanced=num_advanced,
             committed_lens=committed,
             constrained=self._constrained,
+            may_accept=self._may_accept,
+            depth=choice,
         )
 
     def _grow(
@@ -212,6 +219,9 @@ class RunningBatch:
         self._num_advanced = 0
         self._sampling = tuple(req.sampling() for req in self.reqs)
         self._constrained = constrained_rows(self._sampling)
+        if not self.is_exact:
+            self._may_accept = np.array([one.accepts_drafts for one in self._sampling], np.bool_)
+            self.num_drafting = int(self._may_accept.sum())
 
 
 class NewTokenRatio:

@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fenceline.config.draft_config import StepShape
 from fenceline.config.engine_config import EngineConfig
 from fenceline.constrained.matcher import GrammarStore, RequestGrammar, all_tokens
 from fenceline.ipc.io_struct import (
@@ -58,6 +59,7 @@ from fenceline.model_executor.step import (
     Worker,
 )
 from fenceline.scheduler.control import SchedulerControl
+from fenceline.scheduler.draft_depth import AdaptiveDepth, DraftDepth, FixedDepth
 from fenceline.scheduler.flight_recorder import FlightRecorder
 from fenceline.scheduler.output import OutputSender, log_output, log_prompt
 from fenceline.scheduler.prefill import CLIP_NEW_TOKENS, PrefillPlan, PrefillPlanner, remap_writes
@@ -138,15 +140,18 @@ class Scheduler:
         self.inbox = inbox
         self.ranks = ranks
         self.memory = make_request_memory(config, worker)
-        draft = None if config.speculative is None else config.speculative.draft
-        num_rewritten = 0 if draft is None else max(draft.lookahead - 1, draft.num_rows_behind)
-        num_spare = 0
-        if config.speculative is not None:
-            num_spare = config.speculative.num_step_slots - worker.max_step_tokens
-        most = worker.max_step_tokens
-        num_in_flight = tokens_in_flight(worker.device, most)
+        speculative, most = config.speculative, worker.max_step_tokens
+        self.shapes = {most - 1: StepShape(most - 1, most, most)}  # of decode steps, by depth
+        num_rewritten = 0
+        if speculative is not None:
+            self.shapes = speculative.shapes
+            num_rewritten = max(speculative.draft.lookahead - 1, speculative.draft.num_rows_behind)
+        self.draft_depth: DraftDepth = FixedDepth(most - 1)
+        if worker.step_costs is not None:
+            self.draft_depth = AdaptiveDepth(tuple(self.shapes), worker.step_costs)
+        largest = self.shapes[most - 1]
         self.running = RunningBatch(
-            config.server_args.page_size, most, num_in_flight, num_rewritten, num_spare
+            config.server_args.page_size, largest, partial(tokens_in_flight, worker.device), num_rewritten
         )
         self.planner = PrefillPlanner(
             self.memory,
@@ -154,11 +159,11 @@ class Scheduler:
             config.max_prefill_tokens,
             StepSharing.of(config.model),
             config.prefill_max_requests,
-            self.running.max_step_slots - 1,
+            largest.num_slots - 1,
         )
         # Prompts go before decoding, but whoever decodes waits for no more than this between two of its steps.
         self.max_prefill_in_row = max_prefills_in_row(config.device) * self.planner.step_tokens
-        self.output = OutputSender(outbox.to_detokenizer, worker.max_step_tokens - 1)
+        self.output = OutputSender(outbox.to_detokenizer, speculates=most > 1)
         self.stats = SchedulerStats(self.memory, worker, config.server_args.decode_log_interval)
         self.tell_frontend = outbox.to_tokenizer
         self.ratio = NewTokenRatio(config.server_args.schedule_conservativeness)
@@ -200,7 +205,7 @@ class Scheduler:
     def speculates_under_masks(self) -> bool:
         """Whether the step before is published before the next launch: the second phase of a speculative step touches
         KV, so nothing may be retired between its two phases."""
-        return self.worker.max_step_tokens > 1 and self.num_constrained > 0
+        return not self.running.is_exact and self.num_constrained > 0
 
     @property
     def stopped(self) -> bool:
@@ -276,7 +281,7 @@ class Scheduler:
         eos = () if params.ignore_eos else self.config.model.eos_token_ids
         num_tokens = self.memory.num_pages * self.config.server_args.page_size
         # The last step computes as many rows as any, whether tokens of the request come of them or not.
-        capacity = min(self.config.model.context_length, num_tokens - self.running.max_step_slots + 1)
+        capacity = min(self.config.model.context_length, num_tokens - self.running.largest.num_slots + 1)
         # Three times as fast as np.array.
         prompt_ids = np.frombuffer(array("q", message.input_ids), dtype=np.int64)
         if message.body:
@@ -463,17 +468,19 @@ class Scheduler:
 
     def launch_decode(self) -> InFlight | None:
         """Submit a step of all running requests; None while requests that are ending hold the memory that it takes."""
-        lens = self.make_room()
+        choice = self.draft_depth.choose(len(self.running), self.running.num_drafting)
+        shape = self.shapes[choice.depth]
+        lens = self.make_room(shape)
         if lens is None:
             return None
         self.prefill_in_row = 0
         available = self.memory.num_available_pages
-        batch = self.running.schedule_step(lens, available, self.memory.grow)
+        batch = self.running.schedule_step(lens, shape, choice, available, self.memory.grow)
         writes = self.with_remaps(batch.page_writes)
         if writes is not batch.page_writes:
             batch = replace(batch, page_writes=writes)
         self.ratio.decay()
-        self.stats.decode(self.running.num_tokens, len(self.running), len(self.waiting))
+        self.stats.decode(self.running.num_tokens, len(self.running), len(self.waiting), choice.depth)
         return self.launch(batch, list(self.running.reqs))
 
     def launch(self, batch: ScheduleBatch, reqs: Sequence[Req]) -> InFlight:
@@ -527,13 +534,13 @@ class Scheduler:
         self.output.flush()
         return TokenMasks(rows, bits)
 
-    def make_room(self) -> npt.NDArray[np.int64] | None:
-        """Retract requests, running ones or the one that is half-way through its prompt, until the next tokens of the
-        others fit. The lengths [B] that the step brings them to; None if memory is about to be free without that, with
-        the step in flight, or if only the half-way prompt is left."""
+    def make_room(self, shape: StepShape) -> npt.NDArray[np.int64] | None:
+        """Retract requests, running ones or the one that is half-way through its prompt, until a step of ``shape`` for
+        the others fits. The lengths [B] that the step brings them to; None if memory is about to be free without that,
+        with the step in flight, or if only the half-way prompt is left."""
         retracted = 0
-        lens = self.running.next_lens()
-        while self.running.num_pages_needed(lens) > self.memory.num_available_pages:
+        lens = self.running.next_lens(shape)
+        while self.running.num_pages_needed(lens, shape) > self.memory.num_available_pages:
             holders = self.running.reqs if self.chunked is None else [*self.running.reqs, self.chunked]
             if len(self.reqs) > len(self.waiting) + len(holders):
                 return None
@@ -542,7 +549,7 @@ class Scheduler:
             retracted += 1
             if not len(self.running):
                 return None
-            lens = self.running.next_lens()
+            lens = self.running.next_lens(shape)
         if retracted:
             reqs = self.running.reqs
             decoded = sum(len(req.output_ids) for req in reqs)
@@ -602,7 +609,7 @@ class Scheduler:
 
     def publish_decode(self, batch: DecodeBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
         """The new tokens of each request that has not left since. The hot loop: what is rare is elsewhere."""
-        if self.running.max_step_tokens > 1 or out.logprobs is not None or len(batch.constrained):
+        if not self.running.is_exact or out.logprobs is not None or len(batch.constrained):
             self.publish_counted(batch, reqs, number, out)
             return
         num_dropped = 0
@@ -625,19 +632,22 @@ class Scheduler:
     def publish_counted(self, batch: DecodeBatch, reqs: Sequence[Req], number: int, out: StepOutput) -> None:
         """The same for a step with several tokens a request, with logprobs, or with grammars."""
         tokens, counts = out.tokens.tolist(), out.token_counts(len(reqs))
-        most, last = self.running.max_step_tokens, 0
+        shape, is_exact, last = self.shapes[batch.depth.depth], self.running.is_exact, 0
         for req, length, count in zip(reqs, batch.seq_lens.tolist(), counts, strict=True):
             first, last = last, last + count
             if not req.left:
-                if most > 1:
-                    self.stats.verified(req, count - 1)
+                if not is_exact:
+                    self.stats.verified(req, count - 1, shape.depth)
                 self.publish_tokens(req, tokens[first:last], out, first)
-                assert req.committed_len <= length - self.running.num_spare and count <= most, (
+                assert req.committed_len <= length - shape.num_spare and count <= shape.num_tokens, (
                     f"{req.rid} got more tokens than it may"
                 )
+        if out.counts is not None:
+            assert batch.may_accept is not None, "the engine speculates"
+            self.draft_depth.published(shape.depth, out.counts[batch.may_accept])
         if out.bad_drafts is not None and out.bad_drafts.any():
             self.stats.bad_drafts([reqs[index] for index in np.flatnonzero(out.bad_drafts).tolist()])
-        if most > 1:
+        if not is_exact:
             self.joining += self.running.settle(reqs, number)
 
     def publish_extend(self, batch: ExtendBatch, reqs: Sequence[Req], out: StepOutput) -> None:

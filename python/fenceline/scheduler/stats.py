@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from fenceline.ipc.io_struct import CudaGraphState, HiCacheState, InternalState, TransferState
@@ -35,10 +36,11 @@ class SchedulerStats:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
-        self.num_verified = 0  # requests' steps with drafts
+        self.num_verified = 0  # requests' decode steps, where the engine speculates
         self.num_accepted = 0  # drafts
         self.num_bad_drafts = 0
         self._speculates = worker.max_step_tokens > 1
+        self.num_steps_by_depth: Counter[int] = Counter()  # of a draft
         self.num_retractions = 0
         self.num_aborts = 0
         self.num_computed_prompt_tokens = 0
@@ -59,7 +61,7 @@ class SchedulerStats:
 
     @property
     def accept_length(self) -> float:
-        """Tokens that a request got in a step with drafts, on average since the start; 0 before the first one."""
+        """Tokens that a request got in a decode step, on average since the start; 0 before the first one."""
         return 1 + self.num_accepted / self.num_verified if self.num_verified else 0.0
 
     def arrived(self, req: Req) -> None:
@@ -67,9 +69,10 @@ class SchedulerStats:
         self.num_prompt_tokens += len(req.prompt_ids)
         req.arrived_at = time.perf_counter()
 
-    def verified(self, req: Req, num_accepted: int) -> None:
-        """A step of ``req`` with drafts, of which so many were accepted."""
+    def verified(self, req: Req, num_accepted: int, num_drafts: int) -> None:
+        """A decode step of ``req`` with ``num_drafts`` in a row, of which so many were accepted."""
         req.num_verified += 1
+        req.num_drafts += num_drafts
         req.num_accepted += num_accepted
         self.num_verified += 1
         self.num_accepted += num_accepted
@@ -104,9 +107,10 @@ class SchedulerStats:
                 num_queued,
             )
 
-    def decode(self, num_tokens: int, num_running: int, num_queued: int) -> None:
-        """A decode step was planned; every so many of them a line is logged."""
+    def decode(self, num_tokens: int, num_running: int, num_queued: int, depth: int) -> None:
+        """A decode step was planned, with a draft of ``depth``; every so many of them a line is logged."""
         self._num_decode_steps += 1
+        self.num_steps_by_depth[depth] += 1
         if not self._decode_log_interval or self._num_decode_steps % self._decode_log_interval:
             return
         now = time.perf_counter()
@@ -122,7 +126,7 @@ class SchedulerStats:
             self._all_replayed(),
             self._throughput,
             num_queued,
-            f", accept len: {self.accept_length:.2f}" if self._speculates else "",
+            f", accept len: {self.accept_length:.2f}, draft depth: {depth}" if self._speculates else "",
         )
 
     def _all_replayed(self) -> bool:
@@ -181,7 +185,11 @@ class SchedulerStats:
             piecewise_cuda_graphs=_graph_state(self._prefill_graphs),
             hicache=_hicache_state(self._memory),
             avg_spec_accept_length=self.accept_length if self._speculates else None,
+            spec_steps_by_depth=self._steps_by_depth() if self._speculates else None,
         )
+
+    def _steps_by_depth(self) -> dict[str, int]:
+        return {str(depth): num for depth, num in sorted(self.num_steps_by_depth.items())}
 
 
 def _graph_state(stats: GraphStats | None) -> CudaGraphState | None:

@@ -129,6 +129,7 @@ class VgpuDevice(Device):
     kind = "vgpu"
     tolerates_repairs = False
     watches_host = True
+    keeps_time = False
 
     def __init__(self, severed: frozenset[str] = frozenset(), gpu: VirtualGpu | None = None) -> None:
         self.gpu = VirtualGpu() if gpu is None else gpu

@@ -15,6 +15,7 @@ import numpy as np
 
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
+from fenceline.model_executor.step import DecodeBatch, ScheduleBatch
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.layout import Layout
 from fenceline.vgpu.memory import Tag
@@ -31,13 +32,14 @@ class SpeculativeStep(Step):
     L - 1 + n, L being the number of its tokens as the step begins. Before that the draft proposes. One that reads
     hidden states stores a row each time, from L - 1 on, computed from its own hidden states; afterwards it stores all
     n + 1 rows again, from the target's. One that reads none begins with two rows, at L - 2 and L - 1, the first of
-    which goes to the sink unless the row is missing; it has no row of the last of n accepted tokens.
+    which goes to the sink unless the row is missing; it has no row of the last of n accepted tokens. ``depth`` is n,
+    and may be 0.
     """
 
-    def __init__(self, tags: Tags, seqs: Sequence[Seq], runner: SpeculativeRunner) -> None:
+    def __init__(self, tags: Tags, seqs: Sequence[Seq], runner: SpeculativeRunner, depth: int) -> None:
         super().__init__(tags, seqs, decodes=True)
         self._kind = "speculative step"
-        self._num_rows = runner.num_rows_per_req
+        self._num_rows = depth + 1
         self._reads_hidden = runner.reads_hidden
         arena = runner.arena
         self._proposed, self._drawn, self._counts = (
@@ -48,6 +50,11 @@ class SpeculativeStep(Step):
         self._stored: dict[int, list[dict[int, int]]] = {}  # by part and request: tags by position
 
     # --- what is known
+
+    def _row(self, memory: tuple[Tag, Layout], index: int) -> list[int]:
+        """The values of a request's rows; requests lie one after the other."""
+        row: list[int] = _values(memory).reshape(-1)[index * self._num_rows :][: self._num_rows].tolist()
+        return row
 
     def _ends_of(self, index: int) -> I64:
         """The prefixes that end at the request's tokens as the step begins."""
@@ -75,7 +82,7 @@ class SpeculativeStep(Step):
         """The prefixes that end at its last token and at the first ``num_tokens - 1`` proposed ones."""
         seq, ends = self._seqs[index], self._ends_of(index)
         prefixes, path = self._tags.prefixes, [int(ends[-2])]
-        for token in _values(self._proposed)[index, :num_tokens].tolist():
+        for token in self._row(self._proposed, index)[:num_tokens]:
             path.append(prefixes.then(path[-1], token, seq.account.name))
         return path[1:]
 
@@ -89,7 +96,7 @@ class SpeculativeStep(Step):
             return path[first + 1 : first + 1 + num_rows]
         if self._num_stores[part] < self._num_rows - 1:
             return [prefixes.marked(self._path(index, first + 2)[-1], _GUESS)]
-        name, drawn = self._seqs[index].account.name, _values(self._drawn)[index].tolist()
+        name, drawn = self._seqs[index].account.name, self._row(self._drawn, index)
         path = self._path(index, num_rows)
         return [prefixes.then(end, token, name) for end, token in zip(path, drawn, strict=True)]
 
@@ -195,9 +202,9 @@ class SpeculativeStep(Step):
     def _add_tokens(self, seq: Seq, last_token: int) -> None:
         index, tags = self._seqs.index(seq), self._tags
         base, count = self._base(index), int(_values(self._counts)[index])
-        for number, token in enumerate(_values(self._drawn)[index, :count].tolist()):
+        for number, token in enumerate(self._row(self._drawn, index)[:count]):
             seq.account.sampled(base + 1 + number, token)
-        if self._reads_hidden or count < self._num_rows:
+        if self._reads_hidden or count <= max(self._num_rows - 1, 1):
             return
         missing = base + count - 1
         slot = int(seq.slots(tags.page_size)[missing])
@@ -221,8 +228,10 @@ class SpeculativeTags(Tags):
         super().__init__(gpu, runner)
         self._runner = runner.speculative
 
-    def _purpose(self, seqs: Sequence[Seq], decodes: bool) -> Step:
-        return SpeculativeStep(self, seqs, self._runner) if decodes else super()._purpose(seqs, decodes)
+    def _purpose(self, seqs: Sequence[Seq], batch: ScheduleBatch) -> Step:
+        if isinstance(batch, DecodeBatch):
+            return SpeculativeStep(self, seqs, self._runner, batch.depth.depth)
+        return super()._purpose(seqs, batch)
 
 
 def make_tags(gpu: VirtualGpu, runner: ModelRunner) -> Tags:

@@ -31,7 +31,7 @@ from fenceline.ipc.io_struct import TokenizedGenerateReq
 from fenceline.mem_cache.transfer import TransferKind
 from fenceline.mem_cache.tree.radix_cache import RadixCache, TreeNode
 from fenceline.model_executor.model_runner import ModelRunner
-from fenceline.model_executor.step import ExtendBatch, ScheduleBatch
+from fenceline.model_executor.step import DecodeBatch, ExtendBatch, ScheduleBatch
 from fenceline.scheduler.req import Req
 from fenceline.scheduler.scheduler import Scheduler
 from fenceline.vgpu.errors import CheckError, TagError
@@ -582,7 +582,7 @@ class Tags:
             self.pages.share(pages[:num_shared].tolist(), account.name, shared)
             self.pages.claim(pages[num_shared:].tolist(), account.name, account, shared)
             seqs.append(Seq(account, row, first, length, samples, pages))
-        self._submitted = self._purpose(seqs, not isinstance(batch, ExtendBatch))
+        self._submitted = self._purpose(seqs, batch)
         with self._gpu.submitting_for(self._submitted):
             yield
 
@@ -598,8 +598,8 @@ class Tags:
         if self._submitted is not None:
             self._submitted.declared = accessed, written
 
-    def _purpose(self, seqs: Sequence[Seq], decodes: bool) -> Step:
-        return Step(self, seqs, decodes)
+    def _purpose(self, seqs: Sequence[Seq], batch: ScheduleBatch) -> Step:
+        return Step(self, seqs, decodes=isinstance(batch, DecodeBatch))
 
     @contextmanager
     def transfer(self, kind: TransferKind, device_pages: I32, host_pages: I32) -> Iterator[None]:

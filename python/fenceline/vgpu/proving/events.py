@@ -68,6 +68,7 @@ EVENTS: dict[str, str] = {
     "accepted draft": "a step yields more than one token for a request",
     "several accepted drafts": "more than two",
     "rejected draft": "",
+    "drafts of another depth": "than those of the step before",
     "draft behind": "all proposals of a draft without hidden states are accepted: it lacks the row of the last one",
     "penalties beside drafts": "a request whose drafts may not count, in a step with others",
     "tokens after an end": "a request ends in the middle of what a step yields; the rest is dropped",
@@ -279,7 +280,7 @@ class Watch:
         self._rejected_pages: set[int] = set()
         config = scheduler.config.speculative
         assert config is not None, "the engine speculates"
-        self._num_steps = config.num_steps
+        self._depth: int | None = None  # of the latest step that was published
         self._reads_hidden = config.draft.algorithm is not SpeculativeAlgorithm.STANDALONE
         around(scheduler, "publish_counted", before=self._counted)
         around(scheduler, "publish_tokens", before=self._yields)
@@ -290,8 +291,11 @@ class Watch:
         counts = out.token_counts(len(reqs))
         self.note("accepted draft", max(counts) > 1)
         self.note("several accepted drafts", max(counts) > 2)
-        self.note("rejected draft", min(counts) <= self._num_steps)
-        self.note("draft behind", not self._reads_hidden and max(counts) > self._num_steps)
+        depth = batch.depth.depth
+        self.note("drafts of another depth", self._depth not in (None, depth))
+        self._depth = depth
+        self.note("rejected draft", min(counts) <= depth)
+        self.note("draft behind", not self._reads_hidden and 0 < depth < max(counts))
         penalised = [req.params.needs_penalties for req in batch.sampling]
         self.note("penalties beside drafts", any(penalised) and not all(penalised))
 
@@ -302,7 +306,7 @@ class Watch:
     def _releases(self, req: Req) -> None:
         size = self._scheduler.config.server_args.page_size
         if req.row and req.num_verified:
-            last = min(req.committed_len + self._num_steps, len(req.pages) * size - 1)
+            last = min(req.committed_len + (self._depth or 0), len(req.pages) * size - 1)
             self._rejected_pages |= set(req.pages[-(-req.committed_len // size) : last // size + 1])
 
     def _leased(self, result: tuple[Sequence[int], Points] | None, num: int) -> None:

@@ -24,6 +24,7 @@ from fenceline.model_executor.step import (
     ForwardResult,
     HeldStep,
     ScheduleBatch,
+    StepCosts,
     StepOutput,
     TokenMasks,
     drain_completions,
@@ -52,6 +53,11 @@ class RecordedWorker:
                 self.storage = Storage(cast(StorageController, recorded), runner.storage.root_key)
         self._runner = runner
         self._events = events
+
+    @property
+    def step_costs(self) -> StepCosts | None:
+        """As of the runner."""
+        return self._runner.step_costs
 
     @property
     def graph_stats(self) -> GraphStats | None:

@@ -9,13 +9,19 @@ from random import Random
 
 from fenceline.ipc.io_struct import AbortReq, ContinueGenerationReq, FlushCacheReq, PauseGenerationReq
 from fenceline.vgpu.proving.hicache_workloads import tier_flags
-from fenceline.vgpu.proving.script import Flags, Scenario, Script, Workload
+from fenceline.vgpu.proving.script import Flag, Flags, Scenario, Script, Workload
 from fenceline.vgpu.proving.tiny_model import DRAFTS, VOCAB_SIZE
 
 
 def draft_flags(random: Random) -> Flags:
-    """A draft, and how many tokens it proposes."""
-    return {"draft": random.choice(DRAFTS), "speculative_num_steps": random.choice((1, 2, 3))}
+    """A draft, and how many tokens it proposes: in half of the runs another number in each step."""
+    flags: dict[str, Flag] = {
+        "draft": random.choice(DRAFTS),
+        "speculative_num_steps": random.choice((1, 2, 3)),
+    }
+    if random.random() < 0.5:
+        flags["depth_seed"] = random.randrange(1 << 16)
+    return flags
 
 
 def _options(script: Script) -> dict[str, object]:

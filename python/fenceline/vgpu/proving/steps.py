@@ -31,6 +31,7 @@ from fenceline.vgpu.proving.events import Watch, around, state_of
 from fenceline.vgpu.proving.flashinfer_library import FLASHINFER, FLASHINFER_TENSOR_CORES
 from fenceline.vgpu.proving.launched_attention import LAUNCHED
 from fenceline.vgpu.proving.oracle import Oracle
+from fenceline.vgpu.proving.random_depths import RandomDepths
 from fenceline.vgpu.proving.recorded_worker import RecordedWorker
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
 from fenceline.vgpu.proving.tiny_model import tiny_draft, tiny_model_path, tiny_tokenizer
@@ -71,8 +72,11 @@ def _oracle(model_path: str) -> Oracle:
 def make_config(flags: Flags, device: str) -> EngineConfig:
     """The engine's configuration with the tiny model. Beyond the command line it allows smaller pages, the attention
     backends of the proof, loads of prefixes of any length from a lower tier, and ``draft``, one of
-    ``tiny_model.DRAFTS``."""
-    return _config(tuple(sorted({"device": device, **flags}.items())))
+    ``tiny_model.DRAFTS``; with ``depth_seed`` its depth is another in each step."""
+    flags = {"device": device, **flags}
+    if flags.pop("depth_seed", None) is not None:
+        flags["speculative_adaptive"] = True
+    return _config(tuple(sorted(flags.items())))
 
 
 class Loop:
@@ -110,6 +114,9 @@ class Loop:
                 around(controller._backend, "get", after=self._tags.fetched)
         worker = RecordedWorker(self.runner, self.decisions, self._tags)
         self.scheduler = WatchedScheduler(config, worker, self, self, self._tags)
+        if "depth_seed" in scenario.flags:
+            depths = tuple(self.scheduler.shapes)
+            self.scheduler.draft_depth = RandomDepths(depths, int(str(scenario.flags["depth_seed"])))
         self.watch.watch(self.scheduler)
         args = config.server_args
         # A step's rows need slots, whether its drafts are accepted or not.
