@@ -79,10 +79,13 @@ def test_answers_are_those_of_one_rank_while_pages_move_between_the_tiers(tmp_pa
     storage = ("--hicache-storage-dir", str(tmp_path / "pages"))
     with LiveServer.real("--model-path", "demo", *RANKS, *TIERS, *storage) as server:
         server.wait_ready()
-        for _ in range(2):
-            at_once = [server.post_in_thread(body) for body in bodies]
-            assert [answer.result(WAIT_S).json()["output_ids"] for answer in at_once] == expected
         with server.client() as client:
+            for _ in range(2):
+                client.post("/pause_generation", json={"mode": "in_place"})  # so that all begin at once
+                at_once = [server.post_in_thread(body) for body in bodies]
+                wait_for(lambda: scheduler_state(client)["num_queue_reqs"] == len(bodies))
+                client.post("/continue_generation", json={})
+                assert [answer.result(WAIT_S).json()["output_ids"] for answer in at_once] == expected
             state = scheduler_state(client)
             tiers = state["hicache"]
             assert state["num_retractions"] > 0
