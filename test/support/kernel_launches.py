@@ -16,11 +16,13 @@ from fenceline.layers.kernels import (
     activation,
     decode_attention,
     extend_attention,
+    quantized_gemm,
     rms_norm,
     rotate_store,
     skinny_gemm,
 )
 from fenceline.layers.kernels.base import HeadLayout, QKNorm
+from fenceline.layers.quantized import FP8, round_to_fp8
 from fenceline.model_executor.kernels import decode_prologue, decode_prologue_triton
 from fenceline.sampling.gumbel import mix_seeds
 from fenceline.sampling.kernels import sample, sample_triton
@@ -35,6 +37,8 @@ def launches() -> Iterator[Launch]:
     yield from _activations()
     yield from _rotations()
     yield from _products()
+    yield from _quantized_products()
+    yield from _roundings()
     yield from _decodes()
     yield from _extends()
     yield from _gathers()
@@ -120,6 +124,54 @@ def _products() -> Iterator[Launch]:
         operands = (x, weight, norm, bias, out if adds else None, out)
         name = f"skinny_linear {rows}x{k}x{width}{' gated' * gated}"
         yield Launch(name, accesses.skinny_linear, operands, run, waits_in=skinny_gemm)
+
+
+def _quantized_products() -> Iterator[Launch]:
+    # Rows, K, group, outputs, norm, bias, gated, residual.
+    shapes = (
+        (1, 200, 128, 20, True, True, False, True),
+        (3, 40, 40, 24, True, True, False, True),
+        (1, 64, 64, 12, True, False, True, False),
+        (2, 144, 128, 9, False, True, True, False),
+    )
+    for rows, k, group, num_out, has_norm, has_bias, gated, adds in shapes:
+        width = num_out * (2 if gated else 1)
+        data, scales = round_to_fp8(_random(width, k), group)
+        norm = _random(k) if has_norm else None
+        bias = _random(width) if has_bias else None
+        out = _random(rows, num_out)
+
+        def run(
+            pdl: bool, x: Any, data: Any, scales: Any, norm: Any, bias: Any, residual: Any, out: Any,
+            gated: bool = gated, group: int = group,
+        ) -> None:  # fmt: skip
+            config = skinny_gemm.TritonConfig(8, 32, 4, launch_pdl=pdl)
+            fusion = skinny_gemm.Fusion(norm, 1e-6, bias, gated, residual)
+            result = None if residual is not None else out
+            quantized_gemm.quantized_linear(x, data.view(FP8), scales, group, config, fusion, result)
+
+        operands = (
+            _random(rows, k),
+            data.contiguous().view(torch.uint8),
+            scales,
+            norm,
+            bias,
+            out if adds else None,
+            out,
+        )
+        name = f"quantized_linear {rows}x{k}x{width}{' gated' * gated}"
+        yield Launch(name, accesses.quantized_linear, operands, run, waits_in=quantized_gemm)
+
+
+def _roundings() -> Iterator[Launch]:
+    for scale in (torch.tensor(0.5), None):
+        x, (numbers, scales) = _random(3, 200), round_to_fp8(torch.ones(3, 200), 128)
+
+        def run(pdl: bool, x: Any, scale: Any, numbers: Any, scales: Any) -> None:
+            quantized_gemm.quantize_rows(x, 128, scale)
+
+        operands = (x, scale, numbers.contiguous().view(torch.uint8), scales)
+        yield Launch(f"quantize_rows {scale}", accesses.quantize_rows, operands, run, [operands[2], scales])
 
 
 def _paged(lens: list[int], page_size: int, heads: tuple[int, int]) -> tuple[Any, ...]:

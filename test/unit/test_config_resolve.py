@@ -593,50 +593,6 @@ def test_a_file_of_weights_instead_of_its_folder_is_refused(model_dir: Path) -> 
         resolved(model_dir / "model.gguf")
 
 
-@pytest.mark.parametrize(
-    ("config", "method"),
-    [
-        ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "fp8"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "awq"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
-        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
-        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes"),
-        ({"quantization_config": {"load_in_8bit": True}}, "bitsandbytes"),
-        ({"quantization_config": {"quant_algo": "NVFP4"}}, "NVFP4"),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
-        ({"quantization_config": {"bits": 4}}, "a method that config.json does not name"),
-        ({"quantization_config": "yes"}, "a method that config.json does not name"),
-        # Of a model that is not supported either: the method is what its owner can change.
-        ({"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
-    ],
-)
-def test_a_quantised_checkpoint_is_refused_by_its_methods_name(
-    model_dir: Path, config: dict[str, object], method: str
-) -> None:
-    (model_dir / "config.json").write_text(json.dumps(CONFIG_JSON | config))
-    with pytest.raises(ConfigError) as caught:
-        resolved(model_dir)
-    assert str(caught.value) == (
-        f"--model-path {model_dir}: the checkpoint is quantised ({method}), which is not supported; use the model's "
-        "unquantised weights"
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "method"),
-    [
-        ('{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}', "modelopt FP8"),
-        ('{"producer": {"name": "modelopt"}}', "modelopt"),
-    ],
-)
-def test_a_checkpoint_that_modelopt_has_quantised_is_refused(model_dir: Path, text: str, method: str) -> None:
-    """It says so in a file of its own."""
-    (model_dir / "hf_quant_config.json").write_text(text)
-    with pytest.raises(ConfigError, match=rf"the checkpoint is quantised \({method}\), which"):
-        resolved(model_dir)
-
-
 def test_trust_remote_code_does_not_help_an_architecture_that_is_not_built_in(model_dir: Path) -> None:
     assert resolved(model_dir, trust_remote_code=True).server_args.trust_remote_code
     remote = {

@@ -22,7 +22,14 @@ from fenceline.speculative import kv_rows
 LAYERS = [value for value in vars(accesses).values() if isinstance(value, Kernel)]
 OTHERS = (decode_prologue.KERNEL, sample.PIECES, sample.COMBINE, kv_rows.KERNEL)
 KERNELS = [kernel.name for kernel in (*LAYERS, *OTHERS)]
-PROGRAMMATIC = ["rms_norm", "silu_and_mul", "rotate_and_store", "skinny_linear", "decode_attention"]
+PROGRAMMATIC = [
+    "rms_norm",
+    "silu_and_mul",
+    "rotate_and_store",
+    "skinny_linear",
+    "quantized_linear",
+    "decode_attention",
+]
 KINDS = {
     "among_garbage": KERNELS,
     "each_operand_is_needed": KERNELS,

@@ -278,7 +278,7 @@ def test_a_window_that_no_layer_uses_is_ignored(tmp_path: Path, config: Json) ->
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number"),
         ({"tie_word_embeddings": "yes"}, "true or false"),
         ({"hidden_act": "gelu"}, "only silu"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "unquantised"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "unquantised"),
         ({"torch_dtype": "int8"}, "--dtype"),
         ({"rope_theta": -1.0}, "rope_theta"),
     ],

@@ -1,10 +1,9 @@
-"""Layers: shards add up to the whole, weights of another kind take the places of dense ones, a forward in pieces equals
-the whole one, rotary tables equal transformers'."""
+"""Layers: shards add up to the whole, a forward in pieces equals the whole one, rotary tables equal transformers'."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,7 +27,7 @@ from fenceline.layers.linear import (
     VocabParallelEmbedding,
 )
 from fenceline.layers.rotary import RotaryEmbedding, apply_rotary, rotary_angles
-from fenceline.layers.weight import Weight, WeightSlot, WeightSlots, fill_slots
+from fenceline.layers.weight import WeightSlots, fill_slots
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 from fenceline.models.decoder import CausalLM
 from fenceline.models.loader import load_model
@@ -197,55 +196,6 @@ def test_ranks_hold_parts_of_the_same_dummy_weights(tmp_path: Path) -> None:
         for name, slot in slots(shard).items():
             part = whole[name].dest.narrow(slot.dim, slot.start, slot.dest.shape[slot.dim])
             assert torch.equal(slot.dest, part), name
-
-
-class Int8Weight(Weight):
-    """Whole numbers with a scale for each row: a kind that has its tensors and its product, and nothing else."""
-
-    kind = "int8"
-
-    def __init__(self, out_features: int, in_features: int) -> None:
-        super().__init__(out_features, in_features)
-        self.data = torch.empty(out_features, in_features, dtype=torch.int8)
-        self.scale = torch.empty(out_features)
-
-    def slots(self, name: str, rows: slice, full_shape: tuple[int, int], dim: int, start: int) -> WeightSlots:
-        weight = _QuantisingSlot(self.data[rows], full_shape, dim, start, self.scale[rows])
-        return {f"{name}.weight": weight}
-
-    def product(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        y = x @ self.data.float().t() * self.scale
-        if bias is not None:
-            y += bias
-        return y if out is None else out.copy_(y)
-
-
-@dataclass(frozen=True, slots=True)
-class _QuantisingSlot(WeightSlot):
-    scale: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-
-    def load(self, name: str, tensor: torch.Tensor) -> None:
-        self.scale.copy_(tensor.abs().amax(1) / 127)
-        part = tensor.narrow(self.dim, self.start, self.dest.shape[self.dim])
-        self.dest.copy_((part / self.scale[:, None]).round())
-
-
-@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3"])
-def test_weights_of_another_kind_take_the_places_of_dense_ones(name: str, tmp_path: Path) -> None:
-    """A kind brings its tensors and its product; layers, models and steps do not know of it."""
-    save_checkpoint(name, tmp_path)
-    plain = PagedModel(tmp_path, 16, "cpu")
-    quantised = PagedModel(tmp_path, 16, "cpu", context=replace(context_of(Shard()), linear=Int8Weight))
-    rounded = 0
-    for key, slot in quantised.model.weight_slots().items():
-        if isinstance(slot, _QuantisingSlot):
-            rounded += 1
-            plain.model.weight_slots()[key].dest.copy_(slot.dest.float() * slot.scale[:, None])
-    assert rounded == 7 * len(plain.model.layers)
-    for ours, reference in zip(run_steps(quantised), run_steps(plain), strict=True):
-        torch.testing.assert_close(ours, reference, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3"])

@@ -415,7 +415,9 @@ def _read_model(
     args: ServerArgs, path: str, tokenizer_path: str, overrides: dict[str, object], device: str
 ) -> ModelConfig:
     try:
-        model = ModelConfig.from_dir(path, overrides, args.context_length, args.dtype, tokenizer_path)
+        model = ModelConfig.from_dir(
+            path, overrides, args.context_length, args.dtype, tokenizer_path, args.quantization
+        )
         if args.load_format != "dummy":
             weight_files(Path(path))  # read by the scheduler; said now where there are none
     except ValueError as error:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from fenceline.config import ConfigError
 from fenceline.config.model_files import (
-    read_json_object,
     read_model_json,
     read_optional,
     token_ids,
     tokenizer_eos_id,
 )
+from fenceline.config.quantization import QuantConfig, read_quantization
 
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -68,6 +68,7 @@ class ModelConfig:
     ``eos_token_ids`` is the sorted union of config.json, generation_config.json and the tokenizer.
     ``attention_bias`` and ``mlp_bias`` are config.json's; which projections they are for, the family's file in models/
     says. ``num_mtp_layers`` layers of the checkpoint predict further tokens (--speculative-algorithm NEXTN).
+    ``quantization`` is the number format of the linear layers, None: ``dtype``.
     """
 
     model_path: str
@@ -93,6 +94,7 @@ class ModelConfig:
     bos_token_id: int | None
     dtype: str
     num_mtp_layers: int = 0
+    quantization: QuantConfig | None = None
     sampling_defaults: SamplingDefaults
     hf_config: dict[str, object] = dataclasses.field(repr=False, compare=False)
 
@@ -104,17 +106,19 @@ class ModelConfig:
         context_length: int | None = None,
         dtype: str = "auto",
         tokenizer_path: str | None = None,
+        quantization: str | None = None,
     ) -> ModelConfig:
         """Read a Hugging Face model directory; only config.json has to be there.
 
         ``overrides`` replace entries of config.json (--json-model-override-args), ``context_length`` tokens shorten
-        the model's own limit, ``tokenizer_path`` is where the tokenizer's files lie unless beside the model's.
+        the model's own limit, ``tokenizer_path`` is where the tokenizer's files lie unless beside the model's,
+        ``quantization`` is --quantization.
         Raises ``ConfigError`` (a ``ValueError``), one line with the remedy.
         """
         directory = Path(path)
         hf = _apply_overrides(read_model_json(directory), overrides or {})
         generation = read_optional(directory / "generation_config.json")
-        _refuse_quantised(hf, directory)
+        quantization_config = read_quantization(hf, directory, quantization)
         architecture = _architecture(hf)
         _refuse_unsupported(hf)
         reader = _Reader(hf)
@@ -154,6 +158,7 @@ class ModelConfig:
             bos_token_id=bos[0] if bos else None,
             dtype=_resolve_dtype(dtype, hf),
             num_mtp_layers=reader.count("num_nextn_predict_layers"),
+            quantization=quantization_config,
             sampling_defaults=_sampling_defaults(generation),
             hf_config=hf,
         )
@@ -224,26 +229,6 @@ def _architecture(hf: Mapping[str, object]) -> str:
     raise ConfigError(
         f"config.json: architecture {given} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
     )
-
-
-def _refuse_quantised(hf: Mapping[str, object], directory: Path) -> None:
-    """Each tool has a place of its own for what it did; modelopt and some others write a file beside config.json."""
-    method: object = None
-    for key in ("quantization_config", "compression_config"):
-        entry = hf.get(key)
-        if entry:
-            fields = entry if isinstance(entry, Mapping) else {}
-            bits = next((name for name in ("load_in_4bit", "load_in_8bit") if fields.get(name)), None)
-            method = fields.get("quant_method") or (bits and "bitsandbytes") or fields.get("quant_algo")
-            method = method or "a method that config.json does not name"
-    if method is None and (directory / "hf_quant_config.json").is_file():
-        entry = read_json_object(directory / "hf_quant_config.json").get("quantization")
-        algorithm = entry.get("quant_algo") if isinstance(entry, Mapping) else None
-        method = f"modelopt {algorithm}" if algorithm else "modelopt"
-    if method is not None:
-        raise ConfigError(
-            f"the checkpoint is quantised ({method}), which is not supported; use the model's unquantised weights"
-        )
 
 
 def _refuse_unsupported(hf: Mapping[str, object]) -> None:

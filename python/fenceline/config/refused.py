@@ -39,7 +39,6 @@ def _same(options: str, refusal: Refusal) -> dict[str, Refusal]:
 
 _PARALLEL = "this server runs one model on one host: leave it out, split the model with --tp-size or start more servers"
 _LORA = "merge the adapter into the model and pass the merged directory as --model-path"
-_QUANTIZED = "weights and KV cache keep --dtype: leave it out"
 _TLS = "put a TLS proxy in front of the server and leave it out"
 
 REFUSED: Mapping[str, Refusal] = {
@@ -63,8 +62,7 @@ REFUSED: Mapping[str, Refusal] = {
     ),
     "--dense-as-sparse": Refusal("there is no sparse attention: leave it out"),
     **_same("--enable-lora --lora-paths --max-loras-per-batch", Refusal(_LORA)),
-    "--quantization": Refusal(_QUANTIZED, ("none",)),
-    "--kv-cache-dtype": Refusal(_QUANTIZED, ("auto",)),
+    "--kv-cache-dtype": Refusal("the KV cache keeps --dtype: leave it out", ("auto",)),
     **_same("--ssl-keyfile --ssl-certfile", Refusal(_TLS)),
     "--enable-mixed-chunk": Refusal(
         "a step is either prefill or decode: leave it out; a smaller --chunked-prefill-size shortens the pauses of"
@@ -126,7 +124,7 @@ ELSEWHERE: Mapping[str, str] = {
     "--model-id": "use --model-path",
     "--hostname": "use --host",
     "--num-shard": "use --tp-size",
-    "--quantize": _QUANTIZED,
+    "--quantize": "use --quantization",
     "--max-input-length": "use --context-length",
     "--max-input-tokens": "use --context-length",
     "--max-concurrent-requests": "use --max-queued-requests",

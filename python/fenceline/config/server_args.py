@@ -101,6 +101,19 @@ class ServerArgs:
         group=_MODEL,
         choices=("auto", "float32", "float", "bfloat16", "float16", "half"),
     )
+    quantization: str | None = flag(
+        None,
+        "The number format of the linear layers. fp8 rounds plain weights while they are loaded. A checkpoint that is "
+        "quantised already says so itself, and the flag may repeat its method.",
+        group=_MODEL,
+        choices=("fp8", "compressed-tensors"),
+        refused=dict.fromkeys(
+            ("bitsandbytes", "gguf", "marlin", "gptq_marlin", "awq_marlin", "modelopt", "modelopt_fp8",
+             "modelopt_fp4", "w8a8_int8", "w8a8_fp8", "petit_nvfp4", "qoq", "mxfp4", "moe_wna16"),
+            "use fp8, which rounds plain weights while they are loaded, or a checkpoint in a format of "
+            "docs/quantization.md",
+        ),
+    )  # fmt: skip
     context_length: int | None = flag(
         None,
         "Longest sequence in tokens, prompt and answer together; the model's own limit unless given.",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from fenceline.config.quantization import QuantConfig
 from fenceline.layers.kernels.base import LayerKernels, TorchLayerKernels
+from fenceline.layers.quantized import QuantizedFormat, QuantizedWeight, make_format
 from fenceline.layers.weight import DenseWeight, RMSNorm, Weight
 from fenceline.memory_order import Communicator
 from fenceline.memory_order.kernel import is_watched
@@ -64,6 +68,18 @@ class LayerContext:
     dtype: torch.dtype  # of activations, norms and biases
     dense: Callable[[int, int], DenseWeight]
     linear: Callable[[int, int], Weight]
+    quantized: Callable[[QuantizedFormat], Weight] = QuantizedWeight  # a weight with a number format inside
+
+    def with_format(self, config: QuantConfig | None) -> LayerContext:
+        """The context for a model whose linear layers have the format ``config``; None: this one."""
+        if config is None:
+            return self
+        quantized, dtype = self.quantized, self.dtype
+
+        def linear(out_features: int, in_features: int) -> Weight:
+            return quantized(make_format(config, out_features, in_features, dtype))
+
+        return dataclasses.replace(self, linear=linear)
 
     def norm(self, size: int, eps: float) -> RMSNorm:
         """An RMSNorm over ``size`` features."""
@@ -86,6 +102,7 @@ def make_layer_context(device: torch.device, shard: Shard, dtype: torch.dtype) -
             CudaLayerKernels,
             find_skinny_products,
         )
+        from fenceline.layers.kernels.cuda_quantized import CudaQuantizedWeight, find_quantized_products
     except ImportError as error:
         raise ValueError(
             f"--device cuda needs Triton ({error}): pip install 'fenceline[cuda]', or use --device cpu"
@@ -95,7 +112,12 @@ def make_layer_context(device: torch.device, shard: Shard, dtype: torch.dtype) -
     def dense(out_features: int, in_features: int) -> DenseWeight:
         return CudaDenseWeight(out_features, in_features, dtype, products)
 
-    return LayerContext(shard, CudaLayerKernels(device), dtype, dense, dense)
+    quantized_products = functools.cache(find_quantized_products)  # tried when the first such weight is made
+
+    def quantized(stored: QuantizedFormat) -> Weight:
+        return CudaQuantizedWeight(stored, quantized_products(device))
+
+    return LayerContext(shard, CudaLayerKernels(device), dtype, dense, dense, quantized)
 
 
 def _launched_context(shard: Shard, dtype: torch.dtype) -> LayerContext:

@@ -1,8 +1,8 @@
 """Parameters: where a checkpoint's tensors go, and the products that read them.
 
-A linear layer holds a Weight and uses its methods alone. A new number format (FP8, INT4) is a new subclass: it says
-where a checkpoint's tensors go and how the matrix is multiplied. ``product`` is all that it must have. The other
-products are those of a decoder layer; a subclass whose kernels fuse them overrides them.
+A linear layer holds a Weight and uses its methods alone. A Weight says where a checkpoint's tensors go and how the
+matrix is multiplied. ``product`` is all that it must have. The other products are those of a decoder layer; a subclass
+whose kernels fuse them overrides them. Quantised weights, which have their number format inside, are in quantized.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,30 +24,59 @@ WeightSlots = dict[str, "WeightSlot"]
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
     """``dest`` is a view into a parameter; it takes the ``[start, start + dest.shape[dim])`` part along ``dim`` of a
-    checkpoint tensor of ``full_shape``. ``dest`` may be empty: a rank past the end of a padded vocabulary."""
+    checkpoint tensor of ``full_shape``. ``dest`` may be empty: a rank past the end of a padded vocabulary.
+
+    Where the checkpoint stores the values in another way, ``convert`` makes the whole tensor, of which ``dest`` takes
+    its part, from the checkpoint's. ``loaded`` is called when all slots of the model have been filled.
+    """
 
     dest: torch.Tensor
     full_shape: tuple[int, ...]
     dim: int = 0
     start: int = 0
+    convert: Callable[[torch.Tensor], torch.Tensor] | None = None
+    loaded: Callable[[], None] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the checkpoint's tensor, where it may be chosen: that of the parameter."""
+        return self.dest.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters that it fills."""
+        return self.dest.nbytes
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Copy ``tensor`` (any float type and device) into place, converting to the parameter's type. A parameter of
-        whole numbers takes any integer type.
+        whole numbers takes any integer type, one of FP8 its own type alone.
 
-        Raises ``ValueError`` for a wrong shape or a type that is not a plain float (a quantised checkpoint).
+        Raises ``ValueError`` for a wrong shape or a type that does not fit (a quantised checkpoint).
         """
-        if tuple(tensor.shape) != self.full_shape:
-            raise ValueError(
-                f"weight {name} has shape {list(tensor.shape)}, config.json asks for {list(self.full_shape)}; "
-                f"the weights and config.json belong to different models"
-            )
+        self.check(name, tensor)
         if not self.dest.dtype.is_floating_point:
             if tensor.dtype.is_floating_point:
                 raise ValueError(f"weight {name} is {tensor.dtype}, it must hold whole numbers")
+        elif self.dest.dtype.itemsize < 2:
+            if tensor.dtype != self.dest.dtype:
+                raise ValueError(
+                    f"weight {name} is {tensor.dtype}, config.json announces {self.dest.dtype}; the weights and"
+                    " config.json belong to different models"
+                )
         elif not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise ValueError(f"weight {name} is {tensor.dtype}; use the model's unquantised weights")
+        if self.convert is not None:
+            tensor = self.convert(tensor.to(self.dest.device))
         self.dest.copy_(tensor.narrow(self.dim, self.start, self.dest.shape[self.dim]))
+
+    def check(self, name: str, tensor: torch.Tensor) -> None:
+        """Raises ``ValueError`` for a wrong shape. A tensor of one number may have any."""
+        if tuple(tensor.shape) == self.full_shape or (self.full_shape == () and tensor.numel() == 1):
+            return
+        raise ValueError(
+            f"weight {name} has shape {list(tensor.shape)}, config.json asks for {list(self.full_shape)}; "
+            f"the weights and config.json belong to different models"
+        )
 
 
 def whole(param: torch.Tensor) -> WeightSlot:
@@ -87,6 +115,9 @@ def fill_slots(
             f"the checkpoint lacks weights: {_shorten(sorted(missing))}; "
             f"check config.json (num_hidden_layers, tie_word_embeddings) or download the model again"
         )
+    for slot in slots.values():
+        if slot.loaded is not None:
+            slot.loaded()
 
 
 def _shorten(names: Sequence[str]) -> str:
@@ -118,7 +149,7 @@ class Weight(ABC):
     model's dtype; sums are at least float32. A bias is [out_features].
     """
 
-    kind: ClassVar[str]  # the number format: "dense"
+    kind: str  # the number format: "dense"
 
     def __init__(self, out_features: int, in_features: int) -> None:
         self.shape = (out_features, in_features)

@@ -157,4 +157,4 @@ class CausalLM(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of all parameters."""
-        return sum(slot.dest.nbytes for slot in self.weight_slots().values())
+        return sum(slot.nbytes for slot in self.weight_slots().values())

@@ -81,7 +81,7 @@ class DraftModel(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of the parameters that the draft does not share with the target."""
-        return sum(slot.dest.nbytes for slot in self.weight_slots().values())
+        return sum(slot.nbytes for slot in self.weight_slots().values())
 
 
 class StandaloneDraft(DraftModel):

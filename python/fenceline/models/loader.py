@@ -16,6 +16,7 @@ from tqdm import tqdm
 from fenceline.config.draft_config import DraftConfig, SpeculativeAlgorithm
 from fenceline.config.model_config import ModelConfig
 from fenceline.config.model_files import CONVERT, CONVERT_DRAFT, weight_files
+from fenceline.config.quantization import QuantConfig
 from fenceline.layers.context import LayerContext
 from fenceline.layers.weight import WeightSlots
 from fenceline.models.decoder import MTP_PREFIX, CausalLM
@@ -48,7 +49,7 @@ def load_model(
     begin = time.perf_counter()
     # Parameters are allocated on the device at once: a large model may not fit host memory.
     with torch.no_grad(), torch.device(device):
-        model = make_model(config, context)
+        model = make_model(config, context.with_format(_stored_format(config, load_format)))
         if load_format == "dummy":
             _randomise(model.weight_slots(), seed)
         else:
@@ -71,6 +72,7 @@ def load_draft_model(
     directory = config.model.model_path
     files = _files(directory, load_format, CONVERT_DRAFT)
     begin = time.perf_counter()
+    context = context.with_format(_stored_format(config.model, load_format))
     with torch.no_grad(), torch.device(device):
         if load_format == "dummy":
             draft = make_draft_model(config, context, target, _dummy_names(config, target))
@@ -113,6 +115,12 @@ class DraftNames:
                 f"{directory}: lacks the tensors {MTP_PREFIX}*, which config.json announces"
                 " (num_nextn_predict_layers); download the model again, or one that has them"
             )
+
+
+def _stored_format(config: ModelConfig, load_format: str) -> QuantConfig | None:
+    """Random weights are drawn as plain numbers, whatever the checkpoint's format, and then rounded to it."""
+    quantization = config.quantization
+    return quantization.on_line() if quantization is not None and load_format == "dummy" else quantization
 
 
 def _dummy_names(config: DraftConfig, target: CausalLM) -> frozenset[str]:
@@ -199,5 +207,5 @@ def _randomise(slots: WeightSlots, seed: int) -> None:
             slot.dest.fill_(1.0)
         else:
             generator = torch.Generator(slot.dest.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            values = torch.empty(slot.full_shape, dtype=slot.dest.dtype)
+            values = torch.empty(slot.full_shape, dtype=slot.dtype)
             slot.load(name, values.uniform_(-bound, bound, generator=generator))

@@ -75,6 +75,40 @@ def skinny_linear(
 
 
 @declare_kernel
+def quantized_linear(
+    op: KernelAccesses,
+    x: torch.Tensor,
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """See ``quantized_gemm.quantized_linear``. ``out`` is the residual if there is one."""
+    op.start_dependents()
+    op.wait()
+    for operand in (x, data, scales, norm_weight, bias, residual):
+        op.read(operand)
+    op.write(out)
+
+
+@declare_kernel
+def quantize_rows(
+    op: KernelAccesses,
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    numbers: torch.Tensor,
+    scales: torch.Tensor,
+) -> None:
+    """See ``quantized_gemm.quantize_rows``."""
+    op.read(x)
+    op.read(scale)
+    op.write(numbers)
+    op.write(scales)
+
+
+@declare_kernel
 def decode_attention(
     op: KernelAccesses,
     q: torch.Tensor,

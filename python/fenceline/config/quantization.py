@@ -1,0 +1,178 @@
+"""QuantConfig: the number format of a checkpoint's linear layers, read from its quantization_config, or made on-line.
+
+The sources of the published formats: Hugging Face transformers (fp8, awq, gptq) and the package compressed-tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fenceline.config import ConfigError
+from fenceline.config.model_files import read_json_object
+
+ON_LINE = ("fp8",)  # what --quantization makes of plain weights
+CHECKPOINT_METHODS = ("fp8", "compressed-tensors")
+FP8_BLOCK = 128  # rows and columns of a block with a scale of its own
+_LINEARS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantConfig:
+    """The format of all linear layers of a model; embeddings, the head and norms stay in the model's dtype.
+
+    ``method`` says how the tensors are called and packed: ``fp8``, ``compressed-tensors``, or ``on-line``, where the
+    checkpoint is plain and its matrices are rounded while they are loaded. ``kind`` is the format inside: ``fp8`` is
+    E4M3. ``scales``: one for each ``tensor``, output ``channel`` or ``block`` of 128 x 128. ``static_input``: the
+    checkpoint has a scale for the input of each layer; otherwise a kernel that multiplies in fp8 measures its input.
+    """
+
+    method: str
+    kind: str
+    scales: str = "channel"
+    static_input: bool = False
+
+    def on_line(self) -> QuantConfig:
+        """The same format made from plain weights, as dummy ones are."""
+        return dataclasses.replace(self, method="on-line", static_input=False)
+
+
+def read_quantization(
+    hf: Mapping[str, object], directory: Path, asked: str | None = None
+) -> QuantConfig | None:
+    """The format of the checkpoint in ``directory`` with the config.json ``hf``; None for plain weights.
+
+    ``asked`` is --quantization: a format to make on-line, or the name of the checkpoint's own. Raises ``ConfigError``
+    with the remedy for a format that cannot be served.
+    """
+    name, fields = _stated(hf, directory)
+    if name is None:
+        if asked in (None, *ON_LINE):
+            return None if asked is None else _on_line(str(asked))
+        raise ConfigError(
+            f"--quantization {asked}: the checkpoint is not quantised; leave it out, or use {' or '.join(ON_LINE)},"
+            " which are made while it is loaded"
+        )
+    reader = {"fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors}.get(name)
+    if reader is None:
+        raise _refusal(name, f"which is not supported ({', '.join(CHECKPOINT_METHODS)} are)")
+    if asked not in (None, name):
+        raise ConfigError(
+            f"--quantization {asked}: the checkpoint is quantised already ({name}); leave it out"
+        )
+    config, ignored = reader(name, fields)
+    _check_ignored(name, ignored)
+    return config
+
+
+def _on_line(kind: str) -> QuantConfig:
+    return QuantConfig(method="on-line", kind=kind)
+
+
+def _stated(hf: Mapping[str, object], directory: Path) -> tuple[str | None, Mapping[str, object]]:
+    """The method and its settings. Each tool has a place of its own for what it did; modelopt and some others write a
+    file beside config.json."""
+    for key in ("quantization_config", "compression_config"):
+        entry = hf.get(key)
+        if entry:
+            fields = entry if isinstance(entry, Mapping) else {}
+            bits = next((name for name in ("load_in_4bit", "load_in_8bit") if fields.get(name)), None)
+            method = fields.get("quant_method") or (bits and "bitsandbytes") or fields.get("quant_algo")
+            return str(method or "a method that config.json does not name"), fields
+    if (directory / "hf_quant_config.json").is_file():
+        entry = read_json_object(directory / "hf_quant_config.json").get("quantization")
+        algorithm = entry.get("quant_algo") if isinstance(entry, Mapping) else None
+        return f"modelopt {algorithm}" if algorithm else "modelopt", {}
+    return None, {}
+
+
+def _refusal(name: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"the checkpoint is quantised ({name}), {reason}; use the model's unquantised weights, with --quantization"
+        f" {' or '.join(ON_LINE)} if they are too large"
+    )
+
+
+def _strings(value: object) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, Sequence) and not isinstance(value, str) else []
+
+
+def _read_fp8(name: str, fields: Mapping[str, object]) -> tuple[QuantConfig, list[str]]:
+    scheme, block = fields.get("activation_scheme", "dynamic"), fields.get("weight_block_size")
+    if fields.get("fmt", "e4m3") != "e4m3":
+        raise _refusal(name, f"with numbers of the format {fields['fmt']}, of which only e4m3 is supported")
+    if scheme not in ("dynamic", "static"):
+        raise _refusal(name, f"with the activation_scheme {scheme!r}, which is neither dynamic nor static")
+    if block is not None and block != [FP8_BLOCK, FP8_BLOCK]:
+        raise _refusal(name, f"in blocks of {block}, of which only [{FP8_BLOCK}, {FP8_BLOCK}] is supported")
+    config = QuantConfig(
+        method=name,
+        kind="fp8",
+        scales="tensor" if block is None else "block",
+        static_input=scheme == "static",
+    )
+    return config, _strings(fields.get("modules_to_not_convert")) + _strings(fields.get("ignored_layers"))
+
+
+def _read_compressed_tensors(name: str, fields: Mapping[str, object]) -> tuple[QuantConfig, list[str]]:
+    groups = fields.get("config_groups")
+    group = next(iter(groups.values())) if isinstance(groups, Mapping) and len(groups) == 1 else None
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(group, Mapping) or not isinstance(weights, Mapping):
+        raise _refusal(name, "with several config_groups or none, of which one is supported")
+    if group.get("targets") != ["Linear"]:
+        raise _refusal(
+            name, f"with the targets {group.get('targets')}, of which only ['Linear'] is supported"
+        )
+    inputs = group.get("input_activations")
+    ignored = _strings(fields.get("ignore"))
+    if (weights.get("type"), weights.get("num_bits")) == ("float", 8):
+        return _compressed_fp8(name, weights, inputs), ignored
+    raise _refusal(
+        name,
+        f"with weights of {weights.get('num_bits')} bits ({weights.get('type')}), of which fp8 is supported",
+    )
+
+
+def _compressed_fp8(name: str, weights: Mapping[str, object], inputs: object) -> QuantConfig:
+    strategy, block = weights.get("strategy"), weights.get("block_structure")
+    if strategy not in ("tensor", "channel", "block"):
+        raise _refusal(
+            name, f"with a scale for each {strategy}, of which tensor, channel and block are supported"
+        )
+    if strategy == "block" and block not in ([FP8_BLOCK, FP8_BLOCK], f"{FP8_BLOCK}x{FP8_BLOCK}"):
+        raise _refusal(name, f"in blocks of {block}, of which only [{FP8_BLOCK}, {FP8_BLOCK}] is supported")
+    static = isinstance(inputs, Mapping) and inputs.get("dynamic") is False
+    return QuantConfig(method=name, kind="fp8", scales=str(strategy), static_input=static)
+
+
+def _check_ignored(name: str, ignored: Sequence[str]) -> None:
+    """Refuse a checkpoint whose ``ignored`` modules are linear layers: all of them have one format here."""
+    layers = [f"model.layers.{index}.{part}" for index in range(_MOST_LAYERS) for part in _LINEARS]
+    for pattern in ignored:
+        try:
+            plain = next((layer for layer in layers if _matches(pattern, layer)), None)
+        except re.error as error:
+            raise _refusal(name, f"with an ignored module {pattern!r} that is no pattern ({error})") from None
+        if plain is not None:
+            raise _refusal(name, f"except {plain} ({pattern}); all layers or none are supported")
+
+
+_MOST_LAYERS = 128
+
+
+def _matches(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    return f".{pattern}." in f".{module}."

@@ -1,0 +1,216 @@
+"""Products with quantised weights, in Triton: weights are read as they are stored and become numbers in registers.
+
+For few rows the time is that of reading the weight, so that is where its bytes are saved. Each program computes
+``block_n`` output features of up to 64 rows over the whole of K, so no sum is split over programs and a result depends
+neither on timing nor on the other rows. RMSNorm is fused as in ``skinny_gemm``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, TritonConfig
+
+_MOST_ROWS = 64  # of one program
+_FP8_MAX: tl.constexpr = tl.constexpr(448.0)
+
+
+def quantized_linear(
+    x: torch.Tensor,
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    group: int,
+    config: TritonConfig,
+    fusion: Fusion = PLAIN,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [T, K] times the weight [N, K] that ``data`` and ``scales`` store (``quantized.QuantizedFormat``), with
+    ``fusion`` around it → [T, N] ([T, N / 2] if gated), in x's dtype.
+
+    The result is ``fusion.residual`` or ``out`` (contiguous; not both are given) or a new tensor. T ≥ 1; all contiguous
+    and on one device; the weight's numbers are multiplied in x's dtype (float32 for one row), sums are float32. Current
+    stream, no host synchronisation.
+    """
+    num_rows, k = x.shape
+    num_out = data.shape[0] // 2 if fusion.gated else data.shape[0]
+    assert num_rows > 0 and x.is_contiguous() and data.is_contiguous() and scales.is_contiguous()
+    assert data.shape[1] == k and scales.shape == (data.shape[0], triton.cdiv(k, group))
+    assert out is None or fusion.residual is None
+    if out is None:
+        out = fusion.residual if fusion.residual is not None else x.new_empty(num_rows, num_out)
+    assert out.shape == (num_rows, num_out) and out.is_contiguous()
+    kernel = _one_row_kernel if num_rows == 1 else _rows_kernel
+    rows = 1 if num_rows == 1 else min(_MOST_ROWS, max(16, triton.next_power_of_2(num_rows)))
+    kernel[(triton.cdiv(num_out, config.block_n), triton.cdiv(num_rows, rows))](
+        x, fusion.norm_weight, data, scales, fusion.bias, out, num_rows, num_out, fusion.eps,
+        K=k, GROUP=group, HAS_NORM=fusion.norm_weight is not None, HAS_BIAS=fusion.bias is not None,
+        GATED=fusion.gated, ADD=fusion.residual is not None, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        ROWS=rows, PDL=config.launch_pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.launch_pdl,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _fp8_tile(data_ptr, scales_ptr, features, k, K: tl.constexpr, GROUP: tl.constexpr):
+    """The numbers of ``features`` at ``k``, two index tensors that broadcast to the tile; float32. Without scales of
+    whole rows."""
+    inside = k < K
+    numbers = tl.load(data_ptr + features * K + k, mask=inside, other=0.0, eviction_policy="evict_first")
+    numbers = numbers.to(tl.float32)
+    if GROUP < K:
+        groups: tl.constexpr = (K + GROUP - 1) // GROUP
+        numbers *= tl.load(scales_ptr + features * groups + k // GROUP, mask=inside, other=0.0)
+    return numbers
+
+
+@triton.jit
+def _one_row_kernel(
+    x_ptr, norm_ptr, data_ptr, scales_ptr, bias_ptr, out_ptr, num_rows, num_out, eps, K: tl.constexpr,
+    GROUP: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x [K] → out [num_out]."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = n < num_out
+    # A feature past the end computes the first one again, which is in bounds, and is not stored.
+    gate = tl.where(live, n, 0).to(tl.int64)
+    up = gate + num_out
+    cols = tl.arange(0, BLOCK_K)
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + cols
+        x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        acc += _fp8_tile(data_ptr, scales_ptr, gate[:, None], k[None, :], K, GROUP) * x[None, :]
+        if GATED:
+            acc_up += _fp8_tile(data_ptr, scales_ptr, up[:, None], k[None, :], K, GROUP) * x[None, :]
+    y = tl.sum(acc, axis=1)
+    y_up = tl.sum(acc_up, axis=1)
+    if GROUP >= K:
+        y *= tl.load(scales_ptr + gate)
+        if GATED:
+            y_up *= tl.load(scales_ptr + up)
+    if HAS_NORM:
+        factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+        y *= factor
+        y_up *= factor
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + gate).to(tl.float32)
+        if GATED:
+            y_up += tl.load(bias_ptr + up).to(tl.float32)
+    if GATED:
+        y = y * tl.sigmoid(y) * y_up
+    if ADD:
+        y += tl.load(out_ptr + gate).to(tl.float32)
+    tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _rows_kernel(
+    x_ptr, norm_ptr, data_ptr, scales_ptr, bias_ptr, out_ptr, num_rows, num_out, eps, K: tl.constexpr,
+    GROUP: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x [num_rows, K] → out [num_rows, num_out]; a program has ROWS rows."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    live_n = n < num_out
+    # A feature past the end computes the first one again, which is in bounds, and is not stored.
+    gate = tl.where(live_n, n, 0).to(tl.int64)
+    up = gate + num_out
+    rows = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live_rows = rows < num_rows
+    cols = tl.arange(0, BLOCK_K)
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
+    acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    acc_up = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + cols
+        x = tl.load(
+            x_ptr + rows[:, None] * K + k[None, :], mask=live_rows[:, None] & (k < K)[None, :], other=0.0
+        )
+        if HAS_NORM:
+            wide = x.to(tl.float32)
+            squares += wide * wide
+            norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+            x = (wide * norm[None, :]).to(x.dtype)
+        tile = _fp8_tile(data_ptr, scales_ptr, gate[None, :], k[:, None], K, GROUP).to(x.dtype)
+        acc = tl.dot(x, tile, acc, input_precision="ieee")
+        if GATED:
+            tile = _fp8_tile(data_ptr, scales_ptr, up[None, :], k[:, None], K, GROUP).to(x.dtype)
+            acc_up = tl.dot(x, tile, acc_up, input_precision="ieee")
+    if GROUP >= K:
+        acc *= tl.load(scales_ptr + gate)[None, :]
+        if GATED:
+            acc_up *= tl.load(scales_ptr + up)[None, :]
+    if HAS_NORM:
+        factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
+        acc *= factor
+        acc_up *= factor
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + gate).to(tl.float32)[None, :]
+        if GATED:
+            acc_up += tl.load(bias_ptr + up).to(tl.float32)[None, :]
+    if GATED:
+        acc = acc * tl.sigmoid(acc) * acc_up
+    out_ptrs = out_ptr + rows[:, None] * num_out + n[None, :]
+    live = live_rows[:, None] & live_n[None, :]
+    if ADD:
+        acc += tl.load(out_ptrs, mask=live, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=live)
+
+
+def quantize_rows(
+    x: torch.Tensor, group: int, scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, K], contiguous → its nearest E4M3 numbers [T, K] and their scales [T, ceil(K / group)] float32.
+
+    The scale is ``scale``, a number on the device, or takes the largest number of each group to the largest of E4M3.
+    """
+    num_rows, k = x.shape
+    groups = triton.cdiv(k, group)
+    numbers = torch.empty_like(x, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scales = x.new_empty(num_rows, groups, dtype=torch.float32)
+    block = min(triton.next_power_of_2(group), 2048)
+    _quantize_rows_kernel[(num_rows, groups)](
+        x, scale, numbers, scales, K=k, GROUP=group, HAS_SCALE=scale is not None, BLOCK=block, num_warps=4
+    )
+    return numbers, scales
+
+
+@triton.jit
+def _quantize_rows_kernel(
+    x_ptr, scale_ptr, numbers_ptr, scales_ptr, K: tl.constexpr, GROUP: tl.constexpr, HAS_SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, index = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first = index * GROUP
+    end = tl.minimum(first + GROUP, K)
+    cols = tl.arange(0, BLOCK)
+    if HAS_SCALE:
+        scale = tl.load(scale_ptr)
+    else:
+        largest = tl.zeros([BLOCK], tl.float32)
+        for start in range(first, end, BLOCK):
+            x = tl.load(x_ptr + row * K + start + cols, mask=start + cols < end, other=0.0)
+            largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
+        scale = tl.maximum(tl.max(largest, axis=0) / _FP8_MAX, 1e-12)
+    tl.store(scales_ptr + row * tl.num_programs(1) + index, scale)
+    for start in range(first, end, BLOCK):
+        at, inside = row * K + start + cols, start + cols < end
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32) / scale
+        x = tl.minimum(tl.maximum(x, -_FP8_MAX), _FP8_MAX)
+        tl.store(numbers_ptr + at, x.to(tl.float8e4nv), mask=inside)

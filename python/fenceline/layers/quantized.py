@@ -1,0 +1,215 @@
+"""Quantised weights: a Weight with its number format inside.
+
+A format says how a matrix is stored, where a checkpoint's tensors go, and what numbers they mean. All formats have one
+shape: numbers of few bits, and a float32 scale for each ``group`` of them along a row.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from fenceline.config.quantization import FP8_BLOCK, QuantConfig
+from fenceline.layers.weight import Weight, WeightSlot, WeightSlots
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0  # the largest number of E4M3
+_SMALLEST_SCALE = 1e-12  # of a group of zeros
+
+
+class QuantizedFormat(ABC):
+    """A stored matrix [out_features, in_features].
+
+    ``data`` [out_features, ...] holds its numbers, ``scales`` [out_features, ceil(in_features / group)] float32 what
+    each is multiplied by. ``group`` is ``in_features`` where a row has one scale.
+    """
+
+    kind: str
+    data: torch.Tensor
+    scales: torch.Tensor
+    group: int
+
+    @abstractmethod
+    def slots(self, name: str, rows: slice, full_shape: tuple[int, int], dim: int, start: int) -> WeightSlots:
+        """See ``Weight.slots``."""
+
+    @abstractmethod
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix, [out_features, in_features]: what the stored numbers mean, rounded to ``dtype``."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+        return self._shape
+
+    def __init__(self, out_features: int, in_features: int) -> None:
+        self._shape = (out_features, in_features)
+
+    def group_start(self, name: str, full_shape: tuple[int, int], dim: int, start: int) -> int:
+        """Where this rank's part begins in a tensor that has one column for each group.
+
+        Raises ``ValueError`` where the ranks' parts would cut a group."""
+        columns = self._shape[1]
+        if dim == 0:
+            return start
+        if columns != full_shape[1] and columns % self.group and self.group % columns:
+            raise ValueError(
+                f"{name}: {columns} input features for each rank cut its groups of {self.group}; choose a"
+                " smaller --tp-size"
+            )
+        return start // self.group
+
+
+class Fp8Format(QuantizedFormat):
+    """E4M3 numbers (arXiv:2209.05433) with a scale for each row, or for each 128 of a row.
+
+    Checkpoints have scales for tensors, rows or blocks of 128 x 128. A scale of several rows is stored once for each of
+    them, so that fused layers and ranks may cut a matrix anywhere. ``input_scale`` is what a kernel that multiplies in
+    fp8 divides the input by; None: it measures each row.
+    """
+
+    kind = "fp8"
+
+    def __init__(self, out_features: int, in_features: int, config: QuantConfig, dtype: torch.dtype) -> None:
+        """Uninitialised, on the default device."""
+        super().__init__(out_features, in_features)
+        self.config = config
+        self._dtype = dtype
+        self.group = FP8_BLOCK if config.scales == "block" else in_features
+        self.data = torch.empty(out_features, in_features, dtype=FP8)
+        self.scales = torch.empty(out_features, -(-in_features // self.group), dtype=torch.float32)
+        self.has_whole_blocks = config.scales == "block"  # 128 rows, from any multiple of 128, have one scale
+        self.input_scale = torch.empty((), dtype=torch.float32) if config.static_input else None
+        # The parts of a fused layer share their input, so the largest of their scales is used.
+        self._input_scales = torch.empty(out_features if config.static_input else 0, dtype=torch.float32)
+
+    def slots(self, name: str, rows: slice, full_shape: tuple[int, int], dim: int, start: int) -> WeightSlots:
+        blocks = self.config.scales == "block"
+        column = self.group_start(name, full_shape, dim, start) if blocks or dim == 0 else 0
+        # Else a block lies in two parts of this matrix, or begins in another rank's.
+        self.has_whole_blocks &= (
+            blocks and not (rows.start or 0) % FP8_BLOCK and not (dim == 0 and start % FP8_BLOCK)
+        )
+        data, scales = self.data[rows], self.scales[rows]
+        if self.config.method == "on-line":
+            return {
+                f"{name}.weight": QuantizingSlot(
+                    dest=data,
+                    full_shape=full_shape,
+                    dim=dim,
+                    parts=((data, start), (scales, column)),
+                    round=lambda matrix: round_to_fp8(
+                        matrix, FP8_BLOCK if self.config.scales == "block" else matrix.shape[1]
+                    ),
+                    plain_dtype=self._dtype,
+                )
+            }
+        slots = {f"{name}.weight": WeightSlot(data, full_shape, dim, start)}
+        num_rows = full_shape[0]
+        scale_name = f"{name}.weight_scale"
+        if self.config.scales == "tensor":
+            slots[scale_name] = WeightSlot(
+                scales, (), convert=lambda scale: scale.reshape(1, 1).expand(num_rows, 1)
+            )
+        elif self.config.scales == "channel":
+            slots[scale_name] = WeightSlot(scales, (num_rows, 1), 0, start if dim == 0 else 0)
+        else:
+            shape = (-(-num_rows // FP8_BLOCK), -(-full_shape[1] // FP8_BLOCK))
+            slots[scale_name + "_inv" * (self.config.method == "fp8")] = WeightSlot(
+                scales, shape, dim, column, lambda scale: scale.repeat_interleave(FP8_BLOCK, 0)[:num_rows]
+            )
+        if self.input_scale is not None:
+            parts = self._input_scales[rows]
+            slots[f"{name}.input_scale"] = WeightSlot(
+                parts,
+                (),
+                convert=lambda scale: scale.reshape(1).expand(len(parts)),
+                loaded=self._choose_input_scale,
+            )
+        return slots
+
+    def _choose_input_scale(self) -> None:
+        assert self.input_scale is not None
+        self.input_scale.copy_(self._input_scales.amax())
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        return (self.data.float() * spread(self.scales, self.group, self._shape[1])).to(dtype)
+
+
+def spread(scales: torch.Tensor, group: int, num_columns: int) -> torch.Tensor:
+    """[N, groups] → [N, num_columns], or [N, 1] where a row has one group: what each number is multiplied by."""
+    return scales if scales.shape[1] == 1 else scales.repeat_interleave(group, 1)[:, :num_columns]
+
+
+def round_to_fp8(matrix: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """matrix [N, K] of any float type → its nearest E4M3 numbers [N, K] and their scales [N, ceil(K / group)], which
+    take the largest number of each group to the largest of E4M3."""
+    num_rows, num_columns = matrix.shape
+    padded = F.pad(matrix.float(), (0, -num_columns % group)).view(num_rows, -1, group)
+    scales = (padded.abs().amax(2) / FP8_MAX).clamp_(min=_SMALLEST_SCALE)
+    numbers = (padded / scales[:, :, None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+    return numbers.view(num_rows, -1)[:, :num_columns], scales
+
+
+# A plain matrix [N, K], on the parameter's device → its numbers and scales, as a format stores them.
+Rounding = Callable[[torch.Tensor], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizingSlot(WeightSlot):
+    """Takes a plain matrix of the model's type, rounds the whole of it, and keeps its part.
+
+    ``parts``: for each tensor that ``round`` returns, the parameter, and where its part begins along ``dim``."""
+
+    parts: tuple[tuple[torch.Tensor, int], ...]
+    round: Rounding
+    plain_dtype: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.plain_dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(param.nbytes for param, _ in self.parts)
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """See ``WeightSlot.load``."""
+        self.check(name, tensor)
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            raise ValueError(f"weight {name} is {tensor.dtype}; use the model's unquantised weights")
+        rounded = self.round(tensor.to(self.dest.device))
+        for (param, start), values in zip(self.parts, rounded, strict=True):
+            param.copy_(values.narrow(self.dim, start, param.shape[self.dim]))
+
+
+class QuantizedWeight(Weight):
+    """A weight of few bits, multiplied by torch's operators as the plain matrix that it stands for: the reference on
+    any device."""
+
+    def __init__(self, stored: QuantizedFormat) -> None:
+        super().__init__(*stored.shape)
+        self.stored = stored
+        self.kind = stored.kind
+
+    def slots(self, name: str, rows: slice, full_shape: tuple[int, int], dim: int, start: int) -> WeightSlots:
+        return self.stored.slots(name, rows, full_shape, dim, start)
+
+    def product(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        y = F.linear(x, self.stored.dequantized(x.dtype), bias)
+        return y if out is None else out.copy_(y)
+
+
+def make_format(
+    config: QuantConfig, out_features: int, in_features: int, dtype: torch.dtype
+) -> QuantizedFormat:
+    """The storage of a matrix in the format ``config``, uninitialised, on the default device. ``dtype``: the model's.
+
+    Raises ``ValueError`` for a matrix that the format cannot hold."""
+    return Fp8Format(out_features, in_features, config, dtype)

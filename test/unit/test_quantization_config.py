@@ -1,0 +1,117 @@
+"""What a checkpoint's quantization_config and --quantization mean, and which are refused with which remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from quantized_checkpoints import FP8_FORMATS
+
+from fenceline.config import ConfigError
+from fenceline.config.quantization import QuantConfig, read_quantization
+
+REMEDY = "; use the model's unquantised weights, with --quantization "
+FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+
+
+def compressed(weights: object, **others: object) -> dict[str, object]:
+    group = {"targets": ["Linear"], "weights": weights, **others}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+def read(entry: object, folder: Path, asked: str | None = None) -> QuantConfig | None:
+    return read_quantization({} if entry is None else {"quantization_config": entry}, folder, asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "scales", "static"),
+    [
+        ("fp8-tensor", "tensor", False),
+        ("fp8-static", "tensor", True),
+        ("fp8-blocks", "block", False),
+        ("compressed-tensors-tensor", "tensor", True),
+        ("compressed-tensors-channel", "channel", False),
+        ("compressed-tensors-blocks", "block", False),
+    ],
+)
+def test_published_fp8_is_read(name: str, scales: str, static: bool, tmp_path: Path) -> None:
+    config = FP8_FORMATS[name].config
+    expected = QuantConfig(method=str(config["quant_method"]), kind="fp8", scales=scales, static_input=static)
+    assert read(config, tmp_path) == read(config, tmp_path, expected.method) == expected
+    assert read_quantization({"compression_config": config}, tmp_path) == expected
+
+
+def test_plain_weights_stay_plain_unless_asked(tmp_path: Path) -> None:
+    assert read(None, tmp_path) is None
+    assert read(None, tmp_path, "fp8") == QuantConfig(method="on-line", kind="fp8", scales="channel")
+
+
+@pytest.mark.parametrize(
+    ("entry", "method"),
+    [
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"load_in_8bit": True}, "bitsandbytes"),
+        ({"quant_algo": "NVFP4"}, "NVFP4"),
+        ({"bits": 4}, "a method that config.json does not name"),
+        ("yes", "a method that config.json does not name"),
+    ],
+)
+def test_an_unknown_format_is_refused_by_its_name(entry: object, method: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(entry, tmp_path)
+    text = str(caught.value)
+    assert text.startswith(f"the checkpoint is quantised ({method}), which is not supported (fp8, ")
+    assert REMEDY in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "method"),
+    [
+        ('{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}', "modelopt FP8"),
+        ('{"producer": {"name": "modelopt"}}', "modelopt"),
+    ],
+)
+def test_a_checkpoint_that_modelopt_has_quantised_is_refused(text: str, method: str, tmp_path: Path) -> None:
+    """It says so in a file of its own."""
+    (tmp_path / "hf_quant_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"quantised \({method}\), which is not supported"):
+        read(None, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "e5m2"),
+        ({"quant_method": "fp8", "activation_scheme": "none"}, "neither dynamic nor static"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 128]}, r"blocks of \[64, 128\]"),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["self_attn.o_proj"]}, "all layers or none"),
+        (
+            {"quant_method": "fp8", "ignored_layers": ["model.layers.3"]},
+            "except model.layers.3.self_attn.q_proj",
+        ),
+        (compressed(FP8) | {"ignore": ["re:.*down_proj"]}, "except model.layers.0.mlp.down_proj"),
+        (compressed(FP8) | {"ignore": ["re:("]}, "no pattern"),
+        (compressed(FP8) | {"config_groups": {}}, "several config_groups or none"),
+        (compressed(FP8, targets=["re:.*q_proj"]), "targets"),
+        (compressed({**FP8, "strategy": "group"}), "scale for each group"),
+        (compressed({**FP8, "strategy": "block", "block_structure": [1, 128]}), r"blocks of \[1, 128\]"),
+        (compressed({"num_bits": 8, "type": "int", "strategy": "channel"}), r"8 bits \(int\)"),
+    ],
+)
+def test_variants_that_cannot_be_served_are_refused(entry: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(entry, tmp_path)
+    assert REMEDY in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_flag_must_fit_the_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is quantised already \(fp8\); leave it out"):
+        read({"quant_method": "fp8"}, tmp_path, "compressed-tensors")
+    with pytest.raises(ConfigError, match="the checkpoint is not quantised; leave it out, or use fp8"):
+        read(None, tmp_path, "compressed-tensors")
+
+
+def test_the_head_may_be_plain(tmp_path: Path) -> None:
+    ignored = ["lm_head", "model.embed_tokens", "re:.*lm_head", "model.layers.0.mlp.gate"]
+    assert read(compressed(FP8) | {"ignore": ignored}, tmp_path) is not None

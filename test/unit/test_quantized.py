@@ -1,0 +1,146 @@
+"""Quantised weights: published checkpoints mean what their formats say, shards of them add up, and what a kernel for
+them is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from model_parity import PagedModel, save_checkpoint
+from quantized_checkpoints import FP8_FORMATS, write_published
+from safetensors.torch import load_file, save_file
+
+from fenceline.config.model_config import ModelConfig
+from fenceline.config.quantization import QuantConfig
+from fenceline.layers.context import Shard, torch_context
+from fenceline.layers.forward_batch import ForwardMode
+from fenceline.layers.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
+from fenceline.layers.quantized import QuantizedWeight, round_to_fp8
+from fenceline.layers.weight import fill_slots
+from fenceline.models.loader import load_model
+
+CPU = torch.device("cpu")
+# Matrices of several blocks of 128 (one of 64 rows) and groups of 32, 64 and 128.
+SIZES: dict[str, object] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+}
+FORMATS = FP8_FORMATS
+WORST = {"fp8": 2**-4}  # of a number, relative to itself or, with whole numbers, to the largest of its group
+PROMPT = torch.arange(2, 42)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    save_checkpoint("qwen3", folder, SIZES | {"num_attention_heads": 8, "num_key_value_heads": 2})
+    return folder
+
+
+def logits_of(model: PagedModel) -> torch.Tensor:
+    return model.step([(0, PROMPT, 0, len(PROMPT))], ForwardMode.EXTEND)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_published_checkpoint_means_what_its_format_says(name: str, plain: Path, tmp_path: Path) -> None:
+    write_published(plain, tmp_path, FORMATS[name])
+    ours = PagedModel(tmp_path, 16, "cpu")
+    meant = PagedModel(tmp_path / "dequantised", 16, "cpu")
+    assert ours.config.quantization is not None and meant.config.quantization is None
+    torch.testing.assert_close(logits_of(ours), logits_of(meant), atol=1e-4, rtol=1e-4)
+    assert ours.model.nbytes < 0.6 * meant.model.nbytes
+
+
+@pytest.mark.parametrize("kind", WORST)
+def test_on_line_weights_are_as_near_as_their_format_allows(kind: str, plain: Path) -> None:
+    config = ModelConfig.from_dir(str(plain), quantization=kind)
+    ours = load_model(config, "auto", CPU, torch_context(Shard(), torch.float32), 0, progress=False)
+    exact = PagedModel(plain, 16, "cpu").model
+    for layer, reference in zip(ours.layers, exact.layers, strict=True):
+        for part in ("gate_up_proj", "down_proj"):
+            weight, dense = getattr(layer.mlp, part).weight, getattr(reference.mlp, part).weight
+            error = (weight.stored.dequantized(torch.float32) - dense.data).abs()
+            # Beneath E4M3's smallest normal number the steps have one size.
+            floor = 2**-10 * weight.stored.scales.repeat_interleave(weight.stored.group, 1)
+            assert (error <= WORST[kind] * dense.data.abs() + floor[:, : error.shape[1]]).all()
+            assert error.max() > 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_shards_of_a_quantised_model_add_up(name: str, plain: Path, tmp_path: Path) -> None:
+    write_published(plain, tmp_path, FORMATS[name])
+    config = ModelConfig.from_dir(str(tmp_path))
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
+
+    def run(shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = load_model(config, "auto", CPU, torch_context(shard, torch.float32), 0, False).layers[0]
+        gated = layer.mlp.gate_up_proj.forward(x).chunk(2, -1)
+        down = layer.self_attn.o_proj.weight.product(
+            x[:, shard.rank * 256 // shard.size :][:, : 256 // shard.size]
+        )
+        return torch.cat(gated, 0), down
+
+    whole, halves = run(Shard()), [run(Shard(rank, 2)) for rank in range(2)]
+    torch.testing.assert_close(torch.cat([half[0] for half in halves], 1), whole[0])
+    torch.testing.assert_close(halves[0][1] + halves[1][1], whole[1], atol=1e-4, rtol=1e-4)
+
+
+def test_groups_that_ranks_would_cut_are_refused() -> None:
+    config = QuantConfig(method="fp8", kind="fp8", scales="block")
+    context = torch_context(Shard(1, 2), torch.float32).with_format(config)
+    with pytest.raises(ValueError, match="cut its groups of 128; choose a smaller --tp-size"):
+        RowParallelLinear("down_proj", 384, 16, False, context).weight_slots("x.")
+
+
+def test_fused_parts_share_the_largest_of_their_input_scales() -> None:
+    config = QuantConfig(method="fp8", kind="fp8", scales="tensor", static_input=True)
+    context = torch_context(Shard(), torch.float32).with_format(config)
+    parts = [ColumnPart(name, size, size, 0) for name, size in (("a", 4), ("b", 6))]
+    layer = ColumnParallelLinear(8, parts, False, context)
+    for largest in (0.5, 0.25):  # loading again forgets the first checkpoint's
+        weights = {}
+        for part, scale in zip(parts, (0.125, largest), strict=True):
+            weights[f"{part.name}.weight"] = torch.zeros(part.full, 8, dtype=torch.float8_e4m3fn)
+            weights[f"{part.name}.weight_scale"] = torch.tensor(1.0)
+            weights[f"{part.name}.input_scale"] = torch.tensor([scale])
+        fill_slots(layer.weight_slots(""), weights.items())
+        assert isinstance(layer.weight, QuantizedWeight)
+        assert layer.weight.stored.input_scale == largest
+
+
+@pytest.mark.parametrize("kind", WORST)
+def test_dummy_weights_of_a_quantised_model_are_those_of_a_plain_one_rounded(
+    kind: str, plain: Path, tmp_path: Path
+) -> None:
+    config = ModelConfig.from_dir(str(plain))
+    context = torch_context(Shard(), torch.float32)
+    dense = load_model(config, "dummy", CPU, context, 5, False).layers[1].mlp.down_proj.weight.data
+    published = FORMATS["fp8-static"]
+    write_published(plain, tmp_path, published)
+    quantised = load_model(ModelConfig.from_dir(str(tmp_path)), "dummy", CPU, context, 5, False)
+    stored = quantised.layers[1].mlp.down_proj.weight.stored
+    torch.testing.assert_close(stored.dequantized(torch.float32), dense, atol=2e-3, rtol=2**-4)
+
+
+@pytest.mark.parametrize("tensor", ["weight", "weight_scale"])
+def test_tensors_of_another_format_are_refused(tensor: str, plain: Path, tmp_path: Path) -> None:
+    write_published(plain, tmp_path, FORMATS["fp8-tensor"])
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    name = f"model.layers.0.mlp.up_proj.{tensor}"
+    weights[name] = torch.ones(2) if tensor == "weight_scale" else weights[name].bfloat16()
+    save_file(weights, path)
+    with pytest.raises(ValueError, match=f"{name} .* different models"):
+        PagedModel(tmp_path, 16, "cpu")
+
+
+def test_rounding_to_fp8_takes_the_nearest_number() -> None:
+    numbers = torch.tensor([[448.0, 1.0, 1.0625, 1.06, -1.07, 0.0]])
+    rounded, scales = round_to_fp8(numbers, 6)
+    assert scales.tolist() == [[1.0]]
+    assert rounded.float().tolist() == [[448.0, 1.0, 1.0, 1.0, -1.125, 0.0]]
+    zeros, scales = round_to_fp8(torch.zeros(2, 5), 4)
+    assert zeros.shape == (2, 5) and not zeros.float().any() and scales.shape == (2, 2)
