@@ -136,6 +136,8 @@ class FakeScheduler:
             case ContinueGenerationReq(id=id):
                 self.paused = False
                 return [], [ControlReply(id=id, success=True)]
+            case FlightRecorderReq(id=id, form="trace"):
+                return [], [ControlReply(id=id, success=True, payload=b'{"traceEvents":[]}')]
             case FlightRecorderReq(id=id):
                 return [], [ControlReply(id=id, success=False, message="a fake has no flight recorder")]
             case GetInternalStateReq(id=id):

@@ -249,12 +249,14 @@ def test_asked_for_by_message(tmp_path: Path) -> None:
     driver = make_driver(flight_recorder_dir=str(tmp_path / "dumps"))
     driver.send(request("r", [1, 2], max_new_tokens=4))
     driver.run()
-    driver.send(FlightRecorderReq(id="json", write=False), FlightRecorderReq(id="file"))
+    driver.send(FlightRecorderReq(id="json", form="json"), FlightRecorderReq(id="file"))
+    driver.send(FlightRecorderReq(id="trace", form="trace"))
     driver.step()
     replies = {reply.id: reply for reply in driver.replies if isinstance(reply, ControlReply)}
     path = Path(replies["file"].message)
     assert path.parent == tmp_path / "dumps"
     assert json.loads(path.read_text())["steps"] == json.loads(replies["json"].payload)["steps"] != []
+    assert json.loads(replies["trace"].payload)["traceEvents"]
 
 
 def test_a_step_does_not_wait_for_a_dump_and_many_requests_share_one(
@@ -272,14 +274,16 @@ def test_a_step_does_not_wait_for_a_dump_and_many_requests_share_one(
         return dumped[-1]
 
     monkeypatch.setattr(control, "dump_json", counted_dump)
-    driver.send(*(FlightRecorderReq(id=f"early {number}", write=False) for number in range(9)))
+    driver.send(*(FlightRecorderReq(id=f"early {number}", form="json") for number in range(9)))
     driver.send(request("r", [1, 2], max_new_tokens=4, ignore_eos=True))
     driver.run()
     assert not dumped and len(beside) == 1
     beside.pop()()
     assert len(dumped) == 1
     assert len(paused) == driver.worker.num_steps, "others may run after each byte of this test"
-    driver.send(*(FlightRecorderReq(id=f"late {number}", write=number > 0) for number in range(3)))
+    driver.send(
+        *(FlightRecorderReq(id=f"late {number}", form="file" if number else "json") for number in range(3))
+    )
     driver.step()
     [work] = beside
     work()

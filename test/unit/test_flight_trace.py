@@ -15,9 +15,9 @@ from scheduler_driver import Driver, answers, make_driver, make_model_driver, ma
 from fenceline.cli import main
 from fenceline.ipc.io_struct import AbortReq
 from fenceline.memory_order import open_device
-from fenceline.scheduler.flight_dump import dump_json
+from fenceline.scheduler.flight_dump import dump_json, dump_of_last
 from fenceline.scheduler.flight_recorder import FlightRecorder
-from fenceline.scheduler.flight_trace import REQUESTS, STREAMS, trace_of
+from fenceline.scheduler.flight_trace import REQUESTS, STREAMS, trace_json, trace_of
 from fenceline.vgpu.proving.steps import Loop, make_config
 from fenceline.vgpu.proving.workloads import WORKLOADS
 
@@ -192,6 +192,22 @@ def test_a_ring_that_has_wrapped_and_steps_in_flight() -> None:
     assert dump["wrapped"] and dump["steps"][-1]["tokens"] is None
     check_content(dump)
     assert trace_of(dump)["otherData"]["earlier steps are unknown"] is True
+
+
+@pytest.mark.parametrize("last", [1, 7, 1000])
+def test_the_last_steps_of_a_running_scheduler_without_a_file(last: int) -> None:
+    recorder = busy_driver().scheduler.recorder
+    paused: list[None] = []
+    trace = json.loads(trace_json(dump_of_last(recorder, "test", last), lambda: paused.append(None)))
+    events = check_format(trace)
+    launches = [event for event in slices_of(events, STREAMS, "HOST") if event["name"].startswith("launch")]
+    num_kept = len(list(recorder.snapshot()[0]))
+    assert len(launches) == min(last, num_kept) and len(paused) >= len(launches)
+    if last > num_kept:
+        expected = trace_of(dump_of(recorder))
+        expected["otherData"]["created"] = trace["otherData"]["created"]
+        assert trace == expected, "all there is"
+    assert trace["otherData"]["earlier steps are unknown"] is (last < num_kept)
 
 
 def test_no_steps_at_all() -> None:

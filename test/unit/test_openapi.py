@@ -17,6 +17,7 @@ from fenceline.config.engine_config import resolve
 from fenceline.config.server_args import ServerArgs
 from fenceline.entrypoints import openapi
 from fenceline.entrypoints.middleware import ADMIN_PATHS, OPEN_PATHS
+from fenceline.entrypoints.web_page import PAGE_PATHS
 from fenceline.frontend.metrics import Metrics
 
 # What a client asks for itself. Whoever adds an endpoint decides here, or in ADMIN_PATHS, who may use it.
@@ -25,7 +26,7 @@ NORMAL_PATHS = {
     "/v1/responses", "/v1/responses/{id}",
     "/v1/models", "/v1/models/{name}", "/tokenize",
     "/v1/tokenize", "/detokenize", "/v1/detokenize", "/health_generate", "/model_info", "/get_model_info",
-    "/server_info", "/get_server_info",
+    "/server_info", "/get_server_info", "/live_state",
 }  # fmt: skip
 WITHOUT_BODY = {
     "/flush_cache", "/clear_hicache_storage_backend", "/hicache/storage-backend/clear", "/continue_generation",
@@ -121,7 +122,7 @@ def test_a_404_names_what_every_user_has(app: ASGIApp) -> None:
 
 
 def test_every_endpoint_is_open_normal_or_an_administrators(document: dict[str, Any]) -> None:
-    assert document["paths"].keys() == OPEN_PATHS | NORMAL_PATHS | ADMIN_PATHS
+    assert document["paths"].keys() == (OPEN_PATHS - PAGE_PATHS) | NORMAL_PATHS | ADMIN_PATHS
     assert not (OPEN_PATHS | NORMAL_PATHS) & ADMIN_PATHS
 
 

@@ -322,8 +322,8 @@ def test_profile_that_cannot_be_written_does_not_end_the_server(tmp_path: Path) 
 OBSERVERS = [
     (ProfileReq(id="p", action="start"), (StepProfiler, "start")),
     (ProfileReq(id="p", action="stop"), (StepProfiler, "stop")),
-    (FlightRecorderReq(id="p", write=True), (scheduler_control, "write_dump")),
-    (FlightRecorderReq(id="p", write=False), (scheduler_control, "dump_json")),
+    (FlightRecorderReq(id="p", form="file"), (scheduler_control, "write_dump")),
+    (FlightRecorderReq(id="p", form="json"), (scheduler_control, "dump_json")),
     (GetInternalStateReq(id="p"), (SchedulerStats, "state")),
 ]
 

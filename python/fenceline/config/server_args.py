@@ -153,9 +153,10 @@ class ServerArgs:
     port: int = flag(30000, "The port to listen on; 0 takes a free one.", group=_HTTP)
     api_key: str | None = flag(
         None,
-        "The key that every request must carry, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'. Two endpoints stay "
-        "open without it: /health and /metrics. /health_generate, which makes the model work, needs it. Other users of "
-        "the machine can read a command line, so FENCELINE_API_KEY of the environment holds unless this is given.",
+        "The key that every request must carry, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'. Open without it "
+        "are /health, /metrics and the files of the page at /, which asks people for the key. /health_generate, which "
+        "makes the model work, needs it. Other users of the machine can read a command line, so FENCELINE_API_KEY of "
+        "the environment holds unless this is given.",
         group=_HTTP,
         secret=True,
     )
@@ -174,6 +175,11 @@ class ServerArgs:
         "https://chat.example.org http://localhost:3000, or * for all of them. Unless given, browsers let none.",
         group=_HTTP,
         metavar="ORIGIN",
+    )
+    disable_web_page: bool = flag(
+        False,
+        "Serve no page at /, where people can chat with the model and watch the server.",
+        group=_HTTP,
     )
     max_queued_requests: int | None = flag(
         None,

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 Pace = tuple[int, str, int]
 
 MAX_HELD_BYTES = 1 << 16
+LIVE_STATE_PATH = "/live_state"
 LOG_DELAY_S = 0.01
 
 # Of one request.
@@ -178,7 +179,8 @@ class JoiningTransport(asyncio.Transport):
 
 
 class LateLogger:
-    """Writes access lines a moment later: answers that begin now do not wait for the log file."""
+    """Writes access lines a moment later: answers that begin now do not wait for the log file. What the web page asks
+    for three times a second is not worth a line each time."""
 
     def __init__(self, logger: logging.Logger, loop: asyncio.AbstractEventLoop) -> None:
         self._logger = logger
@@ -186,7 +188,7 @@ class LateLogger:
 
     def info(self, text: str, *values: object) -> None:
         """As ``logging.Logger.info``, in the same order."""
-        if self._logger.isEnabledFor(logging.INFO):
+        if self._logger.isEnabledFor(logging.INFO) and LIVE_STATE_PATH not in values:
             self._loop.call_later(LOG_DELAY_S, self._logger.info, text, *values)
 
 

@@ -29,10 +29,12 @@ from fenceline.entrypoints.http_protocol import (
     Listener,
     check_paces,
 )
+from fenceline.entrypoints.live_state import LiveState
 from fenceline.entrypoints.middleware import RequestMiddleware
 from fenceline.entrypoints.native_api import NativeApi
 from fenceline.entrypoints.openai.router import create_router
 from fenceline.entrypoints.openapi import install_docs
+from fenceline.entrypoints.web_page import install_web_page
 from fenceline.frontend.request_types import RequestError
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.version import __version__
@@ -61,6 +63,9 @@ def create_app(manager: TokenizerManager, config: EngineConfig) -> ASGIApp:
     for router in routers:
         app.include_router(router)
     install_docs(app)
+    if not config.server_args.disable_web_page:
+        install_web_page(app)
+        app.include_router(LiveState(manager, config).router())
     direct = DirectRoutes(app, handlers_of(route for router in routers for route in router.routes))
     args = config.server_args
     served = RequestMiddleware(direct, api_key=args.api_key, admin_api_key=args.admin_api_key)

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fenceline.entrypoints.errors import error_response, internal_error
 from fenceline.entrypoints.json_body import MAX_BODY_BYTES
+from fenceline.entrypoints.web_page import PAGE_PATHS
 from fenceline.frontend.request_types import RequestError, new_rid, shutting_down
 from fenceline.frontend.tokenize_pool import FreedMemory
 
@@ -26,9 +27,8 @@ _MAX_LENGTH_DIGITS = 20  # of a Content-Length
 # Bodies larger than this share MAX_BODIES_BYTES while their requests are worked on; there is always room for others.
 _SMALL_BODY_BYTES = 64 << 10
 MAX_BODIES_BYTES = 4 * MAX_BODY_BYTES
-OPEN_PATHS = frozenset(
-    ("/health", "/metrics")
-)  # reachable without a key, since probes and scrapers send none
+# Reachable without a key: probes and scrapers send none, and the page asks people for theirs.
+OPEN_PATHS = frozenset(("/health", "/metrics", *PAGE_PATHS))
 # What acts on the whole server or on other clients' requests: with --admin-api-key that key alone opens it.
 ADMIN_PATHS = frozenset(
     (

@@ -7,7 +7,7 @@ import time
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -275,16 +275,17 @@ class NativeApi:
         """Stop the profiler; the answer says where the trace is."""
         return _control_response(await self._manager.profile("stop"))
 
-    async def flight_recorder_json(self) -> Response:
-        """The scheduler's last steps as JSON; 400 with --flight-recorder-steps 0."""
-        reply = await self._manager.flight_recorder(write=False)
+    async def flight_recorder_json(self, format: Literal["json", "trace"] = "json") -> Response:
+        """The scheduler's last steps as JSON, or with ``format=trace`` the last 128 as a trace for Perfetto; 400 with
+        --flight-recorder-steps 0."""
+        reply = await self._manager.flight_recorder(format)
         if not reply.success:
             raise RequestError(400, reply.message)
         return PartsResponse([reply.payload])
 
     async def flight_recorder_file(self) -> Response:
         """Write the scheduler's last steps to a file on the server; the answer says where."""
-        reply = await self._manager.flight_recorder(write=True)
+        reply = await self._manager.flight_recorder("file")
         if not reply.success:
             raise RequestError(400, reply.message)
         return json_response({"success": True, "path": reply.message})

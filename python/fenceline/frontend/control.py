@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Literal
 from uuid import uuid4
 
 from fenceline.frontend.request_types import RequestError
@@ -65,13 +66,13 @@ class ControlClient:
         message = ProfileReq(id=uuid4().hex, action=action, output_dir=output_dir, num_steps=num_steps)
         return await self._ask(message, PROFILE_TIMEOUT_S)
 
-    async def flight_recorder(self, write: bool) -> ControlReply:
+    async def flight_recorder(self, form: Literal["file", "json", "trace"]) -> ControlReply:
         """See :class:`FlightRecorderReq`."""
-        return await self._ask(FlightRecorderReq(id=uuid4().hex, write=write))
+        return await self._ask(FlightRecorderReq(id=uuid4().hex, form=form))
 
-    async def internal_state(self) -> ControlReply:
+    async def internal_state(self, num_steps: int = 0) -> ControlReply:
         """See :class:`GetInternalStateReq`."""
-        return await self._ask(GetInternalStateReq(id=uuid4().hex))
+        return await self._ask(GetInternalStateReq(id=uuid4().hex, num_steps=num_steps))
 
     async def load_grammar(
         self, grammar: int, data: bytes, vocabulary: bytes, forgotten: list[int]

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Literal
 
 import msgspec
 
@@ -422,15 +423,23 @@ class TokenizerManager:
         """``start`` or ``stop`` the scheduler's profiler."""
         return await self.control.profile(action, output_dir, num_steps)
 
-    async def flight_recorder(self, write: bool) -> ControlReply:
-        """The scheduler's last steps: with ``write`` the reply's message is a file's path, else payload is JSON."""
-        return await self.control.flight_recorder(write)
+    async def flight_recorder(self, form: Literal["file", "json", "trace"]) -> ControlReply:
+        """The scheduler's last steps: of a file the reply's message is the path, JSON and a trace are its payload."""
+        return await self.control.flight_recorder(form)
 
     async def internal_state(self) -> InternalState:
         """The scheduler's state now. Raises RequestError 503 if it does not answer."""
         state = (await self.control.internal_state()).state
         assert state is not None, "a reply to GetInternalStateReq carries the state"
         return state
+
+    async def live_state(self, num_steps: int) -> tuple[InternalState, bytes]:
+        """The scheduler's state and its last steps as JSON (``scheduler/live_steps.py``), both of one moment. Raises
+        RequestError 503 if it does not answer, or not yet, or no longer."""
+        self._require_serving()
+        reply = await self.control.internal_state(num_steps)
+        assert reply.state is not None, "a reply to GetInternalStateReq carries the state"
+        return reply.state, reply.payload
 
     # --- life cycle
 

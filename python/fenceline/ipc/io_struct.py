@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -125,17 +126,19 @@ class ProfileReq(Message):
 
 
 class FlightRecorderReq(Message):
-    """Ask for what the flight recorder holds: with ``write`` as a file, whose path is the reply's ``message``, else
-    as JSON in the reply's ``payload``. Answered by :class:`ControlReply`."""
+    """Ask for what the flight recorder holds. Answered by :class:`ControlReply`: for a ``file`` its path is the reply's
+    ``message``; ``json`` and a ``trace`` of the last steps are its ``payload``."""
 
     id: str
-    write: bool = True
+    form: Literal["file", "json", "trace"] = "file"
 
 
 class GetInternalStateReq(Message):
-    """Ask for :class:`InternalState`; answered by :class:`ControlReply` with ``state`` set."""
+    """Ask for :class:`InternalState`; answered by :class:`ControlReply` with ``state`` set. ``num_steps``: with so many
+    of the flight recorder's last steps as JSON in ``payload`` (see ``scheduler/live_steps.py``)."""
 
     id: str
+    num_steps: int = 0
 
 
 class ShutdownReq(Message):

@@ -24,8 +24,10 @@ from fenceline.ipc.io_struct import (
     Message,
     ProfileReq,
 )
-from fenceline.scheduler.flight_dump import OFF, dump_json, write_dump
+from fenceline.scheduler.flight_dump import OFF, dump_json, dump_of_last, write_dump
 from fenceline.scheduler.flight_recorder import FlightRecorder
+from fenceline.scheduler.flight_trace import trace_json
+from fenceline.scheduler.live_steps import live_steps
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ _FOLDER_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _MAX_FOLDER_DEPTH = 4
 _MAX_REPLY_CHARS = 1000
 _DUMP_PAUSE_S = 0.001
+TRACE_STEPS = 128  # of a trace over HTTP: with 256 requests 8 MB; a file can be made a trace of all
 
 
 class SchedulerControl:
@@ -84,7 +87,8 @@ class SchedulerControl:
                     success, text = self._profile(message)
                     reply = ControlReply(id=message.id, success=success, message=text)
                 case GetInternalStateReq():
-                    reply = ControlReply(id=message.id, success=True, state=state())
+                    steps = live_steps(self._recorder, message.num_steps) if message.num_steps else b""
+                    reply = ControlReply(id=message.id, success=True, state=state(), payload=steps)
         except Exception as error:
             self._failed(message.id, error)
         else:
@@ -108,12 +112,10 @@ class SchedulerControl:
             asked: list[FlightRecorderReq] = []
             while self._dumps:  # one that comes meanwhile is either taken too, or the first of the next
                 asked.append(self._dumps.popleft())
-            for write in (False, True):
-                ids = [message.id for message in asked if message.write == write]
-                if not ids:
-                    continue
+            for form in dict.fromkeys(message.form for message in asked):
+                ids = [message.id for message in asked if message.form == form]
                 try:
-                    reply = self._dump_reply(write)
+                    reply = self._dump_reply(form)
                 except Exception as error:
                     for id in ids:
                         self._failed(id, error)
@@ -121,13 +123,15 @@ class SchedulerControl:
                     for id in ids:
                         self._send(msgspec.structs.replace(reply, id=id))
 
-    def _dump_reply(self, write: bool) -> ControlReply:
+    def _dump_reply(self, form: str) -> ControlReply:
         if not self._recorder.enabled:
             return ControlReply(id="", success=False, message=OFF)
-        if not write:
-            return ControlReply(
-                id="", success=True, payload=dump_json(self._recorder, "request", _let_steps_run)
-            )
+        if form == "json":
+            payload = dump_json(self._recorder, "request", _let_steps_run)
+            return ControlReply(id="", success=True, payload=payload)
+        if form == "trace":
+            dump = dump_of_last(self._recorder, "request", TRACE_STEPS, _let_steps_run)
+            return ControlReply(id="", success=True, payload=trace_json(dump, _let_steps_run))
         try:
             path = write_dump(self._recorder, "request", _let_steps_run)
         except OSError as error:

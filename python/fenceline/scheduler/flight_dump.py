@@ -40,6 +40,7 @@ VERSION = 2
 OFF = "the flight recorder is off: start the server with --flight-recorder-steps 512"
 
 _PAUSE_BYTES = 32 << 10
+_PAUSE_STEPS = 8
 _NUMBERS = itertools.count()  # files of one process and second
 # What the sampler reads of a request. Stop strings are words, and the sampler does not see them.
 _PARAMS = (
@@ -74,10 +75,8 @@ def dump_json(recorder: FlightRecorder, reason: str, pause: Callable[[], object]
     head = {
         "format": FORMAT,
         "version": VERSION,
-        "reason": reason,
-        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        **_occasion(reason),
         "pid": os.getpid(),
-        "server_version": __version__,
         "config": recorder.config.public_dict(),
         "num_pages": memory.pages.size,
         "num_rows": memory.rows.size,
@@ -99,6 +98,32 @@ def dump_json(recorder: FlightRecorder, reason: str, pause: Callable[[], object]
         "samplings": table.samplings,
     }
     return b"".join((_json(head)[:-1], b',"steps":[', b",".join(encoded), b"],", _json(tail)[1:]))
+
+
+def dump_of_last(
+    recorder: FlightRecorder, reason: str, last: int, pause: Callable[[], object] = lambda: None
+) -> dict[str, Any]:
+    """The ``last`` steps as :func:`read_dump` has them, as far as a trace tells of them. Arrays are numpy's.
+    ``pause`` as for :func:`dump_json`."""
+    steps, events = recorder.snapshot(last)
+    table = _Tables()
+    records: list[dict[str, object]] = []
+    for step in steps:
+        records.append(_step(step, table))
+        if len(records) % _PAUSE_STEPS == 0:
+            pause()
+    return {
+        **_occasion(reason),
+        "wrapped": recorder.wrapped or len(records) == last,
+        "steps": records,
+        "events": [_event(event) for event in events],
+        "compositions": {str(number): facts for number, facts in table.compositions.items()},
+    }
+
+
+def _occasion(reason: str) -> dict[str, object]:
+    created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return {"reason": reason, "created": created, "server_version": __version__}
 
 
 def _json(value: object) -> bytes:

@@ -11,6 +11,7 @@ requests take more, fewer steps are kept.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -147,10 +148,10 @@ class FlightRecorder:
         """Whether earlier steps may have been forgotten."""
         return self._was_cut or len(self._steps) == self.config.server_args.flight_recorder_steps
 
-    def snapshot(self) -> tuple[Iterator[StepRecord], list[Event]]:
-        """The steps, oldest first, and what has happened since the last launch. May be called from any thread; what
-        takes long, a step in full, is made when it is asked for."""
-        steps, events = list(self._steps), list(self._events)  # each in one turn of the interpreter
+    def snapshot(self, last: int = sys.maxsize) -> tuple[Iterator[StepRecord], list[Event]]:
+        """The steps, oldest first, the ``last`` of them, and what has happened since the last launch. May be called
+        from any thread; what takes long, a step in full, is made when it is asked for."""
+        steps, events = list(self._steps)[-last:], list(self._events)  # each in one turn of the interpreter
         return starmap(_record, steps), events
 
     def launched(self, batch: ScheduleBatch, reqs: Sequence[Req], done: Point) -> None:

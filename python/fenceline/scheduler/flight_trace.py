@@ -7,8 +7,9 @@ a step is a millisecond long, however long it took. What comes before what is tr
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,21 @@ def trace_of(dump: Json) -> dict[str, Any]:
     for the Points of the memory that it took over, by the edge's name; the host for results. The second process has a
     row for each request, by its id.
     """
+    return {"traceEvents": list(itertools.chain.from_iterable(_Trace(dump).parts())), **_about(dump)}
+
+
+def trace_json(dump: Json, pause: Callable[[], object]) -> bytes:
+    """:func:`trace_of` as JSON. Other threads can run with ``pause``, which is called after each step."""
+    encoded: list[bytes] = []
+    for part in _Trace(dump).parts():
+        if part:
+            encoded.append(orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1])
+            pause()
+    return b"".join((b'{"traceEvents":[', b",".join(encoded), b"],", orjson.dumps(_about(dump))[1:]))
+
+
+def _about(dump: Json) -> dict[str, Any]:
     return {
-        "traceEvents": _Trace(dump).events,
         "displayTimeUnit": "ms",
         "otherData": {
             "reason": dump["reason"],
@@ -49,10 +63,10 @@ def trace_of(dump: Json) -> dict[str, Any]:
 
 
 class _Trace:
-    """``events``: the trace of ``dump``."""
+    """The trace of ``dump``."""
 
     def __init__(self, dump: Json) -> None:
-        self.events: list[dict[str, Any]] = []
+        self._events: list[dict[str, Any]] = []  # of the part being made
         self._dump, self._steps = dump, dump["steps"]
         self._request_rows: dict[str, int] = {}
         self._point_ends: dict[tuple[str, int], int] = {}  # (stream, serial) -> when its slice ends
@@ -60,6 +74,9 @@ class _Trace:
         self._launch_time = 0  # of the last step
         self._host_time = 0  # until when HOST's row is taken
         self._num_published = 0
+
+    def parts(self) -> Iterator[list[dict[str, Any]]]:
+        """All events; those of a step are one part."""
         self._name_process(STREAMS, "streams")
         self._name_process(REQUESTS, "requests")
         for name, row in _ROWS.items():
@@ -69,8 +86,14 @@ class _Trace:
             if number:
                 self._launch_time = max(self._launch_time + _STEP, self._host_time + _BRIEF)
             self._step(number, step)
+            yield self._take()
         num_done = sum(step["tokens"] is not None for step in self._steps)
-        self._between_launches(dump["events"], num_done)
+        self._between_launches(self._dump["events"], num_done)
+        yield self._take()
+
+    def _take(self) -> list[dict[str, Any]]:
+        events, self._events = self._events, []
+        return events
 
     def _between_launches(self, events: Sequence[Json], num_published: int) -> None:
         """What the host did after the last launch."""
@@ -124,7 +147,7 @@ class _Trace:
 
     def _facts(self, step: Json) -> Iterator[tuple[str, int, dict[str, Any]]]:
         """Of each request in the step: its id, how many tokens are computed, and more about it."""
-        sampled = iter(step["tokens"] or ())
+        sampled = iter(() if step["tokens"] is None else step["tokens"])
         if step["mode"] == "extend":
             for seq in step["seqs"]:
                 token = next(sampled, None) if seq["sampling"] is not None else None
@@ -175,11 +198,11 @@ class _Trace:
 
     def _slice(self, pid: int, tid: int, start: int, length: int, name: str, args: Json) -> None:
         event = {"ph": "X", "pid": pid, "tid": tid, "ts": start, "dur": length, "name": name}
-        self.events.append({**event, "args": dict(args)})
+        self._events.append({**event, "args": dict(args)})
 
     def _instant(self, pid: int, tid: int, when: int, name: str, args: Json) -> None:
         event = {"ph": "i", "pid": pid, "tid": tid, "ts": when, "s": "t", "name": name}
-        self.events.append({**event, "args": dict(args)})
+        self._events.append({**event, "args": dict(args)})
 
     def _arrow(self, name: str, source: tuple[str, int], stream: str, start: int) -> None:
         """From the slice that a Point ends to the slice of ``stream`` that starts then."""
@@ -187,16 +210,16 @@ class _Trace:
         self._num_arrows += 1
         common = {"cat": "edge", "id": self._num_arrows, "name": name, "pid": STREAMS}
         end = self._point_ends[source]
-        self.events.append({"ph": "s", "tid": _ROWS[stream_of], "ts": end - 1, **common})
-        self.events.append({"ph": "f", "bp": "e", "tid": _ROWS[stream], "ts": start, **common})
+        self._events.append({"ph": "s", "tid": _ROWS[stream_of], "ts": end - 1, **common})
+        self._events.append({"ph": "f", "bp": "e", "tid": _ROWS[stream], "ts": start, **common})
 
     def _name_process(self, pid: int, name: str) -> None:
         for kind, value in (("process_name", {"name": name}), ("process_sort_index", {"sort_index": pid})):
-            self.events.append({"ph": "M", "pid": pid, "tid": 0, "name": kind, "args": value})
+            self._events.append({"ph": "M", "pid": pid, "tid": 0, "name": kind, "args": value})
 
     def _name_row(self, pid: int, row: int, name: str) -> None:
         for kind, value in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": row})):
-            self.events.append({"ph": "M", "pid": pid, "tid": row, "name": kind, "args": value})
+            self._events.append({"ph": "M", "pid": pid, "tid": row, "name": kind, "args": value})
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,0 +1,60 @@
+"""The page at /, where people chat with the model and watch the server: its files, as they are in ``web/``.
+
+They are open to everybody and hold no secret. What they ask for needs the key, which the page asks people for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+# The file behind each path.
+_FILES = {
+    "/": "index.html",
+    **{
+        f"/web/{name}": name
+        for name in (
+            "style.css", "icon.svg", "app.js", "api.js", "chat.js", "markdown.js", "server.js", "timeline.js",
+        )
+    },
+}  # fmt: skip
+PAGE_PATHS = frozenset(_FILES)
+_HEADERS = {
+    # Nothing from elsewhere, nothing inline: a text of the model that became markup by a mistake could do nothing.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
+    " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    # Another version of the server may be here the next time; the files fit together only within one.
+    "Cache-Control": "no-cache",
+}
+
+
+def install_web_page(app: FastAPI) -> None:
+    """Serve the files, which are read once. A browser that has one already is told that it is still the same."""
+    folder = files("fenceline.entrypoints").joinpath("web")
+    for path, name in _FILES.items():
+        content = folder.joinpath(name).read_bytes()
+        app.add_route(path, _handler(name, content), methods=["GET"], include_in_schema=False)
+
+
+def _handler(name: str, content: bytes) -> Callable[[Request], Awaitable[Response]]:
+    etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+    headers = {**_HEADERS, "ETag": etag}
+    kind = _KINDS[name.rpartition(".")[2]]
+
+    async def serve(request: Request) -> Response:
+        known = request.headers.get("if-none-match", "")
+        if etag in (tag.strip().removeprefix("W/") for tag in known.split(",")):
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=kind, headers=headers)
+
+    return serve

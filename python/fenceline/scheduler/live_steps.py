@@ -1,0 +1,74 @@
+"""The flight recorder's last steps in counts: what the web page draws, a few times a second while somebody looks.
+
+No ids, no tokens, no pages: whoever may ask the server anything may see it, and its size does not depend on the batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import orjson
+
+from fenceline.memory_order.edges import StreamName, pages_edge
+from fenceline.model_executor.step import DecodeBatch
+from fenceline.scheduler.flight_recorder import (
+    Departure,
+    Ended,
+    Event,
+    FlightRecorder,
+    Retirement,
+    StepRecord,
+)
+
+
+def live_steps(recorder: FlightRecorder, num_steps: int) -> bytes:
+    """The last ``num_steps`` steps as JSON: ``steps``, oldest first, and ``events`` since the last launch.
+
+    Of a step: ``mode`` (extend or decode), ``reqs``, ``tokens`` that are computed, ``done``, the serial of the Point
+    that ends it, which is its name; ``in_flight``, the steps launched before and not published then; ``published``,
+    whether its results have been; ``after``, the other streams whose pages it takes over, each with the edge's name;
+    ``events`` since the launch before, as counts: ``left`` by why, ``retired_pages``, ``transfers`` that had ended by
+    kind, and ``storage`` jobs.
+    """
+    steps, events = recorder.snapshot(num_steps)
+    return orjson.dumps({"steps": [_step(step) for step in steps], "events": _counts(events)})
+
+
+def _step(step: StepRecord) -> dict[str, object]:
+    batch = step.batch
+    if isinstance(batch, DecodeBatch):
+        mode, num_tokens = "decode", len(step.rids)
+    else:
+        mode, num_tokens = "extend", sum(len(seq.token_ids) for seq in batch.seqs)
+    return {
+        "mode": mode,
+        "reqs": len(step.rids),
+        "tokens": num_tokens,
+        "done": step.done,
+        "in_flight": step.in_flight,
+        "published": bool(step.tokens),
+        "after": [
+            [stream, pages_edge(StreamName.FORWARD, StreamName(stream)).name]
+            for stream, _ in step.after
+            if stream != StreamName.FORWARD.value
+        ],
+        "events": _counts(step.events),
+    }
+
+
+def _counts(events: Sequence[Event]) -> dict[str, object]:
+    left: Counter[str] = Counter()
+    transfers: Counter[str] = Counter()
+    retired_pages = storage = 0
+    for event in events:
+        match event:
+            case Departure():
+                left[event.why] += 1
+            case Retirement():
+                retired_pages += len(event.pages)
+            case Ended():
+                transfers.update(kind for kind, _, _ in event.transfers)
+                storage += len(event.storage)
+    counts = {"left": left, "retired_pages": retired_pages, "transfers": transfers, "storage": storage}
+    return {name: count for name, count in counts.items() if count}

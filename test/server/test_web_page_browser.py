@@ -1,0 +1,307 @@
+"""The page at / in a headless browser: the chat, the server beside it, keys, a narrow screen.
+
+The browser is the system's Chromium (``apt-get install chromium``) or the one that ``playwright install`` brings.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fake_scheduler import Seed
+from live_server import LiveServer, scheduler_state, wait_for
+
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="the extra 'test' is not installed: no playwright"
+)
+
+pytestmark = pytest.mark.slow
+HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script> **bold** `code`"
+OpenPage = Callable[..., Any]
+
+
+def executable(chromium: Any) -> str | None:
+    """Playwright's own browser (None) or the system's. Skips where there is neither."""
+    for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"):
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    if not shutil.which(chromium.executable_path):
+        pytest.skip("no browser: neither a Chromium of the system nor one of playwright's")
+    return None
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium
+        opened = chromium.launch(executable_path=executable(chromium), args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[OpenPage]:
+    """Opens pages, and looks at the end whether one had an error, opened a dialog or asked anybody else."""
+    contexts, wrong = [], list[str]()
+
+    def open_page(server: LiveServer, width: int = 1280, height: int = 800, expected: str = "") -> Any:
+        context = browser.new_context(viewport={"width": width, "height": height})
+        context.set_default_timeout(60_000)
+        contexts.append(context)
+        page = context.new_page()
+
+        def told(message: Any) -> None:
+            if message.type == "error" and not (expected and expected in message.text):
+                wrong.append(message.text)
+
+        def asked(request: Any) -> None:
+            if not request.url.startswith((server.base_url, "blob:", "data:")):
+                wrong.append(request.url)
+
+        def dialog(shown: Any) -> None:
+            wrong.append(f"a dialog: {shown.message}")
+            shown.dismiss()
+
+        page.on("console", told)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", asked)
+        page.on("dialog", dialog)
+        page.goto(server.base_url)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert not wrong
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[LiveServer]:
+    with LiveServer.real("--model-path", "demo", "--device", "cpu", "--max-total-tokens", "4096") as server:
+        yield server.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server that repeats what it was asked."""
+    template = tmp_path_factory.mktemp("template") / "plain.jinja"
+    template.write_text("{{ messages[-1].content }}")
+    with LiveServer.fake("--chat-template", str(template)) as server:
+        yield server.wait_ready()
+
+
+def say(page: Any, text: str, **settings: object) -> None:
+    if settings:
+        page.locator("#settings summary").click()
+        for name, value in settings.items():
+            page.fill(f"[name={name}]", str(value))
+        page.locator("#settings summary").click()
+    page.get_by_label("Message").fill(text)
+    page.keyboard.press("Enter")
+
+
+def test_a_chat_and_the_server_beside_it(demo: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(demo)
+    page.get_by_role("status").filter(has_text="Serving").wait_for()
+    assert page.locator("#model").inner_text() == "demo"
+    say(page, "Tell me a short story.", temperature=0, max_tokens=48)
+    page.locator(".meta").filter(has_text="48 tokens").wait_for()
+    shown = page.locator(".message.assistant .text").inner_text()
+    with demo.client() as client:
+        body = {
+            "messages": [{"role": "user", "content": "Tell me a short story."}],
+            "temperature": 0,
+            "max_tokens": 48,
+        }
+        said = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    assert shown == said.strip() != ""
+    # The second answer knows of the first.
+    say(page, "And then?", max_tokens=4)
+    page.locator(".meta").nth(1).wait_for()
+    # The server's view, drawn from the recorder's steps.
+    page.locator("#timeline rect.decode").first.wait_for()
+    assert page.locator("#timeline path.results").count() >= 1
+    page.locator("#hits").filter(has_text=re.compile("[1-9]")).wait_for()
+    page.locator("#timeline").focus()
+    newest = page.locator("#step").inner_text()
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    assert page.locator("#step").inner_text() != newest
+    assert page.locator("#timeline .chosen").count() == 1
+
+
+def test_the_trace_is_a_click_away(demo: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(demo)
+    say(page, "Hi", max_tokens=3)
+    page.locator(".meta").wait_for()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Perfetto trace").click()
+    assert download.value.suggested_filename.endswith(".trace.json")
+    trace = json.loads(download.value.path().read_text())
+    assert any(event["name"].startswith("launch step") for event in trace["traceEvents"])
+
+
+def test_stopping_aborts_on_the_server(echo: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(echo)
+    with echo.client() as client:
+        for stop in (
+            lambda: page.get_by_role("button", name="Stop").click(),
+            lambda: page.keyboard.press("Escape"),
+        ):
+            say(page, "wait for ever", seed=Seed.HANG)
+            page.get_by_text("Waiting for the first token").wait_for()
+            page.locator("#running").filter(has_text="1").wait_for()
+            stop()
+            page.locator(".meta").filter(has_text="stopped").last.wait_for()
+            wait_for(lambda: scheduler_state(client)["num_running_reqs"] == 0)
+            page.locator("#running").filter(has_text="0").wait_for()
+            page.get_by_role("button", name="New chat").click()
+    assert page.get_by_role("button", name="Send").is_visible()
+
+
+def test_what_the_model_writes_is_text(echo: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(echo)
+    with echo.client() as client:
+        num_tokens = len(client.post("/tokenize", json={"prompt": HOSTILE}).json()["tokens"])
+    say(page, HOSTILE, max_tokens=num_tokens)
+    page.locator(".meta").wait_for()
+    answer = page.locator(".message.assistant .text")
+    assert answer.inner_text() == HOSTILE.replace("**", "").replace("`", "")
+    assert answer.locator("strong").inner_text() == "bold" and answer.locator("code").inner_text() == "code"
+    assert page.locator("#messages img, #messages script").count() == 0
+
+
+def test_markdown_as_far_as_it_goes(echo: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(echo)
+    text = "# Title\n\nA *word*, 2 * 3 * 4, a_b_c\n- one\n- two\n\n```python\nx = '<b>'\n\ny\n```\n> quoted\n\n3. three"
+    shown = page.evaluate(
+        """async (text) => {
+            const { showMarkdown } = await import("/web/markdown.js");
+            const grown = document.createElement("div"), whole = document.createElement("div");
+            for (let end = 0; end <= text.length; end++) showMarkdown(grown, text.slice(0, end));
+            showMarkdown(whole, text);
+            return [grown.innerHTML, whole.innerHTML, [...whole.children].map((e) => [e.tagName, e.textContent])];
+        }""",
+        text,
+    )
+    assert shown[0] == shown[1], "the same, however it arrives"
+    assert shown[2] == [
+        ["H3", "Title"], ["P", "A word, 2 * 3 * 4, a_b_c"], ["UL", "onetwo"], ["PRE", "x = '<b>'\n\ny"],
+        ["BLOCKQUOTE", "quoted"], ["OL", "three"],
+    ]  # fmt: skip
+
+
+def test_reasoning_is_folded_and_tools_are_answered_by_hand(echo: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(echo)
+    bodies: list[dict[str, Any]] = []
+    call = {
+        "index": 0,
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "calculator", "arguments": ""},
+    }
+    parts = ('{"expression"', ': "12 + 30"}')
+    deltas = [
+        [{"reasoning_content": "I must add."}, {"tool_calls": [call]}]
+        + [{"tool_calls": [{"index": 0, "function": {"arguments": part}}]} for part in parts],
+        [{"content": "It is 42."}],
+    ]
+
+    def answer(route: Any) -> None:
+        bodies.append(route.request.post_data_json)
+        events = [
+            {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas.pop(0)
+        ]
+        lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+        route.fulfill(content_type="text/event-stream", body="".join([*lines, "data: [DONE]\n\n"]))
+
+    page.route("**/v1/chat/completions", answer)
+    page.locator("#settings summary").click()
+    page.get_by_role("button", name="Insert an example tool").click()
+    say(page, "What is 12 + 30?")
+    page.get_by_label("Result of calculator").fill("42")
+    reasoning = page.locator("details.reasoning")
+    assert reasoning.get_attribute("open") is None and not page.get_by_text("I must add.").is_visible()
+    reasoning.locator("summary").click()
+    assert page.get_by_text("I must add.").is_visible()
+    assert json.loads(page.locator(".call code").inner_text()) == {"expression": "12 + 30"}
+    page.get_by_role("button", name="Send the result").click()
+    page.get_by_text("It is 42.").wait_for()
+    assert bodies[0]["tools"][0]["function"]["name"] == "calculator" and bodies[0]["tool_choice"] == "auto"
+    asked, called, result = bodies[1]["messages"]
+    assert asked == {"role": "user", "content": "What is 12 + 30?"}
+    function = {"name": "calculator", "arguments": "".join(parts)}
+    assert called["tool_calls"] == [{"id": "call_1", "type": "function", "function": function}]
+    assert result == {"role": "tool", "tool_call_id": "call_1", "content": "42"}
+
+
+def test_an_error_is_shown_and_can_be_tried_again(echo: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(echo, expected="400")
+    say(page, "hello", tools='[{"type": "nothing"}]')
+    page.get_by_role("alert").filter(has_text="tools").wait_for()
+    page.locator("#settings summary").click()
+    page.get_by_role("button", name="Reset settings").click()
+    page.fill("[name=max_tokens]", "2")
+    page.get_by_role("button", name="Try again").click()
+    page.locator(".meta").filter(has_text="2 tokens").wait_for()
+    assert page.get_by_role("alert").count() == 0
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[LiveServer]:
+    with LiveServer.fake("--api-key", "right", "--admin-api-key", "chief") as server:
+        yield server.wait_ready()
+
+
+def test_the_page_asks_for_the_key_and_keeps_it_in_its_tab(locked: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(locked, expected="401")
+    page.get_by_role("dialog").wait_for()
+    for key in ("wrong", "right"):
+        page.get_by_role("textbox", name="Key").fill(key)
+        page.get_by_role("button", name="Continue").click()
+        if key == "wrong":
+            page.get_by_text("did not accept").wait_for()
+    page.get_by_role("status").filter(has_text="Serving").wait_for()
+    assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+    page.reload()
+    page.get_by_role("status").filter(has_text="Serving").wait_for()
+    assert not page.get_by_role("dialog").is_visible()
+    page.get_by_role("button", name="Perfetto trace").click()
+    page.get_by_role("heading", name="Admin API key").wait_for()
+    page.get_by_role("textbox", name="Key").fill("chief")
+    with page.expect_download():
+        page.get_by_role("button", name="Continue").click()
+    # Somebody who has no key is not asked again and again.
+    stranger = open_page(locked, expected="401")
+    stranger.get_by_role("button", name="Not now").click()
+    stranger.get_by_role("button", name="Enter API key").wait_for()
+    assert not stranger.get_by_role("dialog").is_visible()
+
+
+def test_on_a_phone_nothing_is_wider_than_the_screen(echo: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(echo, width=380, height=700)
+    width = "document.documentElement.scrollWidth"
+    say(page, "long" * 60 + " `" + "x" * 300 + "`", max_tokens=200)
+    page.locator(".meta").wait_for()
+    assert page.evaluate(width) == 380
+    assert not page.locator("#server").is_visible()
+    page.get_by_role("button", name="Server", exact=True).click()
+    page.locator("#kv-note").filter(has_text="tokens").wait_for()
+    assert page.evaluate(width) == 380 and not page.locator("#chat").is_visible()
+
+
+def test_nobody_asks_while_nobody_looks(echo: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(echo, width=380)
+    page.get_by_role("status").filter(has_text="Serving").wait_for()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    say(page, "some words", max_tokens=50, seed=Seed.SLOW)  # takes a second, three polls' time
+    page.locator(".meta").wait_for()
+    assert [url.rpartition("/")[2] for url in asked] == ["completions"]
+    page.get_by_role("button", name="Server", exact=True).click()
+    wait_for(lambda: page.evaluate("1") == 1 and any(url.endswith("/live_state") for url in asked))
