@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from kernel_surroundings import Launch
+from routed_tokens import routed
 
 from fenceline.layers.attention import page_gather
 from fenceline.layers.forward_batch import QueryTree
@@ -16,12 +17,13 @@ from fenceline.layers.kernels import (
     activation,
     decode_attention,
     extend_attention,
+    grouped_gemm,
     quantized_gemm,
     rms_norm,
     rotate_store,
     skinny_gemm,
 )
-from fenceline.layers.kernels.base import HeadLayout, QKNorm
+from fenceline.layers.kernels.base import HeadLayout, QKNorm, Routing
 from fenceline.layers.quantized import FP8, round_to_fp8
 from fenceline.model_executor.kernels import decode_prologue, decode_prologue_triton
 from fenceline.sampling.gumbel import mix_seeds
@@ -39,6 +41,8 @@ def launches() -> Iterator[Launch]:
     yield from _products()
     yield from _quantized_products()
     yield from _roundings()
+    yield from _grouped_products()
+    yield from _combinations()
     yield from _decodes()
     yield from _extends()
     yield from _gathers()
@@ -172,6 +176,36 @@ def _roundings() -> Iterator[Launch]:
 
         operands = (x, scale, numbers.contiguous().view(torch.uint8), scales)
         yield Launch(f"quantize_rows {scale}", accesses.quantize_rows, operands, run, [operands[2], scales])
+
+
+def _grouped_products() -> Iterator[Launch]:
+    # Tokens, experts for each, those that are hit, all, padded tokens, features, inputs, gated.
+    shapes = ((7, 2, [0, 2, 5], 6, 1, 24, 40, True), (35, 1, [1], 3, 2, 17, 16, False))
+    for tokens, top_k, hit, num_experts, padded, size, k, gated in shapes:
+        routing = routed(tokens, top_k, hit, num_experts, padded)
+        x, weight = _random(tokens, k), _random(num_experts, size * (2 if gated else 1), k)
+        out = _random(tokens * top_k, size)
+
+        def run(pdl: bool, x: Any, weight: Any, order: Any, ends: Any, out: Any, gated: bool = gated) -> None:
+            cut = grouped_gemm.GroupedConfig(16, 16, 16, 4, 1)
+            grouped_gemm.grouped_product(x, weight, Routing(order, order, order, ends), gated, cut)
+
+        operands = (x, weight, routing.order, routing.ends, out)
+        yield Launch(f"grouped_product {tokens}x{top_k}", accesses.grouped_product, operands, run, [out])
+
+
+def _combinations() -> Iterator[Launch]:
+    for tokens, top_k, padded, size, adds in ((5, 2, 1, 48, True), (3, 3, 0, 20, False)):
+        routing = routed(tokens, top_k, [0, 1, 3], 4, padded)
+        y, out = _random(tokens * top_k, size), _random(tokens, size)
+
+        def run(pdl: bool, y: Any, ids: Any, weights: Any, out: Any, num_experts: int, adds: bool) -> None:
+            routing = Routing(ids, weights, ids, torch.zeros(num_experts))
+            grouped_gemm.combine_experts(y, routing, out if adds else None)
+
+        operands = (y, routing.ids, routing.weights, out, 4, adds)
+        outputs = () if adds else (out,)
+        yield Launch(f"combine_experts {tokens}x{top_k}", accesses.combine_experts, operands, run, outputs)
 
 
 def _paged(lens: list[int], page_size: int, heads: tuple[int, int]) -> tuple[Any, ...]:

@@ -64,6 +64,8 @@ _ROPES: dict[str, dict[str, object]] = {
     },
 }
 
+_EXPERTS: dict[str, object] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
 # Family, then what differs from _SIZES. Names are test ids.
 CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", {}),
@@ -76,6 +78,24 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3-tied-biased": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
     "mistral": ("Mistral", {"head_dim": 14, "sliding_window": None}),
     "mistral-window": ("Mistral", {"sliding_window": CONTEXT}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-all-experts": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "head_dim": 14}),
+    "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3-moe-mixed": (
+        "Qwen3Moe",
+        {
+            **_EXPERTS,
+            "head_dim": 16,
+            "decoder_sparse_step": 2,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [3],
+        },
+    ),
+    "qwen2-moe": ("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 32}),
+    "qwen2-moe-no-bias": (
+        "Qwen2Moe",
+        {**_EXPERTS, "shared_expert_intermediate_size": 32, "norm_topk_prob": True, "qkv_bias": False},
+    ),
 }
 
 
@@ -87,7 +107,8 @@ def save_checkpoint(
     family, changes = CHECKPOINTS[name]
     config_class = getattr(transformers, f"{family}Config")
     model_class: Callable[..., transformers.PreTrainedModel] = getattr(transformers, f"{family}ForCausalLM")
-    config = config_class(**{**_SIZES, **changes, **(others or {}), "attn_implementation": "eager"})
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    config = config_class(**{**_SIZES, **changes, **(others or {}), **eager})
     model = model_class(config).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

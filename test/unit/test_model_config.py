@@ -326,3 +326,16 @@ def test_context_length_beyond_the_model_is_refused(tmp_path: Path) -> None:
 def test_unknown_dtype_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="use auto, half"):
         ModelConfig.from_dir(write(tmp_path, LLAMA), dtype="int4")
+
+
+@pytest.mark.parametrize("asked", [None, "fp8"])
+def test_quantised_experts_are_refused(tmp_path: Path, asked: str | None) -> None:
+    moe: dict[str, object] = {
+        **QWEN, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    }  # fmt: skip
+    if asked is None:
+        moe["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    write(tmp_path, moe)
+    with pytest.raises(ValueError, match="quantised experts are not supported"):
+        ModelConfig.from_dir(str(tmp_path), quantization=asked)

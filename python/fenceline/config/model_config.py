@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fenceline.config import ConfigError
+from fenceline.config.config_reader import ConfigReader
+from fenceline.config.families import FAMILIES, ExpertsConfig
 from fenceline.config.model_files import (
     read_model_json,
     read_optional,
@@ -17,13 +19,7 @@ from fenceline.config.model_files import (
 )
 from fenceline.config.quantization import QuantConfig, read_quantization
 
-SUPPORTED_ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MiMoForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
+SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 
 # --dtype values (SGLang's) to the three types we run in; auto takes the checkpoint's.
 _DTYPES = {
@@ -33,8 +29,6 @@ _DTYPES = {
     "float": "float32",
     "float32": "float32",
 }
-_QWEN3_HEAD_DIM = 128  # transformers' default where config.json has no head_dim
-_MISTRAL_WINDOW = 4096  # transformers' default where config.json has no sliding_window
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +55,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A dense decoder-only model. Sizes are counts, lengths are tokens; ``dtype`` is float32, bfloat16 or float16.
+    """A decoder-only model. Sizes are counts, lengths are tokens; ``dtype`` is float32, bfloat16 or float16.
 
     ``context_length`` is the longest sequence the engine serves, ``sliding_window`` the attention window of the
     checkpoint (None: full attention), which never binds because it is refused when below ``context_length``.
@@ -69,6 +63,7 @@ class ModelConfig:
     ``attention_bias`` and ``mlp_bias`` are config.json's; which projections they are for, the family's file in models/
     says. ``num_mtp_layers`` layers of the checkpoint predict further tokens (--speculative-algorithm NEXTN).
     ``quantization`` is the number format of the linear layers, None: ``dtype``.
+    ``experts`` is None for dense models.
     """
 
     model_path: str
@@ -95,6 +90,7 @@ class ModelConfig:
     dtype: str
     num_mtp_layers: int = 0
     quantization: QuantConfig | None = None
+    experts: ExpertsConfig | None = None
     sampling_defaults: SamplingDefaults
     hf_config: dict[str, object] = dataclasses.field(repr=False, compare=False)
 
@@ -121,7 +117,12 @@ class ModelConfig:
         quantization_config = read_quantization(hf, directory, quantization)
         architecture = _architecture(hf)
         _refuse_unsupported(hf)
-        reader = _Reader(hf)
+        reader, family = ConfigReader(hf), FAMILIES[architecture]
+        if family.experts is not None and quantization_config is not None:
+            raise ConfigError(
+                f"{architecture}: quantised experts are not supported; use the model's unquantised weights, without"
+                " --quantization"
+            )
         vocab_size = reader.size("vocab_size")
         num_heads = reader.size("num_attention_heads")
         num_kv_heads = reader.size("num_key_value_heads", num_heads)
@@ -144,7 +145,7 @@ class ModelConfig:
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=_head_dim(reader, architecture, num_heads),
+            head_dim=_head_dim(reader, family.head_dim, num_heads),
             rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
@@ -153,51 +154,16 @@ class ModelConfig:
             tie_word_embeddings=reader.switch("tie_word_embeddings"),
             attention_bias=reader.switch("attention_bias"),
             mlp_bias=reader.switch("mlp_bias"),
-            sliding_window=_checked_window(_sliding_window(reader, architecture, num_layers), length),
+            sliding_window=_checked_window(family.window(reader, num_layers), length),
             eos_token_ids=_eos_ids(hf, generation, Path(tokenizer_path or path), vocab_size),
             bos_token_id=bos[0] if bos else None,
             dtype=_resolve_dtype(dtype, hf),
             num_mtp_layers=reader.count("num_nextn_predict_layers"),
             quantization=quantization_config,
+            experts=None if family.experts is None else family.experts(reader, num_layers),
             sampling_defaults=_sampling_defaults(generation),
             hf_config=hf,
         )
-
-
-class _Reader:
-    """Typed reads from config.json; every complaint names the key."""
-
-    def __init__(self, values: Mapping[str, object]) -> None:
-        self.values = values
-
-    def size(self, key: str, default: int | None = None) -> int:
-        value = self.values.get(key)
-        if value is None and default is not None:
-            return default
-        if value is None:
-            raise ConfigError(f"config.json: {key} is missing")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"config.json: {key} must be a whole number of at least 1, got {value!r}")
-        return value
-
-    def count(self, key: str) -> int:
-        return 0 if self.values.get(key) == 0 else self.size(key, 0)
-
-    def number(self, key: str, default: float) -> float:
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"config.json: {key} must be a finite number, got {value!r}")
-        return float(value)
-
-    def switch(self, key: str) -> bool:
-        value = self.values.get(key)
-        if value is None:
-            return False
-        if not isinstance(value, bool):
-            raise ConfigError(f"config.json: {key} must be true or false, got {value!r}")
-        return value
 
 
 def _apply_overrides(hf: dict[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
@@ -237,18 +203,14 @@ def _refuse_unsupported(hf: Mapping[str, object]) -> None:
         raise ConfigError(f"config.json: hidden_act {activation!r} is not supported, only silu is")
 
 
-def _head_dim(reader: _Reader, architecture: str, num_heads: int) -> int:
+def _head_dim(reader: ConfigReader, default: int | None, num_heads: int) -> int:
+    """``default``: the family's, None: the heads share hidden_size."""
     hidden_size = reader.size("hidden_size")
-    default = _QWEN3_HEAD_DIM if architecture == "Qwen3ForCausalLM" else max(hidden_size // num_heads, 1)
-    if (
-        reader.values.get("head_dim") is None
-        and architecture != "Qwen3ForCausalLM"
-        and hidden_size % num_heads
-    ):
+    if default is None and reader.values.get("head_dim") is None and hidden_size % num_heads:
         raise ConfigError(
             f"config.json: hidden_size {hidden_size} is no multiple of {num_heads} heads; set head_dim"
         )
-    head_dim = reader.size("head_dim", default)
+    head_dim = reader.size("head_dim", default or max(hidden_size // num_heads, 1))
     if head_dim % 2:
         raise ConfigError(f"config.json: head_dim must be even for rotary positions, got {head_dim}")
     return head_dim
@@ -265,23 +227,6 @@ def _context_length(asked: int | None, limit: int) -> int:
             f"the model with --json-model-override-args (rope_scaling)"
         )
     return asked
-
-
-def _sliding_window(reader: _Reader, architecture: str, num_layers: int) -> int | None:
-    """The window that some layer uses, by the rules of the family's transformers config."""
-    if architecture == "MistralForCausalLM":
-        if "sliding_window" in reader.values and reader.values["sliding_window"] is None:
-            return None
-        return reader.size("sliding_window", _MISTRAL_WINDOW)
-    if architecture == "LlamaForCausalLM" or not reader.switch("use_sliding_window"):
-        return None  # Llama has none, Qwen and MiMo only with the switch on
-    layer_types = reader.values.get("layer_types")
-    if isinstance(layer_types, list):
-        slides = "sliding_attention" in layer_types
-    else:
-        first_sliding = reader.values.get("max_window_layers", 28)
-        slides = isinstance(first_sliding, int) and first_sliding < num_layers
-    return reader.size("sliding_window", 4096) if slides else None
 
 
 def _checked_window(window: int | None, context_length: int) -> int | None:
@@ -319,7 +264,7 @@ def _resolve_dtype(asked: str, hf: Mapping[str, object]) -> str:
 
 
 def _sampling_defaults(generation: Mapping[str, object]) -> SamplingDefaults:
-    reader = _Reader(generation)
+    reader = ConfigReader(generation)
 
     def number(key: str) -> float | None:
         return None if generation.get(key) is None else reader.number(key, 0.0)

@@ -10,17 +10,23 @@ from fenceline.layers.context import LayerContext
 from fenceline.models.decoder import CausalLM
 from fenceline.models.llama import LlamaForCausalLM
 from fenceline.models.mistral import MistralForCausalLM
+from fenceline.models.mixtral import MixtralForCausalLM
 from fenceline.models.qwen2 import Qwen2ForCausalLM
+from fenceline.models.qwen2_moe import Qwen2MoeForCausalLM
 from fenceline.models.qwen3 import Qwen3ForCausalLM
+from fenceline.models.qwen3_moe import Qwen3MoeForCausalLM
 
-# The keys are those of fenceline.config.model_config.SUPPORTED_ARCHITECTURES; a test compares the two.
+# The keys are those of fenceline.config.families.FAMILIES; a test compares the two.
 MODELS: Mapping[str, type[CausalLM]] = MappingProxyType(
     {
         "LlamaForCausalLM": LlamaForCausalLM,
         "MiMoForCausalLM": Qwen2ForCausalLM,
         "MistralForCausalLM": MistralForCausalLM,
+        "MixtralForCausalLM": MixtralForCausalLM,
         "Qwen2ForCausalLM": Qwen2ForCausalLM,
+        "Qwen2MoeForCausalLM": Qwen2MoeForCausalLM,
         "Qwen3ForCausalLM": Qwen3ForCausalLM,
+        "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
     }
 )
 

@@ -3,6 +3,8 @@ before they wait for the preceding kernel. See ``memory_order.kernel``."""
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from fenceline.memory_order.kernel import KernelAccesses, declare_kernel
@@ -71,6 +73,51 @@ def skinny_linear(
     op.read(x)
     op.read(bias)
     op.read(residual)
+    op.write(out)
+
+
+def _experts_hit(ends: torch.Tensor) -> npt.NDArray[np.int64]:
+    return np.flatnonzero(np.diff(ends.numpy(), prepend=0))
+
+
+def _pairs_of_experts(ids: torch.Tensor, num_experts: int) -> npt.NDArray[np.int64]:
+    return np.flatnonzero(ids.flatten().numpy() < num_experts)
+
+
+@declare_kernel
+def grouped_product(
+    op: KernelAccesses,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    order: torch.Tensor,
+    ends: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """See ``grouped_gemm.grouped_product``. Of the experts it reads those alone that some token goes through."""
+    op.read(ends)
+    op.read(order)
+    op.read(x)
+    op.read_rows(weight, _experts_hit, ends)
+    op.write(out)
+
+
+@declare_kernel
+def combine_experts(
+    op: KernelAccesses,
+    y: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    num_experts: int,
+    adds: bool,
+) -> None:
+    """See ``grouped_gemm.combine_experts``. ``out`` is the residual if it ``adds``. Rows of y that belong to no expert
+    are not read: nobody has written them."""
+    op.read(ids)
+    op.read(weights)
+    op.read_rows(y, _pairs_of_experts, ids, num_experts)
+    if adds:
+        op.read(out)
     op.write(out)
 
 

@@ -1,4 +1,5 @@
-"""What layers compute besides matrix products: normalisation, activation, rotation and storing keys and values.
+"""What layers compute besides products with one matrix: normalisation, activation, rotation and storing keys and
+values, and the products of a mixture of experts, where each row has a matrix of its own.
 
 LayerKernels says what each of them does. TorchLayerKernels does it with torch's operators.
 """
@@ -40,6 +41,25 @@ class QKNorm:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """The experts of T tokens, ``top_k`` each. Pair ``t * top_k + j`` is token t with its j-th expert; pairs of padded
+    tokens have the expert ``num_experts``, which does not exist."""
+
+    ids: torch.Tensor  # [T, top_k] int64
+    weights: torch.Tensor  # [T, top_k] float32, how much each expert counts
+    order: torch.Tensor  # [T * top_k] int64, the pairs by expert, those of padded tokens last
+    ends: torch.Tensor  # [num_experts] int32, how many pairs belong to an expert and those before it
+
+    @classmethod
+    def group(cls, ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> Routing:
+        """Sort the pairs, without the host learning anything of them."""
+        by_expert, order = ids.flatten().sort(stable=True)
+        experts = torch.arange(num_experts, device=ids.device)
+        ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
+        return cls(ids, weights, order, ends)
+
+
 class LayerKernels(ABC):
     """All run on the current stream and never make the host wait. Activations are contiguous [T, features] in the
     model's dtype; sums are at least float32."""
@@ -69,6 +89,24 @@ class LayerKernels(ABC):
         qkv [T, size of ``heads``]; ``table`` [max_positions, 3 * head_dim / 2] float32, cos twice then sin (see
         ``RotaryEmbedding``); positions [T] int64; caches [num_slots, num_kv_heads, head_dim]; out_slots [T] int64.
         """
+
+    @abstractmethod
+    def grouped_product(
+        self, x: torch.Tensor, weight: torch.Tensor, routing: Routing, gated: bool = False
+    ) -> torch.Tensor:
+        """Each pair's row times its expert's matrix, ``weight`` [num_experts, N, K] → [T * top_k, N] in x's dtype. Rows
+        of padded tokens are undefined.
+
+        x [T, K] has a row for each token, or [T * top_k, K] one for each pair. ``gated``: the first half of a matrix's
+        rows makes gate, the second up, and the result is silu(gate) * up [T * top_k, N / 2].
+        """
+
+    @abstractmethod
+    def combine_experts(
+        self, y: torch.Tensor, routing: Routing, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """y [T * top_k, N] → the weighted sum of each token's pairs, a new tensor [T, N], or added to ``residual`` in
+        place, which is returned. It is zero for padded tokens."""
 
 
 class TorchLayerKernels(LayerKernels):
@@ -104,3 +142,26 @@ class TorchLayerKernels(LayerKernels):
         k.copy_(apply_rotary(rotated[1], cos, sin))
         k_cache.index_copy_(0, out_slots, k)
         v_cache.index_copy_(0, out_slots, v)
+
+    def grouped_product(
+        self, x: torch.Tensor, weight: torch.Tensor, routing: Routing, gated: bool = False
+    ) -> torch.Tensor:
+        # On the CPU, where the host may look at the routing; only the experts that are hit are read.
+        tokens = routing.order if len(x) == len(routing.order) else routing.order // routing.ids.shape[1]
+        products = x.new_empty(len(routing.order), weight.shape[1])
+        start = 0
+        for expert, end in enumerate(routing.ends.tolist()):
+            if end > start:
+                products[start:end] = F.linear(x.index_select(0, tokens[start:end]), weight[expert])
+            start = end
+        if gated:
+            products = self.silu_and_mul(products)
+        return torch.empty_like(products).index_copy_(0, routing.order, products)
+
+    def combine_experts(
+        self, y: torch.Tensor, routing: Routing, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        live = (routing.ids < len(routing.ends)).unsqueeze(-1)
+        pairs = torch.where(live, y.view(*routing.ids.shape, -1).float(), 0.0)
+        total = (pairs * routing.weights.unsqueeze(-1)).sum(1).to(y.dtype)
+        return total if residual is None else residual.add_(total)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.layers.kernels.activation import silu_and_mul
-from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm
+from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm, Routing
+from fenceline.layers.kernels.grouped_gemm import combine_experts, grouped_product
 from fenceline.layers.kernels.rms_norm import rms_norm
 from fenceline.layers.kernels.rotate_store import rotate_and_store
 from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, skinny_linear
@@ -54,6 +55,16 @@ class CudaLayerKernels(LayerKernels):
         out_slots: torch.Tensor,
     ) -> None:
         rotate_and_store(qkv, heads, norms, table, positions, k_cache, v_cache, out_slots, pdl=self._pdl)
+
+    def grouped_product(
+        self, x: torch.Tensor, weight: torch.Tensor, routing: Routing, gated: bool = False
+    ) -> torch.Tensor:
+        return grouped_product(x, weight, routing, gated)
+
+    def combine_experts(
+        self, y: torch.Tensor, routing: Routing, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return combine_experts(y, routing, residual)
 
 
 class SkinnyProducts:

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 
 from fenceline.layers.kernels import accesses
-from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm, TorchLayerKernels
+from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm, Routing, TorchLayerKernels
 from fenceline.layers.weight import DenseWeight, RMSNorm
 
 _FEW_ROWS = 8  # up to this many rows a GPU without measurements uses our own kernels (skinny_table)
@@ -54,6 +54,40 @@ class LaunchedLayerKernels(LayerKernels):
         weights = (None, None) if norms is None else (norms.q_weight, norms.k_weight)
         operands = (qkv, *weights, table, positions, k_cache, v_cache, out_slots)
         accesses.rotate_and_store.launch(compute, *operands)
+
+    def grouped_product(
+        self, x: torch.Tensor, weight: torch.Tensor, routing: Routing, gated: bool = False
+    ) -> torch.Tensor:
+        def compute(
+            x: torch.Tensor, weight: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, out: torch.Tensor
+        ) -> None:
+            top_k = len(order) // len(x)  # 1 where x has a row for each pair
+            shape = len(x), top_k
+            sorted_pairs = Routing(order.new_empty(shape), x.new_empty(shape), order, ends)
+            live = order[: ends[-1]]
+            out[live] = _TORCH.grouped_product(x, weight, sorted_pairs, gated)[live]
+
+        num_pairs = len(routing.order)
+        out = x.new_empty(num_pairs, weight.shape[1] // (2 if gated else 1))
+        accesses.grouped_product.launch(compute, x, weight, routing.order, routing.ends, out)
+        return out
+
+    def combine_experts(
+        self, y: torch.Tensor, routing: Routing, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        num_experts, adds = len(routing.ends), residual is not None
+
+        def compute(
+            y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, *_: object
+        ) -> None:
+            routed = Routing(ids, weights, ids.flatten(), ids.new_empty(num_experts))
+            total = _TORCH.combine_experts(y, routed)
+            out.add_(total) if adds else out.copy_(total)
+
+        out = y.new_empty(len(routing.ids), y.shape[1]) if residual is None else residual
+        operands = y, routing.ids, routing.weights, out
+        accesses.combine_experts.launch(compute, *operands, num_experts, adds)
+        return out
 
 
 class LaunchedDenseWeight(DenseWeight):

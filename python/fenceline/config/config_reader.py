@@ -1,0 +1,59 @@
+"""ConfigReader: typed reads of a config.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from fenceline.config import ConfigError
+
+
+class ConfigReader:
+    """Typed reads from config.json; every complaint is a ``ConfigError`` that names the key."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self.values = values
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        if value is None:
+            raise ConfigError(f"config.json: {key} is missing")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"config.json: {key} must be a whole number of at least 1, got {value!r}")
+        return value
+
+    def count(self, key: str) -> int:
+        """A whole number of at least 0, by default 0."""
+        return 0 if self.values.get(key) == 0 else self.size(key, 0)
+
+    def number(self, key: str, default: float) -> float:
+        """A finite number."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"config.json: {key} must be a finite number, got {value!r}")
+        return float(value)
+
+    def switch(self, key: str, default: bool = False) -> bool:
+        """true or false."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ConfigError(f"config.json: {key} must be true or false, got {value!r}")
+        return value
+
+    def numbers(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers, by default empty."""
+        value = self.values.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(
+            isinstance(n, int) and not isinstance(n, bool) for n in value
+        ):
+            raise ConfigError(f"config.json: {key} must be a list of whole numbers, got {value!r}")
+        return tuple(value)

@@ -1,0 +1,156 @@
+"""A mixture of experts in place of an MLP (arXiv:1701.06538, arXiv:2401.04088): a router sends each token through a few
+of many small MLPs, and in some families all tokens through one more, the shared expert.
+
+No shape depends on the routing and the host never waits for it, so a graph can capture the whole. Padded tokens, whose
+keys go to the sink, go to no expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from fenceline.config.families import ExpertsConfig
+from fenceline.config.model_config import ModelConfig
+from fenceline.layers.branch import Branch, BranchNorms
+from fenceline.layers.context import LayerContext
+from fenceline.layers.forward_batch import ForwardBatch
+from fenceline.layers.kernels.base import Routing
+from fenceline.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from fenceline.layers.weight import WeightSlot, WeightSlots, whole
+
+_BEFORE = BranchNorms("post_attention_layernorm")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names in the checkpoint, below the mixer's. None: the family has no such tensor."""
+
+    gate: str = "gate_proj"  # of each expert
+    up: str = "up_proj"
+    down: str = "down_proj"
+    correction: str | None = None  # of the scores when experts are chosen
+    shared: str | None = None  # the shared expert
+    shared_gate: str | None = None  # how much of it a token takes
+
+
+class Router:
+    """Which experts each token goes through, and how much each of them counts. Computed in float32."""
+
+    def __init__(self, experts: ExpertsConfig, hidden_size: int, correction: str | None) -> None:
+        self.experts = experts
+        self.weight = torch.empty(experts.num_experts, hidden_size, dtype=torch.float32)
+        self.correction_name = correction
+        self.correction = (
+            None if correction is None else torch.empty(experts.num_experts, dtype=torch.float32)
+        )
+
+    def forward(self, x: torch.Tensor, padded: torch.Tensor) -> Routing:
+        """x [T, hidden_size], ``padded`` [T] bool: tokens that go to no expert."""
+        experts = self.experts
+        logits = F.linear(x.float(), self.weight)
+        scores = logits.sigmoid() if experts.sigmoid else logits.softmax(-1)
+        chosen_by = scores if self.correction is None else scores + self.correction
+        if experts.num_groups > 1:
+            chosen_by = self._of_best_groups(chosen_by)
+        ids = chosen_by.topk(experts.top_k, dim=-1).indices
+        weights = scores.gather(1, ids)
+        if experts.renormalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # all sigmoids may be zero
+        if experts.scaling != 1.0:
+            weights = weights * experts.scaling
+        return Routing.group(
+            ids.masked_fill(padded.unsqueeze(1), experts.num_experts), weights, experts.num_experts
+        )
+
+    def _of_best_groups(self, scores: torch.Tensor) -> torch.Tensor:
+        """``scores`` [T, num_experts], -inf outside the groups whose two best experts have the highest sums."""
+        groups = scores.unflatten(1, (self.experts.num_groups, -1))
+        best = (
+            groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(-1).topk(self.experts.top_groups, dim=-1)
+        )
+        closed = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best.indices, False)
+        return groups.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1)
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        """Slots by their names in the checkpoint."""
+        slots = {f"{prefix}gate.weight": whole(self.weight)}
+        if self.correction is not None:
+            slots[f"{prefix}{self.correction_name}"] = whole(self.correction)
+        return slots
+
+
+class SharedExpert:
+    """The SwiGLU of all tokens, in some families weighted by the sigmoid of a product."""
+
+    def __init__(self, config: ModelConfig, size: int, names: ExpertNames, context: LayerContext) -> None:
+        hidden_size = config.hidden_size
+        outputs = {"gate_proj": size, "up_proj": size}
+        self.names = names
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, outputs, False, context)
+        self.down_proj = RowParallelLinear("down_proj", size, hidden_size, False, context)
+        self.gate: ReplicatedLinear | None = None
+        if names.shared_gate is not None:
+            self.gate = ReplicatedLinear(names.shared_gate, hidden_size, 1, False, context)
+
+    def add_to(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """y [T, hidden_size] += this rank's part of the expert of x, in place; returns y."""
+        gated = self.gate_up_proj.forward_gated(x, None)
+        if self.gate is not None:
+            gated = gated * self.gate.forward(x).sigmoid()
+        return self.down_proj.weight.add_product(y, gated, None)
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        """Slots by their names in the checkpoint."""
+        inside = f"{prefix}{self.names.shared}."
+        slots = {**self.gate_up_proj.weight_slots(inside), **self.down_proj.weight_slots(inside)}
+        return slots if self.gate is None else slots | self.gate.weight_slots(prefix)
+
+
+class ExpertsMLP(Branch):
+    """x += sum of weight * expert(norm(x)) over each token's experts, + shared(norm(x)). Each rank holds a part of the
+    features of every expert, so one sum over the ranks completes the result."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: LayerContext,
+        names: ExpertNames = ExpertNames(),
+        norms: BranchNorms = _BEFORE,
+    ) -> None:
+        super().__init__(config, context, norms)
+        assert config.experts is not None, "the family reads its experts from config.json"
+        experts, hidden_size = config.experts, config.hidden_size
+        self.names, self.shard, self._kernels = names, context.shard, context.kernels
+        self.full_size = experts.intermediate_size
+        self.size = self.shard.divide(self.full_size, "expert features")
+        self.router = Router(experts, hidden_size, names.correction)
+        self.gate_up = torch.empty(experts.num_experts, 2 * self.size, hidden_size, dtype=context.dtype)
+        self.down = torch.empty(experts.num_experts, hidden_size, self.size, dtype=context.dtype)
+        self.shared = SharedExpert(config, experts.shared_size, names, context) if names.shared else None
+
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        h = x if self.input_norm is None else self.input_norm.forward(x)
+        routing = self.router.forward(h, batch.padded)
+        gated = self._kernels.grouped_product(h, self.gate_up, routing, gated=True)
+        product = self._kernels.grouped_product(gated, self.down, routing)
+        if self.shared is None and self.output_norm is None and self.shard.size == 1:
+            return self._kernels.combine_experts(product, routing, x)
+        y = self._kernels.combine_experts(product, routing)
+        if self.shared is not None:
+            y = self.shared.add_to(y, h)
+        y = self.shard.all_reduce(y)
+        return x.add_(y if self.output_norm is None else self.output_norm.forward(y))
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        slots = self.router.weight_slots(prefix)
+        start, hidden_size, names = self.shard.rank * self.size, self.down.shape[1], self.names
+        for expert in range(self.gate_up.shape[0]):
+            inside = f"{prefix}experts.{expert}."
+            for name, rows in zip((names.gate, names.up), self.gate_up[expert].split(self.size), strict=True):
+                slots[f"{inside}{name}.weight"] = WeightSlot(rows, (self.full_size, hidden_size), 0, start)
+            down = WeightSlot(self.down[expert], (hidden_size, self.full_size), 1, start)
+            slots[f"{inside}{names.down}.weight"] = down
+        return slots if self.shared is None else slots | self.shared.weight_slots(prefix)

@@ -1,0 +1,177 @@
+"""The products of a mixture of experts in Triton: every row has the matrix of its expert, and rows of one expert share
+the reading of it. An expert that no row has is not read.
+
+A program computes a tile: up to ``block_m`` pairs of one expert by ``block_n`` features, over the whole of K, so no sum
+is split over programs and results do not depend on timing. The grid has as many tiles as any routing may need; each
+program finds its expert among the ends of the experts' pairs, and those past the last tile end at once. With at most
+``block_m`` pairs an expert, all of decode, each matrix that is hit is read once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from fenceline.layers.kernels.base import Routing
+from fenceline.layers.kernels.launcher import KernelVariant
+
+_COMBINE_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedConfig:
+    """How a grouped product is cut: pairs, features and inputs at a time, powers of two of at least 16."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def grouped_config(num_pairs: int, num_experts: int, itemsize: int) -> GroupedConfig:
+    """The cut for so many pairs. Depends on nothing that the routing decides."""
+    if itemsize > 2:
+        return GroupedConfig(16, 32, 32, 4, 2)
+    pairs_an_expert = num_pairs // num_experts
+    if pairs_an_expert <= 16:
+        return GroupedConfig(16, 64, 128, 4, 3)
+    if pairs_an_expert <= 64:
+        return GroupedConfig(64, 64, 64, 4, 3)
+    return GroupedConfig(128, 64, 64, 8, 3)
+
+
+def grouped_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Routing,
+    gated: bool = False,
+    config: GroupedConfig | None = None,
+) -> torch.Tensor:
+    """See ``LayerKernels.grouped_product``. x and weight contiguous, of one floating dtype; sums are float32. Current
+    stream, no host synchronisation."""
+    num_experts, width, k = weight.shape
+    num_pairs, size = routing.order.shape[0], width // 2 if gated else width
+    assert x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype and x.shape[1] == k
+    if config is None:
+        config = grouped_config(num_pairs, num_experts, x.element_size())
+    out = x.new_empty(num_pairs, size)
+    if num_pairs == 0:
+        return out
+    pairs_a_row = num_pairs // x.shape[0]
+    variant = _grouped_variant(num_experts, size, k, pairs_a_row, gated, config)
+    num_tiles = min(num_pairs, min(num_pairs, num_experts) + num_pairs // config.block_m)
+    grid = (num_tiles * -(-size // config.block_n),)
+    variant.launch(grid, (x, weight, routing.order, routing.ends, out))
+    return out
+
+
+def combine_experts(y: torch.Tensor, routing: Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """See ``LayerKernels.combine_experts``. y and ``residual`` contiguous. Current stream, no host synchronisation."""
+    num_tokens, top_k = routing.ids.shape
+    size = y.shape[1]
+    out = y.new_empty(num_tokens, size) if residual is None else residual
+    assert y.is_contiguous() and out.is_contiguous() and out.shape == (num_tokens, size)
+    if num_tokens == 0:
+        return out
+    variant = _combine_variant(len(routing.ends), top_k, size, residual is not None)
+    grid = (num_tokens * -(-size // variant.constants["BLOCK"]),)
+    variant.launch(grid, (y, routing.ids, routing.weights, out))
+    return out
+
+
+@cache
+def _grouped_variant(
+    num_experts: int, size: int, k: int, pairs_a_row: int, gated: bool, config: GroupedConfig
+) -> KernelVariant:
+    constants: dict[str, int | bool] = {
+        "NUM_EXPERTS": num_experts,
+        "BLOCK_EXPERTS": triton.next_power_of_2(num_experts),
+        "SIZE": size,
+        "K": k,
+        "PAIRS_A_ROW": pairs_a_row,
+        "GATED": gated,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+    }
+    return KernelVariant(_grouped_kernel, constants, config.num_warps, num_stages=config.num_stages)
+
+
+@cache
+def _combine_variant(num_experts: int, top_k: int, size: int, adds: bool) -> KernelVariant:
+    block = min(_COMBINE_BLOCK, triton.next_power_of_2(size))
+    constants = {"NUM_EXPERTS": num_experts, "TOP_K": top_k, "SIZE": size, "ADDS": adds, "BLOCK": block}
+    return KernelVariant(_combine_kernel, constants, 4)
+
+
+@triton.jit
+def _grouped_kernel(
+    x, weight, order, ends, out,
+    NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
+    PAIRS_A_ROW: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    num_blocks: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
+    tile = tl.program_id(0) // num_blocks
+    experts = tl.arange(0, BLOCK_EXPERTS)
+    exists = experts < NUM_EXPERTS
+    last = tl.load(ends + experts, mask=exists, other=0)
+    first = tl.load(ends + experts - 1, mask=exists & (experts > 0), other=0)
+    tiles = tl.where(exists, (last - first + BLOCK_M - 1) // BLOCK_M, 0)
+    before = tl.cumsum(tiles, 0) - tiles  # tiles of the experts in front
+    mine = (before <= tile) & (tile < before + tiles)
+    if tl.sum(mine.to(tl.int32), 0) == 0:
+        return
+    expert = tl.sum(tl.where(mine, experts, 0), 0).to(tl.int64)
+    start = tl.sum(tl.where(mine, first + (tile - before) * BLOCK_M, 0), 0)
+    end = tl.sum(tl.where(mine, last, 0), 0)
+
+    places = start + tl.arange(0, BLOCK_M)
+    live = places < end
+    pairs = tl.load(order + places, mask=live, other=0)
+    columns = (tl.program_id(0) % num_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inputs = tl.arange(0, BLOCK_K)
+    width: tl.constexpr = 2 * SIZE if GATED else SIZE
+    x_rows = x + (pairs // PAIRS_A_ROW)[:, None] * K
+    w_rows = weight + (expert * width + columns)[None, :] * K
+    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    up_sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for at in range(0, K, BLOCK_K):
+        inside = at + inputs < K
+        row = tl.load(x_rows + (at + inputs)[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+        wanted = inside[:, None] & (columns < SIZE)[None, :]
+        matrix = tl.load(w_rows + (at + inputs)[:, None], mask=wanted, other=0.0)
+        sums = tl.dot(row, matrix, sums, input_precision="ieee")
+        if GATED:
+            up = tl.load(w_rows + SIZE * K + (at + inputs)[:, None], mask=wanted, other=0.0)
+            up_sums = tl.dot(row, up, up_sums, input_precision="ieee")
+    if GATED:
+        sums = sums * tl.sigmoid(sums) * up_sums
+    stored = live[:, None] & (columns < SIZE)[None, :]
+    tl.store(out + pairs[:, None] * SIZE + columns[None, :], sums.to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _combine_kernel(
+    y, ids, weights, out,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIZE: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    num_blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    token = (tl.program_id(0) // num_blocks).to(tl.int64)
+    columns = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for j in range(TOP_K):
+        pair = token * TOP_K + j
+        live = tl.load(ids + pair) < NUM_EXPERTS  # a padded token's rows were never computed
+        row = tl.load(y + pair * SIZE + columns, mask=inside & live, other=0.0)
+        total += row.to(tl.float32) * tl.load(weights + pair)
+    places = out + token * SIZE + columns
+    if ADDS:
+        total += tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(places, total.to(out.dtype.element_ty), mask=inside)

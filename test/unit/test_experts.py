@@ -1,0 +1,200 @@
+"""A mixture of experts: the router against the formulas of the papers, and our Triton kernels, in Triton's interpreter
+and compiled, against torch's operators.
+
+Run as a script this file is the interpreted checks themselves: see ``triton_interpreter``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from routed_tokens import routed
+from triton_interpreter import outcomes_of, print_outcomes, set_up_interpreter
+
+from fenceline.config import ConfigError
+from fenceline.config.families import ExpertsConfig
+from fenceline.layers.experts import Router
+from fenceline.layers.kernels.base import Routing, TorchLayerKernels
+
+CHECKS = ("products", "few_experts_hit", "all_to_one", "all_padded", "combine")
+
+results = outcomes_of(__file__)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_interpreted(name: str, results: dict[str, str]) -> None:
+    assert results[name] == ""
+
+
+def make_router(correction: bool = False, **changes: object) -> Router:
+    fields = {"num_experts": 8, "top_k": 3, "intermediate_size": 4, "renormalise": False, **changes}
+    router = Router(ExpertsConfig(**fields), 5, "bias" if correction else None)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(4)
+    router.weight.normal_(generator=generator)
+    if router.correction is not None:
+        router.correction.normal_(generator=generator)
+    return router
+
+
+def route(router: Router, num_tokens: int = 40, num_padded: int = 0) -> tuple[torch.Tensor, Routing]:
+    """The logits of random tokens, and where they go."""
+    x = torch.randn(num_tokens, 5, generator=torch.Generator().manual_seed(5))
+    padded = torch.arange(num_tokens) >= num_tokens - num_padded
+    return x @ router.weight.T, router.forward(x, padded)
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_softmax_over_all_experts(renormalise: bool) -> None:
+    logits, routing = route(make_router(renormalise=renormalise, scaling=2.5))
+    for token, row in enumerate(logits.double()):
+        best = row.argsort(descending=True)[:3]
+        scores = row.exp()[best] / row.exp().sum()
+        expected = 2.5 * (scores / scores.sum() if renormalise else scores)
+        assert routing.ids[token].tolist() == best.tolist()
+        torch.testing.assert_close(routing.weights[token].double(), expected, atol=1e-6, rtol=0)
+
+
+def test_the_correction_chooses_experts_and_does_not_weigh_them() -> None:
+    router = make_router(correction=True, sigmoid=True, renormalise=True)
+    logits, routing = route(router)
+    assert router.correction is not None
+    uncorrected = 0
+    for token, scores in enumerate(logits.sigmoid()):
+        best = (scores + router.correction).argsort(descending=True)[:3]
+        uncorrected += best.tolist() != scores.argsort(descending=True)[:3].tolist()
+        assert routing.ids[token].tolist() == best.tolist()
+        torch.testing.assert_close(routing.weights[token], scores[best] / scores[best].sum())
+    assert uncorrected, "the correction should matter"
+
+
+def test_experts_of_the_best_groups_alone_are_open() -> None:
+    logits, routing = route(make_router(sigmoid=True, num_groups=4, top_groups=2))
+    elsewhere = 0
+    for token, scores in enumerate(logits.sigmoid()):
+        groups = scores.view(4, 2)
+        best = groups.sum(1).argsort(descending=True)[:2].tolist()
+        open_ = [2 * group + i for group in best for i in range(2)]
+        expected = sorted(open_, key=lambda i: -float(scores[i]))[:3]
+        elsewhere += set(expected) != set(scores.argsort(descending=True)[:3].tolist())
+        assert routing.ids[token].tolist() == expected
+    assert elsewhere, "groups should matter"
+
+
+def test_padded_tokens_go_to_no_expert() -> None:
+    _, routing = route(make_router(), num_tokens=6, num_padded=2)
+    assert (routing.ids[4:] == 8).all() and (routing.ids[:4] < 8).all()
+    assert int(routing.ends[-1]) == 4 * 3
+    assert set(routing.order[-6:].tolist()) == set(range(12, 18))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"top_k": 9}, "num_experts_per_tok 9"),
+        ({"num_groups": 3}, "n_group 3"),
+        ({"num_groups": 4, "top_groups": 1}, "fewer than num_experts_per_tok 3"),
+    ],
+)
+def test_impossible_routers_are_refused(changes: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_router(**changes)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the shapes of Qwen3-30B-A3B: tensor cores, 16-byte loads, and little enough shared memory."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fenceline.layers.kernels import grouped_gemm
+
+    kernel = grouped_gemm._grouped_kernel
+    types = {"x": "*bf16", "weight": "*bf16", "order": "*i64", "ends": "*i32", "out": "*bf16"}
+    for num_pairs in (8, 4096, 65536):
+        config = grouped_gemm.grouped_config(num_pairs, 128, 2)
+        variant = grouped_gemm._grouped_variant(128, 768, 2048, 8, True, config)
+        names = kernel.arg_names
+        source = ASTSource(
+            kernel,
+            {name: types.get(name, "constexpr") for name in names},
+            {(names.index(name),): value for name, value in variant.constants.items()},
+            {(i,): [["tt.divisibility", 16]] for i in range(len(types))},
+        )
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        assert binary.metadata.shared <= (163 << 10 if capability == 80 else 227 << 10)
+        assert "cp.async.cg.shared.global" in binary.asm["ptx"] and "mma" in binary.asm["ptx"]
+
+
+# --- the checks, run in the script -------------------------------------------------------------------
+
+
+def compare(routing: Routing, size: int, k: int, dtype: torch.dtype = torch.float32) -> None:
+    """Both products of a mixture, from tokens to the sum. Experts that no token hits are full of NaN."""
+    from fenceline.layers.kernels import grouped_gemm
+
+    torch_kernels, num_experts = TorchLayerKernels(), len(routing.ends)
+    missed = torch.ones(num_experts, dtype=torch.bool)
+    missed[routing.ids[routing.ids < num_experts]] = False
+    gate_up, down = (
+        torch.randn(num_experts, 2 * size, k).to(dtype),
+        torch.randn(num_experts, k, size).to(dtype),
+    )
+    gate_up[missed], down[missed] = float("nan"), float("nan")
+    x = torch.randn(len(routing.ids), k).to(dtype)
+    live = routing.order[: routing.ends[-1]]
+    tolerance = 1e-4 if dtype is torch.float32 else 0.05
+    for cut in (grouped_gemm.GroupedConfig(16, 16, 32, 4, 1), None):
+        expected = torch_kernels.grouped_product(x, gate_up, routing, gated=True)
+        gated = grouped_gemm.grouped_product(x, gate_up, routing, True, cut)
+        torch.testing.assert_close(gated[live], expected[live], atol=tolerance, rtol=tolerance)
+        products = torch_kernels.grouped_product(expected, down, routing)
+        ours = grouped_gemm.grouped_product(expected, down, routing, False, cut)
+        torch.testing.assert_close(ours[live], products[live], atol=tolerance * k, rtol=tolerance)
+        both = [
+            torch_kernels.combine_experts(products, routing),
+            grouped_gemm.combine_experts(products, routing),
+        ]
+        torch.testing.assert_close(both[0], both[1], atol=tolerance, rtol=tolerance)
+        assert both[1].isfinite().all()
+
+
+def check_products() -> None:
+    compare(routed(21, 3, [0, 1, 2, 3, 4, 5, 6], 7, num_padded=2), 24, 40)
+    compare(routed(5, 2, [0, 1, 2, 3], 4), 17, 33)
+    compare(routed(9, 2, [0, 1, 2, 3], 4, num_padded=1), 32, 64, torch.float16)
+
+
+def check_few_experts_hit() -> None:
+    compare(routed(1, 2, [3, 9], 10), 16, 32)
+    compare(routed(6, 2, [0, 9], 10, num_padded=1), 16, 32)
+
+
+def check_all_to_one() -> None:
+    compare(routed(70, 1, [2], 4), 16, 32)
+
+
+def check_all_padded() -> None:
+    compare(routed(3, 2, [0, 1], 2, num_padded=3), 16, 32)
+
+
+def check_combine() -> None:
+    from fenceline.layers.kernels import grouped_gemm
+
+    routing = routed(6, 2, [0, 1, 2], 3, num_padded=2)
+    y, residual = torch.randn(12, 1500), torch.randn(6, 1500)
+    y[8:] = float("nan")
+    expected = TorchLayerKernels().combine_experts(y, routing, residual.clone())
+    ours = grouped_gemm.combine_experts(y, routing, residual.clone())
+    torch.testing.assert_close(ours, expected)
+    assert torch.equal(ours[4:], residual[4:])
+
+
+if __name__ == "__main__":
+    set_up_interpreter()
+    print_outcomes({name: globals()[f"check_{name}"] for name in CHECKS})
