@@ -101,3 +101,22 @@ def test_who_accepts_no_drafts_gets_none() -> None:
 def test_a_batch_takes_as_long_as_the_next_larger_one_that_was_measured() -> None:
     table = StepCosts((2, 8), {0: (1.0, 2.0)})
     assert [table.of(num, 0) for num in (1, 2, 3, 8, 9)] == [1.0, 1.0, 2.0, 2.0, 2.0]
+
+
+@given(
+    st.lists(st.tuples(*[st.floats(0.1, 1.0)] * len(DEPTHS)), min_size=1, max_size=6),
+    st.lists(st.floats(0, 3), min_size=18, max_size=18),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_disturbs_a_measurement_is_left_out_where_it_shows(
+    steps: list[tuple[float, ...]], noise: list[float]
+) -> None:
+    """Of a table that grows with size and depth, with something added here and there."""
+    true = np.cumsum(np.cumsum(np.array(steps), axis=0), axis=1)
+    noisy = true + np.array(noise).reshape(6, 3)[: len(true)]
+    table = StepCosts.measured(
+        tuple(range(1, len(true) + 1)), dict(zip(DEPTHS, noisy.T.tolist(), strict=True))
+    )
+    found = np.array([table.seconds[depth] for depth in DEPTHS]).T
+    assert (found >= true - 1e-9).all() and (found <= noisy + 1e-9).all()
+    assert (np.diff(found, axis=0) >= 0).all() and (np.diff(found, axis=1) >= 0).all()

@@ -10,6 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from math import inf
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -110,6 +112,17 @@ class StepCosts:
 
     sizes: tuple[int, ...]
     seconds: Mapping[int, tuple[float, ...]]
+
+    @staticmethod
+    def measured(sizes: tuple[int, ...], seconds: Mapping[int, Sequence[float]]) -> StepCosts:
+        """Of measurements, to which whatever else runs only adds: a step takes no longer than a deeper one of as many
+        requests or more."""
+        table: dict[int, tuple[float, ...]] = {}
+        least = [inf] * len(sizes)
+        for depth in sorted(seconds, reverse=True):
+            least = [min(pair) for pair in zip(least, seconds[depth], strict=True)]
+            table[depth] = tuple([*accumulate(reversed(least), min)][::-1])
+        return StepCosts(sizes, dict(sorted(table.items())))
 
     def of(self, num_reqs: int, depth: int) -> float:
         """Of ``num_reqs`` requests: as long as the next larger size takes, or the largest if there is none."""
