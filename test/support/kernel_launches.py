@@ -24,7 +24,7 @@ from fenceline.layers.kernels import (
     skinny_gemm,
 )
 from fenceline.layers.kernels.base import HeadLayout, QKNorm, Routing
-from fenceline.layers.quantized import FP8, round_to_fp8
+from fenceline.layers.quantized import FP8, round_to_fp8, round_to_int4
 from fenceline.model_executor.kernels import decode_prologue, decode_prologue_triton
 from fenceline.sampling.gumbel import mix_seeds
 from fenceline.sampling.kernels import sample, sample_triton
@@ -131,39 +131,44 @@ def _products() -> Iterator[Launch]:
 
 
 def _quantized_products() -> Iterator[Launch]:
-    # Rows, K, group, outputs, norm, bias, gated, residual.
+    # Kind, rows, K, group, outputs, norm, bias, gated, residual.
     shapes = (
-        (1, 200, 128, 20, True, True, False, True),
-        (3, 40, 40, 24, True, True, False, True),
-        (1, 64, 64, 12, True, False, True, False),
-        (2, 144, 128, 9, False, True, True, False),
+        ("int4", 1, 96, 32, 20, True, True, False, True),
+        ("int4", 3, 64, 64, 9, False, True, True, False),
+        ("fp8", 1, 200, 128, 20, True, True, False, True),
+        ("fp8", 3, 40, 40, 24, True, True, False, True),
+        ("fp8", 1, 64, 64, 12, True, False, True, False),
+        ("fp8", 2, 144, 128, 9, False, True, True, False),
     )
-    for rows, k, group, num_out, has_norm, has_bias, gated, adds in shapes:
+    for kind, rows, k, group, num_out, has_norm, has_bias, gated, adds in shapes:
         width = num_out * (2 if gated else 1)
-        data, scales = round_to_fp8(_random(width, k), group)
+        stored = (round_to_fp8 if kind == "fp8" else round_to_int4)(_random(width, k), group)
+        data, scales, zeros = (*stored, None)[:3]
         norm = _random(k) if has_norm else None
         bias = _random(width) if has_bias else None
         out = _random(rows, num_out)
 
         def run(
-            pdl: bool, x: Any, data: Any, scales: Any, norm: Any, bias: Any, residual: Any, out: Any,
+            pdl: bool, x: Any, data: Any, scales: Any, zeros: Any, norm: Any, bias: Any, residual: Any, out: Any,
             gated: bool = gated, group: int = group,
         ) -> None:  # fmt: skip
             config = skinny_gemm.TritonConfig(8, 32, 4, launch_pdl=pdl)
             fusion = skinny_gemm.Fusion(norm, 1e-6, bias, gated, residual)
             result = None if residual is not None else out
-            quantized_gemm.quantized_linear(x, data.view(FP8), scales, group, config, fusion, result)
+            data = data if zeros is not None else data.view(FP8)
+            quantized_gemm.quantized_linear(x, data, scales, zeros, group, config, fusion, result)
 
         operands = (
             _random(rows, k),
             data.contiguous().view(torch.uint8),
             scales,
+            zeros,
             norm,
             bias,
             out if adds else None,
             out,
         )
-        name = f"quantized_linear {rows}x{k}x{width}{' gated' * gated}"
+        name = f"quantized_linear {kind} {rows}x{k}x{width}{' gated' * gated}"
         yield Launch(name, accesses.quantized_linear, operands, run, waits_in=quantized_gemm)
 
 

@@ -130,3 +130,87 @@ FP8_FORMATS: dict[str, Published] = {
         _fp8_blocks("weight_scale"),
     ),
 }
+
+
+def _int4(matrix: torch.Tensor, group: int, symmetric: bool) -> tuple[torch.Tensor, ...]:
+    """Numbers [N, K] from 0 to 15, scales and zero points [N, K / group], and what they stand for."""
+    grouped = matrix.view(len(matrix), -1, group)
+    if symmetric:
+        scales = (grouped.abs().amax(2) / 7.5).half().float()
+        zeros = torch.full_like(scales, 8)
+    else:
+        low, high = grouped.amin(2), grouped.amax(2)
+        scales = ((high - low) / 15).half().float()
+        zeros = (-low / scales).round().clamp(1, 15)  # gptq's first version has no 0
+    numbers = ((grouped / scales[:, :, None]).round() + zeros[:, :, None]).clamp(0, 15)
+    meant = (numbers - zeros[:, :, None]) * scales[:, :, None]
+    return numbers.view_as(matrix).int(), scales, zeros.int(), meant.view_as(matrix)
+
+
+def _words(numbers: torch.Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)) -> torch.Tensor:
+    """Eight numbers along a row in an int32; ``order``: which of them is in its first four bits, and so on."""
+    words = torch.zeros(len(numbers), numbers.shape[1] // 8, dtype=torch.int64)
+    for position, number in enumerate(order):
+        words |= numbers[:, number::8].long() << 4 * position
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def _awq(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    numbers, scales, zeros, meant = _int4(matrix, 128, symmetric=False)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {
+        "qweight": _words(numbers.t(), order),
+        "qzeros": _words(zeros.t(), order),
+        "scales": scales.t().half(),
+    }, meant
+
+
+def _gptq(group: int, offset: int, symmetric: bool) -> Quantiser:
+    def quantise(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        numbers, scales, zeros, meant = _int4(matrix, group, symmetric)
+        return {
+            "qweight": _words(numbers).t(),
+            "qzeros": _words(zeros.t() - offset),
+            "scales": scales.t().half(),
+            "g_idx": (torch.arange(matrix.shape[1]) // group).int(),
+        }, meant
+
+    return quantise
+
+
+def _compressed_int4(group: int, symmetric: bool) -> Quantiser:
+    def quantise(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        numbers, scales, zeros, meant = _int4(matrix, group, symmetric)
+        parts = {
+            "weight_packed": _words(numbers),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(matrix.shape),
+        }
+        return parts | ({} if symmetric else {"weight_zero_point": _words(zeros.t()).t()}), meant
+
+    return quantise
+
+
+_INT4_WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group"}
+
+INT4_FORMATS: dict[str, Published] = {
+    "awq": Published(
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}, _awq
+    ),
+    "gptq": Published(
+        {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True},
+        _gptq(64, 1, symmetric=True),
+    ),
+    "gptq-v2": Published(
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2", "sym": False},
+        _gptq(32, 0, symmetric=False),
+    ),
+    "compressed-tensors-int4": Published(
+        _compressed(_INT4_WEIGHTS | {"group_size": 128, "symmetric": True}) | {"format": "pack-quantized"},
+        _compressed_int4(128, symmetric=True),
+    ),
+    "compressed-tensors-int4-zeros": Published(
+        _compressed(_INT4_WEIGHTS | {"group_size": 32, "symmetric": False}),
+        _compressed_int4(32, symmetric=False),
+    ),
+}

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from quantized_checkpoints import FP8_FORMATS
+from quantized_checkpoints import FP8_FORMATS, INT4_FORMATS
 
 from fenceline.config import ConfigError
 from fenceline.config.quantization import QuantConfig, read_quantization
 
 REMEDY = "; use the model's unquantised weights, with --quantization "
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 
 
 def compressed(weights: object, **others: object) -> dict[str, object]:
@@ -41,9 +43,29 @@ def test_published_fp8_is_read(name: str, scales: str, static: bool, tmp_path: P
     assert read_quantization({"compression_config": config}, tmp_path) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "group", "has_zeros", "offset"),
+    [
+        ("awq", 128, False, 0),
+        ("gptq", 64, False, 1),
+        ("gptq-v2", 32, False, 0),
+        ("compressed-tensors-int4", 128, False, 0),
+        ("compressed-tensors-int4-zeros", 32, True, 0),
+    ],
+)
+def test_published_int4_is_read(name: str, group: int, has_zeros: bool, offset: int, tmp_path: Path) -> None:
+    config = INT4_FORMATS[name].config
+    method = str(config["quant_method"])
+    expected = QuantConfig(
+        method=method, kind="int4", group_size=group, has_zeros=has_zeros, zero_offset=offset
+    )
+    assert read(config, tmp_path) == read(config, tmp_path, method) == expected
+
+
 def test_plain_weights_stay_plain_unless_asked(tmp_path: Path) -> None:
     assert read(None, tmp_path) is None
     assert read(None, tmp_path, "fp8") == QuantConfig(method="on-line", kind="fp8", scales="channel")
+    assert read(None, tmp_path, "int4") == QuantConfig(method="on-line", kind="int4", group_size=128)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +118,21 @@ def test_a_checkpoint_that_modelopt_has_quantised_is_refused(text: str, method: 
         (compressed(FP8, targets=["re:.*q_proj"]), "targets"),
         (compressed({**FP8, "strategy": "group"}), "scale for each group"),
         (compressed({**FP8, "strategy": "block", "block_structure": [1, 128]}), r"blocks of \[1, 128\]"),
+        (compressed({**INT4, "group_size": 16}), "groups of 16"),
+        (compressed({**INT4, "strategy": "channel"}), "not adjacent"),
+        (compressed({**INT4, "actorder": "group"}), "not adjacent"),
+        (compressed(INT4, input_activations={"num_bits": 8}), "rounded input"),
+        ({"quant_method": "awq", "bits": 8, "group_size": 128}, "8 bits"),
+        ({"quant_method": "awq", "bits": 4, "group_size": -1}, "groups of -1"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "packed as gemv"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "3 bits"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, "order of activations"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:x": {}}}, "layer by layer"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "marlin"),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "lm_head": True},
+            "head, which must be plain",
+        ),
         (compressed({"num_bits": 8, "type": "int", "strategy": "channel"}), r"8 bits \(int\)"),
     ],
 )
@@ -108,7 +145,9 @@ def test_variants_that_cannot_be_served_are_refused(entry: object, message: str,
 def test_the_flag_must_fit_the_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is quantised already \(fp8\); leave it out"):
         read({"quant_method": "fp8"}, tmp_path, "compressed-tensors")
-    with pytest.raises(ConfigError, match="the checkpoint is not quantised; leave it out, or use fp8"):
+    with pytest.raises(
+        ConfigError, match="the checkpoint is not quantised; leave it out, or use fp8 or int4"
+    ):
         read(None, tmp_path, "compressed-tensors")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from model_parity import PagedModel, save_checkpoint
-from quantized_checkpoints import FP8_FORMATS, write_published
+from quantized_checkpoints import FP8_FORMATS, INT4_FORMATS, write_published
 from safetensors.torch import load_file, save_file
 
 from fenceline.config.model_config import ModelConfig
@@ -28,8 +28,9 @@ SIZES: dict[str, object] = {
     "num_hidden_layers": 2,
     "head_dim": 32,
 }
-FORMATS = FP8_FORMATS
-WORST = {"fp8": 2**-4}  # of a number, relative to itself or, with whole numbers, to the largest of its group
+FORMATS = FP8_FORMATS | INT4_FORMATS
+# The largest error of a number, relative to itself, and relative to its scale.
+WORST = {"fp8": (2**-4, 2**-10), "int4": (0.0, 0.501)}
 PROMPT = torch.arange(2, 42)
 
 
@@ -63,9 +64,9 @@ def test_on_line_weights_are_as_near_as_their_format_allows(kind: str, plain: Pa
         for part in ("gate_up_proj", "down_proj"):
             weight, dense = getattr(layer.mlp, part).weight, getattr(reference.mlp, part).weight
             error = (weight.stored.dequantized(torch.float32) - dense.data).abs()
-            # Beneath E4M3's smallest normal number the steps have one size.
-            floor = 2**-10 * weight.stored.scales.repeat_interleave(weight.stored.group, 1)
-            assert (error <= WORST[kind] * dense.data.abs() + floor[:, : error.shape[1]]).all()
+            relative, steps = WORST[kind]
+            scales = weight.stored.scales.repeat_interleave(weight.stored.group, 1)
+            assert (error <= relative * dense.data.abs() + steps * scales).all()
             assert error.max() > 0
 
 
@@ -95,6 +96,29 @@ def test_groups_that_ranks_would_cut_are_refused() -> None:
         RowParallelLinear("down_proj", 384, 16, False, context).weight_slots("x.")
 
 
+def test_columns_in_the_order_of_activations_are_refused(plain: Path, tmp_path: Path) -> None:
+    write_published(plain, tmp_path, FORMATS["gptq"])
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.mlp.up_proj.g_idx"] = weights["model.layers.1.mlp.up_proj.g_idx"].flip(0)
+    save_file(weights, path)
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.up_proj.g_idx: .*desc_act"):
+        PagedModel(tmp_path, 16, "cpu")
+
+
+def test_int4_needs_whole_groups() -> None:
+    context = torch_context(Shard(0, 2), torch.float32)
+    for method in ("awq", "on-line"):
+        config = QuantConfig(method=method, kind="int4", group_size=64)
+        with pytest.raises(ValueError, match="48 input features for each rank are no groups of 64"):
+            RowParallelLinear("down_proj", 96, 16, False, context.with_format(config))
+    config = QuantConfig(method="on-line", kind="int4")
+    layer = RowParallelLinear("down_proj", 192, 16, False, context.with_format(config))
+    assert (
+        isinstance(layer.weight, QuantizedWeight) and layer.weight.stored.group == 32
+    )  # the largest that fits
+
+
 def test_fused_parts_share_the_largest_of_their_input_scales() -> None:
     config = QuantConfig(method="fp8", kind="fp8", scales="tensor", static_input=True)
     context = torch_context(Shard(), torch.float32).with_format(config)
@@ -118,11 +142,13 @@ def test_dummy_weights_of_a_quantised_model_are_those_of_a_plain_one_rounded(
     config = ModelConfig.from_dir(str(plain))
     context = torch_context(Shard(), torch.float32)
     dense = load_model(config, "dummy", CPU, context, 5, False).layers[1].mlp.down_proj.weight.data
-    published = FORMATS["fp8-static"]
+    published = FORMATS["fp8-static" if kind == "fp8" else "awq"]
     write_published(plain, tmp_path, published)
     quantised = load_model(ModelConfig.from_dir(str(tmp_path)), "dummy", CPU, context, 5, False)
     stored = quantised.layers[1].mlp.down_proj.weight.stored
-    torch.testing.assert_close(stored.dequantized(torch.float32), dense, atol=2e-3, rtol=2**-4)
+    torch.testing.assert_close(
+        stored.dequantized(torch.float32), dense, atol=2e-3 if kind == "fp8" else 3e-3, rtol=2**-4
+    )
 
 
 @pytest.mark.parametrize("tensor", ["weight", "weight_scale"])

@@ -24,10 +24,15 @@ FUSIONS = ("plain", "bias", "norm", "gated", "residual")
 FORMATS = {
     "fp8-rows": QuantConfig(method="on-line", kind="fp8"),
     "fp8-blocks": QuantConfig(method="on-line", kind="fp8", scales="block"),
+    "int4": QuantConfig(method="on-line", kind="int4", group_size=64),
 }
 # The interpreter multiplies bfloat16 matrices by their bit patterns, so two rows or more are tried in float16.
 DTYPES = {"float32": 1e-6, "float16": 2e-3}
-SHAPES = {"fp8-rows": ((48, 64), (50, 72)), "fp8-blocks": ((48, 256), (34, 200))}
+SHAPES = {
+    "fp8-rows": ((48, 64), (50, 72)),
+    "fp8-blocks": ((48, 256), (34, 200)),
+    "int4": ((48, 128), (34, 96)),
+}
 PRODUCTS = [
     f"{name} {dtype} {rows} {fusion}"
     for name, dtype, rows, fusion in itertools.product(FORMATS, DTYPES, ROWS, FUSIONS)
@@ -79,7 +84,7 @@ def check_product(name: str, dtype_name: str, rows: int, fusion_name: str) -> No
         want = want if residual is None else want + residual.double()
         fusion = Fusion(norm, 1e-6, bias, gated, residual)
         config = TritonConfig(16, 32, 4, launch_pdl=False)
-        got = quantized_linear(x, stored.data, stored.scales, stored.group, config, fusion)
+        got = quantized_linear(x, stored.data, stored.scales, stored.zeros, stored.group, config, fusion)
         error = ((got.double() - want).norm() / want.norm()).item()
         assert error < DTYPES[dtype_name], f"{n}x{k}: {error}"
         assert residual is None or got is residual
@@ -155,6 +160,7 @@ def check_plain() -> None:
         raise AssertionError("called")
 
     cases = [
+        ("int4", (32, 128), (never, never)),
         ("fp8-rows", (32, 256), (None, never)),
         ("fp8-blocks", (32, 256), (never, None)),
         ("fp8-rows", (40, 256), (never, never)),  # no multiple of 16
@@ -162,7 +168,7 @@ def check_plain() -> None:
     ]
     for name, (n, k), scaled in cases:
         stored = stored_in(name, n, k)
-        x = torch.randn(70, k)
+        x = torch.randn(257 if name == "int4" else 70, k)
         y = CudaQuantizedWeight(stored, QuantizedProducts(132, (8, 0), *scaled)).product(x)
         torch.testing.assert_close(y, F.linear(x, stored.dequantized(torch.float32)))
         few = CudaQuantizedWeight(stored, QuantizedProducts(132, (8, 0), None, None)).product(x[:2])

@@ -14,8 +14,9 @@ from pathlib import Path
 from fenceline.config import ConfigError
 from fenceline.config.model_files import read_json_object
 
-ON_LINE = ("fp8",)  # what --quantization makes of plain weights
-CHECKPOINT_METHODS = ("fp8", "compressed-tensors")
+ON_LINE = ("fp8", "int4")  # what --quantization makes of plain weights
+CHECKPOINT_METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
+INT4_GROUPS = (32, 64, 128)
 FP8_BLOCK = 128  # rows and columns of a block with a scale of its own
 _LINEARS = (
     "self_attn.q_proj",
@@ -32,16 +33,24 @@ _LINEARS = (
 class QuantConfig:
     """The format of all linear layers of a model; embeddings, the head and norms stay in the model's dtype.
 
-    ``method`` says how the tensors are called and packed: ``fp8``, ``compressed-tensors``, or ``on-line``, where the
-    checkpoint is plain and its matrices are rounded while they are loaded. ``kind`` is the format inside: ``fp8`` is
-    E4M3. ``scales``: one for each ``tensor``, output ``channel`` or ``block`` of 128 x 128. ``static_input``: the
+    ``method`` says how the tensors are called and packed: ``fp8``, ``compressed-tensors``, ``awq``, ``gptq``, or
+    ``on-line``, where the checkpoint is plain and its matrices are rounded while they are loaded. ``kind`` is the
+    format inside: ``fp8`` is E4M3, ``int4`` whole numbers of four bits.
+
+    Of fp8, ``scales``: one for each ``tensor``, output ``channel`` or ``block`` of 128 x 128. ``static_input``: the
     checkpoint has a scale for the input of each layer; otherwise a kernel that multiplies in fp8 measures its input.
+
+    Of int4, ``group_size`` numbers along a row have one scale and one zero point. ``has_zeros``: a compressed-tensors
+    checkpoint stores zero points; otherwise they are 8. ``zero_offset`` is added to those of gptq.
     """
 
     method: str
     kind: str
     scales: str = "channel"
     static_input: bool = False
+    group_size: int = INT4_GROUPS[-1]
+    has_zeros: bool = False
+    zero_offset: int = 0
 
     def on_line(self) -> QuantConfig:
         """The same format made from plain weights, as dummy ones are."""
@@ -64,7 +73,12 @@ def read_quantization(
             f"--quantization {asked}: the checkpoint is not quantised; leave it out, or use {' or '.join(ON_LINE)},"
             " which are made while it is loaded"
         )
-    reader = {"fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors}.get(name)
+    reader = {
+        "fp8": _read_fp8,
+        "compressed-tensors": _read_compressed_tensors,
+        "awq": _read_awq,
+        "gptq": _read_gptq,
+    }.get(name)
     if reader is None:
         raise _refusal(name, f"which is not supported ({', '.join(CHECKPOINT_METHODS)} are)")
     if asked not in (None, name):
@@ -139,10 +153,69 @@ def _read_compressed_tensors(name: str, fields: Mapping[str, object]) -> tuple[Q
     ignored = _strings(fields.get("ignore"))
     if (weights.get("type"), weights.get("num_bits")) == ("float", 8):
         return _compressed_fp8(name, weights, inputs), ignored
+    if (weights.get("type"), weights.get("num_bits")) == ("int", 4):
+        return _compressed_int4(name, weights, inputs, fields.get("format")), ignored
     raise _refusal(
         name,
-        f"with weights of {weights.get('num_bits')} bits ({weights.get('type')}), of which fp8 is supported",
+        f"with weights of {weights.get('num_bits')} bits ({weights.get('type')}), of which fp8 and int4 are supported",
     )
+
+
+def _compressed_int4(
+    name: str, weights: Mapping[str, object], inputs: object, packing: object
+) -> QuantConfig:
+    if inputs is not None or packing not in (None, "pack-quantized"):
+        raise _refusal(
+            name, f"with 4 bits as {packing} and rounded input, of which only packed weights are supported"
+        )
+    if weights.get("strategy") != "group" or weights.get("actorder") not in (None, False, "static", "weight"):
+        raise _refusal(name, "with columns of 4 bits in groups that are not adjacent, which is not supported")
+    return QuantConfig(
+        method=name,
+        kind="int4",
+        group_size=_group_size(name, weights),
+        has_zeros=weights.get("symmetric") is False,
+    )
+
+
+def _group_size(name: str, fields: Mapping[str, object]) -> int:
+    size = fields.get("group_size")
+    if size not in INT4_GROUPS or not isinstance(size, int):
+        raise _refusal(
+            name, f"in groups of {size}, of which {', '.join(map(str, INT4_GROUPS))} are supported"
+        )
+    return size
+
+
+def _check_bits(name: str, fields: Mapping[str, object]) -> None:
+    bits = fields.get("bits", fields.get("w_bit"))
+    if bits != 4:
+        raise _refusal(name, f"with {bits} bits, of which 4 are supported")
+
+
+def _read_awq(name: str, fields: Mapping[str, object]) -> tuple[QuantConfig, list[str]]:
+    _check_bits(name, fields)
+    if str(fields.get("version", "gemm")).lower() != "gemm" or fields.get("zero_point") is False:
+        raise _refusal(
+            name, f"packed as {fields.get('version')}, of which gemm with zero points is supported"
+        )
+    config = QuantConfig(method=name, kind="int4", group_size=_group_size(name, fields))
+    return config, _strings(fields.get("modules_to_not_convert"))
+
+
+def _read_gptq(name: str, fields: Mapping[str, object]) -> tuple[QuantConfig, list[str]]:
+    _check_bits(name, fields)
+    if fields.get("desc_act") or fields.get("dynamic"):
+        raise _refusal(
+            name, "in the order of activations (desc_act) or layer by layer (dynamic), which is not supported"
+        )
+    packing = fields.get("checkpoint_format", "gptq")
+    if packing not in ("gptq", "gptq_v2"):
+        raise _refusal(name, f"packed as {packing}, of which gptq and gptq_v2 are supported")
+    if fields.get("lm_head"):
+        raise _refusal(name, "with its head, which must be plain")
+    offset = int(packing == "gptq")  # the first version stores a zero point less one
+    return QuantConfig(method=name, kind="int4", group_size=_group_size(name, fields), zero_offset=offset), []
 
 
 def _compressed_fp8(name: str, weights: Mapping[str, object], inputs: object) -> QuantConfig:

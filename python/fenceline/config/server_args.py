@@ -103,14 +103,14 @@ class ServerArgs:
     )
     quantization: str | None = flag(
         None,
-        "The number format of the linear layers. fp8 rounds plain weights while they are loaded. A checkpoint that is "
-        "quantised already says so itself, and the flag may repeat its method.",
+        "The number format of the linear layers. fp8 and int4 round plain weights while they are loaded. A checkpoint "
+        "that is quantised already says so itself, and the flag may repeat its method.",
         group=_MODEL,
-        choices=("fp8", "compressed-tensors"),
+        choices=("fp8", "int4", "compressed-tensors", "awq", "gptq"),
         refused=dict.fromkeys(
             ("bitsandbytes", "gguf", "marlin", "gptq_marlin", "awq_marlin", "modelopt", "modelopt_fp8",
              "modelopt_fp4", "w8a8_int8", "w8a8_fp8", "petit_nvfp4", "qoq", "mxfp4", "moe_wna16"),
-            "use fp8, which rounds plain weights while they are loaded, or a checkpoint in a format of "
+            "use fp8 or int4, which round plain weights while they are loaded, or a checkpoint in a format of "
             "docs/quantization.md",
         ),
     )  # fmt: skip

@@ -6,14 +6,16 @@ shape: numbers of few bits, and a float32 scale for each ``group`` of them along
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from fenceline.config.quantization import FP8_BLOCK, QuantConfig
+from fenceline.config.quantization import FP8_BLOCK, INT4_GROUPS, QuantConfig
 from fenceline.layers.weight import Weight, WeightSlot, WeightSlots
 
 FP8 = torch.float8_e4m3fn
@@ -25,12 +27,14 @@ class QuantizedFormat(ABC):
     """A stored matrix [out_features, in_features].
 
     ``data`` [out_features, ...] holds its numbers, ``scales`` [out_features, ceil(in_features / group)] float32 what
-    each is multiplied by. ``group`` is ``in_features`` where a row has one scale.
+    each is multiplied by. ``group`` is ``in_features`` where a row has one scale. ``zeros`` [as scales] uint8 is what
+    is subtracted from each before; None: nothing.
     """
 
     kind: str
     data: torch.Tensor
     scales: torch.Tensor
+    zeros: torch.Tensor | None = None
     group: int
 
     @abstractmethod
@@ -140,6 +144,138 @@ class Fp8Format(QuantizedFormat):
         return (self.data.float() * spread(self.scales, self.group, self._shape[1])).to(dtype)
 
 
+class Int4Format(QuantizedFormat):
+    """Whole numbers of four bits, from 0 to 15, with a scale and a zero point for each group along a row.
+
+    ``data`` [out_features, in_features / 2] uint8: byte 16 i + j of a row holds number 32 i + j in its low bits and
+    number 32 i + 16 + j in its high ones, so that a kernel reads adjacent bytes for adjacent numbers.
+    """
+
+    kind = "int4"
+
+    def __init__(self, out_features: int, in_features: int, config: QuantConfig, dtype: torch.dtype) -> None:
+        """Uninitialised but for the zero points, on the default device. Raises ``ValueError`` where groups do not
+        divide ``in_features``; numbers that are made on-line get smaller groups then."""
+        super().__init__(out_features, in_features)
+        self.config = config
+        self._dtype = dtype
+        self.group = config.group_size
+        if config.method == "on-line":
+            self.group = math.gcd(in_features, config.group_size)
+        if in_features % self.group or self.group not in INT4_GROUPS:
+            raise ValueError(
+                f"int4: {in_features} input features for each rank are no groups of {config.group_size}; choose another"
+                " --tp-size, or --quantization fp8"
+            )
+        self.data = torch.empty(out_features, in_features // 2, dtype=torch.uint8)
+        self.scales = torch.empty(out_features, in_features // self.group, dtype=torch.float32)
+        self.zeros = torch.full(self.scales.shape, 8, dtype=torch.uint8)
+
+    def slots(self, name: str, rows: slice, full_shape: tuple[int, int], dim: int, start: int) -> WeightSlots:
+        assert self.zeros is not None
+        group_start = self.group_start(name, full_shape, dim, start)
+        byte_start = start if dim == 0 else start // 2
+        data, scales, zeros = self.data[rows], self.scales[rows], self.zeros[rows]
+        if self.config.method == "on-line":
+            slot = QuantizingSlot(
+                dest=data,
+                full_shape=full_shape,
+                dim=dim,
+                parts=((data, byte_start), (scales, group_start), (zeros, group_start)),
+                round=lambda matrix: round_to_int4(matrix, self.group),
+                plain_dtype=self._dtype,
+            )
+            return {f"{name}.weight": slot}
+        n, k = full_shape
+        groups = k // self.group
+
+        def stored(dest: torch.Tensor, shape: tuple[int, int], convert: Convert | None) -> WeightSlot:
+            return WeightSlot(dest, shape, dim, byte_start if dest is data else group_start, convert)
+
+        if self.config.method == "compressed-tensors":
+            slots = {
+                "weight_packed": stored(data, (n, k // 8), lambda words: pack_int4(_numbers(words, 1))),
+                "weight_scale": stored(scales, (n, groups), None),
+                "weight_shape": WeightSlot(torch.empty(0, dtype=torch.int64), (2,)),
+            }
+            if self.config.has_zeros:
+                slots["weight_zero_point"] = stored(zeros, (n // 8, groups), lambda words: _numbers(words, 0))
+        elif self.config.method == "awq":
+            slots = {
+                "qweight": stored(
+                    data, (k, n // 8), lambda words: pack_int4(_numbers(words, 1, _AWQ_ORDER).t())
+                ),
+                "qzeros": stored(zeros, (groups, n // 8), lambda words: _numbers(words, 1, _AWQ_ORDER).t()),
+                "scales": stored(scales, (groups, n), torch.Tensor.t),
+            }
+        else:
+            offset = self.config.zero_offset
+            slots = {
+                "qweight": stored(data, (k // 8, n), lambda words: pack_int4(_numbers(words, 0).t())),
+                "qzeros": stored(zeros, (groups, n // 8), lambda words: _numbers(words, 1).t() + offset),
+                "scales": stored(scales, (groups, n), torch.Tensor.t),
+                "g_idx": WeightSlot(
+                    torch.empty(0, dtype=torch.int64), (k,), convert=partial(_check_order, name, self.group)
+                ),
+            }
+        return {f"{name}.{suffix}": slot for suffix, slot in slots.items()}
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        assert self.zeros is not None
+        columns = self._shape[1]
+        zeros = spread(self.zeros, self.group, columns)
+        return ((unpack_int4(self.data).float() - zeros) * spread(self.scales, self.group, columns)).to(dtype)
+
+
+Convert = Callable[[torch.Tensor], torch.Tensor]
+# Of the eight numbers in a word, where each of its four bits, from the lowest, stands among them.
+_IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def _numbers(words: torch.Tensor, dim: int, order: Sequence[int] = _IN_ORDER) -> torch.Tensor:
+    """int32 ``words``, each eight numbers of four bits along ``dim`` → the numbers, uint8, eight times as many along
+    it."""
+    parts: list[torch.Tensor] = [words] * len(order)
+    for position, place in enumerate(order):
+        parts[place] = (words >> 4 * position & 15).to(torch.uint8)
+    return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
+
+
+def _check_order(name: str, group: int, indices: torch.Tensor) -> torch.Tensor:
+    """Nothing to keep of gptq's group of each column. Raises ``ValueError`` unless groups are adjacent columns."""
+    expected = torch.arange(len(indices), device=indices.device) // group
+    if not torch.equal(indices.to(expected.dtype), expected):
+        raise ValueError(
+            f"{name}.g_idx: columns are in the order of activations (desc_act), which is not supported; use a"
+            " checkpoint without it"
+        )
+    return indices
+
+
+def pack_int4(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers from 0 to 15, uint8 [N, K], K a multiple of 32 → ``Int4Format``'s bytes [N, K / 2]."""
+    low, high = numbers.reshape(len(numbers), -1, 2, 16).unbind(2)
+    return (low | high << 4).flatten(1)
+
+
+def unpack_int4(data: torch.Tensor) -> torch.Tensor:
+    """``Int4Format``'s bytes [N, K / 2] → the numbers, uint8 [N, K]."""
+    halves = data.reshape(len(data), -1, 16)
+    return torch.stack((halves & 15, halves >> 4), 2).flatten(1)
+
+
+def round_to_int4(matrix: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """matrix [N, K] of any float type → ``Int4Format``'s data, scales and zeros. Each group's numbers reach from its
+    smallest to its largest, and zero is among them; each is off by half a step at most."""
+    grouped = matrix.float().reshape(len(matrix), -1, group)
+    low, high = grouped.amin(2).clamp_(max=0), grouped.amax(2).clamp_(min=0)
+    scales = ((high - low) / 15).clamp_(min=_SMALLEST_SCALE)
+    zeros = (-low / scales).round_()
+    numbers = ((grouped / scales[:, :, None]).round_() + zeros[:, :, None]).clamp_(0, 15)
+    return pack_int4(numbers.to(torch.uint8).flatten(1)), scales, zeros.to(torch.uint8)
+
+
 def spread(scales: torch.Tensor, group: int, num_columns: int) -> torch.Tensor:
     """[N, groups] → [N, num_columns], or [N, 1] where a row has one group: what each number is multiplied by."""
     return scales if scales.shape[1] == 1 else scales.repeat_interleave(group, 1)[:, :num_columns]
@@ -212,4 +348,5 @@ def make_format(
     """The storage of a matrix in the format ``config``, uninitialised, on the default device. ``dtype``: the model's.
 
     Raises ``ValueError`` for a matrix that the format cannot hold."""
-    return Fp8Format(out_features, in_features, config, dtype)
+    formats: dict[str, type[Fp8Format] | type[Int4Format]] = {"fp8": Fp8Format, "int4": Int4Format}
+    return formats[config.kind](out_features, in_features, config, dtype)

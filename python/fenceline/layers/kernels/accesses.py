@@ -127,6 +127,7 @@ def quantized_linear(
     x: torch.Tensor,
     data: torch.Tensor,
     scales: torch.Tensor,
+    zeros: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
@@ -135,7 +136,7 @@ def quantized_linear(
     """See ``quantized_gemm.quantized_linear``. ``out`` is the residual if there is one."""
     op.start_dependents()
     op.wait()
-    for operand in (x, data, scales, norm_weight, bias, residual):
+    for operand in (x, data, scales, zeros, norm_weight, bias, residual):
         op.read(operand)
     op.write(out)
 

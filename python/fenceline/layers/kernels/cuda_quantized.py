@@ -25,8 +25,8 @@ from fenceline.layers.weight import RMSNorm
 logger = logging.getLogger(__name__)
 
 # Up to this many rows our own products are used: those that read few bytes win while reading takes the time. A guess,
-# until it is measured.
-_FEW_ROWS = 64
+# until it is measured. There is no other product of int4 that reads few bytes.
+_FEW_ROWS = {"fp8": 64, "int4": 256}
 _MULTIPLE = 16  # of both sides of a matrix that _scaled_mm takes
 _ROW_MULTIPLE = 4  # of rows, where scales are for blocks
 _TOLERANCE = (
@@ -64,7 +64,7 @@ class QuantizedProducts:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """The product, in ``out``, the residual or a new tensor; None if ``many_rows`` should compute it."""
-        if not 0 < len(x) <= _FEW_ROWS or not self._converts_fp8:
+        if not 0 < len(x) <= _FEW_ROWS[stored.kind] or (stored.kind == "fp8" and not self._converts_fp8):
             return None
         num_out = stored.shape[0] // (2 if fusion.gated else 1)
         if len(x) == 1:
@@ -73,7 +73,9 @@ class QuantizedProducts:
         else:
             block_n = 32 if num_out >= 64 * self._num_sms else 16
             config = TritonConfig(block_n, block_k=128, num_warps=4, num_stages=3, launch_pdl=self._pdl)
-        return quantized_linear(x, stored.data, stored.scales, stored.group, config, fusion, out)
+        return quantized_linear(
+            x, stored.data, stored.scales, stored.zeros, stored.group, config, fusion, out
+        )
 
     def many_rows(self, x: torch.Tensor, stored: QuantizedFormat) -> torch.Tensor:
         """The product, a new tensor [T, N]."""

@@ -22,13 +22,14 @@ def quantized_linear(
     x: torch.Tensor,
     data: torch.Tensor,
     scales: torch.Tensor,
+    zeros: torch.Tensor | None,
     group: int,
     config: TritonConfig,
     fusion: Fusion = PLAIN,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [T, K] times the weight [N, K] that ``data`` and ``scales`` store (``quantized.QuantizedFormat``), with
-    ``fusion`` around it → [T, N] ([T, N / 2] if gated), in x's dtype.
+    """x [T, K] times the weight [N, K] that ``data``, ``scales`` and ``zeros`` store (``quantized.QuantizedFormat``:
+    int4 if there are ``zeros``, else fp8), with ``fusion`` around it → [T, N] ([T, N / 2] if gated), in x's dtype.
 
     The result is ``fusion.residual`` or ``out`` (contiguous; not both are given) or a new tensor. T ≥ 1; all contiguous
     and on one device; the weight's numbers are multiplied in x's dtype (float32 for one row), sums are float32. Current
@@ -37,7 +38,10 @@ def quantized_linear(
     num_rows, k = x.shape
     num_out = data.shape[0] // 2 if fusion.gated else data.shape[0]
     assert num_rows > 0 and x.is_contiguous() and data.is_contiguous() and scales.is_contiguous()
-    assert data.shape[1] == k and scales.shape == (data.shape[0], triton.cdiv(k, group))
+    assert data.shape[1] == (k if zeros is None else k // 2) and scales.shape == (
+        data.shape[0],
+        triton.cdiv(k, group),
+    )
     assert out is None or fusion.residual is None
     if out is None:
         out = fusion.residual if fusion.residual is not None else x.new_empty(num_rows, num_out)
@@ -45,33 +49,46 @@ def quantized_linear(
     kernel = _one_row_kernel if num_rows == 1 else _rows_kernel
     rows = 1 if num_rows == 1 else min(_MOST_ROWS, max(16, triton.next_power_of_2(num_rows)))
     kernel[(triton.cdiv(num_out, config.block_n), triton.cdiv(num_rows, rows))](
-        x, fusion.norm_weight, data, scales, fusion.bias, out, num_rows, num_out, fusion.eps,
-        K=k, GROUP=group, HAS_NORM=fusion.norm_weight is not None, HAS_BIAS=fusion.bias is not None,
-        GATED=fusion.gated, ADD=fusion.residual is not None, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        ROWS=rows, PDL=config.launch_pdl,
+        x, fusion.norm_weight, data, scales, zeros, fusion.bias, out, num_rows, num_out, fusion.eps,
+        K=k, GROUP=group, INT4=zeros is not None, HAS_NORM=fusion.norm_weight is not None,
+        HAS_BIAS=fusion.bias is not None, GATED=fusion.gated, ADD=fusion.residual is not None,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, ROWS=rows, PDL=config.launch_pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=config.launch_pdl,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _fp8_tile(data_ptr, scales_ptr, features, k, K: tl.constexpr, GROUP: tl.constexpr):
-    """The numbers of ``features`` at ``k``, two index tensors that broadcast to the tile; float32. Without scales of
-    whole rows."""
+def _tile(
+    data_ptr, scales_ptr, zeros_ptr, features, k, K: tl.constexpr, GROUP: tl.constexpr, INT4: tl.constexpr
+):
+    """The numbers of ``features`` at ``k``, two index tensors that broadcast to the tile; float32. Those of fp8 are
+    without scales of whole rows, which are applied to sums."""
     inside = k < K
-    numbers = tl.load(data_ptr + features * K + k, mask=inside, other=0.0, eviction_policy="evict_first")
-    numbers = numbers.to(tl.float32)
-    if GROUP < K:
-        groups: tl.constexpr = (K + GROUP - 1) // GROUP
-        numbers *= tl.load(scales_ptr + features * groups + k // GROUP, mask=inside, other=0.0)
+    groups: tl.constexpr = (K + GROUP - 1) // GROUP
+    at = features * groups + k // GROUP
+    if INT4:
+        # Two numbers share a byte, which is loaded for each: from the cache the second time.
+        place = features * (K // 2) + k // 32 * 16 + k % 16
+        both = tl.load(data_ptr + place, mask=inside, other=0, eviction_policy="evict_first").to(tl.int32)
+        zeros = tl.load(zeros_ptr + at, mask=inside, other=0).to(tl.int32)
+        number = (both >> (k // 16 % 2 * 4)) & 15
+        # The bits of 2^23 + number as a float32: quicker than a conversion.
+        numbers = (number | 0x4B000000).to(tl.float32, bitcast=True) - (zeros + 8388608).to(tl.float32)
+        numbers *= tl.load(scales_ptr + at, mask=inside, other=0.0)
+    else:
+        numbers = tl.load(data_ptr + features * K + k, mask=inside, other=0.0, eviction_policy="evict_first")
+        numbers = numbers.to(tl.float32)
+        if GROUP < K:
+            numbers *= tl.load(scales_ptr + at, mask=inside, other=0.0)
     return numbers
 
 
 @triton.jit
 def _one_row_kernel(
-    x_ptr, norm_ptr, data_ptr, scales_ptr, bias_ptr, out_ptr, num_rows, num_out, eps, K: tl.constexpr,
-    GROUP: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, norm_ptr, data_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, num_out, eps, K: tl.constexpr,
+    GROUP: tl.constexpr, INT4: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+    ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [K] → out [num_out]."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -92,12 +109,14 @@ def _one_row_kernel(
         if HAS_NORM:
             squares += x * x
             x *= tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-        acc += _fp8_tile(data_ptr, scales_ptr, gate[:, None], k[None, :], K, GROUP) * x[None, :]
+        acc += _tile(data_ptr, scales_ptr, zeros_ptr, gate[:, None], k[None, :], K, GROUP, INT4) * x[None, :]
         if GATED:
-            acc_up += _fp8_tile(data_ptr, scales_ptr, up[:, None], k[None, :], K, GROUP) * x[None, :]
+            acc_up += (
+                _tile(data_ptr, scales_ptr, zeros_ptr, up[:, None], k[None, :], K, GROUP, INT4) * x[None, :]
+            )
     y = tl.sum(acc, axis=1)
     y_up = tl.sum(acc_up, axis=1)
-    if GROUP >= K:
+    if not INT4 and GROUP >= K:
         y *= tl.load(scales_ptr + gate)
         if GATED:
             y_up *= tl.load(scales_ptr + up)
@@ -118,9 +137,9 @@ def _one_row_kernel(
 
 @triton.jit
 def _rows_kernel(
-    x_ptr, norm_ptr, data_ptr, scales_ptr, bias_ptr, out_ptr, num_rows, num_out, eps, K: tl.constexpr,
-    GROUP: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, norm_ptr, data_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, num_out, eps, K: tl.constexpr,
+    GROUP: tl.constexpr, INT4: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+    ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [num_rows, K] → out [num_rows, num_out]; a program has ROWS rows."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -147,12 +166,12 @@ def _rows_kernel(
             squares += wide * wide
             norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
             x = (wide * norm[None, :]).to(x.dtype)
-        tile = _fp8_tile(data_ptr, scales_ptr, gate[None, :], k[:, None], K, GROUP).to(x.dtype)
+        tile = _tile(data_ptr, scales_ptr, zeros_ptr, gate[None, :], k[:, None], K, GROUP, INT4).to(x.dtype)
         acc = tl.dot(x, tile, acc, input_precision="ieee")
         if GATED:
-            tile = _fp8_tile(data_ptr, scales_ptr, up[None, :], k[:, None], K, GROUP).to(x.dtype)
+            tile = _tile(data_ptr, scales_ptr, zeros_ptr, up[None, :], k[:, None], K, GROUP, INT4).to(x.dtype)
             acc_up = tl.dot(x, tile, acc_up, input_precision="ieee")
-    if GROUP >= K:
+    if not INT4 and GROUP >= K:
         acc *= tl.load(scales_ptr + gate)[None, :]
         if GATED:
             acc_up *= tl.load(scales_ptr + up)[None, :]
