@@ -1,9 +1,13 @@
-"""Servers whose model two ranks compute: the answers of one, and an end with the reason when a rank fails."""
+"""Servers whose model two ranks compute, on one host or two: the answers of one, and an end with the reason when a rank
+fails."""
 
 from __future__ import annotations
 
+import signal
+import socket
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
@@ -11,7 +15,7 @@ import httpx
 import psutil
 import pytest
 from demo_requests import prompts
-from live_server import WAIT_S, LiveServer, scheduler_state, wait_for
+from live_server import WAIT_S, WATCHDOG_S, LiveServer, scheduler_state, wait_for
 from scheduler_driver import answers, make_model_driver, request
 
 RANKS = ("--device", "cpu", "--tp-size", "2", "--page-size", "16")
@@ -178,3 +182,70 @@ def test_a_rank_that_decides_otherwise_ends_the_server() -> None:
         dumps = list(Path(folder).glob("fenceline-flight-recorder-*/*"))
         assert len({path.name.split("-")[1] for path in dumps}) == 2, f"the flight records of both: {dumps}"
         assert_gone(children, Path(folder))
+
+
+# --- two hosts, which are one host here
+
+
+@contextmanager
+def nodes(folder: str, *flags: str) -> Iterator[tuple[LiveServer, LiveServer]]:
+    """Node 0, which answers, and node 1. ``folder``: of what they leave while they run."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    common = ("--model-path", "demo", *RANKS, "--nnodes", "2", "--dist-init-addr", address, *flags)
+    with (
+        LiveServer.real(*common, "--node-rank", "0", env={"TMPDIR": folder}) as first,
+        LiveServer.real(*common, "--node-rank", "1", env={"TMPDIR": folder}) as second,
+    ):
+        yield first.wait_ready(), second
+
+
+def test_two_nodes_answer_as_one_rank_and_stop_together(tmp_path: Path) -> None:
+    reqs = [
+        request(f"r{i}", ids, max_new_tokens=20, ignore_eos=True, **params)  # type: ignore[arg-type]
+        for i, (ids, params) in enumerate(zip(prompts(), PARAMS, strict=True))
+    ]
+    expected = answers(make_model_driver(), reqs)
+    bodies = [generate_body(ids, params) for ids, params in zip(prompts(), PARAMS, strict=True)]
+    with tempfile.TemporaryDirectory(prefix="fl", dir="/tmp") as folder:
+        tiers = (*TIERS, "--hicache-storage-dir", str(tmp_path / "pages"))
+        with nodes(folder, *tiers) as (first, second):
+            for _ in range(2):
+                at_once = [first.post_in_thread(body) for body in bodies]
+                assert [answer.result(WAIT_S).json()["output_ids"] for answer in at_once] == expected
+            children = first.children() + second.children()
+            first.signal(signal.SIGTERM)
+            assert (first.wait_exit(), second.wait_exit()) == (0, 0)
+            assert_gone(children, Path(folder))
+
+
+def _rank(server: LiveServer) -> psutil.Process:
+    """The process of a node that computes most: its rank."""
+    return max(server.children(), key=lambda child: child.memory_info().rss)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_killed_rank_ends_both_nodes_with_the_reason(which: int) -> None:
+    with tempfile.TemporaryDirectory(prefix="fl", dir="/tmp") as folder, nodes(folder) as both:
+        answer = both[0].post_in_thread(ENDLESS)
+        with both[0].client() as client:
+            wait_for(lambda: _num_running(client) == 1)
+        children = both[0].children() + both[1].children()
+        _rank(both[which]).kill()
+        assert (both[0].wait_exit(), both[1].wait_exit()) == (1, 1)
+        name = ("scheduler", "scheduler-1")[which]
+        reason = f"the {name} process ended unexpectedly (killed by SIGKILL"
+        assert reason in both[0].last_lines() and reason in both[1].last_lines()
+        assert reason in answer.result(WAIT_S).json()["error"]["message"]
+        assert_gone(children, Path(folder))
+
+
+def test_a_node_that_is_gone_while_nothing_runs_is_noticed() -> None:
+    """Nothing of it is left to say why: all its processes are killed at once, as if the host had lost its power."""
+    with tempfile.TemporaryDirectory(prefix="fl", dir="/tmp") as folder:
+        with nodes(folder, "--watchdog-timeout", str(WATCHDOG_S)) as (first, second):
+            for process in [*second.children(), psutil.Process(second.pid)]:
+                process.kill()
+            assert first.wait_exit() == 1
+            assert "nothing was heard of node 1" in first.last_lines()

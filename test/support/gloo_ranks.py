@@ -32,7 +32,7 @@ def run_gloo_ranks(size: int, folder: Path) -> list[dict[str, Any]]:
 
 def _run(rank: int, size: int, folder: Path) -> None:
     device = open_device("cpu")
-    backend = GlooBackend(rank, size, folder / "meeting")
+    backend = GlooBackend(rank, size, (folder / "meeting").as_uri())
     communicator = Communicator("ranks", device, device.forward, backend)
     results: dict[str, Any] = {}
     with device.forward.active():
@@ -40,6 +40,7 @@ def _run(rank: int, size: int, folder: Path) -> None:
             results[str(dtype)] = communicator.all_reduce(numbers(rank, dtype))
         results["gathered"] = communicator.all_gather(torch.arange(4).view(2, 2) + 10 * rank)
         results["smallest"] = communicator.smallest(100 - rank)
+        results["exchanged"] = [data.hex() for data in communicator.exchange(b"x\0y" * rank)]
         results["lost"] = ""
         if rank < size - 1:
             try:

@@ -25,5 +25,6 @@ def test_ranks_over_gloo(tmp_path: Path) -> None:
     for rank, results in enumerate(by_rank):
         assert results["gathered"].tolist() == [[0, 1, 10, 11, 20, 21], [2, 3, 12, 13, 22, 23]]
         assert results["smallest"] == 98
+        assert results["exchanged"] == ["", "780079", "780079780079"]
         if rank < size - 1:
             assert f"rank {rank} of {size}: a collective has failed" in results["lost"]

@@ -303,6 +303,48 @@ def test_news_that_find_no_room_wait(tmp_path: Path) -> None:
     assert ours.read_news(2) == []
 
 
+def test_boards_of_two_hosts_show_the_same(tmp_path: Path) -> None:
+    """Each host has a board of all lines; a rank's writes to its own are sent to the other host, in their order."""
+    boards, copies = [], []
+    for node in range(2):
+        (tmp_path / str(node)).mkdir()
+        ports = PortArgs(scheduler=f"ipc://{tmp_path}/{node}/scheduler", detokenizer="", tokenizer="")
+        create_rank_board(ports, 2)
+        boards.append(RankBoard(ports, node, 2))
+        copies.append(RankBoard(ports, node, 2, range(node, node + 1)))
+    written: list[tuple[int, bytes]] = []
+
+    def mirror(at: int, data: bytes) -> None:
+        written.append((at, data))
+        copies[0].copy_write(at, data)
+
+    ours, theirs = boards
+    ours.mirror, theirs.mirror = copies[1].copy_write, mirror
+    ours.post_arrived(5)
+    theirs.post_arrived(3)
+    theirs.post_transfers(7, 8)
+    theirs.post_decision(1, (1, 2, 3, 4, 5, 6))
+    theirs.post_news([(1, 2, 3), (4, 5, 6)])
+    assert ours.all_arrived() == theirs.all_arrived() == 3 and ours.all_transfers() == (0, 0)
+    ours.post_transfers(9, 2)
+    assert ours.all_transfers() == theirs.all_transfers() == (7, 2)
+    assert ours.decision(1, 1) == (1, 2, 3, 4, 5, 6) and ours.read_news(1) == [(1, 2, 3), (4, 5, 6)]
+    theirs.post_failed()
+    ours.post_failed()
+    assert ours.all_failed() and theirs.all_failed()
+    before = bytes(ours._memory)
+    line = len(before) // 2
+    for at, data in (
+        (0, b"x" * 8),
+        (line - 4, b"x" * 8),
+        (-8, b"x" * 8),
+        (2 * line - 4, b"x" * 8),
+        (line, b""),
+    ):
+        copies[0].copy_write(at, data)  # on its own line, across lines, outside
+    assert bytes(ours._memory) == before and len(written) == 7
+
+
 def test_ranks_have_compared_every_step(tmp_path: Path) -> None:
     group = Group(2, tmp_path)
     group.run(*requests(6))

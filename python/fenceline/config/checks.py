@@ -30,6 +30,7 @@ _AT_LEAST_ONE = (
     "stream_interval",
     "decode_log_interval",
     "tp_size",
+    "nnodes",
 )
 
 
@@ -199,6 +200,7 @@ def _check_speculation(args: ServerArgs) -> None:
 
 def _check_ranks(args: ServerArgs) -> None:
     """What does not work with several ranks yet."""
+    _check_nodes(args)
     if args.tp_size == 1:
         return
     many = f"--tp-size {args.tp_size} does not go with"
@@ -208,6 +210,29 @@ def _check_ranks(args: ServerArgs) -> None:
             getattr(args, name) is None or args.disable_cuda_graph,
             f"{many} --{name.replace('_', '-')} yet: leave one of them out",
         )
+
+
+def _check_nodes(args: ServerArgs) -> None:
+    nnodes, node, address = args.nnodes, args.node_rank, args.dist_init_addr
+    _require(0 <= node < nnodes, f"--node-rank {node}: of {nnodes} nodes (--nnodes) the last is {nnodes - 1}")
+    _require(
+        nnodes > 1 or address is None,
+        f"--dist-init-addr {address}: is for several hosts; give --nnodes too, or leave it out",
+    )
+    if nnodes == 1:
+        return
+    _require(
+        address is not None, f"--nnodes {nnodes}: give --dist-init-addr HOST:PORT, the same on all nodes"
+    )
+    host, _, port = (address or "").rpartition(":")
+    _require(
+        host != "" and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535,
+        f"--dist-init-addr {address}: give HOST:PORT of node 0, for example 192.168.0.1:20000",
+    )
+    _require(
+        args.tp_size % nnodes == 0,
+        f"--nnodes {nnodes}: the ranks (--tp-size {args.tp_size}) cannot be spread evenly over as many nodes",
+    )
 
 
 def _check_memory(args: ServerArgs) -> None:

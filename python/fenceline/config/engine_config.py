@@ -133,6 +133,17 @@ class EngineConfig:
             return "this server runs with --skip-tokenizer-init: without a vocabulary answers cannot be constrained"
         return None
 
+    @property
+    def num_local_ranks(self) -> int:
+        """Ranks on this host, which share it."""
+        return self.server_args.tp_size // self.server_args.nnodes
+
+    @property
+    def local_ranks(self) -> range:
+        """The ranks on this host."""
+        first = self.server_args.node_rank * self.num_local_ranks
+        return range(first, first + self.num_local_ranks)
+
     def public_dict(self) -> dict[str, object]:
         """The configuration for logs and /get_server_info: JSON values, keys replaced by whether they are set."""
         values = dataclasses.asdict(self)

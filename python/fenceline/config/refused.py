@@ -44,11 +44,11 @@ _TLS = "put a TLS proxy in front of the server and leave it out"
 REFUSED: Mapping[str, Refusal] = {
     **_same(
         "--ep --ep-size --expert-parallel-size --dp --dp-size --data-parallel-size --pp --pp-size"
-        " --pipeline-parallel-size --nnodes --moe-dense-tp-size --attn-cp-size",
+        " --pipeline-parallel-size --moe-dense-tp-size --attn-cp-size",
         Refusal(_PARALLEL, ("1",)),
     ),
-    **_same("--node-rank --base-gpu-id", Refusal(_PARALLEL, ("0",))),
-    **_same("--dist-init-addr --nccl-port --enable-dp-attention", Refusal(_PARALLEL)),
+    **_same("--base-gpu-id", Refusal(_PARALLEL, ("0",))),
+    **_same("--nccl-port --enable-dp-attention", Refusal(_PARALLEL)),
     "--hicache-storage-backend-extra-config": Refusal(
         "each setting has its flag: use --hicache-storage-dir, --hicache-storage-size and"
         " --hicache-storage-prefetch-timeout"

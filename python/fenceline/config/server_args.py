@@ -474,6 +474,21 @@ class ServerArgs:
         group=_RUNTIME,
         aliases=("--tensor-parallel-size", "--tp"),
     )
+    nnodes: int = flag(
+        1,
+        "Hosts that the ranks are spread over, as many on each. Each starts a server of its own with the same flags "
+        "and its --node-rank.",
+        group=_RUNTIME,
+    )
+    node_rank: int = flag(
+        0, "Which of the hosts this is, from 0 on. Node 0 answers requests.", group=_RUNTIME
+    )
+    dist_init_addr: str | None = flag(
+        None,
+        "HOST:PORT of node 0 at which the ranks of several hosts meet: an IPv4 address of a private network and a free "
+        "port.",
+        group=_RUNTIME,
+    )
     attention_backend: str | None = flag(
         None,
         "The attention kernels of prefill and decode: triton our own, flashinfer and fa3 those of the packages of that "

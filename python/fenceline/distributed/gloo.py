@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,16 +21,26 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 class GlooBackend:
     """See ``memory_order.CollectiveBackend``. One in a process, since it is torch.distributed's default group."""
 
-    def __init__(self, rank: int, size: int, meeting: Path) -> None:
-        """Waits until all ``size`` ranks of this host have come to ``meeting``, the name of a file that does not exist
-        yet, the same for all. They share the host's cores."""
+    def __init__(
+        self, rank: int, size: int, meeting: str, num_here: int | None = None, interface: str = _LOOPBACK
+    ) -> None:
+        """Waits until all ``size`` ranks have come to ``meeting``, the same for all: ``tcp://host:port`` of rank 0's
+        host, or on one host the URI of a file that does not exist yet. ``num_here`` of them, all unless given, share
+        this host's cores. ``interface``: the network that they use. Raises ``ValueError`` where rank 0 cannot listen.
+        """
         self.rank = rank
         self.size = size
-        os.environ.setdefault(_INTERFACE, _LOOPBACK)  # the host's name need not lead anywhere
-        torch.set_num_threads(max(torch.get_num_threads() // size, 1))
-        dist.init_process_group(
-            "gloo", init_method=meeting.as_uri(), rank=rank, world_size=size, timeout=_NO_LIMIT
-        )
+        os.environ.setdefault(_INTERFACE, interface)  # the host's name need not lead anywhere
+        torch.set_num_threads(max(torch.get_num_threads() // (num_here or size), 1))
+        try:
+            dist.init_process_group(
+                "gloo", init_method=meeting, rank=rank, world_size=size, timeout=_NO_LIMIT
+            )
+        except dist.DistNetworkError as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"the ranks cannot meet at {meeting} ({reason}): check --dist-init-addr"
+            ) from error
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """See ``memory_order.CollectiveBackend``. gloo's own sums in an order that depends on an element's place."""

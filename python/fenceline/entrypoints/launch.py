@@ -23,6 +23,7 @@ from fenceline.ipc.child_process import (
     signals_blocked,
 )
 from fenceline.ipc.io_struct import PortArgs
+from fenceline.ipc.node_link import tell_nodes
 from fenceline.ipc.rank_board import create_rank_board
 from fenceline.ipc.sockets import SchedulerLink, ZmqLink, make_ports, remove_ports
 
@@ -136,6 +137,10 @@ class EngineProcesses:
             logger.error("%s; it is killed", reason)
             process.kill()
 
+    def tell_nodes(self, reason: str) -> None:
+        """Other hosts, if there are any, end for this reason."""
+        tell_nodes(self._ports, reason)
+
     def dump_flight_recorder(self) -> None:
         """Have each scheduler write its last steps to a file, even while it hangs."""
         for scheduler in self._schedulers:
@@ -193,17 +198,19 @@ def launch_processes(
     scheduler_entry: ProcessEntry = run_scheduler,
     detokenizer_entry: ProcessEntry = run_detokenizer,
 ) -> EngineProcesses:
-    """Start a scheduler for each rank and, unless --skip-tokenizer-init, the detokenizer. Entries are importable."""
+    """Start a scheduler for each rank of this host and, on node 0 and unless --skip-tokenizer-init, the detokenizer.
+    Entries are importable."""
     _explain_flags(config)
     context = multiprocessing.get_context("spawn")
     ports = make_ports()
     link = ZmqLink(ports)
-    entries: dict[str, tuple[ProcessEntry, tuple[object, ...]]] = {"scheduler": (scheduler_entry, ())}
+    entries: dict[str, tuple[ProcessEntry, tuple[object, ...]]] = {}
     num_ranks = config.server_args.tp_size
     if num_ranks > 1:
         create_rank_board(ports, num_ranks)
-        entries |= {f"scheduler-{rank}": (scheduler_entry, (rank,)) for rank in range(1, num_ranks)}
-    if not config.server_args.skip_tokenizer_init:
+    for rank in config.local_ranks:
+        entries[f"scheduler-{rank}" if rank else "scheduler"] = scheduler_entry, (rank,) if rank else ()
+    if 0 in config.local_ranks and not config.server_args.skip_tokenizer_init:
         entries["detokenizer"] = detokenizer_entry, ()
     processes: list[BaseProcess] = []
     backend = EngineProcesses(processes, ports, link, config.server_args.watchdog_timeout)

@@ -21,6 +21,7 @@ from fenceline.entrypoints.launch import (
     launch_processes,
     run_scheduler,
 )
+from fenceline.entrypoints.node import serve_node
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.ipc.child_process import DUMP_SIGNAL, PARENTS_SIGNALS, freeze_garbage_collector, setup_logging
 
@@ -57,8 +58,11 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 def serve_until_stopped(config: EngineConfig, scheduler_entry: ProcessEntry = run_scheduler) -> int:
-    """Run the whole server. Returns the exit status: 0 if it was asked to stop, else the reason was logged."""
+    """Run the whole server, or of several hosts this one's part. Returns the exit status: 0 if it was asked to stop,
+    else the reason was logged."""
     setup_logging(config.server_args.log_level)
+    if config.server_args.node_rank > 0:
+        return serve_node(config, scheduler_entry)
     raise_descriptor_limit()
     try:
         sock = bind_socket(config.server_args.host, config.server_args.port)
@@ -164,6 +168,8 @@ class Supervisor:
         manager.fail(stop.reason)  # whoever still waits learns why
         manager.shutdown()
         patience_s = STOP_TIMEOUT_S if stop.status == 0 and manager.limits is not None else 0.0
+        if stop.status:
+            self._backend.tell_nodes(f"node 0 has stopped: {stop.reason}")
         await asyncio.to_thread(self._backend.stop, patience_s)
         if stop.status:
             logger.error("The server stops: %s", stop.reason)

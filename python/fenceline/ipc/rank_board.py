@@ -2,7 +2,8 @@
 
 Each rank writes its own line and reads all of them: up to which step its results have arrived, how many transfers of
 its cache have ended, what its storage has done, and what it has decided in its latest steps. A file in the server's
-private folder is the memory, so that it goes when the folder goes.
+private folder is the memory, so that it goes when the folder goes. Where ranks are on several hosts, each host has
+such a file of all lines, and a rank's writes to its own are sent to the others (``node_link``).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import mmap
 import struct
 import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 
 from fenceline.ipc.io_struct import PortArgs
@@ -65,13 +66,16 @@ class RankBoard:
     """One rank's view. Of its own line each rank is the only writer. A number of 64 bits is read as it was written; a
     record of several has a seal, and is not read while it is being written."""
 
-    def __init__(self, ports: PortArgs, rank: int, num_ranks: int) -> None:
+    def __init__(self, ports: PortArgs, rank: int, num_ranks: int, here: Container[int] = ()) -> None:
+        """``here``: the ranks of this host, where there are several."""
         self.rank = rank
         self.num_ranks = num_ranks
+        self._here = here
         with open(_path(ports), "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), num_ranks * _LINE)
         self._unposted: deque[News] = deque()
         self._num_news = 0  # posted
+        self.mirror: Callable[[int, bytes], None] | None = None  # has the boards of other hosts show a write
 
     def post_arrived(self, step: int) -> None:
         """This rank has the results of ``step``, 1 or more, and of all before it."""
@@ -111,7 +115,7 @@ class RankBoard:
             self._num_news += 1
             record = _NEWS.pack(self._num_news, *self._unposted.popleft())
             at = _news_place(self.rank, self._num_news)
-            self._memory[at : at + _NEWS_BYTES] = record + _SEAL.pack(zlib.crc32(record))
+            self._write(at, record + _SEAL.pack(zlib.crc32(record)))
 
     def read_news(self, rank: int) -> list[News]:
         """What ``rank`` has told since the last call. Rank 0 alone reads."""
@@ -136,7 +140,26 @@ class RankBoard:
         return values[0], values[1], values[2]
 
     def _post(self, where: int, value: int) -> None:
-        _NUMBER.pack_into(self._memory, self.rank * _LINE + where, value)
+        at = self.rank * _LINE + where
+        _NUMBER.pack_into(self._memory, at, value)
+        if self.mirror is not None:
+            self.mirror(at, _NUMBER.pack(value))
+
+    def _write(self, at: int, data: bytes) -> None:
+        self._memory[at : at + len(data)] = data
+        if self.mirror is not None:
+            self.mirror(at, data)
+
+    def copy_write(self, at: int, data: bytes) -> None:
+        """A rank of another host has written ``data`` to its own line. What is not on such a line is dropped."""
+        end = at + len(data)
+        rank = at // _LINE
+        if not 0 <= at < end <= self.num_ranks * _LINE or rank in self._here or (end - 1) // _LINE != rank:
+            return
+        if len(data) == _NUMBER.size:
+            _NUMBER.pack_into(self._memory, at, *_NUMBER.unpack(data))
+        else:
+            self._memory[at:end] = data
 
     def _number(self, rank: int, where: int) -> int:
         (value,) = _NUMBER.unpack_from(self._memory, rank * _LINE + where)
@@ -146,7 +169,7 @@ class RankBoard:
         """This rank has decided ``fields``, 32 bits each, for ``step``, 1 or more."""
         record = _RECORD.pack(step, *fields)
         at = _place(self.rank, step)
-        self._memory[at : at + _RECORD_BYTES] = record + _SEAL.pack(zlib.crc32(record))
+        self._write(at, record + _SEAL.pack(zlib.crc32(record)))
 
     def agrees(self, rank: int, step: int) -> bool:
         """Whether ``rank`` has posted for ``step`` what this rank has. Takes less time than :meth:`decision`."""

@@ -50,6 +50,11 @@ class Shard:
         assert self.communicator is not None, "an all-gather needs a communicator"
         return self.communicator.all_gather(x)
 
+    def exchange(self, data: bytes) -> list[bytes]:
+        """All ranks' ``data``, in the order of ranks, at start-up only."""
+        assert self.communicator is not None, "ranks talk through a communicator"
+        return self.communicator.exchange(data)
+
     def smallest(self, value: int) -> int:
         """The smallest of the ranks' ``value``, at start-up only."""
         if self.size == 1:

@@ -83,6 +83,15 @@ class Communicator:
         values = self.all_gather(torch.tensor([value], dtype=torch.int64, device=self._device.torch_device))
         return int(values.min())
 
+    def exchange(self, data: bytes) -> list[bytes]:
+        """All ranks' ``data``, of any length, in the order of ranks, at start-up only; the host waits."""
+        device = self._device.torch_device
+        lengths = self.all_gather(torch.tensor([len(data)], dtype=torch.int64, device=device)).tolist()
+        padded = bytearray(data.ljust(max(*lengths, 1), b"\0"))
+        gathered = self.all_gather(torch.frombuffer(padded, dtype=torch.uint8).to(device)).cpu()
+        parts = gathered.view(self.size, -1)
+        return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+
     def close(self) -> None:
         """Leave the group; no operation follows."""
         self._backend.close()

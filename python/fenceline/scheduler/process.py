@@ -15,6 +15,7 @@ from functools import partial
 import zmq
 
 from fenceline.config.engine_config import EngineConfig
+from fenceline.config.nodes import agreed, described
 from fenceline.ipc.child_process import Watchdog, freeze_garbage_collector, prepare_child
 from fenceline.ipc.free_memory import FreeMemoryWatch
 from fenceline.ipc.io_struct import (
@@ -26,6 +27,7 @@ from fenceline.ipc.io_struct import (
     SchedulerReady,
     encode,
 )
+from fenceline.ipc.node_link import NodeListener, NodePeers, bind_tcp, own_address, own_interface
 from fenceline.ipc.rank_board import RankBoard, rank_endpoint, rank_meeting
 from fenceline.ipc.sockets import MAX_STEP_BYTES, MAX_STEP_MESSAGES, Inbox, bind_pull, connect_push
 from fenceline.layers.context import Shard
@@ -154,11 +156,15 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         begin = time.perf_counter()
         device = open_device(config.device)
         logger.info("Opened the device (%s) in %.1f s", config.device, time.perf_counter() - begin)
-        shard = Shard() if num_ranks == 1 else _meet_ranks(ports, rank, num_ranks, device)
+        shard = Shard() if num_ranks == 1 else _meet_ranks(config, ports, rank, device)
+        if config.server_args.nnodes > 1:
+            with device.forward.active():
+                config = agreed(config, shard.exchange(described(config)))
         worker = ModelRunner(config, device, show_progress=rank == 0, shard=shard)
         inbox = _NoInbox() if messages is None else ZmqInbox(messages, watchdog, FreeMemoryWatch())
         if num_ranks > 1:
-            link = _link_ranks(context, ports, rank, num_ranks, worker, inbox, watchdog)
+            nodes = _Nodes(context, config, ports, shard, device)
+            link = _link_ranks(context, nodes, worker, inbox, watchdog)
         scheduler = Scheduler(config, worker, inbox, outbox if rank == 0 else _NoOutbox(), link)
         recorder = scheduler.recorder
         dump_on_signal(recorder)
@@ -217,30 +223,73 @@ class _NoOutbox:
         return
 
 
-def _meet_ranks(ports: PortArgs, rank: int, num_ranks: int, device: Device) -> Shard:
+def _meet_ranks(config: EngineConfig, ports: PortArgs, rank: int, device: Device) -> Shard:
     """This rank's part of the model, once all ranks have come."""
     from fenceline.distributed.gloo import GlooBackend  # with one rank nobody needs it
 
-    backend = GlooBackend(rank, num_ranks, rank_meeting(ports))
+    args = config.server_args
+    num_ranks, meeting = args.tp_size, rank_meeting(ports).as_uri()
+    if args.dist_init_addr is None:
+        backend = GlooBackend(rank, num_ranks, meeting)
+    else:
+        interface = own_interface(own_address(args.dist_init_addr))
+        meeting = f"tcp://{args.dist_init_addr}"
+        logger.info("Waiting until all %d ranks have come to %s", num_ranks, meeting)
+        backend = GlooBackend(rank, num_ranks, meeting, config.num_local_ranks, interface)
     return Shard(rank, num_ranks, Communicator("tp", device, device.forward, backend))
+
+
+class _Nodes:
+    """Where this rank receives turns, where the others do, and its board, which other hosts' ranks see too."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        config: EngineConfig,
+        ports: PortArgs,
+        shard: Shard,
+        device: Device,
+    ) -> None:
+        args, rank = config.server_args, shard.rank
+        self.board = RankBoard(ports, rank, shard.size)
+        self.turns: zmq.Socket[bytes] | None = None
+        if args.dist_init_addr is None:
+            self.endpoints = [rank_endpoint(ports, other) for other in range(shard.size)]
+            if rank:
+                self.turns = bind_pull(context, self.endpoints[rank])
+            return
+        address = own_address(args.dist_init_addr)
+        self.turns, turns = bind_tcp(context, address)
+        listens = rank == config.local_ranks[0]
+        listener = None
+        if listens:
+            copy = RankBoard(ports, rank, shard.size, config.local_ranks)
+            listener = NodeListener(ports, copy, address, args.node_rank, args.watchdog_timeout)
+        ours = turns if listener is None else f"{turns} {listener.endpoint}"
+        with device.forward.active():
+            told = [data.decode().split() for data in shard.exchange(ours.encode())]
+        self.endpoints = [endpoints[0] for endpoints in told]
+        boards = [endpoints[1] for endpoints in told if len(endpoints) > 1]
+        peers = NodePeers(context, [each for node, each in enumerate(boards) if node != args.node_rank])
+        self.board.mirror = peers.write
+        if listener is not None:
+            listener.start(boards)
 
 
 def _link_ranks(
     context: zmq.Context[zmq.Socket[bytes]],
-    ports: PortArgs,
-    rank: int,
-    num_ranks: int,
+    nodes: _Nodes,
     worker: ModelRunner,
     inbox: ZmqInbox | _NoInbox,
     watchdog: Watchdog,
 ) -> RankLink:
-    board = RankBoard(ports, rank, num_ranks)
-    if rank == 0:
-        sockets = [connect_push(context, rank_endpoint(ports, other)) for other in range(1, num_ranks)]
+    board, turns = nodes.board, nodes.turns
+    if board.rank == 0:
+        sockets = [connect_push(context, endpoint) for endpoint in nodes.endpoints[1:]]
         return LeadingRank(
             board, worker, inbox.drain, [partial(socket.send, flags=zmq.NOBLOCK) for socket in sockets]
         )
-    turns = bind_pull(context, rank_endpoint(ports, rank))
+    assert turns is not None, "rank 0 alone receives no turns"
 
     def receive() -> Turn:
         watchdog.waiting()

@@ -1,0 +1,170 @@
+"""What the hosts (nodes) of one server tell each other beside collective operations, over zmq and TCP.
+
+On each node the process of its first rank listens. It writes what ranks of other nodes post into its node's copy of the
+RankBoard, passes on why a node fails, and finds nodes of which nothing has been heard: all send a beat twice a second.
+Addresses are exchanged when the ranks have met. There is no authentication: the network must be private.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import psutil
+import zmq
+
+from fenceline.ipc.child_process import Silence
+from fenceline.ipc.io_struct import FatalError, PortArgs, encode
+from fenceline.ipc.rank_board import RankBoard
+from fenceline.ipc.sockets import bind_pull, connect_push
+
+BEAT_S = 0.5
+
+
+class BoardWrite(msgspec.Struct, frozen=True, tag=True):
+    """Bytes that a rank has written to its line of the board."""
+
+    at: int
+    data: bytes
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """``node`` runs."""
+
+    node: int
+
+
+class NodeFailed(msgspec.Struct, frozen=True, tag=True):
+    """A node ends, for this reason, and with it the server."""
+
+    reason: str
+
+
+_DECODER = msgspec.msgpack.Decoder(BoardWrite | Beat | NodeFailed)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class AddressError(ValueError):
+    """An address that leads nowhere, with the remedy."""
+
+
+def own_address(dist_init_addr: str) -> str:
+    """This host's address on the network on which it reaches ``dist_init_addr`` ("host:port")."""
+    host, _, port = dist_init_addr.rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+            probe.connect((host, int(port)))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise AddressError(
+            f"--dist-init-addr {dist_init_addr}: {host} cannot be reached ({error}); give an IPv4 address of node 0"
+        ) from error
+
+
+def own_interface(address: str) -> str:
+    """The name of the network interface that has ``address``."""
+    for name, found in psutil.net_if_addrs().items():
+        if any(each.address == address for each in found):
+            return str(name)
+    raise AddressError(f"no network interface has the address {address}")
+
+
+def bind_tcp(context: zmq.Context[zmq.Socket[bytes]], address: str) -> tuple[zmq.Socket[bytes], str]:
+    """A PULL socket on a free port of ``address``, and its endpoint."""
+    pull = bind_pull(context, f"tcp://{address}:*")
+    endpoint: str = pull.getsockopt_string(zmq.LAST_ENDPOINT)
+    return pull, endpoint
+
+
+class NodePeers:
+    """The listeners of the other nodes. Belongs to one thread; sending never blocks."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoints: Sequence[str]) -> None:
+        self._sockets = [connect_push(context, endpoint) for endpoint in endpoints]
+
+    def write(self, at: int, data: bytes) -> None:
+        """Have the other nodes' boards show what this rank has written to its own."""
+        self.send(BoardWrite(at, data))
+
+    def send(self, message: BoardWrite | Beat | NodeFailed) -> None:
+        """To all."""
+        data = _ENCODER.encode(message)
+        for each in self._sockets:
+            each.send(data, zmq.NOBLOCK)
+
+
+class NodeListener:
+    """The thread of a node's first rank, with sockets of its own. It ends when a node fails."""
+
+    def __init__(self, ports: PortArgs, board: RankBoard, address: str, node: int, timeout_s: float) -> None:
+        """Listens on ``address``. ``board``: a view of its own, on which it writes. A node that is silent for
+        ``timeout_s`` has failed."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._inbox, self.endpoint = bind_tcp(self._context, address)
+        self._ports = ports
+        self._board = board
+        self._node = node
+        self._timeout_s = timeout_s
+
+    def start(self, endpoints: Sequence[str]) -> None:
+        """``endpoints``: all nodes', in their order."""
+        others = {node: endpoint for node, endpoint in enumerate(endpoints) if node != self._node}
+        _peers_file(self._ports).write_bytes(_ENCODER.encode(list(others.values())))
+        threading.Thread(target=self._run, args=(others,), name="nodes", daemon=True).start()
+
+    def _run(self, others: Mapping[int, str]) -> None:
+        peers = NodePeers(self._context, list(others.values()))
+        silences = {other: Silence(2 * BEAT_S) for other in others}
+        beats = dict.fromkeys(others, 0)
+        next_beat = 0.0
+        while True:
+            if (now := time.monotonic()) >= next_beat:
+                next_beat = now + BEAT_S
+                peers.send(Beat(self._node))
+                for other, silence in silences.items():
+                    if silence.look(beats[other], now) > self._timeout_s:
+                        self._tell(
+                            f"nothing was heard of node {other} for {self._timeout_s:g} s (--watchdog-timeout): it has"
+                            " ended, or the network fails"
+                        )
+                        return
+            if not self._inbox.poll(int(BEAT_S * 1000)):
+                continue
+            try:
+                message = _DECODER.decode(self._inbox.recv())
+            except msgspec.MsgspecError:
+                continue  # not one of ours
+            match message:
+                case BoardWrite():
+                    self._board.copy_write(message.at, message.data)
+                case Beat():
+                    if message.node in beats:
+                        beats[message.node] += 1
+                case NodeFailed():
+                    self._tell(message.reason)
+                    return
+
+    def _tell(self, reason: str) -> None:
+        """This node's main process ends the server, or its part of it."""
+        connect_push(self._context, self._ports.tokenizer).send(
+            encode(FatalError(source=f"node {self._node}", message=reason))
+        )
+
+
+def tell_nodes(ports: PortArgs, reason: str) -> None:
+    """From a main process: this node ends for this reason. Nobody is told before the ranks have met."""
+    try:
+        endpoints = msgspec.msgpack.decode(_peers_file(ports).read_bytes(), type=list[str])
+    except FileNotFoundError:
+        return
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    NodePeers(context, endpoints).send(NodeFailed(reason))
+    context.destroy(linger=1000)
+
+
+def _peers_file(ports: PortArgs) -> Path:
+    return Path(ports.scheduler.removeprefix("ipc://")).with_name("nodes")

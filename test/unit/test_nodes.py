@@ -1,0 +1,111 @@
+"""Several hosts as one server: what they must have in common, and how they hear of each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import zmq
+
+import fenceline
+from fenceline.config.engine_config import EngineConfig, resolve
+from fenceline.config.nodes import agreed, described
+from fenceline.config.server_args import ServerArgs
+from fenceline.ipc.io_struct import FatalError, PortArgs, decode
+from fenceline.ipc.node_link import (
+    AddressError,
+    NodeListener,
+    NodePeers,
+    own_address,
+    own_interface,
+    tell_nodes,
+)
+from fenceline.ipc.rank_board import RankBoard, create_rank_board
+from fenceline.ipc.sockets import bind_pull
+
+ADDRESS = "127.0.0.1:20000"
+
+
+def config(node: int, **flags: object) -> EngineConfig:
+    values = {
+        "page_size": 16,
+        "tp_size": 2,
+        "nnodes": 2,
+        "node_rank": node,
+        "dist_init_addr": ADDRESS,
+    } | flags
+    return resolve(ServerArgs(model_path=fenceline.demo_model_path(), device="cpu", **values))  # type: ignore[arg-type]
+
+
+def test_nodes_take_the_seed_of_node_0(tmp_path: Path) -> None:
+    nodes = [
+        config(0, port=1, random_seed=5),
+        config(1, port=2, random_seed=6, flight_recorder_dir=str(tmp_path)),
+    ]
+    told = [described(each) for each in nodes]
+    assert [agreed(each, told).random_seed for each in nodes] == [5, 5]
+    assert [list(each.local_ranks) for each in nodes] == [[0], [1]]
+
+
+@pytest.mark.parametrize("flag", [{"page_size": 8}, {"max_running_requests": 7}, {"schedule_policy": "lpm"}])
+def test_nodes_that_were_started_differently_refuse(flag: dict[str, object]) -> None:
+    nodes = [config(0), config(1, **flag)]
+    told = [described(each) for each in nodes]
+    for each in nodes:
+        with pytest.raises(ValueError, match=f"node 1 and node 0 differ in {next(iter(flag))} "):
+            agreed(each, told)
+
+
+def test_the_address_and_the_interface_are_those_that_lead_to_node_0() -> None:
+    assert own_address(ADDRESS) == "127.0.0.1" and own_interface("127.0.0.1").startswith("lo")
+    with pytest.raises(AddressError, match="no network interface has the address 203.0.113.9"):
+        own_interface("203.0.113.9")
+    with pytest.raises(AddressError, match="--dist-init-addr 1.2.3.999:5: 1.2.3.999 cannot be reached"):
+        own_address("1.2.3.999:5")
+
+
+class Node:
+    """A node's listener, its board and the socket of its main process."""
+
+    def __init__(self, number: int, folder: Path, timeout_s: float) -> None:
+        folder.mkdir()
+        self.ports = PortArgs(
+            scheduler=f"ipc://{folder}/scheduler", detokenizer="", tokenizer=f"ipc://{folder}/tokenizer"
+        )
+        create_rank_board(self.ports, 2)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.main = bind_pull(self.context, self.ports.tokenizer)
+        self.board = RankBoard(self.ports, number, 2)
+        copy = RankBoard(self.ports, number, 2, range(number, number + 1))
+        self.listener = NodeListener(self.ports, copy, "127.0.0.1", number, timeout_s)
+
+    def told(self) -> str:
+        """Why the server ends, once this node's main process is told."""
+        assert self.main.poll(60_000)
+        message = decode(self.main.recv())
+        assert isinstance(message, FatalError)
+        return f"{message.source}: {message.message}"
+
+
+def test_what_one_node_posts_the_other_reads_and_each_hears_why_the_other_ends(tmp_path: Path) -> None:
+    nodes = [Node(number, tmp_path / str(number), 1e6) for number in range(2)]
+    endpoints = [node.listener.endpoint for node in nodes]
+    tell_nodes(nodes[0].ports, "nobody has met yet")
+    for node in nodes:
+        node.listener.start(endpoints)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    nodes[1].board.mirror = NodePeers(context, endpoints[:1]).write
+    nodes[0].board.post_arrived(9)
+    nodes[1].board.post_arrived(4)
+    nodes[1].board.post_news([(1, 2, 3)])
+    while nodes[0].board.all_arrived() != 4:
+        pass  # the listener is a thread of this process
+    tell_nodes(nodes[1].ports, "node 1: its rank has ended")
+    assert nodes[0].told() == "node 0: node 1: its rank has ended"
+    assert nodes[0].board.read_news(1) == [(1, 2, 3)]
+
+
+def test_a_node_of_which_nothing_is_heard_ends_the_server(tmp_path: Path) -> None:
+    node = Node(0, tmp_path / "0", 0.5)
+    node.listener.start([node.listener.endpoint, "tcp://127.0.0.1:9"])
+    assert "node 0: nothing was heard of node 1 for 0.5 s (--watchdog-timeout)" in node.told()
