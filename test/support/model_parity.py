@@ -64,6 +64,7 @@ _ROPES: dict[str, dict[str, object]] = {
     },
 }
 
+_HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _EXPERTS: dict[str, object] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 # Family, then what differs from _SIZES. Names are test ids.
@@ -91,6 +92,35 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
             "mlp_only_layers": [3],
         },
     ),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
+    "phi3-partial": ("Phi3", {"pad_token_id": 0, "rope_parameters": _HALF_ROTATED}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0}),
+    "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
+    "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "num_mtp_layers": 0,
+        },
+    ),
     "qwen2-moe": ("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 32}),
     "qwen2-moe-no-bias": (
         "Qwen2Moe",
@@ -112,7 +142,9 @@ def save_checkpoint(
     model = model_class(config).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for param in model.parameters():
+        # transformers keeps the corrections of a router's scores in a buffer.
+        buffers = [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for param in (*model.parameters(), *buffers):
             # Wide enough that attention is far from uniform and every bias and norm weight shows in the logits.
             offset = 1.0 if param.dim() == 1 else 0.0
             param.copy_(torch.randn(param.shape, generator=generator) * 0.3 + offset)

@@ -205,6 +205,27 @@ def test_weights_that_do_not_fit(
         load(checkpoint)
 
 
+def test_a_fused_matrix_of_another_model_is_refused(tmp_path: Path) -> None:
+    save_checkpoint("phi3", tmp_path)
+    rewrite(tmp_path, {"model.layers.1.mlp.gate_up_proj.weight": torch.zeros(139, 48)})
+    with pytest.raises(
+        ValueError, match="layers.1.mlp.gate_up_proj.weight has 139 rows, config.json asks for 140"
+    ):
+        load(tmp_path)
+
+
+def test_layers_behind_the_last_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
+    """As GLM-4.5 stores them; a layer that config.json does not announce is still refused."""
+    save_checkpoint("glm4-moe", tmp_path, {"num_mtp_layers": 1})
+    before = load(tmp_path)
+    rewrite(tmp_path, {"model.layers.3.eh_proj.weight": torch.zeros(3)})
+    assert same(before, load(tmp_path))
+    save_file({"model.layers.4.eh_proj.weight": torch.zeros(3)}, tmp_path / "more.safetensors")
+    (tmp_path / "model.safetensors").rename(tmp_path / "first.safetensors")
+    with pytest.raises(ValueError, match=r"does not have: model\.layers\.4\.eh_proj"):
+        load(tmp_path)
+
+
 def test_a_weight_in_two_files_is_refused(checkpoint: Path) -> None:
     tensors = merged(checkpoint)
     save_file(tensors, checkpoint / "a.safetensors")

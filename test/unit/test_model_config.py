@@ -337,5 +337,5 @@ def test_quantised_experts_are_refused(tmp_path: Path, asked: str | None) -> Non
     if asked is None:
         moe["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     write(tmp_path, moe)
-    with pytest.raises(ValueError, match="quantised experts are not supported"):
+    with pytest.raises(ValueError, match="quantised weights of this family"):
         ModelConfig.from_dir(str(tmp_path), quantization=asked)

@@ -53,6 +53,50 @@ class ExpertsConfig:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Multipliers:
+    """What a family multiplies embeddings, the branches of its layers, logits and the scores of attention by.
+    ``attention`` None: by the square root of 1 / head_dim."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+    attention: float | None = None
+
+
+def _no_multipliers(reader: ConfigReader) -> Multipliers:
+    return Multipliers()
+
+
+def _granite_multipliers(reader: ConfigReader) -> Multipliers:
+    divisor = reader.number("logits_scaling", 1.0)
+    if divisor <= 0.0:
+        raise ConfigError(f"config.json: logits_scaling must be above 0, got {divisor:g}")
+    return Multipliers(
+        embedding=reader.number("embedding_multiplier", 1.0),
+        residual=reader.number("residual_multiplier", 1.0),
+        logits=1.0 / divisor,
+        attention=reader.number("attention_multiplier", 1.0),
+    )
+
+
+def _none_unrotated(reader: ConfigReader, num_layers: int) -> frozenset[int]:
+    return frozenset()
+
+
+def _smollm3_unrotated(reader: ConfigReader, num_layers: int) -> frozenset[int]:
+    """``no_rope_layers`` has a 1 for each layer that does rotate."""
+    rotates = reader.numbers("no_rope_layers")
+    if not rotates:
+        every = reader.size("no_rope_layer_interval", 4)
+        rotates = tuple(int((i + 1) % every != 0) for i in range(num_layers))
+    if len(rotates) < num_layers:
+        raise ConfigError(
+            f"config.json: no_rope_layers tells of {len(rotates)} layers, the model has {num_layers}"
+        )
+    return frozenset(i for i in range(num_layers) if not rotates[i])
+
+
 def _no_window(reader: ConfigReader, num_layers: int) -> int | None:
     return None
 
@@ -63,7 +107,7 @@ def _mistral_window(reader: ConfigReader, num_layers: int) -> int | None:
     return reader.size("sliding_window", _MISTRAL_WINDOW)
 
 
-def _mixtral_window(reader: ConfigReader, num_layers: int) -> int | None:
+def _plain_window(reader: ConfigReader, num_layers: int) -> int | None:
     return None if reader.values.get("sliding_window") is None else reader.size("sliding_window")
 
 
@@ -98,6 +142,24 @@ def _qwen_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
     )
 
 
+def _glm_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
+    size = reader.size("moe_intermediate_size")
+    return ExpertsConfig(
+        num_experts=reader.size(
+            "n_routed_experts" if "n_routed_experts" in reader.values else "num_local_experts"
+        ),
+        top_k=reader.size("num_experts_per_tok"),
+        intermediate_size=size,
+        renormalise=reader.switch("norm_topk_prob", True),
+        sigmoid=True,
+        num_groups=reader.size("n_group", 1),
+        top_groups=reader.size("topk_group", 1),
+        scaling=reader.number("routed_scaling_factor", 1.0),
+        shared_size=size * reader.size("n_shared_experts", 1),
+        dense_layers=frozenset(range(reader.count("first_k_dense_replace"))),
+    )
+
+
 def _mixtral_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
     return ExpertsConfig(
         num_experts=reader.size("num_local_experts"),
@@ -112,23 +174,46 @@ class Family:
     """How a family's config.json is read where families differ, by the rules of its transformers config.
 
     ``head_dim`` is the default (None: the heads share hidden_size). ``window`` gives the sliding window that some layer
-    uses, ``experts`` its mixture of experts; both get the number of layers.
+    uses, ``experts`` its mixture of experts, ``unrotated`` the layers without positions; all get the number of layers.
+    ``rope_theta``, ``tied`` (embedding and head) and ``partial_rotary`` are defaults too; where ``partial_rotary`` is
+    None, heads always rotate whole. ``rope_interleaved``: pairs of features are neighbours. ``appended_mtp``: layers
+    that predict further tokens are stored behind the last layer. ``quantized``: quantised checkpoints are served.
     """
 
     head_dim: int | None = None
+    rope_theta: float = 10000.0
+    tied: bool = False
+    partial_rotary: float | None = None
+    rope_interleaved: bool = False
+    appended_mtp: bool = False
+    quantized: bool = True
+    multipliers: Callable[[ConfigReader], Multipliers] = _no_multipliers
+    unrotated: Callable[[ConfigReader, int], frozenset[int]] = _none_unrotated
     window: Callable[[ConfigReader, int], int | None] = _no_window
     experts: Callable[[ConfigReader, int], ExpertsConfig] | None = None
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
+        "Glm4ForCausalLM": Family(head_dim=128, partial_rotary=0.5, rope_interleaved=True, quantized=False),
+        "Glm4MoeForCausalLM": Family(
+            partial_rotary=0.5, appended_mtp=True, quantized=False, experts=_glm_experts
+        ),
+        "GraniteForCausalLM": Family(multipliers=_granite_multipliers),
         "LlamaForCausalLM": Family(),
         "MiMoForCausalLM": Family(window=_qwen_window),
         "MistralForCausalLM": Family(window=_mistral_window),
-        "MixtralForCausalLM": Family(window=_mixtral_window, experts=_mixtral_experts),
+        "MixtralForCausalLM": Family(
+            rope_theta=1e6, quantized=False, window=_plain_window, experts=_mixtral_experts
+        ),
+        "Olmo2ForCausalLM": Family(),
+        "Phi3ForCausalLM": Family(partial_rotary=1.0, quantized=False, window=_plain_window),
         "Qwen2ForCausalLM": Family(window=_qwen_window),
-        "Qwen2MoeForCausalLM": Family(window=_qwen_moe_window, experts=_qwen_experts),
+        "Qwen2MoeForCausalLM": Family(quantized=False, window=_qwen_moe_window, experts=_qwen_experts),
         "Qwen3ForCausalLM": Family(head_dim=128, window=_qwen_window),
-        "Qwen3MoeForCausalLM": Family(window=_qwen_moe_window, experts=_qwen_experts),
+        "Qwen3MoeForCausalLM": Family(quantized=False, window=_qwen_moe_window, experts=_qwen_experts),
+        "SmolLM3ForCausalLM": Family(
+            rope_theta=2e6, tied=True, window=_qwen_moe_window, unrotated=_smollm3_unrotated
+        ),
     }
 )

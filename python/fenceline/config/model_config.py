@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fenceline.config import ConfigError
 from fenceline.config.config_reader import ConfigReader
-from fenceline.config.families import FAMILIES, ExpertsConfig
+from fenceline.config.families import FAMILIES, ExpertsConfig, Multipliers
 from fenceline.config.model_files import (
     read_model_json,
     read_optional,
@@ -61,7 +61,9 @@ class ModelConfig:
     checkpoint (None: full attention), which never binds because it is refused when below ``context_length``.
     ``eos_token_ids`` is the sorted union of config.json, generation_config.json and the tokenizer.
     ``attention_bias`` and ``mlp_bias`` are config.json's; which projections they are for, the family's file in models/
-    says. ``num_mtp_layers`` layers of the checkpoint predict further tokens (--speculative-algorithm NEXTN).
+    says. ``num_mtp_layers`` layers of the checkpoint predict further tokens (--speculative-algorithm NEXTN);
+    ``num_appended_layers`` do so that are stored behind the model's own and not used. ``rope_interleaved`` and
+    ``partial_rotary_factor``: see ``RotaryEmbedding``; ``unrotated_layers`` see no positions.
     ``quantization`` is the number format of the linear layers, None: ``dtype``.
     ``experts`` is None for dense models.
     """
@@ -89,6 +91,11 @@ class ModelConfig:
     bos_token_id: int | None
     dtype: str
     num_mtp_layers: int = 0
+    num_appended_layers: int = 0
+    partial_rotary_factor: float = 1.0
+    rope_interleaved: bool = False
+    unrotated_layers: frozenset[int] = frozenset()
+    multipliers: Multipliers = Multipliers()
     quantization: QuantConfig | None = None
     experts: ExpertsConfig | None = None
     sampling_defaults: SamplingDefaults
@@ -118,10 +125,10 @@ class ModelConfig:
         architecture = _architecture(hf)
         _refuse_unsupported(hf)
         reader, family = ConfigReader(hf), FAMILIES[architecture]
-        if family.experts is not None and quantization_config is not None:
+        if quantization_config is not None and not family.quantized:
             raise ConfigError(
-                f"{architecture}: quantised experts are not supported; use the model's unquantised weights, without"
-                " --quantization"
+                f"{architecture}: quantised weights of this family are not supported; use the model's unquantised"
+                " weights, without --quantization"
             )
         vocab_size = reader.size("vocab_size")
         num_heads = reader.size("num_attention_heads")
@@ -131,7 +138,7 @@ class ModelConfig:
                 f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key/value heads"
             )
         max_position = reader.size("max_position_embeddings")
-        rope_theta, rope_scaling = parse_rope(hf, max_position)
+        rope_theta, rope_scaling = parse_rope(hf, max_position, family.rope_theta)
         length = _context_length(context_length, scaled_context_length(max_position, rope_scaling))
         num_layers = reader.size("num_hidden_layers")
         bos = token_ids(hf.get("bos_token_id"))
@@ -151,14 +158,19 @@ class ModelConfig:
             rope_scaling=rope_scaling,
             max_position_embeddings=max_position,
             context_length=length,
-            tie_word_embeddings=reader.switch("tie_word_embeddings"),
+            tie_word_embeddings=reader.switch("tie_word_embeddings", family.tied),
             attention_bias=reader.switch("attention_bias"),
             mlp_bias=reader.switch("mlp_bias"),
             sliding_window=_checked_window(family.window(reader, num_layers), length),
             eos_token_ids=_eos_ids(hf, generation, Path(tokenizer_path or path), vocab_size),
             bos_token_id=bos[0] if bos else None,
             dtype=_resolve_dtype(dtype, hf),
-            num_mtp_layers=reader.count("num_nextn_predict_layers"),
+            num_mtp_layers=0 if family.appended_mtp else reader.count("num_nextn_predict_layers"),
+            num_appended_layers=reader.count("num_nextn_predict_layers") if family.appended_mtp else 0,
+            partial_rotary_factor=_partial_rotary(hf, family.partial_rotary),
+            rope_interleaved=family.rope_interleaved,
+            unrotated_layers=family.unrotated(reader, num_layers),
+            multipliers=family.multipliers(reader),
             quantization=quantization_config,
             experts=None if family.experts is None else family.experts(reader, num_layers),
             sampling_defaults=_sampling_defaults(generation),
@@ -306,7 +318,20 @@ class RopeScaling:
     truncate: bool = True
 
 
-def parse_rope(hf: Mapping[str, object], max_position_embeddings: int) -> tuple[float, RopeScaling | None]:
+def _partial_rotary(hf: Mapping[str, object], default: float | None) -> float:
+    """The part of a head that rotates; ``default`` None: the family always rotates whole heads."""
+    raw = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    inside = raw if isinstance(raw, Mapping) else {}
+    whole = 1.0 if default is None else default
+    value = _number(inside, "partial_rotary_factor", _number(hf, "partial_rotary_factor", whole))
+    if value == 1.0 or (default is not None and 0.0 < value < 1.0):
+        return value
+    raise ConfigError(f"config.json: partial_rotary_factor {value:g} is not supported for this architecture")
+
+
+def parse_rope(
+    hf: Mapping[str, object], max_position_embeddings: int, default_theta: float = DEFAULT_ROPE_THETA
+) -> tuple[float, RopeScaling | None]:
     """``(rope_theta, scaling)`` of a config.json; scaling None means plain RoPE.
 
     transformers 5 writes one dict ``rope_parameters`` with ``rope_theta`` inside, older versions ``rope_scaling``
@@ -317,9 +342,7 @@ def parse_rope(hf: Mapping[str, object], max_position_embeddings: int) -> tuple[
         raise ConfigError(f"config.json: rope_scaling must be an object, got {raw!r}")
     if any(isinstance(value, Mapping) for value in raw.values()):
         raise ConfigError("config.json: rope parameters that differ by layer type are not supported")
-    if _number(raw, "partial_rotary_factor", _number(hf, "partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError("config.json: partial_rotary_factor other than 1 is not supported")
-    theta = _number(raw, "rope_theta", _number(hf, "rope_theta", DEFAULT_ROPE_THETA))
+    theta = _number(raw, "rope_theta", _number(hf, "rope_theta", default_theta))
     if theta <= 1.0:
         raise ConfigError(f"config.json: rope_theta must be above 1, got {theta:g}")
     rope_type = str(raw.get("rope_type") or raw.get("type") or "default")

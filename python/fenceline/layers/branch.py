@@ -23,15 +23,17 @@ class BranchNorms:
 
 
 class Branch(ABC):
-    """x += after(f(before(x))); f is what subclasses are. Most families have no norm ``after``, a few none ``before``.
+    """x += scale * after(f(before(x))); f is what subclasses are.
 
-    Gemma and GLM-4 have both (sandwich norms), OLMo 2 the second alone.
+    Most families have no norm ``after`` and a scale of one. GLM-4 has both norms (sandwich norms), OLMo 2 the second
+    alone, Granite a scale.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext, norms: BranchNorms) -> None:
         """Parameters are uninitialised."""
         size, eps = config.hidden_size, config.rms_norm_eps
         self.norms = norms
+        self.scale = config.multipliers.residual
         self.input_norm: RMSNorm | None = None if norms.before is None else context.norm(size, eps)
         self.output_norm: RMSNorm | None = None if norms.after is None else context.norm(size, eps)
 
@@ -40,10 +42,17 @@ class Branch(ABC):
         """The residual stream x [T, hidden_size], added to in place."""
 
     def add_product(self, x: torch.Tensor, linear: RowParallelLinear, y: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden_size] += after(linear(y)), in place; returns x."""
-        if self.output_norm is None:
-            return linear.add_to(x, y)
-        return x.add_(self.output_norm.forward(linear.forward(y)))
+        """x [T, hidden_size] += scale * after(linear(y)), in place; returns x."""
+        return linear.add_to(x, y) if self.adds_plainly else self.add(x, linear.forward(y))
+
+    @property
+    def adds_plainly(self) -> bool:
+        """Whether nothing comes between f and the residual stream, so that a kernel may add its result."""
+        return self.output_norm is None and self.scale == 1.0
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden_size] += scale * after(y), in place; returns x."""
+        return x.add_(y if self.output_norm is None else self.output_norm.forward(y), alpha=self.scale)
 
     @abstractmethod
     def weight_slots(self, prefix: str) -> WeightSlots:

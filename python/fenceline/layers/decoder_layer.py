@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -11,7 +13,7 @@ from fenceline.layers.branch import Branch, BranchNorms
 from fenceline.layers.context import LayerContext
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.kernels.base import HeadLayout, QKNorm
-from fenceline.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from fenceline.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, WideNorm
 from fenceline.layers.rotary import RotaryEmbedding
 from fenceline.layers.weight import WeightSlots
 from fenceline.mem_cache.kv_pool import KVRow, keys_and_values
@@ -37,15 +39,17 @@ class SelfAttention(Branch):
         qkv_bias: bool,
         o_bias: bool,
         qk_norm: bool = False,
+        wide_qk_norm: bool = False,
         norms: BranchNorms = _BEFORE_ATTENTION,
         input_size: int | None = None,
     ) -> None:
         """``layer_id`` is its index in the KV pool. Without a norm before it, ``project`` takes its input as it is;
-        that has ``input_size`` features, hidden_size by default. Parameters are uninitialised."""
+        that has ``input_size`` features, hidden_size by default. ``qk_norm``: each query and key head is normalised,
+        ``wide_qk_norm``: all query heads together, and all key heads. Parameters are uninitialised."""
         super().__init__(config, context, norms)
         head_dim, hidden_size, eps = config.head_dim, config.hidden_size, config.rms_norm_eps
         self.layer_id = layer_id
-        self.scale = head_dim**-0.5
+        self.score_scale = config.multipliers.attention or head_dim**-0.5
         self.qkv_proj = QKVParallelLinear(
             input_size or hidden_size, config.num_heads, config.num_kv_heads, head_dim, qkv_bias, context
         )
@@ -56,9 +60,16 @@ class SelfAttention(Branch):
         self._norms = None
         if self.q_norm is not None and self.k_norm is not None:
             self._norms = QKNorm(self.q_norm.weight, self.k_norm.weight, eps)
+        self._wide_norms: tuple[WideNorm, ...] = ()
+        if wide_qk_norm:
+            q_part, k_part, _ = self.qkv_proj.parts
+            self._wide_norms = (
+                WideNorm("q_norm", q_part, eps, context),
+                WideNorm("k_norm", k_part, eps, context),
+            )
         self._kernels = context.kernels
         self._dtype = context.dtype
-        self._table = rotary.table
+        self._rotary = rotary
         # Layers of one width share their buffers. Layers whose heads are laid out in the same way also share the views.
         self._views_key = repr(self.heads)
         self._qkv_buffer = f"qkv_{sum(self.qkv_proj.sizes)}"
@@ -76,18 +87,21 @@ class SelfAttention(Branch):
             qkv = self.qkv_proj.forward(x, out)
         else:
             qkv = self.qkv_proj.forward_normed(x, self.input_norm, out)
+        if self._wide_norms:
+            for norm, x_part in zip(self._wide_norms, qkv.split(self.qkv_proj.sizes, 1), strict=False):
+                x_part.copy_(norm.forward(x_part))
         if batch.layer_ready is not None:
             # Before storing as well: this batch may write to the last page that is being loaded.
             batch.layer_ready(layer_id)
         self._kernels.rotate_and_store(
-            qkv, self.heads, self._norms, self._table, batch.positions,
+            qkv, self.heads, self._norms, self._rotary.table, batch.positions,
             pool.k(layer_id), pool.v(layer_id), batch.out_slots,
         )  # fmt: skip
         return qkv
 
     def attend(self, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Attention over the prefix and the new tokens, [T, num_heads * head_dim]."""
-        return batch.attn.forward(self.layer_id, *self.heads.split(qkv), self.scale).flatten(1)
+        return batch.attn.forward(self.layer_id, *self.heads.split(qkv), self.score_scale).flatten(1)
 
     def attend_between_pieces(self, batch: ForwardBatch) -> None:
         """``attend``, which reads its input from one buffer and writes its result to another."""
@@ -99,7 +113,7 @@ class SelfAttention(Branch):
             views = q, k, v, buffers.tensors[self._attended_buffer].view(q.shape)
             buffers.views[self._views_key] = views
         q, k, v, attended = views
-        batch.attn.forward_into(self.layer_id, q, k, v, self.scale, attended)
+        batch.attn.forward_into(self.layer_id, q, k, v, self.score_scale, attended)
 
     def add_output(
         self, x: torch.Tensor, batch: ForwardBatch, attended: torch.Tensor | None = None
@@ -129,7 +143,19 @@ class SelfAttention(Branch):
         if self.q_norm is not None and self.k_norm is not None:
             slots |= self.q_norm.weight_slots(f"{prefix}q_norm")
             slots |= self.k_norm.weight_slots(f"{prefix}k_norm")
+        for norm in self._wide_norms:
+            slots |= norm.weight_slots(prefix)
+        if self._rotary.order is not None:
+            for name in slots:
+                if name.startswith((f"{prefix}q_", f"{prefix}k_")):
+                    slots[name] = replace(slots[name], convert=partial(_reordered, self._rotary.order))
         return slots
+
+
+def _reordered(order: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` [heads * head_dim, ...] with the features of each head in ``order``."""
+    heads = tensor.unflatten(0, (-1, len(order)))
+    return heads.index_select(1, torch.tensor(order, device=tensor.device)).flatten(0, 1)
 
 
 class GatedMLP(Branch):

@@ -136,13 +136,12 @@ class ExpertsMLP(Branch):
         routing = self.router.forward(h, batch.padded)
         gated = self._kernels.grouped_product(h, self.gate_up, routing, gated=True)
         product = self._kernels.grouped_product(gated, self.down, routing)
-        if self.shared is None and self.output_norm is None and self.shard.size == 1:
+        if self.shared is None and self.adds_plainly and self.shard.size == 1:
             return self._kernels.combine_experts(product, routing, x)
         y = self._kernels.combine_experts(product, routing)
         if self.shared is not None:
             y = self.shared.add_to(y, h)
-        y = self.shard.all_reduce(y)
-        return x.add_(y if self.output_norm is None else self.output_norm.forward(y))
+        return self.add(x, self.shard.all_reduce(y))
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         slots = self.router.weight_slots(prefix)

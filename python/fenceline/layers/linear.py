@@ -182,6 +182,30 @@ class RowParallelLinear:
         return slots
 
 
+class WideNorm:
+    """RMSNorm over all features of a part that is split over ranks."""
+
+    def __init__(self, name: str, part: ColumnPart, eps: float, context: LayerContext) -> None:
+        self.name, self.part, self.eps = name, part, eps
+        self.shard, self.kernels = context.shard, context.kernels
+        self.weight = torch.empty(part.size, dtype=context.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's features x [T, size] of the part → a new tensor of their shape."""
+        if self.shard.size == 1:
+            return self.kernels.rms_norm(x.contiguous(), self.weight, self.eps)
+        wide = x.float()
+        squares = self.shard.all_reduce(wide.square().sum(-1, keepdim=True))
+        # Ranks that share a head have each added its squares.
+        mean = squares / (self.part.size * self.shard.size)
+        return (wide * (mean + self.eps).rsqrt()).to(x.dtype) * self.weight
+
+    def weight_slots(self, prefix: str) -> WeightSlots:
+        """The slot named ``{prefix}{name}.weight``."""
+        start = self.part.index * self.part.size
+        return {f"{prefix}{self.name}.weight": WeightSlot(self.weight, (self.part.full,), 0, start)}
+
+
 class VocabParallelEmbedding:
     """Rows of the vocabulary, ``ceil(vocab_size / size)`` for each rank; the last ranks may hold padding.
 
@@ -189,7 +213,16 @@ class VocabParallelEmbedding:
     with the padding last. Padding rows are zero, and no token id selects them.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        context: LayerContext,
+        embedding_scale: float = 1.0,
+        logits_scale: float = 1.0,
+    ) -> None:
+        """Embeddings and logits are multiplied by their scales."""
+        self.embedding_scale, self.logits_scale = embedding_scale, logits_scale
         self.vocab_size = vocab_size
         self.shard = shard = context.shard
         num_rows = -(-vocab_size // shard.size)
@@ -200,6 +233,10 @@ class VocabParallelEmbedding:
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [T] int64 in [0, vocab_size) → [T, hidden_size]."""
+        x = self._rows(ids)
+        return x if self.embedding_scale == 1.0 else x.mul_(self.embedding_scale)
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
         if self.shard.size == 1:
             return F.embedding(ids, self.weight.data)
         rows = ids - self.first_row
@@ -233,8 +270,10 @@ class VocabParallelEmbedding:
         self, x: torch.Tensor, norm: RMSNorm | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         if norm is None:
-            return self.weight.product(x, out=out)
-        return self.weight.normed_product(x, norm, out=out)
+            logits = self.weight.product(x, out=out)
+        else:
+            logits = self.weight.normed_product(x, norm, out=out)
+        return logits if self.logits_scale == 1.0 else logits.mul_(self.logits_scale)
 
     def weight_slots(self, name: str) -> WeightSlots:
         """The slot of the whole [vocab_size, hidden_size] table, named ``{name}.weight``."""

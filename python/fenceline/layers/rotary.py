@@ -7,10 +7,12 @@ trained with those roundings.
 from __future__ import annotations
 
 import math
+from copy import copy
+from functools import cached_property
 
 import torch
 
-from fenceline.config.model_config import RopeScaling
+from fenceline.config.model_config import ModelConfig, RopeScaling
 
 _MAX_STEP_ROWS = 64  # of a request in one speculative step
 
@@ -20,15 +22,63 @@ class RotaryEmbedding:
     of a speculative step that begins in front of the last of them, whose rows beyond it count for nothing."""
 
     def __init__(
-        self, head_dim: int, max_positions: int, theta: float, scaling: RopeScaling | None = None
+        self,
+        head_dim: int,
+        max_positions: int,
+        theta: float,
+        scaling: RopeScaling | None = None,
+        partial: float = 1.0,
+        interleaved: bool = False,
     ) -> None:
-        inv_freq, attention_factor = inverse_frequencies(head_dim, theta, scaling)
+        """``partial``: only the first part of a head's features rotates. ``interleaved``: pairs are neighbours in the
+        checkpoint. Either way pairs lie half a head apart here, with angles of zero for what does not rotate:
+        ``order`` says which of the checkpoint's features becomes which of ours, None if all stay. A score of attention
+        is the same in any order that queries and keys have in common."""
+        rotated = int(head_dim * partial)
+        inv_freq, attention_factor = inverse_frequencies(rotated, theta, scaling)
         positions = torch.arange(max_positions + _MAX_STEP_ROWS, dtype=torch.float32, device="cpu")
         angles = positions[:, None] * inv_freq
-        table = torch.cat((angles.cos(), angles.cos(), angles.sin()), dim=-1) * attention_factor
+        cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
+        still = len(positions), (head_dim - rotated) // 2
+        cos, sin = torch.cat((cos, cos.new_ones(still)), 1), torch.cat((sin, sin.new_zeros(still)), 1)
         self.head_dim = head_dim
         # [positions, 3 * head_dim / 2]: cos twice, since it multiplies the whole head at once, then sin.
-        self.table = table.to(torch.get_default_device())
+        self.table = torch.cat((cos, cos, sin), dim=-1).to(torch.get_default_device())
+        self.order = _order(head_dim, rotated, interleaved)
+
+    @cached_property
+    def without_rotation(self) -> RotaryEmbedding:
+        """For layers that see no positions: the same form, in which all angles are zero."""
+        other = copy(self)
+        other.table = torch.cat(
+            (
+                torch.ones_like(self.table[:, : self.head_dim]),
+                torch.zeros_like(self.table[:, self.head_dim :]),
+            ),
+            1,
+        )
+        return other
+
+
+def make_rotary(config: ModelConfig) -> RotaryEmbedding:
+    """The table of a model."""
+    return RotaryEmbedding(
+        config.head_dim,
+        config.context_length,
+        config.rope_theta,
+        config.rope_scaling,
+        config.partial_rotary_factor,
+        config.rope_interleaved,
+    )
+
+
+def _order(head_dim: int, rotated: int, interleaved: bool) -> tuple[int, ...] | None:
+    features = range(rotated)
+    first = features[::2] if interleaved else features[: rotated // 2]
+    second = features[1::2] if interleaved else features[rotated // 2 :]
+    middle = (head_dim + rotated) // 2
+    order = (*first, *range(rotated, middle), *second, *range(middle, head_dim))
+    return None if order == tuple(range(head_dim)) else order
 
 
 def rotary_angles(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

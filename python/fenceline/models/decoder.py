@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from fenceline.layers.context import LayerContext
 from fenceline.layers.decoder_layer import DecoderLayer
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.linear import VocabParallelEmbedding
-from fenceline.layers.rotary import RotaryEmbedding
+from fenceline.layers.rotary import RotaryEmbedding, make_rotary
 from fenceline.layers.weight import WeightSlots, fill_slots
 from fenceline.mem_cache.kv_pool import KVRow
 from fenceline.memory_order import ArenaField, Role
@@ -41,10 +41,10 @@ class CausalLM(ABC):
         layer in the KV pool: the layers of a draft model follow those of the target."""
         self.config = config
         self.context = context
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
-        self.rotary = RotaryEmbedding(
-            config.head_dim, config.context_length, config.rope_theta, config.rope_scaling
-        )
+        sizes = config.vocab_size, config.hidden_size
+        scales = config.multipliers.embedding, config.multipliers.logits
+        self.embed_tokens = VocabParallelEmbedding(*sizes, context, *scales)
+        self.rotary = make_rotary(config)
         self.layers = [
             self.make_layer(config, context, self.rotary, first_layer + index, index)
             for index in range(config.num_layers)
@@ -52,7 +52,7 @@ class CausalLM(ABC):
         self.norm = context.norm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
-            self.lm_head = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
+            self.lm_head = VocabParallelEmbedding(*sizes, context, *scales)
 
     @staticmethod
     @abstractmethod
@@ -132,6 +132,8 @@ class CausalLM(ABC):
         """
         tied = self.lm_head is self.embed_tokens
         mtp = self.config.num_mtp_layers > 0
+        first, more = len(self.layers), self.config.num_appended_layers
+        appended = tuple(f"model.layers.{first + index}." for index in range(more))
 
         def ignored(name: str) -> bool:
             # Some checkpoints store a tied head a second time, and old ones store the rotary table. The layers that
@@ -140,9 +142,11 @@ class CausalLM(ABC):
                 (tied and name == "lm_head.weight")
                 or name.endswith(ROTARY_TABLE)
                 or (mtp and name.startswith(MTP_PREFIX))
+                or name.startswith(appended)
             )
 
-        fill_slots(self.weight_slots(), weights, ignored)
+        slots = self.weight_slots()
+        fill_slots(slots, _split_fused(slots, weights), ignored)
 
     def weight_slots(self) -> WeightSlots:
         """Where each tensor of the checkpoint goes. Together the slots cover every parameter."""
@@ -158,3 +162,26 @@ class CausalLM(ABC):
     def nbytes(self) -> int:
         """Bytes of all parameters."""
         return sum(slot.nbytes for slot in self.weight_slots().values())
+
+
+# Matrices that some checkpoints store as one, and its parts.
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def _split_fused(
+    slots: WeightSlots, weights: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """``weights``, with fused matrices taken apart where the model has slots for the parts."""
+    for name, tensor in weights:
+        module = name.rsplit(".", 2)[-2] if name.count(".") > 1 else ""
+        names = [name.replace(f".{module}.", f".{part}.") for part in _FUSED.get(module, ())]
+        if not names or any(part not in slots for part in names):
+            yield name, tensor
+            continue
+        sizes = [slots[part].full_shape[0] for part in names]
+        if sum(sizes) != len(tensor):
+            raise ValueError(
+                f"weight {name} has {len(tensor)} rows, config.json asks for {sum(sizes)}; the weights and config.json"
+                " belong to different models"
+            )
+        yield from zip(names, tensor.split(sizes), strict=True)

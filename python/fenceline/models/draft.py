@@ -13,7 +13,7 @@ from fenceline.layers.context import LayerContext
 from fenceline.layers.decoder_layer import DecoderLayer
 from fenceline.layers.forward_batch import ForwardBatch
 from fenceline.layers.linear import VocabParallelEmbedding
-from fenceline.layers.rotary import RotaryEmbedding
+from fenceline.layers.rotary import RotaryEmbedding, make_rotary
 from fenceline.layers.weight import RMSNorm, WeightSlots, fill_slots
 from fenceline.mem_cache.kv_pool import KVRow
 from fenceline.models.decoder import ROTARY_TABLE, CausalLM
@@ -190,8 +190,9 @@ def _rotary(model: ModelConfig, target: CausalLM) -> RotaryEmbedding:
     """The target's table if it is the same one: it may be a hundred megabytes."""
 
     def parameters(config: ModelConfig) -> tuple[object, ...]:
-        return config.head_dim, config.context_length, config.rope_theta, config.rope_scaling
+        positions = config.context_length, config.rope_theta, config.rope_scaling
+        return config.head_dim, *positions, config.partial_rotary_factor, config.rope_interleaved
 
     if parameters(model) == parameters(target.config):
         return target.rotary
-    return RotaryEmbedding(model.head_dim, model.context_length, model.rope_theta, model.rope_scaling)
+    return make_rotary(model)

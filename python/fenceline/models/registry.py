@@ -8,25 +8,37 @@ from types import MappingProxyType
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.context import LayerContext
 from fenceline.models.decoder import CausalLM
+from fenceline.models.glm4 import Glm4ForCausalLM
+from fenceline.models.glm4_moe import Glm4MoeForCausalLM
+from fenceline.models.granite import GraniteForCausalLM
 from fenceline.models.llama import LlamaForCausalLM
 from fenceline.models.mistral import MistralForCausalLM
 from fenceline.models.mixtral import MixtralForCausalLM
+from fenceline.models.olmo2 import Olmo2ForCausalLM
+from fenceline.models.phi3 import Phi3ForCausalLM
 from fenceline.models.qwen2 import Qwen2ForCausalLM
 from fenceline.models.qwen2_moe import Qwen2MoeForCausalLM
 from fenceline.models.qwen3 import Qwen3ForCausalLM
 from fenceline.models.qwen3_moe import Qwen3MoeForCausalLM
+from fenceline.models.smollm3 import SmolLM3ForCausalLM
 
 # The keys are those of fenceline.config.families.FAMILIES; a test compares the two.
 MODELS: Mapping[str, type[CausalLM]] = MappingProxyType(
     {
+        "Glm4ForCausalLM": Glm4ForCausalLM,
+        "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
+        "GraniteForCausalLM": GraniteForCausalLM,
         "LlamaForCausalLM": LlamaForCausalLM,
         "MiMoForCausalLM": Qwen2ForCausalLM,
         "MistralForCausalLM": MistralForCausalLM,
         "MixtralForCausalLM": MixtralForCausalLM,
+        "Olmo2ForCausalLM": Olmo2ForCausalLM,
+        "Phi3ForCausalLM": Phi3ForCausalLM,
         "Qwen2ForCausalLM": Qwen2ForCausalLM,
         "Qwen2MoeForCausalLM": Qwen2MoeForCausalLM,
         "Qwen3ForCausalLM": Qwen3ForCausalLM,
         "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+        "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
     }
 )
 
