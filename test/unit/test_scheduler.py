@@ -560,6 +560,26 @@ def workloads(draw: st.DrawFn) -> Workload:
     return flags, messages
 
 
+@pytest.mark.parametrize(("chunk_size", "prompt_len"), [(4, 22), (16, 26)])
+def test_what_ends_by_a_result_that_is_there_leaves_its_memory_to_the_next_step(
+    chunk_size: int, prompt_len: int
+) -> None:
+    """Two requests fill all pages. The second ends with the first token of its prompt, and the first goes on."""
+    driver = make_driver(
+        num_pages=40, page_size=1, chunked_prefill_size=chunk_size, schedule_conservativeness=0.01
+    )
+    assert isinstance(driver.worker, TokenWorker)
+    driver.worker.is_quick = lambda: True
+    long = request("long", list(range(12)), max_new_tokens=10, ignore_eos=True)
+    short = request("short", list(range(100, 100 + prompt_len)), max_new_tokens=1, ignore_eos=True)
+    driver.send(long)
+    driver.step()
+    driver.step()
+    driver.send(short)
+    driver.run()
+    assert_right(driver, long, short)
+
+
 @pytest.mark.parametrize("quick", [False, True])
 def test_first_tokens_that_are_there_do_not_wait_for_the_next_launch(quick: bool) -> None:
     """And a request that ends with its first token is not in the next step."""

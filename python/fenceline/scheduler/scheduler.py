@@ -233,10 +233,10 @@ class Scheduler:
         if ended:
             self.recorder.completed(ended)
             self.memory.complete(ended)  # every step, decode included (F6)
-        self.retire_departed()  # what aborts free is there for the next step
         if prev is not None and (ended.results_arrived or self.speculates_under_masks):
             self.publish(prev)  # the device has nothing to do, and first tokens would wait for the launch
             prev = None
+        self.retire_departed()  # what those that have ended by now hold is there for the next step
         flight = self.launch_next()
         if prev is not None:
             self.publish(prev)
