@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import httptools
 from wire import RESET, SILENT, Answer, Wire, exchange, head, outcome, post, request
 
 MIB = 1 << 20
@@ -943,6 +945,44 @@ several(
     },
     8,
 )
+
+
+@attack("8 clients that repeat such streams and read slowly", limit_s=60)
+def _slow_readers() -> Run:
+    body = {
+        "input_ids": _long_ids(),
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 128,
+        "stream": True,
+        "sampling_params": {"max_new_tokens": 50, "ignore_eos": True},
+    }
+    data = post("/generate", body)
+
+    async def run(target: Target) -> None:
+        async def read(until: float) -> None:
+            async with Wire(target.port, receive_bytes=1 << 16) as wire:
+                await wire.send(data)
+                while time.monotonic() < until and await wire.read():
+                    if wire.current.complete:
+                        break
+                    await asyncio.sleep(0.02)
+
+        async def repeat() -> None:
+            end = time.monotonic() + 40
+            while time.monotonic() < end:
+                try:
+                    # Some 10 MB are read of an answer of hundreds.
+                    await read(min(end, time.monotonic() + 10))
+                    target.outcomes["left"] += 1
+                except (OSError, httptools.HttpParserError):
+                    target.outcomes[RESET] += 1
+
+        await asyncio.gather(*(repeat() for _ in range(8)))
+
+    return run
+
+
 several(
     "completions, echo with 20 logprobs of 3,900 tokens",
     "/v1/completions",

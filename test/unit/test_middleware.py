@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import orjson
 import pytest
@@ -10,7 +11,9 @@ from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from fenceline.entrypoints.errors import install_error_handlers
+from fenceline.entrypoints.json_body import PartsResponse
 from fenceline.entrypoints.middleware import RequestMiddleware
+from fenceline.entrypoints.sse import EventStream
 from fenceline.frontend import tokenize_pool
 
 SCOPE: Scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
@@ -110,6 +113,33 @@ async def test_memory_of_large_bodies_is_given_back_once_for_many_of_them(
         await ask(1 << 20)
     await given_back.wait()
     assert trims == [0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_memory_of_large_answers_is_given_back_too(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    loop, given_back = asyncio.get_running_loop(), asyncio.Event()
+    monkeypatch.setattr(tokenize_pool, "_TRIM_SOON_S", 0.0)
+    monkeypatch.setattr(tokenize_pool, "_TRIM_LATER_S", 3600.0)
+    monkeypatch.setattr(tokenize_pool, "trim_memory", lambda: loop.call_soon_threadsafe(given_back.set))
+
+    async def events() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield bytes(1 << 20)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        answer = EventStream(events(), lambda: None) if stream else PartsResponse([bytes(20 << 20)])
+        await answer(scope, receive, send)
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None: ...
+
+    await RequestMiddleware(app, None)(dict(SCOPE), receive, send)
+    await asyncio.wait_for(given_back.wait(), 30)
 
 
 async def test_what_little_was_freed_last_is_given_back_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

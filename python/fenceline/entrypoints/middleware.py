@@ -11,7 +11,7 @@ import re
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fenceline.entrypoints.errors import error_response, internal_error
-from fenceline.entrypoints.json_body import MAX_BODY_BYTES
+from fenceline.entrypoints.json_body import MAX_BODY_BYTES, PIECE_BYTES
 from fenceline.entrypoints.web_page import PAGE_PATHS
 from fenceline.frontend.request_types import RequestError, new_rid, shutting_down
 from fenceline.frontend.tokenize_pool import FreedMemory
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 REQUEST_ID = "fenceline.request_id"
 BODY_SEND = "fenceline.send"  # for the body of a started answer: past the wrappers that only watch its start
 BODY_BYTES = "fenceline.body_bytes"  # the length of the body, once it has been read
+LARGE_BYTES = "fenceline.large_bytes"  # of the answer's large parts, as far as they have been sent that way
 _ID_PATTERN = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _MAX_LENGTH_DIGITS = 20  # of a Content-Length
 # Bodies larger than this share MAX_BODIES_BYTES while their requests are worked on; there is always room for others.
@@ -42,7 +43,8 @@ class RequestMiddleware:
     """Gives every request an id (the client's ``x-request-id`` or a fresh one) that its answer carries too,
     compares keys in constant time, refuses bodies over 64 MiB and answers for our own defects.
 
-    All large bodies in the server at one time may have 256 MiB together; one that exceeds it is answered with 503."""
+    All large bodies in the server at one time may have 256 MiB together; one that exceeds it is answered with 503. The
+    memory of large bodies and answers is given back to the system."""
 
     def __init__(self, app: ASGIApp, api_key: str | None, admin_api_key: str | None = None) -> None:
         self._app = app
@@ -62,12 +64,15 @@ class RequestMiddleware:
         scope[BODY_SEND] = send
 
         started = False
+        num_sent = 0
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
+            nonlocal started, num_sent
             if message["type"] == "http.response.start":
                 started = True
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            else:
+                num_sent += len(message.get("body", b""))
             await send(message)
 
         error = self._refusal(scope, headers)
@@ -85,9 +90,10 @@ class RequestMiddleware:
             if not started:
                 await error_response(internal_error(defect))(scope, receive, send_with_id)
         finally:
-            if body.num_shared:
-                self.num_body_bytes -= body.num_shared
-                self._memory.freed(body.num_shared)
+            self.num_body_bytes -= body.num_shared
+            num_freed = body.num_shared + (num_sent if num_sent > PIECE_BYTES else scope.get(LARGE_BYTES, 0))
+            if num_freed:
+                self._memory.freed(num_freed)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> RequestError | None:
         length = headers.get(b"content-length", b"0")

@@ -13,7 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fenceline.entrypoints.errors import error_bytes, internal_error
-from fenceline.entrypoints.middleware import BODY_BYTES, BODY_SEND
+from fenceline.entrypoints.json_body import PIECE_BYTES
+from fenceline.entrypoints.middleware import BODY_BYTES, BODY_SEND, LARGE_BYTES
 from fenceline.frontend.request_stream import StreamGroup
 from fenceline.frontend.request_types import GenerateChunk, RequestError
 
@@ -65,6 +66,8 @@ class EventStream(Response):
             send_body: Send = scope.get(BODY_SEND, send)
             async for event in self._guarded():
                 await head.sent()
+                if len(event) > PIECE_BYTES:
+                    scope[LARGE_BYTES] = scope.get(LARGE_BYTES, 0) + len(event)
                 await send_body({"type": "http.response.body", "body": event, "more_body": True})
             await head.sent()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
