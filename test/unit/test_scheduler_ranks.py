@@ -323,12 +323,12 @@ def test_boards_of_two_hosts_show_the_same(tmp_path: Path) -> None:
     ours.post_arrived(5)
     theirs.post_arrived(3)
     theirs.post_transfers(7, 8)
-    theirs.post_decision(1, (1, 2, 3, 4, 5, 6))
+    theirs.post_decision(1, (1, 2, 3, 4, 5, 6, 7))
     theirs.post_news([(1, 2, 3), (4, 5, 6)])
     assert ours.all_arrived() == theirs.all_arrived() == 3 and ours.all_transfers() == (0, 0)
     ours.post_transfers(9, 2)
     assert ours.all_transfers() == theirs.all_transfers() == (7, 2)
-    assert ours.decision(1, 1) == (1, 2, 3, 4, 5, 6) and ours.read_news(1) == [(1, 2, 3), (4, 5, 6)]
+    assert ours.decision(1, 1) == (1, 2, 3, 4, 5, 6, 7) and ours.read_news(1) == [(1, 2, 3), (4, 5, 6)]
     theirs.post_failed()
     ours.post_failed()
     assert ours.all_failed() and theirs.all_failed()
