@@ -55,7 +55,7 @@ def test_every_feature_is_in_some_scenario() -> None:
     assert flags["hicache_storage_prefetch_policy"] == {"best_effort", "wait_complete", "timeout"}
     assert flags["retract_policy"] == {"recompute", "offload"} and flags["page_size"] == {1, 2, 4, 8}
     assert flags["schedule_policy"] == {"fcfs", "lpm", "dfs-weight", "random"}
-    assert flags["enable_priority_scheduling"] == {True} and len(flags["req_running_timeout"]) == 2
+    assert flags["enable_priority_scheduling"] == {True} and len(flags["req_running_timeout"]) == 3
     not_asked = {"skip_special_tokens", "spaces_between_special_tokens"}  # text of a token that has none
     assert asked.keys() == set(SamplingParams.__struct_fields__) - not_asked and min(asked.values()) > 20, (
         asked

@@ -85,9 +85,14 @@ def option_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+_hints: dict[type[Any], dict[str, Any]] = {}  # of flags' types, which are written as text and slow to read
+
+
 def flags_of(cls: type[Any]) -> dict[str, Flag]:
     """The flags of a dataclass by field name, in the order of declaration."""
-    hints = typing.get_type_hints(cls)
+    if cls not in _hints:
+        _hints[cls] = typing.get_type_hints(cls)
+    hints = _hints[cls]
     found = {}
     for field in dataclasses.fields(cls):
         hint = hints[field.name]

@@ -6,7 +6,7 @@ are known. One run finds a race whichever of the two operations the schedule put
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -22,10 +22,12 @@ _NONE: Sequence[RaceError] = ()
 
 
 class Detector:
-    """Checks every access against the region's shadow. ``history_of(agent, index)`` gives operations their names."""
+    """Checks every access against the region's shadow. ``history_of(agent, index)`` gives operations their names,
+    ``stream_of(agent)`` the agent's in the table of edges."""
 
-    def __init__(self, history_of: Callable[[int, int], Operation]) -> None:
+    def __init__(self, history_of: Callable[[int, int], Operation], stream_of: Callable[[int], str]) -> None:
         self._history_of = history_of
+        self._stream_of = stream_of
         self.pairs: PairsMet | None = None  # if they are to be noted
         self.num_accesses = 0
 
@@ -71,7 +73,8 @@ class Detector:
         self.num_accesses += 1
         writers, readers = shadow.last_writes, shadow.last_reads
         if self.pairs is not None and (
-            len(writers) > (agent in writers) or (write and len(readers) > (agent in readers))
+            self._may_pair(self.pairs, op, write, tag, writers, True)
+            or (write and self._may_pair(self.pairs, op, write, tag, readers, False))
         ):
             for number, action, was_write in shadow.conflicting(agent, write, layout, rows, tag.row_bytes):
                 self.pairs.note(self._history_of(number, action), was_write, op, write, tag)
@@ -93,6 +96,16 @@ class Detector:
             shadow.forget_before(agent, op.index, layout)
             return
         shadow.note(agent, op.index, write, layout, rows, tag.row_bytes)
+
+    def _may_pair(
+        self, pairs: PairsMet, op: Operation, write: bool, tag: Tag, latest: Mapping[int, int], wrote: bool
+    ) -> bool:
+        """Whether an edge joins the stream of ``op`` and that of another agent in ``latest``, which ``wrote`` or
+        read. Most memory is used by streams that none joins, and which units of it were used costs more to find out."""
+        return any(
+            other != op.agent and pairs.may_join(self._stream_of(other), wrote, op, write, tag)
+            for other in latest
+        )
 
 
 def _beyond(latest: dict[int, int], agent: int, clock: tuple[int, ...]) -> bool:

@@ -60,7 +60,7 @@ class VirtualGpu:
     ) -> None:
         self.seed = seed
         self.policy = make_policy(policy, seed) if isinstance(policy, str) else policy
-        self.detector = Detector(self.history_of) if detect else None
+        self.detector = Detector(self.history_of, self._stream_of) if detect else None
         self.auditor = Auditor() if audit else None
         self.findings = Findings(collect, self._look_ahead)
         self.checks = Checks(self.findings, self._moment, enabled=detect)
@@ -123,6 +123,10 @@ class VirtualGpu:
     def history_of(self, agent: int, index: int) -> Operation:
         """The ``index``-th action (from 1) of an agent."""
         return self._agents[agent].action(index)
+
+    def _stream_of(self, agent: int) -> str:
+        """The agent's name in the table of edges."""
+        return self._agents[agent].edge_name
 
     # --- memory --------------------------------------------------------------------------------------
 

@@ -43,6 +43,13 @@ class PairsMet:
     def __init__(self) -> None:
         self.found: set[Pair] = set()
 
+    def may_join(
+        self, first: str, first_wrote: bool, second: Operation, second_writes: bool, tag: Tag
+    ) -> bool:
+        """Whether an edge joins the stream ``first`` to that of ``second``, which accesses ``tag``'s memory."""
+        hazard = Hazard.EXCLUSIVE if tag.is_exclusive else hazard_of(first_wrote, second_writes)
+        return bool(_edges(hazard, first, stream_name(second)))
+
     def note(
         self, first: Operation, first_wrote: bool, second: Operation, second_writes: bool, tag: Tag
     ) -> None:
@@ -103,6 +110,4 @@ def _memory(tag: Tag) -> str:
 
 def stream_name(op: Operation) -> str:
     """The stream's name in the table of edges; for a kernel's early reads that of the kernel's stream."""
-    if op.stream is None:
-        return _HOST
-    return op.stream.is_ahead_of or op.where
+    return _HOST if op.stream is None else op.stream.edge_name

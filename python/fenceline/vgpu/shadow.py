@@ -151,6 +151,8 @@ class Shadow:
         return Past(agent, int(latest.min()), was_write, units[latest == latest.min()])
 
     def _spread(self, unit: int) -> None:
+        if self._writes is not None and not self._plain and not self._rows:
+            return
         log: list[_Entry] = [
             (agent, index, write, layout, None) for (agent, write, layout), index in self._plain.items()
         ]
@@ -164,8 +166,11 @@ class Shadow:
             self._reads = np.zeros((agents, num_units), np.int32)
             self._writes = np.zeros((agents, num_units), np.int32)
         if self._reads.shape[0] < agents:
-            more = ((0, agents - self._reads.shape[0]), (0, 0))
-            self._reads, self._writes = np.pad(self._reads, more), np.pad(self._writes, more)
+            more = np.zeros((agents, self._reads.shape[1]), np.int32)  # twice as many, or all that there are
+            self._reads, self._writes = (
+                np.concatenate((self._reads, more)),
+                np.concatenate((self._writes, more)),
+            )
         for agent, index, write, layout, rows in log:
             (self._writes if write else self._reads)[agent][self._units(layout, rows)] = index
         self._past.extend(log)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from fenceline.memory_order.edges import StreamName
 from fenceline.memory_order.stream import Clock, joined
 from fenceline.vgpu.memory import NO_ACCESS, NO_BOUNDS, Access, Accesses, Bounds
 from fenceline.vgpu.place import Place
@@ -147,6 +148,11 @@ class HostThread(Agent):
         self._now: Clock = self.now()
 
     @property
+    def edge_name(self) -> str:
+        """Its name in the table of edges."""
+        return StreamName.HOST.value
+
+    @property
     def submitting(self) -> Clock:
         """The clock of what this thread submits now; the same object until something changes."""
         return self._now
@@ -215,6 +221,11 @@ class VirtualStream(Agent):
             if not op.starts_next:
                 self.front = self._latest
         self._latest = op
+
+    @property
+    def edge_name(self) -> str:
+        """Its name in the table of edges: that of the kernels whose early reads it has, if it has any."""
+        return self.is_ahead_of or self.name
 
     @property
     def runnable(self) -> bool:

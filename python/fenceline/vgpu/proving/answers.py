@@ -176,11 +176,11 @@ class Transcript:
 
     def _num_pending(self) -> int:
         """Requests that are left once the scheduler has handled all messages so far."""
-        refused, exchanges = self._setting.num_new_tokens, self.exchanges.values()
-        return sum(
-            not exchange.ended and not exchange.aborted and refused(exchange.request) >= 0
-            for exchange in exchanges
-        )
+        return sum(map(self._is_pending, self.exchanges.values()))
+
+    def _is_pending(self, exchange: Exchange) -> bool:
+        accepted = self._setting.num_new_tokens(exchange.request) >= 0
+        return accepted and not exchange.ended and not exchange.aborted
 
     def replied(self, reply: ControlReply) -> None:
         """The scheduler has answered a control message."""
@@ -238,7 +238,11 @@ class Transcript:
             self._wrong.append(f"{out.rid} goes on while generation is paused")
         self._check_interval(exchange, out)
         exchange.outs.append(out)
+        was_pending = self._is_pending(exchange)
         exchange.ended = out.finish_reason is not None
+        if was_pending and exchange.ended:  # by a tick, which came before what has not been answered yet
+            for control in self._open.values():
+                control.num_pending -= 1
 
     def _check_interval(self, exchange: Exchange, out: TokenOut) -> None:
         """Check --stream-interval: a stream's first message has one token, and each later one those of an interval."""

@@ -7,16 +7,17 @@ import logging
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
+from typing import NamedTuple
 
 from fenceline.memory_order.edges import EDGES, ROWS, edge_of
 from fenceline.vgpu.pairs import missed
 from fenceline.vgpu.policy import Answers
 from fenceline.vgpu.proving.arms import Arm, Row, judge, unarmed_rows
-from fenceline.vgpu.proving.branches import measured
+from fenceline.vgpu.proving.branches import Branches, measured
 from fenceline.vgpu.proving.events import EVENTS
 from fenceline.vgpu.proving.everything import EVERYTHING
 from fenceline.vgpu.proving.processes import PROCESSES
@@ -24,7 +25,7 @@ from fenceline.vgpu.proving.runs import Outcome, Trial, run
 from fenceline.vgpu.proving.table import Proof
 from fenceline.vgpu.proving.workloads import WORKLOADS
 
-_MEASURED_ROUNDS = 1  # of all workloads, in this process, with branches counted
+_MEASURED_ROUNDS = 1  # of all workloads, with branches counted
 # From this many runs of the workload ``everything`` on, every edge must have had two accesses to order, and every event
 # must have been seen. For events that have not been,
 # up to this many runs are added, because every change to the engine changes which seeds reach a rare event.
@@ -80,23 +81,25 @@ def carry_out(plan: Plan) -> Proof:
     started = time.monotonic()
     tally, proof = _Tally(), Proof()
     intact = islice(_intact_trials(plan), plan.num_intact)
-    # One run in processes of its own, where the proof is whole: it takes as long as twenty others.
-    served = [Trial(PROCESSES, plan.first_seed)] if plan.with_unarmed and plan.detect else []
+    # What takes longest comes first: the runs whose branches are counted, which one process makes, and one run in
+    # processes of its own, which takes as long as twenty others.
+    first = []
     if plan.with_branches:
-        with measured() as branches:
-            for trial in islice(intact, _MEASURED_ROUNDS * len(plan.workloads)):
-                tally.add(run(trial))
-                plan.progress(1)
-        proof.branches = branches
+        measured_trials = tuple(islice(intact, _MEASURED_ROUNDS * len(plan.workloads)))
+        first.append(_Job(measured_trials, with_branches=True))
+    if plan.with_unarmed and plan.detect:
+        first.append(_Job((Trial(PROCESSES, plan.first_seed),)))
     severed = (
         arm.trial(plan.first_seed + i, plan.detect)
         for i in range(plan.num_per_arm)
         for arm in plan.arms
         if i < arm.num_runs(plan.num_per_arm)
     )
-    for outcome in _outcomes(chain(served, severed, intact), plan):
-        tally.add(outcome)
-        plan.progress(1)
+    for done in _results(chain(first, _jobs(chain(severed, intact))), plan):
+        proof.branches = {**proof.branches, **done.branches}
+        for outcome in done.outcomes:
+            tally.add(outcome)
+            plan.progress(1)
     if tally.num_everything >= _RUNS_FOR_EVENTS:
         for outcome in _outcomes(_for_events(plan, tally), plan):
             tally.add(outcome)
@@ -206,21 +209,50 @@ def _for_events(plan: Plan, tally: _Tally) -> Iterator[Trial]:
         yield Trial(EVERYTHING.name, seed, detect=plan.detect)
 
 
-def _outcomes(trials: Iterator[Trial], plan: Plan) -> Iterator[Outcome]:
+class _Job(NamedTuple):
+    """Runs that one process makes, one after the other."""
+
+    trials: tuple[Trial, ...]
+    with_branches: bool = False  # are counted
+
+
+class _Result(NamedTuple):
+    outcomes: Sequence[Outcome]
+    branches: Mapping[str, Branches]
+
+
+def _jobs(trials: Iterable[Trial]) -> Iterator[_Job]:
+    return (_Job((trial,)) for trial in trials)
+
+
+def _do(job: _Job) -> _Result:
+    if not job.with_branches:
+        return _Result([run(trial) for trial in job.trials], {})
+    with measured() as branches:
+        outcomes = [run(trial) for trial in job.trials]
+    return _Result(outcomes, branches)
+
+
+def _outcomes(trials: Iterable[Trial], plan: Plan) -> Iterator[Outcome]:
     """Outcomes as they come, until the trials or the time run out."""
+    return (outcome for result in _results(_jobs(trials), plan) for outcome in result.outcomes)
+
+
+def _results(jobs: Iterator[_Job], plan: Plan) -> Iterator[_Result]:
+    """Results as they come, until the jobs or the time run out."""
     if plan.jobs == 1:
-        for trial in trials:
+        for job in jobs:
             if time.monotonic() > plan.deadline:
                 return
-            yield run(trial)
+            yield _do(job)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(plan.jobs, context, prepare) as pool:
-        running: set[Future[Outcome]] = {pool.submit(run, trial) for trial in islice(trials, 2 * plan.jobs)}
+        running: set[Future[_Result]] = {pool.submit(_do, job) for job in islice(jobs, 2 * plan.jobs)}
         while running:
             done, running = wait(running, return_when=FIRST_COMPLETED)
             if time.monotonic() < plan.deadline:
-                running |= {pool.submit(run, trial) for trial in islice(trials, len(done))}
+                running |= {pool.submit(_do, job) for job in islice(jobs, len(done))}
             for future in done:
                 yield future.result()
 

@@ -87,8 +87,6 @@ def _requests(script: Script, page_size: int) -> None:
             prompt = family[:kept] + script.prompt(1, 6)
             _some(script, step + random.choice((0, 0, 0, 2)), prompt, page_size, plain, constrained)
         step += random.choice((random.randint(4, 10), random.randint(16, 30)))
-    if random.random() < 0.15:
-        script.add(random.randrange(step), script.prompt(120, 130), 1)  # larger than the pool
 
 
 def _some(
@@ -116,12 +114,12 @@ def _some(
 
 
 def _control(script: Script) -> None:
-    """Pauses, aborts, flushes and ticks that arrive while the requests run."""
+    """Pauses, aborts and flushes that arrive while the requests run."""
     random = script.random
     step = 0
     for number in range(random.choice((0, 1, 2, 2))):
         step += random.randint(3, 10)
-        mode = random.choice(("abort", "retract", "retract", "retract", "in_place"))
+        mode = random.choice(("abort", "retract", "retract", "in_place"))
         script.send(step, PauseGenerationReq(id=f"pause {number}", mode=mode))
         step += random.randint(1, 4)
         script.send(step, ContinueGenerationReq(id=f"continue {number}"))
@@ -130,14 +128,12 @@ def _control(script: Script) -> None:
     if random.random() < 0.2:
         script.send(random.randrange(4, 30), AbortReq(abort_all=True))
     if random.random() < 0.5:
-        script.when_idle(random.randrange(10, 30), FlushCacheReq(id="flush", storage=random.random() < 0.3))
+        script.when_idle(random.randrange(10, 30), FlushCacheReq(id="flush", storage=random.random() < 0.5))
     if random.random() < 0.4:
         step = random.randrange(20)
         script.send(step, FlushCacheReq(id="early", wait=random.random() < 0.5))
         if random.random() < 0.3:
             script.send(step + random.randint(1, 8), CancelFlushReq(id="early"))
-    for step in range(0, 60, 2):  # used if the engine has time-outs
-        script.send(step, TickReq(now=step / 2))
 
 
 def _flags(random: Random, page_size: int, most: int, tiers: bool = False) -> Flags:
@@ -167,9 +163,9 @@ def _flags(random: Random, page_size: int, most: int, tiers: bool = False) -> Fl
         flags["priority_scheduling_preemption_threshold"] = random.choice((0, 0, 10))
     if random.random() < 0.35:
         flags |= draft_flags(random)
-    if random.random() < 0.25:
-        flags["req_running_timeout"] = random.choice((4.0, 14.0))  # twice as many steps
-        flags["req_waiting_timeout"] = random.choice((1.5, 14.0))
+    if random.random() < 0.35:
+        flags["req_running_timeout"] = random.choice((3.0, 6.0, 14.0))  # twice as many steps
+        flags["req_waiting_timeout"] = random.choice((1.0, 3.0, 14.0))
     if tiers or random.random() < 0.9:
         flags |= _tiers(random)
     else:
@@ -238,14 +234,74 @@ def _overtaken(script: Script, page_size: int) -> Flags:
     }
 
 
-_SET_PIECES = (_loads_meet, _overtaken)
+def _from_storage(script: Script, page_size: int) -> Flags:
+    """An arranged run: prompts come back when device and host are empty, so only storage still has them. While some
+    pages are still being written there, the first of them leave the host."""
+    random = script.random
+    families = [script.prompt(3 * page_size, 5 * page_size) for _ in range(2)]
+    for turn, family in enumerate(families):
+        script.add(3 * turn, family + script.prompt(1, 3), random.randint(1, 3))
+    back = random.randint(9, 14)
+    script.send(back, AbortReq(abort_all=True))
+    script.send(back, FlushCacheReq(id="emptied"))
+    for family, pause in zip(
+        (families[0], families[1], families[0]), (0, 1, random.randrange(4)), strict=True
+    ):
+        options = _request(random, page_size) | {"extra_key": ""}
+        script.add(back + pause, family + script.prompt(1, 3), random.randint(2, 6), **options)
+    if random.random() < 0.4:
+        script.abort_when("waiting for storage", back)
+    if random.random() < 0.5:
+        script.when_idle(back + 6, FlushCacheReq(id="of storage", storage=True))
+    flags = draft_flags(random) if random.random() < 0.6 else {}
+    return {
+        **flags,
+        "max_total_tokens": 16 * page_size + 16,
+        "max_running_requests": random.choice((2, 3)),
+        "hicache_ratio": random.choice((1.0, 2.0)),
+        "hicache_write_policy": "write_through",
+        "hicache_storage_backend": "file",
+    }
+
+
+def _paused_twice(script: Script, page_size: int) -> Flags:
+    """An arranged run: two pauses retract requests of different kinds, half of whose pages are not full; one is aborted
+    then or soon after."""
+    random = script.random
+    kinds: list[dict[str, Any]] = [{}, {"repetition_penalty": 1.3, "frequency_penalty": 0.4}]
+    if random.random() < 0.5:
+        load_grammars(script)
+        kinds.append({"grammar": choose(random)})
+    for index in range(3):
+        options = kinds[index % len(kinds)] | {"ignore_eos": True}
+        script.add(index, script.prompt(2, 2 * page_size), random.randint(10, 18), **options)
+    step = random.randint(5, 7)
+    for number in range(2):
+        script.send(step, PauseGenerationReq(id=f"pause {number}", mode="retract"))
+        script.send(step + random.randint(1, 2), ContinueGenerationReq(id=f"continue {number}"))
+        step += random.randint(5, 7)
+    script.abort_when(random.choice(("retracted with a tail", "retracted", "running", "queued")), step - 7)
+    flags: Flags = draft_flags(random) if random.random() < 0.5 else {}
+    return {
+        **flags,
+        "max_total_tokens": random.choice((64, 96)),
+        "max_running_requests": random.choice((2, 3)),
+        "retract_policy": random.choice(("offload", "offload", "recompute")),
+    }
+
+
+_SET_PIECES = (_loads_meet, _overtaken, _from_storage, _from_storage, _paused_twice, _paused_twice)
 
 
 def _everything(random: Random) -> Scenario:
     script = Script(random)
     page_size = random.choice((1, 2, 4, 4, 8))
     script.decode_lag = random.randrange(3)
-    if random.random() < 0.25:  # arranged, for events that rarely happen by chance
+    for step in range(0, 60, 2):  # used if the engine has time-outs
+        script.send(step, TickReq(now=step / 2))
+    if random.random() < 0.2:
+        script.add(random.randrange(20), script.prompt(120, 130), 1)  # larger than the pool
+    if random.random() < 0.5:  # arranged, for events that rarely happen by chance
         page_size = random.choice((2, 4))
         piece = random.choice(_SET_PIECES)(script, page_size)
         most = int(str(piece["max_running_requests"]))

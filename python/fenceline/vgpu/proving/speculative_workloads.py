@@ -8,7 +8,9 @@ from __future__ import annotations
 from random import Random
 
 from fenceline.ipc.io_struct import AbortReq, ContinueGenerationReq, FlushCacheReq, PauseGenerationReq
+from fenceline.vgpu.proving.grammars import choose, load_grammars
 from fenceline.vgpu.proving.hicache_workloads import tier_flags
+from fenceline.vgpu.proving.persistent_attention import PERSISTENT
 from fenceline.vgpu.proving.script import Flag, Flags, Scenario, Script, Workload
 from fenceline.vgpu.proving.tiny_model import DRAFTS, VOCAB_SIZE
 
@@ -57,18 +59,28 @@ def _speculation(random: Random) -> Scenario:
 
 
 def _speculation_tiers(random: Random) -> Scenario:
-    """Prefixes come back from the host and from storage; running requests are retracted, by a pause too."""
+    """Prefixes come back from the host and from storage; running requests are retracted, by a pause too. Under masks
+    the draft is extended apart from the step's forward, while backups may want the same multiprocessors."""
     script = Script(random)
+    constrained = random.random() < 0.4
+    if constrained:
+        load_grammars(script)
     families = [script.prompt(9, 13) for _ in range(3)]
     for turn in range(7):
         prompt = families[turn % 3] + script.prompt(1, 3)
-        script.add(2 * turn, prompt, random.randint(2, 9), **_options(script))
+        options = _options(script)
+        if constrained and random.random() < 0.6:
+            options["grammar"] = choose(random)
+        script.add(2 * turn, prompt, random.randint(2, 9), **options)
     pause = random.randint(4, 9)
     script.send(pause, PauseGenerationReq(id="pause", mode="retract"))
     script.send(pause + random.randint(1, 2), ContinueGenerationReq(id="continue"))
     step = random.randint(12, 18)
     script.send(step, AbortReq(abort_all=True))
     script.send(step, FlushCacheReq(id="flush"))  # of device and host: the rest comes from storage
+    exclusive: Flags = {}
+    if constrained and random.random() < 0.7:
+        exclusive = {"attention_backend": PERSISTENT, "hicache_io_backend": "kernel"}
     storage: Flags = {}
     if random.random() < 0.5:
         policy = random.choice(("best_effort", "wait_complete"))
@@ -80,7 +92,7 @@ def _speculation_tiers(random: Random) -> Scenario:
         schedule_conservativeness=0.01,
         retract_policy=random.choice(("offload", "recompute")),
         **draft_flags(random),
-        **tier_flags(random, hicache_ratio=random.choice((1.0, 2.0))),
+        **tier_flags(random, hicache_ratio=random.choice((1.0, 2.0)), **exclusive),
         **storage,
         **script.graphs(1, 3, share=0.7),
         **script.in_turn(),
