@@ -1075,7 +1075,10 @@ def _storm(path: str, num: int, method: str = "GET", body: bytes = b"") -> Calla
 
 
 attack("2,000 GET /server_info")(_storm("/server_info", 2000))
+attack("2,000 GET /live_state")(_storm("/live_state", 2000))
+attack("2,000 GET /")(_storm("/", 2000))
 attack("500 GET /flight_recorder")(_storm("/flight_recorder", 500))
+attack("500 GET /flight_recorder?format=trace")(_storm("/flight_recorder?format=trace", 500))
 attack("500 POST /flight_recorder")(_storm("/flight_recorder", 500, "POST"))
 attack("500 GET /metrics", flags=("--enable-metrics",))(_storm("/metrics", 500))
 attack("2,000 POST /flush_cache")(_storm("/flush_cache", 2000, "POST"))
