@@ -87,7 +87,9 @@ def _compiled(
         case "ebnf":
             return compiler.compile_grammar(spec.text)
         case "structural_tag":
-            return compiler.compile_structural_tag(json.dumps(_enforced_tag(_parsed(spec.text), 0)))
+            return compiler.compile_structural_tag(
+                json.dumps(_enforced_tag(_parsed(spec.text), 0, max_whitespace))
+            )
 
 
 def _parsed(text: str) -> Any:
@@ -101,12 +103,13 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON")
 
 
-def _enforced_tag(value: Any, depth: int) -> Any:
-    """``value``, a part of a structural tag, whose schemas and patterns are those that are enforced."""
+def _enforced_tag(value: Any, depth: int, max_whitespace: int | None) -> Any:
+    """``value``, a part of a structural tag, whose schemas and patterns are those that are enforced. At least one
+    character of white space is allowed, and no more than ``max_whitespace``, unless the tag says so itself."""
     if depth > MAX_DEPTH:
         raise ValueError(f"tags may be nested {MAX_DEPTH} deep")
     if isinstance(value, list):
-        return [_enforced_tag(one, depth + 1) for one in value]
+        return [_enforced_tag(one, depth + 1, max_whitespace) for one in value]
     if not isinstance(value, dict):
         return value
     made = {}
@@ -114,7 +117,9 @@ def _enforced_tag(value: Any, depth: int) -> Any:
         if name in ("json_schema", "schema"):
             made[name] = enforced_schema(one)
         else:
-            made[name] = _enforced_tag(one, depth + 1)
+            made[name] = _enforced_tag(one, depth + 1, max_whitespace)
+    if value.get("type") == "json_schema" and max_whitespace is not None:
+        made.setdefault("max_whitespace_cnt", max(max_whitespace, 1))
     if value.get("type") == "regex" and isinstance(value.get("pattern"), str):
         check_pattern(value["pattern"], in_json=False)
     return made

@@ -8,7 +8,12 @@ import json
 import httpx
 import openai
 import pytest
+import xgrammar
 
+from fenceline.constrained.compile import compile_grammar
+from fenceline.entrypoints.openai.parsing import calls_tag
+from fenceline.entrypoints.openai.protocol import ChatBody
+from fenceline.entrypoints.openai.tool_call_parser import TOOL_CALL_FORMATS
 from fenceline.ipc.io_struct import FinishReason
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -197,6 +202,65 @@ async def test_a_call_that_must_be_is_read_from_what_the_grammar_allows(serve, t
         assert server.link.sent[1].grammar == 0
 
 
+STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+
+
+async def test_arguments_of_strict_functions_follow_their_schemas_among_other_text(serve, template):
+    async with serve(chat_template=template) as server:
+        server.script.pieces = CALLS
+        create = server.client.chat.completions.create
+        answer = await create(model="byte", messages=HI, tools=[STRICT, NOW])
+        assert answer.choices[0].message.content == "Let me look."
+        assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["weather", "now"]
+        await create(model="byte", messages=HI, tools=[WEATHER, NOW])
+        await create(model="byte", messages=HI, tools=[STRICT], tool_choice="none")
+        assert [bool(message.grammar) for message in server.link.sent] == [True, False, False]
+        with pytest.raises(openai.BadRequestError, match="no way to call its tools"):
+            await create(model="byte", messages=HI, tools=[STRICT], response_format={"type": "json_object"})
+
+
+@pytest.mark.parametrize("parser", ["pythonic", "llama3", "mistral", "deepseekv3", "qwen3_coder"])
+async def test_strict_functions_are_refused_where_no_text_tells_that_a_call_begins(serve, template, parser):
+    async with serve(chat_template=template, tool_call_parser=parser) as server:
+        create = server.client.chat.completions.create
+        with pytest.raises(openai.BadRequestError, match="no text tells for certain"):
+            await create(model="byte", messages=HI, tools=[STRICT])
+        assert not server.link.sent
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ("No call.", True),
+        ('See: <tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>', True),
+        ('<tool_call>\n{"name": "weather", "arguments": {"city": 7}}\n</tool_call>', False),
+        ('<tool_call>\n{"name": "weather", "arguments": {"town": "Rome"}}\n</tool_call>', False),
+        ('<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>', False),
+        ('<tool_call>\n{"name": "free", "arguments": {"any": [1]}}\n</tool_call>', True),
+        ('<tool_call>\n{"name": "free", "arguments": 1}\n</tool_call>', False),
+        ("<tool_call>weather", False),
+        (2 * '<tool_call>\n{"name": "free", "arguments": {}}\n</tool_call>', None),
+        ('<tool_call>\n{"name": "free", "arguments": {%s}}\n</tool_call>' % (3 * " "), False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("parallel", [True, False])
+def test_what_an_answer_with_strict_functions_may_be(text, fits, parallel):
+    free = {"type": "function", "function": {"name": "free"}}
+    body = ChatBody.model_validate(
+        {"messages": HI, "tools": [STRICT, free], "parallel_tool_calls": parallel, "model": ""}
+    )
+    texts = TOOL_CALL_FORMATS["qwen25"].texts
+    assert texts is not None
+    spec = calls_tag(body, texts)
+    assert spec is not None
+    pieces = [bytes([byte]) for byte in range(256)] + [b""]
+    vocabulary = xgrammar.TokenizerInfo(pieces, xgrammar.VocabType.RAW, vocab_size=257, stop_token_ids=[256])
+    data = compile_grammar(vocabulary, spec, 2)
+    matcher = xgrammar.GrammarMatcher(xgrammar.CompiledGrammar.deserialize_json(data.decode(), vocabulary))
+    accepted = matcher.accept_string(text) and matcher.accept_token(256)
+    assert accepted == (parallel if fits is None else fits)
+
+
 async def test_a_template_without_tools_refuses_them(serve):
     async with serve(tool_call_parser="qwen25") as server:
         with pytest.raises(openai.BadRequestError, match="the chat template has no place for them"):
@@ -211,7 +275,6 @@ async def test_a_template_without_tools_refuses_them(serve):
         ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, r"tools\[0\].function.name"),
         ({"tools": [NOW] * 129}, "at most 128"),
         ({"tools": [{**NOW, "function": {"name": "f", "description": "x" * (1 << 18)}}]}, "256 KiB"),
-        ({"tools": [{**NOW, "function": {"name": "f", "strict": True}}]}, "strict"),
         ({"tools": [NOW], "tool_choice": "sometimes"}, "tool_choice must be"),
         ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "gone"}}}, "not among the tools"),
         ({"tool_choice": "required"}, "only allowed with tools"),

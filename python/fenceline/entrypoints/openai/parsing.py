@@ -22,6 +22,7 @@ from fenceline.entrypoints.fields import (
 from fenceline.entrypoints.generate_body import grammar_of
 from fenceline.entrypoints.json_body import count_values
 from fenceline.entrypoints.openai.protocol import ChatBody, ChatMessage, CompletionBody, GenerationBody
+from fenceline.entrypoints.openai.tool_call_parser import CallTexts
 from fenceline.frontend.request_types import RequestError, check_num_params
 from fenceline.sampling.sampling_params import SamplingParams
 
@@ -188,14 +189,6 @@ def refuse_chat(body: ChatBody) -> None:
     refuse_unavailable(body)
     if body.tool_choice is not None:
         _check_tool_choice(body)
-    if body.tool_choice in (None, "auto") and any(tool.function.strict for tool in body.tools):
-        raise RequestError(
-            400,
-            "a function with strict true is not available where the model may answer with text too: set tool_choice to "
-            "'required' or to the function, or leave strict out",
-            param="tools",
-            code="unsupported",
-        )
     if body.modalities is not None and set(body.modalities) - {"text"}:
         raise RequestError(400, "modalities: only text is generated here", param="modalities")
     if body.top_logprobs is not None and not body.logprobs:
@@ -237,6 +230,26 @@ def _check_tool_choice(body: ChatBody) -> None:
 def must_call(body: ChatBody) -> bool:
     """Whether ``tool_choice`` leaves no answer but a call."""
     return body.tool_choice not in (None, "none", "auto")
+
+
+def calls_tag(body: ChatBody, texts: CallTexts) -> GrammarSpec | None:
+    """The form of an answer of text and calls, each of one of the tools, with arguments as its schema says, or of any
+    JSON object where the tool is not strict."""
+    tags = []
+    for tool in body.tools:
+        schema: object = (
+            (tool.function.parameters or _NO_PARAMETERS) if tool.function.strict else {"type": "object"}
+        )
+        begin = texts.before_name + tool.function.name + texts.before_arguments
+        content = {"type": "json_schema", "json_schema": schema}
+        tags.append({"type": "tag", "begin": begin, "content": content, "end": texts.end})
+    form = {
+        "type": "triggered_tags",
+        "triggers": [texts.mark],
+        "tags": tags,
+        "stop_after_first": not body.parallel_tool_calls,
+    }
+    return grammar_of(structural_tag={"type": "structural_tag", "format": form})
 
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}

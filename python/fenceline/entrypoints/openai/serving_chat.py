@@ -24,11 +24,22 @@ from fenceline.entrypoints.openai.chat_choice import ChatChoice
 from fenceline.entrypoints.openai.chat_reader import ChatReader
 from fenceline.entrypoints.openai.chat_template import ChatTemplate
 from fenceline.entrypoints.openai.delivery import Answer, StreamShape
-from fenceline.entrypoints.openai.parsing import answer_grammar, must_call, refuse_chat, sampling_params
+from fenceline.entrypoints.openai.parsing import (
+    answer_grammar,
+    calls_tag,
+    must_call,
+    refuse_chat,
+    sampling_params,
+)
 from fenceline.entrypoints.openai.protocol import ChatBody, ChatMessage
 from fenceline.entrypoints.openai.reasoning_parser import ReasoningFormat, ReasoningParser
 from fenceline.entrypoints.openai.token_texts import TokenTexts
-from fenceline.entrypoints.openai.tool_call_parser import JSON_CALLS, ToolCallFormat, ToolCallParser
+from fenceline.entrypoints.openai.tool_call_parser import (
+    JSON_CALLS,
+    CallTexts,
+    ToolCallFormat,
+    ToolCallParser,
+)
 from fenceline.entrypoints.sse import while_connected
 from fenceline.frontend.request_stream import StreamGroup
 from fenceline.frontend.request_types import GenerateInput, RequestError, expand_samples, have_grammars
@@ -99,6 +110,24 @@ class ChatServing:
                 param="tools",
                 code="unsupported",
             )
+        if self._call_texts(body) is None and _is_strict(body):
+            raise RequestError(
+                400,
+                "a function with strict true is not available where the model may answer with text too: in the way in "
+                "which this model writes calls, no text tells for certain that JSON arguments begin; set tool_choice to"
+                " 'required' or to the function, or leave strict out",
+                param="tools",
+                code="unsupported",
+            )
+
+    def _call_texts(self, body: ChatBody) -> CallTexts | None:
+        """What stands around calls, None where a grammar does not find them in other text."""
+        texts = None if self._tool_calls is None else self._tool_calls.texts
+        if texts is None:
+            return None
+        tokenizer = required_tokenizer(self._generator)
+        # Grammars are of text, and special tokens have none.
+        return None if tokenizer.backend.token_to_id(texts.mark) in tokenizer.special_ids else texts
 
     async def count_tokens(self, body: ChatBody, request: Request) -> int:
         """The number of tokens of the prompt. Raises RequestError."""
@@ -129,8 +158,10 @@ class ChatServing:
         params = sampling_params(body, asked or self._model.context_length, self._model.sampling_defaults)
         if may_call(body) and self._tool_calls is not None and self._tool_calls.has_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
-        grammar = answer_grammar(body)
-        if grammar is not None and may_call(body) and not must_call(body):
+        grammar, texts = answer_grammar(body), self._call_texts(body)
+        if grammar is None and texts is not None and _is_strict(body):
+            grammar = calls_tag(body, texts)
+        elif grammar is not None and may_call(body) and not must_call(body):
             raise RequestError(
                 400,
                 f"{grammar.kind} or response_format leaves the model no way to call its tools: set tool_choice to "
@@ -204,6 +235,11 @@ class ChatServing:
 def may_call(body: ChatBody) -> bool:
     """Whether the model learns of the request's tools and may call them."""
     return bool(body.tools) and body.tool_choice != "none"
+
+
+def _is_strict(body: ChatBody) -> bool:
+    """Whether arguments of the calls among an answer's text must follow their schemas."""
+    return may_call(body) and not must_call(body) and any(tool.function.strict for tool in body.tools)
 
 
 def functions_of(body: ChatBody) -> Mapping[str, Mapping[str, object]]:

@@ -15,7 +15,7 @@ import re
 import uuid
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 JsonObject = Mapping[str, object]
 
@@ -83,17 +83,29 @@ class Source:
         yield None
 
 
+class CallTexts(NamedTuple):
+    """What stands around a call's name, which is written as it is, and its arguments, which are JSON. ``mark`` is how
+    ``before_name`` begins, and nothing but a call."""
+
+    mark: str
+    before_name: str
+    before_arguments: str
+    end: str
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
     """How a model writes its calls.
 
     ``marks``: texts in a chat template that tell the format. ``has_special_tokens``: its marks are special tokens,
-    which the output must contain then. ``make_id`` makes the id of a call.
+    which the output must contain then. ``make_id`` makes the id of a call. ``texts``: None where a grammar cannot tell
+    by text alone that a call begins, or where its arguments are no JSON.
     """
 
     read: Callable[[Source], Reading[None]]
     marks: tuple[str, ...]
     has_special_tokens: bool = False
+    texts: CallTexts | None = None
     make_id: Callable[[], str] = lambda: f"call_{uuid.uuid4().hex[:24]}"
 
 
@@ -407,6 +419,9 @@ def _hermes(source: Source) -> Reading[None]:
         yield from _block(source, _hermes_call(source))
 
 
+_HERMES_TEXTS = CallTexts("<tool_call>", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>")
+
+
 def _hermes_call(source: Source) -> Reading[None]:
     yield from _blank(source)
     yield from _json_call(source)
@@ -649,8 +664,8 @@ def _mistral_id() -> str:
 # SGLang's names, and vLLM's where they differ.
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     "qwen3_coder": ToolCallFormat(_qwen3_coder, ("<function=",)),
-    "qwen25": ToolCallFormat(_hermes, ("<tool_call>",)),
-    "hermes": ToolCallFormat(_hermes, ()),
+    "qwen25": ToolCallFormat(_hermes, ("<tool_call>",), texts=_HERMES_TEXTS),
+    "hermes": ToolCallFormat(_hermes, (), texts=_HERMES_TEXTS),
     "mistral": ToolCallFormat(_mistral, ("[TOOL_CALLS]",), has_special_tokens=True, make_id=_mistral_id),
     "deepseekv3": ToolCallFormat(_deepseek, (_CALLS_BEGIN,), has_special_tokens=True),
     "deepseekv31": ToolCallFormat(_deepseek, (), has_special_tokens=True),
