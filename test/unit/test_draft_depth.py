@@ -15,8 +15,8 @@ from fenceline.scheduler.draft_depth import AdaptiveDepth
 
 DEPTHS = (0, 1, 3)
 # Where reading the weights takes nearly all of the time, and where each row takes as long as another.
-LATENCY = StepCosts((1, 8), {0: (1.0, 1.0), 1: (1.1, 1.1), 3: (1.3, 1.3)})
-COMPUTE = StepCosts((1, 8), {0: (1.0, 8.0), 1: (2.0, 16.0), 3: (4.0, 32.0)})
+LATENCY = StepCosts((8,), ((1.0, 1.1, 1.3),))
+COMPUTE = StepCosts((1, 8), ((1.0, 2.0, 4.0), (8.0, 16.0, 32.0)))
 
 
 def serve(
@@ -39,7 +39,7 @@ def serve(
 def costs(draw: st.DrawFn) -> StepCosts:
     sizes = tuple(sorted(draw(st.sets(st.integers(1, 64), min_size=1, max_size=4))))
     time = st.floats(1e-4, 1.0)
-    return StepCosts(sizes, {depth: tuple(draw(time) for _ in sizes) for depth in DEPTHS})
+    return StepCosts(sizes, tuple([tuple([draw(time) for _ in DEPTHS]) for _ in sizes]))
 
 
 @given(costs(), st.integers(0, 2**32), st.lists(st.floats(0, 1), min_size=3, max_size=3))
@@ -87,8 +87,8 @@ def test_what_is_lost_to_probes_is_a_hundredth() -> None:
     random, policy = Random(3), AdaptiveDepth(DEPTHS, COMPUTE)
     serve(policy, 100, 8, [0.0] * 3, random)
     chosen = serve(policy, 3000, 8, [0.0] * 3, random)
-    seconds = sum(COMPUTE.of(8, depth) * times for depth, times in chosen.items())
-    tokens_per_second, without = 3000 * 8 / seconds, 8 / COMPUTE.of(8, 0)
+    seconds = sum(COMPUTE.of(8)[DEPTHS.index(depth)] * times for depth, times in chosen.items())
+    tokens_per_second, without = 3000 * 8 / seconds, 8 / COMPUTE.of(8)[0]
     assert chosen[3] > 0 and tokens_per_second > 0.985 * without
 
 
@@ -99,8 +99,8 @@ def test_who_accepts_no_drafts_gets_none() -> None:
 
 
 def test_a_batch_takes_as_long_as_the_next_larger_one_that_was_measured() -> None:
-    table = StepCosts((2, 8), {0: (1.0, 2.0)})
-    assert [table.of(num, 0) for num in (1, 2, 3, 8, 9)] == [1.0, 1.0, 2.0, 2.0, 2.0]
+    table = StepCosts((2, 8), ((1.0,), (2.0,)))
+    assert [table.of(num) for num in (1, 2, 3, 8, 9)] == [(1.0,), (1.0,), (2.0,), (2.0,), (2.0,)]
 
 
 @given(
@@ -114,9 +114,6 @@ def test_what_disturbs_a_measurement_is_left_out_where_it_shows(
     """Of a table that grows with size and depth, with something added here and there."""
     true = np.cumsum(np.cumsum(np.array(steps), axis=0), axis=1)
     noisy = true + np.array(noise).reshape(6, 3)[: len(true)]
-    table = StepCosts.measured(
-        tuple(range(1, len(true) + 1)), dict(zip(DEPTHS, noisy.T.tolist(), strict=True))
-    )
-    found = np.array([table.seconds[depth] for depth in DEPTHS]).T
+    found = np.array(StepCosts.measured(tuple(range(1, len(true) + 1)), noisy.tolist()).seconds)
     assert (found >= true - 1e-9).all() and (found <= noisy + 1e-9).all()
     assert (np.diff(found, axis=0) >= 0).all() and (np.diff(found, axis=1) >= 0).all()

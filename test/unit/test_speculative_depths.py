@@ -142,8 +142,8 @@ def test_steps_are_measured_at_start(models: dict[str, Path]) -> None:
     """Nothing of that is left when the first request comes."""
     driver = make_driver(models, STANDALONE, "near", measures_steps=True, num_rows=6, memory_check="order")
     costs = driver.worker.step_costs
-    assert costs is not None and costs.sizes == (1, 2, 4, 6) and set(costs.seconds) == {0, 1, 3}
-    assert all(len(of_depth) == 4 and min(of_depth) > 0 for of_depth in costs.seconds.values())
+    assert costs is not None and costs.sizes == (1, 2, 4, 6) and len(costs.seconds) == 4
+    assert all(len(of_size) == 3 and of_size[0] > 0 for of_size in costs.seconds)
     assert isinstance(driver.scheduler.draft_depth, AdaptiveDepth)
     reqs = requests(5)
     assert answers(driver, reqs) == answers(make_driver(models), reqs)

@@ -8,10 +8,8 @@ disk.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from math import inf
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -108,25 +106,23 @@ class DepthChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds that decode steps take, by depth: of batches of ``sizes`` requests, which ascend."""
+    """Seconds that decode steps take: of batches of each of ``sizes``, which ascend, those of each depth, ascending."""
 
     sizes: tuple[int, ...]
-    seconds: Mapping[int, tuple[float, ...]]
+    seconds: tuple[tuple[float, ...], ...]
 
     @staticmethod
-    def measured(sizes: tuple[int, ...], seconds: Mapping[int, Sequence[float]]) -> StepCosts:
+    def measured(sizes: tuple[int, ...], seconds: Sequence[Sequence[float]]) -> StepCosts:
         """Of measurements, to which whatever else runs only adds: a step takes no longer than a deeper one of as many
         requests or more."""
-        table: dict[int, tuple[float, ...]] = {}
-        least = [inf] * len(sizes)
-        for depth in sorted(seconds, reverse=True):
-            least = [min(pair) for pair in zip(least, seconds[depth], strict=True)]
-            table[depth] = tuple([*accumulate(reversed(least), min)][::-1])
-        return StepCosts(sizes, dict(sorted(table.items())))
+        flipped = np.array(seconds)[::-1, ::-1]
+        least = np.minimum.accumulate(np.minimum.accumulate(flipped, 0), 1)[::-1, ::-1]
+        return StepCosts(sizes, tuple([tuple(of_size) for of_size in least.tolist()]))
 
-    def of(self, num_reqs: int, depth: int) -> float:
-        """Of ``num_reqs`` requests: as long as the next larger size takes, or the largest if there is none."""
-        return self.seconds[depth][min(bisect_left(self.sizes, num_reqs), len(self.sizes) - 1)]
+    def of(self, num_reqs: int) -> tuple[float, ...]:
+        """Those of each depth, of ``num_reqs`` requests: as long as the next larger size takes, or the largest if there
+        is none."""
+        return self.seconds[min(bisect_left(self.sizes, num_reqs), len(self.sizes) - 1)]
 
 
 @dataclass(frozen=True, slots=True)

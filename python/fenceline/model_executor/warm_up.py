@@ -83,18 +83,15 @@ def measure_steps(config: EngineConfig, launch: Launch) -> StepCosts:
     begin, shapes, graphs = time.perf_counter(), config.speculative.shapes, config.cuda_graph_bs
     most = max(graphs) if graphs else min(config.max_running_requests, _MOST_MEASURED)
     sizes = tuple(dict.fromkeys([*(1 << n for n in range(most.bit_length())), most]))
-    seconds: dict[int, list[float]] = {depth: [] for depth in shapes}
+    seconds = []
     for number, size in enumerate(sizes):
-        batches = {depth: _decode_batch(-1 - number, size, shape) for depth, shape in shapes.items()}
-        rounds = [
-            {depth: _measure(launch, batch) for depth, batch in batches.items()}
-            for _ in range(_MEASURED_ROUNDS)
-        ]
-        for depth in shapes:
-            seconds[depth].append(min(one[depth] for one in rounds))
+        batches = [_decode_batch(-1 - number, size, shape) for shape in shapes.values()]
+        rounds = [[_measure(launch, batch) for batch in batches] for _ in range(_MEASURED_ROUNDS)]
+        seconds.append([min(of_depth) for of_depth in zip(*rounds, strict=True)])
     costs = StepCosts.measured(sizes, seconds)
+    by_depth = zip(shapes, zip(*costs.seconds, strict=True), strict=True)
     table = "; ".join(
-        f"depth {depth}: " + " ".join(f"{1e3 * one:.2f}" for one in costs.seconds[depth]) for depth in shapes
+        f"depth {depth}: " + " ".join(f"{1e3 * one:.2f}" for one in times) for depth, times in by_depth
     )
     logger.info(
         "Measured decode steps of %s requests in %.1f s, ms: %s",

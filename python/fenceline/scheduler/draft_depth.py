@@ -74,7 +74,7 @@ class AdaptiveDepth:
         self._num_shallow = 0  # steps since the last one of the greatest depth
 
     def choose(self, num_reqs: int, num_drafting: int) -> DepthChoice:
-        seconds = [self._costs.of(num_reqs, depth) for depth in self._depths]
+        seconds = self._costs.of(num_reqs)
         tokens = self._expected(num_reqs, num_drafting)
         rates = tuple([num / time for num, time in zip(tokens, seconds, strict=True)])
         best, deepest, why = max(range(len(rates)), key=rates.__getitem__), len(rates) - 1, "kept"
