@@ -95,6 +95,13 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield server.wait_ready()
 
 
+@pytest.fixture(scope="module")
+def tiers() -> Iterator[LiveServer]:
+    """A server whose scheduler always tells the same of graphs and tiers."""
+    with LiveServer.fake("--enable-hierarchical-cache") as server:
+        yield server.wait_ready()
+
+
 def say(page: Any, text: str, **settings: object) -> None:
     if settings:
         page.locator("#settings summary").click()
@@ -124,6 +131,7 @@ def test_a_chat_and_the_server_beside_it(demo: LiveServer, open_page: OpenPage) 
     say(page, "And then?", max_tokens=4)
     page.locator(".meta").nth(1).wait_for()
     # The server's view, drawn from the recorder's steps.
+    assert not page.locator("#accept-row").is_visible(), "no speculation"
     page.locator("#timeline rect.decode").first.wait_for()
     assert page.locator("#timeline path.results").count() >= 1
     page.locator("#hits").filter(has_text=re.compile("[1-9]")).wait_for()
@@ -133,6 +141,39 @@ def test_a_chat_and_the_server_beside_it(demo: LiveServer, open_page: OpenPage) 
     page.keyboard.press("ArrowLeft")
     assert page.locator("#step").inner_text() != newest
     assert page.locator("#timeline .chosen").count() == 1
+
+
+def test_the_figures_are_the_schedulers(open_page: OpenPage, tiers: LiveServer) -> None:
+    page = open_page(tiers)
+    page.locator("#replays").filter(has_text="11 of 14 eligible steps (78.6%)").wait_for()
+    assert page.locator("#repairs").inner_text() == "0" and page.locator("#retractions").inner_text() == "3"
+    assert page.locator("#hits").inner_text() == "25%"
+    assert page.locator("#hits-legend").inner_text().split() == [
+        "device", "11", "host", "memory", "12", "storage", "13", "computed",
+    ]  # fmt: skip
+    shares = page.locator("#hits-bar span").evaluate_all(
+        "parts => parts.map((part) => parseFloat(part.style.width))"
+    )
+    assert shares == pytest.approx([25 * part / 36 for part in (11, 12, 13)], abs=0.01)
+    assert page.locator("#accept").inner_text() == "2.50 tokens a step"
+    assert page.get_by_text("No steps yet.").is_visible()
+
+
+def test_everything_that_can_be_used_has_a_name_and_the_keyboard_reaches_it(
+    open_page: OpenPage, tiers: LiveServer
+) -> None:
+    page = open_page(tiers)
+    page.locator("#settings summary").click()
+    controls = page.locator("input:visible, textarea:visible, select:visible, button:visible")
+    for control in controls.all():
+        named = "e => (e.labels?.[0] ?? e).textContent.trim() || e.getAttribute('aria-label')"
+        assert control.evaluate(named), control.evaluate("e => e.outerHTML")
+    page.locator("body").evaluate("e => { document.activeElement.blur(); }")
+    reached = set()
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id || document.activeElement.name"))
+    assert {"system", "temperature", "tools", "text", "send", "trace", "timeline"} <= reached
 
 
 def test_the_trace_is_a_click_away(demo: LiveServer, open_page: OpenPage) -> None:

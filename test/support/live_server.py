@@ -43,7 +43,9 @@ def tokens_of(client: httpx.Client, text: str) -> list[int]:
 
 def scheduler_state(client: httpx.Client) -> dict[str, Any]:
     """The scheduler's own state."""
-    state: dict[str, Any] = client.get("/get_server_info").json()["internal_states"][0]
+    answer = client.get("/get_server_info")
+    assert answer.status_code == 200, answer.text
+    state: dict[str, Any] = answer.json()["internal_states"][0]
     return state
 
 

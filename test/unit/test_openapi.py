@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -164,6 +165,12 @@ def test_documents_and_unknown_paths_need_the_key_too() -> None:
     app = make_app(api_key="key")
     for path in ("/docs", "/openapi.json", "/nothing", "/healthy", "/health/", "/metrics/x", "//flush_cache"):
         assert ask(app, path)[0] == 401, path
+
+
+def test_the_configuration_that_is_shown_is_json() -> None:
+    config = resolve(ServerArgs(model_path="demo", device="cpu", enable_hierarchical_cache=True))
+    shown = replace(config, model=replace(config.model, unrotated_layers=frozenset((3, 1)))).public_dict()
+    assert orjson.loads(orjson.dumps(shown))["model"]["unrotated_layers"] == [1, 3]
 
 
 def test_keys_are_not_shown_and_are_checked_at_start() -> None:

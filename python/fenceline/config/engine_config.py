@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fenceline.config import ConfigError
 from fenceline.config.chat_templates import read_chat_template
@@ -146,7 +147,7 @@ class EngineConfig:
 
     def public_dict(self) -> dict[str, object]:
         """The configuration for logs and /get_server_info: JSON values, keys replaced by whether they are set."""
-        values = dataclasses.asdict(self)
+        values = dataclasses.asdict(self, dict_factory=_with_lists)
         flags: dict[str, object] = values.pop("server_args")
         for name in _secret_flags():
             flags[name] = flags[name] is not None
@@ -159,6 +160,11 @@ class EngineConfig:
             flags["speculative_adaptive"] = self.speculative.is_adaptive
         model = {name: values["model"][name] for name in ("model_path", "dtype", "context_length")}
         return flags | values | model | {"sampling_backend": _SAMPLING_BACKEND}
+
+
+def _with_lists(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON has no sets, and a model's config has some, of layers."""
+    return {name: sorted(value) if isinstance(value, frozenset) else value for name, value in fields}
 
 
 @functools.cache  # a millisecond, for every GET /server_info

@@ -127,14 +127,7 @@ def _occasion(reason: str) -> dict[str, object]:
 
 
 def _json(value: object) -> bytes:
-    return orjson.dumps(value, _listed, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-
-
-def _listed(value: object) -> list[int]:
-    """Sets of layers, of a model's config."""
-    if isinstance(value, frozenset):
-        return sorted(value)
-    raise TypeError(f"{type(value).__name__} is no JSON")
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
 
 
 def write_dump(recorder: FlightRecorder, reason: str, pause: Callable[[], object] = lambda: None) -> Path:
