@@ -205,6 +205,30 @@ def test_stopping_aborts_on_the_server(echo: LiveServer, open_page: OpenPage) ->
     assert page.get_by_role("button", name="Send").is_visible()
 
 
+def test_what_was_stopped_belongs_to_its_chat_alone(echo: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(echo)
+    sent: list[list[dict[str, Any]]] = []
+
+    def told(request: Any) -> None:
+        if request.url.endswith("/chat/completions"):
+            sent.append(request.post_data_json["messages"])
+
+    page.on("request", told)
+    say(page, "words " * 50, seed=Seed.SLOW, max_tokens=500)
+    page.locator(".message.assistant .text").wait_for()
+    page.get_by_role("button", name="New chat").click()
+    assert page.get_by_role("button", name="Send").is_visible()
+    say(page, "a new one", seed=Seed.HANG)
+    page.get_by_text("Waiting for the first token").wait_for()
+    page.keyboard.press("Escape")
+    page.locator(".meta").filter(has_text="stopped").wait_for()
+    say(page, "and on", seed="", max_tokens=3)
+    page.locator(".meta").filter(has_text="3 tokens").wait_for()
+    assert [(turn["role"], turn["content"]) for turn in sent[-1]] == [
+        ("user", "a new one"), ("assistant", ""), ("user", "and on"),
+    ]  # fmt: skip
+
+
 def test_what_the_model_writes_is_text(echo: LiveServer, open_page: OpenPage) -> None:
     page = open_page(echo)
     with echo.client() as client:

@@ -68,8 +68,17 @@ function fitEntry() {
   entry.style.height = `${Math.min(entry.scrollHeight + 2, 180)}px`;
 }
 
+// `controller` writes an answer now, or nobody (null).
+function setRunning(controller) {
+  running = controller;
+  $("send").hidden = controller !== null;
+  $("stop").hidden = controller === null;
+  tellChange();
+}
+
 function clear() {
   running?.abort();
+  setRunning(null);
   turns = [];
   pending = [];
   $("messages").replaceChildren();
@@ -80,6 +89,9 @@ function clear() {
 
 function say(text) {
   giveResults(); // of calls that the person leaves unanswered
+  document.querySelectorAll(".again").forEach((button) => button.remove());
+  // Many templates want turns to alternate, also after an answer that failed or said nothing.
+  if (turns.at(-1)?.role === "user") turns.push({ role: "assistant", content: "" });
   turns.push({ role: "user", content: text });
   const message = addMessage("user", "You");
   message.append(make("p", "said", text));
@@ -126,10 +138,8 @@ function settings() {
 
 async function answer() {
   const shown = new Answer(addMessage("assistant", "Model"));
-  const controller = (running = new AbortController());
-  $("send").hidden = true;
-  $("stop").hidden = false;
-  tellChange();
+  const controller = new AbortController();
+  setRunning(controller);
   try {
     const system = composer.elements.system.value.trim();
     const messages = system ? [{ role: "system", content: system }, ...turns] : turns;
@@ -147,12 +157,9 @@ async function answer() {
     else shown.fail(error);
   }
   if (running !== controller) return; // a new chat has begun
-  running = null;
-  $("send").hidden = false;
-  $("stop").hidden = true;
+  setRunning(null);
   if (shown.hasContent) turns.push(shown.turn());
   pending = shown.askForResults();
-  tellChange();
 }
 
 // What the person has written as results of the last answer's calls joins the conversation.
@@ -273,7 +280,7 @@ class Answer {
     const lost = error instanceof ApiError || error.message.startsWith("Settings") ? "" : "The server is not reachable: ";
     const notice = make("p", "notice", lost + error.message);
     notice.setAttribute("role", "alert");
-    const again = make("button", "", "Try again");
+    const again = make("button", "again", "Try again");
     again.type = "button";
     again.addEventListener("click", () => {
       if (running) return;
