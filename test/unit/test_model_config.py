@@ -267,6 +267,7 @@ def test_a_window_that_no_layer_uses_is_ignored(tmp_path: Path, config: Json) ->
             {"architectures": ["GPT2LMHeadModel"]},
             "GPT2LMHeadModel is not supported.*" + SUPPORTED_ARCHITECTURES[0],
         ),
+        ({"architectures": ["Qwen3VLMoeForCausalLM"]}, r"the nearest is Qwen3MoeForCausalLM\)"),
         ({"architectures": None}, "supported are"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": 0}, "vocab_size must be a whole number"),

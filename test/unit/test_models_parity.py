@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,6 +67,15 @@ def test_a_foreign_token_changes_the_logits(saved: Callable[[str], Saved]) -> No
     (logits,) = ours.step([(0, prompt, 58, 59)], ForwardMode.DECODE)
     (expected,) = reference_logits(reference, [prompt])
     assert (logits[0] - expected[58]).abs().max() > 1e-3
+
+
+def test_every_family_is_compared_with_transformers_and_documented() -> None:
+    compared = {f"{family}ForCausalLM" for family, _ in CHECKPOINTS.values()}
+    assert compared | {"MiMoForCausalLM"} == set(MODELS), (
+        "MiMo's layers are Qwen2's; transformers has no class of it"
+    )
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(MODELS)
 
 
 def test_registry_and_config_name_the_same_architectures() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -204,8 +205,10 @@ def _architecture(hf: Mapping[str, object]) -> str:
     if known:
         return str(known[0])
     given = ", ".join(map(str, names)) if isinstance(names, list) and names else "none"
+    near = difflib.get_close_matches(given, SUPPORTED_ARCHITECTURES, n=1)
     raise ConfigError(
-        f"config.json: architecture {given} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+        f"config.json: architecture {given} is not supported{f' (the nearest is {near[0]})' if near else ''}; supported"
+        f" are {', '.join(SUPPORTED_ARCHITECTURES)}"
     )
 
 

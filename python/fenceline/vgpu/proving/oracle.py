@@ -3,7 +3,7 @@
 It is one forward over plain arrays for one request, without cache, batch, graphs or scheduler, and the sampling formula
 as it is documented. Nothing is imported from the package (scripts/tidy.py checks it): if the engine and the oracle
 agree, two independent implementations agree. Weights are read from the model's folder by their names in the checkpoint
-(Qwen3's).
+(Qwen3's, and those of its mixtures of experts).
 
 The arithmetic is float64, so that the only difference from the engine's float32 is the engine's rounding. Angles of
 rotary positions are float32 by definition.
@@ -77,7 +77,8 @@ class Model:
 
     def __init__(self, folder: str | Path) -> None:
         config = json.loads((Path(folder) / "config.json").read_text())
-        assert config["model_type"] == "qwen3", "the oracle knows one family"
+        assert config["model_type"] in ("qwen3", "qwen3_moe"), "the oracle knows one family"
+        self.top_k: int = config.get("num_experts_per_tok", 0)
         self.num_layers: int = config["num_hidden_layers"]
         self.num_heads: int = config["num_attention_heads"]
         self.num_kv_heads: int = config["num_key_value_heads"]
@@ -101,6 +102,27 @@ class Model:
         """x times the transposed weight, as checkpoints store it."""
         product: F64 = x @ self._weights[f"{name}.weight"].T
         return product
+
+    def gated(self, x: F64, name: str) -> F64:
+        """The MLP ``name``, SwiGLU."""
+        gate = self.linear(x, f"{name}.gate_proj")
+        return self.linear(
+            gate / (1 + np.exp(-gate)) * self.linear(x, f"{name}.up_proj"), f"{name}.down_proj"
+        )
+
+    def mix(self, x: F64, name: str) -> F64:
+        """The MLP ``name`` of x [T, hidden], or its experts: each token's ``top_k`` best, weighted by a softmax over
+        these."""
+        if f"{name}.gate.weight" not in self._weights:
+            return self.gated(x, name)
+        logits = self.linear(x, f"{name}.gate")
+        result = np.zeros_like(x)
+        for token, scores in enumerate(logits):
+            best = np.argsort(-scores)[: self.top_k]
+            shares = np.exp(scores[best] - scores[best].max())
+            for expert, share in zip(best, shares / shares.sum(), strict=True):
+                result[token] += share * self.gated(x[token], f"{name}.experts.{expert}")
+        return result
 
     def rotate(self, x: F64, first: int) -> F64:
         """Rotary positions ``first``, ``first + 1``, ... for x [T, heads, head_dim]: pairs (i, i + head_dim / 2)."""
@@ -158,9 +180,7 @@ class Answer:
             attended = self._attend(layer, h, f"{name}.self_attn", first)
             x = x + model.linear(attended.reshape(num, -1), f"{name}.self_attn.o_proj")
             h = model.norm(x, f"{name}.post_attention_layernorm")
-            gate = model.linear(h, f"{name}.mlp.gate_proj")
-            up = model.linear(h, f"{name}.mlp.up_proj")
-            x = x + model.linear(gate / (1 + np.exp(-gate)) * up, f"{name}.mlp.down_proj")
+            x = x + model.mix(h, f"{name}.mlp")
         self._num_computed += num
         return x
 

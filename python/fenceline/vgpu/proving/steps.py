@@ -51,7 +51,8 @@ def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineCo
     if draft is not None:
         algorithm, folder = tiny_draft(str(draft))
         args |= {"speculative_algorithm": algorithm, "speculative_draft_model_path": folder}
-    config = resolve(ServerArgs(model_path=tiny_model_path(), random_seed=1, log_level="error", **args))  # type: ignore[arg-type]
+    folder = tiny_model_path(bool(args.pop("experts", False)))
+    config = resolve(ServerArgs(model_path=folder, random_seed=1, log_level="error", **args))  # type: ignore[arg-type]
     if isinstance(backend, str):
         # FlashInfer plans on the host and so cannot verify drafts: our own kernels do, as on a GPU.
         decode = LAUNCHED if draft is not None and backend in _PLANNED else backend
@@ -72,7 +73,8 @@ def _oracle(model_path: str) -> Oracle:
 def make_config(flags: Flags, device: str) -> EngineConfig:
     """The engine's configuration with the tiny model. Beyond the command line it allows smaller pages, the attention
     backends of the proof, loads of prefixes of any length from a lower tier, and ``draft``, one of
-    ``tiny_model.DRAFTS``; with ``depth_seed`` its depth is another in each step."""
+    ``tiny_model.DRAFTS``; with ``depth_seed`` its depth is another in each step. With ``experts`` the model
+    has some."""
     flags = {"device": device, **flags}
     if flags.pop("depth_seed", None) is not None:
         flags["speculative_adaptive"] = True

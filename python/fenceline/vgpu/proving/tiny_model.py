@@ -1,4 +1,4 @@
-"""A Qwen3 model so small that hundreds of engine runs take a minute, drafts of it, and its tokenizer.
+"""A Qwen3 model so small that hundreds of engine runs take a minute, one with experts, drafts, and its tokenizer.
 
 The weights are random and written to a folder once. The tokenizer is byte-level: letters, pairs of letters, and bytes
 of longer characters.
@@ -49,6 +49,16 @@ _CONFIG = {
 }
 
 
+# The same with experts in its second layer.
+_EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [0],
+}
 _NUM_KNOWN = 40  # tokens of EAGLE3's vocabulary
 
 # What is told of a draft beside the target's own sizes, by its name.
@@ -71,9 +81,9 @@ _NEAR = 0.1  # how much the weights of NEAR differ from the target's
 
 
 @lru_cache
-def tiny_model_path() -> str:
+def tiny_model_path(experts: bool = False) -> str:
     """The model's folder, the same in every call of a process and deleted when it ends."""
-    folder = _folder("model", _CONFIG)
+    folder = _folder("experts", _CONFIG | _EXPERTS) if experts else _folder("model", _CONFIG)
     model = resolve(ServerArgs(model_path=str(folder), device="cpu", load_format="dummy")).model
     slots = make_model(model, torch_context(Shard(), torch.float32)).weight_slots()
     save_file(_random(slots, 11), folder / "model.safetensors")

@@ -259,6 +259,12 @@ def _attention(backend: str) -> Callable[[Random], Scenario]:
     return make
 
 
+def _experts(random: Random) -> Scenario:
+    """The tokens of a step meet in the experts, among them padded ones of graphs."""
+    scenario = random.choice((_mixed, _prefixes, _aborts, _graphs, _retraction))(random)
+    return replace(scenario, flags={**scenario.flags, "experts": True})
+
+
 def _no_script(random: Random) -> Scenario:
     raise AssertionError("this workload goes through the front end, not through a script")
 
@@ -297,6 +303,7 @@ WORKLOADS: dict[str, Workload] = {
             _attention(FLASHINFER),
             share=3,
         ),
+        Workload("experts", "a mixture of experts, in padded graphs and without", _experts, share=2),
         EVERYTHING,
         *SPECULATIVE_WORKLOADS,
         Workload(ENGINE, "rounds of prompts through fenceline.Engine", _no_script),
