@@ -204,7 +204,7 @@ def refusal_or_empty(argv: list[str]) -> str:
         ("--load-format gguf", "--load-format gguf: not available, convert the weights to safetensors and"),
         ("--port", "--port: expected one argument"),
         ("--config /nowhere.yaml", "--config /nowhere.yaml: cannot be read"),
-        ("--dp 2 --pp 2", "--dp 2, --pp 2: not available, this server runs one model on one host: leave it"),
+        ("--ep 2 --pp 2", "--ep 2, --pp 2: not available, this server runs one model on one host: leave it"),
     ],
 )
 def test_wrong_command_lines_are_answered_with_one_line(argv: str, message: str) -> None:

@@ -31,6 +31,7 @@ _AT_LEAST_ONE = (
     "decode_log_interval",
     "tp_size",
     "nnodes",
+    "dp_size",
 )
 
 
@@ -221,6 +222,9 @@ def _check_nodes(args: ServerArgs) -> None:
     )
     if nnodes == 1:
         return
+    _require(
+        args.dp_size == 1, f"--dp-size {args.dp_size}: replicas share one host so far; leave --nnodes out"
+    )
     _require(
         address is not None, f"--nnodes {nnodes}: give --dist-init-addr HOST:PORT, the same on all nodes"
     )

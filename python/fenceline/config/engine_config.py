@@ -135,15 +135,15 @@ class EngineConfig:
         return None
 
     @property
-    def num_local_ranks(self) -> int:
-        """Ranks on this host, which share it."""
-        return self.server_args.tp_size // self.server_args.nnodes
+    def local_ranks(self) -> range:
+        """The ranks of a replica that are on this host."""
+        num = self.server_args.tp_size // self.server_args.nnodes
+        return range(self.server_args.node_rank * num, (self.server_args.node_rank + 1) * num)
 
     @property
-    def local_ranks(self) -> range:
-        """The ranks on this host."""
-        first = self.server_args.node_rank * self.num_local_ranks
-        return range(first, first + self.num_local_ranks)
+    def num_sharing(self) -> int:
+        """Ranks of all replicas on this host, which share its memory and its cores."""
+        return len(self.local_ranks) * self.server_args.dp_size
 
     def public_dict(self) -> dict[str, object]:
         """The configuration for logs and /get_server_info: JSON values, keys replaced by whether they are set."""
@@ -327,6 +327,10 @@ def _tree_size(args: ServerArgs, draft: DraftConfig, num_steps: int, topk: int) 
 def _check_ranks(args: ServerArgs, device: str, model: ModelConfig) -> None:
     """Refuse a number of ranks that the model cannot be split over."""
     size, heads, kv_heads = args.tp_size, model.num_heads, model.num_kv_heads
+    if args.dp_size > 1 and device != "cpu":
+        raise ConfigError(
+            f"--dp-size {args.dp_size} runs on a CPU only so far: use --device cpu, or start more servers"
+        )
     if size == 1:
         return
     if device != "cpu":

@@ -22,6 +22,7 @@ WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 MemLayout = Literal["layer_first", "page_first"]
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
 RetractPolicy = Literal["recompute", "offload"]
+LoadBalanceMethod = Literal["round_robin", "shortest_queue", "cache_aware"]
 
 _MODEL = "Model and tokenizer"
 _HTTP = "HTTP server"
@@ -473,6 +474,19 @@ class ServerArgs:
         "parallelism). It must divide the attention heads. On a CPU so far.",
         group=_RUNTIME,
         aliases=("--tensor-parallel-size", "--tp"),
+    )
+    dp_size: int = flag(
+        1,
+        "Replicas of the model, each with --tp-size ranks and a KV cache of its own, behind one server (data "
+        "parallelism). On a CPU so far.",
+        group=_RUNTIME,
+        aliases=("--data-parallel-size", "--dp"),
+    )
+    load_balance_method: LoadBalanceMethod = flag(
+        "cache_aware",
+        "Which replica gets a request: round_robin each in turn, shortest_queue the one with the fewest, cache_aware "
+        "the one that was sent the longest part of its prompt before, unless that has several more than another.",
+        group=_RUNTIME,
     )
     nnodes: int = flag(
         1,

@@ -21,17 +21,13 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 class GlooBackend:
     """See ``memory_order.CollectiveBackend``. One in a process, since it is torch.distributed's default group."""
 
-    def __init__(
-        self, rank: int, size: int, meeting: str, num_here: int | None = None, interface: str = _LOOPBACK
-    ) -> None:
+    def __init__(self, rank: int, size: int, meeting: str, interface: str = _LOOPBACK) -> None:
         """Waits until all ``size`` ranks have come to ``meeting``, the same for all: ``tcp://host:port`` of rank 0's
-        host, or on one host the URI of a file that does not exist yet. ``num_here`` of them, all unless given, share
-        this host's cores. ``interface``: the network that they use. Raises ``ValueError`` where rank 0 cannot listen.
-        """
+        host, or on one host the URI of a file that does not exist yet. ``interface``: the network that they use. Raises
+        ``ValueError`` where rank 0 cannot listen."""
         self.rank = rank
         self.size = size
         os.environ.setdefault(_INTERFACE, interface)  # the host's name need not lead anywhere
-        torch.set_num_threads(max(torch.get_num_threads() // (num_here or size), 1))
         try:
             dist.init_process_group(
                 "gloo", init_method=meeting, rank=rank, world_size=size, timeout=_NO_LIMIT

@@ -24,8 +24,9 @@ from fenceline.entrypoints.generate_api import (
     thinking_end_id,
 )
 from fenceline.entrypoints.generate_body import GenerateBody, expand, parse_generate
-from fenceline.entrypoints.launch import EngineBackend, FrontEnd, launch_processes
+from fenceline.entrypoints.launch import EngineBackend, FrontEnd
 from fenceline.entrypoints.native_api import describe_server
+from fenceline.entrypoints.replicas import launch as launch_replicas
 from fenceline.frontend.request_stream import StreamGroup
 from fenceline.frontend.request_types import RequestError
 from fenceline.frontend.tokenizer_manager import TokenizerManager
@@ -50,7 +51,7 @@ class Engine:
     """
 
     def __init__(
-        self, launch: Callable[[EngineConfig], EngineBackend] = launch_processes, **server_args: Any
+        self, launch: Callable[[EngineConfig], EngineBackend] = launch_replicas, **server_args: Any
     ) -> None:
         self.config = resolve(ServerArgs.from_kwargs({"log_level": "error", **server_args}))
         self._loop = uvloop.new_event_loop()

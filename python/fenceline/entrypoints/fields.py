@@ -60,7 +60,7 @@ _CONSTRAINED = Refused(
     " /generate"
 )
 _TEXT_ONLY = Refused("only text models are served; leave it out")
-_ONE_RANK = Refused("this server has one rank; leave it out", neutral=(0,))
+_ONE_RANK = Refused("the server chooses the replica (--load-balance-method); leave it out", neutral=(0,))
 _ONE_PROCESS = Refused("prefill and decode share one process; leave it out", neutral=(0, 1))
 _BEAMS = Refused(
     "there is no beam search; ask for n samples with logprobs and choose", neutral=(0, 1, 1.0, 0.0)

@@ -151,9 +151,13 @@ class EngineProcesses:
     def _schedulers(self) -> list[BaseProcess]:
         return [process for process in self.processes if process.name.startswith("scheduler")]
 
+    def ending(self) -> None:
+        """From now on a process may end without being missed."""
+        self._stopping = True
+
     def stop(self, timeout_s: float) -> None:
         """See :class:`EngineBackend`."""
-        self._stopping = True
+        self.ending()
         deadline = time.monotonic() + timeout_s
         for process in self._schedulers:  # without them the detokenizer has nothing left to do
             process.join(max(deadline - time.monotonic(), 0.0))

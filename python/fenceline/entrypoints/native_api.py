@@ -165,16 +165,20 @@ class NativeApi:
         return Response(status_code=200 if self._manager.serving else 503)
 
     async def health_generate(self) -> Response:
-        """200 if the engine generates a token, for this request or any other, within 20 seconds, else 503."""
-        probe = GenerateInput(
-            rid=f"HEALTH_CHECK_{new_rid()}",
-            input_ids=[self._config.model.bos_token_id or 0],
-            sampling_params=SamplingParams(max_new_tokens=1, temperature=0.0),
-        )
+        """200 if each replica generates a token, for this request or any other, within 20 seconds, else 503."""
+        probes = [
+            GenerateInput(
+                rid=f"HEALTH_CHECK_{new_rid()}",
+                input_ids=[self._config.model.bos_token_id or 0],
+                sampling_params=SamplingParams(max_new_tokens=1, temperature=0.0),
+                replica=replica,
+            )
+            for replica in range(self._config.server_args.dp_size)
+        ]
         asked_at = time.perf_counter()
         try:
-            async with await self._manager.submit(probe) as stream:
-                await asyncio.wait_for(stream.collect(), HEALTH_TIMEOUT_S)
+            async with await self._manager.submit_many(probes) as group:
+                await asyncio.wait_for(group.collect(), HEALTH_TIMEOUT_S)
         except TimeoutError:
             self._require_news_since(asked_at)
         except RequestError as error:
@@ -185,10 +189,10 @@ class NativeApi:
         return Response(status_code=200)
 
     def _require_news_since(self, moment: float) -> None:
-        if self._manager.last_news < moment:
-            raise RequestError(
-                503, f"the engine generated nothing within {HEALTH_TIMEOUT_S:g} s", code="unhealthy"
-            )
+        silent = [replica for replica, heard in enumerate(self._manager.last_news) if heard < moment]
+        if silent:
+            of = "the engine" if len(self._manager.last_news) == 1 else f"replica {silent[0]}"
+            raise RequestError(503, f"{of} generated nothing within {HEALTH_TIMEOUT_S:g} s", code="unhealthy")
 
     async def model_info(self) -> Response:
         """What is being served."""
@@ -278,6 +282,8 @@ class NativeApi:
     async def flight_recorder_json(self, format: Literal["json", "trace"] = "json") -> Response:
         """The scheduler's last steps as JSON, or with ``format=trace`` the last 128 as a trace for Perfetto; 400 with
         --flight-recorder-steps 0."""
+        if format == "trace" and self._config.server_args.dp_size > 1:
+            raise RequestError(400, "a trace is of one replica, and this server has several: use format=json")
         reply = await self._manager.flight_recorder(format)
         if not reply.success:
             raise RequestError(400, reply.message)
@@ -336,23 +342,27 @@ class NativeApi:
 
 async def describe_server(manager: TokenizerManager, config: EngineConfig) -> dict[str, object]:
     """What /server_info says."""
-    state = msgspec.to_builtins(await manager.internal_state())
-    state |= _sglang_state(state, manager.limits)
+    dp_size = config.server_args.dp_size
+    states: list[dict[str, Any]] = [msgspec.to_builtins(state) for state in await manager.internal_states()]
+    for state in states:
+        state |= _sglang_state(state, manager.limits, dp_size)
     return {
         **config.public_dict(),
         **({} if manager.limits is None else _without_tag(manager.limits)),
-        "internal_states": [state],
+        "internal_states": states,
         "num_active_requests": manager.num_active,
         "version": __version__,
     }
 
 
-def _sglang_state(state: Mapping[str, Any], limits: SchedulerReady | None) -> dict[str, object]:
+def _sglang_state(state: Mapping[str, Any], limits: SchedulerReady | None, dp_size: int) -> dict[str, object]:
     """What SGLang's clients look for in ``internal_states``; memory in GB there."""
     bytes_of = state["memory_bytes"]
     graphs = [state[name] for name in ("cuda_graphs", "piecewise_cuda_graphs") if state[name] is not None]
     return {
-        "effective_max_running_requests_per_dp": None if limits is None else limits.max_running_requests,
+        "effective_max_running_requests_per_dp": (
+            None if limits is None else limits.max_running_requests // dp_size
+        ),
         "memory_usage": {
             "weight": round(bytes_of.get("weights", 0) / 2**30, 2),
             "kvcache": round(bytes_of.get("kv_cache", 0) / 2**30, 2),

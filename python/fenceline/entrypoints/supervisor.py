@@ -18,10 +18,10 @@ from fenceline.entrypoints.launch import (
     EngineProcesses,
     FrontEnd,
     ProcessEntry,
-    launch_processes,
     run_scheduler,
 )
 from fenceline.entrypoints.node import serve_node
+from fenceline.entrypoints.replicas import Replicas, launch
 from fenceline.frontend.tokenizer_manager import TokenizerManager
 from fenceline.ipc.child_process import DUMP_SIGNAL, PARENTS_SIGNALS, freeze_garbage_collector, setup_logging
 
@@ -73,7 +73,7 @@ def serve_until_stopped(config: EngineConfig, scheduler_entry: ProcessEntry = ru
         "Loading %s; the address follows when it can answer (Ctrl-C stops).", config.served_model_name
     )
     with sock:
-        backend = launch_processes(config, scheduler_entry)
+        backend = launch(config, scheduler_entry)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(Supervisor(config, backend, sock).run())
@@ -87,7 +87,9 @@ def serve_until_stopped(config: EngineConfig, scheduler_entry: ProcessEntry = ru
 class Supervisor:
     """One server's life on one event loop."""
 
-    def __init__(self, config: EngineConfig, backend: EngineProcesses, sock: socket.socket) -> None:
+    def __init__(
+        self, config: EngineConfig, backend: EngineProcesses | Replicas, sock: socket.socket
+    ) -> None:
         self._config = config
         self._backend = backend
         self._sock = sock

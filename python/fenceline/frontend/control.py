@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 from uuid import uuid4
 
@@ -30,9 +30,12 @@ PROFILE_TIMEOUT_S = 300.0  # stopping writes a trace of many megabytes
 class ControlClient:
     """Sends control messages and resolves each caller's future by the message's id."""
 
-    def __init__(self, send: Callable[[Message], None]) -> None:
+    def __init__(self, send: Callable[[Message], None], num_replicas: int = 1) -> None:
+        """``send`` reaches all replicas, and each answers."""
         self._send = send
-        self._waiting: dict[str, asyncio.Future[ControlReply]] = {}
+        self._num_replicas = num_replicas
+        self._waiting: dict[str, asyncio.Future[list[ControlReply]]] = {}
+        self._replies: dict[str, list[ControlReply]] = {}  # of those, as far as they have come
         self._failure: RequestError | None = None
 
     async def flush_cache(self, storage: bool = False, wait_s: float = 0.0) -> ControlReply:
@@ -70,9 +73,9 @@ class ControlClient:
         """See :class:`FlightRecorderReq`."""
         return await self._ask(FlightRecorderReq(id=uuid4().hex, form=form))
 
-    async def internal_state(self, num_steps: int = 0) -> ControlReply:
-        """See :class:`GetInternalStateReq`."""
-        return await self._ask(GetInternalStateReq(id=uuid4().hex, num_steps=num_steps))
+    async def internal_states(self, num_steps: int = 0) -> list[ControlReply]:
+        """See :class:`GetInternalStateReq`; of each replica."""
+        return await self._ask_all(GetInternalStateReq(id=uuid4().hex, num_steps=num_steps))
 
     async def load_grammar(
         self, grammar: int, data: bytes, vocabulary: bytes, forgotten: list[int]
@@ -85,9 +88,13 @@ class ControlClient:
 
     def resolve(self, reply: ControlReply) -> None:
         """Hand a reply to its caller; late replies are dropped."""
-        future = self._waiting.pop(reply.id, None)
-        if future is not None and not future.done():
-            future.set_result(reply)
+        future = self._waiting.get(reply.id)
+        if future is None or future.done():
+            return
+        replies = self._replies.setdefault(reply.id, [])
+        replies.append(reply)
+        if len(replies) == self._num_replicas:
+            future.set_result(sorted(replies, key=lambda each: each.replica))
 
     def fail(self, error: RequestError) -> None:
         """The scheduler is gone: every caller, present and future, gets ``error``."""
@@ -108,9 +115,23 @@ class ControlClient:
         | LoadGrammarReq,
         timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> ControlReply:
+        return _as_one(await self._ask_all(message, timeout_s))
+
+    async def _ask_all(
+        self,
+        message: FlushCacheReq
+        | PauseGenerationReq
+        | ContinueGenerationReq
+        | ProfileReq
+        | FlightRecorderReq
+        | GetInternalStateReq
+        | LoadGrammarReq,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+    ) -> list[ControlReply]:
+        """Each replica's reply, in their order."""
         if self._failure is not None:
             raise self._failure
-        future: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[list[ControlReply]] = asyncio.get_running_loop().create_future()
         self._waiting[message.id] = future
         self._send(message)
         try:
@@ -123,3 +144,20 @@ class ControlClient:
             ) from None
         finally:
             self._waiting.pop(message.id, None)
+            self._replies.pop(message.id, None)
+
+
+def _as_one(replies: Sequence[ControlReply]) -> ControlReply:
+    """What several replicas have answered as one reply: they have succeeded if all have. Payloads are JSON."""
+    if len(replies) == 1:
+        return replies[0]
+    messages = [reply.message for reply in replies]
+    if len(set(messages)) == 1:
+        message = messages[0]
+    else:
+        message = "; ".join(f"replica {number}: {each}" for number, each in enumerate(messages))
+    payloads = [reply.payload for reply in replies]
+    payload = b"[" + b",".join(payloads) + b"]" if all(payloads) else b""
+    return ControlReply(
+        id=replies[0].id, success=all(reply.success for reply in replies), message=message, payload=payload
+    )

@@ -107,14 +107,17 @@ class Histogram:
 class Metrics:
     """Counts requests and tokens. One registry per server: two servers in one process do not share it."""
 
-    def __init__(self, model_name: str, has_tiers: bool = False, prefix: str = "both") -> None:
+    def __init__(
+        self, model_name: str, has_tiers: bool = False, prefix: str = "both", num_replicas: int = 1
+    ) -> None:
         """``has_tiers``: with HiCache, where cached tokens are counted by the tier in which they were found.
-        ``prefix``: ``fenceline``, ``sglang`` or ``both``."""
+        ``prefix``: ``fenceline``, ``sglang`` or ``both``. With several replicas what a scheduler reports carries the
+        label ``dp_rank``."""
         self.registry = CollectorRegistry(auto_describe=False)
         self._model_name = model_name
         self._has_tiers = has_tiers
         self._prefix = prefix
-        self._state: InternalState | None = None
+        self._states: list[InternalState | None] = [None] * num_replicas
         self._ttft = Histogram(_TTFT_BUCKETS)
         self._itl = Histogram(_ITL_BUCKETS)
         self._e2e = Histogram(_E2E_BUCKETS)
@@ -160,9 +163,9 @@ class Metrics:
         self._num_requests += 1
         self._num_aborted += 1
 
-    def report(self, state: InternalState) -> None:
-        """The scheduler's latest report."""
-        self._state = state
+    def report(self, state: InternalState, replica: int = 0) -> None:
+        """The latest report of ``replica``'s scheduler."""
+        self._states[replica] = state
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -177,7 +180,7 @@ class Metrics:
                 yield from _as_sglang(metric)
 
     def _metrics(self) -> Iterator[Metric]:
-        yield from self._gauges()
+        yield from self._reported()
         yield self._counter("prompt_tokens", "Prompt tokens of all requests.", self._prompt_tokens)
         yield self._counter(
             "generation_tokens", "Tokens generated for all requests.", self._generation_tokens
@@ -190,10 +193,26 @@ class Metrics:
         yield self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", self._e2e)
         yield self._histogram("queue_time_seconds", "From arrival to the first step.", self._queue_time)
 
-    def _gauges(self) -> Iterator[Metric]:
-        state = self._state
-        if state is None:
+    def _reported(self) -> Iterator[Metric]:
+        """What the schedulers report, each metric once with the samples of all."""
+        if len(self._states) == 1:
+            if self._states[0] is not None:
+                yield from self._gauges(self._states[0])
             return
+        metrics: dict[str, Metric] = {}
+        for replica, state in enumerate(self._states):
+            for metric in () if state is None else self._gauges(state):
+                samples = [
+                    sample._replace(labels={**sample.labels, "dp_rank": str(replica)})
+                    for sample in metric.samples
+                ]
+                if metric.name in metrics:
+                    samples = metrics[metric.name].samples + samples
+                metric.samples = samples
+                metrics[metric.name] = metric
+        yield from metrics.values()
+
+    def _gauges(self, state: InternalState) -> Iterator[Metric]:
         yield self._gauge("num_running_reqs", "Requests being decoded.", state.num_running_reqs)
         yield self._gauge("num_queue_reqs", "Requests waiting.", state.num_queue_reqs)
         yield self._gauge("num_used_tokens", "KV cache tokens held by requests.", state.num_used_tokens)

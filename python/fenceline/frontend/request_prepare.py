@@ -242,4 +242,5 @@ def build_message(
         body=body,
         grammar=grammar,
         think=inp.think if grammar else None,
+        replica=inp.replica,
     )

@@ -97,6 +97,7 @@ class GenerateInput:
     add_special_tokens: bool = True
     grammar: GrammarSpec | None = None
     think: ThinkTokens | None = None
+    replica: int | None = None  # of several, the one that must answer
 
 
 class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):

@@ -85,9 +85,12 @@ class TokenizerManager:
         self.limits: SchedulerReady | None = None
         self.fatal: str | None = None
         self.metrics = Metrics(
-            config.served_model_name, config.hicache is not None, config.server_args.metrics_prefix
+            config.served_model_name,
+            config.hicache is not None,
+            config.server_args.metrics_prefix,
+            config.server_args.dp_size,
         )
-        self.control = ControlClient(link.send)
+        self.control = ControlClient(link.send, config.server_args.dp_size)
         self._grammars = GrammarClient(config, tokenizer, self.control)
         self._link = link
         self._table = RequestTable(config.server_args.max_queued_requests, config.priority)
@@ -103,7 +106,8 @@ class TokenizerManager:
         timeouts = [limit_s for limit_s in limits_s if limit_s is not None]
         self._tick_s = min(max(min(timeouts) / 10, _MIN_TICK_S), _MAX_TICK_S) if timeouts else None
         self._ticker: asyncio.TimerHandle | None = None
-        self.last_news = 0.0  # time.perf_counter() of the latest output of any request
+        # Of each replica time.perf_counter() of the latest output of any request.
+        self.last_news = [0.0] * config.server_args.dp_size
 
     # --- requests
 
@@ -361,14 +365,14 @@ class TokenizerManager:
         match message:
             case BatchStrOut():
                 for out in message.outs:
-                    self._deliver(out.token, out.text)
+                    self._deliver(out.token, out.text, message.replica)
             case BatchTokenOut():
                 for token in message.outs:
-                    self._deliver(token, "")
+                    self._deliver(token, "", message.replica)
             case ControlReply():
                 self.control.resolve(message)
             case StatsReport():
-                self.metrics.report(message.state)
+                self.metrics.report(message.state, message.replica)
             case SchedulerReady():
                 self.limits = message
                 self._ready.set()
@@ -377,8 +381,8 @@ class TokenizerManager:
             case _:
                 raise AssertionError(f"unexpected message {type(message).__name__}")
 
-    def _deliver(self, token: TokenOut, text: str) -> None:
-        now = self.last_news = time.perf_counter()
+    def _deliver(self, token: TokenOut, text: str, replica: int) -> None:
+        now = self.last_news[replica] = time.perf_counter()
         entry = self._table.advance(token)
         if entry is None:
             return  # its client left while the message was on its way
@@ -427,19 +431,16 @@ class TokenizerManager:
         """The scheduler's last steps: of a file the reply's message is the path, JSON and a trace are its payload."""
         return await self.control.flight_recorder(form)
 
-    async def internal_state(self) -> InternalState:
-        """The scheduler's state now. Raises RequestError 503 if it does not answer."""
-        state = (await self.control.internal_state()).state
-        assert state is not None, "a reply to GetInternalStateReq carries the state"
-        return state
+    async def internal_states(self) -> list[InternalState]:
+        """The state of each replica's scheduler now. Raises RequestError 503 if one does not answer."""
+        return [_state_of(reply) for reply in await self.control.internal_states()]
 
     async def live_state(self, num_steps: int) -> tuple[InternalState, bytes]:
-        """The scheduler's state and its last steps as JSON (``scheduler/live_steps.py``), both of one moment. Raises
-        RequestError 503 if it does not answer, or not yet, or no longer."""
+        """The scheduler's state and its last steps as JSON (``scheduler/live_steps.py``), both of one moment; of
+        several replicas the first one's. Raises RequestError 503 if it does not answer, or not yet, or no longer."""
         self._require_serving()
-        reply = await self.control.internal_state(num_steps)
-        assert reply.state is not None, "a reply to GetInternalStateReq carries the state"
-        return reply.state, reply.payload
+        reply = (await self.control.internal_states(num_steps))[0]
+        return _state_of(reply), reply.payload
 
     # --- life cycle
 
@@ -498,6 +499,11 @@ class TokenizerManager:
     def _note_idle(self) -> None:
         if not len(self._table):
             self._idle.set()
+
+
+def _state_of(reply: ControlReply) -> InternalState:
+    assert reply.state is not None, "a reply to GetInternalStateReq carries the state"
+    return reply.state
 
 
 def _truncated(inp: GenerateInput, max_tokens: int) -> GenerateInput:

@@ -53,6 +53,7 @@ class TokenizedGenerateReq(Message):
     body: int = 0
     grammar: int = 0
     think: ThinkTokens | None = None
+    replica: int | None = None  # of several, the one that must answer it
 
 
 class LoadGrammarReq(Message):
@@ -285,6 +286,7 @@ class BatchTokenOut(Message):
     """All news of one scheduler step."""
 
     outs: list[TokenOut]
+    replica: int = 0
 
 
 # --- DetokenizerManager -> TokenizerManager ----------------------------------------------------------
@@ -302,6 +304,7 @@ class BatchStrOut(Message):
     """All news of one :class:`BatchTokenOut`, decoded."""
 
     outs: list[StrOut]
+    replica: int = 0  # of several, the one that sends it: told by the link that receives it
 
 
 # --- Scheduler -> TokenizerManager -------------------------------------------------------------------
@@ -387,12 +390,14 @@ class ControlReply(Message):
     message: str = ""
     state: InternalState | None = None
     payload: bytes = b""
+    replica: int = 0
 
 
 class StatsReport(Message):
     """Sent about once a second while there is something to tell, for /metrics."""
 
     state: InternalState
+    replica: int = 0
 
 
 class SchedulerReady(Message):

@@ -116,7 +116,7 @@ class ModelRunner:
         self.req_pool = ReqPool(num_rows, max_pages_per_req, device.torch_device)
         draft_rows = () if self.draft is None else self.draft.kv_rows
         layout = KVLayout(config.server_args.page_size, self.model.kv_rows + draft_rows)
-        num_pages = num_kv_pages(config, device, layout, config.num_local_ranks)  # of what is left
+        num_pages = num_kv_pages(config, device, layout, config.num_sharing)  # of what is left
         with device.forward.active():
             num_pages = shard.smallest(num_pages)
         with _phase("Allocated the KV pool"):
@@ -185,7 +185,7 @@ class ModelRunner:
         if config.hicache is not None:
             with _phase("Allocated the host tier"):
                 with device.forward.active():  # before any rank takes its part
-                    room = shard.smallest(available_host_bytes() // config.num_local_ranks)
+                    room = shard.smallest(available_host_bytes() // config.num_sharing)
                 pages = self._accesses.pages
                 self.hicache = make_hicache_controller(config, device, self.kv_pool, pages, room)
             if config.hicache.storage is not None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import torch
 import zmq
 
 from fenceline.config.engine_config import EngineConfig
@@ -156,6 +157,8 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         begin = time.perf_counter()
         device = open_device(config.device)
         logger.info("Opened the device (%s) in %.1f s", config.device, time.perf_counter() - begin)
+        if device.kind == "cpu" and config.num_sharing > 1:
+            torch.set_num_threads(max(torch.get_num_threads() // config.num_sharing, 1))
         shard = Shard() if num_ranks == 1 else _meet_ranks(config, ports, rank, device)
         if config.server_args.nnodes > 1:
             with device.forward.active():
@@ -235,7 +238,7 @@ def _meet_ranks(config: EngineConfig, ports: PortArgs, rank: int, device: Device
         interface = own_interface(own_address(args.dist_init_addr))
         meeting = f"tcp://{args.dist_init_addr}"
         logger.info("Waiting until all %d ranks have come to %s", num_ranks, meeting)
-        backend = GlooBackend(rank, num_ranks, meeting, config.num_local_ranks, interface)
+        backend = GlooBackend(rank, num_ranks, meeting, interface)
     return Shard(rank, num_ranks, Communicator("tp", device, device.forward, backend))
 
 

@@ -1,0 +1,128 @@
+"""ReplicaLink: the TokenizerManager's connection to several replicas of the engine, as if they were one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from random import Random
+
+import msgspec
+
+from fenceline.config.engine_config import EngineConfig
+from fenceline.frontend.load_balance import LoadBalancer
+from fenceline.ipc.io_struct import (
+    AbortReq,
+    BatchStrOut,
+    BatchTokenOut,
+    ControlReply,
+    FatalError,
+    FlushCacheReq,
+    Message,
+    SchedulerReady,
+    StatsReport,
+    TokenizedGenerateReq,
+    TokenOut,
+)
+from fenceline.ipc.sockets import SchedulerLink
+
+
+class ReplicaLink:
+    """See :class:`SchedulerLink`. A request goes to one replica, and what ends it too; everything else goes to all.
+    What comes from a replica carries its number; they are ready when all are."""
+
+    def __init__(self, links: Sequence[SchedulerLink], config: EngineConfig) -> None:
+        self._links = links
+        self._balancer = LoadBalancer(config.server_args.load_balance_method, len(links))
+        self._seeds = Random(config.random_seed)
+        self._placed: dict[
+            str, tuple[int, int]
+        ] = {}  # by rid: the replica and the prompt's tokens, until it ends
+        self._ready: dict[int, SchedulerReady] = {}
+        self._receiving: dict[int, asyncio.Task[list[Message]]] = {}
+
+    def send(self, message: Message) -> None:
+        """See :class:`SchedulerLink`."""
+        match message:
+            case TokenizedGenerateReq():
+                self._place(message)
+            case AbortReq(abort_all=False):
+                if message.rid in self._placed:
+                    self._links[self._placed[message.rid][0]].send(message)
+            case _:
+                if isinstance(message, FlushCacheReq):
+                    self._balancer.flushed()
+                for link in self._links:
+                    link.send(message)
+
+    def _place(self, message: TokenizedGenerateReq) -> None:
+        replica = message.replica
+        if replica is None:
+            replica = self._balancer.choose(message.input_ids, message.extra_key)
+        if (
+            message.sampling_params.seed is None
+        ):  # the replicas' own seeds are the same: they would draw the same
+            params = msgspec.structs.replace(message.sampling_params, seed=self._seeds.getrandbits(63))
+            message = msgspec.structs.replace(message, sampling_params=params)
+        num_tokens = len(message.input_ids)
+        self._placed[message.rid] = replica, num_tokens
+        self._balancer.begun(replica, num_tokens)
+        self._links[replica].send(message)
+
+    async def receive(self) -> list[Message]:
+        """See :class:`SchedulerLink`."""
+        messages: list[Message] = []
+        try:
+            while not messages:
+                for replica, link in enumerate(self._links):
+                    if replica not in self._receiving:
+                        self._receiving[replica] = asyncio.ensure_future(link.receive())
+                await asyncio.wait(self._receiving.values(), return_when=asyncio.FIRST_COMPLETED)
+                for replica in [replica for replica, task in self._receiving.items() if task.done()]:
+                    for message in self._receiving.pop(replica).result():
+                        messages += self._taken(replica, message)
+        except asyncio.CancelledError:
+            for task in self._receiving.values():
+                task.cancel()
+            await asyncio.gather(*self._receiving.values(), return_exceptions=True)
+            raise
+        return messages
+
+    def _taken(self, replica: int, message: Message) -> list[Message]:
+        """What ``message`` of ``replica`` is to the TokenizerManager; nothing, of all but the last that is ready."""
+        match message:
+            case BatchStrOut():
+                self._note_ended([out.token for out in message.outs])
+                return [msgspec.structs.replace(message, replica=replica)]
+            case BatchTokenOut():
+                self._note_ended(message.outs)
+                return [msgspec.structs.replace(message, replica=replica)]
+            case ControlReply() | StatsReport():
+                return [msgspec.structs.replace(message, replica=replica)]
+            case FatalError():
+                return [FatalError(source=f"replica {replica}: {message.source}", message=message.message)]
+            case SchedulerReady():
+                self._ready[replica] = message
+                return [self._all_ready()] if len(self._ready) == len(self._links) else []
+            case _:
+                return [message]
+
+    def _note_ended(self, outs: Sequence[TokenOut]) -> None:
+        for out in outs:
+            if out.finish_reason is not None and out.rid in self._placed:
+                self._balancer.ended(*self._placed.pop(out.rid))
+
+    def _all_ready(self) -> SchedulerReady:
+        """What holds whichever replica a request goes to; of running requests, all replicas' together."""
+        limits = list(self._ready.values())
+        return SchedulerReady(
+            max_total_num_tokens=min(each.max_total_num_tokens for each in limits),
+            max_running_requests=sum(each.max_running_requests for each in limits),
+            max_req_input_len=min(each.max_req_input_len for each in limits),
+            context_length=min(each.context_length for each in limits),
+            memory_bytes=limits[0].memory_bytes,
+        )
+
+    def close(self) -> None:
+        """See :class:`SchedulerLink`."""
+        for link in self._links:
+            link.close()

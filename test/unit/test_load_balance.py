@@ -1,0 +1,270 @@
+"""Which replica gets a request, and what a front end of several replicas is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from random import Random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fenceline
+from fenceline.config.engine_config import EngineConfig, resolve
+from fenceline.config.server_args import LoadBalanceMethod, ServerArgs
+from fenceline.frontend.control import ControlClient
+from fenceline.frontend.load_balance import LoadBalancer
+from fenceline.frontend.metrics import Metrics
+from fenceline.frontend.replica_link import ReplicaLink
+from fenceline.frontend.request_types import RequestError
+from fenceline.ipc.io_struct import (
+    AbortReq,
+    BatchTokenOut,
+    ControlReply,
+    FatalError,
+    FinishReason,
+    FlushCacheReq,
+    InternalState,
+    Message,
+    SchedulerReady,
+    ShutdownReq,
+    StatsReport,
+    TokenizedGenerateReq,
+    TokenOut,
+)
+from fenceline.sampling.sampling_params import SamplingParams
+
+METHODS: tuple[LoadBalanceMethod, ...] = ("round_robin", "shortest_queue", "cache_aware")
+
+
+def prompt(seed: int, num_tokens: int = 200) -> list[int]:
+    random = Random(seed)
+    return [random.randrange(1000) for _ in range(num_tokens)]
+
+
+def place(balancer: LoadBalancer, tokens: list[int], extra_key: str = "") -> int:
+    replica = balancer.choose(tokens, extra_key)
+    balancer.begun(replica, len(tokens))
+    return replica
+
+
+def test_in_turn() -> None:
+    balancer = LoadBalancer("round_robin", 3)
+    assert [place(balancer, prompt(0)) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_the_shortest_queue() -> None:
+    balancer = LoadBalancer("shortest_queue", 3)
+    assert sorted(place(balancer, prompt(seed)) for seed in range(3)) == [0, 1, 2]
+    balancer.ended(1, 200)
+    assert place(balancer, prompt(0)) == 1
+    balancer.ended(2, 200)
+    balancer.ended(0, 200)
+    balancer.begun(2, 10)
+    balancer.begun(0, 5)
+    balancer.ended(1, 200)
+    balancer.begun(1, 7)
+    assert place(balancer, prompt(0)) == 0, "as many requests, and the fewest tokens"
+
+
+def test_a_prefix_goes_where_it_went_before() -> None:
+    balancer = LoadBalancer("cache_aware", 4)
+    first = {seed: place(balancer, prompt(seed)) for seed in range(4)}
+    assert sorted(first.values()) == [0, 1, 2, 3], "new prompts are spread"
+    for seed, replica in first.items():
+        assert place(balancer, [*prompt(seed), *prompt(99, 70)]) == replica
+    assert place(balancer, prompt(0)) == first[0]
+    assert place(balancer, prompt(0), "other") != first[0], (
+        "its namespace has nothing of it, and it has most to do"
+    )
+    balancer.flushed()
+    assert place(balancer, prompt(0)) != first[0]
+
+
+def test_a_prefix_that_all_share_does_not_make_one_replica_do_everything() -> None:
+    balancer = LoadBalancer("cache_aware", 4)
+    for seed in range(400):
+        place(balancer, [*prompt(0, 640), *prompt(seed, 64)])
+    assert max(balancer.num_reqs) - min(balancer.num_reqs) <= max(5, min(balancer.num_reqs) // 4 + 1)
+    assert sum(balancer.num_reqs) == 400
+
+
+@given(
+    st.sampled_from(METHODS),
+    st.integers(1, 5),
+    st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=60),
+)
+def test_loads_are_those_of_the_requests_in_flight(
+    method: LoadBalanceMethod, num_replicas: int, requests: list[tuple[int, bool]]
+) -> None:
+    balancer = LoadBalancer(method, num_replicas)
+    running: deque[tuple[int, int]] = deque()
+    for seed, ends in requests:
+        if ends and running:
+            balancer.ended(*running.popleft())
+        else:
+            tokens = prompt(seed, 64 * seed + 3)
+            replica = place(balancer, tokens)
+            assert 0 <= replica < num_replicas
+            running.append((replica, len(tokens)))
+    by_replica = [sum(replica == number for replica, _ in running) for number in range(num_replicas)]
+    assert list(balancer.num_reqs) == by_replica
+
+
+# --- the link
+
+
+class FakeLink:
+    """A replica's link: what was sent, and what it says next."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.news: asyncio.Queue[list[Message]] = asyncio.Queue()
+        self.closed = False
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    async def receive(self) -> list[Message]:
+        return await self.news.get()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def config(num: int, method: LoadBalanceMethod = "round_robin") -> EngineConfig:
+    return resolve(
+        ServerArgs(
+            model_path=fenceline.demo_model_path(),
+            device="cpu",
+            dp_size=num,
+            load_balance_method=method,
+            random_seed=1,
+        )
+    )
+
+
+def req(rid: str, replica: int | None = None, seed: int | None = None) -> TokenizedGenerateReq:
+    params = SamplingParams(seed=seed)
+    return TokenizedGenerateReq(rid=rid, input_ids=[1, 2, 3], sampling_params=params, replica=replica)
+
+
+def last(rid: str) -> BatchTokenOut:
+    end = FinishReason(type="stop")
+    counts = {"prompt_tokens": 3, "completion_tokens": 1, "cached_tokens": 0}
+    return BatchTokenOut(outs=[TokenOut(rid=rid, output_ids=[5], finish_reason=end, **counts)])
+
+
+def test_a_request_and_its_abort_go_to_one_replica_and_the_rest_to_all() -> None:
+    links = [FakeLink(), FakeLink()]
+    link = ReplicaLink(links, config(2))
+    for rid in ("a", "b", "c"):
+        link.send(req(rid))
+    link.send(req("d", replica=1, seed=9))
+    link.send(AbortReq(rid="b"))
+    link.send(AbortReq(rid="unknown"))
+    everybody: list[Message] = [AbortReq(abort_all=True), FlushCacheReq(id="f"), ShutdownReq()]
+    for message in everybody:
+        link.send(message)
+    names = [
+        [message.rid for message in each.sent if isinstance(message, TokenizedGenerateReq)] for each in links
+    ]
+    assert names == [["a", "c"], ["b", "d"]]
+    assert AbortReq(rid="b") not in links[0].sent and AbortReq(rid="b") in links[1].sent
+    for each in links:
+        assert each.sent[-3:] == everybody and AbortReq(rid="unknown") not in each.sent
+    seeds = [
+        m.sampling_params.seed for each in links for m in each.sent if isinstance(m, TokenizedGenerateReq)
+    ]
+    assert None not in seeds and len(set(seeds)) == 4 and seeds[3] == 9, "replicas would draw the same"
+
+
+def test_what_comes_from_replicas_is_told_apart_and_a_request_that_ended_is_no_load() -> None:
+    async def run() -> None:
+        links = [FakeLink(), FakeLink()]
+        link = ReplicaLink(links, config(2, "shortest_queue"))
+        ready = SchedulerReady(
+            max_total_num_tokens=100,
+            max_running_requests=8,
+            max_req_input_len=50,
+            context_length=60,
+            memory_bytes={},
+        )
+        links[0].news.put_nowait([ready])
+        links[1].news.put_nowait(
+            [msgspec.structs.replace(ready, max_total_num_tokens=90, max_req_input_len=40)]
+        )
+        (both,) = await link.receive()
+        assert isinstance(both, SchedulerReady)
+        assert (both.max_total_num_tokens, both.max_running_requests, both.max_req_input_len) == (90, 16, 40)
+        link.send(req("a"))
+        link.send(req("b"))
+        links[1].news.put_nowait([last("b"), FatalError(source="scheduler", message="gone")])
+        done, fatal = await link.receive()
+        assert isinstance(done, BatchTokenOut) and done.replica == 1
+        assert fatal == FatalError(source="replica 1: scheduler", message="gone")
+        link.send(req("c"))
+        assert [m.rid for m in links[1].sent if isinstance(m, TokenizedGenerateReq)] == ["b", "c"]
+        waiting = asyncio.ensure_future(link.receive())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        link.close()
+        assert all(each.closed for each in links)
+
+    asyncio.run(run())
+
+
+def test_control_messages_are_answered_by_all() -> None:
+    async def run() -> None:
+        sent: list[Message] = []
+        control = ControlClient(sent.append, 2)
+
+        async def ask(replies: list[dict[str, object]]) -> ControlReply:
+            asked = asyncio.ensure_future(control.pause("abort"))
+            await asyncio.sleep(0)
+            for number in (1, 0):
+                assert not asked.done()
+                control.resolve(ControlReply(id=sent[-1].id, replica=number, **replies[number]))  # type: ignore
+                await asyncio.sleep(0)
+            return await asked
+
+        both = await ask([{"success": True, "message": "paused"}] * 2)
+        assert both.success and both.message == "paused"
+        one = await ask([{"success": True, "message": "paused"}, {"success": False, "message": "no"}])
+        assert not one.success and one.message == "replica 0: paused; replica 1: no"
+        parts = await ask([{"success": True, "payload": b"{}"}, {"success": True, "payload": b"[1]"}])
+        assert parts.payload == b"[{},[1]]"
+        asked = asyncio.ensure_future(control.pause("abort"))
+        await asyncio.sleep(0)
+        control.resolve(ControlReply(id=sent[-1].id, success=True))
+        control.fail(RequestError(503, "gone"))
+        with pytest.raises(RequestError, match="gone"):
+            await asked
+
+    asyncio.run(run())
+
+
+def state(num_running: int) -> InternalState:
+    return InternalState(
+        num_running_reqs=num_running, num_queue_reqs=0, num_used_tokens=0, max_total_num_tokens=9, token_usage=0.0,
+        cache_hit_rate=0.0, gen_throughput=0.0, num_retractions=0, num_aborts=0, num_generated_tokens=0,
+        num_prompt_tokens=0, num_cached_tokens=0, new_token_ratio=0.0, paused=False, memory_bytes={},
+    )  # fmt: skip
+
+
+def test_metrics_carry_the_replica() -> None:
+    metrics = Metrics("m", num_replicas=2)
+    for replica in range(2):
+        metrics.report(StatsReport(state=state(3 + replica)).state, replica)
+    text = metrics.exposition().decode()
+    for name in ("fenceline", "sglang"):
+        assert f'{name}:num_running_reqs{{dp_rank="0",model_name="m"}} 3.0' in text
+        assert f'{name}:num_running_reqs{{dp_rank="1",model_name="m"}} 4.0' in text
+    assert text.count("# TYPE fenceline:num_running_reqs gauge") == 1
+    alone = Metrics("m")
+    alone.report(state(3))
+    assert 'fenceline:num_running_reqs{model_name="m"} 3.0' in alone.exposition().decode()
