@@ -28,7 +28,9 @@ class Case:
         dtype: torch.dtype = torch.float32,
         head_dim: int = 8,
         device: str = "cpu",
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
+        """``kv_dtype``: of the pool, whose keys and values are rounded to it; ``dtype`` unless given."""
         self.device = torch.device(device)
         self.seq_lens, self.query_lens = seq_lens, query_lens
         num_heads, num_kv_heads = heads
@@ -36,7 +38,10 @@ class Case:
         pages = [-(-n // page_size) for n in seq_lens]
         num_pages = sum(pages) + 3
         self.pool = KVPool(
-            num_pages, KVLayout.uniform(page_size, 2, num_kv_heads, head_dim, dtype), self.device
+            num_pages,
+            KVLayout.uniform(page_size, 2, num_kv_heads, head_dim, kv_dtype or dtype),
+            self.device,
+            dtype,
         )
         for tensor in (self.pool.k(1), self.pool.v(1)):
             tensor[page_size:] = float("nan")
@@ -53,16 +58,19 @@ class Case:
             self.slots.append(
                 self.page_table[row, position // page_size].long() * page_size + position % page_size
             )
-        self.keys = [torch.randn(n, num_kv_heads, head_dim, generator=generator).to(dtype) for n in seq_lens]
-        self.values = [
-            torch.randn(n, num_kv_heads, head_dim, generator=generator).to(dtype) for n in seq_lens
-        ]
+        self.keys, self.values = (
+            [
+                torch.randn(n, num_kv_heads, head_dim, generator=generator).to(kv_dtype or dtype).to(dtype)
+                for n in seq_lens
+            ]
+            for _ in range(2)
+        )
         self.queries = [
             torch.randn(n, num_heads, head_dim, generator=generator).to(dtype) for n in query_lens
         ]
         for slots, keys, values in zip(self.slots, self.keys, self.values, strict=True):
-            self.pool.k(1)[slots.to(self.device)] = keys.to(self.device)
-            self.pool.v(1)[slots.to(self.device)] = values.to(self.device)
+            self.pool.k(1)[slots.to(self.device)] = keys.to(self.pool.k(1))
+            self.pool.v(1)[slots.to(self.device)] = values.to(self.pool.v(1))
 
     def begin_alike(self, requests: list[int], num_tokens: int) -> None:
         """Let ``requests`` have the first one's whole pages of the first ``num_tokens`` tokens."""

@@ -184,7 +184,7 @@ class PagedModel:
         num_pages = num_rows * pages_per_row + 1
         self.draft = None if make_draft is None else make_draft(self.model)
         rows = self.model.kv_rows + (() if self.draft is None else self.draft.kv_rows)
-        self.pool = KVPool(num_pages, KVLayout(page_size, rows), self.device)
+        self.pool = KVPool(num_pages, KVLayout(page_size, rows), self.device, context.dtype)
         # Slots that have not been written must not matter: only the sink is finite.
         for layer in range(self.pool.num_layers):
             self.pool.k(layer)[page_size:] = float("nan")

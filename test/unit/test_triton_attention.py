@@ -109,8 +109,9 @@ def check_decode_with_every_head_size() -> None:
 
 def check_decode_in_every_precision() -> None:
     for dtype in TOLERANCES:
-        step = case([70, 5], [1, 1], 16, (4, 2), head_dim=64, dtype=dtype)
-        agree(decode(step), step)
+        for kv_dtype in (dtype, torch.float8_e4m3fn):
+            step = case([70, 5], [1, 1], 16, (4, 2), head_dim=64, dtype=dtype, kv_dtype=kv_dtype)
+            agree(decode(step), step)
 
 
 def check_decode_however_it_is_cut() -> None:
@@ -357,8 +358,9 @@ def check_extend_with_every_head_size() -> None:
 
 def check_extend_in_every_precision() -> None:
     for dtype in TOLERANCES:
-        step = case([70, 5], [30, 5], 16, (4, 2), head_dim=64, dtype=dtype)
-        agree(extend(step, 64, 32), step)
+        for kv_dtype in (dtype, torch.float8_e4m3fn):
+            step = case([70, 5], [30, 5], 16, (4, 2), head_dim=64, dtype=dtype, kv_dtype=kv_dtype)
+            agree(extend(step, 64, 32), step)
 
 
 def check_extend_of_many_requests() -> None:

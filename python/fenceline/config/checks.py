@@ -42,6 +42,7 @@ def check(args: ServerArgs) -> None:
     _check_ranges(args)
     _check_priority(args)
     _check_speculation(args)
+    _check_kv_cache(args)
     _check_ranks(args)
     _check_memory(args)
     _check_graphs(args)
@@ -197,6 +198,22 @@ def _check_speculation(args: ServerArgs) -> None:
         rows is None or topk not in (None, 1) or (steps is not None and rows == steps + 1),
         f"--speculative-num-draft-tokens {rows}: a chain has --speculative-num-steps + 1, leave it out",
     )
+
+
+def _check_kv_cache(args: ServerArgs) -> None:
+    if args.kv_cache_dtype == "auto":
+        return
+    _require(
+        args.speculative_algorithm is None,
+        f"--kv-cache-dtype {args.kv_cache_dtype} does not go with --speculative-algorithm yet: leave one of them out",
+    )
+    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        backend = getattr(args, name)
+        _require(
+            backend not in ("flashinfer", "fa3"),
+            f"--{name.replace('_', '-')} {backend} does not read --kv-cache-dtype {args.kv_cache_dtype}: use triton, or"
+            " leave it out",
+        )
 
 
 def _check_ranks(args: ServerArgs) -> None:

@@ -501,7 +501,8 @@ def _check_memory(args: ServerArgs, model: ModelConfig, max_running_requests: in
             f" tables take {rows / 1e9:.1f} GB, and this machine has {machine / 1e9:.1f} GB of memory in all; lower"
             " one of the two"
         )
-    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * _NUM_BYTES[model.dtype]
+    num_bytes = 1 if args.kv_cache_dtype == "fp8_e4m3" else _NUM_BYTES[model.dtype]
+    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * num_bytes
     if args.max_total_tokens is not None and args.max_total_tokens * bytes_per_token > machine:
         raise ConfigError(
             f"--max-total-tokens {args.max_total_tokens}: the KV cache takes {bytes_per_token} bytes a token, and this"

@@ -42,6 +42,9 @@ class QuantConfig:
 
     Of int4, ``group_size`` numbers along a row have one scale and one zero point. ``has_zeros``: a compressed-tensors
     checkpoint stores zero points; otherwise they are 8. ``zero_offset`` is added to those of gptq.
+
+    ``has_kv_scales``: the checkpoint has a scale for the keys and one for the values of each layer, for a KV cache in
+    FP8.
     """
 
     method: str
@@ -51,10 +54,11 @@ class QuantConfig:
     group_size: int = INT4_GROUPS[-1]
     has_zeros: bool = False
     zero_offset: int = 0
+    has_kv_scales: bool = False
 
     def on_line(self) -> QuantConfig:
         """The same format made from plain weights, as dummy ones are."""
-        return dataclasses.replace(self, method="on-line", static_input=False)
+        return dataclasses.replace(self, method="on-line", static_input=False, has_kv_scales=False)
 
 
 def read_quantization(
@@ -87,7 +91,7 @@ def read_quantization(
         )
     config, ignored = reader(name, fields)
     _check_ignored(name, ignored)
-    return config
+    return dataclasses.replace(config, has_kv_scales=_has_kv_scales(name, fields))
 
 
 def _on_line(kind: str) -> QuantConfig:
@@ -116,6 +120,16 @@ def _refusal(name: str, reason: str) -> ConfigError:
         f"the checkpoint is quantised ({name}), {reason}; use the model's unquantised weights, with --quantization"
         f" {' or '.join(ON_LINE)} if they are too large"
     )
+
+
+def _has_kv_scales(name: str, fields: Mapping[str, object]) -> bool:
+    scheme = fields.get("kv_cache_scheme")
+    if scheme is None:
+        return False
+    wanted: dict[str, object] = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    if not isinstance(scheme, Mapping) or any(scheme.get(key) != value for key, value in wanted.items()):
+        raise _refusal(name, "with a kv_cache_scheme other than one static scale of fp8 for each tensor")
+    return True
 
 
 def _strings(value: object) -> list[str]:

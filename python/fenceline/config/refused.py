@@ -62,7 +62,6 @@ REFUSED: Mapping[str, Refusal] = {
     ),
     "--dense-as-sparse": Refusal("there is no sparse attention: leave it out"),
     **_same("--enable-lora --lora-paths --max-loras-per-batch", Refusal(_LORA)),
-    "--kv-cache-dtype": Refusal("the KV cache keeps --dtype: leave it out", ("auto",)),
     **_same("--ssl-keyfile --ssl-certfile", Refusal(_TLS)),
     "--enable-mixed-chunk": Refusal(
         "a step is either prefill or decode: leave it out; a smaller --chunked-prefill-size shortens the pauses of"

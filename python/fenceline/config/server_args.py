@@ -115,6 +115,16 @@ class ServerArgs:
             "docs/quantization.md",
         ),
     )  # fmt: skip
+    kv_cache_dtype: str = flag(
+        "auto",
+        "Type of keys and values in the KV cache, on the device, on the host and in files. fp8_e4m3 takes a quarter of "
+        "float32's memory and half of bfloat16's; the checkpoint's scales are used, or 1.",
+        group=_MODEL,
+        choices=("auto", "fp8_e4m3"),
+        refused=dict.fromkeys(
+            ("fp8_e5m2", "fp4_e2m1", "int8", "bf16", "bfloat16"), "use fp8_e4m3, or auto, which keeps --dtype"
+        ),
+    )
     context_length: int | None = flag(
         None,
         "Longest sequence in tokens, prompt and answer together; the model's own limit unless given.",

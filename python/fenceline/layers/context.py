@@ -75,6 +75,8 @@ class LayerContext:
     linear: Callable[[int, int], Weight]
     quantized: Callable[[QuantizedFormat], Weight] = QuantizedWeight  # a weight with a number format inside
 
+    kv_dtype: torch.dtype | None = None  # of keys and values in the pool; None: ``dtype``
+
     def with_format(self, config: QuantConfig | None) -> LayerContext:
         """The context for a model whose linear layers have the format ``config``; None: this one."""
         if config is None:

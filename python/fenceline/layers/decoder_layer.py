@@ -12,10 +12,10 @@ from fenceline.config.model_config import ModelConfig
 from fenceline.layers.branch import Branch, BranchNorms
 from fenceline.layers.context import LayerContext
 from fenceline.layers.forward_batch import ForwardBatch
-from fenceline.layers.kernels.base import HeadLayout, QKNorm
+from fenceline.layers.kernels.base import ONE, HeadLayout, KVScales, QKNorm
 from fenceline.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, WideNorm
 from fenceline.layers.rotary import RotaryEmbedding
-from fenceline.layers.weight import WeightSlots
+from fenceline.layers.weight import WeightSlot, WeightSlots
 from fenceline.mem_cache.kv_pool import KVRow, keys_and_values
 from fenceline.memory_order import ArenaField, Role
 
@@ -69,6 +69,12 @@ class SelfAttention(Branch):
             )
         self._kernels = context.kernels
         self._dtype = context.dtype
+        self._kv_dtype = context.kv_dtype or context.dtype
+        # Of a checkpoint: what keys and values are divided by in FP8. As numbers, for they are arguments of launches.
+        quantization = config.quantization
+        self._has_kv_scales = quantization is not None and quantization.has_kv_scales
+        self._kv_scale_params = torch.ones(2, dtype=torch.float32)
+        self._kv_scales = ONE
         self._rotary = rotary
         # Layers of one width share their buffers. Layers whose heads are laid out in the same way also share the views.
         self._views_key = repr(self.heads)
@@ -95,13 +101,14 @@ class SelfAttention(Branch):
             batch.layer_ready(layer_id)
         self._kernels.rotate_and_store(
             qkv, self.heads, self._norms, self._rotary.table, batch.positions,
-            pool.k(layer_id), pool.v(layer_id), batch.out_slots,
+            pool.k(layer_id), pool.v(layer_id), batch.out_slots, self._kv_scales,
         )  # fmt: skip
         return qkv
 
     def attend(self, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Attention over the prefix and the new tokens, [T, num_heads * head_dim]."""
-        return batch.attn.forward(self.layer_id, *self.heads.split(qkv), self.score_scale).flatten(1)
+        attended = batch.attn.forward(self.layer_id, *self.heads.split(qkv), self._stored_score_scale)
+        return self._as_values(attended).flatten(1)
 
     def attend_between_pieces(self, batch: ForwardBatch) -> None:
         """``attend``, which reads its input from one buffer and writes its result to another."""
@@ -113,7 +120,21 @@ class SelfAttention(Branch):
             views = q, k, v, buffers.tensors[self._attended_buffer].view(q.shape)
             buffers.views[self._views_key] = views
         q, k, v, attended = views
-        batch.attn.forward_into(self.layer_id, q, k, v, self.score_scale, attended)
+        batch.attn.forward_into(self.layer_id, q, k, v, self._stored_score_scale, attended)
+        self._as_values(attended)
+
+    @property
+    def _stored_score_scale(self) -> float:
+        """The factor of scores with keys as they are stored."""
+        return self.score_scale * self._kv_scales.k
+
+    def _as_values(self, attended: torch.Tensor) -> torch.Tensor:
+        """Sums of values as they are stored → of the values, in place."""
+        return attended if self._kv_scales.v == 1 else attended.mul_(self._kv_scales.v)
+
+    def _take_kv_scales(self) -> None:
+        k, v = self._kv_scale_params.tolist()
+        self._kv_scales = KVScales(k, v)
 
     def add_output(
         self, x: torch.Tensor, batch: ForwardBatch, attended: torch.Tensor | None = None
@@ -128,7 +149,7 @@ class SelfAttention(Branch):
     @property
     def kv_rows(self) -> tuple[KVRow, ...]:
         """What each token keeps of this layer in the KV pool."""
-        return keys_and_values(self.heads.num_kv_heads, self.heads.head_dim, self._dtype)
+        return keys_and_values(self.heads.num_kv_heads, self.heads.head_dim, self._kv_dtype)
 
     def arena_fields(self) -> Sequence[ArenaField]:
         """The buffers. Attention does not write rows of padded tokens, so those rows are zeroed before each step."""
@@ -145,6 +166,12 @@ class SelfAttention(Branch):
             slots |= self.k_norm.weight_slots(f"{prefix}k_norm")
         for norm in self._wide_norms:
             slots |= norm.weight_slots(prefix)
+        if self._has_kv_scales and self._kv_dtype != self._dtype:
+            for index, name in enumerate(("k_scale", "v_scale")):
+                param = self._kv_scale_params[index : index + 1]
+                slots[prefix + name] = WeightSlot(
+                    param, (), convert=torch.flatten, loaded=self._take_kv_scales
+                )
         if self._rotary.order is not None:
             for name in slots:
                 if name.startswith((f"{prefix}q_", f"{prefix}k_")):

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.config.quantization import FP8_BLOCK, INT4_GROUPS, QuantConfig
+from fenceline.layers.kernels.base import FP8_MAX
 from fenceline.layers.weight import Weight, WeightSlot, WeightSlots
 
 FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0  # the largest number of E4M3
 _SMALLEST_SCALE = 1e-12  # of a group of zeros
 
 

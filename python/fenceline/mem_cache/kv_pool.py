@@ -146,14 +146,20 @@ class KVPool:
     which rows a slot has. Page 0 is the reserved sink: padding may write it, nobody reads it. A page is a page of *all*
     layers, so one page id names the same tokens in each of them. Ownership of pages is the LeasePool's; this class
     only holds the bytes. They begin as zeros.
+
+    ``dtype`` is the type that attention computes in. Rows of FP8 become it when they are read.
     """
 
-    def __init__(self, num_pages: int, layout: KVLayout, device: torch.device) -> None:
+    def __init__(
+        self, num_pages: int, layout: KVLayout, device: torch.device, dtype: torch.dtype | None = None
+    ) -> None:
+        """``dtype``: that of the first row unless given."""
         assert num_pages >= 2, "the sink page alone can hold nothing"
         self.layout = layout
         self.num_pages = num_pages
         self.page_size = layout.page_size
         self.num_layers = layout.num_layers
+        self.dtype = dtype or layout.layers[0][0].dtype
         tensors: list[tuple[torch.Tensor, ...]] = []
         for layers in layout.alike:
             rows = layout.layers[layers.start]

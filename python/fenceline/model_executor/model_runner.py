@@ -78,6 +78,8 @@ class ModelRunner:
         dtype = getattr(torch, model.dtype)
         with _phase("Prepared kernels"):
             context = make_layer_context(device.torch_device, shard, dtype)
+        if config.server_args.kv_cache_dtype == "fp8_e4m3":
+            context = replace(context, kv_dtype=torch.float8_e4m3fn)
         self.model = load_model(
             model,
             config.server_args.load_format,
@@ -120,7 +122,7 @@ class ModelRunner:
         with device.forward.active():
             num_pages = shard.smallest(num_pages)
         with _phase("Allocated the KV pool"):
-            self.kv_pool = KVPool(num_pages, layout, device.torch_device)
+            self.kv_pool = KVPool(num_pages, layout, device.torch_device, dtype)
         for name, tensor in self.kv_pool.tensors():
             device.name_memory(tensor, f"kv_pool.{name}", tensor[0].nbytes)
         self.pages = page_leases(device, num_pages)

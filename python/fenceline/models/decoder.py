@@ -18,6 +18,7 @@ from fenceline.mem_cache.kv_pool import KVRow
 from fenceline.memory_order import ArenaField, Role
 
 ROTARY_TABLE = ".rotary_emb.inv_freq"  # old checkpoints store it
+KV_SCALES = (".self_attn.k_scale", ".self_attn.v_scale")  # of a KV cache in FP8, if there is one
 MTP_PREFIX = "model.mtp_layers."  # of the tensors that predict further tokens
 
 
@@ -140,7 +141,7 @@ class CausalLM(ABC):
             # predict further tokens are a draft model (models/mtp.py).
             return (
                 (tied and name == "lm_head.weight")
-                or name.endswith(ROTARY_TABLE)
+                or name.endswith((ROTARY_TABLE, *KV_SCALES))
                 or (mtp and name.startswith(MTP_PREFIX))
                 or name.startswith(appended)
             )

@@ -20,6 +20,7 @@ from fenceline.memory_order import Device
 
 _AUTO = "auto"
 _REFERENCE = "torch"
+_READ_FP8 = ("triton", _REFERENCE)  # a KV cache in FP8
 # Tried in this order; flashinfer last, because it may have to compile for a minute.
 _CANDIDATES = ("triton", "fa3", "flashinfer")
 
@@ -149,6 +150,12 @@ def _make(name: str, setting: AttentionSetting) -> AttentionBackend:
     if name in _registered:
         return _registered[name](setting)
     _check_known(name)
+    pool = setting.kv_pool
+    if name not in _READ_FP8 and pool.k(setting.own_layers.start).dtype != pool.dtype:
+        raise ValueError(
+            f"--attention-backend {name} does not read --kv-cache-dtype fp8_e4m3: use --attention-backend triton or"
+            " torch"
+        )
     if name != _REFERENCE and setting.device.kind != "cuda":
         raise ValueError(f"--attention-backend {name} needs an NVIDIA GPU: use --attention-backend torch")
     return ATTENTION_BACKENDS[name](setting)
@@ -252,7 +259,7 @@ def _step(
     keys = pool.k(layers.start)
     num_kv_heads, head_dim = keys.shape[1:]
     num_heads = setting.num_heads
-    qkv = torch.randn(num_queries, num_heads + 2 * num_kv_heads, head_dim, device=keys.device).to(keys.dtype)
+    qkv = torch.randn(num_queries, num_heads + 2 * num_kv_heads, head_dim, device=keys.device).to(pool.dtype)
     q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     plan = _plan(backend, setting, mode, batch, seq_len, query_len)
     num_calls = min(max(len(layers), _NUM_CALLS[0]), _NUM_CALLS[1])

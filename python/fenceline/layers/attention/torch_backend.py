@@ -216,8 +216,8 @@ def _attend_gathered(
 ) -> torch.Tensor:
     """q [G, num_kv_heads, queries of one kv head, head_dim] over slots [G * tokens] → the same shape."""
     shape = (len(q), len(slots) // len(q), q.shape[1], q.shape[3])
-    k = kv_pool.k(layer_id).index_select(0, slots).view(shape).transpose(1, 2)
-    v = kv_pool.v(layer_id).index_select(0, slots).view(shape).transpose(1, 2)
+    k = kv_pool.k(layer_id).index_select(0, slots).to(q.dtype).view(shape).transpose(1, 2)
+    v = kv_pool.v(layer_id).index_select(0, slots).to(q.dtype).view(shape).transpose(1, 2)
     return _attention(q, k, v, scale, lse, mask)
 
 
@@ -248,7 +248,7 @@ def _masked(
     the pool's dtype that hides those."""
     positions = torch.arange(slots.shape[1], device=slots.device)
     beyond = positions >= seq_lens.unsqueeze(1)
-    mask = torch.zeros(beyond.shape, dtype=kv_pool.k(0).dtype, device=slots.device)
+    mask = torch.zeros(beyond.shape, dtype=kv_pool.dtype, device=slots.device)
     mask = mask.masked_fill_(beyond, float("-inf"))[:, None, None]
     return slots.masked_fill(beyond, _SINK_SLOT), mask
 
@@ -330,7 +330,7 @@ class _VerifyPlan(AttentionPlan):
             slots = _token_slots(given.page_table, given.rows[first:last], num_tokens, pool.page_size)
             slots = slots.masked_fill(positions >= seq_lens[:, 0], _SINK_SLOT)
             hidden = ~_visible(given.tree, slice(first, last), positions, seq_lens)
-            mask = torch.zeros(hidden.shape, dtype=pool.k(0).dtype, device=slots.device)
+            mask = torch.zeros(hidden.shape, dtype=pool.dtype, device=slots.device)
             mask = mask.masked_fill_(hidden, float("-inf")).unsqueeze(1)
             self._gathers.append((slots.reshape(-1), mask))
 
@@ -432,8 +432,9 @@ class _ExtendPlan(_Part):
                 keys, values = _shared_heads(k[tokens], group), _shared_heads(v[tokens], group)
                 result.copy_(_attention(queries, keys, values, scale, sums, causal=True))
             else:
-                keys = _shared_heads(self.kv_pool.k(layer_id).index_select(0, request.slots), group)
-                values = _shared_heads(self.kv_pool.v(layer_id).index_select(0, request.slots), group)
+                keys = self.kv_pool.k(layer_id).index_select(0, request.slots).to(q.dtype)
+                values = self.kv_pool.v(layer_id).index_select(0, request.slots).to(q.dtype)
+                keys, values = _shared_heads(keys, group), _shared_heads(values, group)
                 self._attend_blocks(result, queries, keys, values, scale, sums)
         return output
 
@@ -499,17 +500,18 @@ def _plan_extend(kv_pool: KVPool, inputs: AttentionInputs) -> _ExtendPlan:
             rows, width = max(rows, min(num_queries, _QUERY_BLOCK)), max(width, num_tokens)
         requests.append(_ExtendRequest(first, first + num_queries, num_tokens, slots))
         first += num_queries
-    return _ExtendPlan(kv_pool, requests, _corner_mask(rows, width, kv_pool.k(0)))
+    return _ExtendPlan(kv_pool, requests, _corner_mask(rows, width, kv_pool))
 
 
-def _corner_mask(rows: int, width: int, like: torch.Tensor) -> torch.Tensor | None:
+def _corner_mask(rows: int, width: int, kv_pool: KVPool) -> torch.Tensor | None:
     if rows <= 1:
         return None
-    query = torch.arange(rows, device=like.device).unsqueeze(1)
-    visible = torch.arange(width, device=like.device) <= query + (width - rows)
-    if like.device.type != "cpu":
+    device = kv_pool.k(0).device
+    query = torch.arange(rows, device=device).unsqueeze(1)
+    visible = torch.arange(width, device=device) <= query + (width - rows)
+    if device.type != "cpu":
         return visible  # made additive on each use: a new tensor has the alignment that the kernel needs
-    return torch.zeros(visible.shape, dtype=like.dtype).masked_fill_(~visible, float("-inf"))
+    return torch.zeros(visible.shape, dtype=kv_pool.dtype).masked_fill_(~visible, float("-inf"))
 
 
 # On a CPU -------------------------------------------------------------------------------------------------------

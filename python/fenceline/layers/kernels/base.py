@@ -32,6 +32,20 @@ class HeadLayout:
         return heads.split_with_sizes(sizes, 1)  # type: ignore[return-value]
 
 
+FP8_MAX = 448.0  # the largest number of E4M3
+
+
+@dataclass(frozen=True, slots=True)
+class KVScales:
+    """What keys and values are divided by before they are stored in FP8."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+
+ONE = KVScales()
+
+
 @dataclass(frozen=True, slots=True)
 class QKNorm:
     """RMSNorm of each query and key head before the rotation; weights [head_dim]."""
@@ -83,8 +97,12 @@ class LayerKernels(ABC):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         out_slots: torch.Tensor,
+        kv_scales: KVScales = ONE,
     ) -> None:
         """Normalise (if ``norms``) and rotate q and k in place, and write k and v to the pool.
+
+        Where the caches are FP8, k and v are divided by ``kv_scales`` and rounded, in qkv too: so attention sees the
+        same numbers before and after a prefix has been cached.
 
         qkv [T, size of ``heads``]; ``table`` [max_positions, 3 * head_dim / 2] float32, cos twice then sin (see
         ``RotaryEmbedding``); positions [T] int64; caches [num_slots, num_kv_heads, head_dim]; out_slots [T] int64.
@@ -129,6 +147,7 @@ class TorchLayerKernels(LayerKernels):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         out_slots: torch.Tensor,
+        kv_scales: KVScales = ONE,
     ) -> None:
         q, k, v = heads.split(qkv)
         cos, sin = rotary_angles(table, positions)
@@ -140,8 +159,14 @@ class TorchLayerKernels(LayerKernels):
             )
         q.copy_(apply_rotary(rotated[0], cos, sin))
         k.copy_(apply_rotary(rotated[1], cos, sin))
-        k_cache.index_copy_(0, out_slots, k)
-        v_cache.index_copy_(0, out_slots, v)
+        for x, cache, scale in ((k, k_cache, kv_scales.k), (v, v_cache, kv_scales.v)):
+            if cache.dtype == x.dtype:
+                cache.index_copy_(0, out_slots, x)
+            else:
+                rounded = (x.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(cache.dtype)
+                # torch copies rows of bytes where it does not copy rows of FP8.
+                cache.view(torch.uint8).index_copy_(0, out_slots, rounded.view(torch.uint8))
+                x.copy_(rounded)
 
     def grouped_product(
         self, x: torch.Tensor, weight: torch.Tensor, routing: Routing, gated: bool = False

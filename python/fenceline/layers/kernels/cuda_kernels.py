@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.layers.kernels.activation import silu_and_mul
-from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm, Routing
+from fenceline.layers.kernels.base import ONE, HeadLayout, KVScales, LayerKernels, QKNorm, Routing
 from fenceline.layers.kernels.grouped_gemm import combine_experts, grouped_product
 from fenceline.layers.kernels.rms_norm import rms_norm
 from fenceline.layers.kernels.rotate_store import rotate_and_store
@@ -53,8 +53,11 @@ class CudaLayerKernels(LayerKernels):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         out_slots: torch.Tensor,
+        kv_scales: KVScales = ONE,
     ) -> None:
-        rotate_and_store(qkv, heads, norms, table, positions, k_cache, v_cache, out_slots, pdl=self._pdl)
+        rotate_and_store(
+            qkv, heads, norms, table, positions, k_cache, v_cache, out_slots, self._pdl, kv_scales
+        )
 
     def grouped_product(
         self, x: torch.Tensor, weight: torch.Tensor, routing: Routing, gated: bool = False

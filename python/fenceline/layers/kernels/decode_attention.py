@@ -121,10 +121,10 @@ def decode_attention(
     """softmax(scale * q k^T) v for each request's last tokens → contiguous [B * num_queries, H, D] in q's dtype.
 
     q [B * num_queries, H, D], request after request, its heads contiguous, tokens maybe strided; k_cache, v_cache
-    [num_slots, Hkv, D], contiguous, in q's dtype; H / Hkv <= 16, D a power of two >= 16. ``tree`` says which tokens
-    each query attends to; the keys and values of all of them must be finite. Softmax statistics and sums are float32.
-    A query that attends to nothing, as in a request shorter than its queries, gets finite numbers. One launch on the
-    current stream, which a graph may capture; no host synchronisation.
+    [num_slots, Hkv, D], contiguous, in q's dtype or FP8; H / Hkv <= 16, D a power of two >= 16. ``tree`` says which
+    tokens each query attends to; the keys and values of all of them must be finite. Softmax statistics and sums are
+    float32. A query that attends to nothing, as in a request shorter than its queries, gets finite numbers. One launch
+    on the current stream, which a graph may capture; no host synchronisation.
 
     With ``config.launch_pdl``, ``requests`` and the slots of all tokens but each request's queries are read before the
     preceding kernel has ended. So of these that kernel may write q and the queries' slots only. If it lets its
@@ -138,7 +138,7 @@ def decode_attention(
     assert q.shape[0] == batch * tree.num_queries, (q.shape, batch, tree.num_queries)
     assert q.stride(2) == 1 and q.stride(1) == head_dim, q.stride()
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape[2] == head_dim
-    assert k_cache.dtype == v_cache.dtype == q.dtype
+    assert k_cache.dtype == v_cache.dtype and k_cache.dtype in (q.dtype, torch.float8_e4m3fn)
     assert requests.rows.shape == requests.seq_lens.shape == (batch,)
     assert 1 <= group <= MAX_GROUP and group * num_kv_heads == num_heads
     assert 1 <= config.num_workers <= workspace.max_workers, (config, workspace.max_workers)
@@ -334,8 +334,8 @@ def _attend(
         live = positions < seq_len
         slots = token_slots(table_ptr, block, positions, live, PAGE_SIZE, BLOCK_N, True)
         offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
-        k = tl.load(k_ptr + offsets, mask=live[:, None], other=0.0)
-        v = tl.load(v_ptr + offsets, mask=live[:, None], other=0.0)
+        k = tl.load(k_ptr + offsets, mask=live[:, None], other=0.0).to(q.dtype)
+        v = tl.load(v_ptr + offsets, mask=live[:, None], other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         if NUM_NODES == 1:
             visible = live[None, :]

@@ -74,15 +74,15 @@ def extend_attention(
 
     q [T, H, D], its heads contiguous, tokens maybe strided; queries of request b are q[query_starts[b] :
     query_starts[b + 1]], query_starts [B + 1] int32 on the device; k_cache, v_cache [num_slots, Hkv, D], contiguous,
-    in q's dtype; D a power of two >= 16. ``grid`` of this batch and ``config`` (more tiles are harmless). Softmax
-    statistics and sums are float32. On the current stream, no host synchronisation.
+    in q's dtype or FP8; D a power of two >= 16. ``grid`` of this batch and ``config`` (more tiles are harmless).
+    Softmax statistics and sums are float32. On the current stream, no host synchronisation.
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[1]
     batch = len(requests.rows)
     assert q.stride(2) == 1 and q.stride(1) == head_dim, q.stride()
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape[2] == head_dim
-    assert k_cache.dtype == v_cache.dtype == q.dtype
+    assert k_cache.dtype == v_cache.dtype and k_cache.dtype in (q.dtype, torch.float8_e4m3fn)
     assert len(query_starts) == batch + 1 and len(requests.seq_lens) == batch
     assert num_heads % num_kv_heads == 0
     if out is None:
@@ -220,13 +220,13 @@ def _attend(
             live = positions < num_visible
             slots = token_slots(table_ptr, block, positions, live, PAGE_SIZE, BLOCK_N, True)
             offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
-            k = tl.load(k_ptr + offsets, mask=live[:, None], other=0.0)
-            v = tl.load(v_ptr + offsets, mask=live[:, None], other=0.0)
+            k = tl.load(k_ptr + offsets, mask=live[:, None], other=0.0).to(q.dtype)
+            v = tl.load(v_ptr + offsets, mask=live[:, None], other=0.0).to(q.dtype)
         else:
             slots = token_slots(table_ptr, block, positions, positions, PAGE_SIZE, BLOCK_N, False)
             offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
-            k = tl.load(k_ptr + offsets)
-            v = tl.load(v_ptr + offsets)
+            k = tl.load(k_ptr + offsets).to(q.dtype)
+            v = tl.load(v_ptr + offsets).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         if MASKED:
             scores = tl.where(positions[None, :] <= last_visible[:, None], scores, _NO_SCORE)

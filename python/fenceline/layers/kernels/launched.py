@@ -8,7 +8,15 @@ from itertools import accumulate
 import torch
 
 from fenceline.layers.kernels import accesses
-from fenceline.layers.kernels.base import HeadLayout, LayerKernels, QKNorm, Routing, TorchLayerKernels
+from fenceline.layers.kernels.base import (
+    ONE,
+    HeadLayout,
+    KVScales,
+    LayerKernels,
+    QKNorm,
+    Routing,
+    TorchLayerKernels,
+)
 from fenceline.layers.weight import DenseWeight, RMSNorm
 
 _FEW_ROWS = 8  # up to this many rows a GPU without measurements uses our own kernels (skinny_table)
@@ -44,12 +52,16 @@ class LaunchedLayerKernels(LayerKernels):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         out_slots: torch.Tensor,
+        kv_scales: KVScales = ONE,
     ) -> None:
         def compute(
-            qkv: torch.Tensor, q: torch.Tensor | None, k: torch.Tensor | None, *rest: torch.Tensor
-        ) -> None:
+            qkv: torch.Tensor, q: torch.Tensor | None, k: torch.Tensor | None, table: torch.Tensor,
+            positions: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out_slots: torch.Tensor,
+        ) -> None:  # fmt: skip
             plain = None if norms is None or q is None or k is None else QKNorm(q, k, norms.eps)
-            _TORCH.rotate_and_store(qkv, heads, plain, *rest)
+            _TORCH.rotate_and_store(
+                qkv, heads, plain, table, positions, k_cache, v_cache, out_slots, kv_scales
+            )
 
         weights = (None, None) if norms is None else (norms.q_weight, norms.k_weight)
         operands = (qkv, *weights, table, positions, k_cache, v_cache, out_slots)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from fenceline.layers.kernels.base import HeadLayout, QKNorm
+from fenceline.layers.kernels.base import ONE, HeadLayout, KVScales, QKNorm
 from fenceline.layers.kernels.launcher import KernelVariant
 
 # Up to this many tokens the kernel is bound by latency, so a program is one warp with few heads. With more tokens it is
@@ -29,12 +29,14 @@ def rotate_and_store(
     v_cache: torch.Tensor,
     out_slots: torch.Tensor,
     pdl: bool = False,
+    kv_scales: KVScales = ONE,
 ) -> None:
     """``LayerKernels.rotate_and_store``: in place on qkv [T, size of ``heads``], keys and values also into the pool.
 
-    qkv and both caches [num_slots, num_kv_heads, head_dim] contiguous and of one dtype; table [max_positions,
-    3 * head_dim / 2] float32 contiguous; positions and out_slots [T] int64, in range (not checked). Slots of padded
-    tokens may repeat: which token's bytes stay there is undefined. Current stream, no host synchronisation.
+    qkv and both caches [num_slots, num_kv_heads, head_dim] contiguous, of one dtype or the caches in FP8; table
+    [max_positions, 3 * head_dim / 2] float32 contiguous; positions and out_slots [T] int64, in range (not checked).
+    Slots of padded tokens may repeat: which token's bytes stay there is undefined. Current stream, no host
+    synchronisation.
     ``pdl``: see ``rms_norm``; reads positions, out_slots, table and the norms' weights before its wait.
     """
     num_tokens, width = qkv.shape
@@ -44,23 +46,26 @@ def rotate_and_store(
     assert table.shape[1] == 3 * half and table.dtype == torch.float32 and table.is_contiguous()
     assert k_cache.shape[1:] == v_cache.shape[1:] == (heads.num_kv_heads, head_dim)
     assert qkv.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
-    assert qkv.dtype == k_cache.dtype == v_cache.dtype
+    rounds = k_cache.dtype == torch.float8_e4m3fn
+    assert k_cache.dtype == v_cache.dtype and (rounds or k_cache.dtype == qkv.dtype)
     assert positions.dtype == out_slots.dtype == torch.int64
     assert positions.is_contiguous() and out_slots.is_contiguous()
     if num_tokens == 0:
         return
     tile = _SMALL_TILE if num_tokens <= _FEW_TOKENS else _LARGE_TILE
-    blocks, variant = _variant(heads.num_heads, heads.num_kv_heads, half, tile, norms is not None, pdl)
+    blocks, variant = _variant(
+        heads.num_heads, heads.num_kv_heads, half, tile, norms is not None, rounds, pdl
+    )
     q_weight, k_weight, eps = None, None, 0.0
     if norms is not None:
         q_weight, k_weight, eps = norms.q_weight, norms.k_weight, norms.eps
     tensors = (qkv, q_weight, k_weight, table, positions, k_cache, v_cache, out_slots)
-    variant.launch((num_tokens * blocks,), tensors, (eps,))
+    variant.launch((num_tokens * blocks,), tensors, (eps, kv_scales.k, kv_scales.v))
 
 
 @cache
 def _variant(
-    num_heads: int, num_kv_heads: int, half: int, tile: int, has_norms: bool, pdl: bool
+    num_heads: int, num_kv_heads: int, half: int, tile: int, has_norms: bool, rounds: bool, pdl: bool
 ) -> tuple[int, KernelVariant]:
     """Programs for each token, and what they run."""
     block_half = triton.next_power_of_2(half)
@@ -74,6 +79,7 @@ def _variant(
         "BLOCK_HALF": block_half,
         "BLOCK_HEADS": block_heads,
         "HAS_NORMS": has_norms,
+        "ROUNDS": rounds,
         "PDL": pdl,
     }
     num_warps = max(1, 2 * block_half * block_heads // (32 * _ELEMENTS_A_THREAD))
@@ -91,12 +97,15 @@ def _rotate_and_store_kernel(
     v_cache,
     out_slots,
     eps,
+    k_scale,
+    v_scale,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
+    ROUNDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: some heads of one kind (query, key or value) of one token, as two tiles [heads, half a head]."""
@@ -138,8 +147,16 @@ def _rotate_and_store_kernel(
     x1 = tl.load(source, mask=live, other=0.0)
     x2 = tl.load(source + HALF, mask=live, other=0.0)
     if is_value:
-        tl.store(v_cache + stored, x1, mask=live)
-        tl.store(v_cache + stored + HALF, x2, mask=live)
+        if ROUNDS:
+            r1, r2 = _rounded(x1, v_scale, v_cache), _rounded(x2, v_scale, v_cache)
+            x1, x2 = r1.to(x1.dtype), r2.to(x2.dtype)
+            tl.store(source, x1, mask=live)
+            tl.store(source + HALF, x2, mask=live)
+            tl.store(v_cache + stored, r1, mask=live)
+            tl.store(v_cache + stored + HALF, r2, mask=live)
+        else:
+            tl.store(v_cache + stored, x1, mask=live)
+            tl.store(v_cache + stored + HALF, x2, mask=live)
     else:
         dtype = qkv.dtype.element_ty
         f1, f2 = x1.to(tl.float32), x2.to(tl.float32)
@@ -150,8 +167,23 @@ def _rotate_and_store_kernel(
             f2 = (f2 * factor * w2.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
         y1 = (f1 * cos - f2 * sin).to(dtype)
         y2 = (f2 * cos + f1 * sin).to(dtype)
-        tl.store(source, y1, mask=live)
-        tl.store(source + HALF, y2, mask=live)
-        if not is_query:
-            tl.store(k_cache + stored, y1, mask=live)
-            tl.store(k_cache + stored + HALF, y2, mask=live)
+        if is_query:
+            tl.store(source, y1, mask=live)
+            tl.store(source + HALF, y2, mask=live)
+        else:
+            if ROUNDS:
+                r1, r2 = _rounded(y1, k_scale, k_cache), _rounded(y2, k_scale, k_cache)
+                tl.store(k_cache + stored, r1, mask=live)
+                tl.store(k_cache + stored + HALF, r2, mask=live)
+                y1, y2 = r1.to(dtype), r2.to(dtype)
+            else:
+                tl.store(k_cache + stored, y1, mask=live)
+                tl.store(k_cache + stored + HALF, y2, mask=live)
+            tl.store(source, y1, mask=live)
+            tl.store(source + HALF, y2, mask=live)
+
+
+@triton.jit
+def _rounded(x, scale, cache):
+    """x / scale as the nearest number of the cache's type, E4M3."""
+    return tl.minimum(tl.maximum(x.to(tl.float32) / scale, -448.0), 448.0).to(cache.dtype.element_ty)

@@ -5,6 +5,7 @@ As in ``workloads``, each is a function of a seed, and small. ``hicache_ratio`` 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from fenceline.ipc.io_struct import AbortReq, ContinueGenerationReq, FlushCacheReq, PauseGenerationReq
@@ -51,6 +52,12 @@ def _conversations(random: Random) -> Scenario:
         **script.graphs(2, 3),
         **script.in_turn(),
     )
+
+
+def _fp8(random: Random) -> Scenario:
+    """Conversations whose keys and values are kept in FP8 on all tiers."""
+    scenario = _conversations(random)
+    return replace(scenario, flags={**scenario.flags, "kv_cache_dtype": "fp8_e4m3"})
 
 
 def _spill(random: Random) -> Scenario:
@@ -375,6 +382,7 @@ def _gone_while_stored(random: Random) -> Scenario:
 HICACHE_WORKLOADS: tuple[Workload, ...] = (
     Workload("conversations", "turns of conversations that device and host forget", _conversations, share=3),
     Workload("offload", "F1: what retracted requests leave goes to the host and back", _offload, share=2),
+    Workload("fp8", "conversations with keys and values in FP8, of half the bytes on each tier", _fp8),
     Workload("spill", "pages go to the host while they are handed on, and come back", _spill),
     Workload("queued", "F5: prefixes move between their lookup and their use", _queued),
     Workload("swap", "F3: pages are loaded into those of a step in flight", _swap),

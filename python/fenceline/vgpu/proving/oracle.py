@@ -75,7 +75,7 @@ class Step:
 class Model:
     """The weights of a model in a folder with Hugging Face's layout."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, rounds_kv: bool = False) -> None:
         config = json.loads((Path(folder) / "config.json").read_text())
         assert config["model_type"] in ("qwen3", "qwen3_moe"), "the oracle knows one family"
         self.top_k: int = config.get("num_experts_per_tok", 0)
@@ -84,6 +84,7 @@ class Model:
         self.num_kv_heads: int = config["num_key_value_heads"]
         self.head_dim: int = config["head_dim"]
         self.eps: float = config["rms_norm_eps"]
+        self.rounds_kv = rounds_kv
         tensors = load_file(Path(folder) / "model.safetensors")
         self._weights = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
         exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
@@ -193,8 +194,9 @@ class Answer:
 
         q = model.rotate(model.norm(heads("q", model.num_heads), f"{name}.q_norm"), first)
         k = model.rotate(model.norm(heads("k", model.num_kv_heads), f"{name}.k_norm"), first)
-        self._keys[layer].append(k)
-        self._values[layer].append(heads("v", model.num_kv_heads))
+        v = heads("v", model.num_kv_heads)
+        self._keys[layer].append(_e4m3(k) if model.rounds_kv else k)
+        self._values[layer].append(_e4m3(v) if model.rounds_kv else v)
         keys, values = np.concatenate(self._keys[layer]), np.concatenate(self._values[layer])
         self._keys[layer], self._values[layer] = [keys], [values]
         # [kv heads, tokens of all query heads that share one, head_dim] and [kv heads, all tokens, head_dim]
@@ -212,11 +214,20 @@ class Answer:
         return out.reshape(num, model.num_heads, model.head_dim)
 
 
+def _e4m3(x: F64) -> F64:
+    """The nearest numbers of three bits after the first, exponents from -6 and size to 448; ties to even."""
+    exponents = np.maximum(np.floor(np.log2(np.maximum(np.abs(x), 2.0**-20))), -6.0)
+    steps = 2.0 ** (exponents - 3)
+    rounded: F64 = np.clip(np.round(x / steps) * steps, -448.0, 448.0)
+    return rounded
+
+
 class Oracle:
     """Answers by request, computed once: runs of a campaign need the same ones again and again."""
 
-    def __init__(self, folder: str | Path, max_answers: int = 512) -> None:
-        self._model = Model(folder)
+    def __init__(self, folder: str | Path, max_answers: int = 512, rounds_kv: bool = False) -> None:
+        """``rounds_kv``: keys and values are kept in FP8."""
+        self._model = Model(folder, rounds_kv)
         self._max_answers = max_answers
         self._answers: OrderedDict[tuple[Query, tuple[tuple[int, int], ...]], Answer] = OrderedDict()
 

@@ -66,8 +66,8 @@ def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineCo
 
 
 @lru_cache
-def _oracle(model_path: str) -> Oracle:
-    return Oracle(model_path)
+def _oracle(model_path: str, rounds_kv: bool) -> Oracle:
+    return Oracle(model_path, rounds_kv=rounds_kv)
 
 
 def make_config(flags: Flags, device: str) -> EngineConfig:
@@ -245,7 +245,9 @@ class Loop:
 
     def compare_answers(self) -> Findings:
         """Compare all answers with those of each request alone."""
-        found = self.transcript.compare(_oracle(self.scheduler.config.model.model_path))
+        config = self.scheduler.config
+        rounds_kv = config.server_args.kv_cache_dtype != "auto"
+        found = self.transcript.compare(_oracle(config.model.model_path, rounds_kv))
         shared = self.scheduler.sharing.compare(self.transcript.exchanges.values())
         parts = (found.wrong, shared, *self.scheduler.wrong)
         return replace(found, wrong="\n".join(part for part in parts if part))
