@@ -121,6 +121,10 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
             "num_mtp_layers": 0,
         },
     ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 6},
+    ),
     "qwen2-moe": ("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 32}),
     "qwen2-moe-no-bias": (
         "Qwen2Moe",

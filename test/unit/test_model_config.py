@@ -329,6 +329,13 @@ def test_unknown_dtype_is_refused(tmp_path: Path) -> None:
         ModelConfig.from_dir(write(tmp_path, LLAMA), dtype="int4")
 
 
+def test_the_part_of_a_head_that_rotates_in_either_notation(tmp_path: Path) -> None:
+    glm: Json = {**LLAMA, "architectures": ["Glm4ForCausalLM"], "head_dim": 16}
+    for entries, factor in (({}, 0.5), ({"partial_rotary_factor": 0.25}, 0.25), ({"rotary_dim": 12}, 0.75)):
+        config = ModelConfig.from_dir(write(tmp_path, {**glm, **entries}))
+        assert (config.partial_rotary_factor, config.rope_interleaved) == (factor, True)
+
+
 @pytest.mark.parametrize("asked", [None, "fp8"])
 def test_quantised_experts_are_refused(tmp_path: Path, asked: str | None) -> None:
     moe: dict[str, object] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from fenceline.config import ConfigError
@@ -160,8 +161,9 @@ def _glm_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
     )
 
 
-def _mixtral_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
+def _mixtral_experts(reader: ConfigReader, num_layers: int, sigmoid: bool = False) -> ExpertsConfig:
     return ExpertsConfig(
+        sigmoid=sigmoid,
         num_experts=reader.size("num_local_experts"),
         top_k=reader.size("num_experts_per_tok"),
         intermediate_size=reader.size("intermediate_size"),
@@ -202,6 +204,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "GraniteForCausalLM": Family(multipliers=_granite_multipliers),
         "LlamaForCausalLM": Family(),
         "MiMoForCausalLM": Family(window=_qwen_window),
+        "MiniMaxM2ForCausalLM": Family(
+            head_dim=128,
+            rope_theta=5e6,
+            partial_rotary=1.0,
+            quantized=False,
+            experts=partial(_mixtral_experts, sigmoid=True),
+        ),
         "MistralForCausalLM": Family(window=_mistral_window),
         "MixtralForCausalLM": Family(
             rope_theta=1e6, quantized=False, window=_plain_window, experts=_mixtral_experts

@@ -142,6 +142,7 @@ class ModelConfig:
         rope_theta, rope_scaling = parse_rope(hf, max_position, family.rope_theta)
         length = _context_length(context_length, scaled_context_length(max_position, rope_scaling))
         num_layers = reader.size("num_hidden_layers")
+        head_dim = _head_dim(reader, family.head_dim, num_heads)
         bos = token_ids(hf.get("bos_token_id"))
         return cls(
             model_path=path,
@@ -153,7 +154,7 @@ class ModelConfig:
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=_head_dim(reader, family.head_dim, num_heads),
+            head_dim=head_dim,
             rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
@@ -168,7 +169,9 @@ class ModelConfig:
             dtype=_resolve_dtype(dtype, hf),
             num_mtp_layers=0 if family.appended_mtp else reader.count("num_nextn_predict_layers"),
             num_appended_layers=reader.count("num_nextn_predict_layers") if family.appended_mtp else 0,
-            partial_rotary_factor=_partial_rotary(hf, family.partial_rotary),
+            partial_rotary_factor=_partial_rotary(
+                hf, family.partial_rotary, reader.count("rotary_dim") / head_dim
+            ),
             rope_interleaved=family.rope_interleaved,
             unrotated_layers=family.unrotated(reader, num_layers),
             multipliers=family.multipliers(reader),
@@ -321,11 +324,12 @@ class RopeScaling:
     truncate: bool = True
 
 
-def _partial_rotary(hf: Mapping[str, object], default: float | None) -> float:
-    """The part of a head that rotates; ``default`` None: the family always rotates whole heads."""
+def _partial_rotary(hf: Mapping[str, object], default: float | None, stated: float) -> float:
+    """The part of a head that rotates; ``default`` None: the family always rotates whole heads. ``stated``: what the
+    entry rotary_dim makes of it, 0 where there is none."""
     raw = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     inside = raw if isinstance(raw, Mapping) else {}
-    whole = 1.0 if default is None else default
+    whole = 1.0 if default is None else stated or default
     value = _number(inside, "partial_rotary_factor", _number(hf, "partial_rotary_factor", whole))
     if value == 1.0 or (default is not None and 0.0 < value < 1.0):
         return value

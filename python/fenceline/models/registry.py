@@ -12,6 +12,7 @@ from fenceline.models.glm4 import Glm4ForCausalLM
 from fenceline.models.glm4_moe import Glm4MoeForCausalLM
 from fenceline.models.granite import GraniteForCausalLM
 from fenceline.models.llama import LlamaForCausalLM
+from fenceline.models.minimax_m2 import MiniMaxM2ForCausalLM
 from fenceline.models.mistral import MistralForCausalLM
 from fenceline.models.mixtral import MixtralForCausalLM
 from fenceline.models.olmo2 import Olmo2ForCausalLM
@@ -30,6 +31,7 @@ MODELS: Mapping[str, type[CausalLM]] = MappingProxyType(
         "GraniteForCausalLM": GraniteForCausalLM,
         "LlamaForCausalLM": LlamaForCausalLM,
         "MiMoForCausalLM": Qwen2ForCausalLM,
+        "MiniMaxM2ForCausalLM": MiniMaxM2ForCausalLM,
         "MistralForCausalLM": MistralForCausalLM,
         "MixtralForCausalLM": MixtralForCausalLM,
         "Olmo2ForCausalLM": Olmo2ForCausalLM,

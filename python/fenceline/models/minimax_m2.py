@@ -1,0 +1,24 @@
+"""MiniMax-M2 and M2.5 (2025): experts in every layer, chosen by corrected sigmoids; norms across all heads."""
+
+from __future__ import annotations
+
+from fenceline.config.model_config import ModelConfig
+from fenceline.layers.context import LayerContext
+from fenceline.layers.decoder_layer import DecoderLayer, SelfAttention
+from fenceline.layers.experts import ExpertNames, ExpertsMLP
+from fenceline.layers.rotary import RotaryEmbedding
+from fenceline.models.decoder import CausalLM
+
+
+class MiniMaxM2ForCausalLM(CausalLM):
+    """No biases; a part of each head rotates."""
+
+    @staticmethod
+    def make_layer(
+        config: ModelConfig, context: LayerContext, rotary: RotaryEmbedding, layer_id: int, index: int
+    ) -> DecoderLayer:
+        attention = SelfAttention(
+            config, context, layer_id, rotary, qkv_bias=False, o_bias=False, wide_qk_norm=True
+        )
+        names = ExpertNames(gate="w1", up="w3", down="w2", correction="e_score_correction_bias")
+        return DecoderLayer(attention, ExpertsMLP(config, context, names), mlp_name="block_sparse_moe")
