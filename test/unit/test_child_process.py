@@ -24,6 +24,7 @@ from fenceline.ipc.io_struct import (
     encode,
 )
 from fenceline.ipc.sockets import Inbox, connect_push, make_ports, remove_ports
+from fenceline.scheduler.process import follower_log_level
 
 _PROGRAM = """
 import multiprocessing
@@ -68,6 +69,15 @@ def test_what_a_client_sends_forges_no_lines_of_the_log() -> None:
     assert first.endswith(f"] Receive: rid={shown}")
     assert second.endswith(f"] request {shown} failed")
     assert not any(line.startswith("[2026-01-01") for line in traceback)
+
+
+def test_a_rank_that_is_not_the_first_names_itself_in_its_log() -> None:
+    program = _LOG.replace('setup_logging("info")', 'setup_logging("info", "scheduler-1")')
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert "] scheduler-1: Receive: rid=" in result.stderr.decode().split("\n")[0]
+    assert [follower_log_level(level) for level in ("debug", "info", "warning", "error", "critical")] == [
+        "warning", "warning", "warning", "error", "critical"
+    ]  # fmt: skip
 
 
 def test_silence_is_counted_while_its_watcher_looks() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from fenceline.ipc.child_process import Watchdog
 from fenceline.ipc.free_memory import FreeMemoryWatch
 from fenceline.ipc.io_struct import Message, ShutdownReq
-from fenceline.scheduler.process import ZmqInbox
+from fenceline.scheduler.process import TurnInbox, ZmqInbox
+from fenceline.scheduler.ranks import Turn
 
 MIB = 1 << 20
 
@@ -116,4 +118,26 @@ def test_the_scheduler_looks_between_steps_and_in_quiet_moments(
     ours = ZmqInbox(inbox, Watchdog(0, print), process.watch())  # type: ignore[arg-type]
     assert ours.drain(block, timeout_ms) == [ShutdownReq()]
     assert inbox.waits == waits
+    assert process.num_looks == num_looks
+
+
+class FakeTurns:
+    """A socket whose turn comes at once, or after a quiet second that is told."""
+
+    def __init__(self, process: Process, quiet: bool) -> None:
+        self._process, self._quiet = process, quiet
+
+    def poll(self, timeout_ms: int) -> bool:
+        self._process.now += timeout_ms / 1000 if self._quiet else 0.0
+        return not self._quiet
+
+    def recv(self) -> bytes:
+        return msgspec.msgpack.encode(Turn(7, [], False))
+
+
+@pytest.mark.parametrize(("quiet", "num_looks"), [(False, 1), (True, 2)])
+def test_other_ranks_look_at_the_same_moments(quiet: bool, num_looks: int) -> None:
+    process = Process()
+    turns = TurnInbox(FakeTurns(process, quiet), Watchdog(0, print), process.watch())  # type: ignore[arg-type]
+    assert turns.receive().number == 7
     assert process.num_looks == num_looks

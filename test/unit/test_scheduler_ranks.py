@@ -282,6 +282,24 @@ def test_a_record_that_is_being_written_is_not_read(tmp_path: Path) -> None:
     assert ours.all_arrived() == theirs.all_arrived() == 3
 
 
+def test_the_watchdog_may_compare_while_a_step_is_decided(tmp_path: Path) -> None:
+    """Its thread says why ranks wait for each other in vain; here the scheduler goes on in the midst of that."""
+    group = Group(2, tmp_path)
+    group.run(*requests(1))
+    link, board = group.drivers[0].scheduler.ranks, group.boards[0]
+    assert link is not None and len(link._latest) == 2
+    agrees = board.agrees
+
+    def interrupted(rank: int, step: int) -> bool:
+        board.agrees = agrees  # type: ignore[method-assign]
+        group.run(*[request("more", [9, 8, 7], max_new_tokens=2)])
+        return agrees(rank, step)
+
+    board.agrees = interrupted  # type: ignore[method-assign]
+    link.compare()
+    assert "more" in group.drivers[0].answers
+
+
 def test_news_that_find_no_room_wait(tmp_path: Path) -> None:
     ports = PortArgs(scheduler=f"ipc://{tmp_path}/scheduler", detokenizer="", tokenizer="")
     create_rank_board(ports, 3)

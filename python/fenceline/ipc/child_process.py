@@ -34,7 +34,7 @@ _UNSHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 logger = logging.getLogger(__name__)
 
 
-def prepare_child(name: str, log_level: str, ports: PortArgs) -> None:
+def prepare_child(name: str, log_level: str, ports: PortArgs, log_name: str = "") -> None:
     """Set up a child process: logging, signals, a heartbeat, and an end together with the parent.
 
     Ctrl-C reaches the whole foreground group and a service manager's SIGTERM every process of the service,
@@ -45,7 +45,7 @@ def prepare_child(name: str, log_level: str, ports: PortArgs) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
     signal.pthread_sigmask(signal.SIG_BLOCK, (DUMP_SIGNAL,))
-    setup_logging(log_level)
+    setup_logging(log_level, log_name)
     # Interpreter and imports; for the scheduler that is torch, and most of a small model's start.
     started_s = time.time() - psutil.Process().create_time()
     logger.info("Started the %s process in %.1f s", name, started_s)
@@ -88,10 +88,12 @@ class OneLineFormatter(logging.Formatter):
         return one_line(super().formatMessage(record))
 
 
-def setup_logging(log_level: str) -> None:
-    """Log lines of this process go to stderr in one format."""
+def setup_logging(log_level: str, log_name: str = "") -> None:
+    """Log lines of this process go to stderr in one format. They begin with ``log_name`` where another process would
+    say the same."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLineFormatter(LOG_FORMAT, datefmt="%Y-%m-%d %H:%M:%S"))
+    line = LOG_FORMAT.replace("%(message)s", f"{log_name}: %(message)s") if log_name else LOG_FORMAT
+    handler.setFormatter(OneLineFormatter(line, datefmt="%Y-%m-%d %H:%M:%S"))
     logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
 
 

@@ -82,6 +82,25 @@ class ZmqInbox:
             self._inbox.wait(None if timeout_ms is None else timeout_ms - _QUIET_MS)
 
 
+class TurnInbox:
+    """The turns of a rank that is not rank 0, from ``socket``. It gives memory back when :class:`ZmqInbox` does."""
+
+    def __init__(self, socket: zmq.Socket[bytes], watchdog: Watchdog, memory: FreeMemoryWatch) -> None:
+        self._socket = socket
+        self._watchdog = watchdog
+        self._memory = memory
+
+    def receive(self) -> Turn:
+        """Wait for the next one."""
+        self._watchdog.waiting()
+        self._memory.look()
+        if not self._socket.poll(_QUIET_MS):
+            self._memory.look()
+        data = self._socket.recv()
+        self._watchdog.busy()
+        return TURN_DECODER.decode(data)
+
+
 class ZmqOutbox:
     """The scheduler's news. Without a detokenizer tokens go straight to the tokenizer manager. Any thread may send."""
 
@@ -139,8 +158,11 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
     Whatever goes wrong is told to the front end as :class:`FatalError` and ends the process with status 1.
     """
     num_ranks = config.server_args.tp_size
-    # The other ranks' logs say what rank 0's say.
-    prepare_child(scheduler_name(rank), config.server_args.log_level if rank == 0 else "warning", ports)
+    name, log_level = scheduler_name(rank), config.server_args.log_level
+    if rank == 0:
+        prepare_child(name, log_level, ports)
+    else:  # what goes well rank 0 says for all; what does not is this rank's own, and carries its name
+        prepare_child(name, follower_log_level(log_level), ports, name)
     faulthandler.enable()
     dumps = enable_core_dumps(config)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -202,6 +224,12 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
             _tell_fatal(context, ports, rank, reason)
         sys.exit(1)
     context.destroy(linger=1000)
+
+
+def follower_log_level(log_level: str) -> str:
+    """The level of ranks other than 0: ``log_level``, but "warning" at least."""
+    levels = logging.getLevelNamesMapping()
+    return max(log_level, "warning", key=lambda level: levels[level.upper()])
 
 
 def scheduler_name(rank: int) -> str:
@@ -293,14 +321,7 @@ def _link_ranks(
             board, worker, inbox.drain, [partial(socket.send, flags=zmq.NOBLOCK) for socket in sockets]
         )
     assert turns is not None, "rank 0 alone receives no turns"
-
-    def receive() -> Turn:
-        watchdog.waiting()
-        data = turns.recv()
-        watchdog.busy()
-        return TURN_DECODER.decode(data)
-
-    return FollowingRank(board, worker, receive)
+    return FollowingRank(board, worker, TurnInbox(turns, watchdog, FreeMemoryWatch()).receive)
 
 
 def _leave_ranks(link: RankLink, shard: Shard, error: Exception) -> None:

@@ -13,7 +13,6 @@ with whatever the others have posted by then. Of two that differ the later one s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -63,7 +62,8 @@ class RankLink(ABC):
         self._worker = worker
         self.decisions = Decisions()
         self._num_turns = 0
-        self._latest: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=2)  # steps and their numbers
+        # The last two steps and their numbers. Replaced as a whole: the watchdog's thread compares too.
+        self._latest: tuple[tuple[int, tuple[int, ...]], ...] = ()
         self._voice = StorageVoice()
 
     @abstractmethod
@@ -76,12 +76,12 @@ class RankLink(ABC):
     def decided(self, step: int, batch: ScheduleBatch, reqs: Sequence[Req]) -> None:
         """``step``, from 1 on, is about to be launched. Raises ``RanksDifferError``."""
         fields = self.decisions.of(batch, reqs)
-        self._latest.append((step, fields))
+        self._latest = (*self._latest[-1:], (step, fields))
         self.board.post_decision(step, fields)
         self.compare()
 
     def compare(self) -> None:
-        """Compare this rank's last two steps with the other ranks'. Raises ``RanksDifferError``."""
+        """Compare this rank's last two steps with the other ranks'. Any thread may. Raises ``RanksDifferError``."""
         board = self.board
         for step, ours in self._latest:
             for rank in range(board.num_ranks):
