@@ -444,11 +444,30 @@ def test_ranks_that_the_model_can_be_split_over(model_dir: Path, spelling: str) 
 
 
 @pytest.mark.parametrize(
+    ("experts", "shared", "dense", "possible"),
+    [(24, 32, [], "1, 2, 4"), (18, 32, [], "1, 2"), (24, 27, [], "1"), (24, 32, [1], "1")],
+)
+def test_ranks_divide_the_mlps_that_are_there(
+    model_dir: Path, experts: int, shared: int, dense: list[int], possible: str
+) -> None:
+    """Those of the experts and the shared one; that of 95 features only if a layer has it."""
+    moe = {
+        "architectures": ["Qwen2MoeForCausalLM"], "intermediate_size": 95, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": experts, "shared_expert_intermediate_size": shared, "mlp_only_layers": dense,
+    }  # fmt: skip
+    path = model_dir / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | moe))
+    args = parse_args(["--model-path", str(model_dir), "--tp-size", "3"])
+    with pytest.raises(ConfigError, match=f"which it does not divide; use {possible}$"):
+        resolve(args, cuda_probe=lambda: False)
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--tp-size 0", "--tp-size 0: must be at least 1"),
-        ("--tp-size 3", "--tp-size 3: this model has 4 attention heads, 2 key/value heads and an intermediate size of"
-         " 96, which it does not divide; use 1, 2, 4"),
+        ("--tp-size 3", "--tp-size 3: this model has 4 attention heads, 2 key/value heads and MLPs of 96"
+         " features, which it does not divide; use 1, 2, 4"),
         ("--tp-size 8", "which it does not divide; use 1, 2, 4"),
         ("--tp-size 2 --device cuda", "--tp-size 2 runs on a CPU only so far: use --device cpu, or --tp-size 1"),
         ("--tp-size 2 --speculative-algorithm EAGLE3 --speculative-draft-model-path x",

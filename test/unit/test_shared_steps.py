@@ -13,6 +13,7 @@ from scheduler_driver import Driver, assert_right, make_driver, request
 
 import fenceline
 from fenceline.config.engine_config import resolve
+from fenceline.config.families import ExpertsConfig
 from fenceline.config.server_args import ServerArgs
 from fenceline.ipc.io_struct import AbortReq, TokenizedGenerateReq
 from fenceline.memory_order import Points
@@ -138,6 +139,10 @@ def test_what_a_step_costs_of_real_models(
         head_dim=head_dim,
     )
     assert StepSharing.of(model).cost_tokens == cost
+    # Eight experts of a size cost a token what one MLP of eight times that size does, however many there are.
+    experts = ExpertsConfig(num_experts=128, top_k=8, intermediate_size=intermediate // 8, renormalise=True)
+    mixture = dataclasses.replace(model, experts=experts, intermediate_size=1)
+    assert StepSharing.of(mixture).cost_tokens == cost
 
 
 # --- beside a half-way prompt

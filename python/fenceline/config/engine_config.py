@@ -339,13 +339,14 @@ def _check_ranks(args: ServerArgs, device: str, model: ModelConfig) -> None:
         n
         for n in range(1, heads + 1)
         if heads % n == 0
-        and model.intermediate_size % n == 0
+        and all(size % n == 0 for size in model.mlp_sizes)
         and (kv_heads % n == 0 or (n > kv_heads and n % kv_heads == 0))
     ]
     if size not in possible:
         raise ConfigError(
-            f"--tp-size {size}: this model has {heads} attention heads, {kv_heads} key/value heads and an intermediate"
-            f" size of {model.intermediate_size}, which it does not divide; use {', '.join(map(str, possible))}"
+            f"--tp-size {size}: this model has {heads} attention heads, {kv_heads} key/value heads and MLPs of"
+            f" {', '.join(map(str, sorted(set(model.mlp_sizes))))} features, which it does not divide; use"
+            f" {', '.join(map(str, possible))}"
         )
 
 
@@ -628,9 +629,9 @@ def piecewise_cuda_graph_tokens(
 
 
 def _layer_weights(model: ModelConfig) -> int:
-    """Of the products of one layer."""
+    """Of the products of one token in one layer."""
     attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-    return model.hidden_size * (attention + 3 * model.intermediate_size)
+    return model.hidden_size * (attention + 3 * model.active_mlp_size)
 
 
 def _prefill_sizes(largest: int) -> tuple[int, ...]:

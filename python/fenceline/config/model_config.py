@@ -102,6 +102,24 @@ class ModelConfig:
     sampling_defaults: SamplingDefaults
     hf_config: dict[str, object] = dataclasses.field(repr=False, compare=False)
 
+    @property
+    def mlp_sizes(self) -> tuple[int, ...]:
+        """The intermediate sizes of all its MLPs, dense, experts' and shared ones."""
+        experts = self.experts
+        if experts is None:
+            return (self.intermediate_size,)
+        dense = (self.intermediate_size,) if experts.dense_layers & set(range(self.num_layers)) else ()
+        shared = (experts.shared_size,) if experts.shared_size else ()
+        return (*dense, experts.intermediate_size, *shared)
+
+    @property
+    def active_mlp_size(self) -> int:
+        """The features of MLPs that a token goes through in one layer, in a layer with experts if there are any."""
+        experts = self.experts
+        if experts is None:
+            return self.intermediate_size
+        return experts.top_k * experts.intermediate_size + experts.shared_size
+
     @classmethod
     def from_dir(
         cls,

@@ -46,7 +46,7 @@ class StepSharing:
         any prompts, so that all that fit go together."""
         queries = model.num_heads * model.head_dim
         qkv = queries + 2 * model.num_kv_heads * model.head_dim
-        layer = model.hidden_size * (qkv + queries + 3 * model.intermediate_size)
+        layer = model.hidden_size * (qkv + queries + 3 * model.active_mlp_size)
         return cls(_STEP_TOKENS + _STEP_FLOP // (2 * layer * model.num_layers))
 
     def tokens(self, num_waiting: int) -> int:
