@@ -89,7 +89,7 @@ class _Layer:
     """A KV pool of one layer, on the CPU."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, page_size: int) -> None:
-        self._k, self._v, self.page_size = k, v, page_size
+        self._k, self._v, self.page_size, self.dtype = k, v, page_size, k.dtype
 
     def k(self, layer: int) -> torch.Tensor:
         return self._k
