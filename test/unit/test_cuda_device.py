@@ -349,3 +349,17 @@ def test_an_edge_can_be_severed_here_too(machine: Machine) -> None:
     machine.take()
     device.copy.wait(point, COPY_AFTER_FORWARD)
     assert machine.take() == []
+
+
+def test_each_rank_opens_a_gpu_of_its_own(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    open_device("cuda")
+    assert chosen == [], "the current one"
+    open_device("cuda", index=1)
+    assert chosen == [1]
+    with pytest.raises(
+        ValueError, match="rank 2 of this host needs a GPU of its own, and there are 2: lower --tp-size"
+    ):
+        open_device("cuda", index=2)

@@ -21,13 +21,13 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 class GlooBackend:
     """See ``memory_order.CollectiveBackend``. One in a process, since it is torch.distributed's default group."""
 
-    def __init__(self, rank: int, size: int, meeting: str, interface: str = _LOOPBACK) -> None:
+    def __init__(self, rank: int, size: int, meeting: str, interface: str | None = None) -> None:
         """Waits until all ``size`` ranks have come to ``meeting``, the same for all: ``tcp://host:port`` of rank 0's
-        host, or on one host the URI of a file that does not exist yet. ``interface``: the network that they use. Raises
-        ``ValueError`` where rank 0 cannot listen."""
+        host, or on one host the URI of a file that does not exist yet. ``interface``: the network that they use, the
+        host itself unless given. Raises ``ValueError`` where rank 0 cannot listen."""
         self.rank = rank
         self.size = size
-        os.environ.setdefault(_INTERFACE, interface)  # the host's name need not lead anywhere
+        os.environ.setdefault(_INTERFACE, interface or _LOOPBACK)  # the host's name need not lead anywhere
         try:
             dist.init_process_group(
                 "gloo", init_method=meeting, rank=rank, world_size=size, timeout=_NO_LIMIT

@@ -75,8 +75,9 @@ def register_device(kind: str, factory: DeviceFactory) -> None:
     register_kind(kind)
 
 
-def open_device(kind: str, severed: frozenset[str] = frozenset()) -> Device:
-    """The device of that kind: ``cpu``, ``cuda`` (the current CUDA device) or a registered one.
+def open_device(kind: str, severed: frozenset[str] = frozenset(), index: int | None = None) -> Device:
+    """The device of that kind: ``cpu``, ``cuda`` (CUDA device ``index``, the current one unless given) or a registered
+    one.
 
     Raises ``ValueError`` with the remedy where it is not available.
     """
@@ -87,7 +88,7 @@ def open_device(kind: str, severed: frozenset[str] = frozenset()) -> Device:
     if kind == "cuda":
         from fenceline.memory_order.cuda import CudaDevice
 
-        return CudaDevice(severed)
+        return CudaDevice(severed, index)
     if kind in _registered:
         return _registered[kind](severed)
     raise ValueError(f"unknown device {kind!r}: use --device cpu or --device cuda")

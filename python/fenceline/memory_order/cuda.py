@@ -98,15 +98,24 @@ class CudaGraph(Graph):
 
 
 class CudaDevice(Device):
-    """The current CUDA device."""
+    """A CUDA device, the process's current one."""
 
     kind = "cuda"
 
-    def __init__(self, severed: frozenset[str] = frozenset()) -> None:
+    def __init__(self, severed: frozenset[str] = frozenset(), index: int | None = None) -> None:
+        """``index``: which one becomes the current one; None leaves it as it is."""
         if not torch.cuda.is_available():
             raise ValueError(
                 "no CUDA device is available: use --device cpu, or install a CUDA build of torch"
             )
+        if index is not None:
+            num_devices = torch.cuda.device_count()
+            if index >= num_devices:
+                raise ValueError(
+                    f"rank {index} of this host needs a GPU of its own, and there are {num_devices}: lower --tp-size,"
+                    " or make more visible (CUDA_VISIBLE_DEVICES)"
+                )
+            torch.cuda.set_device(index)
         super().__init__(torch.device("cuda", torch.cuda.current_device()), severed)
         self._kernels = _load_kernels(self.torch_device)
         self._fills: dict[tuple[int, ...], fenceline_kernel.FillPlan] = {}  # by the rows that they fill

@@ -32,7 +32,7 @@ from fenceline.ipc.node_link import NodeListener, NodePeers, bind_tcp, own_addre
 from fenceline.ipc.rank_board import RankBoard, rank_endpoint, rank_meeting
 from fenceline.ipc.sockets import MAX_STEP_BYTES, MAX_STEP_MESSAGES, Inbox, bind_pull, connect_push
 from fenceline.layers.context import Shard
-from fenceline.memory_order import Communicator, Device, PeerLostError, open_device
+from fenceline.memory_order import CollectiveBackend, Communicator, Device, PeerLostError, open_device
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.scheduler.core_dumps import CoreDumps, core_dump_environment, is_complete
 from fenceline.scheduler.flight_dump import dump_and_log, dump_on_signal
@@ -177,7 +177,7 @@ def run_scheduler_process(config: EngineConfig, ports: PortArgs, rank: int = 0) 
         messages = None if rank else Inbox(context, ports.scheduler, SCHEDULER_DECODER)
         outbox = ZmqOutbox(context, ports, config.server_args.skip_tokenizer_init)
         begin = time.perf_counter()
-        device = open_device(config.device)
+        device = open_device(config.device, index=None if num_ranks == 1 else rank - config.local_ranks[0])
         logger.info("Opened the device (%s) in %.1f s", config.device, time.perf_counter() - begin)
         if device.kind == "cpu" and config.num_sharing > 1:
             torch.set_num_threads(max(torch.get_num_threads() // config.num_sharing, 1))
@@ -256,16 +256,21 @@ class _NoOutbox:
 
 def _meet_ranks(config: EngineConfig, ports: PortArgs, rank: int, device: Device) -> Shard:
     """This rank's part of the model, once all ranks have come."""
-    from fenceline.distributed.gloo import GlooBackend  # with one rank nobody needs it
-
     args = config.server_args
     num_ranks, meeting = args.tp_size, rank_meeting(ports).as_uri()
-    if args.dist_init_addr is None:
-        backend = GlooBackend(rank, num_ranks, meeting)
-    else:
+    interface = None
+    if args.dist_init_addr is not None:
         interface = own_interface(own_address(args.dist_init_addr))
         meeting = f"tcp://{args.dist_init_addr}"
         logger.info("Waiting until all %d ranks have come to %s", num_ranks, meeting)
+    backend: CollectiveBackend
+    if device.kind == "cuda":
+        from fenceline.distributed.nccl import NcclBackend  # with one rank nobody needs it
+
+        backend = NcclBackend(rank, num_ranks, meeting, device.torch_device)
+    else:
+        from fenceline.distributed.gloo import GlooBackend
+
         backend = GlooBackend(rank, num_ranks, meeting, interface)
     return Shard(rank, num_ranks, Communicator("tp", device, device.forward, backend))
 
