@@ -5,10 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from quantized_checkpoints import FP8_FORMATS, INT4_FORMATS
 
 from fenceline.config import ConfigError
+from fenceline.config.checks import check
 from fenceline.config.quantization import QuantConfig, read_quantization
+from fenceline.config.server_args import ServerArgs
+from fenceline.layers.attention.backends import AttentionSetting, make_attention_backends
+from fenceline.mem_cache.kv_pool import KVLayout, KVPool
+from fenceline.memory_order.cpu import CpuDevice
 
 REMEDY = "; use the model's unquantised weights, with --quantization "
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
@@ -154,3 +160,34 @@ def test_the_flag_must_fit_the_checkpoint(tmp_path: Path) -> None:
 def test_the_head_may_be_plain(tmp_path: Path) -> None:
     ignored = ["lm_head", "model.embed_tokens", "re:.*lm_head", "model.layers.0.mlp.gate"]
     assert read(compressed(FP8) | {"ignore": ignored}, tmp_path) is not None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"quantization": "bitsandbytes"}, "not available, use fp8 or int4"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "not available, use fp8_e4m3"),
+        (
+            {"kv_cache_dtype": "fp8_e4m3", "speculative_algorithm": "EAGLE3"},
+            "does not go with --speculative-algorithm yet",
+        ),
+        ({"kv_cache_dtype": "fp8_e4m3", "attention_backend": "flashinfer"}, "use triton, or leave it out"),
+        ({"kv_cache_dtype": "fp8_e4m3", "decode_attention_backend": "fa3"}, "use triton, or leave it out"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused_at_start(flags: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(ServerArgs.from_kwargs({"model_path": "demo", **flags}))
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "fa3"])
+def test_backends_that_do_not_read_fp8_are_not_made(name: str) -> None:
+    """Nor measured: ``auto`` takes this for a backend that cannot run here."""
+    layout = KVLayout.uniform(16, 2, 2, 16, torch.float8_e4m3fn)
+    pool = KVPool(4, layout, torch.device("cpu"), torch.float32)
+    setting = AttentionSetting(pool, CpuDevice(), 4, 64)
+    with pytest.raises(
+        ValueError, match=f"--attention-backend {name} does not read --kv-cache-dtype fp8_e4m3"
+    ):
+        make_attention_backends(name, name, setting)
+    assert make_attention_backends("torch", "torch", setting).decode_name == "torch"
