@@ -126,19 +126,20 @@ def interpreted_logarithms() -> Iterator[None]:
 
 
 def compile_kernel(
-    kernel, constants: dict[str, int], arch: str, num_warps: int, num_stages: int, pdl: bool
+    kernel, constants: dict[str, int], arch: str, num_warps: int, num_stages: int, pdl: bool, kv: str = "bf16"
 ) -> str:  # type: ignore[no-untyped-def]
-    """A kernel's PTX for ``arch`` (as "sm_90"). It compiles to machine code and fits a GPU's shared memory."""
+    """A kernel's PTX for ``arch`` (as "sm_90"). It compiles to machine code and fits a GPU's shared memory. ``kv``: the
+    type of keys and values in the pool."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
+    types = dict.fromkeys(("q_ptr", "out_ptr"), "*bf16") | dict.fromkeys(("k_ptr", "v_ptr"), f"*{kv}")
     types |= dict.fromkeys(("page_table_ptr", "num_done_ptr", "query_starts_ptr"), "*i32")
     types |= dict.fromkeys(("rows_ptr", "seq_lens_ptr", "ancestors_ptr", "positions", "out_slots"), "*i64")
     types |= dict.fromkeys(("slots", "path", "counts", "addresses", "num_words"), "*i64")
     types |= dict.fromkeys(("qkv", "q_weight", "k_weight", "k_cache", "v_cache"), "*bf16")
-    types |= {"table": "*fp32", "eps": "fp32"}
+    types |= {"table": "*fp32", "eps": "fp32", "k_scale": "fp32", "v_scale": "fp32"}
     types |= dict.fromkeys(("partial_ptr", "stats_ptr"), "*fp32") | {"scale_log2": "fp32"}
     types |= dict.fromkeys(constants, "constexpr")
     names = kernel.arg_names

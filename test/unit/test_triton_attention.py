@@ -435,6 +435,9 @@ def compile_for(arch: str) -> None:
     extend = extend_attention._extend_kernel
     compile_kernel(extend, common | {"BLOCK_M": 128, "SPLIT": False}, arch, 8, 3, False)
     compile_kernel(extend, common | {"BLOCK_M": 16, "SPLIT": True}, arch, 4, 5, False)
+    if pdl:  # sm_80 has no instruction for FP8
+        compile_kernel(decode_attention._decode_kernel, common | decode | one, arch, 4, 5, pdl, "fp8e4nv")
+        compile_kernel(extend, common | {"BLOCK_M": 128, "SPLIT": False}, arch, 8, 3, False, "fp8e4nv")
 
 
 if __name__ == "__main__":
