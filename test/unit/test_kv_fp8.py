@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from fenceline.config import ConfigError
 from fenceline.config.quantization import read_quantization
-from fenceline.layers.context import Shard, torch_context
+from fenceline.layers.context import Shard, fp8_kv_dtype, torch_context
 from fenceline.layers.forward_batch import ForwardMode
 
 FP8 = torch.float8_e4m3fn
@@ -85,3 +85,15 @@ def test_other_schemes_are_refused(tmp_path: Path) -> None:
         entry = {"quantization_config": published | {"kv_cache_scheme": scheme}}
         with pytest.raises(ConfigError, match="kv_cache_scheme"):
             read_quantization(entry, tmp_path)
+
+
+def test_a_gpu_that_cannot_convert_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fp8_kv_dtype(torch.device("cpu")) == FP8
+    for capability in ((8, 9), (9, 0)):
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device, capability=capability: capability
+        )
+        assert fp8_kv_dtype(torch.device("cuda:0")) == FP8
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(ValueError, match=r"compute capability 8.9 or more: leave it out"):
+        fp8_kv_dtype(torch.device("cuda:0"))

@@ -16,6 +16,8 @@ from fenceline.layers.weight import DenseWeight, RMSNorm, Weight
 from fenceline.memory_order import Communicator
 from fenceline.memory_order.kernel import is_watched
 
+_CONVERTS_FP8 = (8, 9)  # the first compute capability with instructions for it
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -143,3 +145,12 @@ def torch_context(shard: Shard, dtype: torch.dtype) -> LayerContext:
         return DenseWeight(out_features, in_features, dtype)
 
     return LayerContext(shard, TorchLayerKernels(), dtype, dense, dense)
+
+
+def fp8_kv_dtype(device: torch.device) -> torch.dtype:
+    """The type of a KV cache in FP8. Raises ``ValueError`` with the remedy for a GPU that cannot convert it."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _CONVERTS_FP8:
+        raise ValueError(
+            "--kv-cache-dtype fp8_e4m3 needs a GPU of compute capability 8.9 or more: leave it out"
+        )
+    return torch.float8_e4m3fn

@@ -21,7 +21,7 @@ import torch
 from fenceline.config.draft_config import StepShape
 from fenceline.config.engine_config import EngineConfig
 from fenceline.layers.attention.backends import AttentionBackends, AttentionSetting, make_attention_backends
-from fenceline.layers.context import Shard, make_layer_context
+from fenceline.layers.context import Shard, fp8_kv_dtype, make_layer_context
 from fenceline.layers.forward_batch import AttentionInputs, ForwardBatch, ForwardMode
 from fenceline.mem_cache.host.cache_controller import HiCacheController, make_hicache_controller
 from fenceline.mem_cache.host.host_pool import available_host_bytes
@@ -79,7 +79,7 @@ class ModelRunner:
         with _phase("Prepared kernels"):
             context = make_layer_context(device.torch_device, shard, dtype)
         if config.server_args.kv_cache_dtype == "fp8_e4m3":
-            context = replace(context, kv_dtype=torch.float8_e4m3fn)
+            context = replace(context, kv_dtype=fp8_kv_dtype(device.torch_device))
         self.model = load_model(
             model,
             config.server_args.load_format,
