@@ -14,6 +14,7 @@ from fenceline.mem_cache import hicache
 from fenceline.mem_cache.tree import hiradix_cache
 from fenceline.memory_order.access import PagedMemory
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
+from fenceline.speculative.kv_rows import KVMover
 from fenceline.vgpu.errors import OwnershipError, TagError
 from fenceline.vgpu.proving.runs import Trial, run
 from fenceline.vgpu.proving.script import Scenario, Script, Workload
@@ -83,6 +84,16 @@ def _behind_without_proposals(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SpeculativeRunner, "_accept", wrong)
 
 
+def _moved_from_the_next_node(patch: pytest.MonkeyPatch) -> None:
+    """Accepted rows are taken from the nodes behind theirs."""
+    right = KVMover.move
+
+    def wrong(self: KVMover, slots: torch.Tensor, path: torch.Tensor, counts: torch.Tensor) -> None:
+        right(self, slots.view(len(path), -1).roll(-1, 1).flatten(), path, counts)
+
+    patch.setattr(KVMover, "move", wrong)
+
+
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] = {
     "a row computed again": (_row_computed_again, "ITSELF", TAGS, r"computes token \d+ of r\d again"),
     "behind without proposals": (
@@ -94,6 +105,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] = 
     "a row left out": (_row_left_out, "ITSELF", TAGS, r"layer2\.k page 0, .* stores token \d+ of r\d here"),
     "one page declared": (_one_page_declared, "EAGLE3", TAGS, "writes a page that it has not declared"),
     "a draft not extended": (_draft_not_extended, "NEXTN", TAGS, r"holds .* from its own hidden states"),
+    "moved from the next node": (_moved_from_the_next_node, "NEAR", TAGS, r"stores token \d+ of r\d here"),
     "rows one too late": (_rows_one_too_late, "EAGLE3", TAGS, r"stores token \d+ of r\d here"),
 }
 
@@ -122,6 +134,8 @@ def _two_requests(draft: str, **flags: int) -> Callable[[Any], Scenario]:
 def test_a_fault_that_changes_no_token_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     fault, draft, checker, report = FAULTS[name]
     flags = {"depth_seed": 1} if fault is _behind_without_proposals else {}
+    if fault is _moved_from_the_next_node:
+        flags = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
     monkeypatch.setitem(WORKLOADS, "two", Workload("two", "", _two_requests(draft, **flags)))
     assert run(Trial("two", 2)).clean
     fault(monkeypatch)

@@ -18,9 +18,16 @@ from fenceline.memory_order.lease import (
     LeasePool,
     layers_of_page,
     page_leases,
+    slots_of_tree,
     tokens_in_flight,
 )
-from fenceline.memory_order.relocation import RelocationClock, Stamp, comparison, table_of_step
+from fenceline.memory_order.relocation import (
+    RelocationClock,
+    Stamp,
+    comparison,
+    moves_of_nodes,
+    table_of_step,
+)
 from fenceline.memory_order.staging import InputRing, MaskTable, ResultLease, ResultRing
 from fenceline.memory_order.stream import Point, Points, Stream, wait_for_pages
 
@@ -56,9 +63,11 @@ __all__ = [
     "comparison",
     "keep_hidden",
     "layers_of_page",
+    "moves_of_nodes",
     "open_device",
     "page_leases",
     "register_device",
+    "slots_of_tree",
     "table_of_step",
     "tokens_in_flight",
     "wait_for_pages",

@@ -382,6 +382,15 @@ KEPT_HIDDEN = Guard(
     protects="the target's hidden states from which the draft computes its rows: kept in each step for that step",
     failure="F8",
 )
+TREE_SLOTS = Guard(
+    name="tree_slots",
+    protects="the slots of a tree's nodes behind those of the tokens that a step may yield: they are the request's",
+    failure="F13",
+)
+MOVED_NODES = Guard(
+    name="moved_nodes",
+    protects="the rows of a tree's accepted nodes: in their tokens' slots before the next step reads these",
+)
 MASK_ROWS = Guard(
     name="mask_rows",
     protects="the rows of requests without a grammar: they allow every token, and are not the mask of the row's last "
@@ -409,6 +418,8 @@ GUARDS: dict[str, Guard] = {
         IN_FLIGHT,
         WHOLE_PAGE,
         KEPT_HIDDEN,
+        TREE_SLOTS,
+        MOVED_NODES,
         MASK_ROWS,
     )
 }

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fenceline.memory_order.device import Device
-from fenceline.memory_order.edges import IN_FLIGHT, RETIRED_AFTER, WHOLE_PAGE
+from fenceline.memory_order.edges import IN_FLIGHT, RETIRED_AFTER, TREE_SLOTS, WHOLE_PAGE
 from fenceline.memory_order.stream import Points
 
 Ids = npt.NDArray[np.int32]
@@ -171,6 +171,12 @@ def tokens_in_flight(device: Device, max_step_tokens: int) -> int:
     """How many tokens beyond those that are published a step in flight may write for a request, whose slots are nobody
     else's until it is done (``in_flight``). Severed, none."""
     return max_step_tokens if device.keeps(IN_FLIGHT) else 0
+
+
+def slots_of_tree(device: Device, num_spare: int) -> int:
+    """How many slots behind those of its tokens a request has in a step, for the nodes of its tree (``tree_slots``).
+    Severed, none: these slots are nobody's, or somebody else's."""
+    return num_spare if device.keeps(TREE_SLOTS) else 0
 
 
 def layers_of_page(device: Device, num_layers: int, num_target_layers: int) -> int:

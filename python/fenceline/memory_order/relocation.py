@@ -18,10 +18,11 @@ import numpy.typing as npt
 import torch
 
 from fenceline.memory_order.device import Device
-from fenceline.memory_order.edges import STEP_SLOTS, Guard
+from fenceline.memory_order.edges import MOVED_NODES, STEP_SLOTS, Guard
 
 Owners = Sequence[int] | npt.NDArray[np.integer]
 _Ints = npt.NDArray[np.int64]
+_Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # of rows: slots, path, counts
 
 _MIN_OWNERS = 64
 
@@ -117,6 +118,16 @@ def table_of_step(device: Device, table: torch.Tensor) -> Callable[[], torch.Ten
         return stale
 
     return table_of_last_step
+
+
+def moves_of_nodes(device: Device, move: _Move) -> _Move:
+    """How the rows of a tree's accepted nodes come to their tokens' slots, which is what ``moved_nodes`` is: by
+    ``move``, in the step that accepts them. Severed, not before the next step reads these slots."""
+    return move if device.keeps(MOVED_NODES) else _not_yet
+
+
+def _not_yet(_slots: torch.Tensor, _path: torch.Tensor, _counts: torch.Tensor) -> None:
+    """The rows stay where they are."""
 
 
 def comparison(device: Device, guard: Guard) -> Callable[[int, int], bool]:

@@ -27,7 +27,7 @@ are never shared, since only committed tokens are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -56,6 +56,7 @@ from fenceline.memory_order import (
     Role,
     comparison,
     keep_hidden,
+    moves_of_nodes,
     table_of_step,
 )
 from fenceline.memory_order.edges import KEPT_HIDDEN, SAME_COMPOSITION, SINK, TOTAL_BUCKETS
@@ -81,6 +82,7 @@ from fenceline.speculative.tree import (
 
 Arrays = dict[str, npt.NDArray[np.generic]]
 Views = Mapping[str, torch.Tensor]
+Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # see KVMover.move
 
 _SINK_LEN = 2  # of the sink's row: a last token and one before it
 _VERIFY = "verify_"  # begins the names of the arrays that the draws of all rows of a step read
@@ -154,6 +156,7 @@ class SpeculativeRunner(GraphRunner):
     ) -> None:
         """``config`` says how steps speculate; ``sizes`` as of ``DecodeRunner``."""
         super().__init__(device, "speculative decode", "requests", sizes, padding)
+        self.config = config
         self.reads_hidden = draft.hidden_size > 0
         self._model = model
         self._draft = draft
@@ -203,14 +206,14 @@ class SpeculativeRunner(GraphRunner):
         self.arena = Arena(device, "speculative", max_batch, fields)
         # Of the draft's current forward; a plan of its own for each, though they share this field (F9).
         self._draft_lens = self.arena.derived("draft_lens", "lens")
-        self._target_rows: KVMover | None = None  # of trees
-        self._draft_rows: KVMover | None = None  # of trees whose draft reads no hidden states
+        self._move_target: Move | None = None  # of trees
+        self._move_rows: Move | None = None  # of trees whose draft reads no hidden states: the draft's
         if topk > 1:
             parts = [tensor for _, tensor in kv_pool.tensors()]
             num_target_parts = len(kv_pool.layout.parts_of(range(model.num_layers)))
-            self._target_rows = KVMover(parts[:num_target_parts])
+            self._move_target = moves_of_nodes(device, KVMover(parts[:num_target_parts]).move)
             if not self.reads_hidden:
-                self._draft_rows = KVMover(parts[num_target_parts:])
+                self._move_rows = moves_of_nodes(device, KVMover(parts[num_target_parts:]).move)
         self._zeros = torch.zeros(max_batch, 1, device=device.torch_device)
         # What the target leaves of the rows that it verifies: hidden states, and those of further layers.
         num_rows, where, hidden_size = (
@@ -613,8 +616,8 @@ class SpeculativeRunner(GraphRunner):
         if plans.is_tree:
             tokens = self._rows("path_tokens", size, shape.num_tokens).copy_(accepted.token_ids)
             path = self._rows("path", size, shape.num_tokens).copy_(accepted.path)
-            assert self._target_rows is not None, "there are trees"
-            self._target_rows.move(self._rows("out_slots", size, shape.num_nodes).flatten(), path, counts)
+            assert self._move_target is not None, "there are trees"
+            self._move_target(self._rows("out_slots", size, shape.num_nodes).flatten(), path, counts)
         self._req_pool.last_tokens[rows] = accepted.last_tokens
         state.lens[rows] = torch.where(rows == 0, _SINK_LEN, new_lens)
         if self.reads_hidden:
@@ -638,8 +641,8 @@ class SpeculativeRunner(GraphRunner):
         if num_frontiers:
             num_rows = 1 + num_frontiers * self._topk
             slots = node_slots(self._req_pool.page_table, rows, lens - 1, num_rows, self._kv_pool.page_size)
-            assert self._draft_rows is not None, "there are trees of a draft that reads no hidden states"
-            self._draft_rows.move(slots, nodes, counts - is_behind.long())
+            assert self._move_rows is not None, "there are trees of a draft that reads no hidden states"
+            self._move_rows(slots, nodes, counts - is_behind.long())
         return is_behind
 
     def _extend_draft(self, plans: _Plans, tokens: torch.Tensor, new_lens: torch.Tensor) -> None:

@@ -37,14 +37,16 @@ class RunningBatch:
         page_size: int,
         largest: StepShape,
         tokens_in_flight: Callable[[int], int],
+        slots_of_tree: Callable[[int], int],
         num_rewritten: int = 0,
     ) -> None:
-        """``tokens_in_flight``: see ``memory_order``, of the device."""
+        """``tokens_in_flight``, ``slots_of_tree``: see ``memory_order``, of the device."""
         self.page_size = page_size
         self.largest = largest
         self.num_rewritten = num_rewritten
         self.num_drafting = 0  # requests whose drafts may be accepted
         self._tokens_in_flight = tokens_in_flight
+        self._slots_of_tree = slots_of_tree
         self._num_in_flight = 0  # of the latest step
         self._num_advanced = 0  # of the next step, see DecodeBatch
         self.reqs: list[Req] = []
@@ -153,7 +155,8 @@ class RunningBatch:
         """A step of ``shape``, by ``choice``, that brings the requests to ``lens``, their :meth:`next_lens`; pages come
         from ``grow``, as many at least as are needed."""
         ends = lens + shape.num_spare if shape.num_spare else lens
-        writes, after = self._grow(ends, num_available_pages, grow)
+        kept = lens + self._slots_of_tree(shape.num_spare) if shape.num_spare else lens
+        writes, after = self._grow(kept, num_available_pages, grow)
         self._allocated_lens = lens
         num_advanced, self._num_advanced = self._num_advanced, shape.num_tokens
         committed = None

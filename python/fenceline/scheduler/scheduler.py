@@ -46,7 +46,7 @@ from fenceline.ipc.io_struct import (
     TickReq,
     TokenizedGenerateReq,
 )
-from fenceline.memory_order import Points, tokens_in_flight
+from fenceline.memory_order import Points, slots_of_tree, tokens_in_flight
 from fenceline.model_executor.step import (
     DecodeBatch,
     ExtendBatch,
@@ -151,7 +151,11 @@ class Scheduler:
             self.draft_depth = AdaptiveDepth(tuple(self.shapes), worker.step_costs)
         largest = self.shapes[most - 1]
         self.running = RunningBatch(
-            config.server_args.page_size, largest, partial(tokens_in_flight, worker.device), num_rewritten
+            config.server_args.page_size,
+            largest,
+            partial(tokens_in_flight, worker.device),
+            partial(slots_of_tree, worker.device),
+            num_rewritten,
         )
         self.planner = PrefillPlanner(
             self.memory,

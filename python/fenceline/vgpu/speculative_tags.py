@@ -13,16 +13,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fenceline.config.draft_config import StepShape
 from fenceline.model_executor.model_runner import ModelRunner
 from fenceline.model_executor.speculative_runner import SpeculativeRunner
 from fenceline.model_executor.step import DecodeBatch, ScheduleBatch
+from fenceline.speculative.kv_rows import KERNEL as MOVE
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.layout import Layout
 from fenceline.vgpu.memory import Tag
 from fenceline.vgpu.streams import Operation
-from fenceline.vgpu.tags import HOLE, I64, SINK_PAGE, Seq, SlotMemory, Step, Tags, memory_of
-
-_GUESS = "as the draft has computed it from its own hidden states"
+from fenceline.vgpu.tags import GUESS, HOLE, I64, SINK_PAGE, Seq, SlotMemory, Step, Tags, memory_of
 
 
 class SpeculativeStep(Step):
@@ -32,29 +32,42 @@ class SpeculativeStep(Step):
     L - 1 + n, L being the number of its tokens as the step begins. Before that the draft proposes. One that reads
     hidden states stores a row each time, from L - 1 on, computed from its own hidden states; afterwards it stores all
     n + 1 rows again, from the target's. One that reads none begins with two rows, at L - 2 and L - 1, the first of
-    which goes to the sink unless the row is missing; it has no row of the last of n accepted tokens. ``depth`` is n,
-    and may be 0.
+    which goes to the sink unless the row is missing; it has no row of the last of n accepted tokens. n, the depth, may
+    be 0. Where each layer of a draft has a turn, layer k stores the rows from L - 1 - k on, and nothing before.
+
+    Of a tree the rows are those of its nodes, in the order of the slots from L - 1 on. The draft stores rows of each
+    frontier, one frontier behind the other. What of them is accepted is then moved to its tokens' slots.
     """
 
-    def __init__(self, tags: Tags, seqs: Sequence[Seq], runner: SpeculativeRunner, depth: int) -> None:
+    def __init__(self, tags: Tags, seqs: Sequence[Seq], runner: SpeculativeRunner, shape: StepShape) -> None:
         super().__init__(tags, seqs, decodes=True)
         self._kind = "speculative step"
-        self._num_rows = depth + 1
+        self._shape = shape
+        self._num_rows = shape.num_nodes
         self._reads_hidden = runner.reads_hidden
+        self._by_turns = max(tags.shifts) > 1
         arena = runner.arena
-        self._proposed, self._drawn, self._counts = (
-            memory_of(arena[name]) for name in ("input_ids", "drawn", "counts")
-        )
+        self._topk = runner.config.topk if shape.depth else 1
+        names = ["input_ids", "drawn", "counts"]
+        if self._topk > 1:
+            names += ["parents", "path", "path_tokens", "draft_nodes"]
+        self._arena = {name: memory_of(arena[name]) for name in names}
         self._known: list[I64] | None = None  # of each request, the prefixes that end at its tokens
         self._num_stores: Counter[int] = Counter()  # by part
         self._stored: dict[int, list[dict[int, int]]] = {}  # by part and request: tags by position
 
     # --- what is known
 
-    def _row(self, memory: tuple[Tag, Layout], index: int) -> list[int]:
-        """The values of a request's rows; requests lie one after the other."""
-        row: list[int] = _values(memory).reshape(-1)[index * self._num_rows :][: self._num_rows].tolist()
+    def _row(self, name: str, index: int, width: int) -> list[int]:
+        """The ``width`` values of a request's rows; requests lie one after the other."""
+        row: list[int] = _values(self._arena[name]).reshape(-1)[index * width :][:width].tolist()
         return row
+
+    def _tokens(self, index: int) -> list[int]:
+        """The tokens of the step."""
+        count, is_tree = int(_values(self._arena["counts"])[index]), self._topk > 1
+        name = "path_tokens" if is_tree else "drawn"
+        return self._row(name, index, self._shape.num_tokens if is_tree else self._num_rows)[:count]
 
     def _ends_of(self, index: int) -> I64:
         """The prefixes that end at the request's tokens as the step begins."""
@@ -68,37 +81,53 @@ class SpeculativeStep(Step):
 
     def _forward(self, part: int) -> tuple[int, int]:
         """Of the forward that has stored ``part`` last: its first position, from the base, and its rows a request."""
-        number, num_proposed = self._num_stores[part] - 1, self._num_rows - 1
+        number, depth, topk = self._num_stores[part] - 1, self._shape.depth, self._topk
         if part < self._tags.num_target_parts:
             rows = [(0, self._num_rows)]
+        elif self._by_turns:
+            behind = self._tags.shifts[part] - 1
+            rows = [(-behind, depth + 1 + behind)]
         elif self._reads_hidden:
-            rows = [(k, 1) for k in range(num_proposed - 1)] + [(0, self._num_rows)]
+            rows = [(k * topk, topk) for k in range(depth - 1)] + [(0, depth + 1)]
         else:
-            rows = [(-1, 2)] + [(k, 1) for k in range(1, num_proposed)]
+            rows = [(-1, 2)] + [(1 + k * topk, topk) for k in range(depth - 1)]
         assert number < len(rows), f"{self._tags.part_names[part]} is stored {number + 1} times in a step"
         return rows[number]
 
     def _path(self, index: int, num_tokens: int) -> list[int]:
         """The prefixes that end at its last token and at the first ``num_tokens - 1`` proposed ones."""
         seq, ends = self._seqs[index], self._ends_of(index)
-        prefixes, path = self._tags.prefixes, [int(ends[-2])]
-        for token in self._row(self._proposed, index)[:num_tokens]:
-            path.append(prefixes.then(path[-1], token, seq.account.name))
-        return path[1:]
+        parents = self._row("parents", index, self._num_rows) if self._topk > 1 else range(-1, num_tokens)
+        prefixes, path = self._tags.prefixes, list[int]()
+        for node, token in enumerate(self._row("input_ids", index, self._num_rows)[:num_tokens]):
+            above = path[parents[node]] if node > 0 else int(ends[-2])
+            path.append(prefixes.then(above, token, seq.account.name))
+        return path
 
     def _rows_of(self, index: int, part: int) -> list[int]:
         """What the rows of the request in the forward that stores ``part`` stand for."""
         (first, num_rows), prefixes = self._forward(part), self._tags.prefixes
-        if part < self._tags.num_target_parts:
-            return self._path(index, num_rows)
-        if not self._reads_hidden:
-            path = [int(self._ends_of(index)[-2]), *self._path(index, first + num_rows)]
-            return path[first + 1 : first + 1 + num_rows]
-        if self._num_stores[part] < self._num_rows - 1:
-            return [prefixes.marked(self._path(index, first + 2)[-1], _GUESS)]
-        name, drawn = self._seqs[index].account.name, self._row(self._drawn, index)
-        path = self._path(index, num_rows)
-        return [prefixes.then(end, token, name) for end, token in zip(path, drawn, strict=True)]
+        is_target = part < self._tags.num_target_parts
+        if is_target or (first < 0 and not self._reads_hidden):
+            path = self._path(index, first + num_rows)
+            return path if is_target else [int(self._ends_of(index)[-2]), *path]
+        proposes = not self._reads_hidden or (
+            not self._by_turns and self._num_stores[part] < self._shape.depth
+        )
+        if proposes and self._topk > 1:
+            root = int(self._ends_of(index)[-1])
+            return [prefixes.marked(root, f"{GUESS}, row {first + row}") for row in range(num_rows)]
+        if proposes and self._reads_hidden:
+            return [prefixes.marked(self._path(index, first + 2)[-1], GUESS)]
+        if proposes:
+            return self._path(index, first + num_rows)[first:]
+        name = self._seqs[index].account.name
+        known = self._ends_of(index).tolist()
+        for token in self._tokens(index):
+            known.append(prefixes.then(known[-1], token, name))
+        known = known[self._base(index) + 1 :]
+        further = [prefixes.marked(known[-1], f"{GUESS}, row {row}") for row in range(len(known), num_rows)]
+        return known + further
 
     # --- writing
 
@@ -119,8 +148,12 @@ class SpeculativeStep(Step):
             if row % num_rows == 0:
                 rows, meant = self._rows_of(index, part), seq.slots(size)
             position = self._base(index) + first + row % num_rows
+            if position < 0:  # in front of the first token
+                self._check_padding(op, memory, np.array([slot]), 0)
+                continue
             number = int(memory.page[slot]) * size + int(memory.offset[slot])
-            if position == self._base(index) - 1 and not self._is_missing(memory, int(meant[position])):
+            is_before = not self._reads_hidden and position == self._base(index) - 1
+            if is_before and not self._is_missing(memory, int(meant[position])):
                 if memory.page[slot] != SINK_PAGE:
                     text = (
                         f"{self._kind} computes token {position} of {seq.account.name} again, which is there"
@@ -200,17 +233,77 @@ class SpeculativeStep(Step):
             self._check_read_by_all(op, part)
 
     def _add_tokens(self, seq: Seq, last_token: int) -> None:
-        index, tags = self._seqs.index(seq), self._tags
-        base, count = self._base(index), int(_values(self._counts)[index])
-        for number, token in enumerate(self._row(self._drawn, index)[:count]):
+        index, tags, tokens = self._seqs.index(seq), self._tags, self._tokens(self._seqs.index(seq))
+        base = self._base(index)
+        for number, token in enumerate(tokens):
             seq.account.sampled(base + 1 + number, token)
-        if self._reads_hidden or count <= max(self._num_rows - 1, 1):
+        moves = self._topk > 1 and self._shape.depth > 1  # afterwards: the slot may be one that is moved from
+        if self._reads_hidden or moves or not self._is_behind(index, len(tokens)):
             return
-        missing = base + count - 1
-        slot = int(seq.slots(tags.page_size)[missing])
-        mark = tags.prefixes.marked(seq.account.ends[missing], HOLE)
         for part in range(tags.num_target_parts, tags.num_parts):
-            tags.on_device[part].held[slot] = tags.tag(mark, part)
+            self._mark_missing(part, seq, base + len(tokens) - 1)
+
+    def _mark_missing(self, part: int, seq: Seq, position: int) -> None:
+        """The draft has no row of the request's token there."""
+        tags = self._tags
+        slot = int(seq.slots(tags.page_size)[position])
+        mark = tags.prefixes.marked(seq.account.ends[position], HOLE)
+        tags.on_device[part].held[slot] = tags.tag(mark, part)
+
+    def _is_behind(self, index: int, count: int) -> bool:
+        """Whether a draft that reads no hidden states has not computed the last accepted token."""
+        if self._topk == 1:
+            return count > max(self._shape.depth, 1)
+        return count > 1 and self._draft_path(index)[count - 1] == 0
+
+    # --- trees
+
+    def _draft_path(self, index: int) -> list[int]:
+        """The draft's row of each node of the accepted path, 0 where it has none but for the root."""
+        nodes = self._row("draft_nodes", index, self._num_rows)
+        return [nodes[node] for node in self._row("path", index, self._shape.num_tokens)]
+
+    def ran(self, op: Operation) -> None:
+        """See ``streams.Purpose``."""
+        if op.label != MOVE.name:
+            super().ran(op)
+            return
+        for access in op.writes:
+            memory = self._tags.memories.get(access.tag)
+            if memory is not None:
+                slots = memory.slots(access)
+                self._check_declared(op, memory, slots, True)
+                self._move(op, memory, slots)
+
+    def _move(self, op: Operation, memory: SlotMemory, slots: I64) -> None:
+        """Rows of accepted nodes have been moved to their tokens' slots; ``slots``: of all rows, request by request."""
+        tags, size, part = self._tags, memory.page_size, int(memory.part[slots[0]])
+        is_target = part < tags.num_target_parts
+        num_rows = self._num_rows if is_target else 1 + (self._shape.depth - 1) * self._topk
+        self._check_padding(op, memory, slots, len(self._seqs) * num_rows)
+        for index, seq in enumerate(self._seqs):
+            mine, base = slots[index * num_rows :][:num_rows], self._base(index)
+            meant = seq.slots(size)[base:][:num_rows]
+            wrong = np.flatnonzero(memory.page[mine] * size + memory.offset[mine] != meant)
+            if len(wrong):
+                self._misplaced(
+                    op, memory, int(mine[wrong[0]]), seq, base + int(wrong[0]), int(meant[wrong[0]])
+                )
+            count = int(_values(self._arena["counts"])[index])
+            path = self._row("path", index, self._shape.num_tokens)[:count]
+            rows = path if is_target else self._draft_path(index)[: count - self._is_behind(index, count)]
+            ends = self._path(index, self._num_rows)
+            stored = self._stored[part][index]
+            for row in rows:
+                if memory.held[mine[row]] != stored[base + row]:
+                    text = f"{self._kind} moves it as row {row} of {seq.account.name}"
+                    tags.found(memory, int(mine[row]), text, op)
+            source, target = mine[rows], mine[: len(rows)]
+            tags.carry(op, memory, source, memory, target)
+            moved = np.array([ends[node] for node in path[: len(rows)]], np.int64)
+            memory.held[target] = tags.tag(moved, part)
+            if len(rows) < count:
+                self._mark_missing(part, seq, base + count - 1)
 
 
 def _values(memory: tuple[Tag, Layout]) -> I64:
@@ -226,11 +319,11 @@ class SpeculativeTags(Tags):
     def __init__(self, gpu: VirtualGpu, runner: ModelRunner) -> None:
         assert runner.speculative is not None, "the engine speculates"
         super().__init__(gpu, runner)
-        self._runner = runner.speculative
+        self._runner, self._shapes = runner.speculative, runner.speculative.config.shapes
 
     def _purpose(self, seqs: Sequence[Seq], batch: ScheduleBatch) -> Step:
         if isinstance(batch, DecodeBatch):
-            return SpeculativeStep(self, seqs, self._runner, batch.depth.depth)
+            return SpeculativeStep(self, seqs, self._runner, self._shapes[batch.depth.depth])
         return super()._purpose(seqs, batch)
 
 

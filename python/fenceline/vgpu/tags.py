@@ -49,6 +49,7 @@ I64 = npt.NDArray[np.int64]
 SINK_PAGE = 0
 _NOTHING = 0  # the tag of a slot that has not been written
 HOLE = "which the draft has not computed"
+GUESS = "as the draft has computed it from its own hidden states"
 
 
 class Prefixes:
@@ -260,7 +261,7 @@ class Step:
         found = self._ends.get(shift)
         if found is None:
             found = self._ends[shift] = [
-                np.array(s.account.ends[shift : s.length + shift], np.int64) for s in self._seqs
+                np.array(self._tags.ends_from(s.account, shift, s.length), np.int64) for s in self._seqs
             ]
         return found[self._seqs.index(seq)]
 
@@ -515,8 +516,10 @@ class Tags:
         self.num_parts = len(self.part_names)
         # How many tokens after its own a slot of each part depends on.
         self.num_target_parts = len(pool.layout.parts_of(range(runner.model.num_layers)))
-        shift = int(runner.speculative is not None and runner.speculative.reads_hidden)
-        self.shifts = [shift * (part >= self.num_target_parts) for part in range(self.num_parts)]
+        draft = runner.draft if runner.speculative is not None and runner.speculative.reads_hidden else None
+        most = 0 if draft is None else draft.max_steps or 1
+        num_layers = runner.model.num_layers
+        self.shifts = [max(min(part.layer + 1 - num_layers, most), 0) for part in pool.layout.parts]
         self.memories: dict[Tag, SlotMemory] = {}
         self.pages = Leases(runner.pages, self.add)
         self.page_table, self.table_layout = memory_of(req_pool.page_table)
@@ -548,6 +551,13 @@ class Tags:
     def tag(self, ends: I64 | int, part: int) -> I64:
         """The tags of slots of ``part`` whose prefixes are ``ends``."""
         return np.asarray(ends, np.int64) * self.num_parts + part
+
+    def ends_from(self, account: Account, shift: int, num: int) -> list[int]:
+        """The prefixes at which the first ``num`` rows of a layer end that looks ``shift`` tokens ahead; of rows that
+        stand for tokens which are not known yet, what nobody may take for one's."""
+        ends = account.ends[shift : num + shift]
+        last, missing = account.ends[-1], range(len(ends), num)
+        return ends + [self.prefixes.marked(last, f"{GUESS}, row {row}") for row in missing]
 
     def holds(self, memory: SlotMemory, slot: int, ends: I64) -> bool:
         """Whether ``slot`` holds what it must in a page whose tokens, and those behind it, are those that ``ends``,

@@ -155,6 +155,8 @@ _GUARD_ARMS = (
     Arm("step_slots", "guard", "speculation", _by_tags("speculative step stores ")),
     Arm("in_flight", "guard", "speculation", _by_tags("speculative step (stores|writes) ")),
     Arm("whole_page", "guard", "speculation_tiers", _by_tags(r"^tags: kv_pool\.layer2\.")),
+    Arm("tree_slots", "guard", "speculation_trees", _by_tags("speculative step (stores|writes) ")),
+    Arm("moved_nodes", "guard", "speculation_trees", _by_tags("speculative step reads it as token ")),
     Arm("kept_hidden", "guard", "speculation", _by_guard(FreshnessError.checker, "kept_hidden")),
     Arm("mask_rows", "guard", "grammars", _by_guard(FreshnessError.checker, "mask_rows")),
 )

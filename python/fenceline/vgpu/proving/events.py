@@ -68,6 +68,8 @@ EVENTS: dict[str, str] = {
     "accepted draft": "a step yields more than one token for a request",
     "several accepted drafts": "more than two",
     "rejected draft": "",
+    "accepted draft of a tree": "its nodes' rows are moved",
+    "accepted draft of several layers": "each of which proposes one token",
     "drafts of another depth": "than those of the step before",
     "draft behind": "all proposals of a draft without hidden states are accepted: it lacks the row of the last one",
     "penalties beside drafts": "a request whose drafts may not count, in a step with others",
@@ -281,6 +283,7 @@ class Watch:
         config = scheduler.config.speculative
         assert config is not None, "the engine speculates"
         self._depth: int | None = None  # of the latest step that was published
+        self._has_trees, self._has_several_layers = config.topk > 1, config.draft.lookahead > 1
         self._reads_hidden = config.draft.algorithm is not SpeculativeAlgorithm.STANDALONE
         around(scheduler, "publish_counted", before=self._counted)
         around(scheduler, "publish_tokens", before=self._yields)
@@ -291,6 +294,8 @@ class Watch:
         counts = out.token_counts(len(reqs))
         self.note("accepted draft", max(counts) > 1)
         self.note("several accepted drafts", max(counts) > 2)
+        self.note("accepted draft of a tree", max(counts) > 1 and self._has_trees)
+        self.note("accepted draft of several layers", max(counts) > 1 and self._has_several_layers)
         depth = batch.depth.depth
         self.note("drafts of another depth", self._depth not in (None, depth))
         self._depth = depth

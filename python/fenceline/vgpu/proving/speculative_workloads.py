@@ -5,6 +5,7 @@ As in ``workloads``, each is a function of a seed, and small. ``draft`` is one o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from fenceline.ipc.io_struct import AbortReq, ContinueGenerationReq, FlushCacheReq, PauseGenerationReq
@@ -16,14 +17,28 @@ from fenceline.vgpu.proving.tiny_model import DRAFTS, VOCAB_SIZE
 
 
 def draft_flags(random: Random) -> Flags:
-    """A draft, and how many tokens it proposes: in half of the runs another number in each step."""
-    flags: dict[str, Flag] = {
-        "draft": random.choice(DRAFTS),
-        "speculative_num_steps": random.choice((1, 2, 3)),
-    }
+    """A draft, and how many tokens it proposes: in half of the runs another number in each step, in some trees."""
+    draft = random.choice(DRAFTS)
+    if draft == "NEXTN2":
+        flags: dict[str, Flag] = {"draft": draft, "speculative_num_steps": 2}  # as many as it has layers
+    elif random.random() < 0.35:
+        flags = _tree_flags(random, draft)
+    else:
+        flags = {"draft": draft, "speculative_num_steps": random.choice((1, 2, 3))}
     if random.random() < 0.5:
         flags["depth_seed"] = random.randrange(1 << 16)
     return flags
+
+
+def _tree_flags(random: Random, draft: str) -> dict[str, Flag]:
+    num_steps, topk = random.choice((1, 2, 3)), random.choice((2, 3))
+    most = 1 + topk + (num_steps - 1) * topk * topk
+    return {
+        "draft": draft,
+        "speculative_num_steps": num_steps,
+        "speculative_eagle_topk": topk,
+        "speculative_num_draft_tokens": random.randint(num_steps + 1, min(most, 7)),
+    }
 
 
 def _options(script: Script) -> dict[str, object]:
@@ -56,6 +71,15 @@ def _speculation(random: Random) -> Scenario:
         **script.graphs(2, 4, share=1.0),
         **script.in_turn(),
     )
+
+
+def _speculation_trees(random: Random) -> Scenario:
+    """The same with trees, of drafts that often agree: accepted nodes seldom lie where their tokens belong. Pages are
+    small, so that a tree needs some of its own, and there are few of them."""
+    scenario = _speculation(random)
+    draft = random.choice(("NEAR", "ITSELF", "NEAR", "NEXTN", "EAGLE3"))
+    flags = {name: value for name, value in scenario.flags.items() if name != "depth_seed"}
+    return replace(scenario, flags=flags | _tree_flags(random, draft) | {"page_size": 2})
 
 
 def _speculation_tiers(random: Random) -> Scenario:
@@ -101,5 +125,6 @@ def _speculation_tiers(random: Random) -> Scenario:
 
 SPECULATIVE_WORKLOADS = (
     Workload("speculation", "drafts that are accepted and rejected, in padded graphs", _speculation, share=2),
+    Workload("speculation_trees", "trees of drafts, and the rows that are moved", _speculation_trees),
     Workload("speculation_tiers", "pages with a draft's layers on host and storage", _speculation_tiers),
 )

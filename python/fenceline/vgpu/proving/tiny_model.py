@@ -72,6 +72,7 @@ _DRAFTS: dict[str, dict[str, object]] = {
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1], "use_aux_hidden_state": True},
     },
     "NEXTN": {"num_nextn_predict_layers": 1},
+    "NEXTN2": {"num_nextn_predict_layers": 2},  # a layer for each step
     # Nearly the target, and the target itself: half of what the one proposes is drawn, and all of what the other does.
     "NEAR": {},
     "ITSELF": {},
@@ -102,7 +103,7 @@ def tiny_draft(name: str) -> tuple[str, str]:
         weights = {n: t + _NEAR * torch.randn(t.shape, generator=generator) for n, t in weights.items()}
         save_file(weights, folder / "model.safetensors")
         return "STANDALONE", str(folder)
-    algorithm = SpeculativeAlgorithm(name)
+    algorithm = SpeculativeAlgorithm(name.removesuffix("2"))
     target = resolve(ServerArgs(model_path=tiny_model_path(), device="cpu")).model
     context = torch_context(Shard(), torch.float32)
     config = read_draft_config(algorithm, str(folder), target)
@@ -113,7 +114,7 @@ def tiny_draft(name: str) -> tuple[str, str]:
         known = torch.arange(_NUM_KNOWN)
         weights["d2t"] = known * VOCAB_SIZE // _NUM_KNOWN - known
     save_file(weights, folder / "model.safetensors")
-    return name, str(folder)
+    return algorithm.value, str(folder)
 
 
 def _folder(name: str, config: dict[str, object]) -> Path:
