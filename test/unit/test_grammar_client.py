@@ -15,7 +15,7 @@ from fenceline.constrained.compile_server import Compiled, VocabularySource
 from fenceline.constrained.spec import GrammarSpec
 from fenceline.entrypoints.generate_body import grammar_of
 from fenceline.frontend import grammar_client
-from fenceline.frontend.compile_turns import Party
+from fenceline.frontend.compile_turns import CompileTurns, Party
 from fenceline.frontend.control import ControlClient
 from fenceline.frontend.grammar_client import CompileProcess, GrammarClient
 from fenceline.frontend.request_types import RequestError
@@ -116,6 +116,43 @@ async def _until_compiling(bench: Bench, count: int) -> None:
     async with asyncio.timeout(10):
         while len(bench.process.compiled) < count:
             await asyncio.sleep(0)
+
+
+async def test_whoever_leaves_the_line_as_another_ends_takes_no_turn() -> None:
+    turns, first, others = CompileTurns(2), asyncio.Event(), asyncio.Event()
+    began: list[str] = []
+
+    async def take(name: str) -> None:
+        async with turns.turn(Party(), is_long=False):
+            began.append(name)
+            await (first if name == "a" else others).wait()
+
+    tasks = [asyncio.create_task(take(name)) for name in "abcd"]
+    while len(began) < 2:
+        await asyncio.sleep(0)
+    first.set()
+    tasks[2].cancel()  # its task is told after that of the one that ends
+    await asyncio.wait([tasks[0], tasks[2]])
+    others.set()
+    assert await asyncio.gather(tasks[0], tasks[1], tasks[3]) == [None] * 3
+    assert tasks[2].cancelled() and began == ["a", "b", "d"]
+    others.clear()
+    again = [asyncio.create_task(take(name)) for name in "ef"]
+    await asyncio.sleep(0)
+    assert began[3:] == ["e", "f"], "both turns are there"
+    others.set()
+    await asyncio.gather(*again)
+
+
+async def test_what_is_slow_has_no_second_attempt_for_nobody(bench: Bench) -> None:
+    bench.process.slow = {"a"}
+    asked = asyncio.create_task(bench.number("a"))
+    await _until_compiling(bench, 1)
+    asked.cancel()
+    await asyncio.wait([asked])
+    bench.process.go.set()
+    assert await bench.number("b") == 2
+    assert bench.process.compiled == ["a", "b"]
 
 
 async def test_clients_take_turns_and_what_is_slow_waits_behind_what_is_not(bench: Bench) -> None:

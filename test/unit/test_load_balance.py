@@ -199,6 +199,7 @@ def test_what_comes_from_replicas_is_told_apart_and_a_request_that_ended_is_no_l
         (both,) = await link.receive()
         assert isinstance(both, SchedulerReady)
         assert (both.max_total_num_tokens, both.max_running_requests, both.max_req_input_len) == (90, 16, 40)
+        assert both.num_replicas == 2, "the front end admits what fits into all of them"
         link.send(req("a"))
         link.send(req("b"))
         links[1].news.put_nowait([last("b"), FatalError(source="scheduler", message="gone")])

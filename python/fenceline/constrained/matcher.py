@@ -77,7 +77,9 @@ class GrammarStore:
 
         compiled = self._grammars[grammar].result()
         matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=not self._eos)
-        clock = self._clocks.setdefault(grammar, GrammarClock())
+        clock = self._clocks.get(grammar)
+        if clock is None or clock.is_over:  # its requests end; those that come now have another chance
+            clock = self._clocks[grammar] = GrammarClock()
         return RequestGrammar(matcher, self._eos, think, clock)
 
     def _read(self, data: bytes, vocabulary: bytes, future: Future[xgrammar.CompiledGrammar]) -> None:

@@ -57,8 +57,10 @@ class CompileTurns:
             is_long = bool(self._lines[True]) and (not self._lines[False] or not self._num_taken[True])
             if not self._lines[is_long] or (is_long and self._num_taken[True] == self._num_turns - 1):
                 return
-            self._num_taken[is_long] += 1
-            self._next(is_long).set_result(None)
+            future = self._next(is_long)
+            if not future.done():  # one who has left is in line until its task has been told
+                self._num_taken[is_long] += 1
+                future.set_result(None)
 
     def _next(self, is_long: bool) -> asyncio.Future[None]:
         """Whose turn it is, taken out of its line."""
@@ -71,9 +73,11 @@ class CompileTurns:
         return future
 
     def _leave(self, party: Party, is_long: bool, future: asyncio.Future[None]) -> None:
-        """One that has waited in vain."""
-        self._lines[is_long][party.rank][party.extra_key].remove(future)
-        self._drop_empty(party.rank, party.extra_key, is_long)
+        """One that has waited in vain; if it is still in line."""
+        line = self._lines[is_long].get(party.rank, {}).get(party.extra_key, ())
+        if future in line:
+            self._lines[is_long][party.rank][party.extra_key].remove(future)
+            self._drop_empty(party.rank, party.extra_key, is_long)
 
     def _drop_empty(self, rank: int, extra_key: str, is_long: bool) -> None:
         lines = self._lines[is_long]

@@ -196,6 +196,8 @@ class GrammarClient:
     async def _compiled(self, process: CompileProcess, spec: GrammarSpec, grammar: _Grammar) -> Compiled:
         """What comes of ``spec`` when it is its turn."""
         for is_long in (False, True):
+            if is_long and grammar.users == 0:
+                raise RequestError(503, f"{spec.kind}: whoever asked for it has left")
             grammar.is_queued = True
             async with self._turns.turn(grammar.party, is_long):
                 grammar.is_queued = False

@@ -120,6 +120,7 @@ class ReplicaLink:
             max_req_input_len=min(each.max_req_input_len for each in limits),
             context_length=min(each.context_length for each in limits),
             memory_bytes=limits[0].memory_bytes,
+            num_replicas=len(limits),
         )
 
     def close(self) -> None:

@@ -171,7 +171,7 @@ class RequestTable:
         waiting += zip(ranks, prompt_lens, strict=True)
         prompts = [length for _, length in sorted(waiting, key=itemgetter(0))]
         places = limits.max_running_requests - (len(self._active) - len(self._waiting))
-        tokens = limits.max_total_num_tokens - self._held_tokens
+        tokens = limits.max_total_num_tokens * limits.num_replicas - self._held_tokens
         admitted = 0
         for length in prompts:
             tokens -= length

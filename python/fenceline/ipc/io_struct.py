@@ -409,6 +409,7 @@ class SchedulerReady(Message):
     max_req_input_len: int  # longest admissible prompt in tokens
     context_length: int
     memory_bytes: dict[str, int]
+    num_replicas: int = 1  # that share the requests, each with a memory of its own
 
 
 class FatalError(Message):

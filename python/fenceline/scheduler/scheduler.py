@@ -702,6 +702,8 @@ class Scheduler:
     def goes_on(self, req: Req, grammar: RequestGrammar, token: int) -> bool:
         """Advance its grammar by a new token; False if it has ended for that."""
         if grammar.is_too_slow:
+            if req.finish_reason_after(token) is not None:
+                return True  # the answer is complete without it
             self.end(req, _TOO_SLOW, 400)
             return False
         if not grammar.accept(token):
