@@ -14,7 +14,8 @@ from fenceline.sampling.sampling_params import SamplingParams
 from fenceline.vgpu.proving import campaign, events
 from fenceline.vgpu.proving.campaign import Plan, carry_out
 from fenceline.vgpu.proving.everything import EVERYTHING
-from fenceline.vgpu.proving.runs import Outcome, Trial, run
+from fenceline.vgpu.proving.runs import Outcome, Trial, run, storage_directory
+from fenceline.vgpu.proving.steps import make_config
 from fenceline.vgpu.proving.table import Proof, as_json, as_text
 
 torch.set_num_threads(1)
@@ -60,6 +61,13 @@ def test_every_feature_is_in_some_scenario() -> None:
     assert asked.keys() == set(SamplingParams.__struct_fields__) - not_asked and min(asked.values()) > 20, (
         asked
     )
+
+
+def test_flags_go_together() -> None:
+    """Also where an arranged run replaces some of them."""
+    for seed in range(100):
+        with storage_directory(EVERYTHING.make(Random(seed)).flags) as flags:
+            make_config(flags, "vgpu")  # raises ConfigError
 
 
 def test_a_seed_is_a_run_of_everything_too() -> None:

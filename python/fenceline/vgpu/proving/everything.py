@@ -305,7 +305,10 @@ def _everything(random: Random) -> Scenario:
         page_size = random.choice((2, 4))
         piece = random.choice(_SET_PIECES)(script, page_size)
         most = int(str(piece["max_running_requests"]))
-        return script.scenario(**{**_flags(random, page_size, most, tiers=True), **piece})
+        flags = _flags(random, page_size, most, tiers=True)
+        if "draft" in piece:  # the other draft's go with it
+            flags = {name: value for name, value in flags.items() if not name.startswith("speculative_")}
+        return script.scenario(**{**flags, **piece})
     _requests(script, page_size)
     _control(script)
     return script.scenario(**_flags(random, page_size, most=random.randint(2, 4)))
