@@ -74,7 +74,7 @@ class CompileTurns:
 
     def _leave(self, party: Party, is_long: bool, future: asyncio.Future[None]) -> None:
         """One that has waited in vain; if it is still in line."""
-        line = self._lines[is_long].get(party.rank, {}).get(party.extra_key, ())
+        line = self._lines[is_long].get(party.rank, OrderedDict()).get(party.extra_key, ())
         if future in line:
             self._lines[is_long][party.rank][party.extra_key].remove(future)
             self._drop_empty(party.rank, party.extra_key, is_long)
