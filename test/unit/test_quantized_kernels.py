@@ -43,6 +43,7 @@ OTHERS = (
     "many rows go to the gpu's own product",
     "a product that the gpu does not have is plain",
     "what _scaled_mm is called with",
+    "float16 holds a norm of large numbers",
 )
 
 results = outcomes_of(__file__)
@@ -220,12 +221,27 @@ def check_scaled_mm() -> None:
         torch._scaled_mm = real
 
 
+def check_float16() -> None:
+    from fenceline.layers.kernels.cuda_quantized import CudaQuantizedWeight, QuantizedProducts
+
+    norm = RMSNorm(128, 1e-6, torch.float16, TorchLayerKernels())
+    norm.weight.fill_(30.0)
+    weight = CudaQuantizedWeight(stored_in("int4", 32, 128), QuantizedProducts(132, (8, 9), None, None))
+    x = 3000 * torch.randn(3, 128).sign().half()  # a residual beside which the others are small
+    want = F.linear(norm.forward(x).float(), weight.stored.dequantized(torch.float32))
+    for rows in (1, 3):
+        torch.testing.assert_close(
+            weight.normed_product(x[:rows], norm).float(), want[:rows], rtol=0.02, atol=1.0
+        )
+        assert weight.gated_product(x[:rows], norm, None).isfinite().all()
+
+
 def main() -> None:
     set_up_interpreter()
     checks = dict(
         zip(
             OTHERS,
-            (check_rounding, check_static_scale, check_choice, check_plain, check_scaled_mm),
+            (check_rounding, check_static_scale, check_choice, check_plain, check_scaled_mm, check_float16),
             strict=True,
         )
     )

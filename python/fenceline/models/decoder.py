@@ -179,6 +179,8 @@ def _split_fused(
         if not names or any(part not in slots for part in names):
             yield name, tensor
             continue
+        if any(not slots[part].full_shape for part in names):
+            raise ValueError(f"weight {name}: one scale of several matrices in one is not supported")
         sizes = [slots[part].full_shape[0] for part in names]
         if sum(sizes) != len(tensor):
             raise ValueError(

@@ -22,6 +22,8 @@ export async function request(path, { admin = false, mayAsk = true, ...options }
     const message = await reasonOf(response);
     if (response.status !== 401 || !mayAsk) throw new ApiError(response.status, message);
     const kind = /admin/.test(message) ? "admin" : "api";
+    // An admin key that is refused as an API key is none any more: without it the API key has its turn.
+    if (kind === "api" && key === sessionStorage.getItem(STORED.admin)) sessionStorage.removeItem(STORED.admin);
     if (!(await askForKey(kind, key))) throw new ApiError(401, message);
   }
 }

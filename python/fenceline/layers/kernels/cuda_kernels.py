@@ -13,7 +13,7 @@ from fenceline.layers.kernels.base import ONE, HeadLayout, KVScales, LayerKernel
 from fenceline.layers.kernels.grouped_gemm import combine_experts, grouped_product
 from fenceline.layers.kernels.rms_norm import rms_norm
 from fenceline.layers.kernels.rotate_store import rotate_and_store
-from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, skinny_linear
+from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, may_fuse_norm, skinny_linear
 from fenceline.layers.kernels.skinny_table import ROW_BUCKETS, CudaConfig, GpuTraits, SkinnyTable, load_table
 from fenceline.layers.weight import DenseWeight, RMSNorm
 
@@ -120,14 +120,14 @@ class CudaDenseWeight(DenseWeight):
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if x.shape[0] <= _FEW_ROWS:
+        if x.shape[0] <= _FEW_ROWS and may_fuse_norm(x):
             done = self._products.multiply(x, self.data, Fusion(norm.weight, norm.eps, bias), out)
             if done is not None:
                 return done
         return self.product(norm.forward(x), bias, out)
 
     def gated_product(self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None) -> torch.Tensor:
-        if x.shape[0] <= _FEW_ROWS:
+        if x.shape[0] <= _FEW_ROWS and may_fuse_norm(x):
             done = self._products.multiply(x, self.data, Fusion(norm.weight, norm.eps, bias, gated=True))
             if done is not None:
                 return done

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from fenceline.config.quantization import FP8_BLOCK
 from fenceline.layers.kernels.quantized_gemm import quantize_rows, quantized_linear
-from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, TritonConfig
+from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, TritonConfig, may_fuse_norm
 from fenceline.layers.quantized import (
     FP8,
     Fp8Format,
@@ -54,6 +54,8 @@ class QuantizedProducts:
         self._num_sms = num_sms
         self._pdl = capability >= (9, 0)
         self._converts_fp8 = capability >= (8, 9)  # in one instruction, without which Triton does not compile
+        # Others have 99 KiB for a block, and gate and up of 32 columns each take 120.
+        self._has_large_blocks = capability == (8, 0) or capability[0] in (9, 10)
         self._row_scaled, self._block_scaled = row_scaled, block_scaled
 
     def few_rows(
@@ -71,7 +73,8 @@ class QuantizedProducts:
             block_n = next((n for n in (8, 4, 2) if num_out >= 2 * n * self._num_sms), 1)
             config = TritonConfig(block_n, block_k=512, num_warps=4, launch_pdl=self._pdl)
         else:
-            block_n = 32 if num_out >= 64 * self._num_sms else 16
+            fits = self._has_large_blocks or not fusion.gated
+            block_n = 32 if fits and num_out >= 64 * self._num_sms else 16
             config = TritonConfig(block_n, block_k=128, num_warps=4, num_stages=3, launch_pdl=self._pdl)
         return quantized_linear(
             x, stored.data, stored.scales, stored.zeros, stored.group, config, fusion, out
@@ -112,10 +115,14 @@ class CudaQuantizedWeight(QuantizedWeight):
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if not may_fuse_norm(x):
+            return self.product(norm.forward(x), bias, out)
         done = self._products.few_rows(x, self.stored, Fusion(norm.weight, norm.eps, bias), out)
         return self.product(norm.forward(x), bias, out) if done is None else done
 
     def gated_product(self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None) -> torch.Tensor:
+        if not may_fuse_norm(x):
+            return super().gated_product(x, norm, bias)
         done = self._products.few_rows(x, self.stored, Fusion(norm.weight, norm.eps, bias, gated=True))
         return super().gated_product(x, norm, bias) if done is None else done
 
