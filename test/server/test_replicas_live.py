@@ -83,7 +83,7 @@ def test_control_messages_reach_both(replicas: LiveServer) -> None:
 def schedulers(server: LiveServer) -> list[psutil.Process]:
     """The replicas' schedulers, in the order of their start: what computes has the most memory."""
     children = sorted(server.children(), key=lambda child: child.memory_info().rss)
-    return sorted(children[-2:], key=lambda child: child.create_time())
+    return sorted(children[-2:], key=lambda child: (child.create_time(), child.pid))
 
 
 @pytest.mark.parametrize("which", [0, 1])

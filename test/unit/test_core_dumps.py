@@ -327,7 +327,7 @@ def test_the_end_is_told_whatever_goes_wrong_before(
             super().__init__(0.0, on_hang)
             watchdogs.append(self)
 
-    def fail(kind: str) -> Device:
+    def fail(kind: str, index: int | None) -> Device:
         watchdogs[0].busy()
         raise RuntimeError("no device")
 

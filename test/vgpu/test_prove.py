@@ -22,6 +22,7 @@ from fenceline.memory_order.edges import (
 )
 from fenceline.vgpu import prove
 from fenceline.vgpu.device import VgpuDevice
+from fenceline.vgpu.errors import TagError
 from fenceline.vgpu.proving import runs
 from fenceline.vgpu.proving.arms import (
     DORMANT,
@@ -189,7 +190,9 @@ def test_without_the_detector_races_show_as_wrong_answers(name: str) -> None:
 @pytest.mark.parametrize("name", CHECKERS)
 def test_the_guards_of_graphs_are_named_by_their_checks(name: str) -> None:
     guard = ARMS[name].severs
-    outcome = next(outcome for seed in range(10) if not (outcome := run(ARMS[name].trial(seed))).clean)
+    found = (run(ARMS[name].trial(seed)) for seed in range(10))
+    # Tags may notice first that a replay has read something else than what its step was given.
+    outcome = next(outcome for outcome in found if not outcome.clean and outcome.checker != TagError.checker)
     assert outcome.checker == CHECKERS[name] and outcome.edges == (guard,) and ARMS[name].names(outcome)
     assert f"missing guard: {guard}" in outcome.report and "fenceline/" in outcome.report
 

@@ -68,8 +68,9 @@ def test_a_recording_is_the_decisions_that_were_taken(tmp_path: Path) -> None:
                 assert step.batch.seq_lens.tolist() == taken.batch.seq_lens.tolist()
             decisions.append(Decision(step.batch, taken.output, taken.masks))  # a dump has no masks
         # The recorded tokens, of the recording executed anew. Masks of made-up tokens apart, it is the same model. A
-        # dump does not name the proof's attention backends, whose sums are rounded differently.
+        # dump does not name the proof's attention backends, whose sums are rounded differently, nor its model.
         flags = dict(recording.flags)
+        flags["experts"] = loop.scheduler.config.model.experts is not None
         flags["attention_backend"] = loop.scheduler.config.prefill_attention_backend
         assert execute(make_config(flags, "cpu"), decisions, recording.prepare) == "", name
 
