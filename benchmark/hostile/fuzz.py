@@ -444,6 +444,8 @@ def complaint(fuzz: Fuzzed, answer: Answer | str) -> str | None:
         return f"status {answer.status}: {body[:300]!r}"
     if fuzz.head_only or not body or fuzz.path.startswith(("/metrics", "/docs", "/flush_cache")):
         return None
+    if fuzz.path.startswith("/web/") or body.startswith(b"<!doctype html>"):  # the page, and only it is HTML
+        return None
     if body.startswith(b"data: "):
         return (
             None if body.rstrip().endswith(b"data: [DONE]") else f"a stream without its end: {body[-200:]!r}"
