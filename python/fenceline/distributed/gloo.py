@@ -9,7 +9,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from fenceline.memory_order import PeerLostError
+from fenceline.memory_order import PeerLostError, sum_gathered
 
 # A collective waits for the slowest rank however long that takes: at start-up it may read weights for minutes, and
 # whoever hangs is found by the watchdog.
@@ -40,12 +40,7 @@ class GlooBackend:
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """See ``memory_order.CollectiveBackend``. gloo's own sums in an order that depends on an element's place."""
-        parts = x.new_empty((self.size, *x.shape))
-        self.all_gather(x, parts)
-        total = parts[0].float()
-        for part in parts[1:]:
-            total += part
-        x.copy_(total)
+        sum_gathered(self, x)
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """See ``memory_order.CollectiveBackend``."""

@@ -14,7 +14,7 @@ import datetime
 import torch
 import torch.distributed as dist
 
-from fenceline.memory_order import CommunicatorError, PeerLostError
+from fenceline.memory_order import CommunicatorError, PeerLostError, sum_gathered
 
 _NO_LIMIT = datetime.timedelta(days=365)  # as for gloo: whoever hangs is found by the watchdog
 
@@ -42,12 +42,7 @@ class NcclBackend:
     def all_reduce(self, x: torch.Tensor) -> None:
         """See ``memory_order.CollectiveBackend``. NCCL's own sums in an order that depends on an element's place and
         rounds each partial sum."""
-        parts = x.new_empty((self.size, *x.shape))
-        self.all_gather(x, parts)
-        total = parts[0].float()
-        for part in parts[1:]:
-            total += part
-        x.copy_(total)
+        sum_gathered(self, x)
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """See ``memory_order.CollectiveBackend``. Raises ``CommunicatorError`` in a capture before one of this size has

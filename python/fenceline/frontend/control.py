@@ -27,6 +27,17 @@ MAX_FLUSH_WAIT_S = 3600.0  # for the last request to leave
 PROFILE_TIMEOUT_S = 300.0  # stopping writes a trace of many megabytes
 
 
+_Control = (
+    FlushCacheReq
+    | PauseGenerationReq
+    | ContinueGenerationReq
+    | ProfileReq
+    | FlightRecorderReq
+    | GetInternalStateReq
+    | LoadGrammarReq
+)
+
+
 class ControlClient:
     """Sends control messages and resolves each caller's future by the message's id."""
 
@@ -104,30 +115,10 @@ class ControlClient:
             if not future.done():
                 future.set_exception(error)
 
-    async def _ask(
-        self,
-        message: FlushCacheReq
-        | PauseGenerationReq
-        | ContinueGenerationReq
-        | ProfileReq
-        | FlightRecorderReq
-        | GetInternalStateReq
-        | LoadGrammarReq,
-        timeout_s: float = CONTROL_TIMEOUT_S,
-    ) -> ControlReply:
+    async def _ask(self, message: _Control, timeout_s: float = CONTROL_TIMEOUT_S) -> ControlReply:
         return _as_one(await self._ask_all(message, timeout_s))
 
-    async def _ask_all(
-        self,
-        message: FlushCacheReq
-        | PauseGenerationReq
-        | ContinueGenerationReq
-        | ProfileReq
-        | FlightRecorderReq
-        | GetInternalStateReq
-        | LoadGrammarReq,
-        timeout_s: float = CONTROL_TIMEOUT_S,
-    ) -> list[ControlReply]:
+    async def _ask_all(self, message: _Control, timeout_s: float = CONTROL_TIMEOUT_S) -> list[ControlReply]:
         """Each replica's reply, in their order."""
         if self._failure is not None:
             raise self._failure

@@ -10,6 +10,7 @@ from fenceline.memory_order.communicator import (
     Communicator,
     CommunicatorError,
     PeerLostError,
+    sum_gathered,
 )
 from fenceline.memory_order.device import Device, HostChannel, HostWorker
 from fenceline.memory_order.graph import Graph, GraphError, GraphPool, GraphState
@@ -68,6 +69,7 @@ __all__ = [
     "page_leases",
     "register_device",
     "slots_of_tree",
+    "sum_gathered",
     "table_of_step",
     "tokens_in_flight",
     "wait_for_pages",

@@ -50,6 +50,16 @@ class CollectiveBackend(Protocol):
         ...
 
 
+def sum_gathered(backend: CollectiveBackend, x: torch.Tensor) -> None:
+    """``CollectiveBackend.all_reduce`` by its all_gather, for libraries whose own sums are added in another order."""
+    parts = x.new_empty((backend.size, *x.shape))
+    backend.all_gather(x, parts)
+    total = parts[0].float()
+    for part in parts[1:]:
+        total += part
+    x.copy_(total)
+
+
 class Communicator:
     """The ranks of one group as one of them sees them. All methods are called on ``stream``, and by all ranks."""
 

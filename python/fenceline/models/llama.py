@@ -10,7 +10,9 @@ from fenceline.models.decoder import CausalLM
 
 
 class LlamaForCausalLM(CausalLM):
-    """One ``attention_bias`` for all four projections of attention, one ``mlp_bias`` for the three of the MLP."""
+    """One ``attention_bias`` for all four projections of attention, one ``mlp_bias`` for the three of the MLP.
+
+    Granite 3 is the same with multipliers, which layers read from the config where they multiply."""
 
     @staticmethod
     def make_layer(

@@ -10,7 +10,6 @@ from fenceline.layers.context import LayerContext
 from fenceline.models.decoder import CausalLM
 from fenceline.models.glm4 import Glm4ForCausalLM
 from fenceline.models.glm4_moe import Glm4MoeForCausalLM
-from fenceline.models.granite import GraniteForCausalLM
 from fenceline.models.llama import LlamaForCausalLM
 from fenceline.models.minimax_m2 import MiniMaxM2ForCausalLM
 from fenceline.models.mistral import MistralForCausalLM
@@ -28,7 +27,7 @@ MODELS: Mapping[str, type[CausalLM]] = MappingProxyType(
     {
         "Glm4ForCausalLM": Glm4ForCausalLM,
         "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
-        "GraniteForCausalLM": GraniteForCausalLM,
+        "GraniteForCausalLM": LlamaForCausalLM,
         "LlamaForCausalLM": LlamaForCausalLM,
         "MiMoForCausalLM": Qwen2ForCausalLM,
         "MiniMaxM2ForCausalLM": MiniMaxM2ForCausalLM,

@@ -68,6 +68,8 @@ class QuantizedProducts:
         """The product, in ``out``, the residual or a new tensor; None if ``many_rows`` should compute it."""
         if not 0 < len(x) <= _FEW_ROWS[stored.kind] or (stored.kind == "fp8" and not self._converts_fp8):
             return None
+        if fusion.norm_weight is not None and not may_fuse_norm(x):
+            return None
         num_out = stored.shape[0] // (2 if fusion.gated else 1)
         if len(x) == 1:
             block_n = next((n for n in (8, 4, 2) if num_out >= 2 * n * self._num_sms), 1)
@@ -115,14 +117,10 @@ class CudaQuantizedWeight(QuantizedWeight):
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if not may_fuse_norm(x):
-            return self.product(norm.forward(x), bias, out)
         done = self._products.few_rows(x, self.stored, Fusion(norm.weight, norm.eps, bias), out)
         return self.product(norm.forward(x), bias, out) if done is None else done
 
     def gated_product(self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None) -> torch.Tensor:
-        if not may_fuse_norm(x):
-            return super().gated_product(x, norm, bias)
         done = self._products.few_rows(x, self.stored, Fusion(norm.weight, norm.eps, bias, gated=True))
         return super().gated_product(x, norm, bias) if done is None else done
 
