@@ -14,7 +14,13 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-SHAPES = {"0.6b": "qwen3-0.6b", "8b": "qwen3-8b", "llama-8b": "llama-3.1-8b", "tiny": "tiny"}
+SHAPES = {
+    "0.6b": "qwen3-0.6b",
+    "8b": "qwen3-8b",
+    "llama-8b": "llama-3.1-8b",
+    "30b-a3b": "qwen3-30b-a3b",
+    "tiny": "tiny",
+}
 NUM_PLAIN_TOKENS = 151643  # special tokens follow; the model's vocabulary is padded to 151,936
 
 _SPECIAL = [

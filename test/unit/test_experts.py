@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from routed_tokens import routed
+from routed_tokens import compare, routed
 from triton_interpreter import outcomes_of, print_outcomes, set_up_interpreter
 
 from fenceline.config import ConfigError
@@ -132,36 +132,6 @@ def test_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 # --- the checks, run in the script -------------------------------------------------------------------
-
-
-def compare(routing: Routing, size: int, k: int, dtype: torch.dtype = torch.float32) -> None:
-    """Both products of a mixture, from tokens to the sum. Experts that no token hits are full of NaN."""
-    from fenceline.layers.kernels import grouped_gemm
-
-    torch_kernels, num_experts = TorchLayerKernels(), len(routing.ends)
-    missed = torch.ones(num_experts, dtype=torch.bool)
-    missed[routing.ids[routing.ids < num_experts]] = False
-    gate_up, down = (
-        torch.randn(num_experts, 2 * size, k).to(dtype),
-        torch.randn(num_experts, k, size).to(dtype),
-    )
-    gate_up[missed], down[missed] = float("nan"), float("nan")
-    x = torch.randn(len(routing.ids), k).to(dtype)
-    live = routing.order[: routing.ends[-1]]
-    tolerance = 1e-4 if dtype is torch.float32 else 0.05
-    for cut in (grouped_gemm.GroupedConfig(16, 16, 32, 4, 1), None):
-        expected = torch_kernels.grouped_product(x, gate_up, routing, gated=True)
-        gated = grouped_gemm.grouped_product(x, gate_up, routing, True, cut)
-        torch.testing.assert_close(gated[live], expected[live], atol=tolerance, rtol=tolerance)
-        products = torch_kernels.grouped_product(expected, down, routing)
-        ours = grouped_gemm.grouped_product(expected, down, routing, False, cut)
-        torch.testing.assert_close(ours[live], products[live], atol=tolerance * k, rtol=tolerance)
-        both = [
-            torch_kernels.combine_experts(products, routing),
-            grouped_gemm.combine_experts(products, routing),
-        ]
-        torch.testing.assert_close(both[0], both[1], atol=tolerance, rtol=tolerance)
-        assert both[1].isfinite().all()
 
 
 def check_products() -> None:

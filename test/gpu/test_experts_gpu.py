@@ -1,0 +1,52 @@
+"""Products of a mixture of experts on a GPU: against torch's, few and many tokens, and captured while routing changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from routed_tokens import compare, routed
+
+from fenceline.layers.kernels.base import TorchLayerKernels
+from fenceline.layers.kernels.grouped_gemm import combine_experts, grouped_product
+
+pytestmark = pytest.mark.gpu
+
+ALL = list(range(128))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 3, 32, 700])
+def test_products_equal_torchs(num_tokens: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        compare(routed(num_tokens, 8, ALL, 128, num_padded=num_tokens // 3), 96, 256, dtype)
+
+
+@pytest.mark.parametrize("hit", [[5], [0, 127], [3, 4, 5, 6, 7, 8, 9, 10]], ids=str)
+def test_uneven_routing(hit: list[int]) -> None:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        compare(routed(150, len(hit), hit, 128), 96, 256, torch.bfloat16)
+
+
+def test_a_graph_follows_the_routing() -> None:
+    """Captured for one routing, replayed for others: shapes do not depend on it and nothing is left of the last one."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        gate_up = (torch.randn(128, 128, 256) / 16).bfloat16()
+        x = torch.randn(24, 256).bfloat16()
+        held = routed(24, 8, ALL, 128)
+        gated = grouped_product(x, gate_up, held, gated=True)  # compiled before the capture
+        combine_experts(gated, held)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = combine_experts(grouped_product(x, gate_up, held, gated=True), held)
+        for hit, num_padded in ((ALL, 0), ([7, 8, 9, 10, 11, 12, 13, 14], 5), (ALL, 24), (ALL[64:], 1)):
+            routing = routed(24, 8, hit, 128, num_padded)
+            for name in ("ids", "weights", "order", "ends"):
+                getattr(held, name).copy_(getattr(routing, name))
+            graph.replay()
+            torch_kernels = TorchLayerKernels()
+            products = torch_kernels.grouped_product(x, gate_up, routing, gated=True)
+            expected = torch_kernels.combine_experts(products, routing)
+            torch.testing.assert_close(y, expected, atol=0.05, rtol=0.05)
