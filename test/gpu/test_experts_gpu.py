@@ -1,4 +1,4 @@
-"""Products of a mixture of experts on a GPU: against torch's, few and many tokens, and captured while routing changes."""
+"""Products of a mixture of experts on a GPU: against torch's, few and many tokens, captured while routing changes."""
 
 from __future__ import annotations
 
