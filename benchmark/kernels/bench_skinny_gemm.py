@@ -1,12 +1,14 @@
-"""Products of few rows on a GPU: compares cuBLAS with our kernels on the shapes of two models, in captured graphs.
+"""Products of few rows on a GPU: compares cuBLAS with our kernels on the shapes of some models, in captured graphs.
 
-Usage: bench_skinny_gemm.py [--models 0.6B 8B] [--rows 1 2 ...] [--seconds 2] [--triton] [--table FILE] [--skip-sweep]
+Usage: bench_skinny_gemm.py [--models 0.6B 8B Llama-8B] [--rows 1 2 ...] [--seconds 2] [--triton] [--table FILE]
+    [--skip-sweep]
 
 The sweep looks for the best configuration of each product: a graph runs it over as many copies of the weight as make
 400 MB, so that each is read from memory. Then the model's whole chain of products, every layer with its own weights, is
 timed with cuBLAS, with Triton alone (guessed configurations) and with the best ones. Times are medians over replays;
 the floor is the weights' bytes divided by the rate of a device-to-device copy, measured in the same run. The best
-configurations are written to --table, in the format of layers/kernels/skinny_table.py.
+configurations are written to --table, in the format of layers/kernels/skinny_table.py, in place of those of the same
+products that the file has; others stay. Products that only a draft of the model has are in the sweep, not in the chain.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class Product:
     name: str
     weight_rows: int
     k: int
-    function: str  # normed_product | gated_product | add_product
+    function: str  # product | normed_product | gated_product | add_product
 
     @property
     def gated(self) -> bool:
@@ -76,6 +78,7 @@ class Model:
     num_layers: int
     layer: tuple[Product, ...]
     head: Product
+    drafts: tuple[Product, ...] = ()  # of EAGLE and EAGLE-3 heads, where they differ from the model's own
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -86,20 +89,35 @@ class Model:
         return self.num_layers * sum(product.nbytes for product in self.layer) + self.head.nbytes
 
 
-def make_model(name: str, num_layers: int, hidden: int, qkv: int, attended: int, size: int) -> Model:
-    """Qwen3's shapes: ``attended`` features go into o_proj, ``size`` is the MLP's."""
+def make_model(
+    name: str,
+    num_layers: int,
+    hidden: int,
+    qkv: int,
+    attended: int,
+    size: int,
+    vocab_size: int = 151_936,
+    drafts: tuple[Product, ...] = (),
+) -> Model:
+    """``attended`` features go into o_proj, ``size`` is the MLP's. The vocabulary is Qwen3's if not given."""
     layer = (
         Product("qkv", qkv, hidden, "normed_product"),
         Product("o", hidden, attended, "add_product"),
         Product("gate_up", 2 * size, hidden, "gated_product"),
         Product("down", hidden, size, "add_product"),
     )
-    return Model(name, num_layers, layer, Product("lm_head", 151_936, hidden, "normed_product"))
+    return Model(name, num_layers, layer, Product("lm_head", vocab_size, hidden, "normed_product"), drafts)
 
 
+_LLAMA_DRAFTS = (
+    Product("fc", 4096, 8192, "product"),  # EAGLE's; that of EAGLE-3 is as large as Qwen3-8B's down
+    Product("qkv", 6144, 8192, "product"),  # EAGLE-3's
+    Product("d_head", 32_000, 4096, "normed_product"),
+)
 MODELS = {
     "0.6B": make_model("Qwen3-0.6B", 28, 1024, 4096, 2048, 3072),
     "8B": make_model("Qwen3-8B", 36, 4096, 6144, 4096, 12_288),
+    "Llama-8B": make_model("Llama-3.1-8B", 32, 4096, 6144, 4096, 14_336, 128_256, _LLAMA_DRAFTS),
 }
 
 
@@ -184,6 +202,8 @@ class Activations:
             weight.add_product(self.residuals[product.num_out], x, None)
         elif product.gated:
             weight.gated_product(x, self.norms[product.k], None)
+        elif product.function == "product":
+            weight.product(x)
         else:
             weight.normed_product(x, self.norms[product.k])
 
@@ -334,7 +354,7 @@ def sweep_model(
     """The best configurations by table_key."""
     winners: dict[str, SkinnyChoice] = {}
     print(f"{model.name}\n{'product':8} rows   floor   cuBLAS  ours (us); the winner, of how many")
-    for product in model.products:
+    for product in (*model.products, *model.drafts):
         torch.cuda.empty_cache()  # the pools of the last product's graphs
         seeds: list[SkinnyChoice] = []
         for num_rows in rows:
@@ -408,7 +428,8 @@ def main() -> None:
         tables["Triton"] = SkinnyTable(replace(bench.gpu, has_cuda_kernels=False), {})
         lines += report_chain(bench, model, args.rows, tables, rate)
     if args.table and entries:
-        stored = {key: choice_to_json(choice) for key, choice in entries.items()}
+        stored = json.loads(args.table.read_text())["entries"] if args.table.exists() else {}
+        stored |= {key: choice_to_json(choice) for key, choice in entries.items()}
         args.table.write_text(json.dumps({"gpu": bench.gpu.name, "entries": stored}, indent=1) + "\n")
     print("\n".join(lines))
 

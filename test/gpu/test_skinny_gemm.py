@@ -147,12 +147,15 @@ def test_fused_products_agree_with_torch(rows: int) -> None:
             for slot in ours.slots("w", slice(None), (n, k), dim=0, start=0).values():
                 slot.load("w", weight)
             norm.weight.copy_(scale)
+            into = torch.empty_like(out)
             products = {
+                "plain": ours.product(x, bias),
+                "into": ours.product(x, bias, into),
                 "add": ours.add_product(residual.clone(), x, bias),
                 "normed": ours.normed_product(x, norm, bias, out),
                 "gated": ours.gated_product(x, norm, bias),
             }
-            assert products["normed"] is out
+            assert products["normed"] is out and products["into"] is into
             results.append(products | {"normed": out.clone()})
         pairs = {name: (results[0][name], results[1][name]) for name in results[0]}
         for name, (got, want) in pairs.items():

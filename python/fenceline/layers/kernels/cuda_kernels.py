@@ -107,6 +107,15 @@ class CudaDenseWeight(DenseWeight):
     def product(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
+        if x.shape[0] <= _FEW_ROWS and x.is_contiguous():
+            done = self._products.multiply(x, self.data, PLAIN if bias is None else Fusion(bias=bias), out)
+            if done is not None:
+                return done
+        return self._cublas(x, bias, out)
+
+    def _cublas(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if out is None:
             return F.linear(x, self.data, bias)
         if bias is None:
@@ -124,6 +133,7 @@ class CudaDenseWeight(DenseWeight):
             done = self._products.multiply(x, self.data, Fusion(norm.weight, norm.eps, bias), out)
             if done is not None:
                 return done
+            return self._cublas(norm.forward(x), bias, out)
         return self.product(norm.forward(x), bias, out)
 
     def gated_product(self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None) -> torch.Tensor:

@@ -106,6 +106,13 @@ class LaunchedDenseWeight(DenseWeight):
     """Products of few rows as one launch each, as in ``CudaDenseWeight`` where our kernels are faster. Others use
     torch's operators, where a GPU uses cuBLAS."""
 
+    def product(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if not 0 < x.shape[0] <= _FEW_ROWS:
+            return super().product(x, bias, out)
+        return self._launch(x, None, bias, out, gated=False)
+
     def normed_product(
         self,
         x: torch.Tensor,
@@ -135,18 +142,26 @@ class LaunchedDenseWeight(DenseWeight):
         return residual
 
     def _launch(
-        self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None, out: torch.Tensor | None, gated: bool
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm | None,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None,
+        gated: bool,
     ) -> torch.Tensor:
         def compute(
-            x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor, bias: torch.Tensor | None,
+            x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None, bias: torch.Tensor | None,
             _: None, out: torch.Tensor,
         ) -> None:  # fmt: skip
-            product = torch.nn.functional.linear(_TORCH.rms_norm(x, norm_weight, norm.eps), weight, bias)
+            if norm is not None and norm_weight is not None:
+                x = _TORCH.rms_norm(x, norm_weight, norm.eps)
+            product = torch.nn.functional.linear(x, weight, bias)
             out.copy_(_TORCH.silu_and_mul(product) if gated else product)
 
         if out is None:
             out = x.new_empty(x.shape[0], self.shape[0] // (2 if gated else 1))
-        accesses.skinny_linear.launch(compute, x, self.data, norm.weight, bias, None, out)
+        weight = None if norm is None else norm.weight
+        accesses.skinny_linear.launch(compute, x, self.data, weight, bias, None, out)
         return out
 
 
