@@ -204,7 +204,8 @@ def test_the_report_counts_what_is_not_equivalent() -> None:
         "3": Result(id="3", ordering=False, state="survived", **fields),
         "4": Result(id="4", ordering=False, state="unreached", **fields),
     }
-    page = report(results, {"3": {"verdict": "equivalent", "why": "Nobody reads it."}})
+    page = report(results, {"3": {"verdict": "equivalent", "why": "Nobody reads it."}}, 3000)
     assert "| mem_cache | 4 | 2 | 1 | 66.7% | 2 | 50% |" in page
     assert "equivalent. Nobody reads it." in page
+    assert "4 of 3,000 mutants" in page and "20.8% to 93.9% are killed" in page  # Wilson's interval of 2 of 3
     assert "not reviewed (unreached)" in page

@@ -11,6 +11,7 @@ divided over machines.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -33,8 +34,6 @@ from random import Random
 from types import CodeType, ModuleType
 from typing import IO, TYPE_CHECKING
 
-# Modules that take long to load and have no mutants: every mutant's process is forked with them loaded.
-import numpy  # noqa: F401
 import torch
 from tqdm import tqdm
 
@@ -43,6 +42,12 @@ from fenceline.vgpu.proving.mutants import FOLDERS, PACKAGE, Mutant, all_mutants
 if TYPE_CHECKING:
     import coverage
 
+# Modules that take seconds to load and have no mutants: every mutant's process is forked with them loaded. A model's
+# first parameter loads the second one.
+_LOADED_BEFORE = (
+    "numpy", "torch.distributed.tensor", "xgrammar", "zmq", "msgspec", "orjson", "tokenizers", "safetensors.torch",
+    "yaml", "prometheus_client", "psutil",
+)  # fmt: skip
 KILLED, SURVIVED, UNREACHED, CRASHED = "killed", "survived", "unreached", "crashed"
 # Checks that tell that something is wrong, but not which rule was broken.
 _UNSPECIFIC = ("tokens", "answers", "invariants", "deadlock", "kernels")
@@ -326,8 +331,8 @@ def read_results(*paths: Path) -> dict[str, Result]:
     return {line["id"]: Result(**{**line, "named": tuple(line["named"])}) for line in lines}
 
 
-def report(results: dict[str, Result], reviews: dict[str, dict[str, str]]) -> str:
-    """The table by folder, and each survivor with its review: Markdown."""
+def report(results: dict[str, Result], reviews: dict[str, dict[str, str]], num_mutants: int) -> str:
+    """The table by folder, and each survivor with its review: Markdown. ``num_mutants``: all that the rules make."""
     by_folder: dict[str, list[Result]] = defaultdict(list)
     for result in results.values():
         by_folder[result.path.partition("/")[0]].append(result)
@@ -343,6 +348,13 @@ def report(results: dict[str, Result], reviews: dict[str, dict[str, str]]) -> st
     )
     lines = ["".join(f"| {head} " for head in heads) + "|", "|---" * len(heads) + "|"]
     lines += [_row(folder, mine, reviews) for folder, mine in by_folder.items()]
+    counted = [one for one in results.values() if reviews.get(one.id, {}).get("verdict") != "equivalent"]
+    low, high = _interval(sum(one.killed for one in counted), len(counted))
+    lines += [
+        "",
+        f"{len(results)} of {num_mutants:,} mutants were tried, in random order. So of all that are not equivalent"
+        f" {low:.1%} to {high:.1%} are killed (95% confidence).",
+    ]
     checkers = Counter(result.killed_by for result in results.values() if result.killed)
     lines += ["", "Killed by: " + ", ".join(f"{name} {num}" for name, num in checkers.most_common()) + "."]
     lines += ["", "## Survivors", ""]
@@ -351,6 +363,16 @@ def report(results: dict[str, Result], reviews: dict[str, dict[str, str]]) -> st
             review = reviews.get(result.id, {"verdict": f"not reviewed ({result.state})", "why": ""})
             lines.append(f"* `{result.id}` `{result.place}`: {review['verdict']}. {review['why']}".rstrip())
     return "\n".join(lines) + "\n"
+
+
+def _interval(num_killed: int, num: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a share of which ``num_killed`` of ``num`` is a sample."""
+    if num == 0:
+        return 0.0, 1.0
+    share, z = num_killed / num, 1.96
+    middle = share + z * z / (2 * num)
+    spread = z * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num))
+    return (middle - spread) / (1 + z * z / num), (middle + spread) / (1 + z * z / num)
 
 
 def _row(name: str, results: list[Result], reviews: dict[str, dict[str, str]]) -> str:
@@ -451,10 +473,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 reached[mutant.path][mutant.statement] = args.workload
         else:
             reached = reached_lines(args.reach_seeds, args.jobs) if mutants else {}
+        for name in _LOADED_BEFORE:
+            importlib.import_module(name)
         _campaign(mutants, reached, args.jobs, args.cpu_limit, args.results, deadline)
     reviews = json.loads(_REVIEW.read_text(encoding="utf-8"))
     results = read_results(args.results)
-    table = report(results, reviews)
+    table = report(results, reviews, len(all_mutants()))
     print(table)
     if args.write_docs:
         head = _PAGE.read_text(encoding="utf-8").partition(_TABLE)[0]

@@ -38,6 +38,11 @@ def _parser() -> argparse.ArgumentParser:
         "--seeds", type=int, metavar="N",
         help=f"runs of the intact engine; {_DEFAULT_SEEDS}, or what --budget allows, unless given",
     )  # fmt: skip
+    parser.add_argument(
+        "--seeds-per-edge", type=int, metavar="N",
+        help=f"runs of each severed edge and guard; unless given {_SEEDS_PER_ARM}, or a fortieth of --seeds if that is"
+        " more",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--edge", metavar="NAME", help="sever this edge or guard and do nothing else")
     parser.add_argument(
@@ -96,7 +101,7 @@ def _plan(args: argparse.Namespace, parser: argparse.ArgumentParser, bar: tqdm) 
         parser.error("--exhaustive: goes without --edge and --write-docs")
     arms = _arms(args, parser) if args.edge is not None else [] if args.workload else all_arms()
     num_intact = _DEFAULT_SEEDS if args.seeds is None and args.budget is None else args.seeds
-    num_per_arm = _SEEDS_PER_ARM if num_intact is None else max(_SEEDS_PER_ARM, num_intact // 40)
+    num_per_arm = args.seeds_per_edge or max(_SEEDS_PER_ARM, (num_intact or 0) // 40)
     if args.edge is not None:
         num_per_arm, num_intact = args.seeds or _SEEDS_PER_ARM, 0
     everything = args.edge is None and args.workload is None
