@@ -58,7 +58,7 @@ def print_profile(result: profile, args: argparse.Namespace) -> None:
     """The rest of the line, and the table of kernels."""
     times, calls = Counter[str](), Counter[str]()
     busy_us = end = 0.0
-    kernels = [event for event in result.events() if event.device_type is DeviceType.CUDA]
+    kernels = [event for event in result.events() if event.device_type == DeviceType.CUDA]
     for event in sorted(kernels, key=lambda event: event.time_range.start):
         first, last = event.time_range.start, event.time_range.end
         busy_us += max(0.0, last - max(first, end))
