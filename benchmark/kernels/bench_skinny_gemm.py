@@ -4,11 +4,13 @@ Usage: bench_skinny_gemm.py [--models 0.6B 8B Llama-8B] [--rows 1 2 ...] [--seco
     [--skip-sweep]
 
 The sweep looks for the best configuration of each product: a graph runs it over as many copies of the weight as make
-400 MB, so that each is read from memory. Then the model's whole chain of products, every layer with its own weights, is
-timed with cuBLAS, with Triton alone (guessed configurations) and with the best ones. Times are medians over replays;
-the floor is the weights' bytes divided by the rate of a device-to-device copy, measured in the same run. The best
-configurations are written to --table, in the format of layers/kernels/skinny_table.py, in place of those of the same
-products that the file has; others stay. Products that only a draft of the model has are in the sweep, not in the chain.
+400 MB, so that each is read from memory. Where cuBLAS wins by that, our best is tried in the model's chain as well, in
+which our products begin before those in front of them have ended, and the faster chain decides. Then the chain, every
+layer with its own weights, is timed with cuBLAS, with Triton alone (guessed configurations) and with the best ones.
+Times are medians over replays; the floor is the weights' bytes divided by the rate of a device-to-device copy, measured
+in the same run. The best configurations are written to --table, in the format of layers/kernels/skinny_table.py, in
+place of those of the same products that the file has; others stay. Products that only a draft of the model has are in
+the sweep, not in the chain.
 """
 
 from __future__ import annotations
@@ -353,6 +355,7 @@ def sweep_model(
 ) -> dict[str, SkinnyChoice]:
     """The best configurations by table_key."""
     winners: dict[str, SkinnyChoice] = {}
+    ours: dict[str, SkinnyChoice] = {}
     print(f"{model.name}\n{'product':8} rows   floor   cuBLAS  ours (us); the winner, of how many")
     for product in (*model.products, *model.drafts):
         torch.cuda.empty_cache()  # the pools of the last product's graphs
@@ -362,11 +365,23 @@ def sweep_model(
             sweep.run(seeds, triton)
             seeds = [*sweep.best(6, CudaConfig), *sweep.best(2, TritonConfig)]
             winner = sweep.best(1)[0]
-            winners[table_key(num_rows, product.weight_rows, product.k, product.gated)] = winner
+            key = table_key(num_rows, product.weight_rows, product.k, product.gated)
+            winners[key] = winner
+            if winner is None and sweep.best(1, CudaConfig) and product in model.products:
+                ours[key] = sweep.best(1, CudaConfig)[0]
             times = [product.nbytes / rate, sweep.found[None]]
             times += [sweep.found[c] for kind in (CudaConfig, TritonConfig) for c in sweep.best(1, kind)]
             cells = " ".join(f"{us:7.2f}" for us in times)
             print(f"{product.name:8} {num_rows:4} {cells}   {winner} of {len(sweep.found)}", flush=True)
+    for key, choice in ours.items():
+        num_rows, trial = int(key.split("x")[0]), winners | {key: choice}
+        chains = [
+            time_chain(bench, model, num_rows, bench.products(SkinnyTable(bench.gpu, table)))
+            for table in (winners, trial)
+        ]
+        print(f"{key} in the chain: cuBLAS {chains[0]:.1f} us, {choice} {chains[1]:.1f} us", flush=True)
+        if chains[1] < chains[0]:
+            winners = trial
     return winners
 
 
