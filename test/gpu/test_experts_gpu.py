@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from routed_tokens import compare, routed
+from routed_tokens import compare, compare_routes, routed
 
 from fenceline.layers.kernels.base import TorchLayerKernels
 from fenceline.layers.kernels.grouped_gemm import combine_experts, grouped_product
+from fenceline.layers.kernels.routing import router_logits
 
 pytestmark = pytest.mark.gpu
 
@@ -27,6 +28,23 @@ def test_uneven_routing(hit: list[int]) -> None:
     torch.manual_seed(0)
     with torch.device("cuda"):
         compare(routed(150, len(hit), hit, 128), 96, 256, torch.bfloat16)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 32, 33, 256, 8192])
+def test_routes_equal_torchs(num_tokens: int) -> None:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        compare_routes(num_tokens, 128)
+        compare_routes(num_tokens, 60)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 16, 40])
+def test_logits_equal_torchs(num_tokens: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(num_tokens, 2048, device="cuda").bfloat16()
+    weight = torch.randn(128, 2048, device="cuda") / 45
+    logits = router_logits(x, weight)
+    torch.testing.assert_close(logits.double(), x.double() @ weight.double().T, atol=1e-3, rtol=1e-3)
 
 
 def test_a_graph_follows_the_routing() -> None:

@@ -10,6 +10,7 @@ import torch
 from kernel_surroundings import Launch
 from routed_tokens import routed
 
+from fenceline.config.families import ExpertsConfig
 from fenceline.layers.attention import page_gather
 from fenceline.layers.forward_batch import QueryTree
 from fenceline.layers.kernels import (
@@ -21,9 +22,10 @@ from fenceline.layers.kernels import (
     quantized_gemm,
     rms_norm,
     rotate_store,
+    routing,
     skinny_gemm,
 )
-from fenceline.layers.kernels.base import HeadLayout, QKNorm, Routing
+from fenceline.layers.kernels.base import HeadLayout, QKNorm, Routing, TorchLayerKernels
 from fenceline.layers.quantized import FP8, round_to_fp8, round_to_int4
 from fenceline.model_executor.kernels import decode_prologue, decode_prologue_triton
 from fenceline.sampling.gumbel import mix_seeds
@@ -41,6 +43,7 @@ def launches() -> Iterator[Launch]:
     yield from _products()
     yield from _quantized_products()
     yield from _roundings()
+    yield from _routings()
     yield from _grouped_products()
     yield from _combinations()
     yield from _decodes()
@@ -183,32 +186,77 @@ def _roundings() -> Iterator[Launch]:
         yield Launch(f"quantize_rows {scale}", accesses.quantize_rows, operands, run, [operands[2], scales])
 
 
+def _routings() -> Iterator[Launch]:
+    x, weight, out = _random(3, 40), _random(6, 40), _random(3, 6)
+
+    def multiply(pdl: bool, x: Any, weight: Any, out: Any) -> None:
+        routing.router_logits(x, weight)
+
+    yield Launch("router_logits", accesses.router_logits, (x, weight, out), multiply, [out])
+    choice = ExpertsConfig(num_experts=6, top_k=2, intermediate_size=1, renormalise=True)
+    for tokens in (7, 40):
+        logits, correction, padded = _random(tokens, 6), _random(6), torch.arange(tokens) % 5 == 4
+        want = TorchLayerKernels().route(logits, correction, padded, choice)
+        inputs, chosen, sorted_pairs = (
+            (logits, correction, padded),
+            (want.ids, want.weights),
+            (want.order, want.ends),
+        )
+        if tokens <= routing.TOKENS_A_PROGRAM:
+
+            def route(pdl: bool, logits: Any, correction: Any, padded: Any, *_: Any) -> None:
+                routing.route(logits, correction, padded, choice)
+
+            operands = (*inputs, *chosen, *sorted_pairs)
+            yield Launch("route", accesses.route, operands, route, [*chosen, *sorted_pairs])
+            continue
+
+        def choose(pdl: bool, logits: Any, correction: Any, padded: Any, *written: Any) -> None:
+            routing.choose_experts(logits, correction, padded, choice, *written)
+
+        def place(pdl: bool, *operands: Any) -> None:
+            routing.place_pairs(*operands)
+
+        live = want.ids.flatten() < 6
+        cells = torch.arange(2 * tokens) // (2 * routing.TOKENS_A_PROGRAM) * 6 + want.ids.flatten()
+        counts = cells[live].bincount(minlength=12).view(2, 6).int()
+        yield Launch("choose_experts", accesses.choose_experts, (*inputs, *chosen, counts.clone()), choose)
+        yield Launch("place_pairs", accesses.place_pairs, (want.ids, counts, *sorted_pairs), place)
+
+
 def _grouped_products() -> Iterator[Launch]:
-    # Tokens, experts for each, those that are hit, all, padded tokens, features, inputs, gated.
-    shapes = ((7, 2, [0, 2, 5], 6, 1, 24, 40, True), (35, 1, [1], 3, 2, 17, 16, False))
-    for tokens, top_k, hit, num_experts, padded, size, k, gated in shapes:
-        routing = routed(tokens, top_k, hit, num_experts, padded)
+    # Tokens, experts for each, those that are hit, all, padded tokens, features, inputs, gated, by tiles.
+    shapes = (
+        (7, 2, [0, 2, 5], 6, 1, 24, 40, True, True),
+        (35, 1, [1], 3, 2, 17, 16, False, True),
+        (3, 2, [0, 2, 5], 6, 1, 23, 40, True, False),
+    )
+    for tokens, top_k, hit, num_experts, padded, size, k, gated, by_tiles in shapes:
+        sent = routed(tokens, top_k, hit, num_experts, padded)
         x, weight = _random(tokens, k), _random(num_experts, size * (2 if gated else 1), k)
         out = _random(tokens * top_k, size)
 
-        def run(pdl: bool, x: Any, weight: Any, order: Any, ends: Any, out: Any, gated: bool = gated) -> None:
-            cut = grouped_gemm.GroupedConfig(16, 16, 16, 4, 1)
+        def run(
+            pdl: bool, x: Any, weight: Any, order: Any, ends: Any, out: Any,
+            gated: bool = gated, by_tiles: bool = by_tiles,
+        ) -> None:  # fmt: skip
+            cut = grouped_gemm.GroupedConfig(16, 16, 16, 4, 1) if by_tiles else None
             grouped_gemm.grouped_product(x, weight, Routing(order, order, order, ends), gated, cut)
 
-        operands = (x, weight, routing.order, routing.ends, out)
+        operands = (x, weight, sent.order, sent.ends, out)
         yield Launch(f"grouped_product {tokens}x{top_k}", accesses.grouped_product, operands, run, [out])
 
 
 def _combinations() -> Iterator[Launch]:
     for tokens, top_k, padded, size, adds in ((5, 2, 1, 48, True), (3, 3, 0, 20, False)):
-        routing = routed(tokens, top_k, [0, 1, 3], 4, padded)
+        sent = routed(tokens, top_k, [0, 1, 3], 4, padded)
         y, out = _random(tokens * top_k, size), _random(tokens, size)
 
         def run(pdl: bool, y: Any, ids: Any, weights: Any, out: Any, num_experts: int, adds: bool) -> None:
-            routing = Routing(ids, weights, ids, torch.zeros(num_experts))
-            grouped_gemm.combine_experts(y, routing, out if adds else None)
+            sent = Routing(ids, weights, ids, torch.zeros(num_experts))
+            grouped_gemm.combine_experts(y, sent, out if adds else None)
 
-        operands = (y, routing.ids, routing.weights, out, 4, adds)
+        operands = (y, sent.ids, sent.weights, out, 4, adds)
         outputs = () if adds else (out,)
         yield Launch(f"combine_experts {tokens}x{top_k}", accesses.combine_experts, operands, run, outputs)
 

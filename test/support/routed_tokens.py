@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 
+from fenceline.config.families import ExpertsConfig
 from fenceline.layers.kernels.base import Routing, TorchLayerKernels
 
 
@@ -43,3 +47,35 @@ def compare(routing: Routing, size: int, k: int, dtype: torch.dtype = torch.floa
         ]
         torch.testing.assert_close(both[0], both[1], atol=tolerance, rtol=tolerance)
         assert both[1].isfinite().all()
+
+
+ALL_SCORES = tuple(itertools.product((False, True), repeat=3))
+
+
+def compare_routes(
+    num_tokens: int, num_experts: int, scores: Sequence[tuple[bool, bool, bool]] = ALL_SCORES
+) -> None:
+    """Our router's kernels with torch's operators, on the default device, some tokens padded. ``scores``: whether they
+    are sigmoids, renormalised and corrected."""
+    from fenceline.layers.kernels import routing
+
+    logits, padded = torch.randn(num_tokens, num_experts), torch.rand(num_tokens) < 0.3
+    for sigmoid, renormalise, corrected in scores:
+        experts = ExpertsConfig(
+            num_experts=num_experts,
+            top_k=3,
+            intermediate_size=1,
+            renormalise=renormalise,
+            sigmoid=sigmoid,
+            scaling=2.5,
+        )
+        correction = torch.randn(num_experts) if corrected else None
+        expected = TorchLayerKernels().route(logits, correction, padded, experts)
+        ours = routing.route(logits, correction, padded, experts)
+        assert torch.equal(ours.ids, expected.ids) and torch.equal(ours.ends, expected.ends)
+        torch.testing.assert_close(ours.weights, expected.weights, atol=1e-6, rtol=1e-5)
+        live = int(expected.ends[-1])
+        assert torch.equal(ours.order[:live], expected.order[:live])
+        assert torch.equal(ours.order[live:].sort().values, expected.order[live:].sort().values)
+    lost = torch.full_like(logits, float("nan"))  # of a token whose hidden state is no number
+    assert (routing.route(lost, None, padded, experts).ids <= num_experts).all()

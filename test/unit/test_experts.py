@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from routed_tokens import compare, routed
+from routed_tokens import compare, compare_routes, routed
 from triton_interpreter import outcomes_of, print_outcomes, set_up_interpreter
 
 from fenceline.config import ConfigError
@@ -18,7 +18,7 @@ from fenceline.config.families import ExpertsConfig
 from fenceline.layers.experts import Router
 from fenceline.layers.kernels.base import Routing, TorchLayerKernels
 
-CHECKS = ("products", "few_experts_hit", "all_to_one", "all_padded", "combine")
+CHECKS = ("products", "few_experts_hit", "all_to_one", "all_padded", "combine", "logits", "routes")
 
 results = outcomes_of(__file__)
 
@@ -30,7 +30,7 @@ def test_interpreted(name: str, results: dict[str, str]) -> None:
 
 def make_router(correction: bool = False, **changes: object) -> Router:
     fields = {"num_experts": 8, "top_k": 3, "intermediate_size": 4, "renormalise": False, **changes}
-    router = Router(ExpertsConfig(**fields), 5, "bias" if correction else None)  # type: ignore[arg-type]
+    router = Router(ExpertsConfig(**fields), 5, "bias" if correction else None, TorchLayerKernels())  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(4)
     router.weight.normal_(generator=generator)
     if router.correction is not None:
@@ -163,6 +163,22 @@ def check_combine() -> None:
     ours = grouped_gemm.combine_experts(y, routing, residual.clone())
     torch.testing.assert_close(ours, expected)
     assert torch.equal(ours[4:], residual[4:])
+
+
+def check_logits() -> None:
+    from fenceline.layers.kernels import routing
+
+    for num_tokens, num_experts, k in ((1, 6, 40), (16, 9, 1500), (17, 4, 8)):
+        x, weight = torch.randn(num_tokens, k).half(), torch.randn(num_experts, k)
+        torch.testing.assert_close(
+            routing.router_logits(x, weight), x.float() @ weight.T, atol=1e-4, rtol=1e-5
+        )
+
+
+def check_routes() -> None:
+    for num_tokens in (1, 6, 40):
+        compare_routes(num_tokens, 12)
+    compare_routes(1050, 5, [(False, True, False)])  # more programs than are counted at a time
 
 
 if __name__ == "__main__":

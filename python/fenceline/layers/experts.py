@@ -10,14 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from fenceline.config.families import ExpertsConfig
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.branch import Branch, BranchNorms
 from fenceline.layers.context import LayerContext
 from fenceline.layers.forward_batch import ForwardBatch
-from fenceline.layers.kernels.base import Routing
+from fenceline.layers.kernels.base import LayerKernels, Routing
 from fenceline.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from fenceline.layers.weight import WeightSlot, WeightSlots, whole
 
@@ -39,8 +38,11 @@ class ExpertNames:
 class Router:
     """Which experts each token goes through, and how much each of them counts. Computed in float32."""
 
-    def __init__(self, experts: ExpertsConfig, hidden_size: int, correction: str | None) -> None:
+    def __init__(
+        self, experts: ExpertsConfig, hidden_size: int, correction: str | None, kernels: LayerKernels
+    ) -> None:
         self.experts = experts
+        self._kernels = kernels
         self.weight = torch.empty(experts.num_experts, hidden_size, dtype=torch.float32)
         self.correction_name = correction
         self.correction = (
@@ -49,30 +51,8 @@ class Router:
 
     def forward(self, x: torch.Tensor, padded: torch.Tensor) -> Routing:
         """x [T, hidden_size], ``padded`` [T] bool: tokens that go to no expert."""
-        experts = self.experts
-        logits = F.linear(x.float(), self.weight)
-        scores = logits.sigmoid() if experts.sigmoid else logits.softmax(-1)
-        chosen_by = scores if self.correction is None else scores + self.correction
-        if experts.num_groups > 1:
-            chosen_by = self._of_best_groups(chosen_by)
-        ids = chosen_by.topk(experts.top_k, dim=-1).indices
-        weights = scores.gather(1, ids)
-        if experts.renormalise:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # all sigmoids may be zero
-        if experts.scaling != 1.0:
-            weights = weights * experts.scaling
-        return Routing.group(
-            ids.masked_fill(padded.unsqueeze(1), experts.num_experts), weights, experts.num_experts
-        )
-
-    def _of_best_groups(self, scores: torch.Tensor) -> torch.Tensor:
-        """``scores`` [T, num_experts], -inf outside the groups whose two best experts have the highest sums."""
-        groups = scores.unflatten(1, (self.experts.num_groups, -1))
-        best = (
-            groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(-1).topk(self.experts.top_groups, dim=-1)
-        )
-        closed = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best.indices, False)
-        return groups.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1)
+        logits = self._kernels.router_logits(x, self.weight)
+        return self._kernels.route(logits, self.correction, padded, self.experts)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         """Slots by their names in the checkpoint."""
@@ -126,7 +106,7 @@ class ExpertsMLP(Branch):
         self.names, self.shard, self._kernels = names, context.shard, context.kernels
         self.full_size = experts.intermediate_size
         self.size = self.shard.divide(self.full_size, "expert features")
-        self.router = Router(experts, hidden_size, names.correction)
+        self.router = Router(experts, hidden_size, names.correction, context.kernels)
         self.gate_up = torch.empty(experts.num_experts, 2 * self.size, hidden_size, dtype=context.dtype)
         self.down = torch.empty(experts.num_experts, hidden_size, self.size, dtype=context.dtype)
         self.shared = SharedExpert(config, experts.shared_size, names, context) if names.shared else None

@@ -85,6 +85,69 @@ def _pairs_of_experts(ids: torch.Tensor, num_experts: int) -> npt.NDArray[np.int
 
 
 @declare_kernel
+def router_logits(op: KernelAccesses, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """See ``routing.router_logits``, for few tokens."""
+    op.read(x)
+    op.read(weight)
+    op.write(out)
+
+
+@declare_kernel
+def route(
+    op: KernelAccesses,
+    logits: torch.Tensor,
+    correction: torch.Tensor | None,
+    padded: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    order: torch.Tensor,
+    ends: torch.Tensor,
+) -> None:
+    """See ``routing.route``, for as many tokens as one program has."""
+    _read_scores(op, logits, correction, padded)
+    op.write(ids)
+    op.write(weights)
+    op.write(order)
+    op.write(ends)
+
+
+@declare_kernel
+def choose_experts(
+    op: KernelAccesses,
+    logits: torch.Tensor,
+    correction: torch.Tensor | None,
+    padded: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
+    """See ``routing.route``: the first of two kernels, for more tokens."""
+    _read_scores(op, logits, correction, padded)
+    op.write(ids)
+    op.write(weights)
+    op.write(counts)
+
+
+def _read_scores(
+    op: KernelAccesses, logits: torch.Tensor, correction: torch.Tensor | None, padded: torch.Tensor
+) -> None:
+    op.read(logits)
+    op.read(correction)
+    op.read(padded)
+
+
+@declare_kernel
+def place_pairs(
+    op: KernelAccesses, ids: torch.Tensor, counts: torch.Tensor, order: torch.Tensor, ends: torch.Tensor
+) -> None:
+    """See ``routing.route``: the second of two kernels."""
+    op.read(ids)
+    op.read(counts)
+    op.write(order)
+    op.write(ends)
+
+
+@declare_kernel
 def grouped_product(
     op: KernelAccesses,
     x: torch.Tensor,

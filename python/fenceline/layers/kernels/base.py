@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from fenceline.config.families import ExpertsConfig
 from fenceline.layers.rotary import apply_rotary, rotary_angles
 
 
@@ -109,6 +110,24 @@ class LayerKernels(ABC):
         """
 
     @abstractmethod
+    def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [T, K] of any floating type times ``weight`` [num_experts, K] float32 → [T, num_experts] float32."""
+
+    @abstractmethod
+    def route(
+        self,
+        logits: torch.Tensor,
+        correction: torch.Tensor | None,
+        padded: torch.Tensor,
+        experts: ExpertsConfig,
+    ) -> Routing:
+        """The experts of each token and their weights, as ``experts`` says.
+
+        logits [T, num_experts] float32; ``correction`` [num_experts] float32 is added to the scores when experts are
+        chosen, not when they are weighed; ``padded`` [T] bool: tokens that go to no expert.
+        """
+
+    @abstractmethod
     def grouped_product(
         self, x: torch.Tensor, weight: torch.Tensor, routing: Routing, gated: bool = False
     ) -> torch.Tensor:
@@ -168,6 +187,30 @@ class TorchLayerKernels(LayerKernels):
                 cache.view(torch.uint8).index_copy_(0, out_slots, rounded.view(torch.uint8))
                 x.copy_(rounded)
 
+    def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.float(), weight)
+
+    def route(
+        self,
+        logits: torch.Tensor,
+        correction: torch.Tensor | None,
+        padded: torch.Tensor,
+        experts: ExpertsConfig,
+    ) -> Routing:
+        scores = logits.sigmoid() if experts.sigmoid else logits.softmax(-1)
+        chosen_by = scores if correction is None else scores + correction
+        if experts.num_groups > 1:
+            chosen_by = _of_best_groups(chosen_by, experts)
+        ids = chosen_by.topk(experts.top_k, dim=-1).indices
+        weights = scores.gather(1, ids)
+        if experts.renormalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # all sigmoids may be zero
+        if experts.scaling != 1.0:
+            weights = weights * experts.scaling
+        return Routing.group(
+            ids.masked_fill(padded.unsqueeze(1), experts.num_experts), weights, experts.num_experts
+        )
+
     def grouped_product(
         self, x: torch.Tensor, weight: torch.Tensor, routing: Routing, gated: bool = False
     ) -> torch.Tensor:
@@ -190,3 +233,12 @@ class TorchLayerKernels(LayerKernels):
         pairs = torch.where(live, y.view(*routing.ids.shape, -1).float(), 0.0)
         total = (pairs * routing.weights.unsqueeze(-1)).sum(1).to(y.dtype)
         return total if residual is None else residual.add_(total)
+
+
+def _of_best_groups(scores: torch.Tensor, experts: ExpertsConfig) -> torch.Tensor:
+    """``scores`` [T, num_experts], -inf outside the groups whose two best experts have the highest sums."""
+    groups = scores.unflatten(1, (experts.num_groups, -1))
+    sums = groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(-1)
+    best = sums.topk(experts.top_groups, dim=-1).indices
+    closed = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
+    return groups.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1)

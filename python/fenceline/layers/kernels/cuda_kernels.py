@@ -8,11 +8,13 @@ from dataclasses import asdict
 import torch
 import torch.nn.functional as F
 
+from fenceline.config.families import ExpertsConfig
 from fenceline.layers.kernels.activation import silu_and_mul
 from fenceline.layers.kernels.base import ONE, HeadLayout, KVScales, LayerKernels, QKNorm, Routing
 from fenceline.layers.kernels.grouped_gemm import combine_experts, grouped_product
 from fenceline.layers.kernels.rms_norm import rms_norm
 from fenceline.layers.kernels.rotate_store import rotate_and_store
+from fenceline.layers.kernels.routing import route, router_logits
 from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, may_fuse_norm, skinny_linear
 from fenceline.layers.kernels.skinny_table import ROW_BUCKETS, CudaConfig, GpuTraits, SkinnyTable, load_table
 from fenceline.layers.weight import DenseWeight, RMSNorm
@@ -58,6 +60,18 @@ class CudaLayerKernels(LayerKernels):
         rotate_and_store(
             qkv, heads, norms, table, positions, k_cache, v_cache, out_slots, self._pdl, kv_scales
         )
+
+    def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return router_logits(x, weight)
+
+    def route(
+        self,
+        logits: torch.Tensor,
+        correction: torch.Tensor | None,
+        padded: torch.Tensor,
+        experts: ExpertsConfig,
+    ) -> Routing:
+        return route(logits, correction, padded, experts)
 
     def grouped_product(
         self, x: torch.Tensor, weight: torch.Tensor, routing: Routing, gated: bool = False

@@ -1,10 +1,12 @@
 """The products of a mixture of experts in Triton: every row has the matrix of its expert, and rows of one expert share
 the reading of it. An expert that no row has is not read.
 
-A program computes a tile: up to ``block_m`` pairs of one expert by ``block_n`` features, over the whole of K, so no sum
-is split over programs and results do not depend on timing. The grid has as many tiles as any routing may need; each
-program finds its expert among the ends of the experts' pairs, and those past the last tile end at once. With at most
-``block_m`` pairs an expert, all of decode, each matrix that is hit is read once.
+Up to 32 pairs are multiplied one by one, since hardly two of them have the same expert: a program computes a few
+features of one pair. For more, a program computes a tile: up to ``block_m`` pairs of one expert by ``block_n``
+features. The grid has as many tiles as any routing may need; each program finds its expert among the ends of the
+experts' pairs, and those past the last tile end at once. With at most ``block_m`` pairs an expert, all of decode, each
+matrix that is hit is read once. Either way a program has the whole of K, so no sum is split over programs and results
+do not depend on timing.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from fenceline.layers.kernels.base import Routing
 from fenceline.layers.kernels.launcher import KernelVariant
 
 _COMBINE_BLOCK = 1024
+_FEW_PAIRS = 32  # up to so many are multiplied one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +60,17 @@ def grouped_product(
     num_experts, width, k = weight.shape
     num_pairs, size = routing.order.shape[0], width // 2 if gated else width
     assert x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype and x.shape[1] == k
-    if config is None:
-        config = grouped_config(num_pairs, num_experts, x.element_size())
     out = x.new_empty(num_pairs, size)
     if num_pairs == 0:
         return out
     pairs_a_row = num_pairs // x.shape[0]
+    if config is None and num_pairs <= _FEW_PAIRS:
+        variant = _pair_variant(num_experts, size, k, pairs_a_row, gated)
+        grid = (num_pairs * -(-size // variant.constants["BLOCK_N"]),)
+        variant.launch(grid, (x, weight, routing.order, routing.ends, out))
+        return out
+    if config is None:
+        config = grouped_config(num_pairs, num_experts, x.element_size())
     variant = _grouped_variant(num_experts, size, k, pairs_a_row, gated, config)
     num_tiles = min(num_pairs, min(num_pairs, num_experts) + num_pairs // config.block_m)
     grid = (num_tiles * -(-size // config.block_n),)
@@ -82,6 +90,22 @@ def combine_experts(y: torch.Tensor, routing: Routing, residual: torch.Tensor | 
     grid = (num_tokens * -(-size // variant.constants["BLOCK"]),)
     variant.launch(grid, (y, routing.ids, routing.weights, out))
     return out
+
+
+@cache
+def _pair_variant(num_experts: int, size: int, k: int, pairs_a_row: int, gated: bool) -> KernelVariant:
+    block_k = min(512, triton.next_power_of_2(k))
+    constants: dict[str, int | bool] = {
+        "NUM_EXPERTS": num_experts,
+        "BLOCK_EXPERTS": triton.next_power_of_2(num_experts),
+        "SIZE": size,
+        "K": k,
+        "PAIRS_A_ROW": pairs_a_row,
+        "GATED": gated,
+        "BLOCK_N": 4 if gated else 8,
+        "BLOCK_K": block_k,
+    }
+    return KernelVariant(_pair_kernel, constants, 4)
 
 
 @cache
@@ -107,6 +131,41 @@ def _combine_variant(num_experts: int, top_k: int, size: int, adds: bool) -> Ker
     block = min(_COMBINE_BLOCK, triton.next_power_of_2(size))
     constants = {"NUM_EXPERTS": num_experts, "TOP_K": top_k, "SIZE": size, "ADDS": adds, "BLOCK": block}
     return KernelVariant(_combine_kernel, constants, 4)
+
+
+@triton.jit
+def _pair_kernel(
+    x, weight, order, ends, out,
+    NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
+    PAIRS_A_ROW: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    num_blocks: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
+    place = tl.program_id(0) // num_blocks
+    experts = tl.arange(0, BLOCK_EXPERTS)
+    last = tl.load(ends + experts, mask=experts < NUM_EXPERTS, other=0x7FFFFFFF)
+    expert = tl.sum((last <= place).to(tl.int32), 0)
+    if expert >= NUM_EXPERTS:
+        return  # a pair of a padded token
+    pair = tl.load(order + place)
+    columns = (tl.program_id(0) % num_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inputs = tl.arange(0, BLOCK_K)
+    width: tl.constexpr = 2 * SIZE if GATED else SIZE
+    x_row = x + pair // PAIRS_A_ROW * K
+    w_rows = weight + (expert.to(tl.int64) * width + columns)[:, None] * K
+    sums = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    up_sums = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for at in range(0, K, BLOCK_K):
+        inside = at + inputs < K
+        row = tl.load(x_row + at + inputs, mask=inside, other=0.0).to(tl.float32)[None, :]
+        wanted = (columns < SIZE)[:, None] & inside[None, :]
+        sums += tl.load(w_rows + (at + inputs)[None, :], mask=wanted, other=0.0).to(tl.float32) * row
+        if GATED:
+            up = tl.load(w_rows + SIZE * K + (at + inputs)[None, :], mask=wanted, other=0.0)
+            up_sums += up.to(tl.float32) * row
+    y = tl.sum(sums, 1)
+    if GATED:
+        y = y * tl.sigmoid(y) * tl.sum(up_sums, 1)
+    tl.store(out + pair * SIZE + columns, y.to(out.dtype.element_ty), mask=columns < SIZE)
 
 
 @triton.jit

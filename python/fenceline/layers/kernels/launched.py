@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import torch
 
+from fenceline.config.families import ExpertsConfig
 from fenceline.layers.kernels import accesses
 from fenceline.layers.kernels.base import (
     ONE,
@@ -20,6 +21,7 @@ from fenceline.layers.kernels.base import (
 from fenceline.layers.weight import DenseWeight, RMSNorm
 
 _FEW_ROWS = 8  # up to this many rows a GPU without measurements uses our own kernels (skinny_table)
+_FEW_TOKENS, _TOKENS_A_PROGRAM = 16, 32  # of the router's kernels (``routing``, whose import needs Triton)
 _TORCH = TorchLayerKernels()
 
 
@@ -66,6 +68,68 @@ class LaunchedLayerKernels(LayerKernels):
         weights = (None, None) if norms is None else (norms.q_weight, norms.k_weight)
         operands = (qkv, *weights, table, positions, k_cache, v_cache, out_slots)
         accesses.rotate_and_store.launch(compute, *operands)
+
+    def router_logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if len(x) > _FEW_TOKENS:
+            return _TORCH.router_logits(x, weight)
+
+        def compute(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+            out.copy_(_TORCH.router_logits(x, weight))
+
+        out = x.new_empty(len(x), len(weight), dtype=torch.float32)
+        accesses.router_logits.launch(compute, x, weight, out)
+        return out
+
+    def route(
+        self,
+        logits: torch.Tensor,
+        correction: torch.Tensor | None,
+        padded: torch.Tensor,
+        experts: ExpertsConfig,
+    ) -> Routing:
+        if experts.num_groups > 1:
+            return _TORCH.route(logits, correction, padded, experts)
+        num_tokens, num_experts = logits.shape
+        num_programs = -(-num_tokens // _TOKENS_A_PROGRAM)
+
+        def route(
+            logits: torch.Tensor,
+            correction: torch.Tensor | None,
+            padded: torch.Tensor,
+            *written: torch.Tensor,
+        ) -> None:
+            routing = _TORCH.route(logits, correction, padded, experts)
+            for out, value in zip(
+                written, (routing.ids, routing.weights, routing.order, routing.ends), strict=True
+            ):
+                out.copy_(value)
+
+        def choose(
+            logits: torch.Tensor, correction: torch.Tensor | None, padded: torch.Tensor,
+            ids: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor,
+        ) -> None:  # fmt: skip
+            routing = _TORCH.route(logits, correction, padded, experts)
+            ids.copy_(routing.ids)
+            weights.copy_(routing.weights)
+            for tokens, row in zip(ids.split(_TOKENS_A_PROGRAM), counts, strict=True):
+                row.copy_(tokens.flatten().bincount(minlength=num_experts)[:num_experts])
+
+        def place(ids: torch.Tensor, counts: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> None:
+            routing = Routing.group(ids, ids, num_experts)
+            order.copy_(routing.order)
+            ends.copy_(counts.sum(0).cumsum(0))
+
+        ids = logits.new_empty(num_tokens, experts.top_k, dtype=torch.int64)
+        weights, order = torch.empty_like(ids, dtype=torch.float32), ids.new_empty(ids.numel())
+        ends = ids.new_empty(num_experts, dtype=torch.int32)
+        inputs = logits, correction, padded, ids, weights
+        if num_programs == 1:
+            accesses.route.launch(route, *inputs, order, ends)
+        else:
+            counts = ends.new_empty(num_programs, num_experts)
+            accesses.choose_experts.launch(choose, *inputs, counts)
+            accesses.place_pairs.launch(place, ids, counts, order, ends)
+        return Routing(ids, weights, order, ends)
 
     def grouped_product(
         self, x: torch.Tensor, weight: torch.Tensor, routing: Routing, gated: bool = False

@@ -1,0 +1,258 @@
+"""The router of a mixture of experts in Triton: logits of few tokens, and the experts of any number of tokens sorted by
+expert, in one kernel for up to 32 tokens and in two beyond.
+
+Pairs are sorted by counting, so that neither depends on timing: a program has 32 tokens, and the place of a pair is the
+number of pairs with smaller experts, of the same expert in programs in front, and of the same expert among its own
+tokens.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from fenceline.config.families import ExpertsConfig
+from fenceline.layers.kernels.base import Routing, TorchLayerKernels
+from fenceline.layers.kernels.launcher import KernelVariant
+
+TOKENS_A_PROGRAM = 32
+_FEW_TOKENS = 16  # beyond, cuBLAS reads the router's weights once for all of them
+_EXPERTS_A_PROGRAM = 4
+_LEAST: tl.constexpr = tl.constexpr(-3.0e38)  # of all scores; what does not exist is less
+
+_TORCH = TorchLayerKernels()
+
+
+def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """See ``LayerKernels.router_logits``. x and weight contiguous. Current stream, no host synchronisation."""
+    num_tokens, k = x.shape
+    if not 0 < num_tokens <= _FEW_TOKENS:
+        return F.linear(x.float(), weight)
+    assert x.is_contiguous() and weight.is_contiguous() and weight.dtype == torch.float32
+    out = x.new_empty(num_tokens, len(weight), dtype=torch.float32)
+    variant = _logits_variant(len(weight), k)
+    variant.launch((triton.cdiv(len(weight), _EXPERTS_A_PROGRAM), num_tokens), (x, weight, out))
+    return out
+
+
+def route(
+    logits: torch.Tensor, correction: torch.Tensor | None, padded: torch.Tensor, experts: ExpertsConfig
+) -> Routing:
+    """See ``LayerKernels.route``. All contiguous. Current stream, no host synchronisation."""
+    num_tokens, num_experts = logits.shape
+    if num_tokens == 0 or experts.num_groups > 1:
+        return _TORCH.route(logits, correction, padded, experts)
+    num_programs = triton.cdiv(num_tokens, TOKENS_A_PROGRAM)
+    ids = torch.empty(num_tokens, experts.top_k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty_like(ids, dtype=torch.float32)
+    order, ends = ids.new_empty(ids.numel()), ids.new_empty(num_experts, dtype=torch.int32)
+    if num_programs == 1:
+        _launch(logits, correction, padded, experts, ids, weights, order, ends, None)
+    else:
+        counts = ends.new_empty(num_programs, num_experts)
+        choose_experts(logits, correction, padded, experts, ids, weights, counts)
+        place_pairs(ids, counts, order, ends)
+    return Routing(ids, weights, order, ends)
+
+
+def choose_experts(
+    logits: torch.Tensor,
+    correction: torch.Tensor | None,
+    padded: torch.Tensor,
+    experts: ExpertsConfig,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
+    """Write ids and weights of ``Routing``, and how many pairs of each ``TOKENS_A_PROGRAM`` tokens an expert has:
+    ``counts`` [ceil(T / TOKENS_A_PROGRAM), num_experts] int32."""
+    _launch(logits, correction, padded, experts, ids, weights, None, None, counts)
+
+
+def place_pairs(ids: torch.Tensor, counts: torch.Tensor, order: torch.Tensor, ends: torch.Tensor) -> None:
+    """Write order and ends of ``Routing``, after ``choose_experts``."""
+    variant = _place_variant(len(ends), ids.shape[1])
+    variant.launch((len(counts),), (ids, counts, order, ends), (len(ids),))
+
+
+def _launch(
+    logits: torch.Tensor,
+    correction: torch.Tensor | None,
+    padded: torch.Tensor,
+    experts: ExpertsConfig,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    order: torch.Tensor | None,
+    ends: torch.Tensor | None,
+    counts: torch.Tensor | None,
+) -> None:
+    assert logits.is_contiguous() and padded.is_contiguous() and logits.dtype == torch.float32
+    num_tokens, num_experts = logits.shape
+    rows = min(TOKENS_A_PROGRAM, triton.next_power_of_2(num_tokens))
+    variant = _route_variant(
+        num_experts, experts.top_k, rows, experts.sigmoid, experts.renormalise, correction is None
+    )
+    operands = (logits, correction, padded, ids, weights, order, ends, counts)
+    variant.launch((triton.cdiv(num_tokens, rows),), operands, (num_tokens, experts.scaling))
+
+
+@cache
+def _logits_variant(num_experts: int, k: int) -> KernelVariant:
+    block_k = min(1024, triton.next_power_of_2(k))
+    constants = {"NUM_EXPERTS": num_experts, "K": k, "BLOCK_E": _EXPERTS_A_PROGRAM, "BLOCK_K": block_k}
+    return KernelVariant(_logits_kernel, constants, 4)
+
+
+@cache
+def _route_variant(
+    num_experts: int, top_k: int, rows: int, sigmoid: bool, renormalise: bool, uncorrected: bool
+) -> KernelVariant:
+    constants: dict[str, int | bool] = {
+        "NUM_EXPERTS": num_experts,
+        "BLOCK_E": triton.next_power_of_2(num_experts),
+        "TOP_K": top_k,
+        "BLOCK_K": triton.next_power_of_2(top_k),
+        "ROWS": rows,
+        "SIGMOID": sigmoid,
+        "RENORMALISE": renormalise,
+        "CORRECTED": not uncorrected,
+    }
+    return KernelVariant(_route_kernel, constants, 4 if rows <= 8 else 8)
+
+
+@cache
+def _place_variant(num_experts: int, top_k: int) -> KernelVariant:
+    constants = {
+        "NUM_EXPERTS": num_experts,
+        "BLOCK_E": triton.next_power_of_2(num_experts),
+        "TOP_K": top_k,
+        "BLOCK_K": triton.next_power_of_2(top_k),
+        "ROWS": TOKENS_A_PROGRAM,
+    }
+    return KernelVariant(_place_kernel, constants, 8)
+
+
+@triton.jit
+def _logits_kernel(
+    x, weight, out,
+    NUM_EXPERTS: tl.constexpr, K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    exists = experts < NUM_EXPERTS
+    token = tl.program_id(1)
+    columns = tl.arange(0, BLOCK_K)
+    sums = tl.zeros((BLOCK_E, BLOCK_K), dtype=tl.float32)
+    for at in range(0, K, BLOCK_K):
+        inside = at + columns < K
+        row = tl.load(x + token * K + at + columns, mask=inside, other=0.0).to(tl.float32)
+        matrix = tl.load(
+            weight + experts[:, None] * K + (at + columns)[None, :],
+            mask=exists[:, None] & inside[None, :],
+            other=0.0,
+        )
+        sums += matrix * row[None, :]
+    tl.store(out + token * NUM_EXPERTS + experts, tl.sum(sums, 1), mask=exists)
+
+
+@triton.jit
+def _store_order(
+    order, tokens, live, padded, slot, start, start_padded, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Write the pairs of these tokens. ``slot`` [ROWS, BLOCK_E]: which of its experts one is to a token, -1: none.
+    ``start`` [BLOCK_E]: the place of the first pair of each expert; ``start_padded``: of the first padded token."""
+    taken = (slot >= 0) & (live & (padded == 0))[:, None]
+    ones = taken.to(tl.int32)
+    place = start[None, :] + tl.cumsum(ones, 0) - ones
+    tl.store(order + place, tokens[:, None].to(tl.int64) * TOP_K + slot, mask=taken)
+    left_out = live & (padded != 0)
+    count = left_out.to(tl.int32)
+    rank = tl.cumsum(count, 0) - count
+    j = tl.arange(0, BLOCK_K)
+    last = start_padded + rank[:, None] * TOP_K + j[None, :]
+    pairs = tokens[:, None].to(tl.int64) * TOP_K + j[None, :]
+    tl.store(order + last, pairs, mask=left_out[:, None] & (j < TOP_K)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_kernel(
+    logits, correction, padded_ptr, ids, weights, order, ends, counts, num_tokens, scaling,
+    NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, CORRECTED: tl.constexpr,
+):  # fmt: skip
+    """Without ``counts`` one program does all; else each writes how many pairs of its tokens an expert has."""
+    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = tokens < num_tokens
+    experts = tl.arange(0, BLOCK_E)
+    exists = experts < NUM_EXPERTS
+    wanted = live[:, None] & exists[None, :]
+    x = tl.load(logits + tokens[:, None] * NUM_EXPERTS + experts[None, :], mask=wanted, other=0.0)
+    if SIGMOID:
+        scores = tl.sigmoid(x)
+    else:
+        x = tl.where(exists[None, :], x, float("-inf"))
+        exps = tl.exp(x - tl.max(x, 1)[:, None])
+        scores = exps / tl.sum(exps, 1)[:, None]
+    chosen_by = scores
+    if CORRECTED:
+        chosen_by += tl.load(correction + experts, mask=exists, other=0.0)[None, :]
+    # A score that is no number never leads outside of the experts.
+    chosen_by = tl.where(chosen_by >= _LEAST, chosen_by, _LEAST)
+    chosen_by = tl.where(exists[None, :], chosen_by, float("-inf"))
+    padded = tl.load(padded_ptr + tokens, mask=live, other=1).to(tl.int32)
+    slot = tl.full((ROWS, BLOCK_E), -1, dtype=tl.int32)
+    for j in range(TOP_K):
+        best = tl.argmax(chosen_by, 1)
+        hit = experts[None, :] == best[:, None]
+        slot = tl.where(hit, j, slot)
+        chosen_by = tl.where(hit, float("-inf"), chosen_by)
+        tl.store(ids + tokens * TOP_K + j, tl.where(padded != 0, NUM_EXPERTS, best).to(tl.int64), mask=live)
+    chosen = slot >= 0
+    if RENORMALISE:
+        total = tl.sum(tl.where(chosen, scores, 0.0), 1) + 1e-20  # all sigmoids may be zero
+        scores = scores / total[:, None]
+    scores *= scaling
+    tl.store(weights + tokens[:, None] * TOP_K + slot, scores, mask=chosen & live[:, None])
+    count = tl.sum((chosen & (live & (padded == 0))[:, None]).to(tl.int32), 0)
+    if counts is None:
+        last = tl.cumsum(count, 0)
+        tl.store(ends + experts, last, mask=exists)
+        _store_order(order, tokens, live, padded, slot, last - count, tl.sum(count, 0), TOP_K, BLOCK_K)
+    else:
+        tl.store(counts + tl.program_id(0) * NUM_EXPERTS + experts, count, mask=exists)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _place_kernel(
+    ids, counts, order, ends, num_tokens,
+    NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    experts = tl.arange(0, BLOCK_E)
+    exists = experts < NUM_EXPERTS
+    others = tl.arange(0, 32)
+    total = tl.zeros((BLOCK_E,), dtype=tl.int32)
+    before = tl.zeros((BLOCK_E,), dtype=tl.int32)
+    for start in range(0, tl.num_programs(0), 32):
+        index = start + others
+        wanted = (index < tl.num_programs(0))[:, None] & exists[None, :]
+        part = tl.load(counts + index[:, None] * NUM_EXPERTS + experts[None, :], mask=wanted, other=0)
+        total += tl.sum(part, 0)
+        before += tl.sum(tl.where((index < program)[:, None], part, 0), 0)
+    last = tl.cumsum(total, 0)
+    if program == 0:
+        tl.store(ends + experts, last, mask=exists)
+    tokens = program * ROWS + tl.arange(0, ROWS)
+    live = tokens < num_tokens
+    slot = tl.full((ROWS, BLOCK_E), -1, dtype=tl.int32)
+    for j in range(TOP_K):
+        expert = tl.load(ids + tokens * TOP_K + j, mask=live, other=NUM_EXPERTS)
+        slot = tl.where(experts[None, :] == expert[:, None], j, slot)
+    padded = (tl.load(ids + tokens * TOP_K, mask=live, other=NUM_EXPERTS) == NUM_EXPERTS).to(tl.int32)
+    padded_before = program * ROWS * TOP_K - tl.sum(before, 0)
+    first_padded = tl.sum(total, 0) + padded_before
+    _store_order(order, tokens, live, padded, slot, last - total + before, first_padded, TOP_K, BLOCK_K)
