@@ -4,14 +4,19 @@ and ranks whose devices choose differently would wait for each other for ever.""
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 import pytest
 import torch
 from ranks import Ranks
 
 from fenceline.memory_order import Communicator, CommunicatorError, Device, open_device
-from fenceline.vgpu import VirtualGpu
+from fenceline.memory_order.edges import ONE_STREAM
+from fenceline.vgpu import RaceError, VirtualGpu
 from fenceline.vgpu.device import VgpuDevice
+from fenceline.vgpu.factories import use
+from fenceline.vgpu.proving.collectives import Ranks as Collectives
+from fenceline.vgpu.proving.collectives import make_program
 
 OPERATIONS: dict[str, Callable[[Communicator], object]] = {
     "all-reduce": lambda communicator: communicator.all_reduce(torch.ones(3)),
@@ -51,6 +56,19 @@ def test_on_another_stream_it_raises(kind: str, operation: str) -> None:
         OPERATIONS[operation](communicator)
     with open_device("cpu").forward.active(), pytest.raises(CommunicatorError):  # another device's
         OPERATIONS[operation](communicator)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_without_the_guard_two_streams_race_for_the_communicator(seed: int) -> None:
+    program = make_program(Random(seed))
+    gpu = VirtualGpu(seed, num_devices=program.num_ranks)
+    use(gpu)
+    try:
+        with pytest.raises(RaceError, match="exclusive on resource communicator") as error:
+            Collectives(gpu, program, frozenset({ONE_STREAM.name})).run(seed)
+    finally:
+        gpu.rotation.abandon()
+    assert error.value.edges == (ONE_STREAM.name,)
 
 
 def test_on_its_own_stream_it_works() -> None:

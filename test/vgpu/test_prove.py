@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,11 @@ CHECKERS = {
     "graph_pool": "lifetime",
     "sink": "bounds",
     "kept_hidden": "freshness",
+    "registered_graph": "peers",
+    "one_stream": "happens-before",
+    "flag_generation": "happens-before",
+    "peer_halves": "happens-before",
+    "peer_started": "happens-before",
     "arena_pad/speculation": "freshness",
     "total_buckets/speculation": "freshness",
     "graph_pool/speculation": "lifetime",
@@ -67,6 +73,12 @@ HARDLY_SEEN = {
     # What a draft computes changes no token, and the others are here without speculation.
     "kept_hidden",
     "whole_page",
+    # Sums of several ranks, without an engine: their own tests show what comes out wrong.
+    "registered_graph",
+    "one_stream",
+    "flag_generation",
+    "peer_halves",
+    "peer_started",
     *UNDER_SPECULATION,
     # Other edges cover them.
     *(name for name, part in EDGE_PARTS.items() if part.covered),
@@ -193,8 +205,8 @@ def test_the_guards_of_graphs_are_named_by_their_checks(name: str) -> None:
     found = (run(ARMS[name].trial(seed)) for seed in range(10))
     # Tags may notice first that a replay has read something else than what its step was given.
     outcome = next(outcome for outcome in found if not outcome.clean and outcome.checker != TagError.checker)
-    assert outcome.checker == CHECKERS[name] and outcome.edges == (guard,) and ARMS[name].names(outcome)
-    assert f"missing guard: {guard}" in outcome.report and "fenceline/" in outcome.report
+    assert outcome.checker == CHECKERS[name] and guard in outcome.edges and ARMS[name].names(outcome)
+    assert re.search(f"missing guard: .*{guard}", outcome.report) and "fenceline/" in outcome.report
 
 
 def test_a_failing_schedule_is_told_by_the_switches_that_matter() -> None:

@@ -21,14 +21,14 @@ from fenceline.vgpu.proving.hicache_workloads import HICACHE_WORKLOADS
 from fenceline.vgpu.proving.recording import read_recording
 from fenceline.vgpu.proving.speculative_workloads import SPECULATIVE_WORKLOADS
 from fenceline.vgpu.proving.steps import Loop, make_config
-from fenceline.vgpu.proving.workloads import ENGINE, WORKLOADS
+from fenceline.vgpu.proving.workloads import COLLECTIVES, ENGINE, WORKLOADS
 from fenceline.vgpu.replay import main, replay
 
 torch.set_num_threads(1)
 
 TIERED = [workload.name for workload in (*HICACHE_WORKLOADS, EVERYTHING)]
 SPECULATIVE = [workload.name for workload in SPECULATIVE_WORKLOADS]
-NAMES = [name for name in WORKLOADS if name not in (ENGINE, "growth", *TIERED, *SPECULATIVE)]
+NAMES = [name for name in WORKLOADS if name not in (COLLECTIVES, ENGINE, "growth", *TIERED, *SPECULATIVE)]
 
 
 def run(name: str, seed: int = 3, **flags: int | bool) -> Loop:

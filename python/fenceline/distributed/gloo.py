@@ -52,6 +52,9 @@ class GlooBackend:
                 f"rank {self.rank} of {self.size}: a collective has failed ({text})"
             ) from error
 
+    def register(self) -> None:
+        """See ``memory_order.CollectiveBackend``. Its operations use no addresses of other ranks."""
+
     def close(self) -> None:
         """See ``memory_order.CollectiveBackend``."""
         dist.destroy_process_group()

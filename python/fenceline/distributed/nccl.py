@@ -62,6 +62,9 @@ class NcclBackend:
         if not capturing:
             self._warm.add(nbytes)
 
+    def register(self) -> None:
+        """See ``memory_order.CollectiveBackend``. Its operations use no addresses of other ranks."""
+
     def close(self) -> None:
         """See ``memory_order.CollectiveBackend``. Operations that wait for a rank that has gone are given up: to wait
         for them, as to destroy the group does, would take for ever."""

@@ -16,6 +16,7 @@ import torch
 
 from fenceline.memory_order.access import Memory, writes
 from fenceline.memory_order.device import Device
+from fenceline.memory_order.edges import ONE_STREAM, REGISTERED_GRAPH
 from fenceline.memory_order.stream import Stream
 
 
@@ -43,6 +44,11 @@ class CollectiveBackend(Protocol):
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """``out`` [size, *shape of x] becomes all ranks' ``x`` in the order of ranks."""
+        ...
+
+    def register(self) -> None:
+        """The ranks tell each other what captured operations have noted since the last call: addresses in each one's
+        memory that the others need to run them. Ranks call it at the same place of their program."""
         ...
 
     def close(self) -> None:
@@ -102,12 +108,19 @@ class Communicator:
         parts = gathered.view(self.size, -1)
         return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
+    def register(self) -> None:
+        """Before a graph becomes REGISTERED (F10): the ranks exchange what its operations need to know of each other's
+        memory. All ranks have captured it."""
+        if self._device.keeps(REGISTERED_GRAPH):  # severed: the graph is replayed without
+            self._backend.register()
+
     def close(self) -> None:
         """Leave the group; no operation follows."""
         self._backend.close()
 
     def _begin(self, operation: str) -> None:
-        if not self._stream.is_current:
+        # Severed: whoever is not on its stream is not refused, and the operation goes to the stream that is current.
+        if not self._stream.is_current and self._device.keeps(ONE_STREAM):
             raise CommunicatorError(
                 f"the communicator {self.name} belongs to {self._stream.name.value}, and another stream is current:"
                 f" two streams would run its operations in an order of their own ({operation}, rank {self.rank})"

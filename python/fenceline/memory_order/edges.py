@@ -397,6 +397,28 @@ MASK_ROWS = Guard(
     "request",
     failure="F7",
 )
+REGISTERED_GRAPH = Guard(
+    name="registered_graph",
+    protects="the addresses of peers' buffers that a graph uses: exchanged after its capture, before its first replay",
+    failure="F10",
+)
+ONE_STREAM = Guard(
+    name="one_stream",
+    protects="the order of a communicator's operations: all on one stream, so that it is the same on all ranks",
+    failure="F19",
+)
+FLAG_GENERATION = Guard(
+    name="flag_generation",
+    protects="what peers write for a collective operation: its flags are not those of the last one",
+)
+PEER_HALVES = Guard(
+    name="peer_halves",
+    protects="a rank's buffer that it still reads for the last collective operation: the next one has the other half",
+)
+PEER_STARTED = Guard(
+    name="peer_started",
+    protects="the half of a rank's buffer that is written again: the rank has said that it has read it",
+)
 
 GUARDS: dict[str, Guard] = {
     guard.name: guard
@@ -421,6 +443,11 @@ GUARDS: dict[str, Guard] = {
         TREE_SLOTS,
         MOVED_NODES,
         MASK_ROWS,
+        REGISTERED_GRAPH,
+        ONE_STREAM,
+        FLAG_GENERATION,
+        PEER_HALVES,
+        PEER_STARTED,
     )
 }
 # Those that are severed once more where the engine speculates, since its runner has an arena, graphs and results of its

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from enum import IntEnum
+from typing import Protocol
 
 
 class GraphState(IntEnum):
@@ -18,6 +19,13 @@ class GraphState(IntEnum):
     CAPTURED = 0
     REGISTERED = 1
     REPLAYABLE = 2
+
+
+class Registers(Protocol):
+    """A Communicator."""
+
+    def register(self) -> None:
+        """Exchange what operations that were captured need to know of other ranks' memory."""
 
 
 class GraphError(RuntimeError):
@@ -44,8 +52,11 @@ class Graph(ABC):
         self.pool = pool
         self.state = GraphState.CAPTURED
 
-    def register(self) -> None:
-        """The other ranks know its addresses."""
+    def register(self, communicator: Registers | None = None) -> None:
+        """The other ranks know its addresses. ``communicator``: the one whose operations it has captured; all ranks
+        come here for the same graph."""
+        if communicator is not None:
+            communicator.register()
         self._step_to(GraphState.REGISTERED)
 
     def allow_replay(self) -> None:

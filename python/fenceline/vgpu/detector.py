@@ -23,9 +23,11 @@ _NONE: Sequence[RaceError] = ()
 
 class Detector:
     """Checks every access against the region's shadow. ``history_of(agent, index)`` gives operations their names,
-    ``stream_of(agent)`` the agent's in the table of edges."""
+    ``stream_of(agent)`` the agent's in the table of edges, and its device."""
 
-    def __init__(self, history_of: Callable[[int, int], Operation], stream_of: Callable[[int], str]) -> None:
+    def __init__(
+        self, history_of: Callable[[int, int], Operation], stream_of: Callable[[int], tuple[str, int]]
+    ) -> None:
         self._history_of = history_of
         self._stream_of = stream_of
         self.pairs: PairsMet | None = None  # if they are to be noted
@@ -37,6 +39,8 @@ class Detector:
         for tag, layout, index in op.reads:
             rows = None if index is None else row_values(index)
             self._touch(op, tag, layout, rows, False, conflicts)
+        if op.spin is not None and op.spin.reads_what_it_waits_for:
+            conflicts.clear()  # it has seen that what it reads is written
         for tag, layout, index in op.writes:
             rows = None if index is None else row_values(index)
             self._touch(op, tag, layout, rows, True, conflicts)
@@ -102,10 +106,12 @@ class Detector:
     ) -> bool:
         """Whether an edge joins the stream of ``op`` and that of another agent in ``latest``, which ``wrote`` or
         read. Most memory is used by streams that none joins, and which units of it were used costs more to find out."""
-        return any(
-            other != op.agent and pairs.may_join(self._stream_of(other), wrote, op, write, tag)
-            for other in latest
-        )
+        mine = self._stream_of(op.agent)[1]
+        for other in latest:
+            name, device = self._stream_of(other)
+            if other != op.agent and device == mine and pairs.may_join(name, wrote, op, write, tag):
+                return True
+        return False
 
 
 def _beyond(latest: dict[int, int], agent: int, clock: tuple[int, ...]) -> bool:

@@ -40,7 +40,7 @@ class VgpuStream(Stream):
     def __init__(self, name: StreamName, severed: frozenset[str], gpu: VirtualGpu) -> None:
         super().__init__(name, severed)
         self.gpu = gpu
-        self.raw: VirtualStream = gpu.stream(name.value)
+        self.raw: VirtualStream = gpu.stream(name.value)  # of the calling thread's device
 
     def _is_cut(self, edge: Edge, waiter: StreamName, source: StreamName) -> bool:
         self.gpu.edges_met.add((edge.part(waiter, source), applied_at()))
@@ -124,7 +124,8 @@ class _HostAccesses:
 
 
 class VgpuDevice(Device):
-    """A Device over ``gpu``, which becomes the one that ``device="vgpu"`` means to torch."""
+    """A Device over ``gpu``, which becomes the one that ``device="vgpu"`` means to torch. Of several devices of ``gpu``
+    it is the calling thread's."""
 
     kind = "vgpu"
     tolerates_repairs = False

@@ -72,6 +72,12 @@ class StaleMemoryError(CheckError):
     checker = "lifetime"
 
 
+class PeerError(CheckError):
+    """A device accesses another one's memory that it has not opened, or whose address it has not been told."""
+
+    checker = "peers"
+
+
 class TagError(CheckError):
     """A slot of KV memory holds another token or part than it should."""
 
@@ -87,9 +93,9 @@ class OwnershipError(CheckError):
 class RaceError(VgpuError):
     """Two operations touch the same memory and nothing orders them.
 
-    ``edges``: the declared edges that would, ``edge`` the first of them, "" if none fits. ``hazard``: RAW, WAR, WAW or
-    exclusive. ``memory``: its name and rows. ``places``: the source lines of the two, in program order. ``order``:
-    where in the program the race is; of several races the one with the least is the cause of the others.
+    ``edges``: the declared edges that would, or guards, ``edge`` the first of them, "" if none fits. ``hazard``: RAW,
+    WAR, WAW or exclusive. ``memory``: its name and rows. ``places``: the source lines of the two, in program order.
+    ``order``: where in the program the race is; of several races the one with the least is the cause of the others.
     """
 
     def __init__(

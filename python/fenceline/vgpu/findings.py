@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fenceline.vgpu.errors import CheckError, KernelError, RaceError
+from fenceline.vgpu.errors import CheckError, KernelError, RaceError, VgpuError
 from fenceline.vgpu.streams import Operation
 
 
@@ -42,6 +42,11 @@ class Findings:
             self._raise_first(self._look_ahead())
             self._failure = errors[0]
             raise self._failure
+
+    def stop(self, error: VgpuError) -> None:
+        """Raise ``error``, and again at every later call of any thread."""
+        self._failure = error
+        raise error
 
     def fail(self, op: Operation, error: Exception) -> None:
         """A kernel failed. If it read values that a race left there, the race is raised instead."""

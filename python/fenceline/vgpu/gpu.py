@@ -10,11 +10,20 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from fenceline.memory_order.stream import joined
 from fenceline.vgpu import backend
 from fenceline.vgpu.audit import Auditor
 from fenceline.vgpu.checks import Checks
 from fenceline.vgpu.detector import Detector
-from fenceline.vgpu.errors import AuditError, CaptureError, DeadlockError, RaceError, StaleMemoryError
+from fenceline.vgpu.errors import (
+    AuditError,
+    CaptureError,
+    CheckError,
+    DeadlockError,
+    PeerError,
+    RaceError,
+    StaleMemoryError,
+)
 from fenceline.vgpu.findings import Findings
 from fenceline.vgpu.layout import Form, layout_at
 from fenceline.vgpu.memory import (
@@ -32,7 +41,7 @@ from fenceline.vgpu.memory import (
 )
 from fenceline.vgpu.place import Place, here
 from fenceline.vgpu.policy import Policy, Turn, make_policy
-from fenceline.vgpu.streams import DEFAULT_STREAM, RELEASE, HostThread, Operation, Purpose, VirtualStream
+from fenceline.vgpu.streams import DEFAULT_STREAM, RELEASE, HostThread, Operation, Purpose, VirtualStream, who
 from fenceline.vgpu.threads import Channel, Rotation, Worker
 
 T = TypeVar("T")
@@ -47,6 +56,10 @@ class VirtualGpu:
     the first race, or ``CheckError`` where one of ``checks`` fails (``collect``: keeps all in ``findings`` instead).
     ``audit`` runs everything twice to check that operations access what they declare and no more. Of the host threads
     one runs at a time: see ``spawn``.
+
+    ``num_devices``: it is that many devices of one host, each with streams and memory of its own, under one schedule.
+    Each belongs to the threads that were spawned for it, as to a rank's process. A device reaches another one's memory
+    only where it has opened it (``open_peer``); what orders the two is in ``peers``.
     """
 
     def __init__(
@@ -57,8 +70,10 @@ class VirtualGpu:
         collect: bool = False,
         audit: bool = False,
         total_bytes: int = _DEFAULT_BYTES,
+        num_devices: int = 1,
     ) -> None:
         self.seed = seed
+        self.num_devices = num_devices
         self.policy = make_policy(policy, seed) if isinstance(policy, str) else policy
         self.detector = Detector(self.history_of, self._stream_of) if detect else None
         self.auditor = Auditor() if audit else None
@@ -71,10 +86,11 @@ class VirtualGpu:
         self._agents: list[VirtualStream | HostThread] = []
         self._random = Random(seed)  # of random numbers drawn on the device, not of the schedule
         self._seq = 0
-        self._released: list[tuple[Tag, VirtualStream]] = []
-        self.capturing: Capture | None = None
+        self._released: list[list[tuple[Tag, VirtualStream]]] = [[] for _ in range(num_devices)]
+        self._capturing: dict[int, Capture] = {}  # by device
         self._num_graphs = 0
-        self.default_stream = self.stream(DEFAULT_STREAM)
+        self.default_streams = [self.stream(DEFAULT_STREAM, device) for device in range(num_devices)]
+        self.default_stream = self.default_streams[0]
         self.rotation = Rotation(self._thread("host"), seed, self.policy.switch_odds)
         self.num_calls = 0
         self.trace: list[Turn] = []
@@ -83,15 +99,18 @@ class VirtualGpu:
 
     # --- agents --------------------------------------------------------------------------------------
 
-    def stream(self, name: str) -> VirtualStream:
-        """A new stream. It is ordered with no other, the default stream included."""
-        stream = VirtualStream(len(self._agents), name)
+    def stream(self, name: str, device: int | None = None) -> VirtualStream:
+        """A new stream of ``device`` (default: the calling thread's). It is ordered with no other, the default stream
+        included."""
+        device = self.thread.device if device is None else device
+        full_name = name if self.num_devices == 1 else f"gpu{device}.{name}"
+        stream = VirtualStream(len(self._agents), full_name, device, name)
         self._agents.append(stream)
         self.streams.append(stream)
         return stream
 
-    def _thread(self, name: str) -> HostThread:
-        thread = HostThread(len(self._agents), name, self.default_stream)
+    def _thread(self, name: str, device: int = 0) -> HostThread:
+        thread = HostThread(len(self._agents), name, self.default_streams[device])
         self._agents.append(thread)
         return thread
 
@@ -100,9 +119,10 @@ class VirtualGpu:
         """The calling thread."""
         return self.rotation.agent
 
-    def spawn(self, name: str, run: Callable[[], None]) -> Worker:
-        """Start a thread of the host that may use the GPU; its current stream is the default stream."""
-        agent = self._thread(f"host:{name}")
+    def spawn(self, name: str, run: Callable[[], None], device: int | None = None) -> Worker:
+        """Start a thread of the host that may use ``device`` (default: the calling thread's); its current stream is the
+        default stream."""
+        agent = self._thread(f"host:{name}", self.thread.device if device is None else device)
         agent.order_after(self.thread.now())
         return Worker(self.rotation, agent, run)
 
@@ -124,9 +144,14 @@ class VirtualGpu:
         """The ``index``-th action (from 1) of an agent."""
         return self._agents[agent].action(index)
 
-    def _stream_of(self, agent: int) -> str:
-        """The agent's name in the table of edges."""
-        return self._agents[agent].edge_name
+    def _stream_of(self, agent: int) -> tuple[str, int]:
+        """The agent's name in the table of edges, and its device."""
+        return self._agents[agent].edge_name, self._agents[agent].device
+
+    @property
+    def capturing(self) -> Capture | None:
+        """The capture in progress on the calling thread's device."""
+        return self._capturing.get(self.thread.device)
 
     # --- memory --------------------------------------------------------------------------------------
 
@@ -137,17 +162,20 @@ class VirtualGpu:
         capture = self.capturing if stream.is_captured else None
         pool = f"stream {stream.number}" if capture is None else capture.graph.pool
         tag = Tag(self.pool.take(pool, form.nbytes), place, form.shape)
-        tag.pool, tag.captured = pool, capture is not None
+        tag.pool, tag.captured, tag.device = pool, capture is not None, stream.device
         tag.region.tenant = tag
         return tag.region.view(layout_at(form, 0)), Allocation(tag, partial(self._release, tag, stream))
 
     def _release(self, tag: Tag, stream: VirtualStream) -> None:
-        self._released.append((tag, stream))  # Python's garbage collector may call this at any time
+        self._released[stream.device].append(
+            (tag, stream)
+        )  # Python's garbage collector may call this at any time
 
     def collect_released(self) -> None:
-        """Take back the memory of tensors that were freed since the last call."""
-        while self._released:
-            tag, stream = self._released.pop(0)
+        """Take back the memory of tensors of this thread's device that were freed since the last call."""
+        released = self._released[self.thread.device]
+        while released:
+            tag, stream = released.pop(0)
             region = tag.region
             tag.ended = True
             op = Operation(RELEASE, tag.place, region.poison, writes=(whole(tag),))
@@ -172,7 +200,7 @@ class VirtualGpu:
     def resource(self, name: str) -> Tag:
         """A resource that may have one user at a time, such as ``sm``: use it with ``using``."""
         tag = Tag(Region(0, ALIGN), here(), ())
-        tag.name, tag.is_exclusive = name, True
+        tag.name, tag.is_exclusive, tag.device = name, True, self.thread.device
         return tag
 
     @contextmanager
@@ -240,8 +268,8 @@ class VirtualGpu:
         if stream.front is None:
             return False
         if stream.ahead is None:
-            stream.ahead = self.stream(f"{stream.name} ahead")
-            stream.ahead.is_ahead_of = stream.name
+            stream.ahead = self.stream(f"{stream.edge_name} ahead")
+            stream.ahead.is_ahead_of = stream.edge_name
         for mark in stream.joined:
             self.enqueue(stream.ahead, Operation("wait", op.place, None, after=mark))
         op.after = stream.front
@@ -288,22 +316,24 @@ class VirtualGpu:
         if self.capturing is not None:
             raise CaptureError("another capture is in progress")
         self.collect_released()
-        capture = self.capturing = Capture(graph, self.thread.current)
+        device = self.thread.device
+        capture = self._capturing[device] = Capture(graph, self.thread.current)
         try:
             yield
         except BaseException:
-            self.capturing = None
+            del self._capturing[device]
             capture.end(self, completed=False)
             raise
         self.collect_released()
-        self.capturing = None
+        del self._capturing[device]
         capture.end(self, completed=True)
 
     def forbid_in_capture(self, what: str, stream: VirtualStream | None = None) -> None:
         """Raise ``CaptureError`` if ``stream`` (default: any) is being captured."""
-        if self.capturing is not None and (stream is None or stream.is_captured):
-            self.capturing.graph.failed = True
-            raise CaptureError(f"{what} is not allowed while {self.capturing.graph.name} is being captured")
+        capture = self.capturing
+        if capture is not None and (stream is None or stream.is_captured):
+            capture.graph.failed = True
+            raise CaptureError(f"{what} is not allowed while {capture.graph.name} is being captured")
 
     def wait(self, stream: VirtualStream, mark: Operation) -> None:
         """What is submitted to ``stream`` from now on runs after ``mark``. The host does not block."""
@@ -321,8 +351,9 @@ class VirtualGpu:
         self.thread.waited_for(op)
 
     def synchronize_all(self) -> None:
-        """Block the calling thread until every stream is empty."""
-        for mark in [self.record(stream) for stream in self.streams]:
+        """Block the calling thread until every stream of its device is empty."""
+        device = self.thread.device
+        for mark in [self.record(stream) for stream in self.streams if stream.device == device]:
             self.synchronize(mark)
 
     def event(self) -> Event:
@@ -336,7 +367,7 @@ class VirtualGpu:
         self._drift()
         hurries = self.policy.asked(op, self._seq)
         if not op.done and (hurries or (op.stream is not None and op.stream.count_query())):
-            self._run_until(op)
+            self._run_until(op, for_certain=False)
         if op.done:
             self.thread.waited_for(op)
         return op.done
@@ -374,25 +405,46 @@ class VirtualGpu:
         runnable = [  # VirtualStream.runnable, which costs a call
             stream
             for stream in self.streams
-            if (queue := stream.queue) and ((after := queue[0].after) is None or after.done)
+            if (queue := stream.queue)
+            and ((after := queue[0].after) is None or after.done)
+            and ((spin := queue[0].spin) is None or spin.ready())
         ]
         if not runnable:
             return None
-        return self.policy.pick(runnable, None if awaited is None else _needed(awaited))
+        if awaited is None:
+            return self.policy.pick(runnable, None)
+        needed = _needed(awaited)
+        if needed not in runnable:  # it spins until another device has come further
+            needed = min(runnable, key=lambda stream: stream.queue[0].seq)
+        return self.policy.pick(runnable, needed)
 
     def _begin_call(self) -> None:
         self.rotation.maybe_switch()
         self.num_calls += 1
         self.policy.begin_call(self.num_calls)
 
-    def _run_until(self, op: Operation) -> None:
+    def _run_until(self, op: Operation, for_certain: bool = True) -> None:
+        """``for_certain``: False if it need not run now, should it wait for what another thread has yet to submit."""
         self._begin_call()
         with backend.inference():
             while not op.done:
                 stream = self._next(op)
-                if stream is None:
-                    raise DeadlockError(self._stuck(op))
-                self._run_head(stream, awaited=True)
+                if stream is not None:
+                    self._run_head(stream, awaited=True)
+                elif for_certain:
+                    self._wait_for_threads(op)
+                else:
+                    self.rotation.give_way()
+                    return
+
+    def _wait_for_threads(self, op: Operation) -> None:
+        """Nothing can run before another thread has submitted more. Raises ``DeadlockError`` if none can."""
+        self.findings.raise_again()
+        try:
+            self.rotation.block_until(lambda: op.done or any(s.runnable for s in self.streams), "its device")
+        except DeadlockError:
+            self.findings.raise_again()  # an error that has ended the other thread is the cause
+            raise DeadlockError(self._stuck(op)) from None
 
     def _run_head(self, stream: VirtualStream, awaited: bool = False) -> None:
         self.findings.raise_again()
@@ -402,6 +454,8 @@ class VirtualGpu:
             trace[-1] = Turn(call, stream.name, trace[-1].num_ops + 1)
         else:
             trace.append(Turn(call, stream.name, 1))
+        if self.num_devices > 1:
+            self._gain(stream, op)
         if op.run is not None:
             if self.detector is not None:
                 if races := self.detector.check(op):
@@ -412,35 +466,69 @@ class VirtualGpu:
                     op.run()
                 else:
                     self.auditor.run(op)
-            except AuditError:
+            except (AuditError, DeadlockError, CheckError):
                 raise
             except Exception as error:
                 self.findings.fail(op, error)
             if op.purpose is not None:
                 op.purpose.ran(op)
+            if op.spin is not None:
+                op.spin.ran(op)
             op.ran, op.ran_awaited = self._seq, awaited
             op.run = None
             op.reads = op.writes = NO_ACCESS
             op.bounds = NO_BOUNDS
             self.num_run += 1
         op.done = True
-        op.after = op.purpose = None
+        op.after = op.purpose = op.spin = None
+
+    def _gain(self, stream: VirtualStream, op: Operation) -> None:
+        """``op`` is about to run: it happens after what it, earlier operations of its stream and what it waits for have
+        acquired from other devices. It must reach the memory that it accesses."""
+        gained = stream.gained
+        if op.after is not None:
+            gained = joined(gained, op.after.passed)
+        if op.spin is not None:
+            gained = joined(gained, op.spin.begin(op))
+        stream.gained = gained
+        op.clock = joined(op.clock, gained)
+        for tag, _, _ in (*op.reads, *op.writes):
+            if tag.device != stream.device and not tag.is_host and stream.device not in tag.opened_by:
+                self.checks.found(unopened(op, tag))
+
+    def open_peer(self, tensor: torch.Tensor) -> None:
+        """From now on the calling thread's device may access the memory of ``tensor``, another device's."""
+        allocation: Allocation = tensor.allocation  # type: ignore[attr-defined]
+        allocation.tag.opened_by |= {self.thread.device}
 
     def _look_ahead(self) -> list[RaceError]:
-        """Races of work that is queued: a schedule may show an effect before the cause."""
-        if self.detector is None:
+        """Races of work that is queued: a schedule may show an effect before the cause. Not with several devices: what
+        queued work will have acquired before it runs is not known yet."""
+        if self.detector is None or self.num_devices > 1:
             return []
         queued = [op for stream in self.streams for op in stream.queue if op.run is not None]
         queued.sort(key=lambda op: op.seq)  # an operation is checked before those that happen after it
         return [race for op in queued for race in self.detector.look_ahead(op)]
 
     def _stuck(self, op: Operation) -> str:
-        waits = [
-            f"  {stream.name} waits for {stream.queue[0].after.where} at {stream.queue[0].place}"
-            for stream in self.streams
-            if stream.queue and stream.queue[0].after is not None
-        ]
+        waits = []
+        for head in (stream.queue[0] for stream in self.streams if stream.queue):
+            if head.spin is not None:
+                waits.append(f"  {head.where} waits for {head.spin.what}; submitted at {head.place}")
+            elif head.after is not None and not head.after.done:
+                waits.append(f"  {head.where} waits for {head.after.where} at {head.place}")
         return "\n".join([f"deadlock: {op.label} on {op.where} can never run", *waits])
+
+
+def unopened(op: Operation, tag: Tag) -> PeerError:
+    """The report of an access to another device's memory that the operation's has not opened."""
+    assert op.stream is not None, "it runs on a stream"
+    return PeerError(
+        f"peers: {tag} of device {tag.device} is not open to device {op.stream.device}\n  {who(op)}",
+        "",
+        str(tag),
+        (str(op.place),),
+    )
 
 
 def _needed(op: Operation) -> VirtualStream:
@@ -568,7 +656,7 @@ class Graph:
         op = Operation(
             old.label, old.place, old.run, old.reads, old.writes, None, old.bounds, old.starts_next
         )
-        op.graph = self.name
+        op.graph, op.spin = self.name, old.spin
         if node.event is not None:
             if node.event.mark is None:
                 return op
@@ -668,7 +756,7 @@ class Capture:
         for stream, op in self._unjoined.items():
             raise CaptureError(f"{stream.name} was not joined: nothing waits for {op.label} at {op.place}")
         graph = self.graph
-        graph._branches = [gpu.stream(f"{graph.name}/{stream.name}") for stream in self._streams[1:]]
+        graph._branches = [gpu.stream(f"{graph.name}/{stream.edge_name}") for stream in self._streams[1:]]
         for branch, stream in zip(graph._branches, self._streams[1:], strict=True):
             branch.is_ahead_of = stream.is_ahead_of
         graph._ready = True

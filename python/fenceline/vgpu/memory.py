@@ -7,13 +7,14 @@ allocated on and can be allocated there at once, whatever other streams still do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from fenceline.memory_order.edges import Hazard
 from fenceline.vgpu.layout import Layout, contiguous_form, layout_at
 from fenceline.vgpu.place import Place
 
@@ -64,7 +65,8 @@ class Tag:
     """One use of a region by an allocation: its name in reports, and the rows that its memory is divided into."""
 
     __slots__ = (
-        "captured", "ended", "is_exclusive", "is_host", "name", "place", "pool", "region", "row_bytes", "shape"
+        "captured", "device", "ended", "guards", "is_exclusive", "is_host", "name", "opened_by", "place", "pool",
+        "region", "row_bytes", "shape",
     )  # fmt: skip
 
     def __init__(self, region: Region, place: Place, shape: tuple[int, ...], is_host: bool = False) -> None:
@@ -77,6 +79,10 @@ class Tag:
         self.pool = ""
         self.ended = False
         self.captured = False  # allocated during a capture
+        self.device = 0  # whose memory it is, of several
+        # By hazard, the guards without which accesses to it are not ordered; for memory that no edge protects.
+        self.guards: Mapping[Hazard, tuple[str, ...]] = {}
+        self.opened_by: frozenset[int] = frozenset()  # the devices besides that one that may access it
         self.is_exclusive = False  # a resource that bears one user at a time, not memory
 
     def __str__(self) -> str:

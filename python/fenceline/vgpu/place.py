@@ -10,15 +10,25 @@ from typing import NamedTuple
 
 import torch
 
-from fenceline.memory_order import access, kernel
+from fenceline.memory_order import access, communicator, kernel
 
 # Reports name the line that declares an access, not one in the declaring functions of this package.
-_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), access.__file__, kernel.__file__)
+_ROOTS = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parent),
+    access.__file__,
+    communicator.__file__,
+    kernel.__file__,
+)
+# A program of its own, which runs no engine.
+_PROGRAM = str(Path(__file__).parent / "proving" / "collectives.py")
 _outside: dict[str, bool] = {}  # by file; strings keep their hash, code objects compute it every time
 
 
 def _is_outside(name: str) -> bool:
-    known = _outside[name] = not (name.startswith(_ROOTS) or name.startswith("<") or "contextlib" in name)
+    known = _outside[name] = name == _PROGRAM or not (
+        name.startswith(_ROOTS) or name.startswith("<") or "contextlib" in name
+    )
     return known
 
 

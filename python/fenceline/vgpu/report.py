@@ -45,6 +45,14 @@ class Conflict:
     def edges(self) -> list[Edge]:
         """Declared edges that would order the two."""
         (first, _), (second, _) = self.in_program_order
+        if self.tag.guards:
+            return []
+        if (
+            first.stream is not None
+            and second.stream is not None
+            and first.stream.device != second.stream.device
+        ):
+            return []
         return fitting_edges(self.hazard, stream_name(first), stream_name(second))
 
     @property
@@ -62,22 +70,31 @@ def race_error(conflict: Conflict) -> RaceError:
     """The report of a conflict."""
     (first, first_writes), (second, second_writes) = conflict.in_program_order
     edges = conflict.edges
+    guards = conflict.tag.guards.get(conflict.hazard, ())
     lines = _wrong_stream(conflict) or [
         f"race: {conflict.hazard.value} on {conflict.memory}",
         f"  1. {_describe(conflict, first, first_writes)}",
         f"  2. {_describe(conflict, second, second_writes)}",
-        f"  {_missing_wait(first, second) or missing_edge(edges, _where(first), _where(second))}",
+        f"  {_missing(conflict, guards)}",
         *_not_the_engines(first, second),
     ]
     return RaceError(
         "\n".join(lines),
         edge=edges[0].name if edges else "",
-        edges=tuple(edge.name for edge in edges),
+        edges=tuple(edge.name for edge in edges) or guards,
         hazard=conflict.hazard.value,
         memory=conflict.memory,
         places=(str(first.place), str(second.place)),
         order=(second.seq, first.seq),
     )
+
+
+def _missing(conflict: Conflict, guards: tuple[str, ...]) -> str:
+    """What would have ordered the two."""
+    (first, _), (second, _) = conflict.in_program_order
+    if guards:
+        return f"nothing orders them; missing guard: {' or '.join(guards)}"
+    return _missing_wait(first, second) or missing_edge(conflict.edges, _where(first), _where(second))
 
 
 def _wrong_stream(conflict: Conflict) -> list[str]:

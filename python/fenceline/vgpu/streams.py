@@ -28,18 +28,43 @@ class Purpose(Protocol):
         ...
 
 
+class Spin(Protocol):
+    """What an operation of a kernel that works with other devices waits for, tells them, and may access there."""
+
+    reads_what_it_waits_for: bool  # in one access with it, so that the value itself says that it is written
+
+    @property
+    def what(self) -> str:
+        """What it waits for, in reports."""
+        ...
+
+    def ready(self) -> bool:
+        """Whether what it spins for is there: it does not run before."""
+        ...
+
+    def begin(self, op: Operation) -> Clock:
+        """``op`` is about to run: its accesses may be filled in, if they depend on what memory holds now. Returns the
+        clock of what it has acquired, () if that is nothing."""
+        ...
+
+    def ran(self, op: Operation) -> None:
+        """``op`` has run, with ``op.clock`` as its clock: what it releases becomes visible."""
+        ...
+
+
 class Operation:
     """Work on a stream. ``agent`` and ``index`` name it for vector clocks, ``seq`` is its place in program order.
 
     ``run`` is None for a mark or a wait. ``after`` is the mark that a wait waits for, or the operation with a kernel's
     early reads. ``bounds`` are of its indices, ``graph`` the one it was replayed with. ``starts_next``: it lets the
-    next kernel begin before it has waited for the preceding ones. Once ``done``, what it needed to run is dropped; it
-    ``ran`` when so many operations had been submitted, and if ``ran_awaited`` while the host was blocked.
+    next kernel begin before it has waited for the preceding ones. ``spin``: see ``Spin``. Once ``done``, what it
+    needed to run is dropped; it ``ran`` when so many operations had been submitted, and if ``ran_awaited`` while the
+    host was blocked.
     """
 
     __slots__ = (
         "after", "agent", "bounds", "capture", "clock", "done", "graph", "index", "label", "place", "purpose", "ran",
-        "ran_awaited", "reads", "run", "seq", "starts_next", "stream", "where", "writes",
+        "ran_awaited", "reads", "run", "seq", "spin", "starts_next", "stream", "where", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +87,7 @@ class Operation:
         self.bounds = bounds
         self.starts_next = starts_next
         self.graph = ""
+        self.spin: Spin | None = None
         self.purpose: Purpose | None = (
             None  # of the thread that submitted it: see ``VirtualGpu.submitting_for``
         )
@@ -99,11 +125,12 @@ class Agent:
     ``clock``: what happened before its next action, as positions of the other agents. Its own position is ``count``.
     """
 
-    __slots__ = ("_forgotten", "_history", "clock", "count", "name", "number")
+    __slots__ = ("_forgotten", "_history", "clock", "count", "device", "name", "number")
 
-    def __init__(self, number: int, name: str) -> None:
+    def __init__(self, number: int, name: str, device: int) -> None:
         self.number = number
         self.name = name
+        self.device = device
         self.count = 0
         self.clock: Clock = ()
         self._history: list[Operation] = []
@@ -136,12 +163,12 @@ class Agent:
 
 
 class HostThread(Agent):
-    """A thread of the host."""
+    """A thread of the host, of the rank whose device is ``device``."""
 
     __slots__ = ("_now", "current", "purpose", "resources")
 
     def __init__(self, number: int, name: str, current: VirtualStream) -> None:
-        super().__init__(number, name)
+        super().__init__(number, name, current.device)
         self.resources: tuple[Access, ...] = ()  # used by everything that it submits
         self.purpose: Purpose | None = None  # of everything that it submits
         self.current = current  # the stream that torch operations of this thread go to
@@ -176,6 +203,9 @@ class HostThread(Agent):
 class VirtualStream(Agent):
     """A queue of operations, which run in order, one after the other. Streams are not ordered with each other.
 
+    ``gained``: what has happened before its next operation because an earlier one has acquired it from another device,
+    which is not known when work is submitted.
+
     What a kernel that is launched programmatically does before it waits for the preceding one runs on another stream,
     ``ahead``, after ``front`` and the marks ``joined``. ``front``: everything up to there has ended when the kernel
     begins, because the last one on the stream began after it. None if there is no such kernel: the next one begins
@@ -184,11 +214,14 @@ class VirtualStream(Agent):
     """
 
     __slots__ = (
-        "_joined_clock", "_latest", "_num_asked", "ahead", "front", "is_ahead_of", "is_captured", "joined", "queue"
+        "_edge_name", "_joined_clock", "_latest", "_num_asked", "ahead", "front", "gained", "is_ahead_of",
+        "is_captured", "joined", "queue",
     )  # fmt: skip
 
-    def __init__(self, number: int, name: str) -> None:
-        super().__init__(number, name)
+    def __init__(self, number: int, name: str, device: int = 0, edge_name: str = "") -> None:
+        super().__init__(number, name, device)
+        self._edge_name = edge_name or name
+        self.gained: Clock = ()
         self.queue: deque[Operation] = deque()
         self.is_captured = False  # what is submitted to it goes into the graph that is being captured
         self._joined_clock: Clock | None = None
@@ -225,15 +258,15 @@ class VirtualStream(Agent):
     @property
     def edge_name(self) -> str:
         """Its name in the table of edges: that of the kernels whose early reads it has, if it has any."""
-        return self.is_ahead_of or self.name
+        return self.is_ahead_of or self._edge_name
 
     @property
     def runnable(self) -> bool:
         """Whether the head of the queue may run now."""
         if not self.queue:
             return False
-        after = self.queue[0].after
-        return after is None or after.done
+        after, spin = self.queue[0].after, self.queue[0].spin
+        return (after is None or after.done) and (spin is None or spin.ready())
 
     def append(self, op: Operation, submitter: Clock) -> None:
         """Queue ``op``, which happens after everything in ``submitter``, the clock of the thread that submits it."""

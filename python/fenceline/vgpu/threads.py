@@ -20,6 +20,7 @@ from fenceline.vgpu.streams import HostThread
 
 T = TypeVar("T")
 
+_GRACE_S = 10.0
 _PATIENCE = 8  # unsuccessful polls of a channel, after which another thread runs
 
 
@@ -31,6 +32,7 @@ class _Turn:
         self.baton = threading.Semaphore(0)
         self.ready: Callable[[], bool] | None = None  # what it is blocked on, None: it could run
         self.finished = False
+        self.thread: threading.Thread | None = None
 
 
 class _Abandoned(BaseException):
@@ -75,7 +77,8 @@ class Rotation:
                 if not self._is_over:
                     self._hand_on()
 
-        threading.Thread(target=body, name=agent.name, daemon=True).start()
+        turn.thread = threading.Thread(target=body, name=agent.name, daemon=True)
+        turn.thread.start()
 
     def finished(self, agent: HostThread) -> bool:
         """Whether its thread has ended."""
@@ -88,6 +91,8 @@ class Rotation:
         for turn in self._turns.values():
             if turn.agent is not caller and not turn.finished:
                 turn.baton.release()
+                if turn.thread is not None:
+                    turn.thread.join(_GRACE_S)
 
     def maybe_switch(self) -> None:
         """Called at a call into the GPU: another thread may run first."""
@@ -133,7 +138,9 @@ class Rotation:
         if able:
             self._random.choice(able).baton.release()
         else:  # all others are blocked: let one find out that this is a deadlock
-            for turn in self._turns.values():
+            for turn in reversed(
+                self._turns.values()
+            ):  # not one that waits for another one's end, if possible
                 if not turn.finished:
                     turn.baton.release()
                     return

@@ -11,6 +11,7 @@ from fenceline.vgpu.errors import (
     BoundsError,
     FreshnessError,
     OwnershipError,
+    PeerError,
     ProtectionError,
     StaleMemoryError,
     TagError,
@@ -127,6 +128,11 @@ def _by_guard(checker: str, name: str) -> Callable[[Outcome], bool]:
     return lambda outcome: outcome.checker == checker and name in outcome.edges
 
 
+def _by_name(name: str) -> Callable[[Outcome], bool]:
+    """Some check names it: stale words are seen as such, and what is read too early is a race."""
+    return lambda outcome: name in outcome.edges
+
+
 def _by_effect(outcome: Outcome) -> bool:
     """For a guard of program order, which happens-before does not check: wrong tokens, or shapes that do not fit."""
     return not outcome.clean and outcome.checker != HAPPENS_BEFORE
@@ -159,6 +165,11 @@ _GUARD_ARMS = (
     Arm("moved_nodes", "guard", "speculation_trees", _by_tags("speculative step reads it as token ")),
     Arm("kept_hidden", "guard", "speculation", _by_guard(FreshnessError.checker, "kept_hidden")),
     Arm("mask_rows", "guard", "grammars", _by_guard(FreshnessError.checker, "mask_rows")),
+    Arm("registered_graph", "guard", "collectives", _by_guard(PeerError.checker, "registered_graph")),
+    Arm("one_stream", "guard", "collectives", _by_guard(HAPPENS_BEFORE, "one_stream")),
+    Arm("flag_generation", "guard", "collectives", _by_name("flag_generation")),
+    Arm("peer_halves", "guard", "collectives", _by_guard(HAPPENS_BEFORE, "peer_halves")),
+    Arm("peer_started", "guard", "collectives", _by_guard(HAPPENS_BEFORE, "peer_started")),
 )
 _SPECULATIVE_ARMS = (
     Arm("host_after_copy/speculation", "edge", "speculation", _by_edge("host_after_copy")),

@@ -16,9 +16,11 @@ from fenceline.memory_order import LeaseError
 from fenceline.memory_order.edges import edge_of
 from fenceline.vgpu.device import VgpuDevice
 from fenceline.vgpu.errors import CheckError, DeadlockError, KernelError, RaceError
+from fenceline.vgpu.factories import use
 from fenceline.vgpu.gpu import VirtualGpu
 from fenceline.vgpu.pairs import Pair, PairsMet
 from fenceline.vgpu.policy import Answering, Answers, Policy, Script, make_policy
+from fenceline.vgpu.proving.collectives import Ranks, make_program
 from fenceline.vgpu.proving.decisions import execute, num_steps
 from fenceline.vgpu.proving.engine import run_engine
 from fenceline.vgpu.proving.processes import PROCESSES, missing_edges, run_processes
@@ -26,7 +28,7 @@ from fenceline.vgpu.proving.schedule import DescribedScript, shrink
 from fenceline.vgpu.proving.script import Flags, Workload
 from fenceline.vgpu.proving.small_workloads import SMALL_WORKLOADS
 from fenceline.vgpu.proving.steps import Loop, make_config
-from fenceline.vgpu.proving.workloads import ENGINE, WORKLOADS
+from fenceline.vgpu.proving.workloads import COLLECTIVES, ENGINE, WORKLOADS
 
 # Policies by seed. Random schedules find most faults; the extreme policies find those that random ones hardly reach.
 _POLICIES = ("random", "pct", "random", "laziest", "random", "pct", "eager", "fifo")
@@ -118,6 +120,20 @@ def run(trial: Trial) -> Outcome:
     return _run(trial, trial.make_policy())[0]
 
 
+def _run_collectives(trial: Trial, policy: Policy, only_races: bool) -> tuple[Outcome, VirtualGpu]:
+    """``only_races``: see ``_run``."""
+    program = make_program(Random(trial.seed))
+    gpu = VirtualGpu(trial.seed, policy, trial.detect, only_races, num_devices=program.num_ranks)
+    use(gpu)
+    try:
+        report = Ranks(gpu, program, trial.severed).run(trial.seed)
+        outcome = Outcome(trial, ANSWERS if report else "", report=report)
+    except Exception as error:
+        outcome = _failure(trial, error)
+        gpu.rotation.abandon()  # otherwise the other ranks would wait for their turn forever
+    return replace(outcome, applied=frozenset(gpu.edges_met)), gpu
+
+
 def _run_processes(trial: Trial) -> Outcome:
     try:
         found = run_processes(trial.seed, policy_of(trial.seed), trial.severed)
@@ -154,6 +170,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def _run_in_one_thread(trial: Trial, policy: Policy, only_races: bool) -> tuple[Outcome, VirtualGpu]:
+    if trial.workload == COLLECTIVES:
+        return _run_collectives(trial, policy, only_races)
     gpus: list[VirtualGpu] = []
 
     def open_device() -> VgpuDevice:

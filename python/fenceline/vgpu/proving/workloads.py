@@ -270,6 +270,7 @@ def _no_script(random: Random) -> Scenario:
 
 
 ENGINE = "engine"
+COLLECTIVES = "collectives"  # of several devices, without an engine
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
@@ -306,6 +307,7 @@ WORKLOADS: dict[str, Workload] = {
         Workload("experts", "a mixture of experts, in padded graphs and without", _experts, share=2),
         EVERYTHING,
         *SPECULATIVE_WORKLOADS,
+        Workload(COLLECTIVES, "F10, F19: sums of several ranks, eager and in graphs", _no_script),
         Workload(ENGINE, "rounds of prompts through fenceline.Engine", _no_script),
     )
 }

@@ -1,0 +1,204 @@
+"""The all-reduce of GPUs of one host, step by step: what each thread of its kernel does, in order.
+
+This is the algorithm; ``sgl-kernel/csrc/all_reduce_kernel.cuh`` is its code for GPUs, and a test compares the two
+step by step. The virtual GPU runs these steps, one operation each, on all schedules tried.
+
+Every rank has a buffer that its peers have opened. Data is pushed: a rank writes to its peers' buffers and reads its
+own, because a write to another GPU takes half as long as a read. There are two ways:
+
+* **one shot**: every rank pushes all of its data to every peer, and adds up what it gets. A word of 8 bytes is
+  written in one access and holds 4 bytes of data and the generation of the launch, so a reader that finds the
+  generation has the data too. Nothing else is waited for: for few bytes this is the fastest.
+* **two shots**: rank r gets slice r of all ranks, adds it up and pushes the sum to all. What is pushed is released by a
+  flag and acquired by the reader, once for each block and shot, so only data is moved.
+
+Both add in float32 in the order of ranks and round once, so both give the same bits on all ranks.
+
+**Generations.** Each launch has the next generation, which a rank counts in its own memory, so a graph may bake in
+everything else. Flags hold 64 bits of it and never repeat. Words hold 32, so they would repeat after 2^32 launches,
+and a word that no launch has written for so long could be taken for a new one. So each launch also writes one word
+further on in the same half, where no one reads in it, and comes round to all of them (``REFRESH``). Nothing has to be
+reset.
+
+**When a buffer may be written again.** A launch writes half g % 2 of its peers' buffers. Who wrote there last was
+launch g - 2. A rank releases a flag at the beginning of each launch: it has ended all earlier ones, because kernels
+of a stream follow each other. In launch g - 1 this rank has acquired all peers' flags of g - 1, so all of them had
+read what g - 2 brought. One half would not do: a peer may be reading what g - 1 brought.
+
+**Blocks** are numbered alike on all ranks, and block b of a rank waits for block b of the others only. All blocks of a
+launch fit the GPU at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from fenceline.memory_order.edges import FLAG_GENERATION, PEER_HALVES, PEER_STARTED
+
+
+class Act(Enum):
+    """What a step does. ``peer``: another rank. ``vector``: 16 bytes of the message, by number."""
+
+    BEGIN = "begin"  # read the generation of this launch
+    ARRIVE = "arrive"  # this thread has read it; does not wait
+    TICKET = "ticket"  # all threads of the block have; the last block of the launch to come here counts the generation
+    RELEASE_START = "release_start"  # to peer: this rank has ended all launches before this one
+    ACQUIRE_START = "acquire_start"  # peer has
+    READ = "read"  # this rank's own vector of the input
+    PUSH_WORDS = "push_words"  # the vector, in words, to peer
+    REFRESH = "refresh"  # words of this launch to peer, where nobody reads in it
+    AWAIT_WORDS = "await_words"  # peer's vector
+    SUM = "sum"  # of all ranks' vectors, in the order of ranks, to the output
+    PUSH = "push"  # the vector to peer, whose slice it is in
+    BARRIER = "barrier"  # of the block
+    RELEASE = "release"  # to peer: what this block has pushed in shot 0 or 1 (``vector``)
+    ACQUIRE = "acquire"  # of peer, the same
+    LOAD = "load"  # peer's vector of this rank's slice, from this rank's buffer
+    PUSH_SUM = (
+        "push_sum"  # the vector of this rank's slice, added up, to peer: to its buffer, or to its output
+    )
+    TAKE = "take"  # the vector of peer's slice, from this rank's buffer to the output
+
+
+class Step(NamedTuple):
+    """One access, flag or wait of a thread."""
+
+    act: Act
+    peer: int = -1
+    vector: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A launch on one rank: ``num_blocks`` blocks of ``num_threads`` threads for data, and one thread more in each for
+    flags. ``two_shots``: which way. ``registered``: peers' outputs are known, so sums are pushed there in the second
+    shot."""
+
+    rank: int
+    size: int
+    num_vectors: int
+    num_blocks: int
+    num_threads: int
+    two_shots: bool = False
+    registered: bool = False
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The other ranks, beginning with the next one, so that not all ranks write to the same one at once."""
+        return tuple((self.rank + i) % self.size for i in range(1, self.size))
+
+    @property
+    def slice_size(self) -> int:
+        """Vectors of a slice; the last ones may be shorter, or empty."""
+        return -(-self.num_vectors // self.size)
+
+    def slice_of(self, rank: int) -> range:
+        """The vectors that ``rank`` adds up in two shots."""
+        start = rank * self.slice_size
+        return range(min(start, self.num_vectors), min(start + self.slice_size, self.num_vectors))
+
+    def refreshed(self, number: int, capacity: int) -> int | None:
+        """The vector whose words the ``number``-th launch refreshes, of ``capacity`` in a half: all in turn, so that
+        each is written at least once in ``2 * capacity`` launches. None where it belongs to the message."""
+        vector = number // 2 % capacity
+        return vector if self.two_shots or vector >= self.num_vectors else None
+
+    def share(self, block: int, thread: int, count: int) -> range:
+        """Which of ``count`` vectors a thread has."""
+        return range(block * self.num_threads + thread, count, self.num_blocks * self.num_threads)
+
+
+def flag_steps(launch: Launch, block: int) -> Iterator[Step]:
+    """The thread for flags of a block: of block 0 it tells the peers that the launch has begun, and learns when theirs
+    has. Nobody waits for it but the end of the launch."""
+    yield Step(Act.BEGIN)
+    if block == 0:
+        for peer in launch.peers:
+            yield Step(Act.RELEASE_START, peer)
+    yield Step(Act.TICKET)
+    if block == 0:
+        for peer in launch.peers:
+            yield Step(Act.REFRESH, peer)
+        for peer in launch.peers:
+            yield Step(Act.ACQUIRE_START, peer)
+
+
+def one_shot_steps(launch: Launch, block: int, thread: int) -> Iterator[Step]:
+    """A thread for data, where everybody gets everything."""
+    yield Step(Act.BEGIN)
+    yield Step(Act.ARRIVE)
+    mine = launch.share(block, thread, launch.num_vectors)
+    for vector in mine:
+        yield Step(Act.READ, vector=vector)
+        for peer in launch.peers:
+            yield Step(Act.PUSH_WORDS, peer, vector)
+    for vector in mine:
+        for peer in launch.peers:
+            yield Step(Act.AWAIT_WORDS, peer, vector)
+        yield Step(Act.SUM, vector=vector)
+
+
+def two_shot_steps(launch: Launch, block: int, thread: int) -> Iterator[Step]:
+    """A thread for data, where each rank adds up a slice."""
+    yield Step(Act.BEGIN)
+    yield Step(Act.ARRIVE)
+    mine = launch.share(block, thread, launch.slice_size)
+    for offset in mine:
+        for peer in launch.peers:
+            if offset < len(launch.slice_of(peer)):
+                yield Step(Act.PUSH, peer, launch.slice_of(peer)[offset])
+    yield from _shot(launch, thread, 0)
+    for offset in mine:
+        if offset < len(launch.slice_of(launch.rank)):
+            vector = launch.slice_of(launch.rank)[offset]
+            yield Step(Act.READ, vector=vector)
+            for peer in launch.peers:
+                yield Step(Act.LOAD, peer, vector)
+            yield Step(Act.SUM, vector=vector)
+            for peer in launch.peers:
+                yield Step(Act.PUSH_SUM, peer, vector)
+    yield from _shot(launch, thread, 1)
+    if launch.registered:
+        return
+    for offset in mine:
+        for peer in launch.peers:
+            if offset < len(launch.slice_of(peer)):
+                yield Step(Act.TAKE, peer, launch.slice_of(peer)[offset])
+
+
+def _shot(launch: Launch, thread: int, shot: int) -> Iterator[Step]:
+    """All that the block has pushed is released to each peer's block, and the same of each peer acquired."""
+    yield Step(Act.BARRIER)
+    others = launch.peers[thread :: launch.num_threads]
+    for peer in others:
+        yield Step(Act.RELEASE, peer, shot)
+    for peer in others:
+        yield Step(Act.ACQUIRE, peer, shot)
+    yield Step(Act.BARRIER)
+
+
+# --- what generations and halves are, and the guards ------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Generations:
+    """What follows from the number of a launch. Severed, for tests: ``flag_generation``: all launches have the same
+    generation; ``peer_halves``: all write the same half; ``peer_started``: no rank says that it has begun."""
+
+    severed: frozenset[str] = frozenset()
+
+    def generation(self, number: int) -> int:
+        """Of the ``number``-th launch, from 1."""
+        return 1 if FLAG_GENERATION.name in self.severed else number
+
+    def half(self, number: int) -> int:
+        """The half of the peers' buffers that the launch writes, and that it reads of its own."""
+        return 0 if PEER_HALVES.name in self.severed else number % 2
+
+    def keeps(self, step: Step) -> bool:
+        """Whether the step is made."""
+        starts = step.act in (Act.RELEASE_START, Act.ACQUIRE_START)
+        return not (starts and PEER_STARTED.name in self.severed)

@@ -1,0 +1,70 @@
+"""Ranks on the devices of one virtual GPU, each a thread: programs of collective operations for the tests of the
+all-reduce and of what is reported where ranks differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fenceline.memory_order.all_reduce import Act
+from fenceline.vgpu.factories import use
+from fenceline.vgpu.gpu import VirtualGpu
+from fenceline.vgpu.peers import Grain, Group, PeerRank
+from fenceline.vgpu.proving.collectives import in_order
+
+Program = Callable[[PeerRank], None]
+
+# Two blocks of two threads, with vectors of 16 bytes: everything that the kernel has.
+FINE = Grain(vector=8, num_blocks=2, num_threads=2, capacity=8, vector_bytes=16)
+
+
+def run_ranks(
+    gpu: VirtualGpu,
+    programs: Sequence[Program],
+    grain: Grain = Grain(),
+    left_out: frozenset[Act] = frozenset(),
+) -> None:
+    """Run one program for each rank to its end. Raises what a rank has raised."""
+    use(gpu)
+    group, joined = Group(gpu, len(programs), grain), []
+
+    def body(rank: int) -> Callable[[], None]:
+        def run() -> None:
+            backend = PeerRank(group, rank, left_out=left_out)
+            joined.append(rank)
+            gpu.rotation.block_until(lambda: len(joined) == len(programs), "the other ranks")
+            programs[rank](backend)
+
+        return run
+
+    try:
+        for worker in [gpu.spawn(f"rank{rank}", body(rank), rank) for rank in range(len(programs))]:
+            worker.join()
+    finally:
+        gpu.rotation.abandon()
+
+
+def sums_of(
+    seed: int,
+    sizes: Sequence[int],
+    num_ranks: int = 2,
+    grain: Grain = FINE,
+    left_out: frozenset[Act] = frozenset(),
+    policy: str = "random",
+) -> None:
+    """One all-reduce for each of ``sizes`` elements, and all results compared with the sums in the order of ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [[torch.randn(n, generator=generator).bfloat16() for _ in range(num_ranks)] for n in sizes]
+
+    def program(backend: PeerRank) -> None:
+        results = []
+        for given in inputs:
+            x = given[backend.rank].to("vgpu")
+            backend.all_reduce(x)
+            results.append(x)
+        for given, x in zip(inputs, results, strict=True):
+            result = x.cpu()
+            assert torch.equal(result, in_order(given)), f"rank {backend.rank}: {result} of {given}"
+
+    run_ranks(VirtualGpu(seed, policy, num_devices=num_ranks), [program] * num_ranks, grain, left_out)
