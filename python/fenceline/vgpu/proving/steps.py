@@ -121,8 +121,9 @@ class Loop:
             self.scheduler.draft_depth = RandomDepths(depths, int(str(scenario.flags["depth_seed"])))
         self.watch.watch(self.scheduler)
         args = config.server_args
-        # A step's rows need slots, whether its drafts are accepted or not.
-        num_slots = self.scheduler.memory.num_pages * args.page_size - (self.runner.max_step_tokens - 1)
+        # A step's rows need slots, whether its drafts are accepted or not; a tree's are more than its tokens.
+        num_spare = self.scheduler.running.largest.num_slots - 1
+        num_slots = self.scheduler.memory.num_pages * args.page_size - num_spare
         longest = min(config.model.context_length, num_slots)
         timeouts_s = {"waiting": args.req_waiting_timeout, "running": args.req_running_timeout}
         eos_ids = frozenset(config.model.eos_token_ids)
