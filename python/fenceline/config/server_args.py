@@ -643,7 +643,7 @@ class ServerArgs:
         "The model family whose tags mark the thinking of a reasoning model, which answers then carry in "
         "reasoning_content.",
         group=_API,
-        choices=("deepseek-r1", "qwen3", "qwen3-thinking"),
+        choices=("deepseek-r1", "deepseek-v3", "glm45", "mimo", "minimax", "qwen3", "qwen3-thinking"),
     )
     tool_call_parser: str | None = flag(
         None,
@@ -658,6 +658,8 @@ class ServerArgs:
             "pythonic",
             "deepseekv3",
             "deepseekv31",
+            "glm45",
+            "minimax-m2",
             "hermes",
         ),
     )

@@ -66,7 +66,7 @@ async def test_roles_parts_and_template_variables(serve, tmp_path):
             extra_body={"chat_template_kwargs": {"enable_thinking": True}},
         )
         text = server.tokenizer.decode(server.link.sent[0].input_ids)
-        assert text == "[system:S][user/ann:a\nb][assistant:5][tool:R]think-low"
+        assert text == "[system:S][user/ann:a\nb][assistant:5][tool/f:R]think-low"
 
 
 async def test_stream(serve):

@@ -99,6 +99,22 @@ CASES = [
         "",
         [("weather", {"days": "many"})],
     ),
+    (
+        "glm45",
+        "Let me see.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value> Paris\n</arg_value>\n"
+        "<arg_key>days</arg_key><arg_value>3</arg_value><arg_key>hourly</arg_key><arg_value>true</arg_value></tool_call>\n"
+        "<tool_call>now</tool_call>",
+        "Let me see.",
+        [("weather", {"city": " Paris\n", "days": 3, "hourly": True}), ("now", {})],
+    ),
+    (
+        "minimax-m2",
+        'Let me see.\n<minimax:tool_call>\n<invoke name="weather"><parameter name="city"></invoke>\n</parameter>'
+        '<parameter name="note">null</parameter><parameter name="days">3</parameter></invoke>\n'
+        "<invoke name=now></invoke></minimax:tool_call>\nDone.",
+        "Let me see.Done.",
+        [("weather", {"city": "</invoke>\n", "note": None, "days": 3}), ("now", {})],
+    ),
     ("pythonic", f"[weather(city={PARIS['city']!r}, days=3), now()]", "", BOTH),
     ("pythonic", "<|python_start|>[now()]<|python_end|>", "", BOTH[1:]),
     ("pythonic", "[weather(at=-1.5, fields=['(', ')]'], hourly=True, note=None)]", "", [
@@ -121,6 +137,11 @@ PLAIN = [
     ("mistral", "[TOOL_CALLS] [5]"),
     ("deepseekv3", f"<｜tool▁call▁begin｜>x{SEP}"),
     ("qwen3_coder", "<tool_call>now</tool_call>"),
+    ("glm45", "<tool_call>weather of today</tool_call>"),
+    ("glm45", "Use <tool_call>now or then"),
+    ("glm45", "<tool_call>now\nor then"),
+    ("minimax-m2", "<minimax:tool_call> begins a call"),
+    ("minimax-m2", '<minimax:tool_call>\n<invoke name="two words"></invoke>\n</minimax:tool_call>'),
     ("pythonic", "[1, now(), x]"),
     ("pythonic", "[gone()]"),
     ("pythonic", "[now(5)]"),
@@ -245,9 +266,46 @@ def test_long_texts_are_searched_once(name: str) -> None:
     assert len(content) + sum(len(arguments) for _, arguments in calls) > 100_000
 
 
+# Outputs that are kept whole while they arrive, since only their end tells what they are.
+KEPT = [
+    ("qwen25", '<tool_call>{"arguments": {"a": "', "x" * 40_000, '"}, "name": "now"}'),
+    ("qwen25", '<tool_call>{"name": "now", "arguments": "', "x" * 40_000, '"}'),
+    ("qwen25", '<tool_call>{"name": "now", "id": ', "1" * 40_000, "}"),
+    ("qwen25", "<tool_call>", "\n" * 40_000, '{"name": "now"}</tool_call>'),
+    ("qwen25", "a", " " * 40_000, "b"),
+    ("llama3", "", "\n" * 40_000, '{"name": "now"}'),
+    ("pythonic", "[weather(city='", "x" * 40_000, "')]"),
+    ("pythonic", "", "\n" * 40_000, "[now()]"),
+    ("json", '[{"parameters": ["', "x" * 40_000, '"], "name": "now"}]'),
+    ("mistral", "[TOOL_CALLS]now[ARGS]", "\n" * 40_000, "{}"),
+    ("deepseekv3", f"<｜tool▁call▁begin｜>now{SEP}{{}}", "x" * 40_000, "<｜tool▁call▁end｜>"),
+    ("qwen3_coder", "<function=weather><parameter=fields>[", "1," * 20_000, "1]</parameter></function>"),
+    ("qwen3_coder", "<function=weather><parameter=", "x" * 40_000, ">1</parameter></function>"),
+    ("glm45", "<tool_call>weather<arg_key>fields</arg_key><arg_value>[", "1," * 20_000, "1]</arg_value></tool_call>"),
+    ("minimax-m2", '<minimax:tool_call><invoke name="weather"><parameter name="fields">[', "1," * 20_000,
+     "1]</parameter></invoke></minimax:tool_call>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "begin", "long", "end"), KEPT)
+def test_a_piece_costs_as_much_late_as_early(name: str, begin: str, long: str, end: str) -> None:
+    """A new piece is added to the text that is still to be read, and this is searched: if all of a call that has
+    arrived were that text, a call of a megabyte would cost hundreds of gigabytes of copies."""
+    parser = ToolCallParser(FORMATS[name], TOOLS)
+    work = 0
+    for piece in (begin, *cuts(long, 4), end):
+        work += len(parser._source.text) + len(piece)
+        parser.feed(piece)
+    parser.finish()
+    assert work < 10 * len(long)
+    assert summary(read(name, [begin, *cuts(long, 4), end])) == summary(read(name, [begin + long + end]))
+
+
 def test_formats_are_told_from_templates() -> None:
     assert tool_call_format_of("... <tool_call>\n{{ x }} ...") == "qwen25"
     assert tool_call_format_of("<tool_call>\n<function=example>") == "qwen3_coder"
+    assert tool_call_format_of("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>") == "glm45"
+    assert tool_call_format_of('"<minimax:tool_call>"\n<invoke name="tool-name-1">') == "minimax-m2"
     assert tool_call_format_of("[TOOL_CALLS][") == "mistral"
     assert tool_call_format_of("<｜tool▁calls▁begin｜>") == "deepseekv3"
     assert (

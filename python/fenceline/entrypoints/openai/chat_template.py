@@ -6,7 +6,9 @@ names as in ``transformers`` (``apply_chat_template``), so that the text is the 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import NoReturn
@@ -73,6 +75,7 @@ class ChatTemplate:
         with the template's message if the template refuses the conversation, and RecursionError for values nested too
         deeply.
         """
+        messages = _linked(messages, short_ids=self.tool_call_format == "mistral")
         variables = dict(variables or {})
         if taken := _RESERVED.intersection(variables):
             raise ValueError(f"chat_template_kwargs cannot set {', '.join(sorted(taken))}")
@@ -122,8 +125,11 @@ class ChatTemplate:
 
     def _plain(self, message: Message) -> dict[str, object]:
         """The message as templates expect it: without entries that are None (except a content that the template tests
-        for None), with text parts joined unless the template loops over them, and with call arguments as objects."""
+        for None) and lists of no calls, with text parts joined unless the template loops over them, and with call
+        arguments as objects."""
         plain = {name: value for name, value in message.items() if value is not None}
+        if not plain.get("tool_calls"):
+            plain.pop("tool_calls", None)
         content = plain.get("content")
         if content is None or (content == "" and plain.get("tool_calls")):
             content = plain["content"] = self._no_content
@@ -158,6 +164,40 @@ def chat_template_of(tokenizer: Tokenizer | None, config: EngineConfig) -> ChatT
         return ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
     except ValueError as error:
         return f"the model's chat template is broken ({error}): start the server with --chat-template FILE"
+
+
+def _linked(messages: Sequence[Message], short_ids: bool) -> Sequence[Message]:
+    """Answers of tools get the name of the function whose call they answer, which OpenAI's clients leave out and a few
+    templates want. ``short_ids``: ids of calls that are not nine letters and digits, which Mistral's templates refuse,
+    become a hash of them, in the call and in its answer."""
+    linked: list[Message] = []
+    names: dict[object, object] = {}
+    for message in messages:
+        calls = message.get("tool_calls")
+        calls = [call for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
+        for call in calls:
+            function = call.get("function")
+            if isinstance(function, Mapping) and isinstance(call.get("id"), str):
+                names[call["id"]] = function.get("name")
+        answered = message.get("tool_call_id") if message.get("role") == "tool" else None
+        if message.get("name") is None and names.get(answered) is not None:
+            message = {**message, "name": names[answered]}
+        if short_ids and isinstance(answered, str):
+            message = {**message, "tool_call_id": _short_id(answered)}
+        if short_ids and calls:
+            calls = [
+                {**call, "id": _short_id(call["id"])} if isinstance(call.get("id"), str) else call
+                for call in calls
+            ]
+            message = {**message, "tool_calls": calls}
+        linked.append(message)
+    return linked
+
+
+def _short_id(id: str) -> str:
+    if re.fullmatch("[a-zA-Z0-9]{9}", id):
+        return id
+    return hashlib.sha256(id.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def _plain_call(call: Mapping[str, object]) -> Mapping[str, object]:

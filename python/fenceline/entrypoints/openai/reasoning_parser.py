@@ -37,11 +37,17 @@ class ReasoningFormat:
         return self.assumed
 
 
+_THINK = ReasoningFormat("<think>", "</think>", assumed=False)
+_THINK_ASSUMED = ReasoningFormat("<think>", "</think>", assumed=True)
 # SGLang's names.
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
-    "deepseek-r1": ReasoningFormat("<think>", "</think>", assumed=True),
-    "qwen3": ReasoningFormat("<think>", "</think>", assumed=False),
-    "qwen3-thinking": ReasoningFormat("<think>", "</think>", assumed=True),
+    "deepseek-r1": _THINK_ASSUMED,
+    "deepseek-v3": _THINK,
+    "glm45": _THINK,
+    "mimo": _THINK,
+    "minimax": _THINK,
+    "qwen3": _THINK,
+    "qwen3-thinking": _THINK_ASSUMED,
 }
 
 

@@ -129,6 +129,15 @@ class ChatServing:
         # Grammars are of text, and special tokens have none.
         return None if tokenizer.backend.token_to_id(texts.mark) in tokenizer.special_ids else texts
 
+    def _calls_have_special_tokens(self) -> bool:
+        """Whether calls are marked by special tokens, which the output must contain then."""
+        form = self._tool_calls
+        if form is None or form.has_special_tokens:
+            return form is not None
+        tokenizer = required_tokenizer(self._generator)
+        marks = (*form.marks, *(() if form.texts is None else (form.texts.mark,)))
+        return any(tokenizer.backend.token_to_id(mark) in tokenizer.special_ids for mark in marks)
+
     async def count_tokens(self, body: ChatBody, request: Request) -> int:
         """The number of tokens of the prompt. Raises RequestError."""
         self.check(body)
@@ -156,7 +165,7 @@ class ChatServing:
         asked = body.max_completion_tokens or body.max_tokens
         # Without a limit the answer may fill the context: the tokenizer manager reduces it to what the prompt leaves.
         params = sampling_params(body, asked or self._model.context_length, self._model.sampling_defaults)
-        if may_call(body) and self._tool_calls is not None and self._tool_calls.has_special_tokens:
+        if may_call(body) and self._calls_have_special_tokens():
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         grammar, texts = answer_grammar(body), self._call_texts(body)
         if grammar is None and texts is not None and _is_strict(body):

@@ -56,10 +56,11 @@ class _NotACallError(Exception):
 
 
 class Source:
-    """The output as far as it has arrived. ``text[pos:]`` is to be read; ``text[:pos]`` is kept as long as it may turn
-    out to be content."""
+    """The output as far as it has arrived. ``text[pos:]`` is to be read; what has been read is kept as long as it may
+    turn out to be content: its end in ``text[:pos]``, and what is in front of that put aside, so that a new piece of
+    text is not added to all of it."""
 
-    __slots__ = ("begun", "blank", "ended", "pos", "text", "tools")
+    __slots__ = ("_aside", "begun", "ended", "pos", "text", "tools")
 
     def __init__(self, tools: Mapping[str, JsonObject]) -> None:
         """``tools``: the request's functions by name."""
@@ -67,20 +68,40 @@ class Source:
         self.pos = 0
         self.ended = False
         self.begun = False  # the call that is being read is one for certain
-        self.blank = ""  # the white space in front of ``text``
         self.tools = tools
+        self._aside: list[str] = []
 
-    def drop(self) -> None:
-        """What has been read is no longer needed."""
+    def drop(self, blank: str = "") -> None:
+        """What has been read is no longer needed, but for ``blank``, white space that counts as read."""
         self.text = self.text[self.pos :]
         self.pos = 0
-        self.blank = ""
+        self._aside = [blank] if blank else []
+
+    def unread(self) -> None:
+        """All that has been read since the last :meth:`drop` is to be read again."""
+        self.text = "".join(self._aside) + self.text
+        self.pos = 0
+        self._aside = []
+
+    def read_text(self) -> str:
+        """What has been read since the last :meth:`drop`."""
+        return "".join(self._aside) + self.text[: self.pos]
 
     def more(self) -> Reading[None]:
         """Wait for more text. Raises _NotACallError if there will be none."""
         if self.ended:
             raise _NotACallError
         yield None
+
+    def more_after(self, first: int) -> Reading[str]:
+        """:meth:`more`, with what has been read put aside: ``text`` begins at ``pos`` then. Returns what was
+        ``text[first:pos]``."""
+        read = self.text[: self.pos]
+        self._aside.append(read)
+        self.text = self.text[self.pos :]
+        self.pos = 0
+        yield from self.more()
+        return read[first:]
 
 
 class CallTexts(NamedTuple):
@@ -97,9 +118,10 @@ class CallTexts(NamedTuple):
 class ToolCallFormat:
     """How a model writes its calls.
 
-    ``marks``: texts in a chat template that tell the format. ``has_special_tokens``: its marks are special tokens,
-    which the output must contain then. ``make_id`` makes the id of a call. ``texts``: None where a grammar cannot tell
-    by text alone that a call begins, or where its arguments are no JSON.
+    ``marks``: texts in a chat template that tell the format. ``has_special_tokens``: what marks a call is a special
+    token, or may be; of other formats the tokenizer tells whether one of ``marks`` is. ``make_id`` makes the id of a
+    call. ``texts``: None where a grammar cannot tell by text alone that a call begins, or where its arguments are no
+    JSON.
     """
 
     read: Callable[[Source], Reading[None]]
@@ -151,7 +173,7 @@ def _content_until(source: Source, *marks: str) -> Reading[bool]:
     White space in front of a mark belongs to neither.
     """
     begin = re.compile("|".join(map(re.escape, marks)))
-    blank = ""
+    blanks: list[str] = []
     while True:
         mark = begin.search(source.text, source.pos)
         if mark is not None:
@@ -160,15 +182,16 @@ def _content_until(source: Source, *marks: str) -> Reading[bool]:
             end = len(source.text)
         else:
             end = len(source.text) - max(_begun(source.text, mark) for mark in marks)
-        text = blank + source.text[source.pos : end]
-        shown = text.rstrip() if mark is not None or not source.ended else text
-        if shown:
-            yield Content(shown)
-        blank = text[len(shown) :]
+        text = source.text[source.pos : end]
+        shown = text if mark is None and source.ended else text.rstrip()
+        if shown or (mark is None and source.ended and blanks):
+            yield Content("".join(blanks) + shown)
+            blanks = []
+        blanks.append(text[len(shown) :])
         source.pos = end
-        source.drop()
+        source.drop("".join(blanks) if mark is not None else "")
         if mark is not None:
-            source.pos, source.blank = len(mark.group()), blank
+            source.pos = len(mark.group())
             return True
         if source.ended:
             return False
@@ -205,7 +228,7 @@ def _blank(source: Source, also: str = "") -> Reading[str]:
             source.pos += 1
         if source.ended:
             return ""
-        yield None
+        yield from source.more_after(source.pos)
 
 
 def _takes(source: Source, mark: str) -> Reading[bool]:
@@ -230,16 +253,20 @@ def _until(source: Source, *marks: str, most: int | None = None) -> Reading[tupl
     where more than ``most`` characters are in front."""
     first, begin = source.pos, re.compile("|".join(re.escape(mark) for mark in marks))
     longest = max(map(len, marks))
-    start = first
+    parts: list[str] = []
     while True:
-        found = begin.search(source.text, start)
+        found = begin.search(source.text, source.pos)
         if found:
             source.pos = found.start()
-            return source.text[first : found.start()], found.group()
-        if most is not None and len(source.text) - first > most + longest:
+            return "".join(parts) + source.text[first : found.start()], found.group()
+        if most is None:  # what was searched is not searched again, but for what may begin a mark
+            source.pos = max(source.pos, len(source.text) - longest + 1)
+            parts.append((yield from source.more_after(first)))
+            first = 0
+        elif len(source.text) - first > most + longest:
             raise _NotACallError
-        start = max(first, len(source.text) - longest + 1)  # what was searched is not searched again
-        yield from source.more()
+        else:
+            yield from source.more()
 
 
 _STRING_PART = {quote: re.compile(rf"[^{quote}\\]*(?:\\.[^{quote}\\]*)*", re.DOTALL) for quote in "\"'"}
@@ -279,12 +306,14 @@ class _Nesting:
 
     def read(self, source: Source) -> Reading[str]:
         """Read all of it; returns its text."""
+        parts: list[str] = []
         first, done = source.pos, False
         while True:
             source.pos, done = self.advance(source.text, source.pos)
             if done:
-                return source.text[first : source.pos]
-            yield from source.more()
+                return "".join(parts) + source.text[first : source.pos]
+            parts.append((yield from source.more_after(first)))
+            first = 0
 
 
 def _string_end(text: str, pos: int, quote: str) -> int:
@@ -296,35 +325,44 @@ def _string_end(text: str, pos: int, quote: str) -> int:
 
 def _string(source: Source) -> Reading[str]:
     """Read a JSON string; returns its value."""
+    value: str = json.loads((yield from _string_text(source)), strict=False)
+    return value
+
+
+def _string_text(source: Source) -> Reading[str]:
+    """Read a JSON string; returns its text, quotes included."""
+    parts: list[str] = []
     first = source.pos
     yield from _expect(source, '"')
     while True:
         source.pos = _string_end(source.text, source.pos, '"')
         if source.text.startswith('"', source.pos):
             break
-        yield from source.more()
+        parts.append((yield from source.more_after(first)))
+        first = 0
     source.pos += 1
+    text = "".join(parts) + source.text[first : source.pos]
     try:
-        value = str(json.loads(source.text[first : source.pos], strict=False))
-        value.encode()  # half of a surrogate pair cannot be sent
+        str(json.loads(text, strict=False)).encode()  # half of a surrogate pair cannot be sent
     except ValueError:
         raise _NotACallError from None
-    return value
+    return text
 
 
 def _value(source: Source) -> Reading[str]:
     """Read a JSON value; returns its text."""
-    first = source.pos
-    if source.text[first] in "{[":
+    if source.text[source.pos] in "{[":
         return (yield from _Nesting().read(source))
-    if source.text[first] == '"':
-        yield from _string(source)
-    else:
-        while not (end := _SCALAR_END.search(source.text, source.pos)):
-            source.pos = len(source.text)
-            yield from source.more()
-        source.pos = end.start()
-    return source.text[first : source.pos]
+    if source.text[source.pos] == '"':
+        return (yield from _string_text(source))
+    parts: list[str] = []
+    first = source.pos
+    while not (end := _SCALAR_END.search(source.text, source.pos)):
+        source.pos = len(source.text)
+        parts.append((yield from source.more_after(first)))
+        first = 0
+    source.pos = end.start()
+    return "".join(parts) + source.text[first : source.pos]
 
 
 def _arguments(source: Source) -> Reading[None]:
@@ -351,8 +389,8 @@ def _block(source: Source, reading: Reading[None]) -> Reading[bool]:
     except _NotACallError:
         if source.ended:
             source.pos = len(source.text)
-        if source.pos and not source.begun:
-            yield Content(source.blank + source.text[: source.pos])
+        if not source.begun and (text := source.read_text()):
+            yield Content(text)
         source.drop()
         return False
     yield from _blank(source)
@@ -435,7 +473,7 @@ def _llama3(source: Source) -> Reading[None]:
     if (yield from _blank(source)) == "{":
         yield from _llama3_calls(source, known=True)
     else:
-        source.pos = 0
+        source.unread()
     while (yield from _content_until(source, "<|python_tag|>")):
         yield from _llama3_calls(source, known=False)
 
@@ -483,7 +521,7 @@ def _json_list(source: Source) -> Reading[None]:
     if (yield from _blank(source)) == "[":
         yield from _list(source, lambda: _json_call(source, known=True))
     else:
-        source.pos = 0
+        source.unread()
     yield from _rest(source)
 
 
@@ -496,22 +534,21 @@ def _pythonic(source: Source) -> Reading[None]:
         yield from _takes(source, "<|python_end|>")
         source.drop()
     else:
-        source.pos = 0
+        source.unread()
     yield from _rest(source)
 
 
 def _python_call(source: Source) -> Reading[None]:
-    first = source.pos
-    while not (name := re.compile(r"[\w.]*(?=[^\w.])").match(source.text, first)):
-        if len(source.text) - first > _MAX_NAME_CHARS:
+    while not (name := re.compile(r"[\w.]*(?=[^\w.])").match(source.text, source.pos)):
+        if len(source.text) - source.pos > _MAX_NAME_CHARS:
             raise _NotACallError
         yield from source.more()
     source.pos = name.end()
     yield from _expect(source, "(")
     source.pos = name.end()
-    yield from _Nesting(r"[\"'()\[\]{}]").read(source)
+    text = name.group() + (yield from _Nesting(r"[\"'()\[\]{}]").read(source))
     try:
-        tree = ast.parse(source.text[first : source.pos], mode="eval").body
+        tree = ast.parse(text, mode="eval").body
         if not isinstance(tree, ast.Call) or tree.args:
             raise _NotACallError
         values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in tree.keywords}
@@ -551,13 +588,81 @@ def _deepseek_call(source: Source) -> Reading[None]:
     source.pos += len(_CALL_END)
 
 
+class ArgumentTags(NamedTuple):
+    """What stands around arguments that are tagged one by one: ``key_begin`` KEY ``key_end`` ``value_begin`` VALUE and
+    the first of ``value_ends``, which is read, or left where it begins what follows. A text is written as it is, other
+    values as JSON. ``own_line``: a line break at either end of a text is not part of it."""
+
+    key_begin: str
+    key_end: str
+    value_begin: str
+    value_ends: tuple[str, ...]
+    own_line: bool
+
+
+def _tagged_arguments(source: Source, name: str, tags: ArgumentTags) -> Reading[None]:
+    """Read the arguments of a call of ``name`` as far as they go, and the white space that follows."""
+    separator = "{"
+    while (yield from _blank(source)) and (yield from _takes(source, tags.key_begin)):
+        key, _ = yield from _until(source, tags.key_end)
+        source.pos += len(tags.key_end)
+        key = key.strip().strip('"')
+        if tags.value_begin:
+            yield from _blank(source)
+            if not (yield from _takes(source, tags.value_begin)):
+                break
+        if tags.own_line:
+            yield from _takes(source, "\n")
+        source.drop()
+        yield Arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+        separator = ", "
+        kinds = _types(source.tools.get(name, {}), key)
+        if kinds == {"string"}:
+            yield from _tagged_text(source, tags)
+        else:
+            text, _ = yield from _until(source, *tags.value_ends)
+            yield Arguments(_typed(text.strip(), kinds))
+        yield from _takes(source, tags.value_ends[0])
+        source.drop()
+    yield Arguments("{}" if separator == "{" else "}")
+
+
+def _tagged_text(source: Source, tags: ArgumentTags) -> Reading[None]:
+    """Pass on a text that stands between tags as a JSON string while it arrives."""
+    yield Arguments('"')
+    line = "\n" if tags.own_line else ""
+    end = re.compile(f"(?:{line})?(?:" + "|".join(map(re.escape, tags.value_ends)) + ")")
+    while True:
+        found = end.search(source.text)
+        if found:
+            source.pos = found.start()
+        else:
+            source.pos = len(source.text) - max(
+                _begun(source.text, first + mark) for mark in tags.value_ends for first in ("", line)
+            )
+        if source.pos:
+            yield Arguments(json.dumps(source.text[: source.pos], ensure_ascii=False)[1:-1])
+        source.drop()
+        if found:
+            yield Arguments('"')
+            if tags.own_line:
+                yield from _takes(source, "\n")
+            return
+        yield from source.more()
+
+
 def _qwen3_coder(source: Source) -> Reading[None]:
     """``<function=name><parameter=key>value</parameter>...</function>``, usually between the tags of ``tool_call``."""
     while (yield from _content_until(source, "<tool_call>", "<function=")):
-        yield from _block(source, _tagged_call(source))
+        yield from _block(source, _qwen3_coder_call(source))
 
 
-def _tagged_call(source: Source) -> Reading[None]:
+_QWEN3_CODER_TAGS = ArgumentTags(
+    "<parameter=", ">", "", ("</parameter>", "<parameter=", "</function>"), own_line=True
+)
+
+
+def _qwen3_coder_call(source: Source) -> Reading[None]:
     if source.text.startswith("<tool_call>"):
         yield from _blank(source)
         yield from _expect(source, "<function=")
@@ -565,52 +670,60 @@ def _tagged_call(source: Source) -> Reading[None]:
     source.pos += 1
     name = name.strip()
     yield _call(source, name, known=False)
-    separator = "{"
-    while (yield from _blank(source)) and (yield from _takes(source, "<parameter=")):
-        key, _ = yield from _until(source, ">")
-        source.pos += 1
-        yield from _takes(source, "\n")
-        source.drop()
-        yield Arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
-        separator = ", "
-        kinds = _types(source.tools.get(name, {}), key)
-        if kinds == {"string"}:
-            yield from _tagged_text(source)
-        else:
-            text, _ = yield from _until(source, *_VALUE_ENDS)
-            yield Arguments(_typed(text.strip(), kinds))
-        yield from _takes(source, "</parameter>")
-        source.drop()
-    yield Arguments("{}" if separator == "{" else "}")
+    yield from _tagged_arguments(source, name, _QWEN3_CODER_TAGS)
     yield from _takes(source, "</function>")
     yield from _blank(source)
     yield from _takes(source, "</tool_call>")
 
 
-_VALUE_ENDS = ("</parameter>", "<parameter=", "</function>")
+def _glm(source: Source) -> Reading[None]:
+    """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>``, with or without line breaks
+    between the tags."""
+    while (yield from _content_until(source, "<tool_call>")):
+        yield from _block(source, _glm_call(source))
 
 
-def _tagged_text(source: Source) -> Reading[None]:
-    """Pass on a text that stands between tags as a JSON string while it arrives, without the line break before the
-    end."""
-    yield Arguments('"')
-    end = re.compile("\n?(?:" + "|".join(_VALUE_ENDS) + ")")
-    while True:
-        found = end.search(source.text)
-        if found:
-            source.pos = found.start()
-        else:
-            source.pos = len(source.text) - max(
-                _begun(source.text, first + mark) for mark in _VALUE_ENDS for first in ("", "\n")
-            )
-        if source.pos:
-            yield Arguments(json.dumps(source.text[: source.pos], ensure_ascii=False)[1:-1])
-        source.drop()
-        if found:
-            yield Arguments('"')
-            yield from _takes(source, "\n")
-            return
-        yield from source.more()
+_GLM_TAGS = ArgumentTags("<arg_key>", "</arg_key>", "<arg_value>", ("</arg_value>",), own_line=False)
+
+
+def _glm_call(source: Source) -> Reading[None]:
+    yield from _blank(source)
+    name, _ = yield from _until(source, "\n", "<", most=_MAX_NAME_CHARS)
+    yield from _blank(source)
+    for mark in (_GLM_TAGS.key_begin, "</tool_call>"):
+        if (yield from _takes(source, mark)):
+            source.pos -= len(mark)
+            break
+    else:
+        raise _NotACallError
+    yield _call(source, name.strip(), known=False)
+    yield from _tagged_arguments(source, name.strip(), _GLM_TAGS)
+    yield from _takes(source, "</tool_call>")
+
+
+def _minimax(source: Source) -> Reading[None]:
+    """``<invoke name="name"><parameter name="key">value</parameter>...</invoke>`` for each call, and all between the
+    tags of ``minimax:tool_call``."""
+    while (yield from _content_until(source, "<minimax:tool_call>")):
+        yield from _blank(source)
+        while (yield from _block(source, _minimax_call(source))):
+            if (yield from _takes(source, "</minimax:tool_call>")):
+                yield from _blank(source)
+                source.drop()
+                break
+
+
+_MINIMAX_TAGS = ArgumentTags("<parameter name=", ">", "", ("</parameter>",), own_line=False)
+
+
+def _minimax_call(source: Source) -> Reading[None]:
+    yield from _expect(source, "<invoke name=")
+    name, _ = yield from _until(source, ">", most=_MAX_NAME_CHARS)
+    source.pos += 1
+    name = name.strip().strip('"')
+    yield _call(source, name, known=False)
+    yield from _tagged_arguments(source, name, _MINIMAX_TAGS)
+    yield from _takes(source, "</invoke>")
 
 
 def _types(function: JsonObject, key: str) -> set[object]:
@@ -664,14 +777,14 @@ def _mistral_id() -> str:
 # SGLang's names, and vLLM's where they differ.
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     "qwen3_coder": ToolCallFormat(_qwen3_coder, ("<function=",)),
+    "glm45": ToolCallFormat(_glm, ("<arg_key>",)),
+    "minimax-m2": ToolCallFormat(_minimax, ("<minimax:tool_call>",)),
     "qwen25": ToolCallFormat(_hermes, ("<tool_call>",), texts=_HERMES_TEXTS),
     "hermes": ToolCallFormat(_hermes, (), texts=_HERMES_TEXTS),
     "mistral": ToolCallFormat(_mistral, ("[TOOL_CALLS]",), has_special_tokens=True, make_id=_mistral_id),
     "deepseekv3": ToolCallFormat(_deepseek, (_CALLS_BEGIN,), has_special_tokens=True),
     "deepseekv31": ToolCallFormat(_deepseek, (), has_special_tokens=True),
-    "pythonic": ToolCallFormat(
-        _pythonic, ("<|python_start|>", "[func_name1(params_name1="), has_special_tokens=True
-    ),
+    "pythonic": ToolCallFormat(_pythonic, ("<|python_start|>", "[func_name1(param"), has_special_tokens=True),
     "llama3": ToolCallFormat(
         _llama3, ("<|python_tag|>", '"parameters": dictionary of argument name'), has_special_tokens=True
     ),

@@ -1,0 +1,402 @@
+"""How models write tool calls and read their answers: the chat templates that are published with them, as minimal
+templates of our own that mark messages, calls and answers in the same way (what they tell the model of its tools is
+shorter), and a call as such a model writes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+# What the calls of WRITTEN say.
+CITY = 'Zürich "West"\n<b> 日本 \\ {'
+ARGUMENTS = {"city": CITY, "days": 3, "hourly": True, "fields": ["a]", {"b": None}]}
+CALLS = [("weather", ARGUMENTS), ("now", {})]
+_JSON = '{"city": "Zürich \\"West\\"\\n<b> 日本 \\\\ {", "days": 3, "hourly": true, "fields": ["a]", {"b": null}]}'
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "hourly": {"type": "boolean"},
+                "fields": {"type": "array"},
+            },
+        },
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """``mirrors``: the published template. ``written``: CALLS (the first, if ``num_calls`` is 1) as the model writes
+    them. ``history``: how the template writes the same calls and two answers, "rain" and "noon", in a history, with a
+    user's message in front and the beginning of the next answer behind; WRITTEN, ID1 and ID2 stand for ``written`` and
+    the ids of calls. ``thinks``: the --reasoning-parser of the family."""
+
+    parser: str
+    mirrors: str
+    template: str
+    written: str
+    history: str
+    num_calls: int = 2
+    thinks: str = "qwen3"
+    special_tokens: dict[str, str] = field(default_factory=lambda: {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+_CHATML_CALLS = """
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
+    {%- elif message.tool_calls %}
+        {{- '<|im_start|>assistant' + ('\\n' + message.content if message.content else '') }}
+        {%- for call in message.tool_calls %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{{- '<|im_start|>assistant\\n' if add_generation_prompt }}"""
+
+_HERMES = """
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role }}
+    {%- if message.role == 'tool' %}
+        {%- if message.name is not defined %}{{ raise_exception('an answer of a tool needs a name') }}{% endif %}
+        {{- '\\n<tool_response>\\n{"name": "' + message.name + '", "content": ' + message.content | tojson }}
+        {{- '}\\n</tool_response> <|im_end|>\\n' }}
+    {%- elif message.tool_calls is defined %}
+        {%- for call in message.tool_calls %}
+            {{- '\\n<tool_call>\\n{ "arguments": ' + call.function.arguments | tojson }}
+            {{- ', "name": "' + call.function.name + '"}\\n</tool_call> ' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{{- '<|im_start|>assistant\\n' if add_generation_prompt }}"""
+
+_LLAMA_31 = """{{- bos_token }}
+{%- macro head(role) %}{{ '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}{% endmacro %}
+{%- for tool in tools or [] %}{{ tool | tojson(indent=4) }}{% endfor %}
+{%- for message in messages %}
+    {%- if 'tool_calls' in message %}
+        {%- if message.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}
+        {{- head('assistant') + '{"name": "' + message.tool_calls[0].function.name + '", "parameters": ' }}
+        {{- message.tool_calls[0].function.arguments | tojson + '}<|eot_id|>' }}
+    {%- elif message.role == 'tool' %}
+        {{- head('ipython') + message.content | tojson + '<|eot_id|>' }}
+    {%- else %}
+        {{- head(message.role) + message['content'] | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{{- head('assistant') if add_generation_prompt }}"""
+
+_PYTHONIC = """{{- bos_token }}
+{%- macro head(role) %}{{ '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}{% endmacro %}
+{%- if tools %}{{ '[func_name1(params_name1=params_value1), func_name2(params)] of ' + tools | tojson }}{% endif %}
+{%- for message in messages %}
+    {%- if 'tool_calls' in message %}
+        {{- head('assistant') + '[' }}
+        {%- for call in message.tool_calls %}
+            {{- call.function.name + '(' }}
+            {%- for name in call.function.arguments %}
+                {{- name + '=' + '%s' | format(call.function.arguments[name]) + ('' if loop.last else ', ') }}
+            {%- endfor %}
+            {{- ')' + ('' if loop.last else ', ') }}
+        {%- endfor %}
+        {{- ']<|eot_id|>' }}
+    {%- elif message.role == 'tool' %}
+        {{- head('ipython') + {'output': message.content} | tojson + '<|eot_id|>' }}
+    {%- else %}
+        {{- head(message.role) + message['content'] | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{{- head('assistant') if add_generation_prompt }}"""
+
+_MISTRAL_V3 = """{{- bos_token }}
+{%- macro checked(id) %}
+    {%- if id | length != 9 %}{{ raise_exception('an id has nine characters') }}{% endif %}{{ id }}
+{%- endmacro %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' if tools and loop.last }}
+        {{- '[INST] ' + message.content + '[/INST]' }}
+    {%- elif message.tool_calls is defined %}
+        {{- '[TOOL_CALLS] [' }}
+        {%- for call in message.tool_calls %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + checked(call.id) + '"}' + ('' if loop.last else ', ') }}
+        {%- endfor %}
+        {{- ']' + eos_token }}
+    {%- elif message.role == 'tool' %}
+        {{- '[TOOL_RESULTS] {"content": ' + message.content + ', "call_id": "' + checked(message.tool_call_id) }}
+        {{- '"}[/TOOL_RESULTS]' }}
+    {%- else %}
+        {{- ' ' + message.content + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+
+_MISTRAL_V11 = """{{- bos_token }}
+{{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' if tools }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '[INST]' + message.content + '[/INST]' }}
+    {%- elif message.tool_calls %}
+        {%- for call in message.tool_calls %}
+            {%- if call.id | length != 9 %}{{ raise_exception('an id has nine characters') }}{% endif %}
+            {{- '[TOOL_CALLS]' + call.function.name + '[CALL_ID]' + call.id }}
+            {{- '[ARGS]' + call.function.arguments | tojson }}
+        {%- endfor %}
+        {{- eos_token }}
+    {%- elif message.role == 'tool' %}
+        {{- '[TOOL_RESULTS]' + message.tool_call_id + '[TOOL_CONTENT]' + message.content + '[/TOOL_RESULTS]' }}
+    {%- else %}
+        {{- message.content + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+
+_QWEN3_CODER = """
+{%- if tools %}{{ '<tool_call>\\n<function=name>\\n<parameter=key>\\nvalue' + tools | tojson }}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if loop.previtem.role != 'tool' %}{{ '<|im_start|>user\\n' }}{% endif %}
+        {{- '<tool_response>\\n' + message.content + '\\n</tool_response>\\n' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
+    {%- elif message.tool_calls is defined and message.tool_calls | length > 0 %}
+        {{- '<|im_start|>assistant' + ('\\n' + message.content | trim + '\\n' if message.content | trim else '') }}
+        {%- for call in message.tool_calls %}
+            {{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+            {%- for key, value in call.function.arguments | items %}
+                {%- set structured = value is mapping or (value is sequence and value is not string) %}
+                {{- '<parameter=' + key + '>\\n' + (value | tojson if structured else value | string) }}
+                {{- '\\n</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{{- '<|im_start|>assistant\\n' if add_generation_prompt }}"""
+
+_DEEPSEEK_V3 = """{{- bos_token }}
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for message in messages %}
+    {%- if message['role'] == 'user' %}
+        {{- '<｜User｜>' + message['content'] + '<｜Assistant｜>' }}
+    {%- elif message['role'] == 'assistant' and message['tool_calls'] is defined %}
+        {{- ('' if message['content'] is none else message['content']) + '<｜tool▁calls▁begin｜>' }}
+        {%- for call in message['tool_calls'] %}
+            {{- ('' if loop.first else '\\n') + '<｜tool▁call▁begin｜>' + call['type'] + '<｜tool▁sep｜>' }}
+            {{- call['function']['name'] + '\\n```json\\n' + call['function']['arguments'] }}
+            {{- '\\n```<｜tool▁call▁end｜>' }}
+        {%- endfor %}
+        {{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
+    {%- elif message['role'] == 'tool' %}
+        {{- '<｜tool▁outputs▁begin｜>' if loop.previtem.role != 'tool' else '\\n' }}
+        {{- '<｜tool▁output▁begin｜>' + message['content'] + '<｜tool▁output▁end｜>' }}
+        {{- '<｜tool▁outputs▁end｜>' if loop.last or loop.nextitem.role != 'tool' }}
+    {%- else %}
+        {{- message['content'] + '<｜end▁of▁sentence｜>' }}
+    {%- endif %}
+{%- endfor %}"""
+
+_DEEPSEEK_V31 = """{{- bos_token }}
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for message in messages %}
+    {%- if message['role'] == 'user' %}
+        {{- '<｜User｜>' + message['content'] }}
+        {%- if loop.last %}{{ '<｜Assistant｜>' + ('<think>' if thinking else '</think>') }}{% endif %}
+    {%- elif message['role'] == 'assistant' and message['tool_calls'] is defined %}
+        {{- '<｜Assistant｜></think>' + (message['content'] or '') + '<｜tool▁calls▁begin｜>' }}
+        {%- for call in message['tool_calls'] %}
+            {{- '<｜tool▁call▁begin｜>' + call['function']['name'] + '<｜tool▁sep｜>' }}
+            {{- call['function']['arguments'] + '<｜tool▁call▁end｜>' }}
+        {%- endfor %}
+        {{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
+    {%- elif message['role'] == 'tool' %}
+        {{- '<｜tool▁output▁begin｜>' + message['content'] + '<｜tool▁output▁end｜>' }}
+    {%- endif %}
+{%- endfor %}"""
+
+_GLM_45 = """{{- '[gMASK]<sop>' }}
+{%- if tools %}{{ '<|system|>\\n<tool_call>name\\n<arg_key>key</arg_key>' + tools | tojson }}{% endif %}
+{%- macro shown(content) %}
+    {%- if content is string %}{{ content }}{% else %}{% for part in content %}{{ part.text }}{% endfor %}{% endif %}
+{%- endmacro %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|observation|>' if loop.previtem.role != 'tool' }}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|assistant|>\\n<think>' + (message.reasoning_content or '') + '</think>' }}
+        {{- '\\n' + shown(message.content) | trim if shown(message.content) | trim }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>' + call.function.name }}
+            {%- for key, value in call.function.arguments.items() %}
+                {{- '\\n<arg_key>' + key + '</arg_key>\\n<arg_value>' }}
+                {{- (value if value is string else value | tojson) + '</arg_value>' }}
+            {%- endfor %}
+            {{- '\\n</tool_call>' }}
+        {%- endfor %}
+    {%- else %}
+        {{- '<|' + message.role + '|>\\n' + shown(message.content) }}
+    {%- endif %}
+{%- endfor %}
+{{- '<|assistant|>' if add_generation_prompt }}"""
+
+_MINIMAX_M2 = """{{- ']~!b[]~b]system\\n' }}
+{%- if tools %}{{ '<minimax:tool_call>\\n<invoke name="name">' + tools | tojson }}{% endif %}
+{{- '[e~[\\n' }}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if loop.previtem.role != 'tool' %}{{ ']~b]tool' }}{% endif %}
+        {{- '\\n<response>' + message.content + '</response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{ '[e~[\\n' }}{% endif %}
+    {%- elif message.role == 'assistant' %}
+        {{- ']~b]ai\\n' + message.content }}
+        {%- if message.tool_calls %}
+            {{- '\\n<minimax:tool_call>\\n' }}
+            {%- for call in message.tool_calls %}
+                {{- '<invoke name="' + call.function.name + '">\\n' }}
+                {%- for key, value in call.function.arguments | items %}
+                    {{- '<parameter name="' + key + '">' + (value if value is string else value | tojson) }}
+                    {{- '</parameter>\\n' }}
+                {%- endfor %}
+                {{- '</invoke>\\n' }}
+            {%- endfor %}
+            {{- '</minimax:tool_call>' }}
+        {%- endif %}
+        {{- '[e~[\\n' }}
+    {%- else %}
+        {{- ']~b]' + message.role + '\\n' + message.content + '[e~[\\n' }}
+    {%- endif %}
+{%- endfor %}
+{{- ']~b]ai\\n<think>\\n' if add_generation_prompt }}"""
+
+_SEP, _END = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+
+PUBLISHED: dict[str, Published] = {
+    "Qwen2.5 and Qwen3": Published(
+        parser="qwen25",
+        mirrors="Qwen/Qwen2.5-7B-Instruct and Qwen/Qwen3-8B, tokenizer_config.json",
+        template=_CHATML_CALLS + "{# <tool_call> #}",
+        written=f'<tool_call>\n{{"name": "weather", "arguments": {_JSON}}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        history="<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\nWRITTEN<|im_end|>\n<|im_start|>user\n"
+        "<tool_response>\nrain\n</tool_response>\n<tool_response>\nnoon\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n",
+    ),
+    "Hermes 2 Pro": Published(
+        parser="qwen25",
+        mirrors="NousResearch/Hermes-2-Pro-Llama-3-8B, tool_use; vllm: examples/tool_chat_template_hermes.jinja",
+        template=_HERMES,
+        written=f'<tool_call>\n{{ "arguments": {_JSON}, "name": "weather"}}\n</tool_call> \n'
+        '<tool_call>\n{ "arguments": {}, "name": "now"}\n</tool_call> ',
+        history="<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\nWRITTEN<|im_end|>\n<|im_start|>tool\n"
+        '<tool_response>\n{"name": "weather", "content": "rain"}\n</tool_response> <|im_end|>\n<|im_start|>tool\n'
+        '<tool_response>\n{"name": "now", "content": "noon"}\n</tool_response> <|im_end|>\n<|im_start|>assistant\n',
+    ),
+    "Llama 3.1": Published(
+        parser="llama3",
+        mirrors="meta-llama/Llama-3.1-8B-Instruct, tokenizer_config.json; one call at a time",
+        template=_LLAMA_31 + '{# "parameters": dictionary of argument name and its value #}',
+        written=f'{{"name": "weather", "parameters": {_JSON}}}',
+        history="<s><|start_header_id|>user<|end_header_id|>\n\nAnd?<|eot_id|><|start_header_id|>assistant"
+        "<|end_header_id|>\n\nWRITTEN<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n\"rain\"<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        num_calls=1,
+    ),
+    "Llama 3.2 and 4, pythonic": Published(
+        parser="pythonic",
+        mirrors="vllm: examples/tool_chat_template_llama3.2_pythonic.jinja; its history writes texts without quotes",
+        template=_PYTHONIC,
+        written=f"[weather(city={CITY!r}, days=3, hourly=True, fields=['a]', {{'b': None}}]), now()]",
+        history="<s><|start_header_id|>user<|end_header_id|>\n\nAnd?<|eot_id|><|start_header_id|>assistant"
+        f"<|end_header_id|>\n\n[weather(city={CITY}, days=3, hourly=True, fields=['a]', {{'b': None}}]), now()]"
+        '<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n{"output": "rain"}<|eot_id|><|start_header_id|>'
+        'ipython<|end_header_id|>\n\n{"output": "noon"}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n',
+    ),
+    "Mistral 7B v0.3": Published(
+        parser="mistral",
+        mirrors="mistralai/Mistral-7B-Instruct-v0.3, tokenizer_config.json (tokenizer v3)",
+        template=_MISTRAL_V3,
+        written=f'[TOOL_CALLS] [{{"name": "weather", "arguments": {_JSON}, "id": "ID1"}}, '
+        '{"name": "now", "arguments": {}, "id": "ID2"}]',
+        history="<s>[INST] And?[/INST]WRITTEN</s>"
+        '[TOOL_RESULTS] {"content": rain, "call_id": "ID1"}[/TOOL_RESULTS]'
+        '[TOOL_RESULTS] {"content": noon, "call_id": "ID2"}[/TOOL_RESULTS]',
+    ),
+    "Mistral Small 3.2": Published(
+        parser="mistral",
+        mirrors="mistralai/Mistral-Small-3.2-24B-Instruct-2506 (tokenizer v11)",
+        template=_MISTRAL_V11,
+        written=f"[TOOL_CALLS]weather[CALL_ID]ID1[ARGS]{_JSON}[TOOL_CALLS]now[CALL_ID]ID2[ARGS]{{}}",
+        history="<s>[INST]And?[/INST]WRITTEN</s>[TOOL_RESULTS]ID1[TOOL_CONTENT]rain[/TOOL_RESULTS]"
+        "[TOOL_RESULTS]ID2[TOOL_CONTENT]noon[/TOOL_RESULTS]",
+    ),
+    "Qwen3-Coder": Published(
+        parser="qwen3_coder",
+        mirrors="Qwen/Qwen3-Coder-30B-A3B-Instruct, chat_template.jinja",
+        template=_QWEN3_CODER,
+        written=f"<tool_call>\n<function=weather>\n<parameter=city>\n{CITY}\n</parameter>\n<parameter=days>\n3\n"
+        "</parameter>\n<parameter=hourly>\nTrue\n</parameter>\n<parameter=fields>\n[\"a]\", {\"b\": null}]\n"
+        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        history="<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\nWRITTEN<|im_end|>\n<|im_start|>user\n"
+        "<tool_response>\nrain\n</tool_response>\n<tool_response>\nnoon\n</tool_response>\n<|im_end|>\n"
+        "<|im_start|>assistant\n",
+    ),
+    "DeepSeek V3": Published(
+        parser="deepseekv3",
+        mirrors="deepseek-ai/DeepSeek-V3-0324, tokenizer_config.json",
+        template=_DEEPSEEK_V3,
+        written=f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function{_SEP}weather\n```json\n{_JSON}\n```{_END}\n"
+        f"<｜tool▁call▁begin｜>function{_SEP}now\n```json\n{{}}\n```{_END}<｜tool▁calls▁end｜>",
+        history="<s><｜User｜>And?<｜Assistant｜>WRITTEN<｜end▁of▁sentence｜><｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>"
+        "rain<｜tool▁output▁end｜>\n<｜tool▁output▁begin｜>noon<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
+        thinks="deepseek-v3",
+    ),
+    "DeepSeek V3.1": Published(
+        parser="deepseekv3",
+        mirrors="deepseek-ai/DeepSeek-V3.1, tokenizer_config.json",
+        template=_DEEPSEEK_V31,
+        written=f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather{_SEP}{_JSON}{_END}"
+        f"<｜tool▁call▁begin｜>now{_SEP}{{}}{_END}<｜tool▁calls▁end｜>",
+        history="<s><｜User｜>And?<｜Assistant｜></think>WRITTEN<｜end▁of▁sentence｜><｜tool▁output▁begin｜>rain"
+        "<｜tool▁output▁end｜><｜tool▁output▁begin｜>noon<｜tool▁output▁end｜>",
+        thinks="deepseek-v3",
+    ),
+    "GLM-4.5": Published(
+        parser="glm45",
+        mirrors="zai-org/GLM-4.5, chat_template.jinja",
+        template=_GLM_45,
+        written=f"<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>{CITY}</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>3</arg_value>\n<arg_key>hourly</arg_key>\n<arg_value>true</arg_value>\n<arg_key>fields</arg_key>\n"
+        '<arg_value>["a]", {"b": null}]</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>',
+        history="[gMASK]<sop><|user|>\nAnd?<|assistant|>\n<think></think>\nWRITTEN<|observation|>\n<tool_response>\n"
+        "rain\n</tool_response>\n<tool_response>\nnoon\n</tool_response><|assistant|>",
+        thinks="glm45",
+    ),
+    "MiniMax-M2": Published(
+        parser="minimax-m2",
+        mirrors="MiniMaxAI/MiniMax-M2, chat_template.jinja; an answer begins within its thought",
+        template=_MINIMAX_M2,
+        written=f'<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">{CITY}</parameter>\n'
+        '<parameter name="days">3</parameter>\n<parameter name="hourly">true</parameter>\n<parameter name="fields">'
+        '["a]", {"b": null}]</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        history="]~!b[]~b]system\n[e~[\n]~b]user\nAnd?[e~[\n]~b]ai\n\nWRITTEN[e~[\n]~b]tool\n<response>rain</response>"
+        "\n<response>noon</response>[e~[\n]~b]ai\n<think>\n",
+        thinks="minimax",
+    ),
+}  # fmt: skip
