@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -61,21 +61,21 @@ class DraftConfig:
 class StepShape:
     """What a decode step computes for each request: the draft proposes ``depth`` tokens one after the other, the target
     verifies ``num_nodes`` rows, the last token's among them, and rows go to ``num_slots`` KV slots from that of the
-    last token on. Of depth 0 it is a step without drafts."""
+    last token on. Of depth 0 it is a step without drafts.
+
+    It yields ``num_tokens`` tokens at most, and writes ``num_spare`` slots behind those of its tokens.
+    """
 
     depth: int = 0
     num_nodes: int = 1
     num_slots: int = 1
+    # Computed once: every step asks for them several times.
+    num_tokens: int = field(init=False, repr=False, compare=False)
+    num_spare: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the step yields at most."""
-        return self.depth + 1
-
-    @property
-    def num_spare(self) -> int:
-        """Slots that it writes behind those of its tokens."""
-        return self.num_slots - self.num_tokens
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", self.depth + 1)
+        object.__setattr__(self, "num_spare", self.num_slots - self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ class RunningBatch:
         """``tokens_in_flight``, ``slots_of_tree``: see ``memory_order``, of the device."""
         self.page_size = page_size
         self.largest = largest
+        self.is_exact = largest.num_tokens == 1  # lengths are: every step yields one token
         self.num_rewritten = num_rewritten
         self.num_drafting = 0  # requests whose drafts may be accepted
         self._tokens_in_flight = tokens_in_flight
@@ -121,11 +122,6 @@ class RunningBatch:
             lens[index] = min(lens[index], req.committed_len + in_flight)
         self._allocated_lens, self._num_advanced = lens, 0
         return again
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether lengths are: every step yields one token."""
-        return self.largest.num_tokens == 1
 
     def next_lens(self, shape: StepShape) -> I64:
         """The lengths [B] after a step of ``shape``, at most."""
