@@ -9,7 +9,7 @@ import pytest
 import torch
 from attention_cases import SCALE, Case
 
-from fenceline.layers.attention.base import AttentionBackend
+from fenceline.layers.attention.base import PLAIN, AttentionBackend, LayerRules
 from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
@@ -48,11 +48,11 @@ class Step(Case):
         head_dim: int = 128,
         seed: int = 0,
         num_kv_heads: int = 2,
+        rules: LayerRules = PLAIN,
     ) -> None:
         heads = (group * num_kv_heads, num_kv_heads)
-        super().__init__(
-            list(seq_lens), list(query_lens), page_size, heads, seed, torch.bfloat16, head_dim, "cuda"
-        )
+        sizes = list(seq_lens), list(query_lens), page_size, heads, seed, torch.bfloat16, head_dim, "cuda"
+        super().__init__(*sizes, rules=rules)
         self.num_heads = heads[0]
         parts = [
             torch.cat(tensors) for tensors in (self.queries, self._last(self.keys), self._last(self.values))
@@ -90,9 +90,10 @@ class Step(Case):
         return output
 
     def check(self, mode: ForwardMode, device: Device, prefill: str | None = None) -> None:  # type: ignore[override]
-        backend = FlashInferAttentionBackend(self.pool, device, self.num_heads, prefill)
+        rules = self.rules_there()
+        backend = FlashInferAttentionBackend(self.pool, device, self.num_heads, prefill, rules=rules)
         ours = self.through(device, backend, mode)
-        agrees(ours, self.through(device, TorchAttentionBackend(self.pool), mode))
+        agrees(ours, self.through(device, TorchAttentionBackend(self.pool, rules), mode))
 
 
 def agrees(ours: torch.Tensor, expected: torch.Tensor) -> None:
@@ -166,6 +167,27 @@ def test_random_batches_agree(group: int, device: Device) -> None:
         Step(lens, [1] * len(lens), page_size, group, seed=seed).check(DECODE, device)
 
 
+with_rules = pytest.mark.parametrize(
+    "rules",
+    [LayerRules(window=100), LayerRules(soft_cap=2.0), LayerRules(600, 2.0)],
+    ids=["window", "soft cap", "both"],
+)
+
+
+@with_rules
+@pytest.mark.parametrize("group", [2, 8])  # on CUDA cores, on tensor cores
+def test_windows_and_soft_caps_agree(group: int, rules: LayerRules, device: Device) -> None:
+    lens = [1, 99, 100, 101, 700, 33, 1025, 4000]
+    Step(lens, [1] * len(lens), 16, group, rules=rules).check(DECODE, device)
+    new = [1, 300, 129, 1, 40, 512]
+    prefixes = [900, 0, 640, 0, 4000, 0]
+    prefixed = Step([p + n for p, n in zip(prefixes, new, strict=True)], new, 16, group, rules=rules)
+    whole = Step(new, new, 16, group, rules=rules)
+    for step in (prefixed, whole):
+        for prefill in ("fa2", "fa3") if torch.cuda.get_device_capability() == (9, 0) else ("fa2",):
+            step.check(EXTEND, device, prefill)
+
+
 def test_a_plan_is_spent_when_the_next_is_made(device: Device) -> None:
     step = Step([5, 70], [1, 1], 16, 4)
     backend = FlashInferAttentionBackend(step.pool, device, step.num_heads)
@@ -231,13 +253,13 @@ class Captured:
             seq_lens_cpu=np.array(lens, dtype=np.int64),
             query_lens_cpu=np.ones(count, dtype=np.int64),
         )
-        plan = TorchAttentionBackend(self.step.pool).plan(inputs)
+        plan = TorchAttentionBackend(self.step.pool, self.step.rules_there()).plan(inputs)
         return plan.forward(1, self.q[:count], self.kv[:count], self.kv[:count], SCALE)
 
 
-def graph_step(page_size: int, group: int, lens: Sequence[int]) -> Step:
+def graph_step(page_size: int, group: int, lens: Sequence[int], rules: LayerRules = PLAIN) -> Step:
     """Requests in rows other than 0: the last ``len(lens)`` of a step that has the sink's row too."""
-    step = Step(lens, [1] * len(lens), page_size, group)
+    step = Step(lens, [1] * len(lens), page_size, group, rules=rules)
     if bool((step.rows == 0).any()):  # the row 0 request moves to a row that nobody has
         free = next(row for row in range(len(step.table)) if row not in step.rows.tolist())
         step.table[free] = step.table[0]
@@ -247,12 +269,16 @@ def graph_step(page_size: int, group: int, lens: Sequence[int]) -> Step:
     return step
 
 
+@pytest.mark.parametrize("rules", [PLAIN, LayerRules(90, 2.0)], ids=["plain", "window"])
 @pytest.mark.parametrize("group", [2, 4, 8])
 @page_sizes
-def test_replays_of_changing_batches_agree(page_size: int, group: int, device: Device) -> None:
+def test_replays_of_changing_batches_agree(
+    page_size: int, group: int, rules: LayerRules, device: Device
+) -> None:
     """Random compositions and lengths; whatever is planned from is afterwards what it was, bit for bit (F9)."""
-    step = graph_step(page_size, group, [900, 40, 129, 64, 65, 16, 1, 512, 300, 77])
-    backend = FlashInferAttentionBackend(step.pool, device, step.num_heads)
+    step = graph_step(page_size, group, [900, 40, 129, 64, 65, 16, 1, 512, 300, 77], rules)
+    there = step.rules_there()
+    backend = FlashInferAttentionBackend(step.pool, device, step.num_heads, rules=there)
     captured = {bucket: Captured(step, bucket, device, backend) for bucket in (8, 4, 1)}
     random = np.random.default_rng(page_size + group)
     for _ in range(60):

@@ -77,12 +77,13 @@ def test_rms_norm_of_a_row_does_not_depend_on_the_others() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [3072, 11_008])
 def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
-    from fenceline.layers.kernels.activation import silu_and_mul
+    from fenceline.layers.kernels.activation import gelu_and_mul, silu_and_mul
 
     for num_rows in (1, 33, 1025):
         x = random(num_rows, 2 * size, dtype=dtype) * 4
         gate, up = x.float().chunk(2, dim=-1)
         close(silu_and_mul(x), (torch.nn.functional.silu(gate) * up).to(dtype))
+        close(gelu_and_mul(x), (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(dtype))
 
 
 LAYOUTS = [

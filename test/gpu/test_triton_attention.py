@@ -9,6 +9,7 @@ import pytest
 import torch
 from attention_cases import SCALE, Case, bits_of, random_tree, verify_cases
 
+from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.attention.triton_backend import TritonAttentionBackend
 from fenceline.layers.forward_batch import (
@@ -65,7 +66,8 @@ def attend(plan: AttentionPlan, step: Case) -> torch.Tensor:
 
 
 def check(step: Case, mode: ForwardMode) -> None:
-    output = attend(TritonAttentionBackend(step.pool).plan(inputs_of(step, mode)), step)
+    backend = TritonAttentionBackend(step.pool, rules=step.rules_there())
+    output = attend(backend.plan(inputs_of(step, mode)), step)
     assert output.is_contiguous() and output.dtype == step.queries[0].dtype
     torch.testing.assert_close(
         output.double().cpu(), torch.cat(step.expected()), atol=TOLERANCES[output.dtype], rtol=0
@@ -99,9 +101,27 @@ def test_decode_of_random_batches(dtype: torch.dtype) -> None:
         check(decode_case(lens, 16, (4, 2), 64, dtype), ForwardMode.DECODE)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_windows_soft_caps_and_sinks(head_dim: int) -> None:
+    """In decode, in prefill after a prefix and without one, and for chains and trees."""
+    sinks = torch.randn(8, generator=torch.Generator().manual_seed(2))
+    given = torch.bfloat16, head_dim, "cuda"
+    for rules in (LayerRules(window=70), LayerRules(soft_cap=2.0), LayerRules(130, 2.0, sinks)):
+        lens = [1, 69, 70, 71, 500, 4000, 33]
+        check(Case(lens, [1] * len(lens), 16, (8, 4), 1, *given, rules=rules), ForwardMode.DECODE)
+        for new in ([1, 69, 1, 71, 300, 17, 2], lens):
+            check(Case(lens, new, 16, (8, 4), 1, *given, rules=rules), ForwardMode.EXTEND)
+        trees = [[-1, 0, 0, 1, 3]] * 3
+        step = Case([500, 5, 80], [5] * 3, 16, (8, 4), 1, *given, rules=rules)
+        check_verify(step, trees, 5)
+        check_verify(step, None, 5)
+
+
 def check_verify(step: Case, trees: list[list[int]] | None, num_nodes: int) -> None:
     expected = torch.cat(step.expected(trees))
-    for backend in (TritonAttentionBackend(step.pool), TorchAttentionBackend(step.pool)):
+    rules = step.rules_there()
+    backends = TritonAttentionBackend(step.pool, rules=rules), TorchAttentionBackend(step.pool, rules)
+    for backend in backends:
         output = step.verify(backend, num_nodes, trees, bound=1)
         torch.testing.assert_close(output.double(), expected, atol=TOLERANCES[output.dtype], rtol=0)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from fenceline.layers.attention.base import AttentionBackend
+from fenceline.layers.attention.base import PLAIN, AttentionBackend, LayerRules
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, QueryTree, VerifyInputs
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
@@ -29,8 +30,11 @@ class Case:
         head_dim: int = 8,
         device: str = "cpu",
         kv_dtype: torch.dtype | None = None,
+        rules: LayerRules = PLAIN,
     ) -> None:
-        """``kv_dtype``: of the pool, whose keys and values are rounded to it; ``dtype`` unless given."""
+        """``kv_dtype``: of the pool, whose keys and values are rounded to it; ``dtype`` unless given. ``rules``: of
+        layer 1, in which it attends; their sinks are on the CPU."""
+        self.rules = rules
         self.device = torch.device(device)
         self.seq_lens, self.query_lens = seq_lens, query_lens
         num_heads, num_kv_heads = heads
@@ -91,10 +95,16 @@ class Case:
             seq_lens_cpu=np.array(self.seq_lens, dtype=np.int64),
             query_lens_cpu=np.array(self.query_lens, dtype=np.int64),
         )
-        plan = TorchAttentionBackend(self.pool).plan(inputs)
+        plan = TorchAttentionBackend(self.pool, self.rules_there()).plan(inputs)
         step = (torch.cat(self.queries), torch.cat(self._last(self.keys)), torch.cat(self._last(self.values)))
         output = plan.forward(1, *(tensor.to(self.device) for tensor in step), SCALE)
         return list(output.cpu().split(self.query_lens))
+
+    def rules_there(self) -> dict[int, LayerRules]:
+        """The rules of its layer, on its device, as backends take them."""
+        sinks = self.rules.sinks
+        there = None if sinks is None else sinks.to(self.device)
+        return {1: replace(self.rules, sinks=there)}
 
     def expected(self, trees: list[list[int]] | None = None) -> list[torch.Tensor]:
         """softmax(q k^T) v for one head at a time, in float64. ``trees``: the parents of each request's nodes, which
@@ -104,17 +114,26 @@ class Case:
             group = q.shape[1] // k.shape[1]
             last = len(k) - len(q) + torch.arange(len(q))
             hidden = torch.arange(len(k)) > last[:, None]
+            window = len(k) if self.rules.window is None else self.rules.window
+            hidden |= torch.arange(len(k)) <= last[:, None] - window
             if trees is not None:
                 first_node = len(k) - len(trees[i])
                 for query in range(len(q)):
-                    own = len(trees[i]) - len(q) + query
+                    path = path_to(trees[i], len(trees[i]) - len(q) + query)
+                    hidden[query] = torch.arange(len(k)) <= first_node + len(path) - 1 - window
                     hidden[query, first_node:] = True
-                    hidden[query, [first_node + node for node in path_to(trees[i], own)]] = False
+                    hidden[query, [first_node + node for node in path]] = False
             result = torch.empty(q.shape, dtype=torch.float64)
             for head in range(q.shape[1]):
                 keys, values = k[:, head // group].double(), v[:, head // group].double()
-                scores = (q[:, head].double() @ keys.T * SCALE).masked_fill(hidden, float("-inf"))
-                result[:, head] = torch.softmax(scores, dim=1) @ values
+                scores = q[:, head].double() @ keys.T * SCALE
+                if self.rules.soft_cap:
+                    scores = torch.tanh(scores / self.rules.soft_cap) * self.rules.soft_cap
+                scores = scores.masked_fill(hidden, float("-inf"))
+                if self.rules.sinks is not None:
+                    sink = self.rules.sinks[head].double().expand(len(q), 1)
+                    scores = torch.cat((scores, sink), 1)
+                result[:, head] = torch.softmax(scores, dim=1)[:, : len(k)] @ values
             results.append(result)
         return results
 
@@ -211,7 +230,9 @@ def decode(step, num_workers: int = 3, workspace=None, queries=None, launch_pdl=
     tree = QueryTree(num_queries, num_queries)
     config = DecodeConfig(16, num_workers, 4, 2, launch_pdl)
     queries = torch.cat(step.queries) if queries is None else queries
-    output = decode_attention(queries, keys, values, requests_of(step), SCALE, workspace, config, tree)
+    output = decode_attention(
+        queries, keys, values, requests_of(step), SCALE, workspace, config, tree, step.rules
+    )
     assert not workspace.num_done.any()
     return output
 

@@ -12,6 +12,7 @@ from routed_tokens import routed
 
 from fenceline.config.families import ExpertsConfig
 from fenceline.layers.attention import page_gather
+from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.forward_batch import QueryTree
 from fenceline.layers.kernels import (
     accesses,
@@ -275,16 +276,19 @@ def _paged(lens: list[int], page_size: int, heads: tuple[int, int]) -> tuple[Any
 
 
 def _decodes() -> Iterator[Launch]:
-    # Lengths, page size, heads, queries, nodes, whether they are a tree.
+    # Lengths, page size, heads, queries, nodes, whether they are a tree, the window.
     shapes = (
-        ([34, 5], 4, (2, 1), 3, 4, True),
-        ([34, 1], 4, (2, 1), 1, 1, False),
-        ([50], 1, (6, 2), 1, 1, False),
-        ([17, 1, 33], 16, (2, 2), 1, 1, False),
-        ([40, 9], 16, (4, 2), 4, 4, False),
-        ([70], 1, (9, 1), 8, 8, True),
+        ([34, 5], 4, (2, 1), 3, 4, True, None),
+        ([34, 1], 4, (2, 1), 1, 1, False, None),
+        ([50], 1, (6, 2), 1, 1, False, None),
+        ([17, 1, 33], 16, (2, 2), 1, 1, False, None),
+        ([40, 9], 16, (4, 2), 4, 4, False, None),
+        ([70], 1, (9, 1), 8, 8, True, None),
+        ([70, 9], 4, (4, 2), 1, 1, False, 21),
+        ([70, 20], 1, (4, 2), 3, 4, False, 6),
+        ([70, 20], 16, (4, 2), 3, 5, True, 18),
     )
-    for lens, page_size, heads, num_queries, num_nodes, is_tree in shapes:
+    for lens, page_size, heads, num_queries, num_nodes, is_tree, window in shapes:
         k_cache, v_cache, table, rows, seq_lens = _paged(lens, page_size, heads)
         q = _random(len(lens) * num_queries, heads[0], 16)
         out = torch.empty_like(q)
@@ -295,7 +299,8 @@ def _decodes() -> Iterator[Launch]:
 
         def run(
             pdl: bool, q: Any, k: Any, v: Any, out: Any, table: Any, rows: Any, seq_lens: Any, partial: Any,
-            stats: Any, num_done: Any, page_size: int, ancestors: Any, num_queries: int, num_nodes: int = num_nodes,
+            stats: Any, num_done: Any, page_size: int, ancestors: Any, num_queries: int, num_nodes: int,
+            window: int | None, sinks: Any,
         ) -> None:  # fmt: skip
             space = decode_attention.DecodeWorkspace.__new__(decode_attention.DecodeWorkspace)
             tiles = decode_attention.query_tiles(num_queries * (q.shape[1] // k.shape[1]))
@@ -305,18 +310,25 @@ def _decodes() -> Iterator[Launch]:
                 16, 3, 4, 2, pdl, num_prefetched=0 if k.device.type == "cpu" else 2
             )
             requests = decode_attention.PagedRequests(table, rows, seq_lens, page_size)
-            tree = QueryTree(num_queries, num_nodes, ancestors)
-            decode_attention.decode_attention(q, k, v, requests, _SCALE, space, config, tree)
+            tree, rules = QueryTree(num_queries, num_nodes, ancestors), LayerRules(window, 0.0, sinks)
+            decode_attention.decode_attention(q, k, v, requests, _SCALE, space, config, tree, rules)
 
-        scratch += page_size, ancestors, num_queries
+        sinks = None if window is None else torch.randn(heads[0])
+        scratch += page_size, ancestors, num_queries, num_nodes, window, sinks
         operands = (q, k_cache, v_cache, out, table, rows, seq_lens, *scratch)
-        name = f"decode_attention of {lens}, {num_queries} queries, pages of {page_size}"
+        name = f"decode_attention of {lens}, {num_queries} queries, pages of {page_size}, window {window}"
         yield Launch(name, accesses.decode_attention, operands, run, [out], decode_attention)
 
 
 def _extends() -> Iterator[Launch]:
-    shapes = (([34, 3], [2, 3], 4, (2, 1), 2), ([20, 5], [6, 5], 4, (4, 2), 1), ([33], [1], 16, (2, 1), 1))
-    for lens, query_lens, page_size, heads, num_splits in shapes:
+    shapes = (
+        ([34, 3], [2, 3], 4, (2, 1), 2, None),
+        ([20, 5], [6, 5], 4, (4, 2), 1, None),
+        ([33], [1], 16, (2, 1), 1, None),
+        ([70, 3], [20, 3], 4, (2, 1), 2, 9),
+        ([70, 25], [3, 25], 1, (4, 2), 1, 18),
+    )
+    for lens, query_lens, page_size, heads, num_splits, window in shapes:
         k_cache, v_cache, table, rows, seq_lens = _paged(lens, page_size, heads)
         q = _random(sum(query_lens), heads[0], 16)
         starts = torch.tensor([0, *query_lens]).cumsum(0).int()
@@ -324,20 +336,25 @@ def _extends() -> Iterator[Launch]:
         out = torch.empty(*shape, *q.shape)
         stats = torch.empty(num_splits, 2, *q.shape[:2]) if num_splits > 1 else None
         tiles = sum(-(-n * heads[0] // heads[1] // 16) for n in query_lens)
-        name = f"extend_attention of {lens} in {num_splits}"
+        name = f"extend_attention of {lens} in {num_splits}, window {window}"
         grid = extend_attention.ExtendGrid(tiles, num_splits)
 
         def run(
             pdl: bool, q: Any, k: Any, v: Any, out: Any, stats: Any, table: Any, rows: Any, seq_lens: Any,
-            starts: Any, page_size: int, grid: extend_attention.ExtendGrid = grid,
+            starts: Any, page_size: int, window: int | None, sinks: Any,
+            grid: extend_attention.ExtendGrid = grid,
         ) -> None:  # fmt: skip
             requests = decode_attention.PagedRequests(table, rows, seq_lens, page_size)
             config = extend_attention.ExtendConfig(16, 16, 4, 2)
             merged = None if grid.num_splits == 1 else torch.zeros_like(q)
             target = out if merged is None else merged
-            extend_attention.extend_attention(q, k, v, requests, starts, grid, _SCALE, config, target)
+            rules = LayerRules(window, 0.0, sinks)
+            extend_attention.extend_attention(q, k, v, requests, starts, grid, _SCALE, config, target, rules)
 
-        operands = (q, k_cache, v_cache, out, stats, table, rows, seq_lens, starts, page_size)
+        sinks = None if window is None else torch.randn(heads[0])
+        operands = (
+            q, k_cache, v_cache, out, stats, table, rows, seq_lens, starts, page_size, window, sinks
+        )  # fmt: skip
         outputs = [out, stats] if stats is not None else []
         yield Launch(name, accesses.extend_attention, operands, run, outputs)
     partial, out = _random(2, 5, 4, 16), torch.empty(5, 4, 16)

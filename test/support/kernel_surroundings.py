@@ -94,11 +94,15 @@ class Touched:
         lengths: torch.Tensor,
         page_size: int,
         but_last: int = 0,
+        window: int | None = None,
+        queries: int | torch.Tensor = 1,
     ) -> None:
         self.read(page_table, rows)
         self.read(lengths)
-        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
-            at = np.arange(length - but_last)
+        num_queries = [queries] * len(rows) if isinstance(queries, int) else queries.diff().tolist()
+        for row, length, num in zip(rows.tolist(), lengths.tolist(), num_queries, strict=True):
+            first = 0 if window is None else max(length - num - window + 1, 0)
+            at = np.arange(first, length - but_last)
             pages = page_table[row].numpy()[at // page_size].astype(np.int64)
             self._mark(self.read_there, cache, pages * page_size + at % page_size)
 

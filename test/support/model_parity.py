@@ -10,10 +10,11 @@ import torch
 import transformers
 
 from fenceline.config.model_config import ModelConfig
-from fenceline.layers.attention.torch_backend import TorchAttentionBackend
+from fenceline.layers.attention.backends import AttentionSetting, make_attention_backends
 from fenceline.layers.context import LayerContext, Shard, torch_context
 from fenceline.layers.forward_batch import AttentionInputs, AuxHiddenStates, ForwardBatch, ForwardMode
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
+from fenceline.memory_order.cpu import CpuDevice
 from fenceline.models.decoder import CausalLM
 from fenceline.models.draft import DraftModel
 from fenceline.models.loader import load_model
@@ -65,6 +66,7 @@ _ROPES: dict[str, dict[str, object]] = {
 }
 
 _HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+_CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}
 _EXPERTS: dict[str, object] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 # Family, then what differs from _SIZES. Names are test ids.
@@ -78,7 +80,54 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3": ("Qwen3", {"head_dim": 20, "rms_norm_eps": 1e-5}),
     "qwen3-tied-biased": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
     "mistral": ("Mistral", {"head_dim": 14, "sliding_window": None}),
-    "mistral-window": ("Mistral", {"sliding_window": CONTEXT}),
+    "mistral-window": ("Mistral", {"sliding_window": 40}),
+    "mistral-loose-window": ("Mistral", {"sliding_window": CONTEXT}),
+    "qwen2-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 1}),
+    "qwen3-windows": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 50,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma2": (
+        "Gemma2",
+        {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 33, "query_pre_attn_scalar": 24, **_CAPS},
+    ),
+    "gemma2-uncapped": (
+        "Gemma2",
+        {
+            "head_dim": 12,
+            "sliding_window": 100,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "sliding_window": 33,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
+    "gemma3-untied": (
+        "Gemma3Text",
+        {
+            "num_hidden_layers": 6,
+            "head_dim": 16,
+            "sliding_window": 20,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral-all-experts": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "head_dim": 14}),
     "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
@@ -140,7 +189,8 @@ def save_checkpoint(
     values of its config.json that are to be others."""
     family, changes = CHECKPOINTS[name]
     config_class = getattr(transformers, f"{family}Config")
-    model_class: Callable[..., transformers.PreTrainedModel] = getattr(transformers, f"{family}ForCausalLM")
+    name_of_class = f"{family.removesuffix('Text')}ForCausalLM"
+    model_class: Callable[..., transformers.PreTrainedModel] = getattr(transformers, name_of_class)
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     config = config_class(**{**_SIZES, **changes, **(others or {}), **eager})
     model = model_class(config).eval()
@@ -193,7 +243,9 @@ class PagedModel:
         for layer in range(self.pool.num_layers):
             self.pool.k(layer)[page_size:] = float("nan")
             self.pool.v(layer)[page_size:] = float("nan")
-        self.backend = TorchAttentionBackend(self.pool)
+        rules = self.model.attention_rules | ({} if self.draft is None else self.draft.attention_rules)
+        setting = AttentionSetting(self.pool, CpuDevice(), self.config.num_heads, CONTEXT, rules=rules)
+        self.backend = make_attention_backends("torch", "torch", setting).prefill
         pages = np.random.default_rng(3).permutation(np.arange(1, num_pages))
         self.page_table = pages.reshape(num_rows, pages_per_row).astype(np.int32)
 

@@ -140,7 +140,8 @@ def compile_kernel(
     types |= dict.fromkeys(("slots", "path", "counts", "addresses", "num_words"), "*i64")
     types |= dict.fromkeys(("qkv", "q_weight", "k_weight", "k_cache", "v_cache"), "*bf16")
     types |= {"table": "*fp32", "eps": "fp32", "k_scale": "fp32", "v_scale": "fp32"}
-    types |= dict.fromkeys(("partial_ptr", "stats_ptr"), "*fp32") | {"scale_log2": "fp32"}
+    types |= dict.fromkeys(("partial_ptr", "stats_ptr", "sinks_ptr"), "*fp32")
+    types |= {"scale_log2": "fp32", "cap_log2": "fp32"}
     types |= dict.fromkeys(constants, "constexpr")
     names = kernel.arg_names
     source = ASTSource(

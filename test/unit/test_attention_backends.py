@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
+from attention_cases import SCALE, Case
 
 from fenceline.layers.attention import backends, flashinfer_library
 from fenceline.layers.attention.backends import AttentionSetting, choose, make_attention_backends, measure_us
-from fenceline.layers.attention.base import AttentionBackend
+from fenceline.layers.attention.base import AttentionBackend, LayerRules
+from fenceline.layers.attention.by_window import BackendsByWindow
 from fenceline.layers.attention.fa3_backend import Fa3AttentionBackend
 from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
-from fenceline.layers.forward_batch import ForwardMode
+from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 from fenceline.memory_order import Device, open_device
 from fenceline.memory_order.cpu import CpuDevice
@@ -232,6 +236,73 @@ def test_a_missing_or_foreign_flashinfer_is_refused_with_the_remedy(monkeypatch:
 def test_flashinfer_says_what_it_cannot_compute(dtype: torch.dtype, head_dim: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FlashInferAttentionBackend(pool(dtype, head_dim), PretendCuda(), 4)
+
+
+def test_backends_without_sinks_say_so_and_which_has_them() -> None:
+    rules = {0: LayerRules(sinks=torch.zeros(4)), 1: LayerRules(window=9)}
+    with pytest.raises(ValueError, match="flashinfer has no kernels with attention sinks: use .* triton"):
+        FlashInferAttentionBackend(pool(), PretendCuda(), 4, rules={0: rules[0]})
+    with pytest.raises(ValueError, match="fa3 serves no attention sinks: use --attention-backend triton"):
+        Fa3AttentionBackend(pool(), print, {0: rules[0]})  # type: ignore[arg-type]
+
+
+def test_auto_takes_a_backend_that_serves_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The faster one has no sinks, which only some layers have."""
+
+    def fast(setting: AttentionSetting) -> AttentionBackend:
+        if any(rule.sinks is not None for rule in setting.rules.values()):
+            raise ValueError("no sinks")
+        return Fake("flashinfer", setting.kv_pool)
+
+    def slow(setting: AttentionSetting) -> AttentionBackend:
+        return Fake("triton", setting.kv_pool)
+
+    def measure(backend: AttentionBackend, setting: AttentionSetting, mode: ForwardMode) -> float:
+        parts = backend.backends if isinstance(backend, BackendsByWindow) else (backend,)
+        return 9.0 if any(isinstance(part, Fake) and part.name == "triton" for part in parts) else 1.0
+
+    monkeypatch.setattr(backends, "ATTENTION_BACKENDS", {"flashinfer": fast, "triton": slow})
+    monkeypatch.setattr(backends, "measure_us", measure)
+    plain = setting(PretendCuda())
+    assert make_attention_backends("auto", "auto", plain).prefill_name == "flashinfer"
+    ruled = replace(plain, rules={1: LayerRules(7, sinks=torch.zeros(4))})
+    chosen = make_attention_backends("auto", "auto", ruled)
+    assert (chosen.prefill_name, chosen.decode_name) == ("triton", "triton")
+    assert isinstance(chosen.prefill, BackendsByWindow) and len(chosen.prefill.backends) == 2
+
+
+@pytest.mark.parametrize("mode", [EXTEND, DECODE])
+def test_layers_with_different_windows_attend_in_their_own(mode: ForwardMode) -> None:
+    """Through one plan, eager and of a graph; and measuring such a backend runs it."""
+    lens = [70, 9, 33]
+    new = [1, 1, 1] if mode is DECODE else [20, 9, 1]
+    rules = {1: LayerRules(window=12)}
+    windowed = Case(lens, new, 16, (4, 2), seed=3, rules=rules[1])
+    plain = Case(lens, new, 16, (4, 2), seed=3)
+    given = windowed.pool
+    given.k(0).copy_(given.k(1))
+    given.v(0).copy_(given.v(1))
+    wanted = AttentionSetting(given, open_device("cpu"), num_heads=4, context_length=70, rules=rules)
+    backend = make_attention_backends("torch", "torch", wanted).prefill
+    q = torch.cat(windowed.queries)
+    kv = [torch.cat(windowed._last(tensors)) for tensors in (windowed.keys, windowed.values)]
+    seq_lens = torch.tensor(lens)
+    inputs = AttentionInputs(
+        mode, windowed.page_table, windowed.rows, seq_lens, np.array(lens), np.array(new)
+    )
+    plans = [backend.plan(inputs)]
+    if mode is DECODE:
+        plans.append(backend.plan_graph(GraphDecodeInputs(windowed.page_table, windowed.rows, seq_lens, 70)))
+    for plan in plans:
+        assert plan is not None
+        plan.prepare()
+        for layer, case in enumerate((plain, windowed)):
+            expected = torch.cat(case.expected())
+            output = plan.forward(layer, q, *kv, SCALE)
+            torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=0)
+    measured = replace(wanted, kv_pool=pool(torch.float32, head_dim=8), context_length=64)
+    backend = make_attention_backends("torch", "torch", measured).prefill
+    assert measure_us(backend, measured, mode) > 0
 
 
 def test_fa3_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

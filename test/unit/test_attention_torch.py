@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_cases import Case, random_tree, verify_cases
+from attention_cases import SCALE, Case, random_tree, verify_cases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fenceline.layers.attention import shared_prefixes, torch_backend
+from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.attention.shared_prefixes import SharedPrefix, find_shared_prefixes
 from fenceline.layers.attention.torch_backend import (
     TorchAttentionBackend,
@@ -20,7 +21,7 @@ from fenceline.layers.attention.torch_backend import (
     _verify_ranges,
     decode_groups,
 )
-from fenceline.layers.forward_batch import AttentionInputs, ForwardMode
+from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool
 
 heads = st.sampled_from([(1, 1), (4, 4), (6, 2), (4, 1)])
@@ -64,6 +65,76 @@ def test_verify_equals_the_textbook(
     step = Case(lens, [num_queries] * len(lens), page_size, heads, seed=4)
     output = step.verify(TorchAttentionBackend(step.pool), num_nodes, trees, bound=2)
     torch.testing.assert_close(output.double(), torch.cat(step.expected(trees)), atol=1e-5, rtol=0)
+
+
+rules_of_six = st.builds(
+    LayerRules,
+    st.sampled_from([None, 1, 7, 30, 64, 500]),
+    st.sampled_from([0.0, 0.8]),
+    st.sampled_from([None, torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -2.0])]),
+)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 70), st.integers(1, 40)), min_size=1, max_size=5),
+    page_sizes,
+    st.sampled_from([(6, 2), (6, 6), (6, 1)]),
+    rules_of_six,
+    st.booleans(),
+)
+def test_windows_soft_caps_and_sinks_equal_the_textbook(
+    requests: list[tuple[int, int]],
+    page_size: int,
+    heads: tuple[int, int],
+    rules: LayerRules,
+    decodes: bool,
+) -> None:
+    requests = [(prefix, 1 if decodes else new) for prefix, new in requests]
+    seq_lens, query_lens = [a + b for a, b in requests], [new for _, new in requests]
+    step = Case(seq_lens, query_lens, page_size, heads, seed=7, rules=rules)
+    step.check(ForwardMode.DECODE if decodes else ForwardMode.EXTEND)
+    if not decodes:
+        return
+    # The same from inside a graph.
+    backend = TorchAttentionBackend(step.pool, step.rules_there())
+    inputs = GraphDecodeInputs(step.page_table, step.rows, torch.tensor(seq_lens), max(seq_lens))
+    plan = backend.plan_graph(inputs)
+    assert plan is not None
+    plan.prepare()
+    q = torch.cat(step.queries)
+    kv = q[:, : heads[1]]
+    output = plan.forward(1, q, kv, kv, SCALE)
+    torch.testing.assert_close(output.double(), torch.cat(step.expected()), atol=1e-5, rtol=0)
+
+
+def test_extend_with_rules_in_several_query_blocks() -> None:
+    rules = LayerRules(window=200, soft_cap=0.8)
+    Case([700, 300, 258, 600], [600, 257, 256, 1], 16, (2, 1), seed=1, rules=rules).check(ForwardMode.EXTEND)
+
+
+@given(
+    st.lists(st.integers(0, 70), min_size=1, max_size=5),
+    st.integers(1, 30).flatmap(lambda n: st.tuples(st.integers(1, n), st.just(n))),
+    rules_of_six,
+    st.booleans(),
+)
+def test_verify_with_rules_equals_the_textbook(
+    committed: list[int], sizes: tuple[int, int], rules: LayerRules, is_chain: bool
+) -> None:
+    num_queries, num_nodes = sizes
+    is_chain = is_chain or (rules.window is not None and rules.window < num_nodes)
+    lens = [prefix + num_nodes for prefix in committed]
+    random = np.random.default_rng(sum(lens))
+    trees = None if is_chain else [random_tree(random, num_nodes) for _ in lens]
+    step = Case(lens, [num_queries] * len(lens), 16, (6, 2), seed=4, rules=rules)
+    output = step.verify(TorchAttentionBackend(step.pool, step.rules_there()), num_nodes, trees, bound=2)
+    torch.testing.assert_close(output.double(), torch.cat(step.expected(trees)), atol=1e-5, rtol=0)
+
+
+def test_a_tree_that_is_larger_than_the_window_is_refused() -> None:
+    step = Case([9], [3], 16, (2, 1), seed=4, rules=LayerRules(window=2))
+    with pytest.raises(AssertionError, match="a window of 2 tokens and a tree of 3"):
+        step.verify(TorchAttentionBackend(step.pool, step.rules_there()), 3, [[-1, 0, 1]])
 
 
 def test_verify_of_the_trees_that_the_triton_kernel_is_tested_with() -> None:

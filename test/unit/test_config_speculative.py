@@ -22,6 +22,9 @@ def configure(**flags: object) -> EngineConfig:
 
 OWN = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "demo"}  # it drafts for itself
 DUMMY = {**OWN, "load_format": "dummy"}
+WINDOWS = {
+    "json_model_override_args": '{"use_sliding_window": true, "sliding_window": 40, "max_window_layers": 1}'
+}
 TREE = {**OWN, "speculative_eagle_topk": 2, "speculative_num_steps": 3}
 
 
@@ -45,6 +48,7 @@ TREE = {**OWN, "speculative_eagle_topk": 2, "speculative_num_steps": 3}
         ({**OWN, "speculative_eagle_topk": 2000, "speculative_num_steps": 1}, "the draft knows 1024 tokens"),
         ({**TREE, "speculative_num_draft_tokens": 3}, "trees of 3 steps and topk 2 have 4 to 11"),
         ({**TREE, "speculative_num_draft_tokens": 12}, "trees of 3 steps and topk 2 have 4 to 11"),
+        ({**TREE, **WINDOWS}, "trees need windows of 64 tokens or more, this model's have 40; leave it out"),
     ],
 )
 def test_impossible_values_are_refused_with_the_remedy(flags: dict[str, object], message: str) -> None:

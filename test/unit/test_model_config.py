@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fenceline.config.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
+from fenceline.config.model_config import SUPPORTED_ARCHITECTURES, ModelConfig, RopeScaling
 
 Json = dict[str, object]
 LLAMA: Json = {
@@ -40,7 +40,7 @@ def test_reads_sizes_and_defaults(tmp_path: Path) -> None:
     assert (config.num_kv_heads, config.head_dim, config.context_length) == (2, 8, 4096)
     assert (config.rms_norm_eps, config.rope_theta, config.rope_scaling) == (1e-6, 500000.0, None)
     assert (config.tie_word_embeddings, config.attention_bias, config.mlp_bias) == (False, False, False)
-    assert (config.dtype, config.sliding_window, config.eos_token_ids) == ("bfloat16", None, ())
+    assert (config.dtype, config.windows, config.eos_token_ids) == ("bfloat16", (), ())
     assert config.hf_config["torch_dtype"] == "bfloat16"
 
 
@@ -227,37 +227,65 @@ MISTRAL: Json = {**LLAMA, "architectures": ["MistralForCausalLM"], "max_position
 QWEN: Json = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 512}
 
 
-@pytest.mark.parametrize(
-    ("config", "window"),
-    [
-        ({**MISTRAL, "sliding_window": 1024}, 1024),
-        (MISTRAL, 4096),  # transformers' default for a missing entry
-        ({**QWEN, "use_sliding_window": True, "max_window_layers": 3}, 512),
-        ({**QWEN, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, 512),
-    ],
-)
-def test_a_window_below_the_context_is_refused_with_its_remedy(
-    tmp_path: Path, config: Json, window: int
-) -> None:
-    path = write(tmp_path, config)
-    with pytest.raises(ValueError, match=f"--context-length {window}$"):
-        ModelConfig.from_dir(path)
-    served = ModelConfig.from_dir(path, context_length=window)
-    assert (served.sliding_window, served.context_length) == (window, window)
+GEMMA: Json = {"architectures": ["Gemma2ForCausalLM"]}
+GEMMA3: Json = {
+    **LLAMA,
+    "architectures": ["Gemma3ForCausalLM"],
+    "sliding_window": 512,
+    "num_hidden_layers": 8,
+}
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "windows"),
     [
-        {**MISTRAL, "sliding_window": None},
-        {**QWEN, "use_sliding_window": False},
-        {**QWEN, "use_sliding_window": True, "max_window_layers": 4},
-        {**QWEN, "use_sliding_window": True, "max_window_layers": 0, "layer_types": ["full_attention"] * 4},
-        {**LLAMA, "sliding_window": 16},
+        ({**MISTRAL, "sliding_window": 1024}, (1024,) * 4),
+        (MISTRAL, (4096,) * 4),  # transformers' default for a missing entry
+        ({**QWEN, "use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 512)),
+        (
+            {**QWEN, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"] * 2},
+            (None, 512, None, 512),
+        ),
+        ({**LLAMA, "architectures": ["Gemma2ForCausalLM"]}, (4096, None, 4096, None)),
+        (GEMMA3, (512,) * 5 + (None, 512, 512)),
+        ({**GEMMA3, "sliding_window_pattern": 2}, (512, None) * 4),
+        ({**MISTRAL, "sliding_window": None}, ()),
+        ({**QWEN, "use_sliding_window": False}, ()),
+        ({**LLAMA, "sliding_window": 16}, ()),
+        ({**QWEN, "use_sliding_window": True, "max_window_layers": 4}, (None,) * 4),
+        (
+            {
+                **QWEN,
+                "use_sliding_window": True,
+                "max_window_layers": 0,
+                "layer_types": ["full_attention"] * 4,
+            },
+            (None,) * 4,
+        ),
     ],
 )
-def test_a_window_that_no_layer_uses_is_ignored(tmp_path: Path, config: Json) -> None:
-    assert ModelConfig.from_dir(write(tmp_path, config)).sliding_window is None
+def test_windows_of_layers(tmp_path: Path, config: Json, windows: tuple[int | None, ...]) -> None:
+    assert ModelConfig.from_dir(write(tmp_path, config)).windows == windows
+
+
+def test_layers_with_a_window_rotate_in_their_own_way(tmp_path: Path) -> None:
+    """As published, and as transformers 5 writes it. The length that such a model states is that after scaling."""
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old: Json = {**GEMMA3, "rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": scaling}
+    new: Json = {
+        **GEMMA3,
+        "rope_parameters": {
+            "full_attention": {**scaling, "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        },
+    }
+    for config in (old, new):
+        read = ModelConfig.from_dir(write(tmp_path, config))
+        assert (read.rope_theta, read.rope_scaling) == (5e5, RopeScaling("linear", 8.0, 4096))
+        assert read.local_rope == (2e4, None)
+        assert read.context_length == GEMMA3["max_position_embeddings"]
+    with pytest.raises(ValueError, match="differ by layer type"):
+        ModelConfig.from_dir(write(tmp_path, {**new, "architectures": ["LlamaForCausalLM"]}))
 
 
 @pytest.mark.parametrize(
@@ -278,7 +306,10 @@ def test_a_window_that_no_layer_uses_is_ignored(tmp_path: Path, config: Json) ->
         ({"head_dim": 7}, "even"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number"),
         ({"tie_word_embeddings": "yes"}, "true or false"),
-        ({"hidden_act": "gelu"}, "only silu"),
+        ({"hidden_act": "gelu"}, "supported are silu"),
+        ({"layer_types": ["full_attention"], **GEMMA}, "tells of 1 layers"),
+        ({"layer_types": ["chunked_attention"] * 4, **GEMMA}, "chunked_attention are not supported"),
+        ({"attn_logit_softcapping": -1.0, **GEMMA}, "must not be negative"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "unquantised"),
         ({"torch_dtype": "int8"}, "--dtype"),
         ({"rope_theta": -1.0}, "rope_theta"),

@@ -101,6 +101,8 @@ def flash_attention(
     max_seqlen_q: int,
     softmax_scale: float,
     causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
 ) -> torch.Tensor:
     """What flash_attn_with_kvcache documents, in float64, on the types that it insists on."""
     assert causal and page_table.dtype == cache_seqlens.dtype == cu_seqlens_q.dtype == torch.int32
@@ -116,21 +118,29 @@ def flash_attention(
         values = v_cache[pages].flatten(0, 1)[:length].double().repeat_interleave(group, dim=1)
         queries = q[starts[i] : starts[i + 1]].double()
         last = length - len(queries) + torch.arange(len(queries))
-        hidden = torch.arange(length) > last[:, None]
+        left, right = (length if size == -1 else size for size in window_size)
+        hidden = torch.arange(length) > last[:, None] + min(right, 0)
+        hidden |= torch.arange(length) < last[:, None] - left
         scores = torch.einsum("qhd,khd->hqk", queries, keys) * softmax_scale
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
         weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
         outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
     return torch.cat(outputs).to(q.dtype)
 
 
-def fa3_plan(seq_lens: list[int], query_lens: list[int], page_size: int, kind: str) -> None:
+def fa3_plan(
+    seq_lens: list[int], query_lens: list[int], page_size: int, kind: str, window: int | None = None
+) -> None:
     from attention_cases import SCALE, Case
 
+    from fenceline.layers.attention.base import LayerRules
     from fenceline.layers.attention.fa3_backend import Fa3AttentionBackend
     from fenceline.layers.forward_batch import AttentionInputs, ForwardMode, GraphDecodeInputs
 
-    case = Case(seq_lens, query_lens, page_size, (4, 2), seed=3, dtype=torch.bfloat16)
-    backend = Fa3AttentionBackend(case.pool, flash_attention)
+    rules = LayerRules(window, 0.0 if window is None else 0.8)
+    case = Case(seq_lens, query_lens, page_size, (4, 2), seed=3, dtype=torch.bfloat16, rules=rules)
+    backend = Fa3AttentionBackend(case.pool, flash_attention, case.rules_there())
     if kind == "graph":
         rows, lens = (
             torch.zeros(len(seq_lens), dtype=torch.int64),
@@ -164,10 +174,12 @@ def fa3_plan(seq_lens: list[int], query_lens: list[int], page_size: int, kind: s
 def fa3_extend() -> None:
     fa3_plan([5, 90, 40, 16], [5, 1, 7, 16], 16, "extend")
     fa3_plan([7, 3], [7, 1], 1, "extend")
+    fa3_plan([40, 90, 16], [9, 1, 16], 16, "extend", window=10)
 
 
 def fa3_decode() -> None:
     fa3_plan([1, 16, 17, 33], [1] * 4, 16, "decode")
+    fa3_plan([1, 16, 17, 33], [1] * 4, 16, "decode", window=16)
 
 
 def fa3_graph() -> None:

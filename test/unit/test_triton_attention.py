@@ -42,6 +42,10 @@ INTERPRETED = (
     "extend_with_split_keys",
     "extend_grid_fills_the_gpu",
     "extend_reads_no_column_past_the_end",
+    "decode_with_rules",
+    "verify_with_rules",
+    "extend_with_rules",
+    "windows_read_no_column_in_front",
     "impossible_batches_are_refused",
     "impossible_trees_are_refused",
 )
@@ -75,7 +79,10 @@ def extend(step, block_m: int = 16, block_n: int = 16, num_splits: int = 1) -> t
     group = queries.shape[1] // keys.shape[1]
     grid = ExtendGrid(int((-(-lens * group // block_m)).sum()), num_splits)
     config = ExtendConfig(block_m, block_n, 4, 2)
-    return extend_attention(queries, keys, values, requests_of(step), starts_of(lens), grid, SCALE, config)
+    return extend_attention(
+        queries, keys, values, requests_of(step), starts_of(lens), grid, SCALE, config,
+        rules=step.rules,
+    )  # fmt: skip
 
 
 def starts_of(query_lens: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
@@ -171,7 +178,7 @@ def backend_output(step, decoding: bool, queries: torch.Tensor) -> torch.Tensor:
         query_lens_cpu=query_lens,
         query_starts=None if decoding else starts_of(query_lens),
     )
-    plan = TritonAttentionBackend(step.pool).plan(inputs)
+    plan = TritonAttentionBackend(step.pool, rules=step.rules_there()).plan(inputs)
     plan.prepare()
     k = torch.cat([keys[-new:] for keys, new in zip(step.keys, step.query_lens, strict=True)])
     output = plan.forward(1, queries, k, k, SCALE)
@@ -206,7 +213,7 @@ def check_graph_plan_follows_its_tensors() -> None:
 def verify(step, num_nodes: int, trees, num_sms: int = 3) -> torch.Tensor:  # type: ignore[no-untyped-def]
     from fenceline.layers.attention.triton_backend import TritonAttentionBackend
 
-    backend = TritonAttentionBackend(step.pool)
+    backend = TritonAttentionBackend(step.pool, rules=step.rules_there())
     backend.num_sms = num_sms
     backend._workspaces.clear()  # they have as many workers as there are multiprocessors
     output = step.verify(backend, num_nodes, trees)
@@ -399,6 +406,57 @@ def check_extend_reads_no_column_past_the_end() -> None:
         agree(extend(step), step)
 
 
+def rules_of(num_heads: int):  # type: ignore[no-untyped-def]
+    """Windows of less than a block, of several blocks and of more than any request has; soft caps and sinks."""
+    from fenceline.layers.attention.base import LayerRules
+
+    sinks = torch.randn(num_heads, generator=torch.Generator().manual_seed(9))
+    yield LayerRules(window=5)
+    yield LayerRules(1000, 0.8)
+    yield LayerRules(41, 0.8, sinks)
+
+
+def check_decode_with_rules() -> None:
+    for rules in rules_of(4):
+        for num_workers in (1, 5):
+            step = case([70, 5, 33, 90], [1] * 4, 16, (4, 2), rules=rules)
+            agree(decode(step, num_workers), step)
+        agree(decode(case([90], [1], 1, (4, 2), rules=rules)), case([90], [1], 1, (4, 2), rules=rules))
+
+
+def check_verify_with_rules() -> None:
+    for rules in rules_of(4):
+        for num_queries, num_nodes in ((2, 5), (12, 12)):
+            step = case([num_nodes, num_nodes + 40, 90], [num_queries] * 3, 16, (4, 2), rules=rules)
+            agree(verify(step, num_nodes, None), step)
+    for lens, trees, num_queries, page_size, heads in list(verify_cases())[:3]:
+        for rules in rules_of(heads[0]):
+            if rules.window is None or rules.window >= len(trees[0]):
+                step = case(lens, [num_queries] * len(lens), page_size, heads, rules=rules)
+                agree_on_trees(verify(step, len(trees[0]), trees), step, trees)
+
+
+def check_extend_with_rules() -> None:
+    for rules in rules_of(6):
+        for block_m, block_n, num_splits in ((32, 16, 1), (16, 32, 3)):
+            step = case([70, 3, 64, 90], [30, 3, 1, 90], 16, (6, 2), rules=rules)
+            agree(extend(step, block_m, block_n, num_splits), step)
+        agree(backend_output(step, decoding=False, queries=torch.cat(step.queries)), step)
+
+
+def check_windows_read_no_column_in_front() -> None:
+    """Pages in front of a window may be another request's by now: to follow one here is to crash."""
+    from fenceline.layers.attention.base import LayerRules
+
+    rules = LayerRules(window=20)
+    for page_size in (1, 16):
+        for query_lens in ([1, 1], [3, 30]):
+            step = case([90, 70], query_lens, page_size, (2, 1), rules=rules)
+            for row, length, new in zip(step.rows, step.seq_lens, query_lens, strict=True):
+                step.page_table[row, : (length - new - 19) // page_size] = 1 << 30
+            agree(decode(step) if query_lens == [1, 1] else extend(step), step)
+
+
 def check_impossible_batches_are_refused() -> None:
     from fenceline.layers.attention.triton_backend import TritonAttentionBackend
     from fenceline.mem_cache.kv_pool import KVLayout, KVPool
@@ -424,6 +482,7 @@ def compile_for(arch: str) -> None:
     gathers, scatters = moved.split("bar.sync")  # one thread's targets are others' sources
     assert "st.global" not in gathers and "ld.global" not in scatters
     common = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "GROUP": 4, "PAGE_SIZE": 1, "BATCH_PAD": 64, "BLOCK_N": 64}
+    common |= {"WINDOW": 0, "CAPS": False, "SINKS": False}
     pdl = arch != "sm_80"
     decode = {"NUM_WORKERS": 33, "MERGE": 16, "PDL": pdl, "NUM_PREFETCHED": 2 if pdl else 0}
     one = {"NUM_QUERIES": 1, "NUM_NODES": 1, "TREE": False, "ROWS": 16, "MERGED_ROWS": 4}
@@ -435,6 +494,14 @@ def compile_for(arch: str) -> None:
     extend = extend_attention._extend_kernel
     compile_kernel(extend, common | {"BLOCK_M": 128, "SPLIT": False}, arch, 8, 3, False)
     compile_kernel(extend, common | {"BLOCK_M": 16, "SPLIT": True}, arch, 4, 5, False)
+    ruled = common | {"WINDOW": 4096, "CAPS": True, "SINKS": True}
+    compile_kernel(decode_attention._decode_kernel, ruled | decode | tree, arch, 4, 3, pdl)
+    compile_kernel(extend, ruled | {"BLOCK_M": 128, "SPLIT": False}, arch, 8, 3, False)
+    wide = ruled | {"HEAD_DIM": 256, "GROUP": 2, "BLOCK_N": 32}  # Gemma's heads
+    compile_kernel(decode_attention._decode_kernel, wide | decode | one | {"MERGE": 8}, arch, 4, 3, pdl)
+    compile_kernel(decode_attention._decode_kernel, wide | decode | tree, arch, 8, 2, pdl)
+    compile_kernel(extend, wide | {"BLOCK_M": 64, "SPLIT": False}, arch, 8, 2, False)
+    compile_kernel(extend, wide | {"BLOCK_M": 16, "SPLIT": True}, arch, 4, 3, False)
     if pdl:  # sm_80 has no instruction for FP8
         compile_kernel(decode_attention._decode_kernel, common | decode | one, arch, 4, 5, pdl, "fp8e4nv")
         compile_kernel(extend, common | {"BLOCK_M": 128, "SPLIT": False}, arch, 8, 3, False, "fp8e4nv")

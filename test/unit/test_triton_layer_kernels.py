@@ -103,7 +103,8 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
     )
     for kernel, warps, constants, types in (
         (rms_norm._rms_norm_kernel, 16, {"SIZE": 4096, "BLOCK": 4096, "ROWS": 1}, {}),
-        (activation._silu_and_mul_kernel, 4, {"SIZE": 12_288, "BLOCK": 1024}, {}),
+        (activation._silu_and_mul_kernel, 4, {"SIZE": 12_288, "BLOCK": 1024, "GELU": False}, {}),
+        (activation._silu_and_mul_kernel, 4, {"SIZE": 12_288, "BLOCK": 1024, "GELU": True}, {}),
         (rotate_store._rotate_and_store_kernel, 1, heads, {}),
         (quantized_gemm._one_row_kernel, 4, one, {}),
         (quantized_gemm._rows_kernel, 4, many, {}),
@@ -165,17 +166,20 @@ def check_rms_norm() -> None:
     for dtype in DTYPES:
         for rows, size in ((1, 64), (37, 64), (3, 80), (1, 1024), (2, 2560), (0, 64)):
             x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype, seed=1)
-            close(rms_norm(x, weight, 1e-6), TorchLayerKernels().rms_norm(x, weight, 1e-6))
+            for scale in (weight, weight.float()):
+                close(rms_norm(x, scale, 1e-6), TorchLayerKernels().rms_norm(x, scale, 1e-6))
 
 
 def check_silu_and_mul() -> None:
-    from fenceline.layers.kernels.activation import silu_and_mul
+    from fenceline.layers.kernels.activation import gelu_and_mul, silu_and_mul
 
     for dtype in DTYPES:
         for rows, size in ((1, 64), (5, 96), (2, 2752), (0, 64)):
             x = random(rows, 2 * size, dtype=dtype) * 4
             gate, up = x.float().chunk(2, dim=-1)
             close(silu_and_mul(x), (torch.nn.functional.silu(gate) * up).to(dtype))
+            gelu = torch.nn.functional.gelu(gate, approximate="tanh")
+            close(gelu_and_mul(x), (gelu * up).to(dtype))
 
 
 def check_rotate_and_store() -> None:

@@ -220,7 +220,7 @@ def test_fetching_the_token_that_the_kernel_in_front_stores_is_a_race(
     right = accesses.decode_attention
 
     def wrong(op: KernelAccesses, q: torch.Tensor, k_cache: torch.Tensor, *operands: Any) -> None:
-        _, _, page_table, rows, seq_lens, *_, page_size = operands
+        _, _, page_table, rows, seq_lens, _, _, _, page_size, *_ = operands
         op.read_tokens(k_cache, page_table, rows, seq_lens, page_size)
         right.accesses(op, q, k_cache, *operands)
 

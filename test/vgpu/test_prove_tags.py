@@ -14,6 +14,7 @@ import torch
 from tiny_model import more_workloads
 
 from fenceline.ipc.io_struct import FlushCacheReq
+from fenceline.layers import decoder_layer
 from fenceline.layers.attention import torch_backend
 from fenceline.layers.decoder_layer import SelfAttention
 from fenceline.mem_cache.host.page_copy import RunCopier
@@ -154,6 +155,23 @@ def _attention_leaves_out_the_last_token(patch: pytest.MonkeyPatch) -> None:
         return right(kv_pool, shorter)
 
     patch.setattr(torch_backend, "_plan_decode", wrong)
+
+
+def _a_window_longer_by(tokens: int, patch: pytest.MonkeyPatch) -> None:
+    right = decoder_layer.LayerRules
+    patch.setattr(
+        decoder_layer,
+        "LayerRules",
+        lambda window, *others: right(None if window is None else window + tokens, *others),
+    )
+
+
+def _attention_reads_a_token_in_front_of_the_window(patch: pytest.MonkeyPatch) -> None:
+    _a_window_longer_by(1, patch)
+
+
+def _attention_leaves_out_the_first_token_of_the_window(patch: pytest.MonkeyPatch) -> None:
+    _a_window_longer_by(-1, patch)
 
 
 def _a_host_page_matched_for_another_salt(patch: pytest.MonkeyPatch) -> None:
@@ -418,6 +436,10 @@ PLANTED = [
     (_attention_leaves_out_the_last_token, "tags_reloaded", TAGS,
      rf"tags: {K0} .* holds token \d+ of (?P<one>{R}) .*: decode step: token \d+ of (?P=one) .* is left out\n"
      r"  by index_select on forward"),
+    (_attention_reads_a_token_in_front_of_the_window, "windows", TAGS,
+     rf"tags: {K0} .* holds token (\d+) of (?P<one>{R}), .*: \w+ step reads it as token \d+ of (?P=one)\n  by "),
+    (_attention_leaves_out_the_first_token_of_the_window, "windows", TAGS,
+     rf"tags: {K0} .* holds token (\d+) of (?P<one>{R}), .*: \w+ step reads it as token \d+ of (?P=one)\n  by "),
     (_a_host_page_matched_for_another_salt, "tags_reloaded", TAGS,
      rf"tags: {K0} {SALT_A}: load fills it for token 0 of r4 \(namespace 'b'\)\n  by copy to device on load"),
     (_a_live_slot_written_by_a_padded_row, "tags_pieces", TAGS,

@@ -47,6 +47,15 @@ class ConfigReader:
             raise ConfigError(f"config.json: {key} must be true or false, got {value!r}")
         return value
 
+    def strings(self, key: str) -> tuple[str, ...]:
+        """A list of strings, by default empty."""
+        value = self.values.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"config.json: {key} must be a list of strings, got {value!r}")
+        return tuple(value)
+
     def numbers(self, key: str) -> tuple[int, ...]:
         """A list of whole numbers, by default empty."""
         value = self.values.get(key)

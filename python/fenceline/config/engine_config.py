@@ -22,6 +22,7 @@ from fenceline.config.draft_config import (
     SpeculativeConfig,
     read_draft_config,
 )
+from fenceline.config.families import Windows
 from fenceline.config.flags import flags_of
 from fenceline.config.hicache import HiCacheConfig, hicache_config, machine_bytes
 from fenceline.config.model_config import ModelConfig
@@ -286,6 +287,7 @@ def _speculative(
             raise ConfigError(
                 f"--speculative-eagle-topk {topk}: layers that each run one step propose chains, leave it out"
             )
+        _check_windows(target.windows + draft.model.windows, topk)
         num_draft_tokens = _tree_size(args, draft, num_steps, topk)
     simulated = args.speculative_simulate_acceptance
     if simulated is not None and simulated > num_steps + 1:
@@ -296,6 +298,15 @@ def _speculative(
     is_adaptive = _ADAPTIVE if args.speculative_adaptive is None else args.speculative_adaptive
     backend = args.speculative_draft_attention_backend
     return SpeculativeConfig(draft, num_steps, simulated, backend, topk, num_draft_tokens, is_adaptive)
+
+
+def _check_windows(windows: Windows, topk: int) -> None:
+    smallest = min((window for window in windows if window is not None), default=_MOST_TREE_NODES)
+    if smallest < _MOST_TREE_NODES:
+        raise ConfigError(
+            f"--speculative-eagle-topk {topk}: trees need windows of {_MOST_TREE_NODES} tokens or more, this model's"
+            f" have {smallest}; leave it out"
+        )
 
 
 def _tree_size(args: ServerArgs, draft: DraftConfig, num_steps: int, topk: int) -> int:

@@ -98,35 +98,85 @@ def _smollm3_unrotated(reader: ConfigReader, num_layers: int) -> frozenset[int]:
     return frozenset(i for i in range(num_layers) if not rotates[i])
 
 
-def _no_window(reader: ConfigReader, num_layers: int) -> int | None:
-    return None
+# The sliding window of each layer, None where it attends to all tokens; empty: no layer has one.
+Windows = tuple[int | None, ...]
 
 
-def _mistral_window(reader: ConfigReader, num_layers: int) -> int | None:
+def _no_windows(reader: ConfigReader, num_layers: int) -> Windows:
+    return ()
+
+
+def _by_layer(reader: ConfigReader, num_layers: int, window: int, slides: Callable[[int], bool]) -> Windows:
+    """``layer_types`` says which layers have the window, else ``slides`` does."""
+    kinds = reader.strings("layer_types")
+    if kinds and len(kinds) < num_layers:
+        raise ConfigError(
+            f"config.json: layer_types tells of {len(kinds)} layers, the model has {num_layers}"
+        )
+    unknown = set(kinds) - {"sliding_attention", "full_attention"}
+    if unknown:
+        raise ConfigError(f"config.json: layer_types {', '.join(sorted(unknown))} are not supported")
+    if kinds:
+        return tuple(window if kinds[i] == "sliding_attention" else None for i in range(num_layers))
+    return tuple(window if slides(i) else None for i in range(num_layers))
+
+
+def _mistral_windows(reader: ConfigReader, num_layers: int) -> Windows:
     if "sliding_window" in reader.values and reader.values["sliding_window"] is None:
-        return None
-    return reader.size("sliding_window", _MISTRAL_WINDOW)
+        return ()
+    return (reader.size("sliding_window", _MISTRAL_WINDOW),) * num_layers
 
 
-def _plain_window(reader: ConfigReader, num_layers: int) -> int | None:
-    return None if reader.values.get("sliding_window") is None else reader.size("sliding_window")
+def _plain_windows(reader: ConfigReader, num_layers: int) -> Windows:
+    if reader.values.get("sliding_window") is None:
+        return ()
+    return (reader.size("sliding_window"),) * num_layers
 
 
-def _qwen_window(reader: ConfigReader, num_layers: int) -> int | None:
+def _qwen_windows(reader: ConfigReader, num_layers: int) -> Windows:
     """Only with the switch on, and in some layers."""
     if not reader.switch("use_sliding_window"):
-        return None
-    layer_types = reader.values.get("layer_types")
-    if isinstance(layer_types, list):
-        slides = "sliding_attention" in layer_types
-    else:
-        first_sliding = reader.values.get("max_window_layers", 28)
-        slides = isinstance(first_sliding, int) and first_sliding < num_layers
-    return reader.size("sliding_window", 4096) if slides else None
+        return ()
+    first = 0 if reader.values.get("max_window_layers") == 0 else reader.size("max_window_layers", 28)
+    return _by_layer(reader, num_layers, reader.size("sliding_window", 4096), lambda i: i >= first)
 
 
-def _qwen_moe_window(reader: ConfigReader, num_layers: int) -> int | None:
-    return reader.size("sliding_window", 4096) if reader.switch("use_sliding_window") else None
+def _qwen2_moe_windows(reader: ConfigReader, num_layers: int) -> Windows:
+    """Every second of the first layers."""
+    if not reader.switch("use_sliding_window"):
+        return ()
+    last = 0 if reader.values.get("max_window_layers") == 0 else reader.size("max_window_layers", 28)
+    window = reader.size("sliding_window", 4096)
+    return _by_layer(reader, num_layers, window, lambda i: i % 2 == 0 and i < last)
+
+
+def _qwen3_moe_windows(reader: ConfigReader, num_layers: int) -> Windows:
+    if not reader.switch("use_sliding_window"):
+        return ()
+    return (reader.size("sliding_window", 4096),) * num_layers
+
+
+def _smollm3_windows(reader: ConfigReader, num_layers: int) -> Windows:
+    """In the layers without positions."""
+    if not reader.switch("use_sliding_window") or reader.values.get("sliding_window") is None:
+        return ()
+    unrotated = _smollm3_unrotated(reader, num_layers)
+    return _by_layer(reader, num_layers, reader.size("sliding_window"), lambda i: i in unrotated)
+
+
+def _gemma_windows(reader: ConfigReader, num_layers: int, period: int | None = None) -> Windows:
+    """In all layers but every ``period``-th, which config.json may state."""
+    if "sliding_window" in reader.values and reader.values["sliding_window"] is None:
+        return ()
+    every = period or reader.size("sliding_window_pattern", 6)
+    return _by_layer(reader, num_layers, reader.size("sliding_window", 4096), lambda i: (i + 1) % every != 0)
+
+
+def _gemma_multipliers(reader: ConfigReader) -> Multipliers:
+    return Multipliers(
+        embedding=reader.size("hidden_size") ** 0.5,
+        attention=reader.size("query_pre_attn_scalar", 256) ** -0.5,
+    )
 
 
 def _qwen_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig:
@@ -175,11 +225,14 @@ def _mixtral_experts(reader: ConfigReader, num_layers: int, sigmoid: bool = Fals
 class Family:
     """How a family's config.json is read where families differ, by the rules of its transformers config.
 
-    ``head_dim`` is the default (None: the heads share hidden_size). ``window`` gives the sliding window that some layer
-    uses, ``experts`` its mixture of experts, ``unrotated`` the layers without positions; all get the number of layers.
+    ``head_dim`` is the default (None: the heads share hidden_size). ``windows`` gives the sliding window of each layer,
+    ``experts`` its mixture of experts, ``unrotated`` the layers without positions; all get the number of layers.
     ``rope_theta``, ``tied`` (embedding and head) and ``partial_rotary`` are defaults too; where ``partial_rotary`` is
     None, heads always rotate whole. ``rope_interleaved``: pairs of features are neighbours. ``appended_mtp``: layers
     that predict further tokens are stored behind the last layer. ``quantized``: quantised checkpoints are served.
+    ``activation`` is the default. ``norm_offset`` is added to the weights of norms. ``soft_caps``: the defaults of
+    those of attention's scores and of logits, 0 for none; None: the family knows no such entry. ``local_theta``: layers
+    with a window rotate by an own rope_theta, of which this is the default.
     """
 
     head_dim: int | None = None
@@ -189,21 +242,45 @@ class Family:
     rope_interleaved: bool = False
     appended_mtp: bool = False
     quantized: bool = True
+    activation: str = "silu"
+    norm_offset: float = 0.0
+    soft_caps: tuple[float | None, float | None] = (None, None)
+    local_theta: float | None = None
     multipliers: Callable[[ConfigReader], Multipliers] = _no_multipliers
     unrotated: Callable[[ConfigReader, int], frozenset[int]] = _none_unrotated
-    window: Callable[[ConfigReader, int], int | None] = _no_window
+    windows: Callable[[ConfigReader, int], Windows] = _no_windows
     experts: Callable[[ConfigReader, int], ExpertsConfig] | None = None
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
+        "Gemma2ForCausalLM": Family(
+            head_dim=256,
+            tied=True,
+            activation="gelu_pytorch_tanh",
+            norm_offset=1.0,
+            soft_caps=(50.0, 30.0),
+            multipliers=_gemma_multipliers,
+            windows=partial(_gemma_windows, period=2),
+        ),
+        "Gemma3ForCausalLM": Family(
+            head_dim=256,
+            rope_theta=1e6,
+            tied=True,
+            activation="gelu_pytorch_tanh",
+            norm_offset=1.0,
+            soft_caps=(None, 0.0),
+            local_theta=1e4,
+            multipliers=_gemma_multipliers,
+            windows=_gemma_windows,
+        ),
         "Glm4ForCausalLM": Family(head_dim=128, partial_rotary=0.5, rope_interleaved=True, quantized=False),
         "Glm4MoeForCausalLM": Family(
             partial_rotary=0.5, appended_mtp=True, quantized=False, experts=_glm_experts
         ),
         "GraniteForCausalLM": Family(multipliers=_granite_multipliers),
         "LlamaForCausalLM": Family(),
-        "MiMoForCausalLM": Family(window=_qwen_window),
+        "MiMoForCausalLM": Family(windows=_qwen_windows),
         "MiniMaxM2ForCausalLM": Family(
             head_dim=128,
             rope_theta=5e6,
@@ -211,18 +288,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             quantized=False,
             experts=partial(_mixtral_experts, sigmoid=True),
         ),
-        "MistralForCausalLM": Family(window=_mistral_window),
+        "MistralForCausalLM": Family(windows=_mistral_windows),
         "MixtralForCausalLM": Family(
-            rope_theta=1e6, quantized=False, window=_plain_window, experts=_mixtral_experts
+            rope_theta=1e6, quantized=False, windows=_plain_windows, experts=_mixtral_experts
         ),
         "Olmo2ForCausalLM": Family(),
-        "Phi3ForCausalLM": Family(partial_rotary=1.0, quantized=False, window=_plain_window),
-        "Qwen2ForCausalLM": Family(window=_qwen_window),
-        "Qwen2MoeForCausalLM": Family(quantized=False, window=_qwen_moe_window, experts=_qwen_experts),
-        "Qwen3ForCausalLM": Family(head_dim=128, window=_qwen_window),
-        "Qwen3MoeForCausalLM": Family(quantized=False, window=_qwen_moe_window, experts=_qwen_experts),
+        "Phi3ForCausalLM": Family(partial_rotary=1.0, quantized=False, windows=_plain_windows),
+        "Qwen2ForCausalLM": Family(windows=_qwen_windows),
+        "Qwen2MoeForCausalLM": Family(quantized=False, windows=_qwen2_moe_windows, experts=_qwen_experts),
+        "Qwen3ForCausalLM": Family(head_dim=128, windows=_qwen_windows),
+        "Qwen3MoeForCausalLM": Family(quantized=False, windows=_qwen3_moe_windows, experts=_qwen_experts),
         "SmolLM3ForCausalLM": Family(
-            rope_theta=2e6, tied=True, window=_qwen_moe_window, unrotated=_smollm3_unrotated
+            rope_theta=2e6, tied=True, windows=_smollm3_windows, unrotated=_smollm3_unrotated
         ),
     }
 )

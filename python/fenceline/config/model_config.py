@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fenceline.config import ConfigError
 from fenceline.config.config_reader import ConfigReader
-from fenceline.config.families import FAMILIES, ExpertsConfig, Multipliers
+from fenceline.config.families import FAMILIES, ExpertsConfig, Multipliers, Windows
 from fenceline.config.model_files import (
     read_model_json,
     read_optional,
@@ -58,8 +58,10 @@ class SamplingDefaults:
 class ModelConfig:
     """A decoder-only model. Sizes are counts, lengths are tokens; ``dtype`` is float32, bfloat16 or float16.
 
-    ``context_length`` is the longest sequence the engine serves, ``sliding_window`` the attention window of the
-    checkpoint (None: full attention), which never binds because it is refused when below ``context_length``.
+    ``context_length`` is the longest sequence the engine serves, ``windows`` the sliding window of each layer, None
+    where it attends to all tokens (empty: all layers do). ``attention_soft_cap`` and ``logits_soft_cap`` are 0 where
+    there is none, ``activation`` is that of MLPs, silu or gelu_tanh, ``norm_offset`` is added to the weights of norms.
+    ``local_rope`` is rope_theta and scaling of layers with a window, None: they rotate as all do.
     ``eos_token_ids`` is the sorted union of config.json, generation_config.json and the tokenizer.
     ``attention_bias`` and ``mlp_bias`` are config.json's; which projections they are for, the family's file in models/
     says. ``num_mtp_layers`` layers of the checkpoint predict further tokens (--speculative-algorithm NEXTN);
@@ -87,7 +89,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
-    sliding_window: int | None
+    windows: Windows
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: str
@@ -97,10 +99,19 @@ class ModelConfig:
     rope_interleaved: bool = False
     unrotated_layers: frozenset[int] = frozenset()
     multipliers: Multipliers = Multipliers()
+    attention_soft_cap: float = 0.0
+    logits_soft_cap: float = 0.0
+    activation: str = "silu"
+    norm_offset: float = 0.0
+    local_rope: tuple[float, RopeScaling | None] | None = None
     quantization: QuantConfig | None = None
     experts: ExpertsConfig | None = None
     sampling_defaults: SamplingDefaults
     hf_config: dict[str, object] = dataclasses.field(repr=False, compare=False)
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer, None where it attends to all tokens."""
+        return self.windows[layer] if layer < len(self.windows) else None
 
     @property
     def mlp_sizes(self) -> tuple[int, ...]:
@@ -142,7 +153,6 @@ class ModelConfig:
         generation = read_optional(directory / "generation_config.json")
         quantization_config = read_quantization(hf, directory, quantization)
         architecture = _architecture(hf)
-        _refuse_unsupported(hf)
         reader, family = ConfigReader(hf), FAMILIES[architecture]
         if quantization_config is not None and not family.quantized:
             raise ConfigError(
@@ -157,8 +167,12 @@ class ModelConfig:
                 f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key/value heads"
             )
         max_position = reader.size("max_position_embeddings")
-        rope_theta, rope_scaling = parse_rope(hf, max_position, family.rope_theta)
-        length = _context_length(context_length, scaled_context_length(max_position, rope_scaling))
+        by_layer_type = family.local_theta is not None
+        rope_theta, rope_scaling = parse_rope(hf, max_position, family.rope_theta, by_layer_type)
+        # Families that rotate in two ways state the length after scaling.
+        limit = max_position if by_layer_type else scaled_context_length(max_position, rope_scaling)
+        length = _context_length(context_length, limit)
+        attention_cap, logits_cap = family.soft_caps
         num_layers = reader.size("num_hidden_layers")
         head_dim = _head_dim(reader, family.head_dim, num_heads)
         bos = token_ids(hf.get("bos_token_id"))
@@ -181,7 +195,7 @@ class ModelConfig:
             tie_word_embeddings=reader.switch("tie_word_embeddings", family.tied),
             attention_bias=reader.switch("attention_bias"),
             mlp_bias=reader.switch("mlp_bias"),
-            sliding_window=_checked_window(family.window(reader, num_layers), length),
+            windows=family.windows(reader, num_layers),
             eos_token_ids=_eos_ids(hf, generation, Path(tokenizer_path or path), vocab_size),
             bos_token_id=bos[0] if bos else None,
             dtype=_resolve_dtype(dtype, hf),
@@ -193,6 +207,11 @@ class ModelConfig:
             rope_interleaved=family.rope_interleaved,
             unrotated_layers=family.unrotated(reader, num_layers),
             multipliers=family.multipliers(reader),
+            attention_soft_cap=_soft_cap(reader, "attn_logit_softcapping", attention_cap),
+            logits_soft_cap=_soft_cap(reader, "final_logit_softcapping", logits_cap),
+            activation=_activation(hf, family.activation),
+            norm_offset=family.norm_offset,
+            local_rope=parse_local_rope(hf, max_position, family.local_theta),
             quantization=quantization_config,
             experts=None if family.experts is None else family.experts(reader, num_layers),
             sampling_defaults=_sampling_defaults(generation),
@@ -233,10 +252,26 @@ def _architecture(hf: Mapping[str, object]) -> str:
     )
 
 
-def _refuse_unsupported(hf: Mapping[str, object]) -> None:
-    activation = hf.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ConfigError(f"config.json: hidden_act {activation!r} is not supported, only silu is")
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def _activation(hf: Mapping[str, object], default: str) -> str:
+    name = hf.get("hidden_activation") or hf.get("hidden_act") or default
+    if name not in _ACTIVATIONS:
+        raise ConfigError(
+            f"config.json: hidden_act {name!r} is not supported; supported are {', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[str(name)]
+
+
+def _soft_cap(reader: ConfigReader, key: str, default: float | None) -> float:
+    """0 where there is none: the entry is null, or ``default`` is None, because the family does not know it."""
+    if default is None or (key in reader.values and reader.values[key] is None):
+        return 0.0
+    cap = reader.number(key, default)
+    if cap < 0.0:
+        raise ConfigError(f"config.json: {key} must not be negative, got {cap:g}")
+    return cap
 
 
 def _head_dim(reader: ConfigReader, default: int | None, num_heads: int) -> int:
@@ -263,15 +298,6 @@ def _context_length(asked: int | None, limit: int) -> int:
             f"the model with --json-model-override-args (rope_scaling)"
         )
     return asked
-
-
-def _checked_window(window: int | None, context_length: int) -> int | None:
-    if window is not None and context_length > window:
-        raise ConfigError(
-            f"the model attends over a sliding window of {window} tokens, which is served only up to that length; "
-            f"use --context-length {window}"
-        )
-    return window
 
 
 def _eos_ids(
@@ -355,9 +381,13 @@ def _partial_rotary(hf: Mapping[str, object], default: float | None, stated: flo
 
 
 def parse_rope(
-    hf: Mapping[str, object], max_position_embeddings: int, default_theta: float = DEFAULT_ROPE_THETA
+    hf: Mapping[str, object],
+    max_position_embeddings: int,
+    default_theta: float = DEFAULT_ROPE_THETA,
+    by_layer_type: bool = False,
 ) -> tuple[float, RopeScaling | None]:
-    """``(rope_theta, scaling)`` of a config.json; scaling None means plain RoPE.
+    """``(rope_theta, scaling)`` of a config.json; scaling None means plain RoPE. ``by_layer_type``: parameters may be
+    those of each type of layers, and what is wanted are those of layers with full attention.
 
     transformers 5 writes one dict ``rope_parameters`` with ``rope_theta`` inside, older versions ``rope_scaling``
     beside ``rope_theta``; as in transformers ``rope_scaling`` wins where both are there. Raises ``ConfigError``.
@@ -365,6 +395,8 @@ def parse_rope(
     raw = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(raw, Mapping):
         raise ConfigError(f"config.json: rope_scaling must be an object, got {raw!r}")
+    if by_layer_type and isinstance(full := raw.get("full_attention"), Mapping):
+        raw = full
     if any(isinstance(value, Mapping) for value in raw.values()):
         raise ConfigError("config.json: rope parameters that differ by layer type are not supported")
     theta = _number(raw, "rope_theta", _number(hf, "rope_theta", default_theta))
@@ -379,6 +411,18 @@ def parse_rope(
     if rope_type == "default":
         return theta, None
     return theta, _scaling(rope_type, raw, hf, max_position_embeddings)
+
+
+def parse_local_rope(
+    hf: Mapping[str, object], max_position_embeddings: int, default_theta: float | None
+) -> tuple[float, RopeScaling | None] | None:
+    """``parse_rope`` for layers with a window. ``default_theta`` None: they rotate as all do, and so None."""
+    if default_theta is None:
+        return None
+    given = hf.get("rope_parameters")
+    local = given.get("sliding_attention") if isinstance(given, Mapping) else None
+    theta = _number(hf, "rope_local_base_freq", default_theta)
+    return parse_rope({"rope_parameters": local or {}}, max_position_embeddings, theta)
 
 
 def _scaling(

@@ -78,6 +78,7 @@ class LayerContext:
     quantized: Callable[[QuantizedFormat], Weight] = QuantizedWeight  # a weight with a number format inside
 
     kv_dtype: torch.dtype | None = None  # of keys and values in the pool; None: ``dtype``
+    norm_offset: float = 0.0  # what is added to the weights of norms
 
     def with_format(self, config: QuantConfig | None) -> LayerContext:
         """The context for a model whose linear layers have the format ``config``; None: this one."""
@@ -92,7 +93,7 @@ class LayerContext:
 
     def norm(self, size: int, eps: float) -> RMSNorm:
         """An RMSNorm over ``size`` features."""
-        return RMSNorm(size, eps, self.dtype, self.kernels)
+        return RMSNorm(size, eps, self.dtype, self.kernels, self.norm_offset)
 
 
 def make_layer_context(device: torch.device, shard: Shard, dtype: torch.dtype) -> LayerContext:

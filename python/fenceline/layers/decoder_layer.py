@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from fenceline.config.model_config import ModelConfig
+from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.branch import Branch, BranchNorms
 from fenceline.layers.context import LayerContext
 from fenceline.layers.forward_batch import ForwardBatch
@@ -42,13 +43,17 @@ class SelfAttention(Branch):
         wide_qk_norm: bool = False,
         norms: BranchNorms = _BEFORE_ATTENTION,
         input_size: int | None = None,
+        window: int | None = None,
     ) -> None:
         """``layer_id`` is its index in the KV pool. Without a norm before it, ``project`` takes its input as it is;
         that has ``input_size`` features, hidden_size by default. ``qk_norm``: each query and key head is normalised,
-        ``wide_qk_norm``: all query heads together, and all key heads. Parameters are uninitialised."""
+        ``wide_qk_norm``: all query heads together, and all key heads. ``window``: see ``LayerRules``; one that no
+        sequence is longer than is none. Parameters are uninitialised."""
         super().__init__(config, context, norms)
         head_dim, hidden_size, eps = config.head_dim, config.hidden_size, config.rms_norm_eps
         self.layer_id = layer_id
+        binds = window is not None and window < config.context_length
+        self.rules = LayerRules(window if binds else None, config.attention_soft_cap)
         self.score_scale = config.multipliers.attention or head_dim**-0.5
         self.qkv_proj = QKVParallelLinear(
             input_size or hidden_size, config.num_heads, config.num_kv_heads, head_dim, qkv_bias, context
@@ -186,7 +191,7 @@ def _reordered(order: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
 
 
 class GatedMLP(Branch):
-    """x += down(silu(gate(norm(x))) * up(norm(x))), SwiGLU (arXiv:2002.05202)."""
+    """x += down(activation(gate(norm(x))) * up(norm(x))), SwiGLU and its relatives (arXiv:2002.05202)."""
 
     def __init__(
         self, config: ModelConfig, context: LayerContext, bias: bool, norms: BranchNorms = _BEFORE_MLP
@@ -197,9 +202,11 @@ class GatedMLP(Branch):
             hidden_size, {"gate_proj": size, "up_proj": size}, bias, context
         )
         self.down_proj = RowParallelLinear("down_proj", size, hidden_size, bias, context)
+        self.activation = config.activation
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        return self.add_product(x, self.down_proj, self.gate_up_proj.forward_gated(x, self.input_norm))
+        gated = self.gate_up_proj.forward_gated(x, self.input_norm, self.activation)
+        return self.add_product(x, self.down_proj, gated)
 
     def weight_slots(self, prefix: str) -> WeightSlots:
         return {**self.gate_up_proj.weight_slots(prefix), **self.down_proj.weight_slots(prefix)}

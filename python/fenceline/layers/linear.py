@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.layers.context import LayerContext, Shard
+from fenceline.layers.kernels.base import SILU
 from fenceline.layers.weight import RMSNorm, WeightSlot, WeightSlots
 
 
@@ -91,11 +92,12 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         super().__init__(in_features, parts, bias, context)
         self.kernels = context.kernels
 
-    def forward_gated(self, x: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
-        """For two equal parts, gate and up: silu(gate) * up of norm(x), or of x as it is, [T, size of one part]."""
+    def forward_gated(self, x: torch.Tensor, norm: RMSNorm | None, activation: str = SILU) -> torch.Tensor:
+        """For two equal parts, gate and up: activation(gate) * up of norm(x), or of x as it is, [T, size of one
+        part]."""
         if norm is None:
-            return self.kernels.silu_and_mul(self.forward(x))
-        return self.weight.gated_product(x, norm, self.bias)
+            return self.kernels.activate(self.forward(x), activation)
+        return self.weight.gated_product(x, norm, self.bias, activation)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -220,9 +222,12 @@ class VocabParallelEmbedding:
         context: LayerContext,
         embedding_scale: float = 1.0,
         logits_scale: float = 1.0,
+        logits_cap: float = 0.0,
     ) -> None:
-        """Embeddings and logits are multiplied by their scales."""
-        self.embedding_scale, self.logits_scale = embedding_scale, logits_scale
+        """Embeddings and logits are multiplied by their scales; that of embeddings is a number of their type. With a
+        cap c above 0 a logit x then becomes c tanh(x / c)."""
+        self.embedding_scale = torch.tensor(embedding_scale, dtype=context.dtype, device="cpu").item()
+        self.logits_scale, self.logits_cap = logits_scale, logits_cap
         self.vocab_size = vocab_size
         self.shard = shard = context.shard
         num_rows = -(-vocab_size // shard.size)
@@ -273,7 +278,11 @@ class VocabParallelEmbedding:
             logits = self.weight.product(x, out=out)
         else:
             logits = self.weight.normed_product(x, norm, out=out)
-        return logits if self.logits_scale == 1.0 else logits.mul_(self.logits_scale)
+        if self.logits_scale != 1.0:
+            logits.mul_(self.logits_scale)
+        if self.logits_cap:
+            logits.div_(self.logits_cap).tanh_().mul_(self.logits_cap)
+        return logits
 
     def weight_slots(self, name: str) -> WeightSlots:
         """The slot of the whole [vocab_size, hidden_size] table, named ``{name}.weight``."""

@@ -45,6 +45,8 @@ class RotaryEmbedding:
         # [positions, 3 * head_dim / 2]: cos twice, since it multiplies the whole head at once, then sin.
         self.table = torch.cat((cos, cos, sin), dim=-1).to(torch.get_default_device())
         self.order = _order(head_dim, rotated, interleaved)
+        self.local = self
+        """For layers with a sliding window, which in some families have other angles."""
 
     @cached_property
     def without_rotation(self) -> RotaryEmbedding:
@@ -61,15 +63,16 @@ class RotaryEmbedding:
 
 
 def make_rotary(config: ModelConfig) -> RotaryEmbedding:
-    """The table of a model."""
-    return RotaryEmbedding(
-        config.head_dim,
-        config.context_length,
-        config.rope_theta,
-        config.rope_scaling,
-        config.partial_rotary_factor,
-        config.rope_interleaved,
-    )
+    """The tables of a model."""
+
+    def make(theta: float, scaling: RopeScaling | None) -> RotaryEmbedding:
+        partial, interleaved = config.partial_rotary_factor, config.rope_interleaved
+        return RotaryEmbedding(config.head_dim, config.context_length, theta, scaling, partial, interleaved)
+
+    rotary = make(config.rope_theta, config.rope_scaling)
+    if config.local_rope is not None:
+        rotary.local = make(*config.local_rope)
+    return rotary
 
 
 def _order(head_dim: int, rotated: int, interleaved: bool) -> tuple[int, ...] | None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
-from fenceline.layers.kernels.base import LayerKernels
+from fenceline.layers.kernels.base import SILU, LayerKernels
 
 _SHOWN_NAMES = 4
 # Name in the checkpoint → place in the model.
@@ -126,11 +126,15 @@ def _shorten(names: Sequence[str]) -> str:
 
 
 class RMSNorm:
-    """x [..., size] → x / rms(x) * weight over the last axis."""
+    """x [..., size] → x / rms(x) * weight over the last axis. ``offset`` is added to the checkpoint's weights; the sum
+    is kept in float32, for it may have more digits than ``dtype`` holds."""
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, kernels: LayerKernels) -> None:
+    def __init__(
+        self, size: int, eps: float, dtype: torch.dtype, kernels: LayerKernels, offset: float = 0.0
+    ) -> None:
         self.eps = eps
-        self.weight = torch.empty(size, dtype=dtype)
+        self.offset = offset
+        self.weight = torch.empty(size, dtype=torch.float32 if offset else dtype)
         self.kernels = kernels
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -139,7 +143,10 @@ class RMSNorm:
 
     def weight_slots(self, name: str) -> WeightSlots:
         """The slot named ``{name}.weight``."""
-        return {f"{name}.weight": whole(self.weight)}
+        slot = whole(self.weight)
+        if self.offset:
+            slot = replace(slot, convert=lambda weight: weight.float() + self.offset)
+        return {f"{name}.weight": slot}
 
 
 class Weight(ABC):
@@ -177,10 +184,12 @@ class Weight(ABC):
         """The product of norm(x)."""
         return self.product(norm.forward(x), bias, out)
 
-    def gated_product(self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None) -> torch.Tensor:
-        """SwiGLU's product (arXiv:2002.05202) of norm(x): silu(gate) * up, [T, N / 2]. The first half of the weight's
-        rows makes gate, the second up."""
-        return norm.kernels.silu_and_mul(self.normed_product(x, norm, bias))
+    def gated_product(
+        self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None, activation: str = SILU
+    ) -> torch.Tensor:
+        """The product of a gated MLP (arXiv:2002.05202) of norm(x): activation(gate) * up, [T, N / 2]. The first half
+        of the weight's rows makes gate, the second up. ``activation``: see ``LayerKernels.activate``."""
+        return norm.kernels.activate(self.normed_product(x, norm, bias), activation)
 
     def add_product(self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``residual`` [T, N] += the product of x, in place; returns ``residual``."""

@@ -53,9 +53,14 @@ class KernelAccesses(Protocol):
         lengths: torch.Tensor,
         page_size: int,
         but_last: int = 0,
+        window: int | None = None,
+        queries: int | torch.Tensor = 1,
     ) -> None:
         """The kernel reads the first ``lengths`` [B] tokens, without the last ``but_last`` of them, of the requests
-        ``rows`` [B]: slot ``page_table[row, p // page_size] * page_size + p % page_size`` of ``cache`` for token p."""
+        ``rows`` [B]: slot ``page_table[row, p // page_size] * page_size + p % page_size`` of ``cache`` for token p.
+
+        With a ``window`` it leaves out those in front of the window of the first of each request's queries, which are
+        its last tokens: ``queries`` of them, or as many as lie between the numbers of ``queries`` [B + 1]."""
 
     def read_rows(
         self, tensor: torch.Tensor, rows: Callable[..., npt.NDArray[np.int64]], *operands: Any

@@ -212,13 +212,15 @@ class ModelRunner:
         """The backends of the model's layers and of the draft's: the same ones where the heads are alike and no flag
         wants others, or if there is no draft."""
 
+        model, draft, num_layers = self.model, self.draft, self.kv_pool.num_layers
+        rules = model.attention_rules | ({} if draft is None else draft.attention_rules)
+
         def make(num_heads: int, layers: range, prefill: str, decode: str) -> AttentionBackends:
             length = config.model.context_length
-            setting = AttentionSetting(self.kv_pool, self.device, num_heads, length, layers)
+            setting = AttentionSetting(self.kv_pool, self.device, num_heads, length, layers, rules)
             return make_attention_backends(prefill, decode, setting)
 
         prefill, decode = config.prefill_attention_backend, config.decode_attention_backend
-        model, draft, num_layers = self.model, self.draft, self.kv_pool.num_layers
         wanted = None if config.speculative is None else config.speculative.draft_attention_backend
         if draft is None or (
             wanted is None and draft.kv_rows[0] == model.kv_rows[0] and draft.num_heads == self._num_heads

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from fenceline.config.model_config import ModelConfig
+from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.context import LayerContext
 from fenceline.layers.decoder_layer import DecoderLayer
 from fenceline.layers.forward_batch import ForwardBatch
@@ -40,10 +42,11 @@ class CausalLM(ABC):
     def __init__(self, config: ModelConfig, context: LayerContext, first_layer: int = 0) -> None:
         """Parameters are allocated, uninitialised, on the default device. ``first_layer`` is the index of the first
         layer in the KV pool: the layers of a draft model follow those of the target."""
+        context = replace(context, norm_offset=config.norm_offset)
         self.config = config
         self.context = context
         sizes = config.vocab_size, config.hidden_size
-        scales = config.multipliers.embedding, config.multipliers.logits
+        scales = config.multipliers.embedding, config.multipliers.logits, config.logits_soft_cap
         self.embed_tokens = VocabParallelEmbedding(*sizes, context, *scales)
         self.rotary = make_rotary(config)
         self.layers = [
@@ -90,6 +93,12 @@ class CausalLM(ABC):
     def kv_rows(self) -> tuple[tuple[KVRow, ...], ...]:
         """What each token keeps in the KV pool, layer by layer."""
         return tuple(layer.self_attn.kv_rows for layer in self.layers)
+
+    @property
+    def attention_rules(self) -> dict[int, LayerRules]:
+        """Of the layers that do more than softmax(scale q k^T) v, by their place in the KV pool."""
+        layers = [layer.self_attn for layer in self.layers]
+        return {layer.layer_id: layer.rules for layer in layers if not layer.rules.plain}
 
     # --- in pieces
 

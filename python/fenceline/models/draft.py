@@ -9,6 +9,7 @@ import torch
 
 from fenceline.config.draft_config import DraftConfig
 from fenceline.config.model_config import ModelConfig
+from fenceline.layers.attention.base import LayerRules
 from fenceline.layers.context import LayerContext
 from fenceline.layers.decoder_layer import DecoderLayer
 from fenceline.layers.forward_batch import ForwardBatch
@@ -70,6 +71,11 @@ class DraftModel(ABC):
     def kv_rows(self) -> tuple[tuple[KVRow, ...], ...]:
         """What each token keeps in the KV pool, layer by layer of the draft."""
 
+    @property
+    def attention_rules(self) -> dict[int, LayerRules]:
+        """See ``CausalLM.attention_rules``."""
+        return {}
+
     @abstractmethod
     def weight_slots(self) -> WeightSlots:
         """Where each tensor of the checkpoint goes; those of the target that the draft shares are not among them."""
@@ -107,6 +113,10 @@ class StandaloneDraft(DraftModel):
     @property
     def kv_rows(self) -> tuple[tuple[KVRow, ...], ...]:
         return self.model.kv_rows
+
+    @property
+    def attention_rules(self) -> dict[int, LayerRules]:
+        return self.model.attention_rules
 
     def weight_slots(self) -> WeightSlots:
         return self.model.weight_slots()

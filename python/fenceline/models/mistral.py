@@ -1,6 +1,6 @@
 """Mistral 7B and its dense successors (arXiv:2310.06825): Llama without biases, with head_dim given by the config.
 
-The sliding window of the first release has no effect: ModelConfig refuses contexts longer than the window.
+All layers of the first release have a sliding window.
 """
 
 from __future__ import annotations
@@ -19,5 +19,8 @@ class MistralForCausalLM(CausalLM):
     def make_layer(
         config: ModelConfig, context: LayerContext, rotary: RotaryEmbedding, layer_id: int, index: int
     ) -> DecoderLayer:
-        attention = SelfAttention(config, context, layer_id, rotary, qkv_bias=False, o_bias=False)
+        attention = SelfAttention(
+            config, context, layer_id, rotary, qkv_bias=False, o_bias=False,
+            window=config.window(index),
+        )  # fmt: skip
         return DecoderLayer(attention, GatedMLP(config, context, bias=False))

@@ -17,6 +17,9 @@ class MixtralForCausalLM(CausalLM):
     def make_layer(
         config: ModelConfig, context: LayerContext, rotary: RotaryEmbedding, layer_id: int, index: int
     ) -> DecoderLayer:
-        attention = SelfAttention(config, context, layer_id, rotary, qkv_bias=False, o_bias=False)
+        attention = SelfAttention(
+            config, context, layer_id, rotary, qkv_bias=False, o_bias=False,
+            window=config.window(index),
+        )  # fmt: skip
         names = ExpertNames(gate="w1", up="w3", down="w2")
         return DecoderLayer(attention, ExpertsMLP(config, context, names), mlp_name="block_sparse_moe")

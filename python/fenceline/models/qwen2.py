@@ -16,5 +16,8 @@ class Qwen2ForCausalLM(CausalLM):
     def make_layer(
         config: ModelConfig, context: LayerContext, rotary: RotaryEmbedding, layer_id: int, index: int
     ) -> DecoderLayer:
-        attention = SelfAttention(config, context, layer_id, rotary, qkv_bias=True, o_bias=False)
+        attention = SelfAttention(
+            config, context, layer_id, rotary, qkv_bias=True, o_bias=False,
+            window=config.window(index),
+        )  # fmt: skip
         return DecoderLayer(attention, GatedMLP(config, context, bias=False))

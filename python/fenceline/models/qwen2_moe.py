@@ -18,7 +18,10 @@ class Qwen2MoeForCausalLM(CausalLM):
         config: ModelConfig, context: LayerContext, rotary: RotaryEmbedding, layer_id: int, index: int
     ) -> DecoderLayer:
         bias = config.hf_config.get("qkv_bias") is not False
-        attention = SelfAttention(config, context, layer_id, rotary, qkv_bias=bias, o_bias=False)
+        attention = SelfAttention(
+            config, context, layer_id, rotary, qkv_bias=bias, o_bias=False,
+            window=config.window(index),
+        )  # fmt: skip
         names = ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate")
         dense = config.experts is None or index in config.experts.dense_layers
         mlp = GatedMLP(config, context, bias=False) if dense else ExpertsMLP(config, context, names)

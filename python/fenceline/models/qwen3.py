@@ -17,5 +17,8 @@ class Qwen3ForCausalLM(CausalLM):
         config: ModelConfig, context: LayerContext, rotary: RotaryEmbedding, layer_id: int, index: int
     ) -> DecoderLayer:
         bias = config.attention_bias
-        attention = SelfAttention(config, context, layer_id, rotary, qkv_bias=bias, o_bias=bias, qk_norm=True)
+        attention = SelfAttention(
+            config, context, layer_id, rotary, qkv_bias=bias, o_bias=bias, qk_norm=True,
+            window=config.window(index),
+        )  # fmt: skip
         return DecoderLayer(attention, GatedMLP(config, context, bias=False))

@@ -18,7 +18,10 @@ class Qwen3MoeForCausalLM(CausalLM):
         config: ModelConfig, context: LayerContext, rotary: RotaryEmbedding, layer_id: int, index: int
     ) -> DecoderLayer:
         bias = config.attention_bias
-        attention = SelfAttention(config, context, layer_id, rotary, qkv_bias=bias, o_bias=bias, qk_norm=True)
+        attention = SelfAttention(
+            config, context, layer_id, rotary, qkv_bias=bias, o_bias=bias, qk_norm=True,
+            window=config.window(index),
+        )  # fmt: skip
         dense = config.experts is None or index in config.experts.dense_layers
         mlp = GatedMLP(config, context, bias=False) if dense else ExpertsMLP(config, context)
         return DecoderLayer(attention, mlp)

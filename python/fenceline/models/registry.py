@@ -8,6 +8,8 @@ from types import MappingProxyType
 from fenceline.config.model_config import ModelConfig
 from fenceline.layers.context import LayerContext
 from fenceline.models.decoder import CausalLM
+from fenceline.models.gemma2 import Gemma2ForCausalLM
+from fenceline.models.gemma3 import Gemma3ForCausalLM
 from fenceline.models.glm4 import Glm4ForCausalLM
 from fenceline.models.glm4_moe import Glm4MoeForCausalLM
 from fenceline.models.llama import LlamaForCausalLM
@@ -25,6 +27,8 @@ from fenceline.models.smollm3 import SmolLM3ForCausalLM
 # The keys are those of fenceline.config.families.FAMILIES; a test compares the two.
 MODELS: Mapping[str, type[CausalLM]] = MappingProxyType(
     {
+        "Gemma2ForCausalLM": Gemma2ForCausalLM,
+        "Gemma3ForCausalLM": Gemma3ForCausalLM,
         "Glm4ForCausalLM": Glm4ForCausalLM,
         "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
         "GraniteForCausalLM": LlamaForCausalLM,

@@ -18,5 +18,8 @@ class SmolLM3ForCausalLM(CausalLM):
     ) -> DecoderLayer:
         bias = config.attention_bias
         positions = rotary.without_rotation if index in config.unrotated_layers else rotary
-        attention = SelfAttention(config, context, layer_id, positions, qkv_bias=bias, o_bias=bias)
+        attention = SelfAttention(
+            config, context, layer_id, positions, qkv_bias=bias, o_bias=bias,
+            window=config.window(index),
+        )  # fmt: skip
         return DecoderLayer(attention, GatedMLP(config, context, bias=config.mlp_bias))

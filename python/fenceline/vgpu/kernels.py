@@ -112,10 +112,12 @@ class _Declared:
         lengths: torch.Tensor,
         page_size: int,
         but_last: int = 0,
+        window: int | None = None,
+        queries: int | torch.Tensor = 1,
     ) -> None:
         self.read(page_table, rows)
         self.read(lengths)
-        self.read_rows(cache, _token_slots, page_table, rows, lengths, page_size, but_last)
+        self.read_rows(cache, _token_slots, page_table, rows, lengths, page_size, but_last, window, queries)
 
     def read_rows(
         self, tensor: torch.Tensor, rows: Callable[..., npt.NDArray[np.int64]], *operands: Any
@@ -142,19 +144,27 @@ class _Reads:
 
 
 def _token_slots(
-    page_table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, size: int, but_last: int
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    size: int,
+    but_last: int,
+    window: int | None,
+    queries: int | torch.Tensor,
 ) -> npt.NDArray[np.int64]:
     """See ``KernelAccesses.read_tokens``: the slots, request after request. Where the last ones are left out, because
     the preceding kernel may be writing them, so is page 0, the sink: padded requests of several tokens write it all the
     time, and nobody uses what it holds."""
     table = page_table.numpy()
     slots = [np.zeros(0, np.int64)]
-    for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+    num_queries = [queries] * len(rows) if isinstance(queries, int) else queries.diff().tolist()
+    for row, length, num in zip(rows.tolist(), lengths.tolist(), num_queries, strict=True):
+        first = 0 if window is None else max(length - num - window + 1, 0)
         # The checks have reported values that are out of bounds here, which a race may lead to.
         length = min(max(length - but_last, 0), table.shape[1] * size)
         row = row if -len(table) <= row < len(table) else 0
         pages = table[row, : -(-length // size)].astype(np.int64)
-        slots.append((pages[:, None] * size + np.arange(size)).reshape(-1)[:length])
+        slots.append((pages[:, None] * size + np.arange(size)).reshape(-1)[first:length])
     found = np.concatenate(slots)
     return found[found >= size] if but_last else found
 

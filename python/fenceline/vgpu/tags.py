@@ -213,6 +213,10 @@ class Seq:
     samples: bool
     pages: I32
 
+    def first_read(self, window: int | None) -> int:
+        """The first token that a layer with ``window`` reads."""
+        return 0 if window is None else max(self.first - window + 1, 0)
+
     def slots(self, page_size: int) -> I64:
         """Numbers (page * page_size + offset) of the slots of all its tokens."""
         return (self.pages[:, None] * np.int64(page_size) + np.arange(page_size)).reshape(-1)[: self.length]
@@ -290,7 +294,9 @@ class Step:
         unread = self._unread.setdefault(part, [])
         if not unread:
             unread += self._seqs
-        in_order = not self._decodes or len(slots) >= sum(seq.length for seq in unread)
+        window = self._tags.windows[part]
+        num_unread = sum(seq.length - seq.first_read(window) for seq in unread)
+        in_order = not self._decodes or len(slots) >= num_unread
         while len(slots):
             seq = next(
                 (seq for seq in self._candidates(unread, in_order) if self._fits(memory, slots, part, seq)),
@@ -303,7 +309,7 @@ class Step:
                 return
             index = unread.index(seq)
             del unread[0 if in_order else index : index + 1]
-            slots = slots[seq.length :]
+            slots = slots[seq.length - seq.first_read(window) :]
 
     def _candidates(self, unread: Sequence[Seq], in_order: bool) -> Iterator[Seq]:
         """The requests that may be read next: the first; in prefill steps those without a prefix may be left out; a
@@ -317,22 +323,31 @@ class Step:
             yield from (seq for seq in unread[1:] if seq.length == longest)
 
     def _fits(self, memory: SlotMemory, slots: I64, part: int, seq: Seq) -> bool:
-        expected = self._tags.tag(self._prefixes(seq, part), part)
-        return np.array_equal(memory.held[slots[: seq.length]], expected)
+        expected = self._to_read(seq, part)
+        return np.array_equal(memory.held[slots[: len(expected)]], expected)
+
+    def _to_read(self, seq: Seq, part: int) -> I64:
+        """What the slots of ``part`` hold that it has to read: all, or those that a window leaves."""
+        first = seq.first_read(self._tags.windows[part])
+        return self._tags.tag(self._prefixes(seq, part)[first:], part)
 
     def _misread(self, op: Operation, memory: SlotMemory, slots: I64, part: int, seq: Seq) -> None:
-        self._misread_as(op, memory, slots, seq, self._tags.tag(self._prefixes(seq, part), part))
+        first = seq.first_read(self._tags.windows[part])
+        self._misread_as(op, memory, slots, seq, self._to_read(seq, part), first)
 
-    def _misread_as(self, op: Operation, memory: SlotMemory, slots: I64, seq: Seq, expected: I64) -> None:
+    def _misread_as(
+        self, op: Operation, memory: SlotMemory, slots: I64, seq: Seq, expected: I64, first: int = 0
+    ) -> None:
+        """``expected``: of its slots from token ``first`` on."""
         num = min(len(slots), len(expected))
         wrong = np.flatnonzero(memory.held[slots[:num]] != expected[:num])
-        position = int(wrong[0]) if len(wrong) else num
-        if position == len(slots):
-            text = f"token {position} of {seq.account.name} is left out"
+        place = int(wrong[0]) if len(wrong) else num
+        if place == len(slots):
+            text = f"token {first + place} of {seq.account.name} is left out"
             self._tags.found(memory, int(slots[-1]), f"{self._kind}: {text}", op)
         else:
-            what = f"{self._kind} reads it as token {position} of {seq.account.name}"
-            self._tags.found(memory, int(slots[position]), what, op)
+            what = f"{self._kind} reads it as token {first + place} of {seq.account.name}"
+            self._tags.found(memory, int(slots[place]), what, op)
 
     def _check_all_read(self, op: Operation, rows: Sequence[int]) -> None:
         """Reads of the sink's slots are not compared, so a request all of whose reads went there has been left out."""
@@ -520,6 +535,9 @@ class Tags:
         most = 0 if draft is None else draft.max_steps or 1
         num_layers = runner.model.num_layers
         self.shifts = [max(min(part.layer + 1 - num_layers, most), 0) for part in pool.layout.parts]
+        # How many tokens, its own among them, a query reads of each part; None: all in front of it.
+        layers = [part.layer for part in pool.layout.parts]
+        self.windows = [runner.model.config.window(i) if i < num_layers else None for i in layers]
         self.memories: dict[Tag, SlotMemory] = {}
         self.pages = Leases(runner.pages, self.add)
         self.page_table, self.table_layout = memory_of(req_pool.page_table)

@@ -103,6 +103,29 @@ MISTRAL = """{%- if messages[0]["role"] == "system" %}
         {{- " " + message["content"]|trim + eos_token }}
     {%- endif %}
 {%- endfor %}"""
+GEMMA = """{{- bos_token }}
+{%- if messages[0]['role'] == 'system' -%}
+    {%- set prefix = messages[0]['content'] + '\n\n' if messages[0]['content'] is string else '' -%}
+    {%- set turns = messages[1:] -%}
+{%- else -%}
+    {%- set prefix, turns = "", messages -%}
+{%- endif -%}
+{%- for message in turns -%}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception("Conversation roles must alternate user/assistant/user/assistant/...") }}
+    {%- endif -%}
+    {%- set role = "model" if message['role'] == 'assistant' else message['role'] -%}
+    {{ '<start_of_turn>' + role + '\n' + (prefix if loop.first else "") }}
+    {%- if message['content'] is string -%}
+        {{ message['content'] | trim }}
+    {%- elif message['content'] is iterable -%}
+        {%- for item in message['content'] if item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endfor -%}
+    {%- else -%}
+        {{ raise_exception("Invalid content type") }}
+    {%- endif -%}
+    {{ '<end_of_turn>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"""
 PARTS = """{%- macro text_of(content) %}
     {%- if content is string %}{{ content }}{%- else %}
         {%- for part in content %}{{ '(' ~ part.text ~ ')' }}{%- endfor %}
@@ -110,7 +133,8 @@ PARTS = """{%- macro text_of(content) %}
 {%- endmacro %}
 {%- for message in messages %}{{ message.role ~ ': ' ~ text_of(message.content) }}
 {% endfor %}"""
-TEMPLATES = {"chatml": CHATML, "qwen3": QWEN3, "llama3": LLAMA3, "mistral": MISTRAL, "parts": PARTS}
+TEMPLATES = {"chatml": CHATML, "qwen3": QWEN3, "llama3": LLAMA3, "mistral": MISTRAL, "gemma": GEMMA}
+TEMPLATES["parts"] = PARTS
 
 USER = {"role": "user", "content": ' What\'s <2+2> & "why"? ünï '}
 SYSTEM = {"role": "system", "content": "Be brief.\n"}
@@ -133,7 +157,7 @@ CONVERSATIONS = {
         {"role": "tool", "tool_call_id": "1", "content": "R"},
     ],
 }
-TAKE_NO_TOOL_CALLS = ("llama3", "mistral", "parts")
+TAKE_NO_TOOL_CALLS = ("llama3", "mistral", "gemma", "parts")
 PAIRS = [
     (name, conversation)
     for name in TEMPLATES

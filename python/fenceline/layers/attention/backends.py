@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
 import torch
 
-from fenceline.layers.attention.base import AttentionBackend
+from fenceline.layers.attention.base import AttentionBackend, LayerRules
+from fenceline.layers.attention.by_window import BackendsByWindow
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
 from fenceline.mem_cache.kv_pool import KVPool
@@ -35,19 +36,32 @@ _NUM_ROUNDS = 4
 
 @dataclass(frozen=True, slots=True)
 class AttentionSetting:
-    """What a backend is made for: the pool and those of its layers that it attends in, all alike (None: all of them),
-    its device, this rank's query heads and the longest sequence."""
+    """What a backend is made for: the pool and those of its layers that it attends in, with heads alike (None: all of
+    them), its device, this rank's query heads and the longest sequence. ``rules``: of the layers that have any."""
 
     kv_pool: KVPool
     device: Device
     num_heads: int
     context_length: int
-    layers: range | None = None
+    layers: Sequence[int] | None = None
+    rules: Mapping[int, LayerRules] = field(default_factory=dict)
 
     @property
-    def own_layers(self) -> range:
+    def own_layers(self) -> Sequence[int]:
         """The layers of the pool that the backend attends in."""
         return range(self.kv_pool.num_layers) if self.layers is None else self.layers
+
+    @property
+    def by_window(self) -> list[AttentionSetting]:
+        """The same for the layers of each window alone."""
+        parts: dict[int | None, list[int]] = {}
+        for layer in self.own_layers:
+            rules = self.rules.get(layer)
+            parts.setdefault(None if rules is None else rules.window, []).append(layer)
+        return [
+            replace(self, layers=layers, rules={i: self.rules[i] for i in layers if i in self.rules})
+            for layers in parts.values()
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +84,19 @@ BATCHES: Mapping[ForwardMode, MeasuredBatch] = {
 def _make_fa3(setting: AttentionSetting) -> AttentionBackend:
     from fenceline.layers.attention.fa3_backend import Fa3AttentionBackend
 
-    return Fa3AttentionBackend(setting.kv_pool)
+    return Fa3AttentionBackend(setting.kv_pool, rules=setting.rules)
 
 
 def _make_flashinfer(setting: AttentionSetting) -> AttentionBackend:
     from fenceline.layers.attention.flashinfer_backend import FlashInferAttentionBackend
 
     return FlashInferAttentionBackend(
-        setting.kv_pool, setting.device, setting.num_heads, layers=setting.own_layers
+        setting.kv_pool, setting.device, setting.num_heads, layers=setting.own_layers, rules=setting.rules
     )
 
 
 def _make_torch(setting: AttentionSetting) -> AttentionBackend:
-    return TorchAttentionBackend(setting.kv_pool)
+    return TorchAttentionBackend(setting.kv_pool, setting.rules)
 
 
 def _make_triton(setting: AttentionSetting) -> AttentionBackend:
@@ -93,7 +107,7 @@ def _make_triton(setting: AttentionSetting) -> AttentionBackend:
             f"--attention-backend triton: Triton is not installed ({error}): pip install 'fenceline[cuda]', or use "
             "--attention-backend torch"
         ) from error
-    return TritonAttentionBackend(setting.kv_pool, setting.own_layers.start)
+    return TritonAttentionBackend(setting.kv_pool, setting.own_layers[0], setting.rules)
 
 
 ATTENTION_BACKENDS: Mapping[str, Callable[[AttentionSetting], AttentionBackend]] = MappingProxyType(
@@ -147,11 +161,18 @@ def _check_known(name: str) -> None:
 
 
 def _make(name: str, setting: AttentionSetting) -> AttentionBackend:
+    """The backend, or one for each window that layers have."""
+    parts = setting.by_window
+    backends = [(part.own_layers, _make_one(name, part)) for part in parts]
+    return backends[0][1] if len(backends) == 1 else BackendsByWindow(backends)
+
+
+def _make_one(name: str, setting: AttentionSetting) -> AttentionBackend:
     if name in _registered:
         return _registered[name](setting)
     _check_known(name)
     pool = setting.kv_pool
-    if name not in _READ_FP8 and pool.k(setting.own_layers.start).dtype != pool.dtype:
+    if name not in _READ_FP8 and pool.k(setting.own_layers[0]).dtype != pool.dtype:
         raise ValueError(
             f"--attention-backend {name} does not read --kv-cache-dtype fp8_e4m3: use --attention-backend triton or"
             " torch"
@@ -198,7 +219,8 @@ def _try(name: str, mode: ForwardMode, setting: AttentionSetting, compile_cold: 
     except ValueError as error:
         return f"not usable ({error})"
     try:
-        if isinstance(backend, FlashInferAttentionBackend) and not backend.is_compiled(mode):
+        parts = backend.backends if isinstance(backend, BackendsByWindow) else (backend,)
+        if any(isinstance(p, FlashInferAttentionBackend) and not p.is_compiled(mode) for p in parts):
             if not compile_cold:
                 return "not compiled yet (name it to have it)"
             logger.info("Compiling FlashInfer's kernels, about a minute, once on this machine")
@@ -256,7 +278,7 @@ def _step(
     query_len = seq_len - min(batch.prefix_len, seq_len - 1) if mode is ForwardMode.EXTEND else 1
     num_queries = batch.num_requests * query_len
     layers = setting.own_layers
-    keys = pool.k(layers.start)
+    keys = pool.k(layers[0])
     num_kv_heads, head_dim = keys.shape[1:]
     num_heads = setting.num_heads
     qkv = torch.randn(num_queries, num_heads + 2 * num_kv_heads, head_dim, device=keys.device).to(pool.dtype)

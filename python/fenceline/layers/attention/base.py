@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from fenceline.layers.forward_batch import (
     AttentionInputs,
@@ -16,8 +19,39 @@ from fenceline.layers.forward_batch import (
 )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerRules:
+    """What attention of a layer does beside softmax(scale q k^T) v.
+
+    ``window``: a query attends to its own token and the ``window - 1`` before it (None: to all). ``soft_cap`` c: a
+    score s becomes c tanh(s / c), 0 means that it does not. ``sinks`` [num_heads] float32: of each head one more score,
+    of no token and with a value of zero. A soft cap does not cap the sinks.
+    """
+
+    window: int | None = None
+    soft_cap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is nothing beside."""
+        return self.window is None and self.soft_cap == 0.0 and self.sinks is None
+
+
+PLAIN = LayerRules()
+NO_RULES: Mapping[int, LayerRules] = {}
+
+
+def window_of(rules: Mapping[int, LayerRules]) -> int | None:
+    """The window that all of some layers have. Plans depend on it; see ``by_window``."""
+    windows = {rule.window for rule in rules.values()}
+    assert len(windows) <= 1, f"a backend attends with one window, not with {windows}"
+    return next(iter(windows), None)
+
+
 class AttentionBackend(ABC):
-    """Makes plans and owns the workspace that they share."""
+    """Makes plans and owns the workspace that they share. It attends in layers of one window; ``rules`` in its
+    constructor are those of layers by their place in the pool, and layers that are not there have none."""
 
     @abstractmethod
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
@@ -41,8 +75,8 @@ class AttentionBackend(ABC):
 
     def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
         """A plan for a few queries of each request, of a chain or a tree, that a graph can capture and eager steps can
-        use; None if this backend has none. The first plan of a shape may allocate, so it is made outside captures.
-        ``prepare`` is called at the beginning of each step.
+        use; None if this backend has none. A window is at least as long as a tree has nodes. The first plan of a shape
+        may allocate, so it is made outside captures. ``prepare`` is called at the beginning of each step.
 
         A backend whose plan is made on the host from lengths cannot serve here, for the host learns the lengths of
         speculative steps one step late: so FlashInfer (its kernels split the keys by a plan, and its packed mask covers

@@ -7,12 +7,13 @@ FlashAttention aligns its causal mask (bottom right), for prefill and decode ali
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Protocol
 
 import torch
 
-from fenceline.layers.attention.base import AttentionBackend
+from fenceline.layers.attention.base import NO_RULES, PLAIN, AttentionBackend, LayerRules
 from fenceline.layers.forward_batch import AttentionInputs, AttentionPlan, ForwardMode, GraphDecodeInputs
 from fenceline.mem_cache.kv_pool import KVPool
 
@@ -35,6 +36,8 @@ class FlashAttention(Protocol):
         max_seqlen_q: int,
         softmax_scale: float,
         causal: bool,
+        window_size: tuple[int, int],
+        softcap: float,
     ) -> torch.Tensor: ...
 
 
@@ -58,10 +61,19 @@ def load_flash_attention() -> FlashAttention:
 class Fa3AttentionBackend(AttentionBackend):
     """Plans over one KV pool. Keeps no state between batches. ``attend``: None takes that of the installed package.
 
-    Raises ValueError with the remedy if it is missing or does not support the pool's dtype.
+    Raises ValueError with the remedy if it is missing or does not support the pool's dtype, and for layers with sinks.
     """
 
-    def __init__(self, kv_pool: KVPool, attend: FlashAttention | None = None) -> None:
+    def __init__(
+        self,
+        kv_pool: KVPool,
+        attend: FlashAttention | None = None,
+        rules: Mapping[int, LayerRules] = NO_RULES,
+    ) -> None:
+        if any(rule.sinks is not None for rule in rules.values()):
+            raise ValueError(
+                "--attention-backend fa3 serves no attention sinks: use --attention-backend triton"
+            )
         dtype = kv_pool.k(0).dtype
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
@@ -69,6 +81,7 @@ class Fa3AttentionBackend(AttentionBackend):
                 "--attention-backend triton"
             )
         self.kv_pool = kv_pool
+        self.rules = rules
         self.attend = load_flash_attention() if attend is None else attend
 
     def persistent(self, mode: ForwardMode) -> bool:
@@ -133,7 +146,7 @@ class _Plan(AttentionPlan):
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """See ``AttentionPlan.forward``."""
-        pool = self.backend.kv_pool
+        pool, rules = self.backend.kv_pool, self.backend.rules.get(layer_id, PLAIN)
         shape = (pool.num_pages, pool.page_size, *pool.k(layer_id).shape[1:])
         return self.backend.attend(
             q,
@@ -145,6 +158,8 @@ class _Plan(AttentionPlan):
             max_seqlen_q=self.max_query_len,
             softmax_scale=scale,
             causal=True,
+            window_size=(-1 if rules.window is None else rules.window - 1, -1 if rules.window is None else 0),
+            softcap=rules.soft_cap,
         )
 
 

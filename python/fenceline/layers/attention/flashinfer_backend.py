@@ -12,13 +12,14 @@ each replay. The layout of a bucket's plan depends on the number of requests alo
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from fenceline.layers.attention.base import AttentionBackend
+from fenceline.layers.attention.base import NO_RULES, AttentionBackend, LayerRules, window_of
 from fenceline.layers.attention.flashinfer_library import (
     AttentionShape,
     DecodeKernels,
@@ -60,11 +61,14 @@ class FlashInferAttentionBackend(AttentionBackend):
         prefill: str | None = None,
         tensor_cores: bool | None = None,
         library: Library | None = None,
-        layers: range | None = None,
+        layers: Sequence[int] | None = None,
+        rules: Mapping[int, LayerRules] = NO_RULES,
     ) -> None:
         layers = range(kv_pool.num_layers) if layers is None else layers
-        keys = kv_pool.k(layers.start)
-        self.shape = AttentionShape(num_heads, keys.shape[1], keys.shape[2], kv_pool.page_size, keys.dtype)
+        keys = kv_pool.k(layers[0])
+        heads = num_heads, keys.shape[1], keys.shape[2]
+        window, soft_cap = window_of(rules), _soft_cap_of(rules)
+        self.shape = AttentionShape(*heads, kv_pool.page_size, keys.dtype, window, soft_cap)
         library = InstalledLibrary() if library is None else library
         library.check(device, self.shape)
         self.kv_pool = kv_pool
@@ -242,6 +246,17 @@ class FlashInferAttentionBackend(AttentionBackend):
         """Bytes of three indices and a flag for each tile and two offsets for each request, in arrays aligned to 16."""
         tiles = max(self._cuda_core_tiles(size), self._tensor_core_tiles(size))
         return (13 * tiles + 8 * (size + 1) + 512 + 15) // 16 * 16
+
+
+def _soft_cap_of(rules: Mapping[int, LayerRules]) -> float:
+    """The soft cap that all layers have. Raises ValueError with the remedy for what the kernels cannot do."""
+    if any(rule.sinks is not None for rule in rules.values()):
+        raise ValueError(
+            "--attention-backend flashinfer has no kernels with attention sinks: use --attention-backend triton"
+        )
+    soft_caps = {rule.soft_cap for rule in rules.values()} or {0.0}
+    assert len(soft_caps) == 1, f"layers with one window have one soft cap, not {soft_caps}"
+    return soft_caps.pop()
 
 
 @dataclass(frozen=True, slots=True)

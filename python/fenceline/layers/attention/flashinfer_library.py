@@ -45,6 +45,13 @@ class AttentionShape:
     head_dim: int
     page_size: int
     dtype: torch.dtype
+    window: int | None = None  # see LayerRules
+    soft_cap: float = 0.0
+
+    @property
+    def window_left(self) -> int:
+        """How many tokens before its own a query attends to, as the library counts; -1: all."""
+        return _WHOLE_WINDOW if self.window is None else self.window - 1
 
     @property
     def group(self) -> int:
@@ -197,7 +204,7 @@ class InstalledLibrary:
 def _module_args(shape: AttentionShape) -> tuple[object, ...]:
     dims = (shape.head_dim, shape.head_dim)
     dtypes = (shape.dtype, shape.dtype, shape.dtype, torch.int32)
-    return (*dtypes, *dims, _NO_POSITIONS, False, False)  # no sliding window, no cap on the logits
+    return (*dtypes, *dims, _NO_POSITIONS, shape.window is not None, shape.soft_cap > 0)
 
 
 class PrefillKernels:
@@ -237,7 +244,7 @@ class PrefillKernels:
         args: list[object] = [space.floats, space.ints, space.pinned]
         args += [starts, _starts(-(-seq_lens // page_size)), _ints(seq_lens)]
         args += [int(starts[-1]), len(seq_lens), shape.num_heads, shape.num_kv_heads, page_size, graph]
-        args += [shape.head_dim, shape.head_dim, causal, _WHOLE_WINDOW]
+        args += [shape.head_dim, shape.head_dim, causal, shape.window_left]
         if self.generation == "fa2":
             # FlashInfer decides how keys are split; no other kernel runs at the same time.
             args += [-1, False, 0]
@@ -276,7 +283,7 @@ class PrefillKernels:
             scale_k=None,
             scale_v=None,
             workspace_size=space.floats.numel(),
-            **_common(scale, causal),
+            **_common(self.shape, scale, causal),
         )
         return out
 
@@ -303,7 +310,7 @@ class PrefillKernels:
             qo_indptr=starts,
             kv_indptr=starts,
             o=out,
-            **_common(scale, True),
+            **_common(self.shape, scale, True),
         )
         return out
 
@@ -327,7 +334,8 @@ class DecodeKernels:
         empty = torch.empty(0, dtype=shape.dtype)
         args: list[object] = [space.floats, space.ints, space.pinned]
         args += [_starts(-(-seq_lens // shape.page_size)), len(seq_lens)]
-        args += [shape.num_heads, shape.num_kv_heads, shape.page_size, graph, _WHOLE_WINDOW, 0.0]
+        args += [shape.num_heads, shape.num_kv_heads, shape.page_size, graph]
+        args += [shape.window_left, shape.soft_cap]
         args += [shape.head_dim, shape.head_dim, empty, empty]
         info: PlanInfo = self._module.functions.plan(*args)
         return info
@@ -357,10 +365,10 @@ class DecodeKernels:
             o=out,
             maybe_lse=None,
             kv_layout_code=_NHD,
-            window_left=_WHOLE_WINDOW,
+            window_left=self.shape.window_left,
             enable_pdl=_DEPENDENT_LAUNCH,
             alibi_slopes=None,
-            logits_soft_cap=0.0,
+            logits_soft_cap=self.shape.soft_cap,
             sm_scale=scale,
             rope_scale=1.0,
             rope_theta=1e4,
@@ -369,12 +377,12 @@ class DecodeKernels:
 
 
 @cache  # callers must not change the result
-def _common(scale: float, causal: bool) -> dict[str, object]:
+def _common(shape: AttentionShape, scale: float, causal: bool) -> dict[str, object]:
     return {
         "maybe_lse": None,
         "mask_mode": _CAUSAL if causal else _NON_CAUSAL,
         "layout": _NHD,
-        "window_left": _WHOLE_WINDOW,
+        "window_left": shape.window_left,
         "enable_pdl": _DEPENDENT_LAUNCH,
         "maybe_custom_mask": None,
         "maybe_mask_indptr": None,
@@ -382,7 +390,7 @@ def _common(scale: float, causal: bool) -> dict[str, object]:
         "maybe_prefix_len_ptr": None,
         "maybe_token_pos_in_items_ptr": None,
         "maybe_max_item_len_ptr": None,
-        "logits_soft_cap": 0.0,
+        "logits_soft_cap": shape.soft_cap,
         "sm_scale": scale,
         "rope_scale": 1.0,
         "rope_theta": 1e4,

@@ -9,12 +9,15 @@ device, and what depends on the batch alone is computed once in ``plan``, not on
 Where the page table is in the host's own memory, planning reads it. The pages with which several requests begin are
 then read once for all of them, and each request attends separately to what follows. A softmax over two sets of keys is
 the mean of those over each, weighted by the sums of their exponentials, whose logarithms attention returns too.
+
+Layers with a window gather the tokens of the window only. With a soft cap or sinks attention is computed step by step,
+because scaled_dot_product_attention has neither.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +25,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from fenceline.layers.attention.base import AttentionBackend
+from fenceline.layers.attention.base import NO_RULES, PLAIN, AttentionBackend, LayerRules, window_of
 from fenceline.layers.attention.shared_prefixes import find_shared_prefixes
 from fenceline.layers.forward_batch import (
     AttentionInputs,
@@ -52,8 +55,8 @@ _SINK_SLOT = 0
 class TorchAttentionBackend(AttentionBackend):
     """Plans over one KV pool. Keeps no state between batches, so plans never share memory."""
 
-    def __init__(self, kv_pool: KVPool) -> None:
-        self.kv_pool = kv_pool
+    def __init__(self, kv_pool: KVPool, rules: Mapping[int, LayerRules] = NO_RULES) -> None:
+        self._source = _Source(kv_pool, rules, window_of(rules))
         if kv_pool.k(0).is_cuda:
             # cuDNN's attention builds a plan for each new shape, tens of milliseconds each, and every step here
             # has new shapes: on an H200 a bf16 evaluation took 86 s with it and as long as fp32's 5 s without.
@@ -61,13 +64,15 @@ class TorchAttentionBackend(AttentionBackend):
 
     def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
         """A plan that pads all requests to the longest possible length, so only small contexts can be captured."""
-        if len(inputs.rows) * inputs.max_seq_len > _max_gather_tokens(self.kv_pool) * _GRAPH_GATHERS:
+        source = self._source
+        num_tokens = len(inputs.rows) * source.num_attended(inputs.max_seq_len)
+        if num_tokens > _max_gather_tokens(source.kv_pool) * _GRAPH_GATHERS:
             return None
-        return _GraphDecodePlan(self.kv_pool, inputs)
+        return _GraphDecodePlan(source, inputs)
 
     def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
         """See ``AttentionBackend.plan_verify``. Keys are padded to the bounds of the lengths."""
-        return _VerifyPlan(self.kv_pool, inputs)
+        return _VerifyPlan(self._source, inputs)
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """A plan for the batch; allocates its index tensors on the current stream. No host synchronisation."""
@@ -79,16 +84,66 @@ class TorchAttentionBackend(AttentionBackend):
             "seq_lens include this step's tokens"
         )
         if inputs.page_table.device.type == "cpu":
-            return _plan_on_cpu(self.kv_pool, inputs)
+            return _plan_on_cpu(self._source, inputs)
         if inputs.mode is ForwardMode.DECODE:
-            return _plan_decode(self.kv_pool, inputs)
-        return _plan_extend(self.kv_pool, inputs)
+            return _plan_decode(self._source, inputs)
+        return _plan_extend(self._source, inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The pool that plans read, and how its layers attend."""
+
+    kv_pool: KVPool
+    rules: Mapping[int, LayerRules]
+    window: int | None
+
+    def scores(self, layer_id: int, scale: float) -> _Scores:
+        """How scores of ``layer_id`` become weights."""
+        rules = self.rules.get(layer_id, PLAIN)
+        return _Scores(scale, rules.soft_cap, rules.sinks)
+
+    def num_attended(self, num_tokens: int) -> int:
+        """How many tokens the last of ``num_tokens`` attends to."""
+        return num_tokens if self.window is None else min(num_tokens, self.window)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scores:
+    """See ``LayerRules``; ``sinks`` have the form [batch, heads, queries] of a call, or one that expands to it."""
+
+    scale: float
+    soft_cap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+    def by_rows(self, num_kv_heads: int, repeats: int = 1) -> _Scores:
+        """For calls whose query rows are the query heads that share a KV head, each ``repeats`` times."""
+        if self.sinks is None:
+            return self
+        sinks = self.sinks.view(num_kv_heads, -1).repeat_interleave(repeats, 1)
+        return replace(self, sinks=sinks)
+
+    def by_group(self, num_kv_heads: int) -> _Scores:
+        """For calls whose batch are the query heads that share a KV head."""
+        if self.sinks is None:
+            return self
+        return replace(self, sinks=self.sinks.view(num_kv_heads, -1).t().unsqueeze(-1))
 
 
 def _token_slots(
-    page_table: torch.Tensor, rows: torch.Tensor, num_tokens: int, page_size: int
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    num_tokens: int,
+    page_size: int,
+    first: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """KV slots of positions 0..num_tokens of ``rows`` [B] → [B, num_tokens] int32; undefined past a row's length."""
+    """KV slots of positions 0..num_tokens of ``rows`` [B], or of those from ``first`` [B] on → [B, num_tokens] int32;
+    undefined past a row's length."""
+    if first is not None:
+        positions = first.unsqueeze(1) + torch.arange(num_tokens, device=first.device)
+        columns = (positions // page_size).clamp_(max=page_table.shape[1] - 1)
+        pages = page_table.index_select(0, rows).gather(1, columns)
+        return (pages * page_size + positions % page_size).int()
     num_pages = -(-num_tokens // page_size)
     pages = page_table[:, :num_pages].index_select(0, rows)
     if page_size == 1:
@@ -101,6 +156,8 @@ def _token_slots(
 class _Part(AttentionPlan):
     """A plan that may be a part of another: some of the queries, or some of their keys."""
 
+    source: _Source
+
     @abstractmethod
     def attend(
         self,
@@ -108,7 +165,7 @@ class _Part(AttentionPlan):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scale: float,
+        scores: _Scores,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``AttentionPlan.forward``, which also writes to ``lse`` [T, num_heads] float32, if that is given, the
@@ -118,27 +175,57 @@ class _Part(AttentionPlan):
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """See ``AttentionPlan.forward``."""
-        return self.attend(layer_id, q, k, v, scale)
+        return self.attend(layer_id, q, k, v, self.source.scores(layer_id, scale))
 
 
 def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scale: float,
+    scores: _Scores,
     lse: torch.Tensor | None,
     mask: torch.Tensor | None = None,
     causal: bool = False,
 ) -> torch.Tensor:
-    """scaled_dot_product_attention of [batch, heads, queries or tokens, head_dim]; ``lse`` [batch, heads, queries]."""
+    """scaled_dot_product_attention of [batch, heads, queries or tokens, head_dim]; ``lse`` [batch, heads, queries].
+    ``mask`` is additive, or true where a key is visible."""
+    if scores.soft_cap or scores.sinks is not None:
+        return _attention_by_steps(q, k, v, scores, lse, mask, causal)
     if lse is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scores.scale)
     # What the function above calls on a CPU.
     output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        q, k, v, 0.0, causal, attn_mask=mask, scale=scores.scale
     )
     lse.copy_(sums)
     return output  # type: ignore[no-any-return]
+
+
+def _attention_by_steps(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scores: _Scores,
+    lse: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    causal: bool,
+) -> torch.Tensor:
+    """``_attention`` with a soft cap and sinks, which are in ``lse``, too. Softmax is computed in float32."""
+    products = (q @ k.transpose(2, 3)).float() * scores.scale
+    if scores.soft_cap:
+        products = products.div_(scores.soft_cap).tanh_().mul_(scores.soft_cap)
+    if causal:
+        mask = torch.ones(products.shape[2:], dtype=torch.bool, device=q.device).tril_()
+    if mask is not None and mask.dtype == torch.bool:
+        products = products.masked_fill_(~mask, float("-inf"))
+    elif mask is not None:
+        products = products + mask
+    sums = products.logsumexp(-1)
+    if scores.sinks is not None:
+        sums = torch.logaddexp(sums, scores.sinks)
+    if lse is not None:
+        lse.copy_(sums)
+    return products.sub_(sums.unsqueeze(-1)).exp_().to(v.dtype) @ v
 
 
 # Decode ---------------------------------------------------------------------------------------------------------
@@ -161,11 +248,11 @@ class _DecodePlan(_Part):
 
     def __init__(
         self,
-        kv_pool: KVPool,
+        source: _Source,
         groups: Sequence[_DecodeGroup],
         order: torch.Tensor | None,
     ) -> None:
-        self.kv_pool = kv_pool
+        self.source = source
         self.groups = groups
         # [B] int64: requests, longest first, and the place of each in that order. One group keeps the batch's order.
         self.order = order
@@ -177,16 +264,17 @@ class _DecodePlan(_Part):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scale: float,
+        scores: _Scores,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``_Part.attend``."""
+        scores, kv_pool = scores.by_rows(k.shape[1]), self.source.kv_pool
         grouped_q = q.view(len(q), k.shape[1], -1, q.shape[2])
         grouped_lse = None if lse is None else lse.view(grouped_q.shape[:3])
         if self.order is None or self.inverse is None:
             group = self.groups[0]
             attended = _attend_gathered(
-                self.kv_pool, layer_id, group.slots, group.mask, grouped_q, scale, grouped_lse
+                kv_pool, layer_id, group.slots, group.mask, grouped_q, scores, grouped_lse
             )
             return attended.reshape(q.shape)
         sorted_q = grouped_q.index_select(0, self.order)
@@ -196,9 +284,7 @@ class _DecodePlan(_Part):
             members = slice(group.first, group.last)
             sums = None if sorted_lse is None else sorted_lse[members]
             outputs.append(
-                _attend_gathered(
-                    self.kv_pool, layer_id, group.slots, group.mask, sorted_q[members], scale, sums
-                )
+                _attend_gathered(kv_pool, layer_id, group.slots, group.mask, sorted_q[members], scores, sums)
             )
         if grouped_lse is not None and sorted_lse is not None:
             torch.index_select(sorted_lse, 0, self.inverse, out=grouped_lse)
@@ -211,19 +297,22 @@ def _attend_gathered(
     slots: torch.Tensor,
     mask: torch.Tensor | None,
     q: torch.Tensor,
-    scale: float,
+    scores: _Scores,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [G, num_kv_heads, queries of one kv head, head_dim] over slots [G * tokens] → the same shape."""
     shape = (len(q), len(slots) // len(q), q.shape[1], q.shape[3])
     k = kv_pool.k(layer_id).index_select(0, slots).to(q.dtype).view(shape).transpose(1, 2)
     v = kv_pool.v(layer_id).index_select(0, slots).to(q.dtype).view(shape).transpose(1, 2)
-    return _attention(q, k, v, scale, lse, mask)
+    return _attention(q, k, v, scores, lse, mask)
 
 
-def _plan_decode(kv_pool: KVPool, inputs: AttentionInputs) -> _DecodePlan:
+def _plan_decode(source: _Source, inputs: AttentionInputs) -> _DecodePlan:
     assert bool((inputs.query_lens_cpu == 1).all()), "decode has one query for each request"
+    kv_pool = source.kv_pool
     lens = -np.sort(-inputs.seq_lens_cpu)
+    if source.window is not None:
+        lens = np.minimum(lens, source.window)
     ranges = decode_groups(lens, _max_gather_tokens(kv_pool))
     order, rows, seq_lens = None, inputs.rows, inputs.seq_lens
     if len(ranges) > 1:
@@ -233,19 +322,32 @@ def _plan_decode(kv_pool: KVPool, inputs: AttentionInputs) -> _DecodePlan:
     groups = []
     for first, last in ranges:
         num_tokens = int(lens[first])
-        slots = _token_slots(inputs.page_table, rows[first:last], num_tokens, kv_pool.page_size)
+        slots, num_attended = _attended_slots(
+            source, inputs.page_table, rows[first:last], seq_lens[first:last], num_tokens
+        )
         mask = None
         if lens[last - 1] < num_tokens:
-            slots, mask = _masked(kv_pool, slots, seq_lens[first:last])
+            slots, mask = _masked(kv_pool, slots, num_attended)
         groups.append(_DecodeGroup(first, last, num_tokens, slots.reshape(-1), mask))
-    return _DecodePlan(kv_pool, groups, order)
+    return _DecodePlan(source, groups, order)
+
+
+def _attended_slots(
+    source: _Source, page_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots [G, num_tokens] that the last tokens of ``rows`` [G] attend to, and how many of them each does; the
+    others are undefined."""
+    if source.window is None:
+        return _token_slots(page_table, rows, num_tokens, source.kv_pool.page_size), seq_lens
+    first = (seq_lens - source.window).clamp_(min=0)
+    return _token_slots(page_table, rows, num_tokens, source.kv_pool.page_size, first), seq_lens - first
 
 
 def _masked(
     kv_pool: KVPool, slots: torch.Tensor, seq_lens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``slots`` [G, tokens], replaced by the sink's past a request's length, and the additive mask [G, 1, 1, tokens] in
-    the pool's dtype that hides those."""
+    """``slots`` [G, tokens], replaced by the sink's past a request's ``seq_lens``, and the additive mask [G, 1, 1,
+    tokens] in the pool's dtype that hides those."""
     positions = torch.arange(slots.shape[1], device=slots.device)
     beyond = positions >= seq_lens.unsqueeze(1)
     mask = torch.zeros(beyond.shape, dtype=kv_pool.dtype, device=slots.device)
@@ -256,17 +358,20 @@ def _masked(
 class _GraphDecodePlan(AttentionPlan):
     """One query for each request. Every request is padded to the longest possible length, so shapes never change."""
 
-    def __init__(self, kv_pool: KVPool, inputs: GraphDecodeInputs) -> None:
-        self.kv_pool = kv_pool
+    def __init__(self, source: _Source, inputs: GraphDecodeInputs) -> None:
+        self.source = source
         self._inputs = inputs
         self._slots: torch.Tensor | None = None  # [B * max_seq_len] int32
         self._mask: torch.Tensor | None = None
 
     def prepare(self) -> None:
         """See ``AttentionPlan.prepare``."""
-        given, pool = self._inputs, self.kv_pool
-        slots = _token_slots(given.page_table, given.rows, given.max_seq_len, pool.page_size)
-        slots, self._mask = _masked(pool, slots, given.seq_lens)
+        given, source = self._inputs, self.source
+        num_tokens = source.num_attended(given.max_seq_len)
+        slots, num_attended = _attended_slots(
+            source, given.page_table, given.rows, given.seq_lens, num_tokens
+        )
+        slots, self._mask = _masked(source.kv_pool, slots, num_attended)
         self._slots = slots.reshape(-1)
 
     def forward(
@@ -274,10 +379,10 @@ class _GraphDecodePlan(AttentionPlan):
     ) -> torch.Tensor:
         """See ``AttentionPlan.forward``."""
         assert self._slots is not None, "prepare comes first"
+        scores = self.source.scores(layer_id, scale).by_rows(k.shape[1])
         grouped_q = q.view(len(q), k.shape[1], -1, q.shape[2])
-        return _attend_gathered(self.kv_pool, layer_id, self._slots, self._mask, grouped_q, scale).reshape(
-            q.shape
-        )
+        attended = _attend_gathered(self.source.kv_pool, layer_id, self._slots, self._mask, grouped_q, scores)
+        return attended.reshape(q.shape)
 
 
 def decode_groups(lens: npt.NDArray[np.int64], max_tokens: int) -> list[tuple[int, int]]:
@@ -311,25 +416,32 @@ def _max_gather_tokens(kv_pool: KVPool) -> int:
 class _VerifyPlan(AttentionPlan):
     """A few queries of each request, of a chain or a tree. Shapes follow from the bounds that the host knows."""
 
-    def __init__(self, kv_pool: KVPool, inputs: VerifyInputs) -> None:
+    def __init__(self, source: _Source, inputs: VerifyInputs) -> None:
         inputs.tree.check(len(inputs.rows))
-        self.kv_pool = kv_pool
+        self.source = source
         self._inputs = inputs
-        self._ranges = _verify_ranges(inputs.max_seq_lens_cpu, _max_gather_tokens(kv_pool))
+        self._most = inputs.max_seq_lens_cpu  # tokens that the queries of a request may attend to
+        if source.window is not None:
+            self._most = np.minimum(self._most, source.window + inputs.tree.num_nodes - 1)
+        self._ranges = _verify_ranges(self._most, _max_gather_tokens(source.kv_pool))
         # Of each range: slots [requests * tokens] int32, additive mask [requests, 1, queries, tokens].
         self._gathers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def prepare(self) -> None:
         """See ``AttentionPlan.prepare``."""
-        given, pool = self._inputs, self.kv_pool
+        given, pool, window = self._inputs, self.source.kv_pool, self.source.window
         self._gathers = []
         for first, last in self._ranges:
-            num_tokens = int(given.max_seq_lens_cpu[first:last].max())
+            num_tokens = int(self._most[first:last].max())
             seq_lens = given.seq_lens[first:last, None, None]
-            positions = torch.arange(num_tokens, device=seq_lens.device)
-            slots = _token_slots(given.page_table, given.rows[first:last], num_tokens, pool.page_size)
-            slots = slots.masked_fill(positions >= seq_lens[:, 0], _SINK_SLOT)
-            hidden = ~_visible(given.tree, slice(first, last), positions, seq_lens)
+            positions = torch.arange(num_tokens, device=seq_lens.device).expand(last - first, 1, -1)
+            start = None
+            if window is not None:
+                start = (given.seq_lens[first:last] - given.tree.num_nodes - window + 1).clamp_(min=0)
+                positions = positions + start[:, None, None]
+            slots = _token_slots(given.page_table, given.rows[first:last], num_tokens, pool.page_size, start)
+            slots = slots.masked_fill((positions >= seq_lens)[:, 0], _SINK_SLOT)
+            hidden = ~_visible(given.tree, slice(first, last), positions, seq_lens, window)
             mask = torch.zeros(hidden.shape, dtype=pool.dtype, device=slots.device)
             mask = mask.masked_fill_(hidden, float("-inf")).unsqueeze(1)
             self._gathers.append((slots.reshape(-1), mask))
@@ -344,9 +456,15 @@ class _VerifyPlan(AttentionPlan):
         # The heads of a group are further query rows: [B, num_kv_heads, group * num_queries, head_dim].
         rows = q.unflatten(0, (-1, num_queries)).unflatten(2, (num_kv_heads, group))
         rows = rows.permute(0, 2, 3, 1, 4).flatten(2, 3)
+        scores = self.source.scores(layer_id, scale).by_rows(num_kv_heads, num_queries)
         outputs = [
             _attend_gathered(
-                self.kv_pool, layer_id, slots, mask.repeat(1, 1, group, 1), rows[first:last], scale
+                self.source.kv_pool,
+                layer_id,
+                slots,
+                mask.repeat(1, 1, group, 1),
+                rows[first:last],
+                scores,
             )
             for (first, last), (slots, mask) in zip(self._ranges, self._gathers, strict=True)
         ]
@@ -355,17 +473,39 @@ class _VerifyPlan(AttentionPlan):
 
 
 def _visible(
-    tree: QueryTree, requests: slice, positions: torch.Tensor, seq_lens: torch.Tensor
+    tree: QueryTree,
+    requests: slice,
+    positions: torch.Tensor,
+    seq_lens: torch.Tensor,
+    window: int | None,
 ) -> torch.Tensor:
-    """[requests, queries, tokens] bool: which tokens at ``positions`` [tokens] each query attends to; ``seq_lens``
-    [requests, 1, 1]."""
+    """[requests, queries, tokens] bool: which tokens at ``positions`` [requests, 1, tokens] each query attends to;
+    ``seq_lens`` [requests, 1, 1]."""
     nodes = positions - (seq_lens - tree.num_nodes)
     queries = torch.arange(tree.num_nodes - tree.num_queries, tree.num_nodes, device=nodes.device)
     own = queries[:, None]
     if tree.ancestors is None:
-        return (nodes <= own) | (positions == 0)  # a query in front of the first token attends to that one
+        seen = nodes <= own
+        if window is not None:
+            seen = seen & (nodes > own - window)
+        nowhere = seq_lens - tree.num_nodes + own < 0
+        return seen | nowhere & (positions == 0)  # a query in front of the first token attends to that one
     bits = tree.ancestors[requests, :, None] >> nodes.clamp(0, 63)
-    return (positions < seq_lens) & ((nodes < 0) | (nodes == own) | (bits & 1).bool())
+    in_front = nodes < 0
+    if window is not None:
+        assert window >= tree.num_nodes, f"a window of {window} tokens and a tree of {tree.num_nodes}"
+        in_front = in_front & (nodes > _depths(tree, requests) - window)
+    among = (nodes >= 0) & (bits & 1).bool()
+    return (positions < seq_lens) & (in_front | (nodes == own) | among)
+
+
+def _depths(tree: QueryTree, requests: slice) -> torch.Tensor:
+    """[requests, queries, 1]: how many ancestors each query has."""
+    assert tree.ancestors is not None
+    nodes = torch.arange(tree.num_nodes, device=tree.ancestors.device)
+    own = nodes[tree.num_nodes - tree.num_queries :, None]
+    above = (tree.ancestors[requests, :, None] >> nodes & 1).bool() & (nodes != own)
+    return above.sum(-1, keepdim=True)
 
 
 def _verify_ranges(max_seq_lens: npt.NDArray[np.int64], max_tokens: int) -> list[tuple[int, int]]:
@@ -392,7 +532,8 @@ class _ExtendRequest:
     first: int
     last: int
     num_tokens: int
-    # [num_tokens] int32 into the pool; None: there is no prefix, so this step's k and v are all keys and values.
+    # int32 into the pool, of the last tokens, all that the queries attend to. None: there is no prefix and all of them
+    # lie in the window, so this step's k and v are all keys and values.
     slots: torch.Tensor | None
 
 
@@ -401,14 +542,15 @@ class _ExtendPlan(_Part):
 
     def __init__(
         self,
-        kv_pool: KVPool,
+        source: _Source,
         requests: Sequence[_ExtendRequest],
         mask: torch.Tensor | None,
     ) -> None:
-        self.kv_pool = kv_pool
+        self.source = source
         self.requests = requests
-        # [rows, width], true or 0 where visible, with the causal triangle in its bottom right corner. Any block of
-        # queries over any number of keys has as its mask the part in that corner, so one mask serves the whole batch.
+        # [rows, width], true or 0 where visible, with the causal triangle in its bottom right corner and, with a
+        # window, another in front of it. Any block of queries over any number of keys has as its mask the part in that
+        # corner, so one mask serves the whole batch.
         self.mask = mask
 
     def attend(
@@ -417,11 +559,12 @@ class _ExtendPlan(_Part):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scale: float,
+        scores: _Scores,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``_Part.attend``."""
-        group = q.shape[1] // k.shape[1]
+        group, kv_pool = q.shape[1] // k.shape[1], self.source.kv_pool
+        scores = scores.by_group(k.shape[1])
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
         for request in self.requests:
             tokens = slice(request.first, request.last)
@@ -430,12 +573,12 @@ class _ExtendPlan(_Part):
             sums = None if lse is None else _heads_first(lse[tokens].unsqueeze(-1), group).squeeze(-1)
             if request.slots is None:
                 keys, values = _shared_heads(k[tokens], group), _shared_heads(v[tokens], group)
-                result.copy_(_attention(queries, keys, values, scale, sums, causal=True))
+                result.copy_(_attention(queries, keys, values, scores, sums, causal=True))
             else:
-                keys = self.kv_pool.k(layer_id).index_select(0, request.slots).to(q.dtype)
-                values = self.kv_pool.v(layer_id).index_select(0, request.slots).to(q.dtype)
+                keys = kv_pool.k(layer_id).index_select(0, request.slots).to(q.dtype)
+                values = kv_pool.v(layer_id).index_select(0, request.slots).to(q.dtype)
                 keys, values = _shared_heads(keys, group), _shared_heads(values, group)
-                self._attend_blocks(result, queries, keys, values, scale, sums)
+                self._attend_blocks(result, queries, keys, values, scores, sums)
         return output
 
     def _attend_blocks(
@@ -444,7 +587,7 @@ class _ExtendPlan(_Part):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scale: float,
+        scores: _Scores,
         lse: torch.Tensor | None,
     ) -> None:
         """Causal attention of the last tokens of a sequence, block by block.
@@ -452,19 +595,20 @@ class _ExtendPlan(_Part):
         q, result [group, num_kv_heads, queries, head_dim]; k, v [group, num_kv_heads, tokens, head_dim]; lse [group,
         num_kv_heads, queries].
         """
-        num_queries, num_tokens = q.shape[2], k.shape[2]
+        num_queries, num_tokens, window = q.shape[2], k.shape[2], self.source.window
         for first in range(0, num_queries, _QUERY_BLOCK):
             last = min(first + _QUERY_BLOCK, num_queries)
-            visible = num_tokens - num_queries + last
-            mask = self._causal_mask(last - first, visible)
+            end = num_tokens - num_queries + last
+            begin = 0 if window is None else max(end - (last - first) - window + 1, 0)
+            mask = self._causal_mask(last - first, end - begin)
             sums = None if lse is None else lse[:, :, first:last]
             result[:, :, first:last] = _attention(
-                q[:, :, first:last], k[:, :, :visible], v[:, :, :visible], scale, sums, mask
+                q[:, :, first:last], k[:, :, begin:end], v[:, :, begin:end], scores, sums, mask
             )
 
     def _causal_mask(self, num_queries: int, num_tokens: int) -> torch.Tensor | None:
         if num_queries == 1:
-            return None  # one query, the last token: it sees every key
+            return None  # one query, the last token: it sees all of these keys
         assert self.mask is not None
         rows, width = self.mask.shape
         return self.mask[rows - num_queries :, width - num_tokens :]
@@ -485,33 +629,39 @@ def _shared_heads(x: torch.Tensor, group: int) -> torch.Tensor:
     return x.permute(1, 0, 2).unsqueeze(0).expand(group, -1, -1, -1)
 
 
-def _plan_extend(kv_pool: KVPool, inputs: AttentionInputs) -> _ExtendPlan:
+def _plan_extend(source: _Source, inputs: AttentionInputs) -> _ExtendPlan:
     requests = []
-    rows = width = first = 0
+    window, page_size = source.window, source.kv_pool.page_size
+    rows = width = start = 0
     for i, (num_queries, num_tokens) in enumerate(
         zip(inputs.query_lens_cpu, inputs.seq_lens_cpu, strict=True)
     ):
         num_queries, num_tokens = int(num_queries), int(num_tokens)
         slots = None
-        if num_queries < num_tokens:
-            slots = _token_slots(
-                inputs.page_table, inputs.rows[i : i + 1], num_tokens, kv_pool.page_size
-            ).view(-1)
-            rows, width = max(rows, min(num_queries, _QUERY_BLOCK)), max(width, num_tokens)
-        requests.append(_ExtendRequest(first, first + num_queries, num_tokens, slots))
-        first += num_queries
-    return _ExtendPlan(kv_pool, requests, _corner_mask(rows, width, kv_pool))
+        # Of the tokens that no query attends to.
+        num_out = 0 if window is None else max(num_tokens - num_queries - window + 1, 0)
+        if num_queries < num_tokens or source.num_attended(num_tokens) < num_tokens:
+            slots = _token_slots(inputs.page_table, inputs.rows[i : i + 1], num_tokens, page_size)[
+                0, num_out:
+            ]
+            rows, width = max(rows, min(num_queries, _QUERY_BLOCK)), max(width, num_tokens - num_out)
+        requests.append(_ExtendRequest(start, start + num_queries, num_tokens, slots))
+        start += num_queries
+    return _ExtendPlan(source, requests, _corner_mask(rows, width, source))
 
 
-def _corner_mask(rows: int, width: int, kv_pool: KVPool) -> torch.Tensor | None:
+def _corner_mask(rows: int, width: int, source: _Source) -> torch.Tensor | None:
     if rows <= 1:
         return None
-    device = kv_pool.k(0).device
-    query = torch.arange(rows, device=device).unsqueeze(1)
-    visible = torch.arange(width, device=device) <= query + (width - rows)
+    device = source.kv_pool.k(0).device
+    last = torch.arange(rows, device=device).unsqueeze(1) + (width - rows)
+    key = torch.arange(width, device=device)
+    visible = key <= last
+    if source.window is not None:
+        visible &= key > last - source.window
     if device.type != "cpu":
         return visible  # made additive on each use: a new tensor has the alignment that the kernel needs
-    return torch.zeros(visible.shape, dtype=kv_pool.dtype).masked_fill_(~visible, float("-inf"))
+    return torch.zeros(visible.shape, dtype=source.kv_pool.dtype).masked_fill_(~visible, float("-inf"))
 
 
 # On a CPU -------------------------------------------------------------------------------------------------------
@@ -528,8 +678,8 @@ class _Prefix:
 class _PrefixPlan(AttentionPlan):
     """Prefixes, each attended to once for all its queries, and what remains of each request."""
 
-    def __init__(self, kv_pool: KVPool, prefixes: Sequence[_Prefix], rest: _Part) -> None:
-        self.kv_pool = kv_pool
+    def __init__(self, source: _Source, prefixes: Sequence[_Prefix], rest: _Part) -> None:
+        self.source = source
         self.prefixes = prefixes
         self.rest = rest
 
@@ -538,7 +688,9 @@ class _PrefixPlan(AttentionPlan):
     ) -> torch.Tensor:
         """See ``AttentionPlan.forward``."""
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
-        output = self.rest.attend(layer_id, q, k, v, scale, lse)
+        scores = self.source.scores(layer_id, scale)
+        output = self.rest.attend(layer_id, q, k, v, scores, lse)
+        scores = replace(scores, sinks=None)  # they belong to the rest
         num_kv_heads, head_dim = k.shape[1:]
         for prefix in self.prefixes:
             queries = q[prefix.queries]
@@ -549,7 +701,7 @@ class _PrefixPlan(AttentionPlan):
                 .reshape(1, num_kv_heads, -1, head_dim)
             )
             sums = torch.empty(rows.shape[:3], dtype=torch.float32)
-            attended = _attend_gathered(self.kv_pool, layer_id, prefix.slots, None, rows, scale, sums)
+            attended = _attend_gathered(self.source.kv_pool, layer_id, prefix.slots, None, rows, scores, sums)
             num = len(queries)
             attended = attended.view(num_kv_heads, num, -1, head_dim).transpose(0, 1).reshape(queries.shape)
             sums = sums.view(num_kv_heads, num, -1).transpose(0, 1).reshape(queries.shape[:2])
@@ -561,7 +713,8 @@ class _PrefixPlan(AttentionPlan):
 class _SplitPlan(_Part):
     """Requests of an extend step that have one query, which are attended to as in decode, and all others."""
 
-    def __init__(self, parts: Sequence[tuple[torch.Tensor, _Part]]) -> None:
+    def __init__(self, source: _Source, parts: Sequence[tuple[torch.Tensor, _Part]]) -> None:
+        self.source = source
         self.parts = parts  # each with the tokens of the T axis that are its queries, int64
 
     def attend(
@@ -570,7 +723,7 @@ class _SplitPlan(_Part):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scale: float,
+        scores: _Scores,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``_Part.attend``."""
@@ -578,20 +731,22 @@ class _SplitPlan(_Part):
         for tokens, part in self.parts:
             own_q, own_k, own_v = (x.index_select(0, tokens) for x in (q, k, v))
             sums = None if lse is None else lse.new_empty(len(tokens), lse.shape[1])
-            output.index_copy_(0, tokens, part.attend(layer_id, own_q, own_k, own_v, scale, sums))
+            output.index_copy_(0, tokens, part.attend(layer_id, own_q, own_k, own_v, scores, sums))
             if lse is not None and sums is not None:
                 lse.index_copy_(0, tokens, sums)
         return output
 
 
-def _plan_on_cpu(kv_pool: KVPool, inputs: AttentionInputs) -> AttentionPlan:
-    size = kv_pool.page_size
+def _plan_on_cpu(source: _Source, inputs: AttentionInputs) -> AttentionPlan:
+    if source.window is not None:
+        return _plan_parts(source, inputs)  # a query attends to a part of a prefix only
+    size = source.kv_pool.page_size
     num_pages = -(-inputs.seq_lens_cpu // size)
     table = inputs.page_table[:, : int(num_pages.max())].index_select(0, inputs.rows)
     num_common = (inputs.seq_lens_cpu - inputs.query_lens_cpu) // size
     shared = find_shared_prefixes(table.numpy(), num_common, inputs.query_lens_cpu, size)
     if not shared:
-        return _plan_parts(kv_pool, inputs)
+        return _plan_parts(source, inputs)
     starts = np.cumsum(inputs.query_lens_cpu) - inputs.query_lens_cpu
     taken = np.zeros_like(num_pages)
     prefixes = []
@@ -616,19 +771,19 @@ def _plan_on_cpu(kv_pool: KVPool, inputs: AttentionInputs) -> AttentionPlan:
         seq_lens=inputs.seq_lens - torch.from_numpy(taken * size),
         seq_lens_cpu=inputs.seq_lens_cpu - taken * size,
     )
-    return _PrefixPlan(kv_pool, prefixes, _plan_parts(kv_pool, rest))
+    return _PrefixPlan(source, prefixes, _plan_parts(source, rest))
 
 
-def _plan_parts(kv_pool: KVPool, inputs: AttentionInputs) -> _Part:
+def _plan_parts(source: _Source, inputs: AttentionInputs) -> _Part:
     """A plan of the whole batch without sharing."""
     lens = inputs.query_lens_cpu
     if inputs.mode is ForwardMode.DECODE:
-        return _plan_decode(kv_pool, inputs)
+        return _plan_decode(source, inputs)
     single = lens == 1
     if np.count_nonzero(single) < _MIN_SINGLES:
-        return _plan_extend(kv_pool, inputs)
+        return _plan_extend(source, inputs)
     if single.all():
-        return _plan_decode(kv_pool, inputs)
+        return _plan_decode(source, inputs)
     of_token = np.repeat(single, lens)
     parts = []
     for chosen, tokens, plan in ((single, of_token, _plan_decode), (~single, ~of_token, _plan_extend)):
@@ -640,5 +795,5 @@ def _plan_parts(kv_pool: KVPool, inputs: AttentionInputs) -> _Part:
             seq_lens_cpu=inputs.seq_lens_cpu[chosen],
             query_lens_cpu=lens[chosen],
         )
-        parts.append((torch.from_numpy(np.flatnonzero(tokens)), plan(kv_pool, some)))
-    return _SplitPlan(parts)
+        parts.append((torch.from_numpy(np.flatnonzero(tokens)), plan(source, some)))
+    return _SplitPlan(source, parts)

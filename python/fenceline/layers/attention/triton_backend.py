@@ -6,9 +6,11 @@ there. A captured decode step therefore needs nothing from the host when request
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from fenceline.layers.attention.base import AttentionBackend
+from fenceline.layers.attention.base import NO_RULES, PLAIN, AttentionBackend, LayerRules, window_of
 from fenceline.layers.forward_batch import (
     AttentionInputs,
     AttentionPlan,
@@ -42,7 +44,9 @@ class TritonAttentionBackend(AttentionBackend):
     Raises ValueError for head sizes that are not a power of two.
     """
 
-    def __init__(self, kv_pool: KVPool, first_layer: int = 0) -> None:
+    def __init__(
+        self, kv_pool: KVPool, first_layer: int = 0, rules: Mapping[int, LayerRules] = NO_RULES
+    ) -> None:
         """``first_layer``: of the layers that it attends in, which are alike."""
         keys = self._keys = kv_pool.k(first_layer)
         head_dim = keys.shape[2]
@@ -52,14 +56,16 @@ class TritonAttentionBackend(AttentionBackend):
                 "--attention-backend flashinfer or torch"
             )
         self.kv_pool = kv_pool
+        self.rules, self.window = rules, window_of(rules)
         self.num_sms = 1
         self._launch_pdl = False
+        self._wide = head_dim > 128  # heads of which fewer fit shared memory and registers
         self._large_blocks = False
         if keys.is_cuda:
             device = torch.cuda.get_device_properties(keys.device)
             self.num_sms = device.multi_processor_count
             self._launch_pdl = device.major >= 9
-            self._large_blocks = head_dim <= 128 and device.major in _LARGE_SHARED
+            self._large_blocks = not self._wide and device.major in _LARGE_SHARED
         self._workspaces: dict[tuple[int, int], DecodeWorkspace] = {}  # by tiles
         self.workspace = self._workspace(_ONE_TILE)
 
@@ -89,7 +95,7 @@ class TritonAttentionBackend(AttentionBackend):
         tiles = query_tiles(inputs.tree.num_queries * group)
         config = self.verify_config(len(inputs.rows), tiles)
         requests = self.requests_of(inputs)
-        return _DecodePlan(self.kv_pool, requests, self._workspace(tiles), config, inputs.tree)
+        return _DecodePlan(self, requests, self._workspace(tiles), config, inputs.tree)
 
     def requests_of(self, inputs: AttentionInputs | GraphDecodeInputs | VerifyInputs) -> PagedRequests:
         """What the kernels read of a batch."""
@@ -103,6 +109,8 @@ class TritonAttentionBackend(AttentionBackend):
         """
         if self._keys.element_size() > 2:
             return DecodeConfig(32, self._num_workers(2), 4, 2, self._launch_pdl)
+        if self._wide:
+            return DecodeConfig(32, self._num_workers(2), 4, 3, self._launch_pdl)
         if batch == 1:
             return DecodeConfig(32, self._num_workers(2), 2, 1, self._launch_pdl)
         if 8 < batch <= 16 and self._large_blocks:
@@ -116,12 +124,16 @@ class TritonAttentionBackend(AttentionBackend):
         num_workers = max(self._num_workers(2) // tiles[0], 1)
         if self._keys.element_size() > 2:
             return DecodeConfig(32, num_workers, 4, 2, self._launch_pdl)
+        if self._wide:
+            return DecodeConfig(32, num_workers, 8, 2, self._launch_pdl)
         return DecodeConfig(64, num_workers, 4, 3, self._launch_pdl)
 
     def extend_config(self, max_rows: int) -> ExtendConfig:
         """How a prefill is cut whose longest request has ``max_rows`` query rows for each KV head."""
         if self._keys.element_size() > 2:
             return ExtendConfig(32, 32, 4, 2)
+        if self._wide:
+            return ExtendConfig(16, 32, 4, 3) if max_rows <= 16 else ExtendConfig(64, 32, 8, 2)
         if max_rows <= 16:
             return ExtendConfig(16, 64, 4, 5)
         if max_rows <= 64:
@@ -130,7 +142,7 @@ class TritonAttentionBackend(AttentionBackend):
 
     def _plan_decode(self, requests: PagedRequests) -> AttentionPlan:
         config = self.decode_config(len(requests.rows))
-        return _DecodePlan(self.kv_pool, requests, self.workspace, config, QueryTree(1, 1))
+        return _DecodePlan(self, requests, self.workspace, config, QueryTree(1, 1))
 
     def _workspace(self, tiles: tuple[int, int]) -> DecodeWorkspace:
         if tiles not in self._workspaces:
@@ -150,13 +162,13 @@ class _DecodePlan(AttentionPlan):
 
     def __init__(
         self,
-        kv_pool: KVPool,
+        backend: TritonAttentionBackend,
         requests: PagedRequests,
         workspace: DecodeWorkspace,
         config: DecodeConfig,
         tree: QueryTree,
     ) -> None:
-        self.kv_pool = kv_pool
+        self._backend = backend
         self.requests = requests
         self.workspace = workspace
         self.config = config
@@ -166,9 +178,12 @@ class _DecodePlan(AttentionPlan):
         self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """See ``AttentionPlan.forward``."""
-        keys, values = self.kv_pool.k(layer_id), self.kv_pool.v(layer_id)
+        pool, rules = self._backend.kv_pool, self._backend.rules.get(layer_id, PLAIN)
+        keys, values = pool.k(layer_id), pool.v(layer_id)
         _group(q, keys)
-        return decode_attention(q, keys, values, self.requests, scale, self.workspace, self.config, self.tree)
+        return decode_attention(
+            q, keys, values, self.requests, scale, self.workspace, self.config, self.tree, rules
+        )
 
 
 class _ExtendPlan(AttentionPlan):
@@ -208,11 +223,15 @@ class _ExtendPlan(AttentionPlan):
             lens = self._inputs.query_lens_cpu
             config = self._backend.extend_config(int(lens.max()) * group)
             heads = q.shape[1], keys.shape[1]
-            grid = extend_grid(lens, self._inputs.seq_lens_cpu, heads, config, self._backend.num_sms)
+            num_sms, window = self._backend.num_sms, self._backend.window
+            grid = extend_grid(lens, self._inputs.seq_lens_cpu, heads, config, num_sms, window)
             self._cut = config, grid
         config, grid = self._cut
         assert query_starts is not None
-        return extend_attention(q, keys, values, self._requests, query_starts, grid, scale, config, out)
+        rules = self._backend.rules.get(layer_id, PLAIN)
+        return extend_attention(
+            q, keys, values, self._requests, query_starts, grid, scale, config, out, rules
+        )
 
 
 def _group(q: torch.Tensor, keys: torch.Tensor) -> int:

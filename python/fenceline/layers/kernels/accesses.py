@@ -22,7 +22,7 @@ def rms_norm(op: KernelAccesses, x: torch.Tensor, weight: torch.Tensor, out: tor
 
 @declare_kernel
 def silu_and_mul(op: KernelAccesses, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-    """See ``activation.silu_and_mul``."""
+    """See ``activation.silu_and_mul``, with gelu too."""
     op.wait()
     op.start_dependents()
     op.read(gate_up)
@@ -235,17 +235,22 @@ def decode_attention(
     page_size: int,
     ancestors: torch.Tensor | None = None,
     num_queries: int = 1,
+    num_nodes: int = 1,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """See ``decode_attention.decode_attention``. Before its wait it prefetches keys and values of some tokens into L2,
     but not those of each request's queries, which the preceding kernel may still be writing."""
     op.start_dependents()
+    requests = page_table, rows, seq_lens, page_size
     for cache in (k_cache, v_cache):
-        op.read_tokens(cache, page_table, rows, seq_lens, page_size, but_last=num_queries)
+        op.read_tokens(cache, *requests, but_last=num_queries, window=window, queries=num_nodes)
     op.wait()
     op.read(q)
     op.read(ancestors)
+    op.read(sinks)
     for cache in (k_cache, v_cache):
-        op.read_tokens(cache, page_table, rows, seq_lens, page_size)
+        op.read_tokens(cache, *requests, window=window, queries=num_nodes)
     op.read(num_done)
     for written in (out, partial, stats, num_done):
         op.write(written)
@@ -264,13 +269,16 @@ def extend_attention(
     seq_lens: torch.Tensor,
     query_starts: torch.Tensor,
     page_size: int,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """The first launch of ``extend_attention.extend_attention``. If keys are split, ``out`` are partial results with
     their ``stats``."""
     op.read(query_starts)
     op.read(q)
+    op.read(sinks)
     for cache in (k_cache, v_cache):
-        op.read_tokens(cache, page_table, rows, seq_lens, page_size)
+        op.read_tokens(cache, page_table, rows, seq_lens, page_size, window=window, queries=query_starts)
     op.write(out)
     op.write(stats)
 

@@ -1,4 +1,4 @@
-"""SwiGLU's product (arXiv:2002.05202) in Triton, for batches of too many rows to fuse it with the projection."""
+"""The products of gated MLPs (arXiv:2002.05202) in Triton, where they are not fused with the projection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BLOCK = 1024
 _ELEMENTS_A_THREAD = 8
 
 
-def silu_and_mul(gate_up: torch.Tensor, pdl: bool = False) -> torch.Tensor:
+def silu_and_mul(gate_up: torch.Tensor, pdl: bool = False, gelu: bool = False) -> torch.Tensor:
     """gate_up [T, 2 I], gate then up → silu(gate) * up, new [T, I] in its dtype; float32 inside.
 
     Contiguous, bfloat16, float16 or float32. Current stream, no host synchronisation. ``pdl``: see ``rms_norm``.
@@ -26,20 +26,27 @@ def silu_and_mul(gate_up: torch.Tensor, pdl: bool = False) -> torch.Tensor:
     out = gate_up.new_empty(num_rows, size)
     if num_rows == 0:
         return out
-    variant = _variant(size, pdl)
+    variant = _variant(size, gelu, pdl)
     variant.launch((num_rows * -(-size // variant.constants["BLOCK"]),), (gate_up, out))
     return out
 
 
+def gelu_and_mul(gate_up: torch.Tensor, pdl: bool = False) -> torch.Tensor:
+    """``silu_and_mul`` with gelu in its approximation by tanh in place of silu."""
+    return silu_and_mul(gate_up, pdl, gelu=True)
+
+
 @cache
-def _variant(size: int, pdl: bool) -> KernelVariant:
+def _variant(size: int, gelu: bool, pdl: bool) -> KernelVariant:
     block = min(_BLOCK, triton.next_power_of_2(size))
-    constants = {"SIZE": size, "BLOCK": block, "PDL": pdl}
+    constants = {"SIZE": size, "BLOCK": block, "GELU": gelu, "PDL": pdl}
     return KernelVariant(_silu_and_mul_kernel, constants, max(1, block // (32 * _ELEMENTS_A_THREAD)), pdl)
 
 
 @triton.jit
-def _silu_and_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_and_mul_kernel(
+    gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr
+):
     num_blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     columns = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -50,5 +57,9 @@ def _silu_and_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, 
     gates = gate_up + row * (2 * SIZE) + columns
     gate = tl.load(gates, mask=live, other=0.0).to(tl.float32)
     up = tl.load(gates + SIZE, mask=live, other=0.0).to(tl.float32)
-    product = gate * tl.sigmoid(gate) * up
+    if GELU:  # (1 + tanh(y)) / 2 is the sigmoid of 2 y
+        share = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        share = tl.sigmoid(gate)
+    product = gate * share * up
     tl.store(out + row * SIZE + columns, product.to(out.dtype.element_ty), mask=live)

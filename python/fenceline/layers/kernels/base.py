@@ -33,6 +33,8 @@ class HeadLayout:
         return heads.split_with_sizes(sizes, 1)  # type: ignore[return-value]
 
 
+SILU, GELU_TANH = "silu", "gelu_tanh"
+
 FP8_MAX = 448.0  # the largest number of E4M3
 
 
@@ -49,7 +51,7 @@ ONE = KVScales()
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
-    """RMSNorm of each query and key head before the rotation; weights [head_dim]."""
+    """RMSNorm of each query and key head before the rotation; weights [head_dim], in the model's type or float32."""
 
     q_weight: torch.Tensor
     k_weight: torch.Tensor
@@ -81,11 +83,19 @@ class LayerKernels(ABC):
 
     @abstractmethod
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMSNorm over the last axis, x [..., D] → a new tensor of its shape."""
+        """RMSNorm over the last axis, x [..., D] → a new tensor of its shape. ``weight`` may be float32."""
 
     @abstractmethod
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """gate_up [T, 2 I], gate then up → silu(gate) * up, a new tensor [T, I]."""
+
+    @abstractmethod
+    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """The same with gelu (arXiv:1606.08415) in its approximation by tanh."""
+
+    def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """The one of the two that ``activation`` names, SILU or GELU_TANH."""
+        return self.gelu_and_mul(gate_up) if activation == GELU_TANH else self.silu_and_mul(gate_up)
 
     @abstractmethod
     def rotate_and_store(
@@ -150,11 +160,17 @@ class TorchLayerKernels(LayerKernels):
     """The CPU runs these; they are the reference for our own kernels, and the values of the virtual GPU's launches."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return F.rms_norm(x, weight.shape, weight, eps)
+        if weight.dtype == x.dtype:
+            return F.rms_norm(x, weight.shape, weight, eps)
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
 
     def rotate_and_store(
         self,

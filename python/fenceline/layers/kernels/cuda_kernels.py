@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.config.families import ExpertsConfig
-from fenceline.layers.kernels.activation import silu_and_mul
-from fenceline.layers.kernels.base import ONE, HeadLayout, KVScales, LayerKernels, QKNorm, Routing
+from fenceline.layers.kernels.activation import gelu_and_mul, silu_and_mul
+from fenceline.layers.kernels.base import ONE, SILU, HeadLayout, KVScales, LayerKernels, QKNorm, Routing
 from fenceline.layers.kernels.grouped_gemm import combine_experts, grouped_product
 from fenceline.layers.kernels.rms_norm import rms_norm
 from fenceline.layers.kernels.rotate_store import rotate_and_store
@@ -44,6 +44,9 @@ class CudaLayerKernels(LayerKernels):
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return silu_and_mul(gate_up, pdl=self._pdl)
+
+    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return gelu_and_mul(gate_up, pdl=self._pdl)
 
     def rotate_and_store(
         self,
@@ -143,15 +146,19 @@ class CudaDenseWeight(DenseWeight):
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if x.shape[0] <= _FEW_ROWS and may_fuse_norm(x):
+        if x.shape[0] <= _FEW_ROWS and may_fuse_norm(x, norm.weight):
             done = self._products.multiply(x, self.data, Fusion(norm.weight, norm.eps, bias), out)
             if done is not None:
                 return done
             return self._cublas(norm.forward(x), bias, out)
         return self.product(norm.forward(x), bias, out)
 
-    def gated_product(self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None) -> torch.Tensor:
-        if x.shape[0] <= _FEW_ROWS and may_fuse_norm(x):
+    def gated_product(
+        self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None, activation: str = SILU
+    ) -> torch.Tensor:
+        if activation != SILU:
+            return super().gated_product(x, norm, bias, activation)
+        if x.shape[0] <= _FEW_ROWS and may_fuse_norm(x, norm.weight):
             done = self._products.multiply(x, self.data, Fusion(norm.weight, norm.eps, bias, gated=True))
             if done is not None:
                 return done

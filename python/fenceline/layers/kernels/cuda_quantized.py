@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fenceline.config.quantization import FP8_BLOCK
+from fenceline.layers.kernels.base import SILU
 from fenceline.layers.kernels.quantized_gemm import quantize_rows, quantized_linear
 from fenceline.layers.kernels.skinny_gemm import PLAIN, Fusion, TritonConfig, may_fuse_norm
 from fenceline.layers.quantized import (
@@ -68,7 +69,7 @@ class QuantizedProducts:
         """The product, in ``out``, the residual or a new tensor; None if ``many_rows`` should compute it."""
         if not 0 < len(x) <= _FEW_ROWS[stored.kind] or (stored.kind == "fp8" and not self._converts_fp8):
             return None
-        if fusion.norm_weight is not None and not may_fuse_norm(x):
+        if fusion.norm_weight is not None and not may_fuse_norm(x, fusion.norm_weight):
             return None
         num_out = stored.shape[0] // (2 if fusion.gated else 1)
         if len(x) == 1:
@@ -120,9 +121,13 @@ class CudaQuantizedWeight(QuantizedWeight):
         done = self._products.few_rows(x, self.stored, Fusion(norm.weight, norm.eps, bias), out)
         return self.product(norm.forward(x), bias, out) if done is None else done
 
-    def gated_product(self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None) -> torch.Tensor:
-        done = self._products.few_rows(x, self.stored, Fusion(norm.weight, norm.eps, bias, gated=True))
-        return super().gated_product(x, norm, bias) if done is None else done
+    def gated_product(
+        self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None, activation: str = SILU
+    ) -> torch.Tensor:
+        fusion, done = Fusion(norm.weight, norm.eps, bias, gated=True), None
+        if activation == SILU:
+            done = self._products.few_rows(x, self.stored, fusion)
+        return super().gated_product(x, norm, bias, activation) if done is None else done
 
     def add_product(self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         done = self._products.few_rows(x, self.stored, Fusion(bias=bias, residual=residual))

@@ -19,6 +19,9 @@ preceding kernel must and must not do.
 
 The rows of a worker's matrix products are the query heads that share its KV head, of all queries. Where there are more
 than ``_MAX_ROWS``, tiles of them are attended to by workers of their own, which find the keys and values in L2.
+
+With a window the blocks of a request begin at the first token that one of its queries may attend to. A sink is one more
+score, with which the piece that has a request's first block begins.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from fenceline.layers.attention.base import PLAIN, LayerRules
 from fenceline.layers.forward_batch import QueryTree
 
 # The query heads of one KV head are the rows of a matrix product, which has at least 16 rows.
@@ -39,6 +43,7 @@ _LOG2_E = 1.4426950408889634
 _MERGE_ELEMENTS = 2048  # partial results that a merging warp holds in registers at once
 _SECTOR_BYTES = tl.constexpr(32)  # the least that a cache fetches
 _NO_SCORE = tl.constexpr(-1.0e30)  # below every score, and finite so that differences are not NaN
+_LOG2_E_IN_KERNEL = tl.constexpr(_LOG2_E)
 _ONE_QUERY = QueryTree(1, 1)
 
 
@@ -117,8 +122,10 @@ def decode_attention(
     workspace: DecodeWorkspace,
     config: DecodeConfig,
     tree: QueryTree = _ONE_QUERY,
+    rules: LayerRules = PLAIN,
 ) -> torch.Tensor:
     """softmax(scale * q k^T) v for each request's last tokens → contiguous [B * num_queries, H, D] in q's dtype.
+    ``rules``: what the layer does beside; sinks contiguous.
 
     q [B * num_queries, H, D], request after request, its heads contiguous, tokens maybe strided; k_cache, v_cache
     [num_slots, Hkv, D], contiguous, in q's dtype or FP8; H / Hkv <= 16, D a power of two >= 16. ``tree`` says which
@@ -148,14 +155,18 @@ def decode_attention(
     assert requests.rows.dtype == requests.seq_lens.dtype == torch.int64
     assert requests.rows.is_contiguous() and requests.seq_lens.is_contiguous()
     tree.check(batch)
+    window, sinks = rules.window or 0, rules.sinks
+    assert tree.ancestors is None or not window or window >= tree.num_nodes, (window, tree.num_nodes)
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     merged_rows = min(triton.next_power_of_2(tree.num_queries * group), rows)
     _decode_kernel[(num_tiles * num_kv_heads, config.num_workers)](
         q, k_cache, v_cache, out, requests.page_table, requests.rows, requests.seq_lens, tree.ancestors,
-        workspace.partial, workspace.stats, workspace.num_done,
-        batch, scale * _LOG2_E, q.stride(0), requests.page_table.stride(0),
+        sinks, workspace.partial, workspace.stats, workspace.num_done,
+        batch, scale * _LOG2_E, rules.soft_cap * _LOG2_E, q.stride(0), requests.page_table.stride(0),
         NUM_WORKERS=config.num_workers, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, GROUP=group,
         NUM_QUERIES=tree.num_queries, NUM_NODES=tree.num_nodes, TREE=tree.ancestors is not None, ROWS=rows,
+        WINDOW=window, CAPS=rules.soft_cap != 0, SINKS=sinks is not None,
         MERGED_ROWS=merged_rows, PAGE_SIZE=requests.page_size, BATCH_PAD=padded_batch(batch), BLOCK_N=config.block_n,
         MERGE=max(_MERGE_ELEMENTS * config.num_warps // (merged_rows * head_dim), 1),
         PDL=config.launch_pdl, NUM_PREFETCHED=config.num_prefetched if config.launch_pdl else 0,
@@ -172,10 +183,11 @@ def padded_batch(batch: int) -> int:
 
 @triton.jit(do_not_specialize=["batch"])
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, page_table_ptr, rows_ptr, seq_lens_ptr, ancestors_ptr, partial_ptr, stats_ptr,
-    num_done_ptr, batch, scale_log2, q_stride, page_table_stride,
+    q_ptr, k_ptr, v_ptr, out_ptr, page_table_ptr, rows_ptr, seq_lens_ptr, ancestors_ptr, sinks_ptr, partial_ptr,
+    stats_ptr, num_done_ptr, batch, scale_log2, cap_log2, q_stride, page_table_stride,
     NUM_WORKERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
     NUM_QUERIES: tl.constexpr, NUM_NODES: tl.constexpr, TREE: tl.constexpr, ROWS: tl.constexpr,
+    WINDOW: tl.constexpr, CAPS: tl.constexpr, SINKS: tl.constexpr,
     MERGED_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, BATCH_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     MERGE: tl.constexpr, PDL: tl.constexpr, NUM_PREFETCHED: tl.constexpr,
 ):  # fmt: skip
@@ -192,13 +204,13 @@ def _decode_kernel(
         request, request_first = 0, 0
         seq_len = tl.load(seq_lens_ptr).to(tl.int32)
         table_row = tl.load(rows_ptr)
-        total = (seq_len + BLOCK_N - 1) // BLOCK_N
+        total = _num_blocks(seq_len, NUM_NODES, WINDOW, BLOCK_N)
         stretch = (total + NUM_WORKERS - 1) // NUM_WORKERS
         unit = worker * stretch
     else:
         ids = tl.arange(0, BATCH_PAD)
         seq_lens = tl.load(seq_lens_ptr + ids, mask=ids < batch, other=0).to(tl.int32)
-        num_blocks = (seq_lens + BLOCK_N - 1) // BLOCK_N
+        num_blocks = _num_blocks(seq_lens, NUM_NODES, WINDOW, BLOCK_N)
         total = tl.sum(num_blocks, 0)
         stretch = (total + NUM_WORKERS - 1) // NUM_WORKERS
         unit = worker * stretch
@@ -209,9 +221,10 @@ def _decode_kernel(
         table_row = tl.load(rows_ptr + request)
     last_unit = tl.minimum(unit + stretch, total)
     if NUM_PREFETCHED > 0:
+        block_of_first = _first_visible(seq_len, NUM_NODES, WINDOW) // BLOCK_N
         _prefetch(
             k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, page_table_ptr + table_row * page_table_stride,
-            unit - request_first, last_unit - request_first, seq_len,
+            block_of_first + unit - request_first, block_of_first + last_unit - request_first, seq_len,
             NUM_KV_HEADS, HEAD_DIM, NUM_QUERIES, PAGE_SIZE, BLOCK_N, NUM_PREFETCHED,
         )  # fmt: skip
     if PDL:
@@ -230,8 +243,13 @@ def _decode_kernel(
         + dims[None, :]
     )
     ancestors = tl.zeros([ROWS], tl.int64)
+    sinks = tl.full([ROWS], _NO_SCORE, tl.float32)
+    if SINKS:
+        heads = head * GROUP + (first_row + rows) % GROUP
+        sinks = tl.load(sinks_ptr + heads, mask=query_live, other=0.0) * _LOG2_E_IN_KERNEL
     while unit < last_unit:
-        request_end = request_first + (seq_len + BLOCK_N - 1) // BLOCK_N
+        request_end = request_first + _num_blocks(seq_len, NUM_NODES, WINDOW, BLOCK_N)
+        block_of_first = _first_visible(seq_len, NUM_NODES, WINDOW) // BLOCK_N
         stop = tl.minimum(last_unit, request_end)
         next_request = tl.minimum(request + 1, batch - 1)
         next_seq_len = tl.load(seq_lens_ptr + next_request).to(tl.int32)
@@ -240,11 +258,17 @@ def _decode_kernel(
         q = tl.load(q_ptr + first_query * q_stride + q_offsets, mask=row_live, other=0.0)
         if TREE:
             ancestors = tl.load(ancestors_ptr + first_query + queries, mask=query_live, other=0)
+        top = tl.full([ROWS], _NO_SCORE, tl.float32)
+        norm = tl.zeros([ROWS], tl.float32)
+        if SINKS:
+            begins = unit == request_first
+            top, norm = tl.where(begins, sinks, top), norm + tl.where(begins, 1.0, 0.0)
         acc, top, norm = _attend(
-            q, queries, ancestors, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM,
+            q, queries, ancestors, top, norm, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM,
             page_table_ptr + table_row * page_table_stride,
-            unit - request_first, stop - request_first, seq_len, scale_log2,
-            NUM_KV_HEADS, HEAD_DIM, NUM_QUERIES, NUM_NODES, TREE, ROWS, PAGE_SIZE, BLOCK_N,
+            block_of_first + unit - request_first, block_of_first + stop - request_first, seq_len,
+            scale_log2, cap_log2,
+            NUM_KV_HEADS, HEAD_DIM, NUM_QUERIES, NUM_NODES, TREE, ROWS, WINDOW, CAPS, PAGE_SIZE, BLOCK_N,
         )  # fmt: skip
         out_row = out_ptr + first_query * out_stride
         if (unit == request_first) & (stop == request_end):
@@ -271,6 +295,23 @@ def _decode_kernel(
         unit = stop
         request, request_first = next_request, request_end
         seq_len, table_row = next_seq_len, next_table_row
+
+
+@triton.jit
+def _first_visible(seq_len, NUM_NODES: tl.constexpr, WINDOW: tl.constexpr):
+    """The first token that a query of a request may attend to."""
+    if WINDOW > 0:
+        first = tl.maximum(seq_len - (NUM_NODES + WINDOW - 1), 0)
+    else:
+        first = seq_len * 0
+    return first
+
+
+@triton.jit
+def _num_blocks(seq_len, NUM_NODES: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The blocks of a request that are read."""
+    last = (seq_len + BLOCK_N - 1) // BLOCK_N
+    return last - _first_visible(seq_len, NUM_NODES, WINDOW) // BLOCK_N
 
 
 @triton.jit
@@ -317,26 +358,40 @@ def _prefetch_sectors(pointers, live):
 
 @triton.jit
 def _attend(
-    q, queries, ancestors, k_ptr, v_ptr, table_ptr, first_block, last_block, seq_len, scale_log2,
+    q, queries, ancestors, top, norm, k_ptr, v_ptr, table_ptr, first_block, last_block, seq_len,
+    scale_log2, cap_log2,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_QUERIES: tl.constexpr, NUM_NODES: tl.constexpr,
-    TREE: tl.constexpr, ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    TREE: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, CAPS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """q [ROWS, HEAD_DIM] over some blocks of a request → sums [ROWS, HEAD_DIM], largest scores and norms [ROWS].
+    """q [ROWS, HEAD_DIM] over some blocks of a request → sums [ROWS, HEAD_DIM], largest scores and norms [ROWS], which
+    begin as ``top`` and ``norm``.
 
     Row r attends as query ``queries[r]`` with the mask ``ancestors[r]``, both [ROWS]. One that attends to nothing in
     these blocks keeps ``_NO_SCORE`` as its largest score, and so has no weight in a merge."""
     dims = tl.arange(0, HEAD_DIM)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
-    top = tl.full([ROWS], _NO_SCORE, tl.float32)
-    norm = tl.zeros([ROWS], tl.float32)
+    if WINDOW > 0:
+        if TREE:
+            own_bit = tl.full([ROWS], 1, tl.int64) << (NUM_NODES - NUM_QUERIES + queries).to(tl.int64)
+            above = ancestors & ~own_bit
+            if NUM_NODES < 64:
+                above = above & ((1 << NUM_NODES) - 1)
+            depths = (_count_bits(above & 0xFFFFFFFF) + _count_bits((above >> 32) & 0xFFFFFFFF)).to(tl.int32)
+        else:
+            depths = NUM_NODES - NUM_QUERIES + queries
     for block in tl.range(first_block, last_block):
         positions = block * BLOCK_N + tl.arange(0, BLOCK_N)
         live = positions < seq_len
+        if WINDOW > 0:
+            live = live & (positions >= _first_visible(seq_len, NUM_NODES, WINDOW))
         slots = token_slots(table_ptr, block, positions, live, PAGE_SIZE, BLOCK_N, True)
         offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
         k = tl.load(k_ptr + offsets, mask=live[:, None], other=0.0).to(q.dtype)
         v = tl.load(v_ptr + offsets, mask=live[:, None], other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        if CAPS:
+            scores = soft_capped(scores, cap_log2)
         if NUM_NODES == 1:
             visible = live[None, :]
         else:
@@ -348,6 +403,11 @@ def _attend(
                 visible = known & live[None, :]
             else:
                 visible = nodes[None, :] <= own[:, None]
+            if WINDOW > 0:
+                # Ancestors of a node of a tree are never further away than the window is long.
+                near = nodes[None, :] > depths[:, None] - WINDOW
+                visible = visible & (near | (nodes >= 0)[None, :]) if TREE else visible & near
+                visible = visible & live[None, :]
         scores = tl.where(visible, scores, _NO_SCORE)
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
@@ -356,6 +416,21 @@ def _attend(
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         top = new_top
     return acc, top, norm
+
+
+@triton.jit
+def soft_capped(scores, cap):
+    """cap * tanh(scores / cap), with tanh as a sigmoid."""
+    return cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)
+
+
+@triton.jit
+def _count_bits(x):
+    """How many of the lowest 32 bits of x, an int64 without others, are set."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24) & 0xFF
 
 
 @triton.jit

@@ -3,7 +3,8 @@
 A tile is up to ``block_m`` query rows of one request and one KV head, a row being one query head of one token. Heads
 that share a KV head are adjacent in a tile, so that even a few new tokens fill it. Which request a tile belongs to is
 found on the device from ``query_starts``. A few new tokens after a long prefix make too few tiles to fill a GPU: then
-the keys of each tile are split as well, and a second launch merges the results.
+the keys of each tile are split as well, and a second launch merges the results. With a window a tile's keys begin at
+the first that its first row attends to. A sink is one more score, with which the first split of a row begins.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
-from fenceline.layers.kernels.decode_attention import PagedRequests, padded_batch, token_slots
+from fenceline.layers.attention.base import PLAIN, LayerRules
+from fenceline.layers.kernels.decode_attention import PagedRequests, padded_batch, soft_capped, token_slots
 
 _LOG2_E = 1.4426950408889634
+_LOG2_E_IN_KERNEL = tl.constexpr(_LOG2_E)
 _NO_SCORE = tl.constexpr(-1.0e30)  # below every score, and finite so that differences are not NaN
 
 
@@ -50,8 +53,11 @@ def extend_grid(
     heads: tuple[int, int],
     config: ExtendConfig,
     num_sms: int,
+    window: int | None = None,
 ) -> ExtendGrid:
     """The grid of a batch of ``heads`` (H, Hkv) that leaves as few of ``num_sms`` multiprocessors idle as it can."""
+    if window is not None:
+        seq_lens_cpu = np.minimum(seq_lens_cpu, window + config.block_m)
     group = heads[0] // heads[1]
     num_tiles = int((-(-query_lens_cpu * group // config.block_m)).sum())
     worth = -(-int(seq_lens_cpu.max()) // _SPLIT_TOKENS)
@@ -68,6 +74,7 @@ def extend_attention(
     scale: float,
     config: ExtendConfig,
     out: torch.Tensor | None = None,
+    rules: LayerRules = PLAIN,
 ) -> torch.Tensor:
     """Attention of each request's last tokens over all its tokens up to their own → contiguous [T, H, D], q's dtype,
     in ``out`` if given.
@@ -75,7 +82,8 @@ def extend_attention(
     q [T, H, D], its heads contiguous, tokens maybe strided; queries of request b are q[query_starts[b] :
     query_starts[b + 1]], query_starts [B + 1] int32 on the device; k_cache, v_cache [num_slots, Hkv, D], contiguous,
     in q's dtype or FP8; D a power of two >= 16. ``grid`` of this batch and ``config`` (more tiles are harmless).
-    Softmax statistics and sums are float32. On the current stream, no host synchronisation.
+    Softmax statistics and sums are float32. ``rules``: what the layer does beside; sinks contiguous. On the current
+    stream, no host synchronisation.
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[1]
@@ -85,6 +93,7 @@ def extend_attention(
     assert k_cache.dtype == v_cache.dtype and k_cache.dtype in (q.dtype, torch.float8_e4m3fn)
     assert len(query_starts) == batch + 1 and len(requests.seq_lens) == batch
     assert num_heads % num_kv_heads == 0
+    assert rules.sinks is None or (rules.sinks.dtype == torch.float32 and rules.sinks.shape == (num_heads,))
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
@@ -94,10 +103,12 @@ def extend_attention(
         stats = torch.empty((grid.num_splits, 2, *q.shape[:2]), dtype=torch.float32, device=q.device)
     _extend_kernel[(num_kv_heads, grid.num_tiles, grid.num_splits)](
         q, k_cache, v_cache, partial, stats, requests.page_table, requests.rows, requests.seq_lens, query_starts,
-        batch, len(q), scale * _LOG2_E, q.stride(0), requests.page_table.stride(0),
+        rules.sinks, batch, len(q), scale * _LOG2_E, rules.soft_cap * _LOG2_E,
+        q.stride(0), requests.page_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads,
         PAGE_SIZE=requests.page_size, BATCH_PAD=padded_batch(batch), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        SPLIT=grid.num_splits > 1, num_warps=config.num_warps, num_stages=config.num_stages,
+        SPLIT=grid.num_splits > 1, WINDOW=rules.window or 0, CAPS=rules.soft_cap != 0,
+        SINKS=rules.sinks is not None, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if grid.num_splits > 1:
         _merge_kernel[(len(q), num_kv_heads)](
@@ -110,9 +121,10 @@ def extend_attention(
 @triton.jit(do_not_specialize=["batch", "num_tokens"])
 def _extend_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, page_table_ptr, rows_ptr, seq_lens_ptr, query_starts_ptr,
-    batch, num_tokens, scale_log2, q_stride, page_table_stride,
+    sinks_ptr, batch, num_tokens, scale_log2, cap_log2, q_stride, page_table_stride,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BATCH_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, CAPS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     # Late tiles attend to the most keys, so they start first.
@@ -142,11 +154,15 @@ def _extend_kernel(
     prefix = seq_len - num_queries
     num_visible_to_all = prefix + first_row // GROUP + 1
     num_visible = tl.minimum(prefix + (first_row + BLOCK_M - 1) // GROUP + 1, seq_len)
+    first_visible = 0  # to the first row
     first_block = 0
+    if WINDOW > 0:
+        first_visible = tl.maximum(prefix + first_row // GROUP - (WINDOW - 1), 0)
+        first_block = first_visible // BLOCK_N
     last_block = (num_visible + BLOCK_N - 1) // BLOCK_N
     if SPLIT:
-        stretch = (last_block + tl.num_programs(2) - 1) // tl.num_programs(2)
-        first_block = tl.program_id(2) * stretch
+        stretch = (last_block - first_block + tl.num_programs(2) - 1) // tl.num_programs(2)
+        first_block += tl.program_id(2) * stretch
         last_block = tl.minimum(first_block + stretch, last_block)
     full_end = tl.minimum(num_visible_to_all // BLOCK_N, last_block)
     k_head = k_ptr + head * HEAD_DIM
@@ -155,14 +171,29 @@ def _extend_kernel(
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     top = tl.full([BLOCK_M], _NO_SCORE, tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        begins = tl.program_id(2) == 0
+        top = tl.where(begins, tl.load(sinks_ptr + heads) * _LOG2_E_IN_KERNEL, top)
+        norm += tl.where(begins, 1.0, 0.0)
+    if WINDOW > 0:
+        # Blocks that only some of the rows still see the end of.
+        in_all_windows = tl.maximum(num_visible - WINDOW, 0)
+        edge = tl.minimum((in_all_windows + BLOCK_N - 1) // BLOCK_N, last_block)
+        acc, top, norm = _attend(
+            q, k_head, v_head, table, acc, top, norm, prefix + tokens, first_block, edge,
+            first_visible, num_visible, scale_log2, cap_log2,
+            NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, True, WINDOW, CAPS,
+        )  # fmt: skip
+        first_block = tl.maximum(edge, first_block)
     acc, top, norm = _attend(
-        q, k_head, v_head, table, acc, top, norm, prefix + tokens, first_block, full_end, num_visible, scale_log2,
-        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, False,
+        q, k_head, v_head, table, acc, top, norm, prefix + tokens, first_block, full_end,
+        first_visible, num_visible, scale_log2, cap_log2,
+        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, False, WINDOW, CAPS,
     )  # fmt: skip
     acc, top, norm = _attend(
         q, k_head, v_head, table, acc, top, norm, prefix + tokens,
-        tl.maximum(full_end, first_block), last_block, num_visible, scale_log2,
-        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, True,
+        tl.maximum(full_end, first_block), last_block, first_visible, num_visible, scale_log2, cap_log2,
+        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, True, WINDOW, CAPS,
     )  # fmt: skip
     out_rows = (start + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
     if SPLIT:
@@ -206,11 +237,13 @@ def _merge_kernel(
 
 @triton.jit
 def _attend(
-    q, k_ptr, v_ptr, table_ptr, acc, top, norm, last_visible, first_block, last_block, num_visible, scale_log2,
+    q, k_ptr, v_ptr, table_ptr, acc, top, norm, last_visible, first_block, last_block, first_visible, num_visible,
+    scale_log2, cap_log2,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPS: tl.constexpr,
 ):  # fmt: skip
-    """q [BLOCK_M, HEAD_DIM] over some blocks of keys; row r attends to those up to ``last_visible`` [BLOCK_M].
+    """q [BLOCK_M, HEAD_DIM] over some blocks of keys; row r attends to those up to ``last_visible`` [BLOCK_M]. No row
+    attends to keys outside ``first_visible`` .. ``num_visible``, which are not read.
 
     A row that attends to none of them keeps ``_NO_SCORE`` as its maximum, and so has no weight in a merge."""
     dims = tl.arange(0, HEAD_DIM)
@@ -218,6 +251,8 @@ def _attend(
         positions = block * BLOCK_N + tl.arange(0, BLOCK_N)
         if MASKED:
             live = positions < num_visible
+            if WINDOW > 0:
+                live = live & (positions >= first_visible)
             slots = token_slots(table_ptr, block, positions, live, PAGE_SIZE, BLOCK_N, True)
             offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
             k = tl.load(k_ptr + offsets, mask=live[:, None], other=0.0).to(q.dtype)
@@ -228,8 +263,13 @@ def _attend(
             k = tl.load(k_ptr + offsets).to(q.dtype)
             v = tl.load(v_ptr + offsets).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        if CAPS:
+            scores = soft_capped(scores, cap_log2)
         if MASKED:
-            scores = tl.where(positions[None, :] <= last_visible[:, None], scores, _NO_SCORE)
+            seen = positions[None, :] <= last_visible[:, None]
+            if WINDOW > 0:
+                seen = seen & (positions[None, :] > last_visible[:, None] - WINDOW)
+            scores = tl.where(seen, scores, _NO_SCORE)
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
         decay = tl.exp2(top - new_top)

@@ -11,6 +11,7 @@ from fenceline.config.families import ExpertsConfig
 from fenceline.layers.kernels import accesses
 from fenceline.layers.kernels.base import (
     ONE,
+    SILU,
     HeadLayout,
     KVScales,
     LayerKernels,
@@ -39,6 +40,14 @@ class LaunchedLayerKernels(LayerKernels):
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         def compute(gate_up: torch.Tensor, out: torch.Tensor) -> None:
             out.copy_(_TORCH.silu_and_mul(gate_up))
+
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        accesses.silu_and_mul.launch(compute, gate_up, out)
+        return out
+
+    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        def compute(gate_up: torch.Tensor, out: torch.Tensor) -> None:
+            out.copy_(_TORCH.gelu_and_mul(gate_up))
 
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         accesses.silu_and_mul.launch(compute, gate_up, out)
@@ -188,9 +197,11 @@ class LaunchedDenseWeight(DenseWeight):
             return super().normed_product(x, norm, bias, out)
         return self._launch(x, norm, bias, out, gated=False)
 
-    def gated_product(self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None) -> torch.Tensor:
-        if x.shape[0] > _FEW_ROWS:
-            return super().gated_product(x, norm, bias)
+    def gated_product(
+        self, x: torch.Tensor, norm: RMSNorm, bias: torch.Tensor | None, activation: str = SILU
+    ) -> torch.Tensor:
+        if x.shape[0] > _FEW_ROWS or activation != SILU:
+            return super().gated_product(x, norm, bias, activation)
         return self._launch(x, norm, bias, None, gated=True)
 
     def add_product(self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

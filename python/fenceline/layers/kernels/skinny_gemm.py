@@ -52,10 +52,10 @@ class Fusion:
 PLAIN = Fusion()
 
 
-def may_fuse_norm(x: torch.Tensor) -> bool:
+def may_fuse_norm(x: torch.Tensor, norm_weight: torch.Tensor) -> bool:
     """Whether products take the norm of ``x`` [T, K] along. Of several rows they round x * weight to x's type before
-    they divide it by the size of its row, and float16 ends at 65,504."""
-    return len(x) == 1 or x.dtype != torch.float16
+    they divide it by the size of its row, and float16 ends at 65,504. They read weights of x's type only."""
+    return norm_weight.dtype == x.dtype and (len(x) == 1 or x.dtype != torch.float16)
 
 
 def skinny_linear(

@@ -389,7 +389,8 @@ class PlannedLibrary:
         self.plan_slots = plan_slots
 
     def check(self, device: Device, shape: AttentionShape) -> None:
-        """Everything can be computed."""
+        """Everything can be computed but windows and soft caps."""
+        assert shape.window is None and shape.soft_cap == 0, "such layers run on the launched backend"
 
     def num_sms(self, device: torch.device) -> int:
         """See ``Library``: few, so that not everything is split into single pages."""
@@ -412,7 +413,7 @@ def _make(setting: AttentionSetting, tensor_cores: bool) -> FlashInferAttentionB
     library = PlannedLibrary(2 if tensor_cores else 1)
     given = setting.kv_pool, setting.device, setting.num_heads
     return FlashInferAttentionBackend(
-        *given, tensor_cores=tensor_cores, library=library, layers=setting.own_layers
+        *given, tensor_cores=tensor_cores, library=library, layers=setting.own_layers, rules=setting.rules
     )
 
 

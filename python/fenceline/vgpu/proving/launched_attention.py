@@ -12,13 +12,14 @@ from dataclasses import replace
 import torch
 
 from fenceline.layers.attention.backends import AttentionSetting, register_attention_backend
-from fenceline.layers.attention.base import AttentionBackend
+from fenceline.layers.attention.base import PLAIN, AttentionBackend, LayerRules
 from fenceline.layers.attention.torch_backend import TorchAttentionBackend
 from fenceline.layers.forward_batch import (
     AttentionInputs,
     AttentionPlan,
     ForwardMode,
     GraphDecodeInputs,
+    QueryTree,
     VerifyInputs,
 )
 from fenceline.layers.kernels import accesses
@@ -32,15 +33,15 @@ def _make(setting: AttentionSetting) -> AttentionBackend:
     """On a device that watches its memory; elsewhere the torch backend itself, whose values are the same."""
     if is_watched(setting.kv_pool.k(0).device):
         return LaunchedAttentionBackend(setting)
-    return TorchAttentionBackend(setting.kv_pool)
+    return TorchAttentionBackend(setting.kv_pool, setting.rules)
 
 
 class LaunchedAttentionBackend(AttentionBackend):
     """Plans over one KV pool, which share a workspace as those of ``TritonAttentionBackend`` do."""
 
     def __init__(self, setting: AttentionSetting) -> None:
-        self.kv_pool = setting.kv_pool
-        self._reference = TorchAttentionBackend(setting.kv_pool)
+        self.kv_pool, self.rules = setting.kv_pool, setting.rules
+        self._reference = TorchAttentionBackend(setting.kv_pool, setting.rules)
         device = setting.kv_pool.k(0).device
         self.workspace = [
             torch.zeros(_WORKSPACE, dtype=dtype, device=device)
@@ -50,20 +51,20 @@ class LaunchedAttentionBackend(AttentionBackend):
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """See ``AttentionBackend.plan``."""
 
-        def plan_again(pool: _Layer, *tensors: torch.Tensor) -> AttentionPlan:
+        def plan_again(pool: _Layer, rules: LayerRules, *tensors: torch.Tensor) -> AttentionPlan:
             page_table, rows, seq_lens = tensors
             given = replace(inputs, page_table=page_table, rows=rows, seq_lens=seq_lens)
-            return TorchAttentionBackend(pool).plan(given)  # type: ignore[arg-type]
+            return TorchAttentionBackend(pool, {0: rules}).plan(given)  # type: ignore[arg-type]
 
         return _Plan(self, inputs, plan_again)
 
     def plan_graph(self, inputs: GraphDecodeInputs) -> AttentionPlan | None:
         """See ``AttentionBackend.plan_graph``."""
 
-        def plan_again(pool: _Layer, *tensors: torch.Tensor) -> AttentionPlan:
+        def plan_again(pool: _Layer, rules: LayerRules, *tensors: torch.Tensor) -> AttentionPlan:
             page_table, rows, seq_lens = tensors
             given = replace(inputs, page_table=page_table, rows=rows, seq_lens=seq_lens)
-            plan = TorchAttentionBackend(pool).plan_graph(given)  # type: ignore[arg-type]
+            plan = TorchAttentionBackend(pool, {0: rules}).plan_graph(given)  # type: ignore[arg-type]
             assert plan is not None, "there was one for this size"
             plan.prepare()
             return plan
@@ -73,11 +74,11 @@ class LaunchedAttentionBackend(AttentionBackend):
     def plan_verify(self, inputs: VerifyInputs) -> AttentionPlan | None:
         """See ``AttentionBackend.plan_verify``."""
 
-        def plan_again(pool: _Layer, *tensors: torch.Tensor) -> AttentionPlan:
+        def plan_again(pool: _Layer, rules: LayerRules, *tensors: torch.Tensor) -> AttentionPlan:
             page_table, rows, seq_lens, ancestors = tensors
             tree = replace(inputs.tree, ancestors=ancestors)
             given = replace(inputs, page_table=page_table, rows=rows, seq_lens=seq_lens, tree=tree)
-            plan = TorchAttentionBackend(pool).plan_verify(given)  # type: ignore[arg-type]
+            plan = TorchAttentionBackend(pool, {0: rules}).plan_verify(given)  # type: ignore[arg-type]
             assert plan is not None
             plan.prepare()
             return plan
@@ -112,36 +113,46 @@ class _Plan(AttentionPlan):
     ) -> torch.Tensor:
         """See ``AttentionPlan.forward``."""
         pool, inputs = self._backend.kv_pool, self._inputs
+        rules = self._backend.rules.get(layer_id, PLAIN)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         caches = pool.k(layer_id), pool.v(layer_id)
         requests = inputs.page_table, inputs.rows, inputs.seq_lens
         extends = isinstance(inputs, AttentionInputs) and inputs.mode is ForwardMode.EXTEND
 
-        def attend(out: torch.Tensor, layer: _Layer, q: torch.Tensor, *tensors: torch.Tensor) -> None:
+        def attend(
+            out: torch.Tensor,
+            layer: _Layer,
+            q: torch.Tensor,
+            sinks: torch.Tensor | None,
+            *tensors: torch.Tensor,
+        ) -> None:
             new = [_new_tokens(layer, inputs, tensors)] if extends else []
             k, v = (cache[new[0]] if new else cache[: len(q)] for cache in (layer.k(0), layer.v(0)))
-            out.copy_(self._plan_again(layer, *tensors).forward(0, q, k, v, scale))
+            plan = self._plan_again(layer, replace(rules, sinks=sinks), *tensors)
+            out.copy_(plan.forward(0, q, k, v, scale))
 
         def decode(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *rest: torch.Tensor
         ) -> None:
-            attend(out, _Layer(k, v, pool.page_size), q, *rest[:3], *rest[7:8])
+            tree = rest[7:8] if isinstance(inputs, VerifyInputs) else ()
+            attend(out, _Layer(k, v, pool.page_size), q, rest[-1], *rest[:3], *tree)
 
         def extend(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, _: None, *rest: torch.Tensor
         ) -> None:
-            attend(out, _Layer(k, v, pool.page_size), q, *rest[:3])
+            attend(out, _Layer(k, v, pool.page_size), q, rest[-1], *rest[:3])
 
+        beside = rules.window, rules.sinks
         if extends:
             assert isinstance(inputs, AttentionInputs)
             starts = inputs.query_starts
-            accesses.extend_attention.launch(extend, q, *caches, out, None, *requests, starts, pool.page_size)
+            memory = (q, *caches, out, None, *requests, starts)
+            accesses.extend_attention.launch(extend, *memory, pool.page_size, *beside)
         else:
             work = self._backend.workspace
-            tree = (
-                (inputs.tree.ancestors, inputs.tree.num_queries) if isinstance(inputs, VerifyInputs) else ()
-            )
-            operands = (q, *caches, out, *requests, *work, pool.page_size, *tree)
+            tree = inputs.tree if isinstance(inputs, VerifyInputs) else QueryTree(1, 1)
+            nodes = tree.ancestors, tree.num_queries, tree.num_nodes
+            operands = (q, *caches, out, *requests, *work, pool.page_size, *nodes, *beside)
             accesses.decode_attention.launch(decode, *operands)
         return out
 

@@ -3,7 +3,7 @@
 It is one forward over plain arrays for one request, without cache, batch, graphs or scheduler, and the sampling formula
 as it is documented. Nothing is imported from the package (scripts/tidy.py checks it): if the engine and the oracle
 agree, two independent implementations agree. Weights are read from the model's folder by their names in the checkpoint
-(Qwen3's, and those of its mixtures of experts).
+(Qwen3's, those of its mixtures of experts, and Gemma 2's).
 
 The arithmetic is float64, so that the only difference from the engine's float32 is the engine's rounding. Angles of
 rotary positions are float32 by definition.
@@ -77,7 +77,17 @@ class Model:
 
     def __init__(self, folder: str | Path, rounds_kv: bool = False) -> None:
         config = json.loads((Path(folder) / "config.json").read_text())
-        assert config["model_type"] in ("qwen3", "qwen3_moe"), "the oracle knows one family"
+        assert config["model_type"] in ("qwen3", "qwen3_moe", "gemma2"), "the oracle knows two families"
+        self.is_gemma = config["model_type"] == "gemma2"
+        self.windows: list[int | None] = [None] * config["num_hidden_layers"]
+        self.score_scale = 1 / math.sqrt(config["head_dim"])
+        self.score_cap = self.logit_cap = 0.0
+        if self.is_gemma:
+            slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+            self.windows = [config["sliding_window"] if sliding else None for sliding in slides]
+            self.score_scale = 1 / math.sqrt(config["query_pre_attn_scalar"])
+            self.score_cap = config["attn_logit_softcapping"]
+            self.logit_cap = config["final_logit_softcapping"]
         self.top_k: int = config.get("num_experts_per_tok", 0)
         self.num_layers: int = config["num_hidden_layers"]
         self.num_heads: int = config["num_attention_heads"]
@@ -92,11 +102,15 @@ class Model:
         self.embedding = self._weights["model.embed_tokens.weight"]
         tied = config.get("tie_word_embeddings", False)
         self.head = self.embedding if tied else self._weights["lm_head.weight"]
+        if self.is_gemma:
+            self.embedding = self.embedding * np.float64(np.float32(math.sqrt(config["hidden_size"])))
 
     def norm(self, x: F64, name: str) -> F64:
-        """RMSNorm over the last axis."""
+        """RMSNorm over the last axis, in Gemma with one more than the weights. x as it is if there is no such norm."""
+        if f"{name}.weight" not in self._weights:
+            return x
         scale = np.sqrt((x * x).mean(axis=-1, keepdims=True) + self.eps)
-        weighted: F64 = x / scale * self._weights[f"{name}.weight"]
+        weighted: F64 = x / scale * (self._weights[f"{name}.weight"] + self.is_gemma)
         return weighted
 
     def linear(self, x: F64, name: str) -> F64:
@@ -105,11 +119,13 @@ class Model:
         return product
 
     def gated(self, x: F64, name: str) -> F64:
-        """The MLP ``name``, SwiGLU."""
+        """The MLP ``name``: SwiGLU, in Gemma with gelu in its approximation by tanh."""
         gate = self.linear(x, f"{name}.gate_proj")
-        return self.linear(
-            gate / (1 + np.exp(-gate)) * self.linear(x, f"{name}.up_proj"), f"{name}.down_proj"
-        )
+        if self.is_gemma:
+            share = (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) / 2
+        else:
+            share = 1 / (1 + np.exp(-gate))
+        return self.linear(gate * share * self.linear(x, f"{name}.up_proj"), f"{name}.down_proj")
 
     def mix(self, x: F64, name: str) -> F64:
         """The MLP ``name`` of x [T, hidden], or its experts: each token's ``top_k`` best, weighted by a softmax over
@@ -136,7 +152,7 @@ class Model:
     def logits(self, hidden: F64) -> F64:
         """[T, hidden] after the last layer → [T, V]."""
         scores: F64 = self.norm(hidden, "model.norm") @ self.head.T
-        return scores
+        return np.tanh(scores / self.logit_cap) * self.logit_cap if self.logit_cap else scores
 
 
 class Answer:
@@ -179,9 +195,15 @@ class Answer:
             name = f"model.layers.{layer}"
             h = model.norm(x, f"{name}.input_layernorm")
             attended = self._attend(layer, h, f"{name}.self_attn", first)
-            x = x + model.linear(attended.reshape(num, -1), f"{name}.self_attn.o_proj")
-            h = model.norm(x, f"{name}.post_attention_layernorm")
-            x = x + model.mix(h, f"{name}.mlp")
+            attended = model.linear(attended.reshape(num, -1), f"{name}.self_attn.o_proj")
+            if model.is_gemma:
+                x = x + model.norm(attended, f"{name}.post_attention_layernorm")
+                h = model.norm(x, f"{name}.pre_feedforward_layernorm")
+                x = x + model.norm(model.mix(h, f"{name}.mlp"), f"{name}.post_feedforward_layernorm")
+            else:
+                x = x + attended
+                h = model.norm(x, f"{name}.post_attention_layernorm")
+                x = x + model.mix(h, f"{name}.mlp")
         self._num_computed += num
         return x
 
@@ -202,11 +224,14 @@ class Answer:
         # [kv heads, tokens of all query heads that share one, head_dim] and [kv heads, all tokens, head_dim]
         grouped = q.reshape(num, model.num_kv_heads, -1, model.head_dim).transpose(1, 2, 0, 3)
         queries = grouped.reshape(model.num_kv_heads, -1, model.head_dim)
-        scores = queries @ keys.transpose(1, 2, 0) / math.sqrt(model.head_dim)
-        if num > 1:
-            later = np.arange(len(keys)) > np.arange(first, first + num)[:, None]
+        scores = queries @ keys.transpose(1, 2, 0) * model.score_scale
+        if model.score_cap:
+            scores = np.tanh(scores / model.score_cap) * model.score_cap
+        window = model.windows[layer] or len(keys)
+        if num > 1 or window < len(keys):
+            ago = np.arange(first, first + num)[:, None] - np.arange(len(keys))
             by_query = scores.reshape(-1, num, len(keys))
-            by_query += np.where(later, -np.inf, 0.0)
+            by_query += np.where((ago < 0) | (ago >= window), -np.inf, 0.0)
         scores -= scores.max(axis=-1, keepdims=True)
         weights = np.exp(scores, out=scores)
         weights /= weights.sum(axis=-1, keepdims=True)

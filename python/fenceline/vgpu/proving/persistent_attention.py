@@ -32,7 +32,7 @@ class PersistentAttentionBackend(AttentionBackend):
 
     def __init__(self, setting: AttentionSetting) -> None:
         self._device = setting.device
-        self._reference = TorchAttentionBackend(setting.kv_pool)
+        self._reference = TorchAttentionBackend(setting.kv_pool, setting.rules)
 
     def persistent(self, mode: ForwardMode) -> bool:
         """See ``AttentionBackend.persistent``."""

@@ -34,7 +34,7 @@ from fenceline.vgpu.proving.oracle import Oracle
 from fenceline.vgpu.proving.random_depths import RandomDepths
 from fenceline.vgpu.proving.recorded_worker import RecordedWorker
 from fenceline.vgpu.proving.script import Arrival, Flags, FollowUp, Reaction, Scenario
-from fenceline.vgpu.proving.tiny_model import tiny_draft, tiny_model_path, tiny_tokenizer
+from fenceline.vgpu.proving.tiny_model import PLAIN, tiny_draft, tiny_model_path, tiny_tokenizer
 from fenceline.vgpu.proving.watched import WatchedScheduler
 from fenceline.vgpu.speculative_tags import make_tags
 from fenceline.vgpu.tags import Tags
@@ -51,7 +51,7 @@ def _config(flags: tuple[tuple[str, int | float | str | bool], ...]) -> EngineCo
     if draft is not None:
         algorithm, folder = tiny_draft(str(draft))
         args |= {"speculative_algorithm": algorithm, "speculative_draft_model_path": folder}
-    folder = tiny_model_path(bool(args.pop("experts", False)))
+    folder = tiny_model_path(str(args.pop("model", PLAIN)))
     config = resolve(ServerArgs(model_path=folder, random_seed=1, log_level="error", **args))  # type: ignore[arg-type]
     if isinstance(backend, str):
         # FlashInfer plans on the host and so cannot verify drafts: our own kernels do, as on a GPU.
@@ -73,8 +73,8 @@ def _oracle(model_path: str, rounds_kv: bool) -> Oracle:
 def make_config(flags: Flags, device: str) -> EngineConfig:
     """The engine's configuration with the tiny model. Beyond the command line it allows smaller pages, the attention
     backends of the proof, loads of prefixes of any length from a lower tier, and ``draft``, one of
-    ``tiny_model.DRAFTS``; with ``depth_seed`` its depth is another in each step. With ``experts`` the model
-    has some."""
+    ``tiny_model.DRAFTS``; with ``depth_seed`` its depth is another in each step. ``model``
+    is one of ``tiny_model.MODELS``."""
     flags = {"device": device, **flags}
     if flags.pop("depth_seed", None) is not None:
         flags["speculative_adaptive"] = True

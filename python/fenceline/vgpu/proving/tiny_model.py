@@ -1,4 +1,5 @@
-"""A Qwen3 model so small that hundreds of engine runs take a minute, one with experts, drafts, and its tokenizer.
+"""Models so small that hundreds of engine runs take a minute: a Qwen3, one with experts, a Gemma 2 with windows; drafts
+for the first, and a tokenizer.
 
 The weights are random and written to a folder once. The tokenizer is byte-level: letters, pairs of letters, and bytes
 of longer characters.
@@ -59,6 +60,20 @@ _EXPERTS = {
     "norm_topk_prob": True,
     "mlp_only_layers": [0],
 }
+# Gemma 2's layers: the first has a window.
+_WINDOWS = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 12,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 5.0,
+}
+PLAIN = "plain"
+_MODELS = {PLAIN: _CONFIG, "experts": _CONFIG | _EXPERTS, "windows": _CONFIG | _WINDOWS}
+MODELS = tuple(_MODELS)
 _NUM_KNOWN = 40  # tokens of EAGLE3's vocabulary
 
 # What is told of a draft beside the target's own sizes, by its name.
@@ -82,9 +97,9 @@ _NEAR = 0.1  # how much the weights of NEAR differ from the target's
 
 
 @lru_cache
-def tiny_model_path(experts: bool = False) -> str:
-    """The model's folder, the same in every call of a process and deleted when it ends."""
-    folder = _folder("experts", _CONFIG | _EXPERTS) if experts else _folder("model", _CONFIG)
+def tiny_model_path(name: str = PLAIN) -> str:
+    """The folder of one of :data:`MODELS`, the same in every call of a process and deleted when it ends."""
+    folder = _folder(name, _MODELS[name])
     model = resolve(ServerArgs(model_path=str(folder), device="cpu", load_format="dummy")).model
     slots = make_model(model, torch_context(Shard(), torch.float32)).weight_slots()
     save_file(_random(slots, 11), folder / "model.safetensors")

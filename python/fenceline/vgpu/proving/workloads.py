@@ -262,7 +262,14 @@ def _attention(backend: str) -> Callable[[Random], Scenario]:
 def _experts(random: Random) -> Scenario:
     """The tokens of a step meet in the experts, among them padded ones of graphs."""
     scenario = random.choice((_mixed, _prefixes, _aborts, _graphs, _retraction))(random)
-    return replace(scenario, flags={**scenario.flags, "experts": True})
+    return replace(scenario, flags={**scenario.flags, "model": "experts"})
+
+
+def _windows(random: Random) -> Scenario:
+    """Layers that read what lies in their window and layers that read all, by either kind of attention."""
+    scenario = random.choice((_mixed, _prefixes, _aborts, _graphs, _retraction))(random)
+    ours = {"attention_backend": LAUNCHED} if random.random() < 0.7 else {}
+    return replace(scenario, flags={**scenario.flags, **ours, "model": "windows"})
 
 
 def _no_script(random: Random) -> Scenario:
@@ -305,6 +312,7 @@ WORKLOADS: dict[str, Workload] = {
             share=3,
         ),
         Workload("experts", "a mixture of experts, in padded graphs and without", _experts, share=2),
+        Workload("windows", "layers with sliding windows and soft caps", _windows, share=2),
         EVERYTHING,
         *SPECULATIVE_WORKLOADS,
         Workload(COLLECTIVES, "F10, F19: sums of several ranks, eager and in graphs", _no_script),

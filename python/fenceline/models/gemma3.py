@@ -1,0 +1,26 @@
+"""Gemma 3, the text model (arXiv:2503.19786): most layers attend within a window and have angles of their own."""
+
+from __future__ import annotations
+
+from fenceline.config.model_config import ModelConfig
+from fenceline.layers.branch import BranchNorms
+from fenceline.layers.context import LayerContext
+from fenceline.layers.decoder_layer import DecoderLayer, GatedMLP, SelfAttention
+from fenceline.layers.rotary import RotaryEmbedding
+from fenceline.models.decoder import CausalLM
+
+
+class Gemma3ForCausalLM(CausalLM):
+    """Gemma 2's layers, with normalised heads in place of soft caps."""
+
+    @staticmethod
+    def make_layer(
+        config: ModelConfig, context: LayerContext, rotary: RotaryEmbedding, layer_id: int, index: int
+    ) -> DecoderLayer:
+        bias, window = config.attention_bias, config.window(index)
+        attention = SelfAttention(
+            config, context, layer_id, rotary if window is None else rotary.local, qkv_bias=bias, o_bias=bias,
+            qk_norm=True, norms=BranchNorms("input_layernorm", "post_attention_layernorm"), window=window,
+        )  # fmt: skip
+        norms = BranchNorms("pre_feedforward_layernorm", "post_feedforward_layernorm")
+        return DecoderLayer(attention, GatedMLP(config, context, bias=False, norms=norms))
