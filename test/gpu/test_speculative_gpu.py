@@ -1,11 +1,12 @@
 """The arithmetic of a speculative step in CUDA graphs: replays compute what the CPU computes, so no function asks the
-host; and moves of accepted rows, at the shapes of real models."""
+host; moves of accepted rows, at the shapes of real models; and the kernels of a step beside torch's operators."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from speculative_step_cases import check_accept, check_begin, check_draws, check_hidden, check_keep
 
 from fenceline.mem_cache.kv_pool import KVLayout, KVPool, keys_and_values
 from fenceline.speculative.accept import accept
@@ -124,3 +125,42 @@ def test_moves(batch: int, num_nodes: int, width: int, page_size: int) -> None:
         graph.replay()
         for part, after in zip(parts, expected, strict=True):
             assert torch.equal(part, after)
+
+
+# --- the kernels of a step, as by torch's operators
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(("size", "num_rows"), [(1, 4), (32, 4), (7, 1), (300, 64)])
+def test_begin_of_a_step(size: int, num_rows: int, page_size: int) -> None:
+    for has_paths in (False, True):
+        check_begin("cuda", size, num_rows, page_size, has_paths)
+
+
+@pytest.mark.parametrize(("size", "num_pieces"), [(1, 126), (32, 149), (300, 1)])
+def test_kept_drafts(size: int, num_pieces: int) -> None:
+    for has_next in (False, True):
+        check_keep("cuda", size, num_pieces, 4, has_next)
+
+
+@pytest.mark.parametrize("accept_length", [None, 1.0, 2.6, 3.0])
+@pytest.mark.parametrize(("size", "num_rows"), [(1, 4), (32, 4), (9, 1), (300, 17)])
+def test_ends_of_chains(size: int, num_rows: int, accept_length: float | None) -> None:
+    for has_all in (False, True):
+        check_accept("cuda", size, num_rows, accept_length, has_all)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("size", "num_rows", "features"), [(1, 4, 4096), (32, 4, 2560), (300, 1, 40)])
+def test_hidden_states_of_the_last_tokens(
+    size: int, num_rows: int, features: int, dtype: torch.dtype
+) -> None:
+    check_hidden("cuda", size, num_rows, features, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("size", "num_known", "vocab_size"), [(1, 32_000, 128_256), (33, 32_000, 151_936), (4, 40, 60)]
+)
+def test_draws_of_drafts(size: int, num_known: int, vocab_size: int, dtype: torch.dtype) -> None:
+    check_draws("cuda", size, num_known, vocab_size, dtype)

@@ -32,6 +32,9 @@ from fenceline.model_executor.kernels import decode_prologue, decode_prologue_tr
 from fenceline.sampling.gumbel import mix_seeds
 from fenceline.sampling.kernels import sample, sample_triton
 from fenceline.speculative import kv_rows, kv_rows_triton
+from fenceline.speculative.draws import Pieces
+from fenceline.speculative.kernels import step, step_triton
+from fenceline.speculative.kernels.operands import Begun, Kept, NextRow
 
 _SCALE = 0.3
 
@@ -53,6 +56,9 @@ def launches() -> Iterator[Launch]:
     yield from _prologues()
     yield from _draws()
     yield from _moves()
+    yield from _begins()
+    yield from _drafts()
+    yield from _ends()
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -437,15 +443,17 @@ def _draws() -> Iterator[Launch]:
             torch.full((num_reqs,), -1.5),
             logits.amax(-1),
         )
-        inputs = some if has_all else (None, None, None, some[3], None, None)
+        ids = torch.randperm(2 * vocab_size)[:vocab_size]
+        inputs = (*some, ids) if has_all else (None, None, None, some[3], None, None, None)
         pieces = _draw_variants(vocab_size)[0]
         best = torch.zeros(num_reqs, pieces), torch.zeros(num_reqs, pieces, dtype=torch.int32)
+        largest = torch.zeros(num_reqs, pieces) if has_all else None
 
         def draw(pdl: bool, logits: Any, *rest: Any) -> None:
-            _draw_variants(logits.shape[1])[1].launch((rest[-1].numel(),), (logits, *rest))
+            _draw_variants(logits.shape[1])[1].launch((rest[-2].numel(),), (logits, *rest), (2,))
 
         name = f"draw_from_pieces {num_reqs}x{vocab_size}"
-        yield Launch(name, sample.PIECES, (logits, *inputs, *best), draw)
+        yield Launch(name, sample.PIECES, (logits, *inputs, *best, largest), draw)
         scores, ids = torch.rand(num_reqs, pieces), torch.randint(0, vocab_size, (num_reqs, pieces)).int()
         rows, tokens = torch.randperm(9)[:num_reqs], torch.zeros(9, dtype=torch.int64)
         nexts, steps = torch.zeros(num_reqs, dtype=torch.int64), torch.randint(0, 9, (num_reqs,))
@@ -477,6 +485,101 @@ def _moves() -> Iterator[Launch]:
 
         operands = (slots, path, torch.tensor(counts), *parts)
         yield Launch(f"move_accepted of {paths}", kv_rows.KERNEL, operands, run)
+
+
+def _ids(*shape: int, most: int = 99) -> torch.Tensor:
+    return torch.randint(0, most, shape)
+
+
+def _begins() -> Iterator[Launch]:
+    # Requests, rows of each, page size, whether there are paths.
+    for size, num_rows, page_size, has_paths in ((3, 4, 4, True), (5, 1, 1, False), (70, 33, 16, False)):
+        rows = torch.randperm(size + 4)[:size]
+        lens, table = _ids(size + 4, most=30) + 1, _ids(size + 4, 70).int()
+        vectors = [torch.zeros(size, dtype=torch.int64) for _ in range(3)]
+        tiles = [torch.zeros(size, num_rows, dtype=torch.int64) for _ in range(3)]
+        begun = Begun(
+            vectors[0],
+            vectors[1],
+            vectors[2] if has_paths else None,
+            *tiles,
+            torch.zeros(size, dtype=torch.bool),
+        )
+
+        def run(
+            pdl: bool, rows: Any, lens: Any, table: Any, tokens: Any, page_size: int, depth: int, *begun: Any
+        ) -> None:
+            step_triton.launch_begin(rows, lens, table, tokens, page_size, depth, Begun(*begun))
+
+        operands = (rows, lens, table, _ids(size + 4), page_size, 2, *begun)
+        yield Launch(f"begin_speculative_step of {size}x{num_rows}", step.BEGIN, operands, run)
+
+
+def _drafts() -> Iterator[Launch]:
+    for size, num_pieces, num_rows, column, has_next in ((3, 5, 4, 1, True), (2, 150, 5, 4, False)):
+        pieces = Pieces(
+            torch.randn(size, num_pieces),
+            _ids(size, num_pieces, most=89).int() + 1,
+            torch.randn(size, num_pieces),
+        )
+        is_bad, ids = torch.tensor([False, True, False])[:size], _ids(size, num_rows)
+        outputs = [torch.zeros(size, dtype=torch.int64) for _ in range(4)]
+        following = (1, _ids(size), _ids(size, num_rows), _ids(size, num_rows), *outputs)
+
+        def run(pdl: bool, *operands: Any, has_next: bool = has_next) -> None:
+            scores, best, largest, is_bad, ids, column, vocab_size, *rest = operands
+            following = NextRow(*rest) if has_next else None
+            step_triton.launch_keep(Pieces(scores, best, largest), is_bad, ids, column, vocab_size, following)
+
+        rest = following if has_next else (0, *[None] * 7)
+        yield Launch(
+            f"keep_draft {size}x{num_pieces}",
+            step.KEEP,
+            (*pieces, is_bad, ids, column, 90, *rest),
+            run,
+        )
+
+
+def _ends() -> Iterator[Launch]:
+    for size, num_rows, accept_length, has_all in (
+        (3, 4, None, True),
+        (4, 3, 1.5, False),
+        (40, 40, None, True),
+    ):
+        ids, drawn = _ids(size, num_rows, most=2), _ids(size, num_rows, most=2)
+        flags = torch.rand(2, size) < 0.5
+        ids[0, 1:] = drawn[0, :-1]  # the first request's drafts count, so that everything matters
+        flags[:, 0] = torch.tensor([False, True])
+        rows = torch.randperm(size + 3)[:size]
+        counts = [torch.zeros(size, dtype=torch.int64) for _ in range(2)]
+        of_rows = [torch.zeros(size + 3, dtype=torch.int64) for _ in range(3)]
+        behind = torch.zeros(size + 3, dtype=torch.bool)
+        kept = (*counts, *of_rows, behind) if has_all else (*counts, *of_rows[:2], None, None)
+
+        def run(
+            pdl: bool,
+            ids: Any,
+            drawn: Any,
+            is_bad: Any,
+            may: Any,
+            rows: Any,
+            lens: Any,
+            length: Any,
+            *kept: Any,
+        ) -> None:
+            step_triton.launch_accept(ids, drawn, is_bad, may, rows, lens, length, Kept(*kept))
+
+        operands = (ids, drawn, flags[0].clone(), flags[1].clone(), rows, _ids(size), accept_length, *kept)
+        yield Launch(f"accept_chain {size}x{num_rows}", step.ACCEPT, operands, run)
+    for size, num_rows, features in ((3, 4, 40), (2, 3, 2500)):
+        hidden, counts = _random(size * num_rows, features), _ids(size, most=num_rows) + 1
+        kept, rows = torch.zeros(6, 2, features), torch.randperm(6)[:size]
+
+        def keep(pdl: bool, *operands: Any) -> None:
+            step_triton.launch_hidden(*operands)
+
+        operands = (hidden, counts, rows, kept[:, 1])
+        yield Launch(f"keep_last_hidden {size}x{features}", step.HIDDEN, operands, keep)
 
 
 def _draw_variants(vocab_size: int) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import torch
 from kernel_surroundings import Launch, check, check_forgetting
 from triton_interpreter import interpreted_logarithms, outcomes_of, print_outcomes, set_up_interpreter
 
@@ -18,9 +19,11 @@ from fenceline.memory_order.kernel import Kernel
 from fenceline.model_executor.kernels import decode_prologue
 from fenceline.sampling.kernels import sample
 from fenceline.speculative import kv_rows
+from fenceline.speculative.kernels import step
 
 LAYERS = [value for value in vars(accesses).values() if isinstance(value, Kernel)]
-OTHERS = (decode_prologue.KERNEL, sample.PIECES, sample.COMBINE, kv_rows.KERNEL)
+STEP = (step.BEGIN, step.KEEP, step.ACCEPT, step.HIDDEN)
+OTHERS = (decode_prologue.KERNEL, sample.PIECES, sample.COMBINE, kv_rows.KERNEL, *STEP)
 KERNELS = [kernel.name for kernel in (*LAYERS, *OTHERS)]
 PROGRAMMATIC = [
     "rms_norm",
@@ -62,6 +65,7 @@ def main() -> None:
     from kernel_launches import launches
 
     set_up_interpreter()
+    torch.manual_seed(0)
     by_kernel: dict[str, list[Launch]] = {}
     for launch in launches():
         by_kernel.setdefault(launch.kernel.name, []).append(launch)

@@ -22,6 +22,9 @@ from fenceline.layers.kernels import activation, launcher, rms_norm, rotate_stor
 from fenceline.layers.kernels.base import HeadLayout, QKNorm
 from fenceline.model_executor.kernels import decode_prologue_triton
 from fenceline.sampling.kernels import sample_triton
+from fenceline.speculative.draws import Pieces
+from fenceline.speculative.kernels import step_triton
+from fenceline.speculative.kernels.operands import Begun, Kept, NextRow
 
 STREAM = 77
 BF16 = torch.bfloat16
@@ -75,6 +78,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Recorder]:
         decode_prologue_triton._decode_prologue_kernel,
         sample_triton._piece_kernel,
         sample_triton._combine_kernel,
+        step_triton._begin_kernel,
+        step_triton._keep_kernel,
+        step_triton._accept_kernel,
+        step_triton._hidden_kernel,
     )
     makers = (
         rms_norm._variant,
@@ -82,6 +89,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Recorder]:
         rotate_store._variant,
         decode_prologue_triton._variant,
         sample_triton._variants,
+        step_triton._begin_variant,
+        step_triton._keep_variant,
+        step_triton._accept_variant,
+        step_triton._hidden_variant,
     )
     monkeypatch.setattr(driver, "_active", recorder)
     yield recorder
@@ -163,10 +174,25 @@ def test_every_kernel_is_bound(gpu: Recorder) -> None:
         draws = torch.ones(size), torch.ones(size), ids(size), ids(size)
         inputs = sample_triton.DrawInputs(*draws, None, None)
         sample_triton.launch(torch.zeros(size, 300), inputs, ids(size), ids(4), ids(size), ids(size))
+        launch_step(size)
+
+    def launch_step(size: int) -> None:
+        positions, slots = (ids(size * 4).view(size, 4) for _ in range(2))
+        flags = torch.zeros(size, dtype=torch.bool)
+        begun = Begun(ids(size), ids(size), None, positions, slots, positions, flags)
+        table = torch.zeros(4, 8, dtype=torch.int32)
+        step_triton.launch_begin(ids(size), ids(4), table, ids(4), 16, 3, begun)
+        pieces = Pieces(torch.zeros(size, 3), torch.zeros(size, 3, dtype=torch.int32), torch.zeros(size, 3))
+        following = NextRow(size % 3, ids(size), positions, slots, ids(size), ids(size), ids(size), ids(size))
+        step_triton.launch_keep(pieces, flags, positions, 1 + size % 3, 300, following)
+        kept = Kept(ids(size), ids(size), ids(4), ids(4), None, None)
+        step_triton.launch_accept(positions, slots, flags, flags, ids(size), ids(size), 3.0, kept)
+        hidden, state = torch.zeros(size * 4, 64, dtype=BF16), torch.zeros(4, 2, 64, dtype=BF16)
+        step_triton.launch_hidden(hidden, ids(size), ids(size), state[:, 1])
 
     launch_all(3)
     each = len(gpu.launches)
-    assert each == gpu.through_triton == 8
+    assert each == gpu.through_triton == 12
     for size in (1, 16, 20):
         launch_all(size)
     assert len(gpu.launches) == 4 * each

@@ -77,7 +77,7 @@ def compiled(capability: int, pdl: bool) -> Iterator[tuple[str, str]]:
         "HAS_NORMS": True,
         "ROUNDS": False,
     }
-    unused = {"thresholds": None, "maxima": None}
+    unused = {"thresholds": None, "maxima": None, "ROWS_EACH": 1}
     product = {"K": 4096, "HAS_NORM": True, "HAS_BIAS": True, "ADD": False, "GATED": True, "BLOCK_N": 16}
     one = {**product, "INT4": True, "GROUP": 128, "BLOCK_K": 512, "ROWS": 1}
     many = {**product, "INT4": True, "GROUP": 128, "BLOCK_K": 128, "ROWS": 16}

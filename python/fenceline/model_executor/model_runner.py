@@ -344,21 +344,21 @@ class ModelRunner:
     ) -> ForwardResult:
         """The second phase: draw the next tokens, unless the forward has, keep them as the last tokens of their rows,
         and start to bring the results of both phases to the host."""
-        if logits.tokens is not None:
-            results = {"next_tokens": logits.tokens}
-        else:
+        tokens, logprobs = logits.tokens, None
+        if tokens is None:
             assert logits.values is not None and logits.positions is not None and logits.sampling is not None
             out = self.sampler.forward(logits.values.float(), logits.positions, logits.sampling, masks)
-            if logits.num_verified:
-                assert self.speculative is not None
-                results, logprobs = self.speculative.accept(out.next_tokens), out.logprobs
-                if logprobs is not None:
-                    results |= _logprob_results("out", self.speculative.logprobs_of_path(logprobs))
-            else:
-                self.req_pool.last_tokens[logits.rows] = out.next_tokens
-                results = {"next_tokens": out.next_tokens}
-                if out.logprobs is not None:
-                    results |= _logprob_results("out", out.logprobs)
+            tokens, logprobs = out.next_tokens, out.logprobs
+            if logits.rows is not None:
+                self.req_pool.last_tokens[logits.rows] = tokens
+        results = {"next_tokens": tokens}
+        if logits.num_verified:
+            assert self.speculative is not None
+            results = self.speculative.accept(None if logits.tokens is not None else tokens)
+            if logprobs is not None:
+                logprobs = self.speculative.logprobs_of_path(logprobs)
+        if logprobs is not None:
+            results |= _logprob_results("out", logprobs)
         if self.speculative is not None and isinstance(batch, ExtendBatch):
             assert self._extended is not None
             self.speculative.extend(*self._extended, views, results["next_tokens"], logits.sampling)

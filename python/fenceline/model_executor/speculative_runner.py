@@ -65,11 +65,14 @@ from fenceline.model_executor.graph_runner import GraphRunner
 from fenceline.model_executor.step import DecodeBatch, ExtendBatch
 from fenceline.models.decoder import CausalLM
 from fenceline.models.draft import DraftModel
+from fenceline.sampling.kernels.sample import sample_tokens
 from fenceline.sampling.logprobs import OutputLogprobs, select_logprobs
 from fenceline.sampling.sampling_batch import ReqSampling, SamplingBatch, sampling_arrays
 from fenceline.sampling.sampling_params import SamplingParams
-from fenceline.speculative.accept import accept, simulate_drafts
-from fenceline.speculative.draws import best_drafts, draw_draft
+from fenceline.speculative.accept import accept
+from fenceline.speculative.draws import Pieces, best_drafts, draw_draft, drawn_tokens
+from fenceline.speculative.kernels.operands import SINK_LEN, Begun, Kept, NextRow
+from fenceline.speculative.kernels.step import accept_chain, begin_step, keep_draft, keep_last_hidden
 from fenceline.speculative.kv_rows import KVMover, node_slots, slots_at
 from fenceline.speculative.refuse import check_draft
 from fenceline.speculative.tree import (
@@ -84,7 +87,6 @@ Arrays = dict[str, npt.NDArray[np.generic]]
 Views = Mapping[str, torch.Tensor]
 Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # see KVMover.move
 
-_SINK_LEN = 2  # of the sink's row: a last token and one before it
 _VERIFY = "verify_"  # begins the names of the arrays that the draws of all rows of a step read
 
 
@@ -104,7 +106,7 @@ class SpeculativeState:
         self, device: Device, num_rows: int, num_layers: int, hidden_size: int, dtype: torch.dtype
     ) -> None:
         where, num_hidden = device.torch_device, max(num_layers - 1, 1)
-        self.lens = torch.full((num_rows,), _SINK_LEN, dtype=torch.int64, device=where)
+        self.lens = torch.full((num_rows,), SINK_LEN, dtype=torch.int64, device=where)
         self.drafts = torch.zeros(num_rows, num_layers, dtype=torch.int64, device=where)
         self.previous = torch.zeros(num_rows, dtype=torch.int64, device=where)
         self.is_behind = torch.zeros(num_rows, dtype=torch.bool, device=where)
@@ -188,9 +190,14 @@ class SpeculativeRunner(GraphRunner):
             ArenaField("temperatures", f32, Role.PLAN, pad=1.0),
             ArenaField("noise_scales", f32, Role.PLAN, pad=0.0),
             ArenaField("seed_keys", i64, Role.PLAN, pad=0),
-            ArenaField("lens", i64, Role.INPUT, pad=_SINK_LEN),  # as the step begins
-            ArenaField("seq_lens", i64, Role.INPUT, pad=_SINK_LEN),  # with all rows of the step
-            ArenaField("draft_lens", i64, Role.INPUT, pad=_SINK_LEN),  # of the draft's current forward
+            ArenaField("lens", i64, Role.INPUT, pad=SINK_LEN),  # as the step begins
+            ArenaField("seq_lens", i64, Role.INPUT, pad=SINK_LEN),  # with all rows of the step
+            ArenaField("draft_lens", i64, Role.INPUT, pad=SINK_LEN),  # of the draft's current forward
+            ArenaField(
+                "draft_ids", i64, Role.INPUT, pad=0
+            ),  # of a chain: the row that the draft computes next
+            ArenaField("draft_positions", i64, Role.INPUT, pad=0),
+            ArenaField("draft_slots", i64, Role.INPUT, pad=SINK),
             ArenaField("is_bad", torch.bool, Role.INPUT, pad=False),  # drafts that are not to be used
             # Of the rows that the target verifies: the last token and the drafts. Where there are fewer than in the
             # deepest steps, they lie one request's after the other's all the same, see _rows.
@@ -293,6 +300,9 @@ class SpeculativeRunner(GraphRunner):
             values = self._logits
         self._replayed = captured
         num_nodes = self._plans.shape.num_nodes
+        if captured is not None and sampling.is_plain:
+            drawn = self._rows("drawn", num_reqs, num_nodes).flatten()
+            return Logits(tokens=drawn, num_verified=num_nodes)
         # Those of the tokens that are drawn.
         positions = self._rows("positions", num_reqs, num_nodes).flatten() + 1
         return Logits(
@@ -302,13 +312,15 @@ class SpeculativeRunner(GraphRunner):
             num_verified=num_nodes,
         )
 
-    def accept(self, drawn: torch.Tensor) -> dict[str, torch.Tensor]:
-        """End the step: ``drawn`` [B * num_nodes] int64 are the target's own tokens. The results, good until the next
-        step is submitted: ``next_tokens`` [B, depth + 1], ``counts`` [B], how many of them are the step's, and
-        ``num_bad`` [B], 1 where the draft could not be used."""
+    def accept(self, drawn: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """End the step: ``drawn`` [B * num_nodes] int64 are the target's own tokens, None where the forward has drawn
+        them. The results, good until the next step is submitted: ``next_tokens`` [B, depth + 1], ``counts`` [B], how
+        many of them are the step's, and ``num_bad`` [B], 1 where the draft could not be used."""
         num_reqs, plans = self._num_reqs, self._plans
         assert plans is not None
-        tokens = self._rows("drawn", num_reqs, plans.shape.num_nodes).copy_(drawn.view(num_reqs, -1))
+        tokens = self._rows("drawn", num_reqs, plans.shape.num_nodes)
+        if drawn is not None:
+            tokens.copy_(drawn.view(num_reqs, -1))
         outputs = self._outputs = self.arena.begin_replay()
         if self._replayed is None:
             self._accept(plans)
@@ -360,14 +372,10 @@ class SpeculativeRunner(GraphRunner):
         device, name = self._device, f"[{size}] of depth {shape.depth}"
         with device.forward.active():  # what a plan allocates and writes, FORWARD then reads
             plans = self._make_plans(size, shape, np.full(size, max_seq_len + shape.num_slots - 1, np.int64))
-            self._propose_and_verify(plans, self._logits)  # compiles and sets up what the first call does
+            self._verify_and_draw(plans)  # compiles and sets up what the first call does
             self._accept(plans)
         device.synchronize()
-
-        def propose_and_verify() -> None:
-            self._propose_and_verify(plans, self._logits)
-
-        verify = device.capture(f"verify{name}", pool, propose_and_verify)
+        verify = device.capture(f"verify{name}", pool, lambda: self._verify_and_draw(plans))
         accept = device.capture(f"accept{name}", pool, lambda: self._accept(plans))
         self._captured[size, shape.depth] = _Captured(plans, verify, accept)
         return verify, accept
@@ -422,19 +430,45 @@ class SpeculativeRunner(GraphRunner):
 
     def _begin(self, plans: _Plans) -> None:
         """Derive the rows that are verified; their ids are still to be proposed."""
-        arena, state, size, shape = self.arena, self.state, plans.size, plans.shape
-        rows, lens = arena["plan_rows"][:size], arena["lens"][:size]
-        lens.copy_(state.lens[rows])
-        arena["seq_lens"][:size] = lens - 1 + shape.num_nodes
-        if self._topk > 1:
-            arena["path_lens"][:size] = lens + shape.depth
-        positions = self._rows("positions", size, shape.num_nodes)
-        torch.add((lens - 1).unsqueeze(1), torch.arange(shape.num_nodes, device=lens.device), out=positions)
-        # By the page table of this moment (F5).
-        slots = node_slots(self._table_of_step(), rows, lens - 1, shape.num_nodes, self._kv_pool.page_size)
-        self._rows("out_slots", size, shape.num_nodes).copy_(slots.view_as(positions))
-        self._rows("input_ids", size, shape.num_nodes)[:, 0] = self._req_pool.last_tokens[rows]
-        arena["is_bad"][:size] = False
+        arena, size, shape = self.arena, plans.size, plans.shape
+        begun = Begun(
+            lens=arena["lens"][:size],
+            seq_lens=arena["seq_lens"][:size],
+            path_lens=arena["path_lens"][:size] if self._topk > 1 else None,
+            positions=self._rows("positions", size, shape.num_nodes),
+            out_slots=self._rows("out_slots", size, shape.num_nodes),
+            input_ids=self._rows("input_ids", size, shape.num_nodes),
+            is_bad=arena["is_bad"][:size],
+        )
+        begin_step(
+            arena["plan_rows"][:size],
+            self.state.lens,
+            self._table_of_step(),  # by the page table of this moment (F5)
+            self._req_pool.last_tokens,
+            self._kv_pool.page_size,
+            shape.depth,
+            begun,
+        )
+
+    def _verify_and_draw(self, plans: _Plans) -> None:
+        """The step as far as the target's own tokens, drawn as requests need it that want a temperature at most.
+        Others' are drawn again by the Sampler, from the same logits."""
+        logits = self._propose_and_verify(plans, self._logits)
+        size, num_nodes = plans.size, plans.shape.num_nodes
+        temperatures, scales, keys = self._draw_inputs(size)
+        sample_tokens(
+            logits,
+            temperatures,
+            scales,
+            keys,
+            self._rows("positions", size, num_nodes).flatten(),
+            thresholds=None,
+            rows=None,
+            last_tokens=None,
+            next_tokens=self._rows("drawn", size, num_nodes).flatten(),
+            rows_each=num_nodes,
+            ahead=1,
+        )
 
     def _propose_and_verify(self, plans: _Plans, logits_out: torch.Tensor | None = None) -> torch.Tensor:
         """The drafts, and the target's logits of all rows, [size * num_nodes, vocab_size], in the first rows of
@@ -461,27 +495,36 @@ class SpeculativeRunner(GraphRunner):
             self._propose_tree(plans)
             return
         size, depth, arena, state = plans.size, plans.shape.depth, self.arena, self.state
-        rows, lens, draft_lens = arena["plan_rows"][:size], arena["lens"][:size], self._draft_lens[:size]
-        ids, positions, slots = (
-            self._rows(name, size, depth + 1) for name in ("input_ids", "positions", "out_slots")
-        )
+        rows, lens = arena["plan_rows"][:size], arena["lens"][:size]
         if self._num_layers > 1:
-            for step in range(depth):
-                self._keep(plans, step + 1, state.drafts[rows, step])
+            none = self._zeros[:size]
+            for step, drafts in enumerate(state.drafts[rows, :depth].int().t().contiguous()):
+                self._keep(plans, step + 1, Pieces(none, drafts.unsqueeze(1), none))
             return
         if depth == 0:
             if plans.two is not None:
                 self._compute_two(plans, plans.two, lens[:0])
             return
         hidden = state.hidden[rows, 0]
-        self._keep(plans, 1, self._draw(self._first_logits(plans, hidden), size, lens))
+        logits = self._first_logits(plans, hidden)
         first = int(plans.two is not None)  # the row in which the draft's next forward lies
+        names = ("draft_ids", "draft_positions", "draft_slots")
+        ids, positions, slots = (arena[name][:size] for name in names)
         for step in range(1, depth):
-            at = step - 1 + first
-            torch.add(lens, at, out=draft_lens)
-            batch = self._batch(ids[:, step], positions[:, at], slots[:, at], plans.steps[step - 1])
+            following = NextRow(
+                at=step - 1 + first,
+                lens=lens,
+                positions=self._rows("positions", size, depth + 1),
+                out_slots=self._rows("out_slots", size, depth + 1),
+                draft_lens=self._draft_lens[:size],
+                draft_ids=ids,
+                draft_positions=positions,
+                draft_slots=slots,
+            )
+            self._keep(plans, step, self._draw(logits, size, lens, step - 1), following)
+            batch = self._batch(ids, positions, slots, plans.steps[step - 1])
             logits, hidden = self._draft.forward(batch, hidden)
-            self._keep(plans, step + 1, self._draw(logits, size, lens + step))
+        self._keep(plans, depth, self._draw(logits, size, lens, depth - 1))
 
     def _first_logits(self, plans: _Plans, hidden: torch.Tensor) -> torch.Tensor:
         """The logits of the first drafts: of what the step before has left of a draft that reads hidden states
@@ -490,13 +533,11 @@ class SpeculativeRunner(GraphRunner):
             return self._draft.logits(hidden)
         return self._compute_two(plans, plans.two, torch.arange(plans.size, device=hidden.device) * 2 + 1)
 
-    def _keep(self, plans: _Plans, column: int, tokens: torch.Tensor) -> None:
-        """``tokens`` [B] are the drafts in ``column``, unless there is one that cannot be used."""
+    def _keep(self, plans: _Plans, column: int, drawn: Pieces, following: NextRow | None = None) -> None:
+        """The drafts in ``column`` are those ``drawn``, unless there is one that cannot be used."""
         size, vocab_size = plans.size, self._model.config.vocab_size
-        is_bad = self.arena["is_bad"][:size]
-        usable, _, bad = check_draft(tokens.unsqueeze(1), self._zeros[:size], vocab_size, is_bad)
-        self._rows("input_ids", size, plans.shape.num_nodes)[:, column] = usable.squeeze(1)
-        is_bad.copy_(bad)
+        input_ids = self._rows("input_ids", size, plans.shape.num_nodes)
+        keep_draft(drawn, self.arena["is_bad"][:size], input_ids, column, vocab_size, following)
 
     def _propose_tree(self, plans: _Plans) -> None:
         """The tree of the best drafts. Of each step's frontier the draft computes ``topk`` rows of each request, which
@@ -605,29 +646,51 @@ class SpeculativeRunner(GraphRunner):
             self._rows(name, size, shape.num_nodes) for name in ("input_ids", "positions", "drawn")
         )
         is_bad, may_accept = arena["is_bad"][:size], arena["may_accept"][:size]
-        parents = self._rows("parents", size, shape.num_nodes) if plans.is_tree else None
-        drafts = DraftTree(ids, positions, parents, None, is_bad | ~may_accept)
-        if self._simulated_accept_length is not None:
-            drafts = simulate_drafts(drafts, tokens, rows, self._simulated_accept_length)
-        accepted = accept(drafts, tokens, shape.depth)
-        counts = arena["counts"][:size].copy_(accepted.counts)
-        arena["num_bad"][:size] = is_bad
-        last, new_lens = counts.unsqueeze(1) - 1, lens + counts
-        if plans.is_tree:
-            tokens = self._rows("path_tokens", size, shape.num_tokens).copy_(accepted.token_ids)
-            path = self._rows("path", size, shape.num_tokens).copy_(accepted.path)
-            assert self._move_target is not None, "there are trees"
-            self._move_target(self._rows("out_slots", size, shape.num_nodes).flatten(), path, counts)
-        self._req_pool.last_tokens[rows] = accepted.last_tokens
-        state.lens[rows] = torch.where(rows == 0, _SINK_LEN, new_lens)
-        if self.reads_hidden:
-            self._extend_draft(plans, tokens, new_lens)
+        counts, num_bad, last_tokens = (
+            arena["counts"][:size],
+            arena["num_bad"][:size],
+            self._req_pool.last_tokens,
+        )
+        if not plans.is_tree:
+            is_needed = not self.reads_hidden
+            accept_chain(
+                ids,
+                tokens,
+                is_bad,
+                may_accept,
+                rows,
+                lens,
+                self._simulated_accept_length,
+                Kept(
+                    counts,
+                    num_bad,
+                    last_tokens,
+                    state.lens,
+                    previous=state.previous if is_needed else None,
+                    is_behind=state.is_behind if is_needed else None,
+                ),
+            )
+            if self.reads_hidden:
+                self._extend_draft(plans, tokens)
             return
-        state.previous[rows] = drafts.token_ids.gather(1, accepted.path.gather(1, last)).squeeze(1)
-        if plans.is_tree:
-            state.is_behind[rows] = self._move_draft(plans)
-        else:  # it has computed rows of all that it has proposed but the last; without proposals that of the last token
-            state.is_behind[rows] = counts > max(shape.depth, 1)
+        parents = self._rows("parents", size, shape.num_nodes)
+        drafts = DraftTree(ids, positions, parents, None, is_bad | ~may_accept)
+        accepted = accept(drafts, tokens, shape.depth)
+        counts.copy_(accepted.counts)
+        num_bad.copy_(is_bad)
+        new_lens = lens + counts
+        tokens = self._rows("path_tokens", size, shape.num_tokens).copy_(accepted.token_ids)
+        path = self._rows("path", size, shape.num_tokens).copy_(accepted.path)
+        assert self._move_target is not None, "there are trees"
+        self._move_target(self._rows("out_slots", size, shape.num_nodes).flatten(), path, counts)
+        last_tokens[rows] = accepted.last_tokens
+        state.lens[rows] = torch.where(rows == 0, SINK_LEN, new_lens)
+        if self.reads_hidden:
+            self._extend_draft(plans, tokens)
+            return
+        last = accepted.path.gather(1, counts.unsqueeze(1) - 1)
+        state.previous[rows] = ids.gather(1, last).squeeze(1)
+        state.is_behind[rows] = self._move_draft(plans)
 
     def _move_draft(self, plans: _Plans) -> torch.Tensor:
         """Bring the rows that a draft without hidden states has computed for the path to their places. Returns whether
@@ -645,7 +708,7 @@ class SpeculativeRunner(GraphRunner):
             self._move_rows(slots, nodes, counts - is_behind.long())
         return is_behind
 
-    def _extend_draft(self, plans: _Plans, tokens: torch.Tensor, new_lens: torch.Tensor) -> None:
+    def _extend_draft(self, plans: _Plans, tokens: torch.Tensor) -> None:
         """The draft's rows of the drawn tokens, layer after layer where each has a turn, from the hidden states of the
         target's. Rows of tokens that do not count are written again by the next step.
 
@@ -655,37 +718,47 @@ class SpeculativeRunner(GraphRunner):
         size, arena, state, width = plans.size, self.arena, self.state, plans.shape.num_tokens
         by_turns = self._num_layers > 1
         rows, counts, lens = (arena[name][:size] for name in ("plan_rows", "counts", "lens"))
-        before = state.hidden[rows]  # of the step before
-        requests, last = torch.arange(size, device=rows.device), counts - 1
         num_nodes = plans.shape.num_nodes
         x, aux = self._hidden[: size * num_nodes], self._aux[: size * num_nodes]
+        requests = torch.arange(size if by_turns or plans.is_tree else 0, device=rows.device)
         if plans.is_tree:
             nodes = (requests.unsqueeze(1) * num_nodes + self._rows("path", size, width)).flatten()
             x, aux = x[nodes], aux[nodes]
         hidden = self._draft.hidden_states_from(x, aux)
-        ids = torch.cat((tokens, tokens.new_zeros(size, self._num_layers - 1)), dim=1)
+        ids, logits_index = tokens, requests[:0]
+        if by_turns:
+            before, last = state.hidden[rows], counts - 1  # of the step before
+            ids = torch.cat((tokens, tokens.new_zeros(size, self._num_layers - 1)), dim=1)
         for layer, plan in enumerate(plans.extend):
             if layer > 0:
                 previous = before[:, layer - 1 : layer]
                 hidden = torch.cat((previous, hidden.view(size, width - 1, -1)), dim=1).flatten(0, 1)
-            positions = (lens - 1 - layer).unsqueeze(1) + torch.arange(width, device=rows.device)
-            slots = slots_at(self._req_pool.page_table, rows, positions, self._kv_pool.page_size)
+            positions, slots = self._places(plans, layer, width)
+            if by_turns:
+                logits_index = requests * width + last + layer
             batch = self._batch(
-                ids[:, :width].flatten(),
-                positions.clamp(min=0).flatten(),  # in front of the first token: in the sink, for nobody
-                slots.flatten(),
-                plan,
-                requests * width + last + layer if by_turns else requests[:0],
+                ids[:, :width].flatten(), positions.flatten(), slots.flatten(), plan, logits_index
             )
             logits, hidden = self._draft.forward(batch, hidden, layer)
             if by_turns:
-                drafts = self._draw(logits, size, new_lens + layer)
+                drafts = drawn_tokens(self._draw(logits, size, lens + counts, layer))
                 state.drafts[rows, layer] = drafts
             if layer < state.hidden.shape[1]:
-                state.hidden[rows, layer] = hidden.view(size, width, -1)[requests, last]
+                keep_last_hidden(hidden, counts, rows, state.hidden[:, layer])
             if layer + 1 < self._num_layers:
                 ids.scatter_(1, (counts + layer).unsqueeze(1), drafts.clamp(min=0).unsqueeze(1))
                 width += 1
+
+    def _places(self, plans: _Plans, layer: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions and slots [size, width] of the rows that ``layer`` computes again: those of the verification where
+        they are the same rows. In front of the first token they are the sink's, for nobody."""
+        size = plans.size
+        if layer == 0 and not plans.is_tree:
+            return self._rows("positions", size, width), self._rows("out_slots", size, width)
+        rows, lens = self.arena["plan_rows"][:size], self.arena["lens"][:size]
+        positions = (lens - 1 - layer).unsqueeze(1) + torch.arange(width, device=rows.device)
+        slots = slots_at(self._req_pool.page_table, rows, positions, self._kv_pool.page_size)
+        return positions.clamp(min=0), slots
 
     def make_aux(self, num_tokens: int) -> AuxHiddenStates | None:
         """Where the target leaves what the draft reads of a prefill step's tokens; None if that is its last layer's
@@ -695,12 +768,14 @@ class SpeculativeRunner(GraphRunner):
         size = len(self._aux_layers) * self._model.config.hidden_size
         return AuxHiddenStates(self._aux_layers, self._aux.new_empty(num_tokens, size))
 
-    def _draw(self, logits: torch.Tensor, size: int, positions: torch.Tensor) -> torch.Tensor:
-        """The draft's tokens at ``positions`` [B] int64, drawn with the noise that the target will draw with there."""
-        arena = self.arena
-        temperatures, scales, keys = (
-            arena[name][:size] for name in ("temperatures", "noise_scales", "seed_keys")
-        )
+    def _draw_inputs(self, size: int) -> list[torch.Tensor]:
+        """Temperatures, noise scales and seed keys of the first ``size`` requests, [size] each."""
+        return [self.arena[name][:size] for name in ("temperatures", "noise_scales", "seed_keys")]
+
+    def _draw(self, logits: torch.Tensor, size: int, positions: torch.Tensor, ahead: int) -> Pieces:
+        """The draft's tokens at ``positions`` + ``ahead`` [B] int64, drawn with the noise that the target will draw
+        with there."""
+        temperatures, scales, keys = self._draw_inputs(size)
         return draw_draft(
             logits,
             self._draft.target_ids,
@@ -709,6 +784,7 @@ class SpeculativeRunner(GraphRunner):
             scales,
             keys,
             positions,
+            ahead,
         )
 
     def _best(
@@ -718,10 +794,7 @@ class SpeculativeRunner(GraphRunner):
         num = len(logits) // size
         temperatures, scales, keys, positions = (
             values.unsqueeze(1).expand(size, num).flatten()
-            for values in (
-                *(self.arena[name][:size] for name in ("temperatures", "noise_scales", "seed_keys")),
-                positions,
-            )
+            for values in (*self._draw_inputs(size), positions)
         )
         return best_drafts(
             logits,
@@ -794,11 +867,11 @@ class SpeculativeRunner(GraphRunner):
                 continue
             if by_turns:
                 assert sampling is not None
-                drafts = draw_draft(
+                pieces = draw_draft(
                     logits, self._draft.target_ids, self._model.config.vocab_size,
-                    sampling.temperatures, sampling.noise_scales, sampling.seed_keys, lens + layer,
+                    sampling.temperatures, sampling.noise_scales, sampling.seed_keys, lens, layer,
                 )  # fmt: skip
-                state.drafts[rows, layer] = drafts
+                drafts = state.drafts[rows, layer] = drawn_tokens(pieces)
                 following.append(drafts.clamp(min=0))
             if layer < state.hidden.shape[1]:
                 state.hidden[rows, layer] = hidden[torch.where(positions[ends] < layer, ends, ends - layer)]
@@ -819,7 +892,7 @@ def _tree_fields(largest: StepShape, topk: int) -> list[ArenaField]:
         ArenaField("ancestors", i64, Role.INPUT, pad=0, shape=width),
         ArenaField("draft_nodes", i64, Role.INPUT, pad=0, shape=width),  # the draft's row of each, 0: none
         ArenaField("draft_ancestors", i64, Role.INPUT, pad=0, shape=(topk,)),  # of its current forward
-        ArenaField("path_lens", i64, Role.INPUT, pad=_SINK_LEN),  # with all rows that a path may have
+        ArenaField("path_lens", i64, Role.INPUT, pad=SINK_LEN),  # with all rows that a path may have
         ArenaField("path", i64, Role.OUTPUT, pad=0, shape=path),
         ArenaField("path_tokens", i64, Role.OUTPUT, pad=0, shape=path),
     ]

@@ -21,7 +21,7 @@ _BLOCK = 1024  # 149 programs for the largest vocabularies: one request alone fi
 
 @dataclass(frozen=True, slots=True)
 class DrawInputs:
-    """What a draw depends on besides the logits; see ``sample_tokens``. All [B]."""
+    """What a draw depends on besides the logits; see ``sample_tokens`` and, for ``token_ids``, ``draw_pieces``."""
 
     temperatures: torch.Tensor | None
     noise_scales: torch.Tensor | None
@@ -29,6 +29,9 @@ class DrawInputs:
     positions: torch.Tensor
     thresholds: torch.Tensor | None
     maxima: torch.Tensor | None
+    token_ids: torch.Tensor | None = None
+    rows_each: int = 1
+    ahead: int = 0
 
 
 def launch(
@@ -40,13 +43,32 @@ def launch(
     steps: torch.Tensor | None,
 ) -> None:
     """See ``sample_tokens``. Rows of the logits may be strided. Allocates two tensors [B, pieces] for partial draws."""
-    num_reqs, vocab_size = logits.shape
-    assert logits.stride(1) == 1 and next_tokens.is_contiguous() and next_tokens.dtype == torch.int64
-    if num_reqs == 0:
+    assert next_tokens.is_contiguous() and next_tokens.dtype == torch.int64
+    if not len(logits):
         return
-    pieces, draw, combine = _variants(vocab_size, logits.stride(0))
-    best_scores = torch.empty(num_reqs, pieces, dtype=torch.float32, device=logits.device)
-    best_ids = torch.empty(num_reqs, pieces, dtype=torch.int32, device=logits.device)
+    best_scores, best_ids, _ = _launch_pieces(logits, inputs, None)
+    combine = _variants(logits.shape[1], logits.stride(0))[2]
+    combine.launch((len(logits),), (best_scores, best_ids, rows, last_tokens, next_tokens, steps))
+
+
+def launch_pieces(
+    logits: torch.Tensor, inputs: DrawInputs
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``draw_pieces``; of at least one row."""
+    pieces = _variants(logits.shape[1], logits.stride(0))[0]
+    largest = torch.empty(len(logits), pieces, dtype=torch.float32, device=logits.device)
+    scores, ids, _ = _launch_pieces(logits, inputs, largest)
+    return scores, ids, largest
+
+
+def _launch_pieces(
+    logits: torch.Tensor, inputs: DrawInputs, largest: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1
+    pieces, draw, _ = _variants(vocab_size, logits.stride(0), inputs.rows_each)
+    best_scores = torch.empty(num_rows, pieces, dtype=torch.float32, device=logits.device)
+    best_ids = torch.empty(num_rows, pieces, dtype=torch.int32, device=logits.device)
     tensors = (
         logits,
         inputs.temperatures,
@@ -55,26 +77,28 @@ def launch(
         inputs.positions,
         inputs.thresholds,
         inputs.maxima,
+        inputs.token_ids,
         best_scores,
         best_ids,
+        largest,
     )
-    draw.launch((pieces * num_reqs,), tensors)
-    combine.launch((num_reqs,), (best_scores, best_ids, rows, last_tokens, next_tokens, steps))
+    draw.launch((pieces * num_rows,), tensors, (inputs.ahead,))
+    return best_scores, best_ids, largest
 
 
 @cache
-def _variants(vocab_size: int, stride: int) -> tuple[int, KernelVariant, KernelVariant]:
+def _variants(vocab_size: int, stride: int, rows_each: int = 1) -> tuple[int, KernelVariant, KernelVariant]:
     """The number of pieces, the kernel that draws in each of them, and the kernel that compares them."""
     block = min(_BLOCK, max(32, triton.next_power_of_2(vocab_size)))
     pieces = -(-vocab_size // block)
-    constants = {"STRIDE": stride, "VOCAB": vocab_size, "BLOCK": block}
+    constants = {"STRIDE": stride, "VOCAB": vocab_size, "BLOCK": block, "ROWS_EACH": rows_each}
     draw = KernelVariant(_piece_kernel, constants, max(1, block // 256))
     block = max(32, triton.next_power_of_2(pieces))
     constants = {"PIECES": pieces, "BLOCK": block}
     return pieces, draw, KernelVariant(_combine_kernel, constants, max(1, min(4, block // 64)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ahead"])
 def _piece_kernel(
     logits,
     temperatures,
@@ -83,18 +107,26 @@ def _piece_kernel(
     positions,
     thresholds,
     maxima,
+    token_ids,
     best_scores,
     best_ids,
+    largest,
+    ahead,
     STRIDE: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS_EACH: tl.constexpr,
 ):
-    """One program: the best among BLOCK consecutive token ids of one request."""
+    """One program: the best among BLOCK consecutive columns of one row."""
     PIECES: tl.constexpr = (VOCAB + BLOCK - 1) // BLOCK
-    req = tl.program_id(0) // PIECES
+    row = tl.program_id(0) // PIECES
     piece = tl.program_id(0) % PIECES
-    ids = piece * BLOCK + tl.arange(0, BLOCK)
-    live = ids < VOCAB
+    req = row // ROWS_EACH
+    columns = piece * BLOCK + tl.arange(0, BLOCK)
+    live = columns < VOCAB
+    ids = columns
+    if token_ids is not None:
+        ids = tl.load(token_ids + columns, mask=live, other=2147483647).to(tl.int32)
     temperature = 1.0
     if temperatures is not None:
         temperature = tl.load(temperatures + req)
@@ -102,11 +134,12 @@ def _piece_kernel(
     if noise_scales is not None:
         scale = tl.load(noise_scales + req)
     if seed_keys is not None:
-        key_a, key_b = _row_keys(tl.load(seed_keys + req), tl.load(positions + req))
+        key_a, key_b = _row_keys(tl.load(seed_keys + req), tl.load(positions + row) + ahead)
     if thresholds is not None:
-        threshold = tl.load(thresholds + req)
-        maximum = tl.load(maxima + req)
-    values = tl.load(logits + req.to(tl.int64) * STRIDE + ids, mask=live, other=-float("inf")).to(tl.float32)
+        threshold = tl.load(thresholds + row)
+        maximum = tl.load(maxima + row)
+    offset = row.to(tl.int64) * STRIDE
+    values = tl.load(logits + offset + columns, mask=live, other=-float("inf")).to(tl.float32)
     scores = values
     if temperatures is not None:
         scores = tl.div_rn(values, tl.zeros_like(values) + temperature)
@@ -118,9 +151,17 @@ def _piece_kernel(
         scores = tl.where(distance < threshold, -float("inf"), scores)
     # NaN is drawn only if there is nothing else, and ids beyond the vocabulary are never drawn.
     scores = tl.where(live & (scores == scores), scores, -float("inf"))
-    score, index = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(best_scores + req.to(tl.int64) * PIECES + piece, score)
-    tl.store(best_ids + req.to(tl.int64) * PIECES + piece, piece * BLOCK + index)
+    out = row.to(tl.int64) * PIECES + piece
+    if token_ids is None:
+        score, index = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        best = piece * BLOCK + index
+    else:
+        score = tl.max(scores, axis=0)
+        best = tl.min(tl.where(scores == score, ids, 2147483647), axis=0)
+    tl.store(best_scores + out, score)
+    tl.store(best_ids + out, best)
+    if largest is not None:
+        tl.store(largest + out, tl.max(tl.where(values == values, values, float("inf")), axis=0))
 
 
 @triton.jit
